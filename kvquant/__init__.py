@@ -1,10 +1,12 @@
 """Quantized KV caches for PyTorch decode loops.
 
 Names are loaded when they are first asked for, and with them the operators torch.ops.kvquant:
-`import kvquant` and `kvquant --help` do not wait for torch.
+`import kvquant` and `kvquant --help` do not wait for torch. Three names need the hf extra. `from
+kvquant import *` takes them where it is installed, and leaves them out elsewhere.
 """
 
 import importlib
+import importlib.util
 import typing
 
 from .errors import (
@@ -25,9 +27,9 @@ if typing.TYPE_CHECKING:
     from .cache.context_parallel import ContextParallelCache
     from .cache.contiguous import KVCache
     from .cache.latent import LatentKVCache
-    from .hf.cache import QuantizedCache as QuantizedCache
-    from .hf.captured import CapturedStep as CapturedStep
-    from .hf.model import CachedModel as CachedModel
+    from .hf.cache import QuantizedCache
+    from .hf.captured import CapturedStep
+    from .hf.model import CachedModel
     from .io.checkpoint import load_cache, save_cache
     from .io.plan import CachePlan
     from .io.sequences import load_sequences, save_sequences
@@ -52,6 +54,8 @@ __all__ = [
     "AttentionVariant",
     "Basis",
     "CachePlan",
+    "CachedModel",
+    "CapturedStep",
     "CheckpointError",
     "ConfigError",
     "ContextParallelCache",
@@ -67,6 +71,7 @@ __all__ = [
     "OutOfPagesError",
     "PagedBatch",
     "PagedKVCache",
+    "QuantizedCache",
     "Rope",
     "RowFormat",
     "ShapeError",
@@ -91,7 +96,7 @@ __all__ = [
 _HOMES = {
     "AttentionVariant": "rows.variant",
     "Basis": "rows.basis",
-    "CachedModel": "hf.model",  # with the hf extra, as QuantizedCache: so not in __all__
+    "CachedModel": "hf.model",
     "CachePlan": "io.plan",
     "CapturedStep": "hf.captured",
     "ContextParallelCache": "cache.context_parallel",
@@ -122,8 +127,16 @@ _HOMES = {
 }
 
 if not typing.TYPE_CHECKING:  # else a type checker would take any name for a known one
+    _NAMES = __all__
+    del __all__  # so that `import *` asks __getattr__ for it
 
     def __getattr__(name: str) -> object:
+        if name == "__all__":
+            try:
+                importlib.import_module(".hf", __name__)
+            except UnsupportedError:  # the hf extra is missing, or its transformers is too old
+                return [name for name in _NAMES if not _needs_hf(name)]
+            return list(_NAMES)
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
@@ -131,4 +144,10 @@ if not typing.TYPE_CHECKING:  # else a type checker would take any name for a kn
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, *_HOMES})
+        """All names that can be had; help() asks for each of them."""
+        has_transformers = importlib.util.find_spec("transformers") is not None
+        found = {name for name in _NAMES if has_transformers or not _needs_hf(name)}
+        return sorted({*globals(), *found, "__all__"})
+
+    def _needs_hf(name: str) -> bool:
+        return _HOMES.get(name, "").startswith("hf.")

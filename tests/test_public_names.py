@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib.util
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,16 +44,18 @@ PUBLIC = [
     "save_sequences",
     "slots_of",
 ]
-# loaded by name only: import * needs no extra
+# import * takes them where the hf extra is installed
 WITH_HF = ["CachedModel", "CapturedStep", "QuantizedCache"]
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 PLAN = Path(__file__).parent / "data" / "plan-v2.safetensors"
 RECORDS = ["Rope", "RowTransform", "Slots"]  # arguments of append_rows, where examples show them
 ERRORS = [name for name, value in vars(errors).items() if inspect.isclass(value)]
 
 
 def test_all_is_sorted_and_complete() -> None:
-    assert kvquant.__all__ == sorted([*PUBLIC, *ERRORS])
-    assert set(dir(kvquant)) >= {*kvquant.__all__, "__version__"}
+    with_hf = WITH_HF if HAS_TRANSFORMERS else []
+    assert kvquant.__all__ == sorted([*PUBLIC, *ERRORS, *with_hf])
+    assert set(dir(kvquant)) >= {*kvquant.__all__, "__all__", "__version__"}
     names: dict[str, object] = {}
     exec("from kvquant import *", names)
     assert {name: names[name] for name in kvquant.__all__} == {
@@ -61,8 +66,7 @@ def test_all_is_sorted_and_complete() -> None:
         for name, value in vars(kvquant).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    # A name that was asked for stays: another test may have used those that need transformers.
-    assert importable - set(WITH_HF) == set(kvquant.__all__)
+    assert importable == set(kvquant.__all__)
     with pytest.raises(AttributeError, match="module 'kvquant' has no attribute 'KVcache'"):
         kvquant.KVcache  # type: ignore[attr-defined]  # noqa: B018
 
@@ -70,6 +74,9 @@ def test_all_is_sorted_and_complete() -> None:
 def test_type_checkers_are_told_where_each_name_comes_from() -> None:
     assert kvquant.__file__
     tree = ast.parse(Path(kvquant.__file__).read_text(encoding="utf-8"))
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    values = {ast.unparse(node.targets[0]): node.value for node in assigned}
+    assert ast.literal_eval(values["__all__"]) == sorted([*PUBLIC, *ERRORS, *WITH_HF])
     block = next(node for node in tree.body if isinstance(node, ast.If))
     told = {
         alias.name: node.module
@@ -81,12 +88,51 @@ def test_type_checkers_are_told_where_each_name_comes_from() -> None:
     assert set(told) == {*PUBLIC, *WITH_HF}
 
 
-def test_names_that_need_transformers_are_found_but_not_taken_by_a_star() -> None:
-    assert set(dir(kvquant)) >= set(WITH_HF)
-    assert not set(kvquant.__all__) & set(WITH_HF)
-    pytest.importorskip("transformers", reason="needs the hf extra")
-    for name in WITH_HF:
-        assert inspect.getdoc(getattr(kvquant, name))
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs the hf extra")
+@pytest.mark.parametrize("name", WITH_HF)
+def test_names_that_need_transformers_have_docstrings(name: str) -> None:
+    assert inspect.getdoc(getattr(kvquant, name))
+
+
+NO_TRANSFORMERS = {
+    "missing": "sys.modules['transformers'] = None",
+    "too old": """
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+names = "transformers", "transformers.cache_utils"
+for name in names:
+    sys.modules[name] = ModuleType(name)
+    sys.modules[name].__spec__ = ModuleSpec(name, None)
+sys.modules[names[0]].__version__ = "4.57.0"
+sys.modules[names[1]].CacheLayerMixin = object
+""",
+}
+
+
+@pytest.mark.parametrize("how", NO_TRANSFORMERS)
+def test_a_star_needs_no_extra(how: str) -> None:
+    code = f"""
+import sys
+{NO_TRANSFORMERS[how]}
+import kvquant
+found = dir(kvquant)
+assert "torch" not in sys.modules
+from kvquant import *
+assert KVCache is kvquant.KVCache and issubclass(ConfigError, KVQuantError)
+assert not {{*{WITH_HF}}} & {{*globals()}}
+assert kvquant.__all__ == {sorted([*PUBLIC, *ERRORS])}
+if {how == "missing"}:
+    import pydoc
+    assert not {{*{WITH_HF}}} & {{*found}}
+    assert "decode_attention" in pydoc.render_doc(kvquant)  # it asks for all names of dir
+try:
+    from kvquant import QuantizedCache
+except UnsupportedError as error:
+    assert "need transformers 5.14 or newer: install kvquant with its hf extra" in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
