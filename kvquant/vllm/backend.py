@@ -30,6 +30,7 @@ from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES
 from ..rows.variant import AttentionVariant, names_of
+from . import plugin
 from .rows import LayerRows, Settings, rank_heads
 from .step import Step, append, attend, describe_step
 from .warmup import StepCalls, warm_up_layers
@@ -129,7 +130,8 @@ def backend_of(name: str, request: Request) -> type[KVQuantBackend]:
     """The backend of an engine.
 
     vLLM calls some of its methods where no engine's config is current, so settings belong to the
-    class.
+    class. vLLM also looks the class up by its module and name, in the process of each worker:
+    plugin.__getattr__ then finds it, for the engine whose config is current.
 
     Args:
         name: of the entry in vLLM's registry.
@@ -137,6 +139,7 @@ def backend_of(name: str, request: Request) -> type[KVQuantBackend]:
     """
     settings = Settings.parse(json.loads(request.given))
     known = {"request": request, "settings": settings, "name": name}
+    known |= {"__module__": plugin.__name__, "__qualname__": name}  # else of its metaclass: "abc"
     return type("KVQuantBackend", (KVQuantBackend,), known)
 
 

@@ -1,0 +1,184 @@
+"""What vLLM's CUDA platform asks of a backend, and its CPU platform does not: the choice and the
+start of engines as on an H200, without a GPU (half a minute)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import FalconH1Config, Gemma2Config
+from vllm_engines import INT4, MODEL, ROOT, SIZES
+
+CUSTOM = {"attention_backend": "CUSTOM"}
+ROWS = {**CUSTOM, "additional_config": {"kvquant": INT4}}
+INT8 = {**CUSTOM, "additional_config": {"kvquant": {"k_format": "int8"}}}
+ALONE = {"additional_config": ROWS["additional_config"]}  # rows, and no backend that holds them
+DRAFTS = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 3}
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 16 << 20},
+}
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+FIRST = {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}  # vLLM's first model runner
+OURS = "kvquant.vllm.plugin.CUSTOM"
+CHOSEN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "int4": (ROWS, {}, INT4),
+    "other rows in the same process": (INT8, {}, {"k_format": "int8"}),
+    "a sliding window": (ROWS, {"has_sliding_window": True}, INT4),
+    "sink logits": (ROWS, {"has_sink": True}, INT4),
+    "pages of 64": ({**ROWS, "block_size": 64}, {}, INT4),
+    "beside a connector": ({**ROWS, "kv_transfer_config": OFFLOADING}, {}, INT4),
+    "beside drafts": ({**ROWS, "speculative_config": DRAFTS}, {}, INT4),
+    "by the kind of layer": (
+        {**ALONE, "attention_config": {"backend_per_kind": {"full_attention": "CUSTOM"}}},
+        {},
+        INT4,
+    ),
+}
+LATENT = {"use_mla": True, "head_size": 576}
+HIDDEN = r"rows of kvquant, and \w+ would hold 16-bit ones: give --attention-backend CUSTOM"
+INVALID = "CUSTOM is not valid for this configuration"  # vLLM's own words
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no rows": (CUSTOM, {}, "ConfigError: --attention-backend CUSTOM is kvquant's, which lacks"),
+    "a format that does not exist": (
+        {**CUSTOM, "additional_config": {"kvquant": {"k_format": "int5"}}},
+        {},
+        "ConfigError: format 'int5' does not exist",
+    ),
+    "no plan": (
+        {**CUSTOM, "additional_config": {"kvquant": {"plan": "nowhere"}}},
+        {},
+        f"{INVALID}.*there is no plan 'nowhere'",
+    ),
+    "no backend": (ALONE, {}, HIDDEN),
+    "latent attention": (ROWS, LATENT, f"{INVALID}.*MLA not supported"),
+    "float32": (ROWS, {"dtype": "float32"}, f"{INVALID}.*dtype not supported"),
+    "fp8 of vLLM": (ROWS, {"kv_cache_dtype": "fp8"}, f"{INVALID}.*kv_cache_dtype not supported"),
+    "head_dim 32": (ROWS, {"head_size": 32}, f"{INVALID}.*head_size not supported"),
+    "pages of 8": ({**ROWS, "block_size": 8}, {}, f"{INVALID}.*block_size not supported"),
+    "whole images": (ROWS, {"use_mm_prefix": True}, f"{INVALID}.*multimodal token full attention"),
+    "an encoder": (ROWS, {"attn_type": "encoder_only"}, f"{INVALID}.*encoder_only not supported"),
+    "context parallelism": (
+        {**ROWS, **TWO_RANKS, "decode_context_parallel_size": 2},
+        {},
+        f"{INVALID}.*DCP not supported",
+    ),
+    "batch invariance": (
+        {**ROWS, "env": {"VLLM_BATCH_INVARIANT": "1"}},
+        {},
+        f"{INVALID}.*batch invariance not supported",
+    ),
+}
+GRAPHS = {"layout": "LBHNC", "graphs": "FULL_AND_PIECEWISE"}
+STARTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "the demo model": (ROWS, {"runner": 2, "pages": [16, 16], "layers": {"KVQuantBackend": 4}}),
+    "pages that are split": (
+        {**ROWS, "block_size": 48},
+        {"runner": 2, "pages": [48, 16], "layers": {"KVQuantBackend": 4}},
+    ),
+    "a draft model": (
+        {**ROWS, "speculative_config": DRAFTS},
+        {"runner": 2, "pages": [16, 16], "layers": {"KVQuantBackend": 8}},
+    ),
+    "a draft model, first runner": (
+        {**ROWS, **FIRST, "speculative_config": DRAFTS},
+        {
+            "runner": 1,
+            "pages": [16, 16],
+            "layers": {"KVQuantBackend": 4, "FlashAttentionBackend": 4},
+        },
+    ),
+    "a draft model with rows, first runner": (
+        {**ROWS, **FIRST, "speculative_config": {**DRAFTS, **CUSTOM}},
+        {"runner": 1, "pages": [16, 16], "layers": {"KVQuantBackend": 8}},
+    ),
+}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "windows in every second layer": (
+        Gemma2Config(**SIZES, architectures=["Gemma2ForCausalLM"]),
+        {"runner": 2, "pages": [16, 16, 16], "layers": {"KVQuantBackend": 1}},  # of each group
+    ),
+    "a hybrid": (
+        FalconH1Config(
+            **SIZES,
+            mamba_d_ssm=128,
+            mamba_n_heads=2,
+            mamba_d_head=64,
+            mamba_d_state=16,
+            architectures=["FalconH1ForCausalLM"],
+        ),
+        {
+            "runner": 2,
+            "pages": [32, 32, 32],
+            "layers": {"KVQuantBackend": 2, "Mamba2AttentionBackend": 2},
+        },
+    ),
+}
+
+
+class Platform:
+    """What was found for each case, and all that was printed."""
+
+    def __init__(self, folder: Path) -> None:
+        usual = {"model": str(MODEL)}
+        cases: dict[str, list[Any]] = {
+            "process": ["choose_in_another_process", {**usual, **ROWS}],
+            "vision": ["choose_in_vision", {**usual, **ROWS}],
+        }
+        for name, (options, layer, _) in {**CHOSEN, **REFUSED}.items():
+            cases[name] = ["choose", {**usual, **options}, layer]
+        for name, (options, _) in STARTED.items():
+            cases[name] = ["start", {**usual, **options}]
+        for name, (config, _) in MODELS.items():
+            config.save_pretrained(folder / name)
+            cases[name] = ["start", {**ROWS, "model": str(folder / name)}]
+        script = ROOT / "tests" / "support" / "vllm_on_cuda.py"
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TMPDIR": str(folder),
+        }
+        command = [sys.executable, str(script), json.dumps([*cases.values()])]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=600
+        )
+        self.printed = done.stdout + done.stderr
+        assert done.returncode == 0, self.printed[-3000:]
+        lines = [x.partition("FOUND ")[2] for x in done.stdout.splitlines() if "FOUND " in x]
+        self.found = dict(zip(cases, map(json.loads, lines), strict=True))
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Platform:
+    return Platform(tmp_path_factory.mktemp("cuda_platform"))
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_the_backend_is_found_by_its_name(case: str, platform: Platform) -> None:
+    assert platform.found[case] == {"name": OURS, "rows": CHOSEN[case][-1]}
+
+
+def test_a_spawned_worker_finds_the_backend(platform: Platform) -> None:
+    assert platform.found["process"] == {"name": OURS, "rows": INT4}
+
+
+def test_image_encoders_keep_their_backend(platform: Platform) -> None:
+    assert platform.found["vision"] == "FLASH_ATTN"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served_is_refused(case: str, platform: Platform) -> None:
+    assert re.search(REFUSED[case][-1], str(platform.found[case])), platform.found[case]
+
+
+@pytest.mark.parametrize("case", [*STARTED, *MODELS])
+def test_an_engine_starts(case: str, platform: Platform) -> None:
+    _, wanted = {**STARTED, **MODELS}[case]
+    assert platform.found[case] == {**GRAPHS, **wanted}
