@@ -15,6 +15,7 @@ from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vll
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -189,6 +190,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         self.most_queries = self.reorder_batch_threshold + self.is_draft
         warm_up_layers(device, [self._calls(layers[name]) for name in layer_names])
         _tell(next(iter(layers.values())).attn_backend.settings)
+        for name, others in _without_rows(vllm_config).items():
+            _tell_without_rows(name, tuple(others))
 
     def _calls(self, layer: Attention) -> StepCalls:
         """What a layer will be called for."""
@@ -324,6 +327,36 @@ def _tell(settings: Settings) -> None:
         )
 
 
+def _without_rows(vllm_config: VllmConfig) -> dict[str, list[str]]:
+    """Layers whose K and V a backend of vLLM's own holds, by the name of that backend."""
+    found: dict[str, list[str]] = {}
+    for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
+        backend, kind = layer.get_attn_backend(), getattr(layer, "attn_type", AttentionType.DECODER)
+        holds_tokens = kind == AttentionType.DECODER and not backend.is_ssm()
+        if holds_tokens and not issubclass(backend, KVQuantBackend):
+            found.setdefault(backend.get_name(), []).append(name)
+    return found
+
+
+@lru_cache
+def _tell_without_rows(backend: str, layers: tuple[str, ...]) -> None:
+    """Warn once of layers that another backend serves."""
+    logger.warning(
+        "kvquant: %d layers have no rows, their backend is %s: %s%s. For a draft model give "
+        '"attention_backend": "CUSTOM" in --speculative-config',
+        len(layers),
+        backend,
+        ", ".join(layers[:3]),
+        f" and {len(layers) - 3} more" if len(layers) > 3 else "",
+    )
+
+
+def is_draft() -> bool:
+    """Whether the layers that are being made are those of a draft model (EAGLE, MTP, too)."""
+    part: str = parts.model_tag  # of the model, which is being made
+    return part != "backbone"
+
+
 class KVQuantImpl(AttentionImpl[Step]):
     """Attention of a layer.
 
@@ -352,7 +385,7 @@ class KVQuantImpl(AttentionImpl[Step]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.sliding_window, self.soft_cap = sliding_window, logits_soft_cap
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
-        self.is_draft = parts.model_tag != "backbone"  # which part of the model is being made
+        self.is_draft = is_draft()
         self.longest = get_current_vllm_config().model_config.max_model_len
 
     def variant(self, device: torch.device) -> AttentionVariant:

@@ -14,13 +14,9 @@ from ..errors import ConfigError, UnsupportedError, shown
 
 VERSIONS = "0.32", "0.34"  # of vLLM: from the first to before the second, as in pyproject.toml
 OURS = ("CUSTOM", "CPU_ATTN")  # of vLLM's registry: its CPU platform knows the second one alone
-# One of these is among vLLM's candidates on any GPU where it may choose: a place to say that rows
-# were asked for, and would not be there. The CPU platform takes the others for latent attention.
-AUTOMATIC = ("FLASH_ATTN", "TRITON_MLA")
-LATENT = ("CPU_MLA", "AMX_MLA")
 # Models whose K and V differ in head_dim (MiMo-V2) take one of these, whatever is asked for.
 DIFFKV = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
-NAMES = OURS + AUTOMATIC + LATENT + DIFFKV
+UNTOUCHED = ("ROCM_", "XPU_")  # entries of GPUs that kvquant has no kernels for
 EXAMPLE = '{"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}'
 LIKENESS = 0.87  # of a misspelt key: "kv_quant" has 0.93, "quant" 0.83
 
@@ -28,18 +24,18 @@ LIKENESS = 0.87  # of a misspelt key: "kv_quant" has 0.93, "quant" 0.83
 def register() -> None:
     """Put the backend into vLLM's registry; vLLM calls this in every process, even twice.
 
-    An entry that another plugin has taken is left to it.
+    The entries of vLLM's own backends lead here, too: the lookup of one of them is the place to say
+    that rows were asked for, and would not be there. An entry that another plugin has taken is left
+    to it.
     """
     from vllm.logger import init_logger
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import register_backend
 
-    for name in NAMES:
-        if name not in AttentionBackendEnum.__members__:
-            continue  # of a vLLM that was not tried, which is refused where rows are asked for
-        entry, path = AttentionBackendEnum[name], f"{__name__}.{name}"
+    for name, entry in _entries().items():
+        path = f"{__name__}.{name}"
         if not entry.is_overridden():
             register_backend(entry, path)
-        elif entry.get_path() != path:
+        elif name in OURS and entry.get_path() != path:
             init_logger(f"vllm.{__name__}").warning(
                 "kvquant is not in reach: %s is the attention backend %s. Say which plugins to "
                 "load: VLLM_PLUGINS=kvquant",
@@ -57,11 +53,10 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         UnsupportedError: rows were asked for, and vLLM is of another version than those that were
             tried, or the model has latent attention, or chooses its backend by itself.
     """
-    if name not in NAMES:
+    if not name.isupper() or name not in _entries():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.config import get_current_vllm_config_or_none
     from vllm.utils.import_utils import resolve_obj_by_qualname
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     config = get_current_vllm_config_or_none()
     given: Any = None if config is None else config.additional_config
@@ -69,34 +64,58 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         _check_keys(given)
     if isinstance(given, dict) and "kvquant" in given:
         _check_version()
-        if name in OURS:
-            from .backend import Request, backend_of
+        from .backend import Request, backend_of, is_draft
 
+        if name in OURS:
             return backend_of(name, Request.of(given["kvquant"]))
-        if name in LATENT:
-            raise UnsupportedError(
-                "--additional-config asks for rows of kvquant, and this model has latent attention "
-                '(MLA), which vLLM does not serve from them: leave "kvquant" out'
-            )
-        if name in DIFFKV:
-            raise UnsupportedError(
-                "--additional-config asks for rows of kvquant, and this model takes the backend "
-                f'{name}, whatever is asked for, which holds 16-bit ones: leave "kvquant" out'
-            )
-        attention = config.attention_config
-        asked = (attention.backend, *attention.backend_per_kind.values())
-        # a draft model has a config of its own, in which nobody asks for a backend
-        if AttentionBackendEnum.CUSTOM not in asked and config.speculative_config is None:
-            raise ConfigError(
-                f"--additional-config asks for rows of kvquant, and {name} would hold 16-bit ones: "
-                'give --attention-backend CUSTOM, or leave "kvquant" out'
-            )
+        if not is_draft():  # a draft model may have another backend: StepBuilder tells which
+            _check_choice(name, config.attention_config)
     if name == "CUSTOM":
         raise ConfigError(
             "--attention-backend CUSTOM is kvquant's, which lacks its rows: give "
             f"--additional-config '{EXAMPLE}'"
         )
-    return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+    return resolve_obj_by_qualname(_entries()[name].value)
+
+
+def _entries() -> dict[str, Any]:
+    """Entries of vLLM's registry whose lookups lead here, by name: those that have a class.
+
+    Entries for other GPUs are left as they are: vLLM imports modules by the path of one of them.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return {
+        name: entry
+        for name, entry in AttentionBackendEnum.__members__.items()
+        if name in OURS or (entry.value and not name.startswith(UNTOUCHED))
+    }
+
+
+def _check_choice(name: str, attention: Any) -> None:
+    """Raise ConfigError or UnsupportedError where the model that is served, with rows, would take
+    a backend of vLLM's own.
+
+    Args:
+        name: of the backend.
+        attention: vLLM's AttentionConfig.
+    """
+    if "MLA" in name:
+        raise UnsupportedError(
+            "--additional-config asks for rows of kvquant, and this model has latent attention "
+            '(MLA), which vLLM does not serve from them: leave "kvquant" out'
+        )
+    if name in DIFFKV:
+        raise UnsupportedError(
+            "--additional-config asks for rows of kvquant, and this model takes the backend "
+            f'{name}, whatever is asked for, which holds 16-bit ones: leave "kvquant" out'
+        )
+    asked = [attention.backend, *attention.backend_per_kind.values()]
+    if "CUSTOM" not in [entry.name for entry in asked if entry is not None]:
+        raise ConfigError(
+            f"--additional-config asks for rows of kvquant, and {name} would hold 16-bit ones: "
+            'give --attention-backend CUSTOM, or leave "kvquant" out'
+        )
 
 
 def _check_keys(given: dict[Any, Any]) -> None:

@@ -42,6 +42,7 @@ CHOSEN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         INT4,
     ),
 }
+OTHERS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", "FLASHMLA")
 LATENT = {"use_mla": True, "head_size": 576}
 HIDDEN = r"rows of kvquant, and \w+ would hold 16-bit ones: give --attention-backend CUSTOM"
 INVALID = "CUSTOM is not valid for this configuration"  # vLLM's own words
@@ -58,7 +59,17 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         f"{INVALID}.*there is no plan 'nowhere'",
     ),
     "no backend": (ALONE, {}, HIDDEN),
+    "no backend beside drafts": ({**ALONE, "speculative_config": DRAFTS}, {}, HIDDEN),
+    **{
+        f"{name} instead": (
+            {**ALONE, "attention_backend": name},
+            {},
+            "latent attention" if "MLA" in name else HIDDEN,
+        )
+        for name in OTHERS
+    },
     "latent attention": (ROWS, LATENT, f"{INVALID}.*MLA not supported"),
+    "latent attention, no backend": (ALONE, LATENT, "this model has latent attention"),
     "float32": (ROWS, {"dtype": "float32"}, f"{INVALID}.*dtype not supported"),
     "fp8 of vLLM": (ROWS, {"kv_cache_dtype": "fp8"}, f"{INVALID}.*kv_cache_dtype not supported"),
     "head_dim 32": (ROWS, {"head_size": 32}, f"{INVALID}.*head_size not supported"),
@@ -182,3 +193,10 @@ def test_what_cannot_be_served_is_refused(case: str, platform: Platform) -> None
 def test_an_engine_starts(case: str, platform: Platform) -> None:
     _, wanted = {**STARTED, **MODELS}[case]
     assert platform.found[case] == {**GRAPHS, **wanted}
+
+
+def test_layers_without_rows_are_told(platform: Platform) -> None:
+    """vLLM's first model runner gives a draft model a backend of vLLM's choice."""
+    told = [line for line in platform.printed.splitlines() if "have no rows" in line]
+    assert len(told) == 1
+    assert "4 layers have no rows, their backend is FLASH_ATTN: draft_model.model.lay" in told[0]

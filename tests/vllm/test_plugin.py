@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -102,28 +102,34 @@ def test_a_plan_is_read_again_where_its_file_is_another(
         assert served("plan") == wanted
 
 
-def test_rows_without_their_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a CUDA platform asks, which has others to choose from; it does not load here."""
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "B12X"])
+def test_rows_without_their_backend_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a CUDA platform asks, which has others to choose from."""
+    from vllm.compilation.backends import set_model_tag
     from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     plugin.register()
-    theirs = [VllmConfig, AttentionConfig]  # in place of backends, whose modules need a GPU
-    for name, kind in zip(plugin.AUTOMATIC, theirs, strict=True):
-        entry = AttentionBackendEnum[name]
-        monkeypatch.setattr(entry, "_value_", f"vllm.config.{kind.__name__}")
+    entry = AttentionBackendEnum[name]
+    monkeypatch.setattr(entry, "_value_", "vllm.config.VllmConfig")  # whose module needs no GPU
     asked = AttentionConfig(backend=AttentionBackendEnum.CUSTOM)
-    for name, kind in zip(plugin.AUTOMATIC, theirs, strict=True):
-        entry = AttentionBackendEnum[name]
-        for config in (VllmConfig(), VllmConfig(**ROWS, attention_config=asked)):
-            with set_current_vllm_config(config):
-                assert entry.get_class() is kind
+    for config in (VllmConfig(), VllmConfig(**ROWS, attention_config=asked)):
+        with set_current_vllm_config(config):
+            assert entry.get_class() is VllmConfig
+    with set_current_vllm_config(VllmConfig(**ROWS)):
         message = f"{name} would hold 16-bit ones: give --attention-backend CUSTOM"
-        with (
-            set_current_vllm_config(VllmConfig(**ROWS)),
-            pytest.raises(ConfigError, match=message),
-        ):
+        with pytest.raises(ConfigError, match=message):
             entry.get_class()
+        with set_model_tag("draft_model"):  # which may have another backend than the model
+            assert entry.get_class() is VllmConfig
+
+
+def test_vllm_imports_modules_by_the_paths_of_amds_entries() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plugin.register()
+    path = AttentionBackendEnum.ROCM_AITER_FA.get_path(include_classname=False)
+    assert path == "vllm.v1.attention.backends.rocm_aiter_fa"
 
 
 def test_latent_attention_is_refused_where_vllm_would_serve_it_in_16_bit() -> None:
@@ -139,7 +145,7 @@ def test_latent_attention_is_refused_where_vllm_would_serve_it_in_16_bit() -> No
                     get_attn_backend(576, torch.bfloat16, "auto", use_mla=True)
             else:
                 name = get_attn_backend(576, torch.bfloat16, "auto", use_mla=True).get_name()
-                assert name in plugin.LATENT
+                assert name in ("CPU_MLA", "AMX_MLA")
 
 
 def test_models_that_take_a_backend_of_their_own_are_refused(
@@ -161,28 +167,6 @@ def test_models_that_take_a_backend_of_their_own_are_refused(
             entry.get_class()
         with set_current_vllm_config(VllmConfig()):
             assert entry.get_class() is VllmConfig
-
-
-def test_a_vllm_without_one_of_these_names_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.attention.backends import registry
-
-    class Older:
-        __members__: ClassVar = {
-            name: one
-            for name, one in registry.AttentionBackendEnum.__members__.items()
-            if name not in plugin.LATENT
-        }
-
-        def __class_getitem__(cls, name: str) -> Any:
-            return cls.__members__[name]
-
-    registered = []
-    monkeypatch.setattr(registry, "AttentionBackendEnum", Older)
-    monkeypatch.setattr(registry, "register_backend", lambda one, path: registered.append(one.name))
-    for one in Older.__members__.values():
-        monkeypatch.setattr(one, "is_overridden", lambda: False)
-    plugin.register()
-    assert {*registered} == {*plugin.NAMES} - {*plugin.LATENT}
 
 
 @pytest.mark.parametrize(
