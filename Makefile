@@ -20,14 +20,14 @@ demo: $(STAMP)
 	$(BIN)/kvquant demo
 
 test: $(CUDA_STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 15
+	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup --durations 15
 
 # One process: an engine takes all cores, and vLLM is slow to import.
 test-vllm: $(VLLM_STAMP)
 	.venv-vllm/bin/python -m pytest --durations 15 tests/vllm tests/lmcache
 
 test-transformers: $(TRANSFORMERS_STAMP)
-	.venv-transformers/bin/python -m pytest --numprocesses auto --dist loadfile --durations 15 tests/hf
+	.venv-transformers/bin/python -m pytest --numprocesses auto --dist loadgroup --durations 15 tests/hf
 
 check: $(CUDA_STAMP)
 	$(BIN)/ruff check .

@@ -63,6 +63,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # numba-cuda and torch warn of matters of their own
             item.add_marker(pytest.mark.filterwarnings("default"))
+        if item.config.getoption("dist", None) == "loadgroup":  # a worker has whole files
+            item.add_marker(pytest.mark.xdist_group(_group_of(item)))
+
+
+def _group_of(item: pytest.Item) -> str:
+    """Tests of one name run in one worker."""
+    file, in_simulator = item.nodeid.partition("::")[0], sys.modules.get("in_simulator")
+    if in_simulator and not item.get_closest_marker("slow"):
+        test = getattr(item, "function", None)
+        if any(test in tests for tests in in_simulator.TESTS.values()):
+            return "simulator"
+    return file
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

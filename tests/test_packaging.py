@@ -47,7 +47,9 @@ def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("options", [["--editable"], []], ids=["editable", "wheel"])
+@pytest.mark.parametrize(
+    "options", [pytest.param(["--editable"], marks=pytest.mark.slow), []], ids=["editable", "wheel"]
+)
 def test_the_package_is_found_from_every_folder(
     options: list[str], parent: Path, tmp_path: Path
 ) -> None:

@@ -58,6 +58,8 @@ def quantize(x: torch.Tensor, fmt: AnyFormat) -> tuple[torch.Tensor, bool]:
     x = x.resolve_neg().contiguous()
     rows = torch.empty((*x.shape[:-1], fmt.row_bytes), dtype=torch.uint8, device="cpu")
     num_rows = x.numel() // fmt.head_dim
+    if not num_rows:
+        return rows, True
     bad = np.zeros(1, np.uint16)
     kernel = make_quantize_kernel(spec(fmt), INPUTS[x.dtype])
     arguments = np.array([address(x), address(rows), num_rows, bad.ctypes.data], np.int64)
@@ -73,6 +75,8 @@ def dequantize(rows: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
     rows = rows.contiguous()
     x = torch.empty((*rows.shape[:-1], fmt.head_dim), dtype=torch.float32, device="cpu")
     num_rows = rows.numel() // fmt.row_bytes
+    if not num_rows:
+        return x
     arguments = np.array([address(x), address(rows), num_rows, 0], np.int64)
     _run(make_dequantize_kernel(spec(fmt)), arguments, num_rows)
     return x

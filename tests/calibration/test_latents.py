@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 from hf_cases import LATENT_SIZES, hands_latents, random_model
+from slow_cases import mark_slow
 
 from kvquant.calibration.basis_search import error_weights
 from kvquant.calibration.calibrate import Goal, calibrate
@@ -194,6 +195,7 @@ def test_parts_in_16_bit_are_stored_as_they_come(plan: CachePlan) -> None:
     assert all(basis.is_identity for basis in whole.layers)
 
 
+@pytest.mark.slow
 def test_a_float16_model_is_compared_in_rows_that_its_plan_has(model: CachedModel) -> None:
     """Its RoPE parts are fp16, which the names tell, so that with_formats finds them."""
     half = CachedModel(model.model, exact_format="fp16")
@@ -221,7 +223,11 @@ def test_a_plan_on_cuda_is_as_good_as_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "goal", [Goal(max_kl=1e-3), Goal(budget=7.0), Goal(format="int4-g4+int8-g4")], ids=str
+    "goal",
+    mark_slow(
+        [Goal(max_kl=1e-3), Goal(budget=7.0), Goal(format="int4-g4+int8-g4")], [Goal(budget=7.0)]
+    ),
+    ids=str,
 )
 def test_goals_are_reached(goal: Goal) -> None:
     found = calibrate(deepseek(**WIDE), tokens(), sizes=SIZES, goal=goal)

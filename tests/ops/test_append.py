@@ -212,13 +212,13 @@ def test_a_contiguous_cache_and_pages_get_the_same_rows(name: str, head_dim: int
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_come_back_from_their_slots(name: str, dtype: torch.dtype) -> None:
-    fmt = RowFormat.parse(name, 80)
+    fmt = RowFormat.parse(name, 64)
     rows = storage(fmt)
-    rows.copy_(quantize_rows(torch.randn(PAGES, HEADS, PAGE_SIZE, 80), fmt))
+    rows.copy_(quantize_rows(torch.randn(PAGES, HEADS, PAGE_SIZE, 64), fmt))
     slots = torch.tensor([0, 34, -1, 3, 3, -9, 17])
     for backend in (None, "reference"):
         values = dequantize_pages(rows, fmt, slots, dtype, backend=backend)
-        assert values.dtype == dtype and values.shape == (7, HEADS, 80)
+        assert values.dtype == dtype and values.shape == (7, HEADS, 64)
         for i, slot in enumerate(slots.tolist()):
             expected = dequantize_rows(row(rows, max(slot, 0)), fmt, dtype)
             assert torch.equal(values[i], expected if slot >= 0 else torch.zeros_like(expected))
@@ -303,9 +303,9 @@ def test_a_row_that_cannot_be_held_is_nan_throughout_and_counted(
 
 @pytest.mark.parametrize("name", [*NAMES, "int4-g2"])
 def test_nan_rows_are_told_by_their_first_number_in_every_backend(name: str) -> None:
-    fmt = RowFormat.parse(name, 128)
-    x = torch.randn(6, 128)
-    x[1, 127], x[4, 0] = math.nan, math.inf
+    fmt = RowFormat.parse(name, 64)
+    x = torch.randn(6, 64)
+    x[1, 63], x[4, 0] = math.nan, math.inf
     for backend in ("reference", "cpu"):
         rows = quantize_rows(x, fmt, check=False, backend=backend)
         assert is_nan_row(rows, fmt).tolist() == [False, True, False, False, True, False]

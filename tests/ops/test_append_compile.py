@@ -28,6 +28,7 @@ FP8 = RowFormat.parse("fp8", 96)
 INDUCTOR = [
     pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore"),  # it warns of matters of its own
+    pytest.mark.slow,
 ]
 COMPILERS = ["eager", "aot_eager", pytest.param("inductor", marks=INDUCTOR)]
 

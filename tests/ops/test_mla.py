@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 from mla_cases import raw_rows
+from slow_cases import mark_slow
 
 from kvquant import (
     LatentFormat,
@@ -103,12 +105,20 @@ def test_the_kernel_attends_as_the_formula_says(
         assert not out[0].any() and bool((lse[0] == -math.inf).all())
 
 
-@pytest.mark.parametrize("dims", [(512, 64), (512, 32), (256, 64), (256, 32)], ids=str)
 @pytest.mark.parametrize(
-    "name", ["int4-g8+fp8-g4", "int4-g8+int8-g4", "int8-g4", "fp8-g4+fp16", "fp8", "bf16"]
+    "rows",
+    mark_slow(
+        itertools.product(
+            ("int4-g8+fp8-g4", "int4-g8+int8-g4", "int8-g4", "fp8-g4+fp16", "fp8", "bf16"),
+            [(512, 64), (512, 32), (256, 64), (256, 32)],
+        ),
+        [("int4-g8+int8-g4", (512, 64)), ("fp8", (512, 64)), ("fp8", (256, 32))],
+    ),
+    ids=str,
 )
-def test_one_to_four_queries_of_all_formats_and_sizes(name: str, dims: tuple[int, int]) -> None:
+def test_one_to_four_queries_of_all_formats_and_sizes(rows: tuple[str, tuple[int, int]]) -> None:
     """As many columns each time, of which the CPU kernel makes one of its kind."""
+    name, dims = rows
     if name == "fp8" and dims != (512, 64):
         with pytest.raises(ConfigError, match="fp8 is FlashMLA's layout, of 512 latents and 64"):
             LatentFormat.parse(name, *dims)

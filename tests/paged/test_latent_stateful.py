@@ -202,6 +202,6 @@ class LatentPages(RuleBasedStateMachine):
 
 
 LatentPages.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLatentPages = LatentPages.TestCase

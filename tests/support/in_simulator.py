@@ -32,17 +32,24 @@ def is_slow(test: Callable[[], None]) -> bool:
 
 
 @functools.cache
-def run_in_simulator(file: str, slow: bool) -> tuple[set[str], str]:
-    """Run the slow tests of a file, or the others, with the simulator on.
+def run_in_simulator(file: str | None) -> tuple[set[str], str]:
+    """Run the slow tests of a file, or those of all files that are not slow, with the simulator on.
+
+    A process takes three seconds to start. So conftest.py lets one worker have those of all files.
 
     Returns:
-        The names of those that pass, and all that pytest says.
+        The names of those that pass, file::test, and all that pytest says.
     """
-    names = [f"{file}::{test.__name__}" for test in TESTS[file] if is_slow(test) == slow]
+    names = [
+        f"{path}::{test.__name__}"
+        for path, tests in TESTS.items()
+        for test in tests
+        if is_slow(test) == (file is not None) and file in (None, path)
+    ]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "", *names]
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    return set(re.findall(r"::(\w+) PASSED", done.stdout)), done.stdout + done.stderr
+    return set(re.findall(r"(\w+\.py::\w+) PASSED", done.stdout)), done.stdout + done.stderr
 
 
 def in_simulator(test: Callable[[], None]) -> Callable[[], None]:
@@ -53,8 +60,8 @@ def in_simulator(test: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(test)
     def delegated() -> None:
-        passed, log = run_in_simulator(file, is_slow(delegated))
-        assert test.__name__ in passed, log
+        passed, log = run_in_simulator(file if is_slow(delegated) else None)
+        assert f"{os.path.basename(file)}::{test.__name__}" in passed, log
 
     TESTS[file].append(delegated)
     return test if SIMULATED else delegated

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROCESSES = 2
+CASES_PER_PROCESS = 16  # a process takes three seconds to start
 
 
 def run_selected(
     request: pytest.FixtureRequest, script: str, cases: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Run the cases of the tests that were selected from a file, in two processes.
+    """Run the cases of the tests that were selected from a file, in two processes if they are many.
 
     Args:
         request: of a fixture in that file, whose tests have a parameter "name".
@@ -49,7 +49,8 @@ def run_selected(
             check=True,
         ).stdout
 
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        outputs = pool.map(run, [lines[i::PROCESSES] for i in range(PROCESSES)])
+    count = min(2, -(-len(lines) // CASES_PER_PROCESS))
+    with ThreadPoolExecutor(count) as pool:
+        outputs = pool.map(run, [lines[i::count] for i in range(count)])
         answers = [json.loads(line) for output in outputs for line in output.splitlines()]
     return {answer["name"]: answer for answer in answers}

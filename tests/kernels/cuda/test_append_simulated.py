@@ -225,12 +225,9 @@ CASES |= {
 # one of each kind, of which a user's change breaks most; all others are slow
 USUAL = (
     "int4-g4",
-    "fp8",
     "RoPE, offset and rotation",
     "feedback, 16-bit rows",
-    "feedback of fp8 is none",
     "latents, int4-g8+fp8-g4, 16-bit rows",
-    "latents, fp8",
     "dequantize pages of 5",
 )
 

@@ -256,6 +256,7 @@ def test_several_segments() -> None:
     simulate(case, 2, is_backwards=True)
 
 
+@pytest.mark.slow
 @in_simulator
 def test_16_bit_rows_in_sequence_slots() -> None:
     """Beside pages, as a paged cache has them; with sinks only there is no ring."""

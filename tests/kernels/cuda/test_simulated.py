@@ -359,10 +359,7 @@ for technique in TECHNIQUES:
 # one of each kind, of which a user's change breaks most; all others are slow
 USUAL = (
     "int4-g4",
-    "bf16 and int4",
-    "int4, pages of 64",
     "sinks and recent rows at their sequence slots",
-    "queries, ragged",
     "variant, all, one query",
 )
 
