@@ -8,7 +8,8 @@ disk, and then takes its place by a rename: whoever opens NAME finds the old fil
 killed process leaves such a file, which the next one that writes to NAME removes.
 
 Who writes holds the lock of NAME, .NAME.kvquant.lock, an empty file, and takes it away when done.
-Where a folder has no locks (some network file systems) it is written without, which is warned of.
+Where flock fails (some network file systems have none) the file is written without a lock, and a
+warning says so.
 """
 
 from __future__ import annotations
@@ -107,13 +108,18 @@ def writing(path: str | os.PathLike[str]) -> Iterator[Place]:
     target = target_of(as_path(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
-    lock = FileLock(target.with_name(f".{target.name}.kvquant.lock"), poll_interval=0.02)
-    _check_lock(Path(lock.lock_file), target)
-    problem: Exception | None = None
+    # fallback_to_soft: a soft lock is a file with text, which stays where its process is killed
+    name = target.with_name(f".{target.name}.kvquant.lock")
+    lock = FileLock(name, poll_interval=0.02, fallback_to_soft=False)
+    was_there = _check_lock(name, target)
+    problem: OSError | None = None
     try:
         lock.acquire()
-    except (OSError, NotImplementedError) as error:
+    except OSError as error:
         problem = error
+        if not was_there:  # else another process may hold it
+            with suppress(OSError):
+                os.unlink(name)
     try:
         place = Place(target, problem is None)
         if place.is_locked:
@@ -123,7 +129,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[Place]:
         if problem is None:
             try:
                 with suppress(OSError):  # while it is held: who waits looks whether it is there
-                    os.unlink(lock.lock_file)
+                    os.unlink(name)
             finally:
                 lock.release()
     if problem is not None:
@@ -132,17 +138,18 @@ def writing(path: str | os.PathLike[str]) -> Iterator[Place]:
         )
 
 
-def _check_lock(lock: Path, target: Path) -> None:
-    """Raise ConfigError if something stands at the place of a lock that is none of ours."""
+def _check_lock(lock: Path, target: Path) -> bool:
+    """Whether the file of a lock is there; ConfigError if what is there is none of ours."""
     try:
         found = os.lstat(lock)
     except OSError:  # there is none, or what opens it tells why
-        return
+        return False
     if not stat.S_ISREG(found.st_mode) or found.st_size:
         raise ConfigError(
             f"{lock} is not the lock of {target.name}, an empty file that is made while it is "
             "written: move it away"
         )
+    return True
 
 
 def save_text(path: str | os.PathLike[str], text: str) -> None:

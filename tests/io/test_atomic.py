@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -327,26 +328,55 @@ def test_a_save_waits_for_the_lock(
     assert not list(tmp_path.glob(".*"))
 
 
-@each
-def test_without_locks_files_are_written_and_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+NO_FLOCK = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EIO
 
-    monkeypatch.setattr(FileLock, "acquire", fail)
+
+def without_flock(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A file system on which every flock fails."""
+
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+
+
+@each
+@pytest.mark.parametrize("code", NO_FLOCK, ids=errno.errorcode.get)
+def test_without_locks_files_are_written_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save, code: int
+) -> None:
+    without_flock(monkeypatch, code)
     other = tmp_path / ".x.safetensors.0123abcd.kvquant.tmp"
     other.touch()  # somebody may be writing it
     orphan = tmp_path / "x-fedcba98-00001-of-00001.safetensors"
     save_file({"x": torch.zeros(1)}, orphan, {"format": "kvquant-cache-shard"})
     for _ in range(2):
-        with pytest.warns(RuntimeWarning, match="without a lock .*No locks available") as warned:
+        words = f"without a lock .*{os.strerror(code)}"
+        with pytest.warns(RuntimeWarning, match=words) as warned:
             save(tmp_path / "x.safetensors")
         assert Path(warned[0].filename).name in ("test_atomic.py", "saved_kinds.py")
     names = [file.name for file in tmp_path.iterdir()]
     assert other.name in names and orphan.name in names
+    assert not [name for name in names if name.endswith(".lock")]
     marks = {name.split("-")[1] for name in names if name.startswith("x-")}
     assert len(marks) == 1 + (save is SAVERS["shards"])  # the first save's shards are gone
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["no lock", "lock of another"])
+@pytest.mark.parametrize("code", NO_FLOCK, ids=errno.errorcode.get)
+def test_without_locks_two_writers_do_not_stop_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_held: bool
+) -> None:
+    without_flock(monkeypatch, code)
+    path, lock = tmp_path / "x", tmp_path / ".x.kvquant.lock"
+    if is_held:
+        lock.touch()  # flock fails for us alone
+    with pytest.warns(RuntimeWarning, match="without a lock"):
+        with writing(path) as place, place.replaced() as file:
+            save_text(path, "second")
+            assert path.read_text() == "second" and lock.exists() == is_held
+            file.write(b"first")
+    assert path.read_text() == "first" and lock.exists() == is_held
 
 
 @each
