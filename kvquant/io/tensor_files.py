@@ -52,6 +52,7 @@ NO_DIGEST = "0" * 64  # stands for a checksum that is not known yet
 _CHUNK = 8 << 20  # bytes that are read and hashed at a time
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}
 _TICK = 20_000_000  # nanoseconds by which the clock of a file system may be behind
+_WAITS = 200  # of a quarter of a tick, for a file that changes
 
 _Size = Annotated[int, Meta(ge=0, le=INT64)]
 
@@ -168,8 +169,9 @@ class SafetensorsFile:
 
     Args:
         path: of the file.
-        wait: for files without checksums: wait, for some milliseconds at most, until the clock is
-            past the time of its last change, so that check_unchanged sees every later one.
+        wait: for files without checksums: wait until the clock is past the time of its last
+            change, so that check_unchanged sees every later one. That takes some milliseconds; of
+            a file that somebody keeps writing to, a second.
 
     Attributes:
         path: as given.
@@ -180,25 +182,23 @@ class SafetensorsFile:
 
     Raises:
         FileNotFoundError: there is no file.
-        CheckpointError: it is no safetensors file, or a damaged one.
+        CheckpointError: it is no safetensors file, or a damaged one; with wait, it is written to
+            all the time.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, wait: bool = False) -> None:
         self.path = as_path(path)
         self._file = open_file(self.path)
         try:
-            self._changed = os.fstat(self._file.fileno())
-            while wait and 0 <= time.time_ns() - self._changed.st_mtime_ns < _TICK:
-                time.sleep(_TICK / 4e9)
-                self._changed = os.fstat(self._file.fileno())
+            self._changed = self._settled() if wait else os.fstat(self._file.fileno())
             self.num_bytes = self._changed.st_size
-            self._read_header()
-        except CheckpointError as error:
-            self._file.close()
-            raise CheckpointError(
-                f"{self.path} is no safetensors file, or a damaged one ({error}): write it again "
-                "or take another copy"
-            ) from None
+            try:
+                self._read_header()
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{self.path} is no safetensors file, or a damaged one ({error}): write it "
+                    "again or take another copy"
+                ) from None
         except BaseException:
             self._file.close()
             raise
@@ -257,13 +257,25 @@ class SafetensorsFile:
         now = os.fstat(self._file.fileno())
         before = self._changed.st_mtime_ns, self._changed.st_size
         if (now.st_mtime_ns, now.st_size) != before:
-            raise CheckpointError(
-                f"{self.path} was written to while it was read: read it when the writer is done"
-            )
+            raise self._was_written_to()
 
     def fileno(self) -> int:
         """The descriptor."""
         return int(self._file.fileno())
+
+    def _settled(self) -> os.stat_result:
+        """What the system says of the file, once its clock is past the last change."""
+        for _ in range(_WAITS):
+            facts = os.fstat(self._file.fileno())
+            if not 0 <= time.time_ns() - facts.st_mtime_ns < _TICK:
+                return facts
+            time.sleep(_TICK / 4e9)
+        raise self._was_written_to()
+
+    def _was_written_to(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} was written to while it was read: read it when the writer is done"
+        )
 
     def _read_header(self) -> None:
         head = bytearray(8)

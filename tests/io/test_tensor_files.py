@@ -382,6 +382,27 @@ def test_raw_files_that_change_are_refused(tmp_path: Path) -> None:
     assert float(load_raw(path).layers[1][1].max()) == 1.0
 
 
+def test_a_raw_file_that_somebody_keeps_writing_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, now, slept = tmp_path / "raw.safetensors", 10**18, 0.0
+    KINDS["raw"].save(0, path)
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, slept
+        now, slept = now + int(seconds * 1e9), slept + seconds
+        assert slept < 10, "it waits for ever"
+        os.utime(path, ns=(now, now))
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr("time.time_ns", lambda: now)
+    sleep(0)
+    for read in (load_raw, quantize_raw):
+        with pytest.raises(CheckpointError, match="written to while it was read: read it when"):
+            read(path)
+    assert 0.5 < slept < 5  # a writer that ends is waited for
+
+
 def test_a_tensor_larger_than_memory_is_refused_before_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
