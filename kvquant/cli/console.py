@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -242,7 +241,7 @@ def check_output(
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
-    from ..io.atomic import target_of
+    from ..io.atomic import check_writable, target_of
 
     try:
         target = target_of(path)
@@ -259,11 +258,8 @@ def check_output(
             f"{path} cannot be written: {path.parent} holds a model, which is left as it is; name "
             "a file in another folder"
         )
-    try:  # in the way in which it will be written: under a longer name that then takes its place
-        with tempfile.NamedTemporaryFile(
-            dir=target.parent, prefix=f".{target.name}.", suffix=".kvquant.tmp"
-        ):
-            pass
+    try:
+        check_writable(target)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -45,18 +45,21 @@ class Place:
     Attributes:
         path: the name that is locked, no link.
         is_locked: whether no other process writes here.
+        written: the paths whose new files stand in their places.
     """
 
     def __init__(self, path: Path, is_locked: bool) -> None:
         self.path, self.is_locked = path, is_locked
+        self.written: set[Path] = set()
 
     @contextmanager
     def replaced(self, path: Path | None = None, like: Path | None = None) -> Iterator[IO[bytes]]:
         """Give a new file, which takes the place of path (by default that of the name) at the end.
 
         It has the mode, and as far as that is allowed the owner, of the file that stands there;
-        else it is made as new files are. After an exception what stood there is as before, but
-        where the disk cannot tell whether the new name will last: then it stands there already.
+        else it is made as new files are. After an exception what stood there is as before, unless
+        the disk cannot say whether the new name will last: then the new file stands there, and the
+        error says so.
 
         Args:
             path: what to replace; links are followed.
@@ -64,25 +67,29 @@ class Place:
 
         Raises:
             ConfigError: what stands there is no file, but a folder, a device or the like.
-            OSError: the file cannot be written.
+            OSError: the file cannot be written; the error names it.
         """
-        target = target_of(self.path if path is None else path)
-        temporary = target.with_name(f".{self.path.name}.{token()}.kvquant.tmp")
+        path = self.path if path is None else path
+        target = target_of(path)
+        temporary = _temporary(target, self.path.name)
         try:
-            try:
-                file = _new_file(temporary, target if target.exists() else like)
-            except OSError as error:  # it names the file that was asked for
-                raise type(error)(error.errno, error.strerror, str(target)) from None
-            with file:
+            with _new_file(temporary, target if target.exists() else like) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError):  # the first error is the one that is raised
                 temporary.unlink()
+            if isinstance(error, OSError) and not _names_another(error, temporary):
+                raise named(error, target) from error
             raise
-        sync_folder(target.parent)
+        self.written.add(path)
+        try:
+            sync_folder(target.parent)
+        except OSError as error:
+            told = "the file is written, but may not outlast a crash of the system"
+            raise named(error, target, told) from error
 
     def remove_leftovers(self) -> None:
         """Remove what killed processes left here of files that they did not finish."""
@@ -163,6 +170,25 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
         file.write(text.encode())
 
 
+def check_writable(path: Path) -> None:
+    """Try whether a file can be written, by an empty one beside it; links are followed.
+
+    Raises:
+        ConfigError: what stands there is no file, but a folder, a device or the like.
+        OSError: the file cannot be written.
+    """
+    target = target_of(path)
+    temporary = _temporary(target, target.name)
+    _new_file(temporary, None).close()
+    temporary.unlink(missing_ok=True)  # another writer may have taken it for a leftover
+
+
+def named(error: OSError, path: str | Path, told: str = "") -> OSError:
+    """The same error about a file, with more words if there are any."""
+    words = error.strerror or str(error)
+    return OSError(error.errno, f"{words} ({told})" if told else words, str(path))
+
+
 def as_path(path: str | os.PathLike[str]) -> Path:
     """A path that may have come as text; ConfigError if it is none, or names no file."""
     try:
@@ -215,6 +241,16 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _names_another(error: OSError, path: Path) -> bool:
+    """Whether an error is about another file; of a descriptor's the name is its number."""
+    return isinstance(error.filename, str) and error.filename != str(path)
+
+
+def _temporary(target: Path, name: str) -> Path:
+    """A new name beside a file, which remove_leftovers of the place `name` knows."""
+    return target.with_name(f".{name}.{token()}.kvquant.tmp")
 
 
 def _new_file(path: Path, like: Path | None) -> IO[bytes]:

@@ -80,11 +80,19 @@ from ..errors import CheckpointError, ConfigError, ShapeError, shown
 from ..rows.arguments import check_kind, check_size, is_whole
 from ..rows.basis import LayerBasis, fingerprints
 from ..rows.latent import LatentFormat
-from .atomic import Place, sync_folder, token, writing
+from .atomic import Place, named, sync_folder, token, writing
 from .container import RowsFile, check_values, seal
 from .manifest import CacheManifest, LayerEntry, Part, origin
 from .plan import CachePlan, check_plan
-from .shards import SHARD, check_name, content, index_path, is_cache_index, remove_old_shards
+from .shards import (
+    SHARD,
+    check_name,
+    content,
+    found_at,
+    index_path,
+    is_cache_index,
+    remove_old_shards,
+)
 from .tensor_files import TensorSource, header_text, write_safetensors
 
 MAX_SHARDS = 512  # a reader opens all of them at once, and a process often may open 1,024 files
@@ -123,7 +131,8 @@ def save_cache(
             of its name is another program's.
         CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
             packed with, or what the file says of the cache is too long.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or the one that it replaces cannot be removed. The error
+            says which of both counts if the new one is whole.
 
     Example:
         >>> from kvquant import KVCache, save_cache
@@ -157,18 +166,25 @@ def save_cache(
         )
     with writing(path) as place:
         old = None if place.is_locked else content(index)
-        if len(shards) == 1:
-            with place.replaced(path, like=index if index.exists() else None) as file:
-                write_safetensors(file, sources, lambda digests: seal(manifest, digests))
-            if index.exists():
-                index.unlink()
+        try:
+            if len(shards) == 1:
+                with place.replaced(path, like=index if index.exists() else None) as file:
+                    write_safetensors(file, sources, lambda digests: seal(manifest, digests))
+                written, replaced = [path], index
+            else:
+                written, replaced = _write_shards(place, manifest, path, shards), path
+            if os.path.lexists(replaced):
+                os.unlink(replaced)
                 sync_folder(path.parent)
-            written = [path]
-        else:
-            written = _write_shards(place, manifest, path, shards)
-            if os.path.lexists(path):
-                path.unlink()
-                sync_folder(path.parent)
+        except OSError as error:
+            new = path if len(shards) == 1 else index
+            if new not in place.written:
+                raise
+            counts = found_at(path)
+            told = "the new cache is whole, and counts"
+            if counts != new:
+                told = f"the new cache is whole, but {counts.name} still counts: remove it"
+            raise named(error, error.filename or new, told) from error
         remove_old_shards(path, {file.name for file in written}, old)
     return written
 

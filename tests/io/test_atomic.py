@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import stat
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -236,6 +238,21 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path, 
     assert {f".x.safetensors.0000000{i}.kvquant.tmp" for i in range(2)} <= names
 
 
+def test_a_check_that_is_killed_leaves_what_the_next_writer_removes(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    code = """
+import os, pathlib, sys
+from kvquant.cli.console import check_output
+sys.addaudithook(lambda event, _: os._exit(7) if event == "os.remove" else None)
+check_output(pathlib.Path(sys.argv[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code, path]).returncode == 7
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".x.safetensors.") and not left.stat().st_size
+    save_text(path, "text\n")
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def foreign_shards(folder: Path) -> dict[str, bytes]:
     """Files named as shards of x.safetensors, which are none, or in use by another name."""
     tensors = {"w": torch.zeros(3)}
@@ -427,10 +444,16 @@ def test_an_error_leaves_the_old_file_alone(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as error:
         save(path)
+    assert names_a_file_of(path, error.value)
     monkeypatch.undo()
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def names_a_file_of(path: Path, error: OSError) -> bool:
+    """Whether an error is about a file that a save to path makes, under its own name."""
+    return isinstance(error.filename, str) and Path(error.filename).name.startswith(path.stem)
 
 
 class Killed(BaseException):
@@ -471,7 +494,8 @@ def test_a_save_that_ends_at_any_step_leaves_the_old_file_or_the_new_one(
                     new.save(1, path)
                 is_done = True
             except (OSError, Killed) as error:
-                assert isinstance(error, Killed) or error.errno == code
+                if isinstance(error, OSError):
+                    assert error.errno == code and names_a_file_of(path, error), number
                 is_done = False
         found.append(("old", "new")[seen.index(new.shown(new.load(path)))])
         assert found[-1] == "new" or not is_done, number
@@ -486,6 +510,42 @@ def test_a_save_that_ends_at_any_step_leaves_the_old_file_or_the_new_one(
     is_cut = pair[1] == "shards"
     assert files.pop() == f"x.safetensors{'.index.json' if is_cut else ''}"
     assert len(files) == 2 * is_cut and len({file[:10] for file in files}) == is_cut
+
+
+@pytest.mark.parametrize("call", ["fsync", "unlink"])
+@pytest.mark.parametrize("pair", ["shards cache", "plan shards", "cache shards"])
+def test_an_error_behind_the_last_step_says_which_cache_counts(
+    tmp_path: Path, pair: str, call: str
+) -> None:
+    path, (old, new) = tmp_path / "x.safetensors", (KINDS[name] for name in pair.split())
+    done, index = list[str](), path.with_name("x.safetensors.index.json")
+    old.save(0, path)
+    before = old.shown(old.load(path))
+    with saving_steps.steps(lambda _, name: done.append(name)):
+        new.save(1, path)
+    after = new.shown(new.load(path))
+    for file in tmp_path.iterdir():
+        file.unlink()
+    last = len(done) - done[::-1].index("replace")
+
+    def fail(number: int, name: str) -> None:
+        if number > last and name == call:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    old.save(0, path)
+    with pytest.raises(OSError) as error, saving_steps.steps(fail):
+        new.save(1, path)
+    assert error.value.errno == errno.EIO and names_a_file_of(path, error.value)
+    assert ("may not outlast a crash" in str(error.value)) == (call == "fsync")
+    if pair == "cache shards":
+        assert "the new cache is whole, and counts" in str(error.value)
+    else:
+        assert old.shown(old.load(path)) == before
+        counts = path if pair == "plan shards" else index
+        words = f"the new cache is whole, but {counts.name} still counts: remove it"
+        assert words in str(error.value)
+        counts.unlink()
+    assert new.shown(new.load(path)) == after
 
 
 def readable(path: Path) -> dict[str, Any]:
