@@ -95,8 +95,10 @@ def replace_file(path: Path, data: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # such as that of a full disk
+            error.filename = str(path)
         raise
 
 
@@ -113,7 +115,9 @@ def locked(path: Path, wait: Callable[[], object] = lambda: None) -> Iterator[No
     Raises:
         OSError: the folder cannot be written, or has no locks.
     """
-    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), mode=0o600)
+    # fallback_to_soft: a soft lock of a process that was killed on another machine is held for ever
+    name = path.with_name(f".{path.name}.lock")
+    lock = filelock.FileLock(name, mode=0o600, fallback_to_soft=False)
     for left in reversed(range(ATTEMPTS)):
         _make_folder(path.parent)
         try:
@@ -123,8 +127,6 @@ def locked(path: Path, wait: Callable[[], object] = lambda: None) -> Iterator[No
                 wait()
                 held = lock.acquire()
             break
-        except NotImplementedError as error:
-            raise OSError(f"{path.parent} has no locks: {error}") from None
         except FileNotFoundError:  # the folder was deleted meanwhile
             if not left:
                 raise

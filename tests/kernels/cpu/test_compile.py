@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import pickle
 import random
@@ -199,10 +201,23 @@ def test_the_file_of_another_user_is_not_used(
 def test_a_full_disk_is_said_once_and_kernels_work(
     folder: Path, compilations: list[str], small_files: None
 ) -> None:
-    with pytest.warns(RuntimeWarning, match="CPU kernels cannot be kept.*File too large") as warned:
+    words = rf"CPU kernels cannot be kept.*File too large: '{folder}/.*\.kernel'"
+    with pytest.warns(RuntimeWarning, match=words) as warned:
         assert [result(make(8)), result(make(9))] == [1008, 1009]
     assert len(warned) == 1 and warned[0].filename == __file__
     assert not list(folder.iterdir())  # nor is a part of one left
+
+
+def test_a_folder_without_locks_is_refused_and_nobody_waits_for_the_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for _ in range(2):
+        with pytest.raises(OSError, match="not implemented"), disk_cache.locked(tmp_path / "x"):
+            pass
 
 
 @pytest.fixture
