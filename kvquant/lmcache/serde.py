@@ -169,10 +169,10 @@ class RowSerde(Serializer, Deserializer):
 
     def _by_side(self, values: torch.Tensor) -> torch.Tensor:
         """An object as [2, layers, tokens, KV heads, head_dim]: K and V."""
-        *axes, _ = values.shape
-        if len(axes) == 3:
-            return values.view(*axes, -1, self.head_dim)
-        return values.view(*axes, -1, 2, self.head_dim).movedim(-2, 0)
+        sizes = self._sizes(values.shape)  # -1 for the heads would fail where there is no token
+        if values.ndim == 4:
+            return values.view(2, *sizes, self.head_dim)
+        return values.view(*sizes, 2, self.head_dim).movedim(-2, 0)
 
     def _formats_of(self, layer: int) -> tuple[RowFormat, RowFormat]:
         return self._formats[0 if self.plan is None else layer]

@@ -156,6 +156,21 @@ def test_k_and_v_of_a_head_side_by_side_as_vllm_has_them(order: str, plan: Cache
     assert torch.equal(dst.tensor.unflatten(-1, (HEADS, 2, DIM)).movedim(-2, 0), wanted)
 
 
+@pytest.mark.parametrize("planned", [False, True], ids=["plain", "plan"])
+@pytest.mark.parametrize(
+    "shape", [(LAYERS, 0, HEADS * 2 * DIM), (2, LAYERS, 0, HEADS * DIM)], ids=["heads", "planes"]
+)
+def test_an_object_without_tokens(shape: tuple[int, ...], planned: bool, plan: CachePlan) -> None:
+    one = serde.RowSerde(plan=plan) if planned else serde.RowSerde(DIM, "int8", "int4")
+    assert one.estimate_serialized_size(layout([shape])) == serde.TAG
+    stored, empty = memory([[serde.TAG]], torch.uint8), memory([shape], torch.bfloat16)
+    assert one.serialize(empty, stored, key()) == serde.TAG
+    one.deserialize(stored, empty, key())
+    stored.tensor[0] ^= 1
+    with pytest.raises(CheckpointError, match="other formats or another plan"):
+        one.deserialize(stored, empty, key())
+
+
 def test_what_other_formats_or_another_plan_stored_is_refused(plan: CachePlan) -> None:
     shape = (2, LAYERS, TOKENS, HEADS * DIM)
     made = [serde.RowSerde(DIM, "int4"), serde.RowSerde(plan=plan, k_format="int4")]
