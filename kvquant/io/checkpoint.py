@@ -131,8 +131,8 @@ def save_cache(
             of its name is another program's.
         CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
             packed with, or what the file says of the cache is too long.
-        OSError: the file cannot be written, or the one that it replaces cannot be removed. The error
-            says which of both counts if the new one is whole.
+        OSError: the file cannot be written, or what it replaces cannot be removed: then the error
+            says which of the two counts.
 
     Example:
         >>> from kvquant import KVCache, save_cache

@@ -169,7 +169,7 @@ class RowSerde(Serializer, Deserializer):
 
     def _by_side(self, values: torch.Tensor) -> torch.Tensor:
         """An object as [2, layers, tokens, KV heads, head_dim]: K and V."""
-        sizes = self._sizes(values.shape)  # -1 for the heads would fail where there is no token
+        sizes = self._sizes(values.shape)  # torch finds none for -1 where there is no token
         if values.ndim == 4:
             return values.view(2, *sizes, self.head_dim)
         return values.view(*sizes, 2, self.head_dim).movedim(-2, 0)

@@ -392,7 +392,7 @@ def _add_prefix(
     mine = q[sharing]
     # heads of one query of one sequence
     out, lse = attend(mine.reshape(1, -1, mine.shape[-1]), [prefix.rows], None)
-    out, lse = out.view(*mine.shape[:-1], -1), lse.view(mine.shape[:-1])
+    out, lse = out.view(*mine.shape[:-1], out.shape[-1]), lse.view(mine.shape[:-1])
     if q_lens is not None:
         row = torch.arange(q.shape[1], device=q.device)
         lse = lse.masked_fill((row >= q_lens[sharing, None])[..., None], -torch.inf)

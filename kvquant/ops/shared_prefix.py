@@ -228,7 +228,7 @@ def attend_shared(
         found = [x.view(heads[0], num_members, heads[1], *x.shape[2:]) for x in state]
         out, lse = _merged(out, lse, found[0], found[1], members)
     if given.ndim == 4:
-        out, lse = out.view(*given.shape[:-1], -1), lse.view(given.shape[:-1])
+        out, lse = out.view(*given.shape[:-1], out.shape[-1]), lse.view(given.shape[:-1])
         seq_lens = (lse[..., 0] != -torch.inf).int()  # all that counts: whether there are any
     result: Result = out, None if sinks is None and not return_lse else lse
     if basis is not None:

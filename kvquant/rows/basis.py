@@ -349,12 +349,14 @@ def _per_head(
     x: torch.Tensor, matrices: torch.Tensor, offset: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [..., num_q_heads, D] times the matrix [num_kv_heads, D, E] of each KV head, float32."""
-    batch, heads, dim = x.shape[:-2].numel(), matrices.shape[0], x.shape[-1]
-    rows = x.float().reshape(batch, heads, -1, dim).transpose(0, 1).reshape(heads, -1, dim)
+    batch, (heads, dim, width) = x.shape[:-2].numel(), matrices.shape
+    ratio = x.shape[-2] // heads  # torch finds none for -1 where there is no query
+    rows = x.float().reshape(batch, heads, ratio, dim).transpose(0, 1)
+    rows = rows.reshape(heads, batch * ratio, dim)
     with full_precision(x):
         if offset is None:
             found = torch.bmm(rows, matrices)
         else:
             found = torch.baddbmm(offset[:, None], rows, matrices)
-    found = found.view(heads, batch, -1, matrices.shape[2])
-    return found.transpose(0, 1).reshape(*x.shape[:-1], -1)
+    found = found.view(heads, batch, ratio, width)
+    return found.transpose(0, 1).reshape(*x.shape[:-1], width)

@@ -210,6 +210,10 @@ def test_a_prefix_is_seen_by_the_sequences_that_share_it(backend: str, q_len: in
     queries = case.q_latent, case.q_rope
     out, lse = mla.attend_latents(*queries, segments, **call)
     assert_near(out, lse, wanted, 1e-5)
+    if q_len is not None:
+        none = case.q_latent[:, :0], case.q_rope[:, :0]
+        out, _ = mla.attend_latents(*none, segments, **{**call, "q_lens": None})
+        assert out.shape == none[0].shape
     for changed, error, message in (
         (prefix._replace(shares=shares[:4]), ShapeError, r"shares is \[4\]: it must be \[5\]"),
         (prefix._replace(shares=shares.long()), ConfigError, "shares is torch.int64: use int32"),

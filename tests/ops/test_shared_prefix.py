@@ -183,6 +183,18 @@ def test_empty_prefixes_and_empty_sequences_add_nothing(prefix_len: int) -> None
     torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_stored_in_basis", [False, True], ids=["plain", "basis"])
+@pytest.mark.parametrize("shape", [(3, 0), (0, 2), (0,)], ids=str)
+def test_no_queries(shape: tuple[int, ...], is_stored_in_basis: bool) -> None:
+    matrix = Basis(torch.randn(2, 64), "matrix", torch.eye(64).expand(2, 64, 64))
+    basis = LayerBasis(matrix, matrix) if is_stored_in_basis else None
+    prefix, own, _ = shared(40, (9, 1, 17), ())
+    own = own._replace(**{name: getattr(own, name)[: shape[0]] for name in own._fields[:3]})
+    q = torch.zeros(*shape, 6, 64)
+    out, lse = attend_shared(q, prefix, [own], basis=basis, return_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     prefix, own, _ = shared(8, (3, 3), (0, 1))
     q = torch.randn(2, 4, 64)

@@ -68,6 +68,14 @@ def test_attention_does_not_see_the_basis(kind: str, windows: tuple[int, int]) -
     assert given[2].abs().max() == 0 and float(given_lse[2, 0]) == -math.inf
 
 
+@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
+def test_no_queries(kind: str) -> None:
+    one = cache([LayerBasis(basis(kind), basis(kind, 5))])
+    one.append(0, *tokens(7))
+    out, lse = one.attend(0, torch.zeros(3, 0, 6, DIM), return_lse=True)
+    assert (out.shape, lse.shape) == ((3, 0, 6, DIM), (3, 0, 6))
+
+
 def test_compiled_attention_is_the_same() -> None:
     k, v = tokens(23)
     one = cache([LayerBasis(basis("matrix"), basis("hadamard"))])
