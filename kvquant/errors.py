@@ -14,9 +14,12 @@ KVQuantError
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import warnings
 
+DISTRIBUTION = "kvquant-cache"  # as pip knows it: kvquant on PyPI is another project
 _INNER = {"kvquant", "numba", "torch", "contextlib"}  # packages in which no warning is of use
 
 
@@ -34,6 +37,22 @@ def warn(message: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, RuntimeWarning, stacklevel=level)
+
+
+def missing_extra(what: str, extra: str, error: ImportError) -> UnsupportedError:
+    """An error that says by which command to install an extra.
+
+    Args:
+        what: that needs it, and of which packages.
+        extra: its name in pyproject.toml.
+        error: of the import.
+    """
+    checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    place = [f"{DISTRIBUTION}[{extra}]"]  # pip takes the version that is installed
+    if os.path.isfile(os.path.join(checkout, "pyproject.toml")):
+        place = ["-e", f"{checkout}[{extra}]"]
+    command = shlex.join([sys.executable, "-m", "pip", "install", *place])
+    return UnsupportedError(f"{what} ({error}): install the extra {extra!r}: {command}")
 
 
 class KVQuantError(Exception):

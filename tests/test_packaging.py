@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import kvquant
+from kvquant.errors import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
 LOCAL = shutil.ignore_patterns(".git", ".venv*", ".*cache", ".hypothesis", "build", "*.egg-info")
@@ -73,12 +75,17 @@ def test_the_package_is_found_from_every_folder(
     if "--editable" in options:  # without code that runs at start: type checkers read the path
         (line,) = [path.read_text() for path in site.glob("*kvquant*.pth")]
         assert Path(line.strip()) == checkout
+        place = f"-e '{checkout}[cuda]'"
         (checkout / "kvquant" / "fresh.py").write_text("")
         assert call(python, "-c", "import kvquant.fresh", cwd=tmp_path).returncode == 0
         (checkout / "kvquant" / "fresh.py").unlink()
     else:
         assert (site / "kvquant" / "py.typed").is_file()
-    assert call(*pip, "uninstall", "--yes", "kvquant", cwd=tmp_path).returncode == 0
+        place = f"'{DISTRIBUTION}[cuda]'"
+    code = "from kvquant.errors import missing_extra; raise missing_extra('X', 'cuda', None)"
+    done = call(python, "-c", code, cwd=tmp_path)
+    assert done.stderr.rstrip().endswith(f"{python} -m pip install {place}")
+    assert call(*pip, "uninstall", "--yes", DISTRIBUTION, cwd=tmp_path).returncode == 0
     assert set(site.iterdir()) == before
     found = call(
         python, "-c", "import importlib.util as u; print(u.find_spec('kvquant'))", cwd=site
@@ -92,7 +99,7 @@ def test_what_is_built_is_whole_and_says_what_it_is(parent: Path, tmp_path: Path
     done = call(sys.executable, "-c", code, cwd=parent / "kvquant")
     assert done.returncode == 0, done.stderr
     (sdist,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
-    name = f"kvquant-{kvquant.__version__}"
+    name = f"{DISTRIBUTION.replace('-', '_')}-{kvquant.__version__}"
     with tarfile.open(sdist) as archive:
         sources = {member.name.removeprefix(f"{name}/") for member in archive if member.isfile()}
     shared = ("tests", "examples")
@@ -114,7 +121,10 @@ def test_what_is_built_is_whole_and_says_what_it_is(parent: Path, tmp_path: Path
     with zipfile.ZipFile(wheel) as archive:
         built = {path for path in archive.namelist() if ".dist-info" not in path}
         metadata = message_from_bytes(archive.read(f"{name}.dist-info/METADATA"))
+        entries = archive.read(f"{name}.dist-info/entry_points.txt").decode()
     assert built == code_files
+    assert metadata["Name"] == DISTRIBUTION
+    assert "[vllm.general_plugins]\nkvquant = kvquant.vllm.plugin:register" in entries
     assert metadata["Author"] == "The kvquant developers"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Operating System :: POSIX :: Linux" in metadata.get_all("Classifier", [])
@@ -122,3 +132,13 @@ def test_what_is_built_is_whole_and_says_what_it_is(parent: Path, tmp_path: Path
     needed = metadata.get_all("Requires-Dist", [])
     for extra in ("cuda", "vllm"):  # a GPU needs the compilers, whoever launches kernels there
         assert f'numba-cuda[cu13]>=0.30; extra == "{extra}"' in needed
+
+
+def test_make_uninstalls_the_old_name_before_it_installs() -> None:
+    """The distribution was called kvquant: two of them would offer the same entry points."""
+    makefile = (ROOT / "Makefile").read_text()
+    rules = [rule for rule in makefile.split("\n\n") if "pip install" in rule]
+    assert len(rules) == 3
+    for rule in rules:
+        assert 0 < rule.index("FORGET_OLD_NAME") < rule.index("--editable")
+    assert re.search(r"^FORGET_OLD_NAME := .* pip uninstall .*--yes kvquant\b", makefile, re.M)

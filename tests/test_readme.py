@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from example_plan import example_plan
 
 from kvquant.cli.main import main
 from kvquant.kernels.cuda.runtime import compile as compile_cuda
@@ -65,6 +67,47 @@ def test_the_commands_run_one_after_the_other(
         assert max(map(len, done.stdout.splitlines())) <= 80, line
 
 
+# what a command of the README imports of an extra
+NEEDED = {
+    "calibrate": ("hf", "transformers"),
+    "demo": ("hf", "transformers"),
+    "quantize": ("hf", "transformers"),
+    "report": ("report", "matplotlib"),
+    "warmup": ("cuda", "numba_cuda"),
+}
+
+
+@pytest.mark.parametrize("command", NEEDED)
+def test_a_command_without_its_extra_says_how_to_install_it(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra, module = NEEDED[command]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "kernels"))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    example_plan(4, 1).save(tmp_path / "plan.safetensors")
+    monkeypatch.setitem(sys.modules, module, None)
+    if extra == "hf":  # what imports transformers is imported anew
+        for name in [*sys.modules]:
+            if name.startswith(("kvquant.hf", "kvquant.calibration", "kvquant.cli.demo")):
+                monkeypatch.delitem(sys.modules, name)
+    line = next(line for line in SHELL if shlex.split(line)[1] == command)
+    if command == "warmup":
+        line = "kvquant warmup --arch sm_90 --format int8"  # its model needs another extra
+    done = CliRunner().invoke(main, shlex.split(line)[1:], catch_exceptions=False)
+    assert done.exit_code == 2
+    words = f"-m pip install -e '{ROOT}[{extra}]'"
+    assert f"install the extra '{extra}'" in done.stderr and done.stderr.rstrip().endswith(words)
+
+
+def test_make_installs_what_the_commands_need() -> None:
+    rule = (ROOT / "Makefile").read_text().partition("$(STAMP): ")[2].partition("touch $(STAMP)")[0]
+    (extras,) = re.findall(r"--editable '\.\[(.*)\]'", rule)
+    assert {extra for extra, _ in NEEDED.values()} <= set(extras.split(","))
+    for extra in extras.split(","):
+        assert f"`{extra}` for " in TEXT
+
+
 def test_every_make_target_is_there() -> None:
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert set(re.findall(r"(?:`|^    )make ([a-z]+)", TEXT, flags=re.MULTILINE)) <= set(targets)
@@ -97,5 +140,5 @@ def test_links_lead_somewhere_on_any_page() -> None:
 
 
 def test_the_readme_never_installs_the_package_of_that_name_on_pypi() -> None:
-    """kvquant on PyPI belongs to others."""
+    """kvquant on PyPI belongs to others, and what is not there yet may come to."""
     assert not re.search(r"install\s+(-\S+\s+)*[\"']?kvquant\b", TEXT)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, missing_extra
 from ..io.atomic import writing
 from ..text import Column
 from .cases import Case
@@ -287,10 +287,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UnsupportedError(
-            "--plot needs matplotlib: install kvquant with its report extra, pip install -e "
-            f"'.[report]' in the checkout ({error})"
-        ) from error
+        raise missing_extra("--plot needs matplotlib", "report", error) from error
 
 
 def plot(results: Sequence[Result], machine: Machine, path: Path) -> None:

@@ -1,6 +1,6 @@
 """Hugging Face transformers: its models decode from a kvquant cache, and are observed."""
 
-from ..errors import UnsupportedError
+from ..errors import missing_extra
 
 try:
     import transformers
@@ -9,7 +9,6 @@ try:
     if not hasattr(CacheLayerMixin, "get_max_length"):
         raise ImportError(f"this is transformers {transformers.__version__}")
 except ImportError as error:
-    raise UnsupportedError(
-        "Hugging Face models need transformers 5.14 or newer: install kvquant with its hf extra, "
-        f"pip install -e '.[hf]' in the checkout ({error})"
+    raise missing_extra(
+        "Hugging Face models need transformers 5.14 or newer", "hf", error
     ) from error

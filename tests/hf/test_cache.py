@@ -1151,5 +1151,5 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
 def test_missing_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "kvquant.hf")
-    with pytest.raises(UnsupportedError, match="hf extra"):
+    with pytest.raises(UnsupportedError, match="install the extra 'hf'"):
         importlib.import_module("kvquant.hf")

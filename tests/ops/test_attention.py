@@ -420,7 +420,7 @@ def test_a_missing_extra_is_told_after_what_does_not_fit(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba_cuda", None)
-    with pytest.raises(UnsupportedError, match="install kvquant with its cuda extra"):
+    with pytest.raises(UnsupportedError, match="install the extra 'cuda'"):
         call(make_query(), make_segment())
     with pytest.raises(ShapeError):
         call(make_query(3), make_segment())

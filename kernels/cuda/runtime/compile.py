@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvquant.errors import UnsupportedError
+from kvquant.errors import UnsupportedError, missing_extra
 from kvquant.rows import format as layout
 
 from ...disk_cache import (
@@ -58,7 +58,6 @@ COMPILERS = (
     "nvidia-cuda-nvcc-cu12 nvidia-nvjitlink-cu12"
 ).split()
 RELATIVE_IMPORT = re.compile(r"^ *from (\.+)([\w.]+) import", re.MULTILINE)
-USE_REFERENCE = "pass backend='reference', which runs anywhere but is slow"
 _lock = threading.Lock()
 
 
@@ -275,10 +274,7 @@ def require_extra() -> None:
     try:
         import numba_cuda  # noqa: F401
     except ImportError as error:
-        raise UnsupportedError(
-            "the CUDA kernels need numba-cuda: install kvquant with its cuda extra, pip install -e "
-            f"'.[cuda]' in the checkout ({error}), or {USE_REFERENCE}"
-        ) from error
+        raise missing_extra("the CUDA kernels need numba-cuda", "cuda", error) from error
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import torch
 from kvquant import rehearsal
 from kvquant.errors import UnsupportedError
 
-from .compile import USE_REFERENCE, load_cubin
+from .compile import load_cubin
 from .driver import Kernel, Launcher, peak_bandwidth
 from .spec import Spec
 from .tensors import Tensors, with_copies
@@ -105,7 +105,8 @@ def gpu_of(index: int) -> GPU:
             if capability < OLDEST:
                 raise UnsupportedError(
                     "the CUDA kernels need compute capability 8.0 or newer (A100, RTX 30 and "
-                    f"later), {facts.name} has {capability[0]}.{capability[1]}: {USE_REFERENCE}"
+                    f"later), {facts.name} has {capability[0]}.{capability[1]}: pass "
+                    "backend='reference', which runs anywhere but is slow"
                 )
             _gpus[index] = GPU(
                 facts.name,

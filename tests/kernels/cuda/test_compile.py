@@ -193,7 +193,7 @@ def test_an_architecture_that_does_not_exist_is_refused() -> None:
 
 def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba_cuda", None)
-    with pytest.raises(UnsupportedError, match="install kvquant with its cuda extra"):
+    with pytest.raises(UnsupportedError, match="install the extra 'cuda'"):
         compile_spec(make_spec("int4"), "sm_90")
 
 
