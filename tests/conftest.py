@@ -1,8 +1,9 @@
-"""Shared by all tests: the gpu marker, seeds, poisoned memory, the one error measure."""
+"""Shared by all tests: the markers gpu and extra, seeds, poisoned memory, the one error measure."""
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 import warnings
@@ -77,7 +78,13 @@ def _group_of(item: pytest.Item) -> str:
     return file
 
 
+EXTRAS = {"cuda": "numba_cuda", "hf": "transformers", "report": "matplotlib"}  # a module of each
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name in (name for mark in item.iter_markers("extra") for name in mark.args):
+        if importlib.util.find_spec(EXTRAS[name]) is None:
+            pytest.skip(f"needs the {name} extra: {EXTRAS[name]} is not installed")
     counts = [_count(*mark.args, **mark.kwargs) for mark in item.iter_markers("gpu")]
     if counts and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")

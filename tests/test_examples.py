@@ -26,8 +26,8 @@ def test_quickstart_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("[1005] tokens in ")
 
 
+@pytest.mark.extra("hf")
 def test_generate_hf_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
     runpy.run_path(str(EXAMPLES / "generate_hf.py"))["main"](120)
     *turns, memory = capsys.readouterr().out.strip().splitlines()
     assert len(turns) == 2 and turns[1].startswith("…") and "The city |" in turns[1]
@@ -35,25 +35,25 @@ def test_generate_hf_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert took < in_16_bit
 
 
+@pytest.mark.extra("hf")
 def test_batch_decode_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
     runpy.run_path(str(EXAMPLES / "batch_decode.py"), run_name="__main__")
     *_, short, _, alone = capsys.readouterr().out.strip().splitlines()
     assert short == alone and "Nero" in alone
 
 
+@pytest.mark.extra("hf")
 @pytest.mark.slow
 def test_prompt_cache_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
     runpy.run_path(str(EXAMPLES / "prompt_cache.py"))["main"]()
     counts, memory, file = capsys.readouterr().out.strip().splitlines()
     assert " tokens in " in counts
     assert memory.removeprefix("in memory: ") == file.removeprefix("from the file: ")
 
 
+@pytest.mark.extra("hf")
 @pytest.mark.slow
 def test_speculative_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
     runpy.run_path(str(EXAMPLES / "speculative.py"), run_name="__main__")
     found = [line.split(": ", 1) for line in capsys.readouterr().out.strip().splitlines()]
     (alone, text), (drafted, same) = found
@@ -61,6 +61,7 @@ def test_speculative_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(drafted.split()[1]) < int(alone.split()[1]) == 40
 
 
+@pytest.mark.extra("hf")
 @pytest.mark.parametrize("latents", mark_slow([256, 512], [256]))
 def test_train_mla_runs(
     latents: int,
@@ -69,7 +70,6 @@ def test_train_mla_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A few steps of a small one; the model is one whose caches keep latent rows."""
-    pytest.importorskip("transformers")
     from hf_cases import hands_latents
 
     from kvquant import CachedModel, LatentKVCache
@@ -89,9 +89,9 @@ def test_train_mla_runs(
     model.prefill(cache, torch.tensor([model.encode("The city of Manila")]))
 
 
+@pytest.mark.extra("hf")
 def test_evaluate_lm_eval_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand; here it says what it lacks."""
-    pytest.importorskip("transformers")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(SystemExit, match=r"pip install 'lm_eval\[hf\]'"):
         runpy.run_path(str(EXAMPLES / "evaluate_lm_eval.py"), run_name="__main__")

@@ -50,12 +50,11 @@ def test_each_piece_of_python_runs_alone(
     assert set(ROOT.iterdir()) == before
 
 
+@pytest.mark.extra("hf", "report")
 @pytest.mark.filterwarnings("default")
 def test_the_commands_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("transformers", reason="needs the hf extra")
-    pytest.importorskip("matplotlib", reason="needs the report extra")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     # it would take a minute

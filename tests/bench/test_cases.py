@@ -205,6 +205,7 @@ def test_formats_are_named_once_or_apart() -> None:
     assert [str(f) for f in parse_formats("int8-g4/int4", 64)] == ["int8-g4", "int4"]
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("table", ["", *TABLES])
 def test_cases_are_rehearsed(table: str) -> None:
     cases = list_cases((), quick=False, table=table)

@@ -371,6 +371,7 @@ def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) ->
     assert choice_figures(choice, MACHINE)["fastest"]["warps"] == 8
 
 
+@pytest.mark.extra("cuda")
 def test_all_kernels_of_plans_are_known_before_one_is_measured() -> None:
     case = small(seq_len=4096)
     plans = tune_module.plans_to_measure(case, H200)
@@ -457,6 +458,7 @@ def run(*args: object) -> Result:
     return CliRunner().invoke(cli.main, ["bench", *map(str, args)])
 
 
+@pytest.mark.extra("cuda")
 def test_the_command_tunes_and_ablates(
     gpu: None,
     override_plan: list[tuple[Plan, str]],
@@ -478,6 +480,7 @@ def test_the_command_tunes_and_ablates(
     assert kernels[0]["splits"] == [load_table()[0].splits]
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize(
     ("option", "count"),
     [pytest.param("--tune", 21, marks=pytest.mark.slow), ("--ablate", 1)],
@@ -506,6 +509,7 @@ def test_default_shapes_of_tuning_and_ablation(
 SMALL = ["--batch", 2, "--seq-len", 40, "--head-dim", 64, "--q-heads", 4, "--kv-heads", 2]
 
 
+@pytest.mark.extra("cuda")
 def test_the_command_measures_checks_and_writes(gpu: None, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     done = run("--format", "int4-g4", "--format", "int8/int4", *SMALL, "--json", path)
@@ -525,6 +529,7 @@ def test_the_command_measures_checks_and_writes(gpu: None, tmp_path: Path) -> No
     assert [one["k_format"] for one in found["decode"]] == ["int4-g4", "int8"]
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("table", ["ragged", "wide", "short", "queries", "variants"])
 def test_tables_of_hard_cases(
     table: str, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -593,6 +598,7 @@ def test_variants_are_compared_with_plain_attention_of_as_many_queries() -> None
         assert cells[:5] == words
 
 
+@pytest.mark.extra("cuda")
 def test_the_command_measures_latent_rows(
     gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -614,6 +620,7 @@ def test_the_command_measures_latent_rows(
     assert done.exit_code == 0 and "4+16" in done.stdout
 
 
+@pytest.mark.extra("cuda")
 def test_what_was_measured_is_told_after_an_interrupt(
     gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -630,6 +637,7 @@ def test_what_was_measured_is_told_after_an_interrupt(
     assert not path.exists()
 
 
+@pytest.mark.extra("report")
 @pytest.mark.parametrize("full", [False, True], ids=["disk", "full disk"])
 def test_a_picture_is_the_last_thing(
     full: bool, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -639,7 +647,6 @@ def test_a_picture_is_the_last_thing(
             raise OSError(errno.ENOSPC, "No space left on device")
         path.write_text(str(len(results)))
 
-    pytest.importorskip("matplotlib", reason="needs the report extra")
     monkeypatch.setattr(report_module, "plot", plot)
     files = {"--json": tmp_path / "bench.json", "--plot": tmp_path / "roof.png"}
     done = run("--format", "int8", *SMALL, *(part for pair in files.items() for part in pair))

@@ -274,6 +274,7 @@ def test_many_sequences_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyP
     assert torch.equal(peers.pack(at.k, fmt), whole)
 
 
+@pytest.mark.extra("cuda")
 def test_our_kernels_are_compiled_before_anything_is_timed() -> None:
     shapes = ("8:1x8192x64", "128:mlax8192x64")
     calls = [

@@ -117,8 +117,8 @@ def test_series_are_the_shapes_that_show_most() -> None:
     assert [x for x, _ in lines["SDPA, 16 bit"]] == [1024, 8192]
 
 
+@pytest.mark.extra("report")
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the report extra")
     path = tmp_path / "roof.png"
     check_plot(path)
     plot([result("int4-g4", b, 8192, 100.0 + b, 300.0) for b in (1, 8, 64)], MACHINE, path)

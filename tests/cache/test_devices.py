@@ -51,9 +51,9 @@ def test_a_cache_needs_a_device_that_is_there(
             make()
 
 
+@pytest.mark.extra("hf")
 @pytest.mark.parametrize("device", ["meta", "gpu", "cuda:7"])
 def test_a_model_needs_one_too(device: str, no_gpu: None, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     from kvquant.hf.model import CachedModel
 
     with pytest.raises((ConfigError, DeviceError), match=f"device '{device}'"):

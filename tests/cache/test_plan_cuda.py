@@ -39,8 +39,8 @@ def zero_data_plan(model: Any) -> CachePlan:
     return plan
 
 
+@pytest.mark.extra("hf")
 def test_the_plan_of_the_gpu_is_that_of_the_cpu(relative_l2: Measure) -> None:
-    pytest.importorskip("transformers")
     from tiny_models import tiny_model
 
     plans = [zero_data_plan(on_device(tiny_model("Qwen2"), device)) for device in ("cpu", DEVICE)]
@@ -60,8 +60,8 @@ def test_the_plan_of_the_gpu_is_that_of_the_cpu(relative_l2: Measure) -> None:
             assert relative_l2(theirs[full], ours[full]) < 0.05, full
 
 
+@pytest.mark.extra("hf")
 def test_the_command_calibrates_on_the_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     path = tmp_path / "plan.safetensors"
     sizes = "--observed 1024 --length 512 --windows 4 --context 128 --scored 8".split()
     given = ["--text", str(EXAMPLES / "unseen.txt"), *sizes, "--device", DEVICE, "-o", str(path)]
@@ -112,11 +112,11 @@ def test_a_cache_of_a_plan_holds_and_attends_as_on_the_cpu(
             assert torch.equal(saved[:, :, :length].cpu(), read[:, :, :length]), name
 
 
+@pytest.mark.extra("hf")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_model_decodes_with_a_plan_as_on_the_cpu(
     dtype: torch.dtype, relative_l2: Measure
 ) -> None:
-    pytest.importorskip("transformers")
     from tiny_models import tiny_model
 
     on_cpu = tiny_model("Llama")

@@ -59,6 +59,7 @@ def rows(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("ratio", [4, 16])
 @pytest.mark.parametrize("name", MAKERS)
 def test_what_is_launched_was_told(name: str, ratio: int, cuda: FakeDriver) -> None:
@@ -97,6 +98,7 @@ LATENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize(("heads", "room"), [(16, MAX), (128, MAX), (128, 70_000)])
 @pytest.mark.parametrize("options", LATENTS.values(), ids=LATENTS)
 def test_what_a_cache_of_latents_launches_was_told(
@@ -121,6 +123,7 @@ def test_what_a_cache_of_latents_launches_was_told(
     assert cache.likely_q_heads() == cache.like(BATCH, "cpu").likely_q_heads() == (heads,)
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_prompt_that_fills_the_cache_is_rehearsed(name: str, cuda: FakeDriver) -> None:
     dtype = torch.float16 if name == "fp16" else torch.bfloat16
@@ -142,6 +145,7 @@ def test_a_prompt_without_room_is_left_to_the_append(cuda: FakeDriver) -> None:
         make().append(0, *rows(700, torch.bfloat16))
 
 
+@pytest.mark.extra("cuda")
 def test_one_layer_of_a_kind_is_rehearsed(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +177,7 @@ def test_calls_that_are_not_possible_need_no_kernels(cuda: FakeDriver) -> None:
     assert any(isinstance(spec, AppendSpec) for spec in told)
 
 
+@pytest.mark.extra("cuda")
 def test_the_first_append_compiles_what_steps_will_need_too(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

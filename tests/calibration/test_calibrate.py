@@ -78,6 +78,7 @@ def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> No
     assert all(row["kl_error"] > 0 and row["top1_error"] > 0 for row in plan.facts["comparison"])
 
 
+@pytest.mark.extra("cuda")
 def test_kernels_of_the_search_are_told_before_rows_are_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -67,6 +67,7 @@ def test_passages_are_the_observations_of_standard_errors() -> None:
     assert standard_errors(parts[:, :1], 10) == (None, None)
 
 
+@pytest.mark.extra("cuda")
 def test_kernels_of_schemes_are_told_before_they_are_measured(
     model: CachedModel, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

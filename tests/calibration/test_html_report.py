@@ -104,8 +104,8 @@ def test_what_a_file_says_is_text_not_markup(page: str) -> None:
     assert "valid &lt;2&gt;.txt" in page
 
 
+@pytest.mark.extra("report")
 def test_a_plan_without_text_has_fewer_figures() -> None:
-    pytest.importorskip("matplotlib", reason="needs the report extra")
     plan = example_plan()
     kept = ("k.mean", "v.mean", "k.offset", "v.offset")
     tensors = {name: plan.tensors[name] for name in kept}
@@ -147,8 +147,8 @@ def test_figures_are_not_cut_on_a_phone(page: str) -> None:
     assert "(max-width: 40rem) { .wide { display: none } .narrow { display: block } }" in page
 
 
+@pytest.mark.extra("report")
 def test_no_string_of_a_file_is_markup_or_a_formula() -> None:
-    pytest.importorskip("matplotlib", reason="needs the report extra")
     script, quote, dollars, template = (
         "<script>alert(1)</script>",
         "\"onload='x",
@@ -275,8 +275,8 @@ def test_numbers_keep_the_digits_that_matter() -> None:
     ]
 
 
+@pytest.mark.extra("report")
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the report extra")
     source, output = tmp_path / "plan.safetensors", tmp_path / "report.html"
     example_plan(2, 1).save(source)
     result = CliRunner().invoke(report, [str(source), "-o", str(output)], catch_exceptions=False)

@@ -166,6 +166,7 @@ def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> No
     assert plan.facts["settings"]["rounding"] == "nearest" and "k.feedback" not in plan.tensors
 
 
+@pytest.mark.extra("report")
 def test_a_plan_of_latents_is_saved_told_and_used(
     plan: CachePlan, model: CachedModel, tmp_path: Path
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_plan_of_latents_is_saved_told_and_used(
     assert "RoPE parts error" in page and "int4-g4 rows as they are" in page
 
 
+@pytest.mark.extra("report")
 def test_parts_in_16_bit_are_stored_as_they_come(plan: CachePlan) -> None:
     """A format of fewer bits has their bases."""
     assert plan.facts["layers"][0]["v"]["basis"] != "none"  # as chosen

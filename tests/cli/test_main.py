@@ -1,7 +1,6 @@
 """The command line (20 s)."""
 
 import errno
-import importlib.util
 import json
 import math
 import os
@@ -30,9 +29,7 @@ from kvquant.io.checkpoint import load_cache
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "llama-demo-5m"
-needs_hf = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs the hf extra"
-)
+needs_hf = pytest.mark.extra("hf")
 
 
 def run(*args: object) -> Result:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -31,12 +30,8 @@ compiling.compile_spec = lambda spec, arch: compiling.Cubin("f", b"", compiling.
 compile_alone()
 """
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs numba-cuda, of the cuda extra"
-)
-needs_hf = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs the hf extra"
-)
+pytestmark = pytest.mark.extra("cuda")
+needs_hf = pytest.mark.extra("hf")
 
 
 @pytest.fixture(autouse=True)

@@ -350,10 +350,10 @@ def call(q: torch.Tensor, segment: Segment, **options: Any) -> Any:
     return decode_attention(q.as_subclass(OnCuda), k_rows, v_rows, seq_lens, **options)
 
 
+@pytest.mark.extra("cuda")
 def test_a_settled_call_is_not_checked_again_but_any_other_is(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("numba_cuda", reason="needs the cuda extra")
     checked = []
 
     def note(*arguments: Any) -> None:
@@ -404,10 +404,10 @@ def test_a_settled_call_is_not_checked_again_but_any_other_is(
     assert len(cuda.launched) == 12
 
 
+@pytest.mark.extra("cuda")
 def test_debug_mode_looks_at_the_values_of_a_settled_call(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("numba_cuda", reason="needs the cuda extra")
     segment = make_segment(capacity=64)
     segment.seq_lens[1] = 65
     call(make_query(), segment)

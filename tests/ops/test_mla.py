@@ -340,6 +340,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return install(monkeypatch)
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("q_len", [None, 2])
 def test_cuda_launches_one_kernel_for_all_heads(q_len: int | None, gpu: FakeDriver) -> None:
     fmt = LatentFormat.parse("int4-g8+fp8-g4")
@@ -357,6 +358,7 @@ def test_cuda_launches_one_kernel_for_all_heads(q_len: int | None, gpu: FakeDriv
     assert first["q_latent"] == case.q_latent.data_ptr()
 
 
+@pytest.mark.extra("cuda")
 def test_cuda_launches_one_kernel_for_each_segment(gpu: FakeDriver) -> None:
     fmt = LatentFormat.parse("int4-g8+fp8-g4")
     case = make_case(fmt, 16, None, torch.bfloat16)
@@ -374,6 +376,7 @@ def test_cuda_launches_one_kernel_for_each_segment(gpu: FakeDriver) -> None:
     assert len(gpu.launched) - done == 1, "what has no room is left out"
 
 
+@pytest.mark.extra("cuda")
 def test_calls_on_cuda_are_checked(gpu: FakeDriver) -> None:
     fmt = LatentFormat.parse("int8-g4")
     case = make_case(fmt, 4, dtype=torch.bfloat16)

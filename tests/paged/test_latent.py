@@ -339,6 +339,7 @@ def test_what_does_not_fit_is_refused() -> None:
         batch.attend(1, q_latent, q_rope, sm_scale=SCALE)
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize(
     "options",

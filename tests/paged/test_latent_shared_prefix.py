@@ -141,6 +141,7 @@ def test_compiled_code_serves_all_steps(relative_l2: Measure, shared: bool | Non
         plain.attend(0, *queries(1, 6), sm_scale=SCALE)
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("heads", [16, 128])
 def test_what_is_launched_was_told(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     driver: FakeDriver = install_for_caches(monkeypatch)
@@ -169,6 +170,7 @@ def test_what_is_launched_was_told(heads: int, monkeypatch: pytest.MonkeyPatch) 
     assert any(isinstance(spec, MlaCombineSpec) and spec.shared for spec in launched)
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("shared", [False, None, True])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_the_kernels_of_fewer_sequences_are_told(arch: str, shared: bool | None) -> None:

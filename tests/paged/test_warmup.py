@@ -65,6 +65,7 @@ def run(batch: PagedBatch, rope: Rope | None) -> None:
                     batch.step(layer, q, k, v, rope=own)
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("has_rope", [False, True])
 @pytest.mark.parametrize("name", MAKERS)
 def test_what_is_launched_was_told(name: str, has_rope: bool, cuda: FakeDriver) -> None:
@@ -78,6 +79,7 @@ def test_what_is_launched_was_told(name: str, has_rope: bool, cuda: FakeDriver) 
     assert cuda.launched and {*loaded_specs()} == {*told}
 
 
+@pytest.mark.extra("cuda")
 def test_the_first_append_compiles_what_steps_will_need_too(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +93,7 @@ def test_the_first_append_compiles_what_steps_will_need_too(
     assert {*loaded_specs()} <= {*compiled} and not batch._is_cold
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("name", ["plain", "formats", "windows", "plan"])
 def test_steps_that_read_a_prefix_once_are_told(
     name: str, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +121,7 @@ def test_steps_that_read_a_prefix_once_are_told(
     assert {type(spec) for spec in launched} >= {PrefixSpec, CombineSpec}
 
 
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
 @pytest.mark.parametrize("shared", [None, True, False])
 @pytest.mark.parametrize("max_seq_len, head_dim, heads", [(512, 64, 2), (16384, 128, 8)])
@@ -148,6 +152,7 @@ def test_every_size_of_block_is_told(
     assert bool(needed) == (shared is not False and (shared is True or max_seq_len > 512))
 
 
+@pytest.mark.extra("cuda")
 def test_shared_prefixes_are_rehearsed(cuda: FakeDriver) -> None:
     fmt = RowFormat.parse("int4-g4", DIM)
     with rehearse(runtime.gpu_of(CPU)) as rehearsal:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -22,9 +21,7 @@ from kvquant.vllm.rows import LayerRows, Settings
 from kvquant.vllm.step import append, attend, describe_step
 from kvquant.vllm.warmup import StepCalls, warm_up_layers
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs numba-cuda, of the cuda extra"
-)
+pytestmark = pytest.mark.extra("cuda")
 HEADS, Q_HEADS, DIM, PAGE, LONGEST = 2, 8, 128, 32, 4096
 MATRIX = Basis(torch.ones(HEADS, DIM), "matrix", torch.eye(DIM).expand(HEADS, DIM, DIM))
 ROUNDED = Basis(torch.ones(HEADS, DIM), "hadamard", feedback=torch.zeros(HEADS, DIM, DIM))

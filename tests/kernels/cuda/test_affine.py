@@ -3,7 +3,6 @@ code, its launches, and on a GPU (-m gpu)."""
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 from dataclasses import replace
 from typing import Any
@@ -25,9 +24,7 @@ from kvquant.rows.format import HEAD_DIMS
 if SIMULATED:
     from kvquant.kernels.cuda.simulator import simulator
 
-needs_numba_cuda = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+needs_numba_cuda = pytest.mark.extra("cuda")
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 Arguments = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
 
@@ -151,6 +148,7 @@ def simulate(given: Arguments, warps: int = 4, *, encodes: bool = False) -> None
             check_result(launching.affine_rows(*given), given)
 
 
+@needs_numba_cuda
 @in_simulator
 def test_turned_rows_are_those_of_float64() -> None:
     simulate(make(heads=(4, 2)))
@@ -176,6 +174,7 @@ def test_encoded_rows_of_any_strides_are_those_of_float64() -> None:
     simulate(make(64, 5, (2, 2), words="shared swapped"), encodes=True)
 
 
+@needs_numba_cuda
 @in_simulator
 def test_rows_without_a_product_get_their_offset() -> None:
     simulate(make(words="offset lens"))

@@ -5,7 +5,6 @@ pytest -m "" tests/kernels/cuda/test_append_simulated.py    # all cases
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from append_cases import LATENTS, latent_case
 from simulator_cases import run_selected
 from slow_cases import mark_slow
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+pytestmark = pytest.mark.extra("cuda")
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 fp16".split()
 # name -> what differs from the defaults of append_cases.Case
 CASES: dict[str, dict[str, Any]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
@@ -17,9 +16,7 @@ from kvquant.ops.attention import merge_states
 if SIMULATED:
     from kvquant.kernels.cuda.simulator import simulator
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+pytestmark = pytest.mark.extra("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

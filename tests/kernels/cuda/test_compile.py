@@ -7,7 +7,6 @@ The slow tests compile a representative part of the matrix; the whole, with a li
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import struct
@@ -46,10 +45,7 @@ from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.kernels.disk_cache import seal
 from kvquant.rows.format import RowFormat
 
-needs_numba = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None,
-    reason="needs numba-cuda, of the cuda extra",
-)
+needs_numba_cuda = pytest.mark.extra("cuda")
 ARCHS = "sm_80 sm_89 sm_90 sm_100".split()
 CUBIN = Cubin("decode", b"\x7fELF machine\ncode", Report(130, 0))
 
@@ -128,7 +124,7 @@ def matrix() -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@needs_numba
+@needs_numba_cuda
 @pytest.mark.parametrize(
     ("text", "arch"), matrix(), ids=lambda word: word.strip().replace(" ", "-")
 )
@@ -145,7 +141,7 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
 
 
 @pytest.mark.slow
-@needs_numba
+@needs_numba_cuda
 @pytest.mark.parametrize(
     ("name", "unrolled"),
     [("int4-g4", 5), ("bf16", 16)],
@@ -160,7 +156,7 @@ def test_loads_are_unrolled_unless_it_is_measured_without(name: str, unrolled: i
     assert count_instructions(rolled_up, COPY_TO_SHARED) == 4
 
 
-@needs_numba
+@needs_numba_cuda
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_kernel_is_an_elf_file_that_holds_its_name(arch: str) -> None:
     from numba import types
@@ -174,7 +170,7 @@ def test_a_kernel_is_an_elf_file_that_holds_its_name(arch: str) -> None:
     assert cubin.report.stack_bytes == 0 < cubin.report.registers
 
 
-@needs_numba
+@needs_numba_cuda
 def test_a_gpu_newer_than_the_compiler_is_refused() -> None:
     from numba import types
 
@@ -225,7 +221,7 @@ def test_what_a_kernel_takes_is_read_from_its_machine_code() -> None:
             Cubin.read(make_cubin(names, [(0x2F, 3, 30)]))
 
 
-@needs_numba
+@needs_numba_cuda
 @pytest.mark.parametrize("arch", ARCHS)
 def test_what_is_read_is_what_ptxas_reports(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import cuda.core as linking
@@ -305,6 +301,7 @@ def test_the_sources_that_machine_code_depends_on_are_hashed(
         assert changed(name), name
 
 
+@needs_numba_cuda
 def test_the_sources_are_all_that_a_kernel_loads() -> None:
     """Of every operation, in a process of its own."""
     code = """

@@ -1,6 +1,5 @@
 """Kernels that are compiled at a time: the processes that do it, and who waits for whom."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -21,9 +20,7 @@ from kvquant.kernels.cuda.runtime.compile_pool import ALONE, compile_all
 from kvquant.kernels.disk_cache import locked, read_file, replace_file
 from kvquant.rows.format import RowFormat
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs numba-cuda, of the cuda extra"
-)
+pytestmark = pytest.mark.extra("cuda")
 
 
 # what a process of compile_all does, if compiling took no time; 16 columns are refused, 24 crash,

@@ -6,7 +6,6 @@ are those of plain torch (quantize.py, append.py).
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 from dataclasses import replace
 from typing import Any
@@ -55,9 +54,7 @@ def make_spec(name: str, head_dim: int = 128, words: str = "", share: int = 1) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize(
     ("name", "head_dim", "words", "share", "arch"),
     [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -12,9 +10,7 @@ from in_simulator import SIMULATED, in_simulator, lanes, word
 from kvquant import RowFormat, quantize_rows
 from kvquant.rows.quantize import parameters
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+pytestmark = pytest.mark.extra("cuda")
 if SIMULATED:
     from kvquant.kernels.cuda.device import ptx
     from kvquant.kernels.cuda.device.quantize import power_of_two

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import struct
@@ -44,9 +43,7 @@ if SIMULATED:
     from kvquant.kernels.cuda.simulator import simulator
     from kvquant.kernels.cuda.simulator.memory import Fault
 
-needs_numba_cuda = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+needs_numba_cuda = pytest.mark.extra("cuda")
 AIM = "int4-g8+fp8-g4"  # rows of 368 bytes
 FORMATS = (
     f"{AIM} int4-g8+int8-g4 int4-g4+bf16 int8-g4+bf16 int8-g8+int8-g4 fp8-g4+fp16 fp8 bf16 fp16"
@@ -240,6 +237,7 @@ def test_several_queries() -> None:
     simulate(make_mla("int8-g4+bf16", 5, (66,), page_size=32, q_lens=(3,)), 3)
 
 
+@needs_numba_cuda
 @in_simulator
 def test_sinks_packed_and_recent_rows() -> None:
     simulate(make_mla(AIM, 3, (60, 0, 3), exact="bf16", sinks=2, recent=(20, 5, 9)))
@@ -257,6 +255,7 @@ def test_several_segments() -> None:
 
 
 @pytest.mark.slow
+@needs_numba_cuda
 @in_simulator
 def test_16_bit_rows_in_sequence_slots() -> None:
     """Beside pages, as a paged cache has them; with sinks only there is no ring."""

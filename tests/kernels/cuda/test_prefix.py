@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import struct
 from collections.abc import Callable
@@ -30,9 +29,7 @@ from kvquant.rows.format import HEAD_DIMS
 if SIMULATED:
     from kvquant.kernels.cuda.simulator import simulator
 
-needs_numba_cuda = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+needs_numba_cuda = pytest.mark.extra("cuda")
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g8 fp8 fp8-g4 bf16 fp16".split()
 H200, RTX_4090 = 232448, 101376  # shared memory of a block
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
@@ -114,6 +111,7 @@ def test_members_and_two_blocks_of_queries_a_warp() -> None:
     simulate(case, 2, members=[2, -1, 0, 1, 4], backwards=True, warps=1, blocks=2)
 
 
+@needs_numba_cuda
 @in_simulator
 def test_tiles_in_parts_and_rows_in_a_run() -> None:
     case = make_prefix("fp8/int4", 80, 3, (4, 1), 70, page_size=0, dtype=torch.float16)
@@ -126,6 +124,7 @@ def test_16_bit_rows() -> None:
     simulate(make_prefix("bf16/fp16", 80, 3, (4, 1), 50, dtype=torch.float16), span=16)
 
 
+@needs_numba_cuda
 @in_simulator
 def test_blocks_of_nobody_end_at_once() -> None:
     case = make_prefix("int4", 64, 40, (1, 1), 40)

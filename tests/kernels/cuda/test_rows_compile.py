@@ -8,7 +8,6 @@ The slow tests compile a representative part of the matrix; the whole, with a li
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import struct
 from dataclasses import replace
@@ -79,9 +78,7 @@ ALL_ROWS = [
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize(
     ("text", "arch"),
     [(text, arch) for text in ALL_ROWS for arch in GPUS]
@@ -101,9 +98,7 @@ def test_machine_code_of_rows_spills_nothing(text: str, arch: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize(
     "spec",
     [make_row_spec("fp8/int4-g8 80"), make_row_spec(DEQUANTIZE), CombineSpec(64), FEEDBACK, MLA],

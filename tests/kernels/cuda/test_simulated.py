@@ -5,16 +5,13 @@ pytest -m "" tests/kernels/cuda/test_simulated.py    # all cases
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 from simulator_cases import run_selected
 from slow_cases import mark_slow
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+pytestmark = pytest.mark.extra("cuda")
 LIMITS = {"bf16": 3e-3, "fp16": 8e-4}  # of the output, by its dtype
 LSE_LIMIT = 2e-3  # sums of P, in bf16 where V is; else far less
 

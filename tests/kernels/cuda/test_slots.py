@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 
 import pytest
@@ -19,9 +18,7 @@ from kvquant.kernels.cuda.slots.launch import PLACE, SlotSpec
 if SIMULATED:
     from kvquant.kernels.cuda.simulator import simulator
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+pytestmark = pytest.mark.extra("cuda")
 SPEC = SlotSpec(1)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from typing import Any
 
@@ -117,9 +116,7 @@ SPECS = [
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+@pytest.mark.extra("cuda")
 @pytest.mark.parametrize(("name", "arch", "changes"), SPECS, ids=str)
 def test_machine_code_spills_nothing(name: str, arch: str, changes: dict[str, Any]) -> None:
     fmt = RowFormat.parse(name, 128)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,7 @@ import numpy.typing as npt
 import pytest
 from in_simulator import SIMULATED, in_simulator, lanes
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
-)
+pytestmark = pytest.mark.extra("cuda")
 if SIMULATED:
     from numba import cuda
 
