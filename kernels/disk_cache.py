@@ -8,10 +8,13 @@ folder belong to the user, or to root, and nobody else may write there. Folders 
 user alone. Several processes use them at once: a file is written beside its place and then renamed,
 so a reader finds all of it or none. Who changes a file by what is in it holds its lock from the
 reading to the writing.
+
+Both compilers also run without Python's collector, see uncollected.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import stat
@@ -172,3 +175,15 @@ def _check_owner(path: Path, facts: os.stat_result) -> None:
     if facts.st_mode & OTHERS_WRITE:
         mode = stat.S_IMODE(facts.st_mode)
         raise PermissionError(f"others may write to {path} (mode {mode:o}): chmod go-w it")
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Leave Python's garbage collector off: compiling takes a sixth less, and it finds nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

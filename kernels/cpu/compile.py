@@ -32,7 +32,15 @@ from numba.core.compiler import CompileResult
 
 from kvquant.rows import format as layout
 
-from ..disk_cache import cache_folder, read_file, replace_file, seal, unseal, warn_of_folder
+from ..disk_cache import (
+    cache_folder,
+    read_file,
+    replace_file,
+    seal,
+    uncollected,
+    unseal,
+    warn_of_folder,
+)
 
 _SIGNATURE = sigutils.normalize_signature(types.void(types.int64, types.int64))
 _kernels: list[object] = []
@@ -44,7 +52,8 @@ def compile_kernel(function: Callable[[int, int], None]) -> int:
     function.__qualname__ += f"_{_word(function)}"
     kernel: Any = CFunc(function, _SIGNATURE, {}, {"nopython": True, "error_model": "numpy"})
     kernel._cache = KernelCache(function)
-    kernel.compile()
+    with uncollected():
+        kernel.compile()
     _kernels.append(kernel)  # the code lives as long as this object
     address: int = kernel.address
     return address

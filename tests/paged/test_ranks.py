@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from ranks import run_ranks
 
 SCRIPT = Path(__file__).parent.parent / "support" / "rank_of_heads.py"

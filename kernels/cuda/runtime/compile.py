@@ -19,15 +19,13 @@ LTO-IR goes through another LLVM, which leaves arrays in local memory: there PTX
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import importlib.metadata
 import json
 import re
 import struct
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +39,7 @@ from ...disk_cache import (
     read_file,
     replace_file,
     seal,
+    uncollected,
     unseal,
     warn_of_folder,
 )
@@ -236,7 +235,7 @@ def compile_kernel(
     if specific_threads is not None:
         options["launch_bounds"] = (specific_threads, 1)
         linked = f"{arch}a"
-    with pretend(capability), _uncollected():
+    with pretend(capability), uncollected():
         made, _ = cuda.compile(function, signature, cc=capability, **options)
     made = ObjectCode.from_ltoir(made) if whole else ObjectCode.from_ptx(made.encode())
     options = LinkerOptions(arch=linked, link_time_optimization=whole)
@@ -248,18 +247,6 @@ def compile_kernel(
             "newer GPU install newer compilers, pip install -U 'numba-cuda[cu13]'"
         ) from error
     return Cubin.read(code)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's garbage collector, which takes a tenth of the time and finds nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _capability(arch: str) -> tuple[int, int]:
