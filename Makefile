@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine with python3 (3.10 to 3.13, with venv), make and git:
 #   make demo   a real language model decodes from a quantized cache, compared with its 16-bit cache
 #   make test   the tests but for the slow ones (tests/README.md); they need compilers, but no GPU
-# and `make test-vllm` those of kvquant/vllm/ and kvquant/lmcache/ in vLLM's CPU build (Python 3.11),
+# and `make test-vllm` those of kvquant/engine/, vllm/ and lmcache/ in vLLM's CPU build (Python 3.11),
 # `make test-transformers` those of kvquant/hf/ with the oldest transformers that is supported.
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
 # in .venv that names this folder, so changes take effect at once, new files too. After a change of
@@ -26,7 +26,7 @@ test: $(STAMP)
 
 # One process: an engine takes all cores, and vLLM is slow to import.
 test-vllm: $(VLLM_STAMP)
-	.venv-vllm/bin/python -m pytest --durations 15 tests/vllm tests/lmcache
+	.venv-vllm/bin/python -m pytest --durations 15 tests/engine tests/vllm tests/lmcache
 
 test-transformers: $(TRANSFORMERS_STAMP)
 	.venv-transformers/bin/python -m pytest --numprocesses auto --dist loadgroup --durations 15 tests/hf

@@ -20,7 +20,7 @@ from kvquant.errors import (
     UnsupportedModelError,
     shown,
 )
-from kvquant.hf.configs import CacheLayers, cache_layers
+from kvquant.hf.models.configs import CacheLayers, cache_layers
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import FORMAT, LATENT_VERSION, VERSION, CachePlan
 from kvquant.rows.arguments import check_kind

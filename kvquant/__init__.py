@@ -28,7 +28,7 @@ if typing.TYPE_CHECKING:
     from .cache.contiguous import KVCache
     from .cache.latent import LatentKVCache
     from .hf.cache import QuantizedCache
-    from .hf.captured import CapturedStep
+    from .hf.compile.captured import CapturedStep
     from .hf.model import CachedModel
     from .io.checkpoint import load_cache, save_cache
     from .io.plan import CachePlan
@@ -98,7 +98,7 @@ _HOMES = {
     "Basis": "rows.basis",
     "CachedModel": "hf.model",
     "CachePlan": "io.plan",
-    "CapturedStep": "hf.captured",
+    "CapturedStep": "hf.compile.captured",
     "ContextParallelCache": "cache.context_parallel",
     "KVCache": "cache.contiguous",
     "LatentFormat": "rows.latent",

@@ -29,8 +29,9 @@ ALLOWED = {
     "paged": f"{BASE} rows ops cache",
     "io": f"version {BASE} text rows ops cache paged",
     "hf": f"{BASE} rows ops cache io",
-    "vllm": f"{BASE} rows ops cache io",
-    "lmcache": f"{BASE} rows ops io vllm",
+    "engine": f"{BASE} rows ops cache io",
+    "vllm": f"{BASE} rows engine",
+    "lmcache": f"{BASE} rows ops io engine",
     "calibration": f"{BASE} text rows ops cache io hf",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
     "cli": f"version {BASE} text rows cache io hf calibration",
@@ -67,7 +68,7 @@ ALLOWED_LATE = {
     ),
     "cache": "text kernels.cuda.runtime",
     "hf": "kernels.cuda.runtime",
-    "vllm": "kernels.cuda.runtime",
+    "engine": "kernels.cuda.runtime",
     "cli": "bench kernels.cuda.decode kernels.cuda.runtime",
 }
 
@@ -103,10 +104,10 @@ MODULES = modules()
 
 
 def package_of(name: str) -> str:
-    """The row of a module: its package, or itself at the top."""
+    """The row of a module: its package, or itself at the top. Packages in it have no rows."""
     parts = name.split(".")
     if parts[0] == "kernels":
-        return ".".join(parts[:-1]) if len(parts) > 2 else name
+        return ".".join(parts[:-1][:3]) if len(parts) > 2 else name
     return parts[0]
 
 

@@ -205,7 +205,7 @@ class LatentKVCache(KVCache):
     """
 
     latent = True
-    folded: list[Any]  # of each layer, what a model reads it with (hf/latent.py), or None
+    folded: list[Any]  # of each layer, what a model reads it with (hf/models/latent.py), or None
 
     def __init__(
         self,

@@ -154,7 +154,7 @@ class LayerCache:
         split: which row a token has; all packed rows of a sequence are its page.
         lens, sizes: the lengths, and how tokens are split, as ops.slots.place_tokens takes them.
         longest: no sequence has more tokens, as far as the host knows; None once an append is part
-            of a graph, which the host does not see replayed (hf/captured.py counts its replays).
+            of a graph, which the host does not see replayed (hf's CapturedStep counts its replays).
         latent: whether K and V are the parts of latent rows.
         sides: what messages call K and V.
     """

@@ -148,8 +148,8 @@ def _caches(
     make: Callable[..., KVCache] | None = None
     is_latent = loaded is not None and loaded.is_latent
     if model is not None:
-        from ..hf.configs import cache_layers, new_cache
-        from ..hf.loading import load_config
+        from ..hf.models.configs import cache_layers, new_cache
+        from ..hf.models.loading import load_config
 
         config = load_config(model)
         dtype = dtype or str(config.dtype).removeprefix("torch.")

@@ -30,12 +30,12 @@ from ..cache.latent import LatentKVCache
 from ..errors import UnsupportedError, UnsupportedModelError
 from ..ops.causal import causal_attention
 from ..rows.variant import PLAIN, AttentionVariant
-from .latent import LatentHeads
+from .compile.tracing import outside_of_graphs, tracing
 from .masks import ATTENTION, calls, window_of
+from .models.latent import LatentHeads
 from .padding import Padding
 from .single_pass import exact_attention
 from .switch import DEQUANTIZE
-from .tracing import outside_of_graphs, tracing
 
 if TYPE_CHECKING:
     from .cache import QuantizedCache
@@ -74,7 +74,7 @@ class Handed:
             number (_seen); empty if it met the chunk alone.
         mask: that the first attention got, if any.
         reads_rows: they are appended before attention, which reads the rows only.
-        is_traced: this is part of a graph (tracing.py).
+        is_traced: this is part of a graph (compile/tracing.py).
     """
 
     def __init__(

@@ -42,14 +42,21 @@ from ..rows.arguments import check_flag, check_size
 from ..rows.quantize import EXACT_DTYPES, exact_codec
 from .argument import ARGUMENT
 from .attention import Handed
-from .configs import CacheLayers, Turn, cache_layers, layer_devices, layers_of_rank, new_cache
+from .compile.tracing import outside_of_graphs, tracing
 from .dequantized import append_and_dequantize, check_columns
-from .latent import check_latents
 from .masks import ATTENTION, calls
+from .models.configs import (
+    CacheLayers,
+    Turn,
+    cache_layers,
+    layer_devices,
+    layers_of_rank,
+    new_cache,
+)
+from .models.latent import check_latents
+from .models.positions import PositionsHook, Shown, check_scale, check_turn
 from .padding import Columns, Padding
-from .positions import PositionsHook, Shown, check_scale, check_turn
 from .switch import DEQUANTIZE, attending
-from .tracing import outside_of_graphs, tracing
 
 DRAFTS = 16  # tokens
 # Layers that attend to the keys of another one bring them to their own device first. Where they are

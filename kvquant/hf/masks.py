@@ -23,8 +23,8 @@ from transformers.masking_utils import (
 )
 
 from ..errors import UnsupportedModelError
+from .compile.tracing import outside_of_graphs, tracing
 from .switch import DEQUANTIZE
-from .tracing import outside_of_graphs, tracing
 
 if TYPE_CHECKING:
     from .cache import QuantizedCache

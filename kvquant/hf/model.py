@@ -22,8 +22,9 @@ from ..rows.arguments import check_device, check_kind, check_size, check_tensors
 from ..rows.quantize import exact_codec
 from .argument import as_argument
 from .cache import QuantizedCache
-from .captured import CapturedStep
-from .configs import (
+from .compile.captured import CapturedStep
+from .masks import ATTENTION
+from .models.configs import (
     CacheLayers,
     cache_layers,
     input_device,
@@ -32,12 +33,11 @@ from .configs import (
     layers_of_rank,
     new_cache,
 )
-from .fold import fold_values
-from .latent import check_latent_layers, hands_latents, heads_of
-from .loading import TensorPlan, load
-from .masks import ATTENTION
-from .observe import Observer, observe, output_weights, shared_layers
-from .positions import positions_of
+from .models.fold import fold_values
+from .models.latent import check_latent_layers, hands_latents, heads_of
+from .models.loading import TensorPlan, load
+from .models.observe import Observer, observe, output_weights, shared_layers
+from .models.positions import positions_of
 from .switch import attending, plain_implementation
 
 if TYPE_CHECKING:
@@ -515,7 +515,7 @@ class CachedModel:
         return None
 
     def read_in_bases(self, cache: KVCache) -> list[Any]:
-        """Fold the bases of latent rows into weights (hf/latent.py), as the first call with a cache
+        """Fold the bases of latent rows into weights (latent.py), as the first call with a cache
         does, for a graph, which cannot; what a step reads besides the model and the cache."""
         if not isinstance(cache, LatentKVCache):
             return []

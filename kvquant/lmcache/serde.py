@@ -24,6 +24,7 @@ from lmcache.v1.distributed.serde.base import Deserializer, SerdeProcessor, Seri
 from lmcache.v1.distributed.serde.factory import register_serde_factory
 from lmcache.v1.memory_management import MemoryObj
 
+from ..engine.rows import rank_heads
 from ..errors import CheckpointError, ConfigError, ShapeError, UnsupportedError, shown
 from ..io.plan import CachePlan
 from ..ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
@@ -31,7 +32,6 @@ from ..ops.transform import encode_rows
 from ..rows.arguments import check_size
 from ..rows.basis import Basis, LayerBasis, fingerprints
 from ..rows.format import RowFormat
-from ..vllm.rows import rank_heads
 
 KEYS = ("k_format", "v_format", "head_dim", "plan", "max_workers")
 TAG = 32  # bytes

@@ -27,14 +27,14 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from ..engine.rows import LayerRows, Settings, rank_heads
+from ..engine.step import Step, append, attend, describe_step
+from ..engine.warmup import StepCalls, warm_up_layers
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES
 from ..rows.variant import AttentionVariant, names_of
 from . import plugin
-from .rows import LayerRows, Settings, rank_heads
-from .step import Step, append, attend, describe_step
-from .warmup import StepCalls, warm_up_layers
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
 

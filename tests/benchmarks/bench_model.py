@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvquant import CachedModel, QuantizedCache
 from kvquant.hf.argument import as_argument
-from kvquant.hf.captured import CapturedStep
+from kvquant.hf.compile.captured import CapturedStep
 
 STEPS = 10  # timed together
 DRAWN = {  # what the picture shows, and its colours

@@ -1,4 +1,4 @@
-"""A layer's step of an engine on a GPU, without the engine: kvquant/vllm/step.py on vLLM's pages.
+"""A layer's step of an engine on a GPU, without the engine: kvquant/engine/step.py on vLLM's pages.
 
 Run by hand: python tests/benchmarks/bench_vllm_step.py. Decoding sequences of 8,192 tokens, pages
 of 64 tokens in random order, head_dim 128, BF16: new rows are written, then all queries attend.
@@ -20,9 +20,9 @@ from kvquant.bench.cases import Case
 from kvquant.bench.gpu import Peer, best_sdpa
 from kvquant.bench.report import render_machine
 from kvquant.bench.timer import GraphTimer, describe_machine
+from kvquant.engine.rows import LayerRows, Settings
+from kvquant.engine.step import Step, append, attend, describe_step
 from kvquant.rows.segment import Segment
-from kvquant.vllm.rows import LayerRows, Settings
-from kvquant.vllm.step import Step, append, attend, describe_step
 
 TOKENS, PAGE, HEAD_DIM, SCALE, FEW = 8192, 64, 128, 128**-0.5, 2
 # sequences, query heads, KV heads, drafted tokens

@@ -17,8 +17,8 @@ from kvquant.calibration.moments import Moments
 from kvquant.calibration.text_report import render_plan, warnings
 from kvquant.calibration.windows import Sizes
 from kvquant.errors import ConfigError, UnsupportedError, UnsupportedModelError
-from kvquant.hf.latent import heads_of
 from kvquant.hf.model import CachedModel
+from kvquant.hf.models.latent import heads_of
 from kvquant.io.plan import CachePlan
 from kvquant.ops.mla import check_kernels
 from kvquant.rows.latent import LatentFormat

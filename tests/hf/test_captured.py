@@ -25,7 +25,7 @@ from kvquant.errors import (
     ShapeError,
     UnsupportedModelError,
 )
-from kvquant.hf import captured
+from kvquant.hf.compile import captured
 from kvquant.hf.model import LEAST_CAPTURED
 from kvquant.kernels.cuda.runtime.workspace import Lease, workspaces_of
 

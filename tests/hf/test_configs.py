@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvquant.errors import UnsupportedModelError
-from kvquant.hf.configs import CacheLayers, Turn, cache_layers, layer_windows
+from kvquant.hf.models.configs import CacheLayers, Turn, cache_layers, layer_windows
 
 
 def config(**changes: Any) -> SimpleNamespace:

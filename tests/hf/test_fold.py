@@ -17,8 +17,8 @@ transformers = pytest.importorskip("transformers")
 from example_plan import example_plan  # noqa: E402
 from hf_cases import GEMMA3N, tiny, tokens  # noqa: E402
 
-from kvquant.hf.fold import fold_values  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
+from kvquant.hf.models.fold import fold_values  # noqa: E402
 from kvquant.io.model_id import model_identity  # noqa: E402
 
 DIM = 64

@@ -41,10 +41,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (  # noqa: E402
     DeepseekV3Attention,
 )
 
-from kvquant.hf import latent  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
-from kvquant.hf.latent import LatentHeads  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
+from kvquant.hf.models import latent  # noqa: E402
+from kvquant.hf.models.latent import LatentHeads  # noqa: E402
 
 LENS, STEPS = [25, 9], 4
 # float32 sums in another order round a few rows to the neighbouring fp16 number; a wrong RoPE part,

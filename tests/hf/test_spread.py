@@ -25,9 +25,9 @@ from hf_cases import FP16, caching, random_model, tiny, tokens  # noqa: E402
 from kvquant.hf import cache as hf_cache  # noqa: E402
 from kvquant.hf import model as hf_model  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
-from kvquant.hf.configs import layer_devices  # noqa: E402
 from kvquant.hf.masks import MaskMark, _Mask, _with_mark  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
+from kvquant.hf.models.configs import layer_devices  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 KINDS: dict[str, dict[str, Any]] = {

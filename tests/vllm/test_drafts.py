@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from vllm_engines import BF16, MODEL, TOKENS, check_tokens, counter, engine, generate, tokens_of
 
 from kvquant import CachePlan
-from kvquant.vllm.step import FEW, Step, describe_step
+from kvquant.engine.step import FEW, Step, describe_step
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
 

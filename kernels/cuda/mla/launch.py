@@ -28,7 +28,7 @@ from ..device.row_layout import UNIT
 from ..runtime.launch import GPU, OVERLAPS, Launch, Rehearsed, cached_launch, gpu_of, kernel_of
 from ..runtime.tensors import Tensors, aligned_copy, facts_of, is_readable, strides
 from .spec import MOST_AHEAD, MOST_PARTS, REGISTERS, ROWS, TILE, MlaCombineSpec, MlaSpec, shapes_of
-from .wide_spec import COLUMNS, TOKENS, WideMlaSpec, is_wide
+from .wgmma.spec import COLUMNS, TOKENS, WideMlaSpec, is_wide
 
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)

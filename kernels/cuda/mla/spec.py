@@ -118,7 +118,7 @@ class MlaSpec(Spec):
     overlapped: bool = False
 
     arguments = MLA
-    kernel = "mla.kernel.make_mla_kernel"
+    kernel = "mla.mma.kernel.make_mla_kernel"
 
     def __post_init__(self) -> None:
         for part, fmt in (("latents", self.latent), ("RoPE parts", self.rope)):
@@ -163,7 +163,7 @@ class MlaSpec(Spec):
     @property
     def has_limits(self) -> bool:
         """Whether P heeds the largest scale: in fp16 P times scale must not overflow. FlashMLA's
-        float32 scales are brought to fp16's range instead (values.py)."""
+        float32 scales are brought to fp16's range instead (mma/values.py)."""
         return self.has_shifts
 
     @property

@@ -1,5 +1,5 @@
 """What a block works on: its tokens, where their rows stand, what a column sees of them, and where
-results go. The same for few heads (kernel.py) and for many (wide_kernel.py).
+results go. The same for few heads (mma/) and for many (wgmma/).
 
 Tokens are split by the lengths on the device, into whole steps of a block; a split without tokens
 says so.

@@ -30,7 +30,7 @@ from kvquant.cache import layer
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
 from kvquant.kernels.cuda.mla.spec import MlaCombineSpec, MlaSpec, shapes_of
-from kvquant.kernels.cuda.mla.wide_spec import WideMlaSpec
+from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec
 from kvquant.kernels.cuda.runtime.launch import GPUS
@@ -39,7 +39,11 @@ from kvquant.ops import mla as mla_ops
 from kvquant.ops.mla import latent_segment
 
 if SIMULATED:
-    from kvquant.kernels.cuda.mla import wide_kernel, wide_rows, wide_scores, wide_spec, wide_values
+    from kvquant.kernels.cuda.mla.wgmma import kernel as wide_kernel
+    from kvquant.kernels.cuda.mla.wgmma import rows as wide_rows
+    from kvquant.kernels.cuda.mla.wgmma import scores as wide_scores
+    from kvquant.kernels.cuda.mla.wgmma import spec as wide_spec
+    from kvquant.kernels.cuda.mla.wgmma import values as wide_values
     from kvquant.kernels.cuda.simulator import simulator
     from kvquant.kernels.cuda.simulator.memory import Fault
 

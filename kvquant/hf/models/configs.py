@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from ..cache.checks import DEFAULT_FORMAT, row_formats
-from ..cache.contiguous import KVCache
-from ..cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
-from ..cache.latent import LatentFormats, LatentKVCache
-from ..errors import ConfigError, UnsupportedModelError
-from ..io.plan import CachePlan, check_plan
-from ..rows.format import HEAD_DIMS, one_of
-from ..rows.latent import LATENT_DIMS, ROPE_DIMS
+from ...cache.checks import DEFAULT_FORMAT, row_formats
+from ...cache.contiguous import KVCache
+from ...cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
+from ...cache.latent import LatentFormats, LatentKVCache
+from ...errors import ConfigError, UnsupportedModelError
+from ...io.plan import CachePlan, check_plan
+from ...rows.format import HEAD_DIMS, one_of
+from ...rows.latent import LATENT_DIMS, ROPE_DIMS
 
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}

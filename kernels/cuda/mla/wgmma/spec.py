@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvquant.rows.format import FP8_DS_MLA, RowFormat
 
-from ..runtime.spec import Spec
-from .spec import MLA, MlaSpec
+from ...runtime.spec import Spec
+from ..spec import MLA, MlaSpec
 
 COLUMNS = TOKENS = 64  # of a block: M of its products; of a tile
 STAGES = 2  # tiles in shared memory
@@ -47,7 +47,7 @@ class WideMlaSpec(Spec):
     overlapped: bool = False
 
     arguments = MLA
-    kernel = "mla.wide_kernel.make_wide_kernel"
+    kernel = "mla.wgmma.kernel.make_wide_kernel"
     warps = 16
     arch_specific: ClassVar[bool] = True
     shared_bytes = SHARES + 4 * COLUMNS

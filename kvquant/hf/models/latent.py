@@ -25,13 +25,13 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 import torch
 from torch.nn.functional import linear
 
-from .. import debug
-from ..cache.latent import LatentKVCache
-from ..errors import UnsupportedModelError
-from ..ops.causal import causal_attention
-from ..rows.basis import Basis, LayerBasis, for_fp16
-from ..rows.latent import LatentFormat
-from ..rows.quantize import full_precision
+from ... import debug
+from ...cache.latent import LatentKVCache
+from ...errors import UnsupportedModelError
+from ...ops.causal import causal_attention
+from ...rows.basis import Basis, LayerBasis, for_fp16
+from ...rows.latent import LatentFormat
+from ...rows.quantize import full_precision
 
 EXPANDED = 1 << 28  # bytes of keys and values that are expanded at a time, if a head takes fewer
 SAME = 0.05  # relative error of expanded rows: of bf16, far less; if they are others, 1 or so

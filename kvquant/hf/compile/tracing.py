@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .attention import Handed
-    from .cache import QuantizedCache
+    from ..attention import Handed
+    from ..cache import QuantizedCache
 
 _WHY = (
     "with a QuantizedCache torch.compile takes steps of one token of each sequence only, behind a "

@@ -10,7 +10,7 @@ import torch
 from example_plan import example_plan
 
 from kvquant import ConfigError, ShapeError, UnsupportedError, append_rows, dequantize_pages
-from kvquant.vllm.rows import Settings, rank_heads
+from kvquant.engine.rows import Settings, rank_heads
 
 
 @pytest.mark.parametrize("names", [("int4-g4", "int4-g4"), ("int8", "int4-g4"), ("int4", "bf16")])

@@ -2,9 +2,9 @@
 
     grid     64 columns  x  sequences  x  splits of the tokens
 
-    rows     a warpgroup     packed rows ──▶ 16-bit numbers, in two stages         (wide_rows.py)
-    scores   a warpgroup     q·K of a tile, softmax, P ──▶ shared memory           (wide_scores.py)
-    values   2 warpgroups    P V of a tile, a half of the latent elements each     (wide_values.py)
+    rows     a warpgroup     packed rows ──▶ 16-bit numbers, in two stages         (rows.py)
+    scores   a warpgroup     q·K of a tile, softmax, P ──▶ shared memory           (scores.py)
+    values   2 warpgroups    P V of a tile, a half of the latent elements each     (values.py)
 
              FREE           FULL             READY           FREE
     values ────────▶ rows ────────▶ scores ─────────▶ values ────────▶ ...    barriers of a stage
@@ -13,7 +13,8 @@ Many heads are bound by products, not by bytes: 64 columns are the least that wg
 values work on a tile, the scores of the next one are under way, and rows of the one after that. A
 warpgroup takes as many registers of the block as its part needs.
 
-What a block works on is as in kernel.py, which has fewer columns in a block. So are its arguments.
+What a block works on is as in mma/kernel.py, which has fewer columns in a block. So are its
+arguments.
 
 Source: warpgroups with parts of their own are FlashAttention-3's (https://arxiv.org/abs/2407.08608),
 the output cut into halves is FlashMLA's (https://github.com/deepseek-ai/FlashMLA).
@@ -21,20 +22,15 @@ the output cut into halves is FlashMLA's (https://github.com/deepseek-ai/FlashML
 
 from numba import cuda, int32, uint32, uint64
 
-from ..decode.combine import make_write
-from ..device.ptx import (
+from ...decode.combine import make_write
+from ...device.ptx import (
     begin_next_launch,
     fence_shared,
     shared_address,
     word_from_lane,
 )
-from ..device.warpgroup import give_registers, take_registers
-from .wide_queries import make_load_queries
-from .wide_rows import make_put_rows
-from .wide_scores import make_score
-from .wide_spec import COLUMNS, TOKENS
-from .wide_values import make_add_values
-from .work import (
+from ...device.warpgroup import give_registers, take_registers
+from ..work import (
     count,
     make_find_places,
     make_find_rows,
@@ -43,6 +39,11 @@ from .work import (
     seen_by,
     seen_by_all,
 )
+from .queries import make_load_queries
+from .rows import make_put_rows
+from .scores import make_score
+from .spec import COLUMNS, TOKENS
+from .values import make_add_values
 
 
 def make_wide_kernel(spec):

@@ -10,16 +10,16 @@ from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 
 from kvquant import AttentionVariant, Basis, UnsupportedError
 from kvquant.cache.warmup import kernels_of
+from kvquant.engine import warmup
+from kvquant.engine.rows import LayerRows, Settings
+from kvquant.engine.step import append, attend, describe_step
+from kvquant.engine.warmup import StepCalls, warm_up_layers
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime import compile_pool
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.ops import append as append_ops
 from kvquant.ops import attention, transform
 from kvquant.rows.basis import LayerBasis
-from kvquant.vllm import warmup
-from kvquant.vllm.rows import LayerRows, Settings
-from kvquant.vllm.step import append, attend, describe_step
-from kvquant.vllm.warmup import StepCalls, warm_up_layers
 
 pytestmark = pytest.mark.extra("cuda")
 HEADS, Q_HEADS, DIM, PAGE, LONGEST = 2, 8, 128, 32, 4096

@@ -23,7 +23,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 TensorPlan = Literal["auto"] | dict[str, str]
 WEIGHTS = "model.safetensors"

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import UnsupportedModelError
-from .argument import NAMES
+from ...errors import UnsupportedModelError
+from ..argument import NAMES
 from .configs import Turn
 
 # names of learned position embeddings, and parts of the names of towers that have others

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache.contiguous import KVCache
-from ..errors import ConfigError, DeviceError, KVQuantError, ShapeError, UnsupportedModelError
+from ...cache.contiguous import KVCache
+from ...errors import ConfigError, DeviceError, KVQuantError, ShapeError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from .model import CachedModel
+    from ..model import CachedModel
 
 _one_at_a_time = threading.Lock()
 _CLEAR = KVQuantError, torch.OutOfMemoryError  # say what has happened themselves
@@ -65,7 +65,7 @@ class CapturedStep:
 
     @torch.inference_mode(False)  # else the tokens could not be changed outside
     def __init__(self, model: CachedModel, cache: KVCache) -> None:
-        from ..kernels.cuda.runtime.workspace import Lease
+        from ...kernels.cuda.runtime.workspace import Lease
 
         _check(model, cache)
         self.cache = cache

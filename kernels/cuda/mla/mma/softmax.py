@@ -14,10 +14,10 @@ kept to a limit by each warp for itself (values.py): P has what they leave of fp
 
 from numba import cuda, float32, int32, uint32
 
-from ..decode.values import HEADROOM, headroom_of
-from ..device.fragments import over_quad, over_rows
-from ..device.jit import device_function
-from ..device.ptx import (
+from ...decode.values import HEADROOM, headroom_of
+from ...device.fragments import over_quad, over_rows
+from ...device.jit import device_function
+from ...device.ptx import (
     any_lane,
     barrier,
     exp2,
@@ -35,7 +35,7 @@ from ..device.ptx import (
     store_shared_u32,
     store_shared_u32x2,
 )
-from .spec import FRAGMENT, SLICES, TILE
+from ..spec import FRAGMENT, SLICES, TILE
 from .values import TOP, make_rescale
 
 LAZY = 4  # powers of two that a score may exceed the maximum by

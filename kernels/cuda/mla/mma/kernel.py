@@ -21,10 +21,10 @@ are 350. Codes are unpacked in registers, once for K and once for V: an MMA want
 for the one, of tokens for the other. Rows that are expanded to 16 bit in shared memory would be
 unpacked once, but written and read besides, 1,024 bytes for 256.
 
-Teams of a block are merged in shared memory, splits by a launch that follows (combine.py). Tokens
-are split by the lengths on the device, into whole tiles of all teams; a split without tokens says
-so. A segment is a launch, whose splits are some of the parts that are combined. Of several queries
-each sees the first rows of a segment: how many, the lengths of both segments tell (as in
+Teams of a block are merged in shared memory, splits by a launch that follows (../combine.py).
+Tokens are split by the lengths on the device, into whole tiles of all teams; a split without tokens
+says so. A segment is a launch, whose splits are some of the parts that are combined. Of several
+queries each sees the first rows of a segment: how many, the lengths of both segments tell (as in
 decode/positions.py).
 
 Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434); the output cut along its elements over warps
@@ -35,11 +35,11 @@ from operator import add
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..decode.combine import make_write
-from ..device.fragments import add_rows, over_quad
-from ..device.jit import device_function
-from ..device.powers import inverse_of
-from ..device.ptx import (
+from ...decode.combine import make_write
+from ...device.fragments import add_rows, over_quad
+from ...device.jit import device_function
+from ...device.powers import inverse_of
+from ...device.ptx import (
     begin_next_launch,
     commit_copies,
     exp2,
@@ -53,13 +53,8 @@ from ..device.ptx import (
     wait_copies,
     word_from_lane,
 )
-from .copies import make_copy_tile, make_find_pages
-from .queries import make_load_queries
-from .scores import make_add_partials, make_own_scores, make_partial_scores
-from .softmax import LOWEST, first_limits, make_mask, make_softmax, meet
-from .spec import SLICES, TILE
-from .values import FIRST_POWER, make_accumulate, make_fit_scales, make_put_output, sums_of
-from .work import (
+from ..spec import SLICES, TILE
+from ..work import (
     count,
     make_find_places,
     make_find_rows,
@@ -69,6 +64,11 @@ from .work import (
     seen_by_all,
     write_lse,
 )
+from .copies import make_copy_tile, make_find_pages
+from .queries import make_load_queries
+from .scores import make_add_partials, make_own_scores, make_partial_scores
+from .softmax import LOWEST, first_limits, make_mask, make_softmax, meet
+from .values import FIRST_POWER, make_accumulate, make_fit_scales, make_put_output, sums_of
 
 
 def make_mla_kernel(spec):

@@ -11,11 +11,11 @@ becomes zeros, and is not read.
 
 from numba import int32, uint32, uint64
 
-from ..decode.copies import slot_in_ring
-from ..device.jit import device_function
-from ..device.ptx import copy_16, load_global_u32
-from ..device.row_layout import UNIT
-from .spec import SLICES, TILE
+from ...decode.copies import slot_in_ring
+from ...device.jit import device_function
+from ...device.ptx import copy_16, load_global_u32
+from ...device.row_layout import UNIT
+from ..spec import SLICES, TILE
 
 THREADS = 32 * SLICES
 

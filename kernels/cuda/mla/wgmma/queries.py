@@ -2,15 +2,15 @@
 
 Thread i has every eighth unit of eight elements of column i / 8. What is multiplied in fp16 is
 scaled by a power of two to 2**14 <= max |q| < 2**15, latent and RoPE elements alike. The elements
-of a unit are in the order in which codes come out of a word (wide_rows.py).
+of a unit are in the order in which codes come out of a word (rows.py).
 """
 
 from numba import cuda, float32, uint32, uint64
 
-from ..device.fragments import load_sums, store_sums
-from ..device.jit import device_function
-from ..device.parts import make_over_lanes
-from ..device.ptx import (
+from ...device.fragments import load_sums, store_sums
+from ...device.jit import device_function
+from ...device.parts import make_over_lanes
+from ...device.ptx import (
     high_bf16,
     high_f16,
     load_global_u32x4,
@@ -21,9 +21,9 @@ from ..device.ptx import (
     store_shared_f32,
     store_shared_u32x4,
 )
-from ..device.warpgroup import BLOCK, LINE
-from .queries import norm_of
-from .wide_spec import BLOCKS, SHARES
+from ...device.warpgroup import BLOCK, LINE
+from ..mma.queries import norm_of
+from .spec import BLOCKS, SHARES
 
 LANES = 8  # of a column
 WORDS = 4 * BLOCKS  # of a thread

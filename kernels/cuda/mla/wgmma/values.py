@@ -2,15 +2,15 @@
 
     sums    lane 4g + t of warp w: columns 16w + g and + 8, elements 8n + 2t and + 1
 
-The output is put in order, from that of the codes (wide_rows.py), on its way through shared memory,
+The output is put in order, from that of the codes (rows.py), on its way through shared memory,
 where the stages were.
 """
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..decode.combine import make_write
-from ..device.jit import device_function, in_turn
-from ..device.ptx import (
+from ...decode.combine import make_write
+from ...device.jit import device_function, in_turn
+from ...device.ptx import (
     arrive,
     barrier,
     load_shared_f32,
@@ -21,9 +21,9 @@ from ..device.ptx import (
     store_shared_f32x2,
     word_from_lane,
 )
-from ..device.warpgroup import BLOCK, EIGHT, descriptor_of, make_products
-from .wide_scores import P_AT
-from .wide_spec import (
+from ...device.warpgroup import BLOCK, EIGHT, descriptor_of, make_products
+from .scores import P_AT
+from .spec import (
     DONE,
     END,
     FACTORS,

@@ -15,10 +15,10 @@ are kept for P V, in pairs of fp16 (values.py); FlashMLA's, which are float32, t
 
 from numba import cuda, float32, uint32
 
-from ..device.codes import make_unpack
-from ..device.fragments import ZEROS, add_rows, load_sums, scale_columns, store_sums
-from ..device.jit import device_function, in_turn
-from ..device.ptx import (
+from ...device.codes import make_unpack
+from ...device.fragments import ZEROS, add_rows, load_sums, scale_columns, store_sums
+from ...device.jit import device_function, in_turn
+from ...device.ptx import (
     bits_float,
     high_f16,
     load_matrix_x2,
@@ -33,8 +33,8 @@ from ..device.ptx import (
     permute,
     store_shared_f32x4,
 )
-from ..device.row_layout import UNIT
-from .spec import FRAGMENT, SLICES
+from ...device.row_layout import UNIT
+from ..spec import FRAGMENT, SLICES
 
 LOW_HALVES = 0x5410
 TOGETHER = 2  # eights of tokens that are worked on at once

@@ -9,7 +9,7 @@
 A row is multiplied by a power of two, so that its latents and its RoPE elements are below 2 to the
 TOPS of their codecs: then no number overflows, small ones are told apart at 2**-19 of the largest
 that could be, and scales, which make up for 2**-24, are fp16, too. What a power did is undone in
-the scores and in P (wide_scores.py).
+the scores and in P (scores.py).
 
     thread    warp w, lane 8j + r: a quarter j of row 8w + r of each half of the tile, so that eight
               lanes, which store at the same time, have eight rows: no bank conflicts
@@ -23,12 +23,12 @@ is put in order when it is written.
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..decode.copies import slot_in_ring
-from ..device.codes import make_unpack
-from ..device.fragments import load_sums, store_sums
-from ..device.jit import device_function
-from ..device.powers import power_of
-from ..device.ptx import (
+from ...decode.copies import slot_in_ring
+from ...device.codes import make_unpack
+from ...device.fragments import load_sums, store_sums
+from ...device.jit import device_function
+from ...device.powers import power_of
+from ...device.ptx import (
     arrive,
     barrier,
     bits_float,
@@ -52,11 +52,11 @@ from ..device.ptx import (
     unpack_four_e4m3,
     wait_copies,
 )
-from ..device.quantize import LEVELS
-from ..device.row_layout import UNIT
-from ..device.warpgroup import BLOCK, LINE
-from .queries import factor_of
-from .wide_spec import (
+from ...device.quantize import LEVELS
+from ...device.row_layout import UNIT
+from ...device.warpgroup import BLOCK, LINE
+from ..mma.queries import factor_of
+from .spec import (
     BLOCKS,
     FIRST_NOTES,
     FIRST_STAGE,

@@ -2,11 +2,11 @@
 
     sums    lane 4g + t of warp w: columns 16w + g and + 8, tokens 8n + 2t and + 1
 
-Rows of packed latents are multiplied by powers of two (wide_rows.py). So a score is the product
+Rows of packed latents are multiplied by powers of two (rows.py). So a score is the product
 divided by the power, and P of a token, which multiplies its row as V, is divided by it, too: by the
 exponent, before exp2. The reference that P counts from is that of these quotients; totals are of P
-times the power. It changes lazily, as in softmax.py, for each warp by itself: its columns are those
-of a warp of the values, which then multiplies the output so far by a factor.
+times the power. It changes lazily, as in mma/softmax.py, for each warp by itself: its columns are
+those of a warp of the values, which then multiplies the output so far by a factor.
 
 P takes the place of the RoPE elements of its tile, once all warps have read them.
 """
@@ -15,11 +15,11 @@ from operator import add
 
 from numba import cuda, float32, int32, uint32
 
-from ..decode.values import HEADROOM
-from ..device.fragments import over_quad
-from ..device.jit import device_function
-from ..device.powers import inverse_of
-from ..device.ptx import (
+from ...decode.values import HEADROOM
+from ...device.fragments import over_quad
+from ...device.jit import device_function
+from ...device.powers import inverse_of
+from ...device.ptx import (
     any_lane,
     arrive,
     barrier,
@@ -34,9 +34,10 @@ from ..device.ptx import (
     store_shared_f32,
     store_shared_u32,
 )
-from ..device.warpgroup import BLOCK, LINE, descriptor_of, make_products
-from .softmax import LAZY, LOWEST, NEVER
-from .wide_spec import (
+from ...device.warpgroup import BLOCK, LINE, descriptor_of, make_products
+from ..mma.softmax import LAZY, LOWEST, NEVER
+from ..work import write_lse
+from .spec import (
     BLOCKS,
     COLUMNS,
     END,
@@ -54,7 +55,6 @@ from .wide_spec import (
     STAGE,
     TOKENS,
 )
-from .work import write_lse
 
 SUMS = COLUMNS * TOKENS // GROUP
 EIGHTS = TOKENS // 8

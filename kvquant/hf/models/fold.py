@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import UnsupportedModelError
-from ..rows.basis import Basis
+from ...errors import UnsupportedModelError
+from ...rows.basis import Basis
+from ..switch import attending, plain_implementation
 from .configs import input_device
 from .observe import check_here, observe_linears
-from .switch import attending, plain_implementation
 
 PROBED = 16  # tokens that a model is tried with
 SAME = (

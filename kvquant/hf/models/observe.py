@@ -19,12 +19,12 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from ..errors import UnsupportedError, UnsupportedModelError
-from .argument import as_argument
+from ...errors import UnsupportedError, UnsupportedModelError
+from ..argument import as_argument
+from ..single_pass import exact_attention, owner_of
+from ..switch import attending
 from .configs import input_device
 from .latent import LatentHeads, hands_latents, heads_of
-from .single_pass import exact_attention, owner_of
-from .switch import attending
 
 # layer, queries, keys and values as attention meets them, and its factor on q·k
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kvquant import AttentionVariant, Basis
+from kvquant.engine.rows import LayerRows, Settings
+from kvquant.engine.step import FEW, append, attend, describe_step
 from kvquant.rows.basis import LayerBasis
 from kvquant.rows.segment import Segment
-from kvquant.vllm.rows import LayerRows, Settings
-from kvquant.vllm.step import FEW, append, attend, describe_step
 
 HEADS, Q_HEADS, DIM, PAGE = 2, 8, 64, 16
 SCALE = 0.11

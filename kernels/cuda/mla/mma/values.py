@@ -16,11 +16,11 @@ far keep all digits of fp16.
 
 from numba import cuda, float32, int32, uint32
 
-from ..device.codes import make_unpack
-from ..device.fragments import load_sums, over_quad, store_sums
-from ..device.jit import device_function, in_turn
-from ..device.powers import inverse_of, power_of
-from ..device.ptx import (
+from ...device.codes import make_unpack
+from ...device.fragments import load_sums, over_quad, store_sums
+from ...device.jit import device_function, in_turn
+from ...device.powers import inverse_of, power_of
+from ...device.ptx import (
     any_lane,
     bits_float,
     float_bits,
@@ -38,9 +38,9 @@ from ..device.ptx import (
     store_shared_f32,
     store_shared_f32x2,
 )
-from ..device.row_layout import UNIT
+from ...device.row_layout import UNIT
+from ..spec import FRAGMENT, SLICES, TILE
 from .queries import factor_of
-from .spec import FRAGMENT, SLICES, TILE
 
 PAIRS = TILE // 16  # MMAs along a tile
 HEADERS = 2 * PAIRS  # words of a header's fragments

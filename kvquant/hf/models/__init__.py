@@ -1,0 +1,1 @@
+"""What models of transformers are like: configs, loading, latents, positions, projections."""
