@@ -9,46 +9,34 @@ import math
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..device.fragments import ZEROS, add_rows
+from ..device.combine import (
+    LN2,
+    NOTHING,
+    make_add_copies,
+    make_add_parts,
+    make_over_lanes,
+)
+from ..device.fragments import ZEROS
 from ..device.jit import device_function
-from ..device.parts import make_add_parts, make_over_lanes
 from ..device.ptx import (
     add,
     atomic_inc_wrap,
     exp2,
     fence,
     load_shared_f32,
-    load_shared_f32x4,
     load_shared_u32,
     load_written_f32,
     load_written_f32x4,
     log2,
     maximum,
-    pack_bf16,
-    pack_f16,
     store_global_f32,
     store_global_f32x4,
-    store_global_u32x2,
     store_shared_f32,
     store_shared_u32,
 )
 from .queries import make_row_of
 from .spec import AHEAD
 from .variant import LOWEST, make_add_sink
-
-LN2 = math.log(2)
-NOTHING = -3e38  # the lse of no tokens
-
-
-def make_write(query):
-    """Make the function that writes four elements of the output in its dtype."""
-    pack = pack_bf16 if query == "bf16" else pack_f16
-
-    @device_function
-    def write(address, values):
-        store_global_u32x2(address, pack(values[1], values[0]), pack(values[3], values[2]))
-
-    return write
 
 
 def make_combine_warps(spec, put_output, write):
@@ -61,6 +49,7 @@ def make_combine_warps(spec, put_output, write):
     CAUSAL, row_of = spec.causal, make_row_of(spec)[1]
     SINKS, add_sink = "sink_logits" in spec.variant, make_add_sink(spec)
     SUMS, OUTPUTS = 4 * RINGS * COLUMNS, 8 * RINGS * COLUMNS
+    add_copies = make_add_copies(RINGS, COLUMNS * COLUMN)
 
     @device_function
     def combine_warps(shared, sums, header_sums, references, columns, results):
@@ -121,10 +110,7 @@ def make_combine_warps(spec, put_output, write):
             column = item // uint32(FOURS)
             four = item - column * uint32(FOURS)
             at = outputs + column * uint32(COLUMN) + four * uint32(16)
-            values = load_shared_f32x4(at)
-            for r in range(1, RINGS):
-                more = load_shared_f32x4(at + uint32(r * COLUMNS * COLUMN))
-                values = add_rows(values, float32(1), float32(1), more)
+            values = add_copies(at)
             in_row = uint64(4) * uint64(four)
             if total > int32(1):
                 place = uint64(column) * uint64(DIM) + in_row

@@ -21,6 +21,7 @@ subnormals, the probabilities that stay in registers, groups apart in float32.
 
 from numba import cuda, int32, uint32, uint64
 
+from ..device.combine import make_write
 from ..device.jit import device_function
 from ..device.ptx import (
     begin_next_launch,
@@ -30,7 +31,7 @@ from ..device.ptx import (
     store_shared_u32x4,
     word_from_lane,
 )
-from .combine import make_combine_splits, make_write, make_write_empty
+from .combine import make_combine_splits, make_write_empty
 from .mainloop import make_attend
 from .positions import make_extent
 from .queries import COUNT_MASK, make_columns_of, make_row_of

@@ -18,6 +18,7 @@ or a scale of V outgrows the headroom (values.py). All sums are float32.
 
 from numba import cuda, float32, int32, uint32, uint64
 
+from ..device.combine import make_write
 from ..device.fragments import load_sums, over_quad, over_rows, scale_columns, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
@@ -39,7 +40,7 @@ from ..device.ptx import (
     word_from_lane,
 )
 from .accumulators import make_add_promoted, make_promote
-from .combine import make_combine_warps, make_write
+from .combine import make_combine_warps
 from .copies import make_clear_row, make_copy, make_locate, make_realign
 from .positions import make_count
 from .queries import make_mask, make_references, make_see

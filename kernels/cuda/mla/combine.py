@@ -15,10 +15,9 @@ import math
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..decode.combine import LN2, NOTHING, make_write
+from ..device.combine import LN2, NOTHING, make_add_parts, make_over_lanes, make_write
 from ..device.fragments import ZEROS
 from ..device.jit import device_function
-from ..device.parts import make_add_parts, make_over_lanes
 from ..device.ptx import (
     add,
     exp2,

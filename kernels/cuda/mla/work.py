@@ -9,8 +9,8 @@ import math
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..decode.combine import LN2, NOTHING
 from ..decode.positions import make_rows_before
+from ..device.combine import LN2, NOTHING
 from ..device.fragments import ZEROS
 from ..device.jit import device_function
 from ..device.ptx import (

@@ -18,10 +18,9 @@ Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691), cascade inference
 (https://flashinfer.ai/2024/02/02/cascade-inference.html).
 """
 
-import math
-
 from numba import cuda, float32, int32, uint32, uint64
 
+from ..device.combine import LN2
 from ..device.fragments import over_quad
 from ..device.jit import device_function
 from ..device.powers import inverse_of
@@ -59,7 +58,6 @@ from .spec import ROWS, STAGES
 from .tile import NOTHING, make_attend_tile, make_rescale
 
 LOWEST = -1e30  # maximum of no tokens
-LN2 = math.log(2)
 MOST_QUERY, MOST_POWER = 13, 60  # queries are brought to 2**13; by a factor of 2**60 at most
 wait_for_all, wait_for_two = wait_copies[0], wait_copies[STAGES - 2]
 

@@ -35,8 +35,8 @@ from operator import add
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ...decode.combine import make_write
-from ...device.fragments import add_rows, over_quad
+from ...device.combine import make_add_copies, make_write
+from ...device.fragments import over_quad
 from ...device.jit import device_function
 from ...device.powers import inverse_of
 from ...device.ptx import (
@@ -44,7 +44,6 @@ from ...device.ptx import (
     commit_copies,
     exp2,
     load_shared_f32,
-    load_shared_f32x4,
     log2,
     maximum,
     shared_address,
@@ -248,7 +247,7 @@ def _make_combine_teams(spec, write):
     FOURS, COLUMN, THREADS = DIM // 4, 4 * (DIM + 4), spec.threads
     REFERENCES = TEAMS * OUTPUT
     TOTALS = REFERENCES + 4 * TEAMS * COLUMNS
-    put_output = make_put_output(spec)
+    put_output, add_copies = make_put_output(spec), make_add_copies(TEAMS, OUTPUT)
 
     @device_function
     def combine_teams(shared, sums, header_sums, references, totals, of_block, places):
@@ -296,10 +295,7 @@ def _make_combine_teams(spec, write):
             column = item // uint32(FOURS)
             four = item - column * uint32(FOURS)
             at = shared + column * uint32(COLUMN) + four * uint32(16)
-            values = load_shared_f32x4(at)
-            for other in range(1, TEAMS):
-                more = load_shared_f32x4(at + uint32(OUTPUT * other))
-                values = add_rows(values, float32(1), float32(1), more)
+            values = add_copies(at)
             place = uint64(item) * uint64(4)
             if not whole:
                 store_global_f32x4(part_out + uint64(4) * place, values)

@@ -22,7 +22,7 @@ the output cut into halves is FlashMLA's (https://github.com/deepseek-ai/FlashML
 
 from numba import cuda, int32, uint32, uint64
 
-from ...decode.combine import make_write
+from ...device.combine import make_write
 from ...device.ptx import (
     begin_next_launch,
     fence_shared,

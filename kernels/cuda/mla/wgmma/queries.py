@@ -7,9 +7,9 @@ of a unit are in the order in which codes come out of a word (rows.py).
 
 from numba import cuda, float32, uint32, uint64
 
+from ...device.combine import make_over_lanes
 from ...device.fragments import load_sums, store_sums
 from ...device.jit import device_function
-from ...device.parts import make_over_lanes
 from ...device.ptx import (
     high_bf16,
     high_f16,

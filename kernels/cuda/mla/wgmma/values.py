@@ -8,7 +8,7 @@ where the stages were.
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ...decode.combine import make_write
+from ...device.combine import make_write
 from ...device.jit import device_function, in_turn
 from ...device.ptx import (
     arrive,
