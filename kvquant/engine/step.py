@@ -24,7 +24,7 @@ from ..ops.causal import causal_attention
 from ..rows.basis import Basis
 from ..rows.format import RowFormat
 from ..rows.segment import Segment
-from .rows import LayerRows
+from .contract import LayerRows, NewTokens
 
 FEW = 64  # queries of a chunk that attend to rows; for more it pays to dequantize them once
 BLOCK = 8192  # tokens whose basis is undone at a time, in float32
@@ -70,27 +70,18 @@ class Step:
     chunks: tuple[Chunk, ...]
 
 
-def describe_step(
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor,
-    lens: torch.Tensor,
-    num_tokens: int,
-    most_queries: int = 1,
-) -> Step:
+def describe_step(new: NewTokens) -> Step:
     """Share the sequences of a step out; nothing is read from the device.
-
-    Args:
-        block_table: [num_seqs, max_pages], int32.
-        seq_lens: [num_seqs], int32, the new tokens included.
-        starts: [num_seqs + 1], int32, on the CPU: where the tokens of each sequence begin.
-        lens: [num_seqs], int32, on the CPU: seq_lens; it may be more for decoding sequences.
-        num_tokens: of the step; more than starts say where a CUDA graph pads it.
-        most_queries: of a decoding sequence: 1, and the tokens that are drafted for it.
 
     Returns:
         The step. Decoding sequences are those before the first with more queries, or without past.
+
+    Raises:
+        ShapeError: sizes or dtypes of the tokens do not fit one another.
+        DeviceError: starts or lens are not on the CPU.
     """
+    new.check()
+    block_table, seq_lens, starts, lens, num_tokens, most_queries = new
     counts = starts.diff()
     of_prompts = (counts > most_queries) | ((counts > 1) & (lens == counts))
     first_chunk = of_prompts.nonzero()[:1].flatten().tolist()

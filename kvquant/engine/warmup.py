@@ -13,7 +13,7 @@ import torch
 
 from ..cache.warmup import new_queries, new_rows, present_in, warm_up
 from ..rows.variant import names_of
-from .rows import LayerRows
+from .contract import LayerRows, NewTokens
 from .step import FEW, append, attend, describe_step
 
 _warm: set[Hashable] = set()  # calls whose kernels were compiled in this process
@@ -78,13 +78,11 @@ class StepCalls:
         table = torch.empty(batch, max_pages, dtype=torch.int32, device="meta")
         starts = torch.tensor([0, *counts], device="cpu").cumsum(0).int()
         lens = starts.diff() + past
-        step = describe_step(
-            table, lens.to("meta"), starts, lens, tokens, most_queries=self.most_queries
-        )
+        new = NewTokens(table, lens.to("meta"), starts, lens, tokens, self.most_queries)
         k, v = new_rows((tokens, layout.num_kv_heads), layout.k_format, layout.v_format, self.dtype)
         q, out = (new_queries((tokens, self.num_q_heads), x) for x in (k, v))
         append(layer, k, v, pages, torch.empty(tokens, dtype=torch.int64, device="meta"))
-        attend(layer, step, q, k, v, pages, out)
+        attend(layer, describe_step(new), q, k, v, pages, out)
 
 
 def warm_up_layers(device: torch.device, calls: Sequence[StepCalls]) -> None:

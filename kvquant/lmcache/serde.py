@@ -24,7 +24,7 @@ from lmcache.v1.distributed.serde.base import Deserializer, SerdeProcessor, Seri
 from lmcache.v1.distributed.serde.factory import register_serde_factory
 from lmcache.v1.memory_management import MemoryObj
 
-from ..engine.rows import rank_heads
+from ..engine.settings import rank_heads
 from ..errors import CheckpointError, ConfigError, ShapeError, UnsupportedError, shown
 from ..io.plan import CachePlan
 from ..ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows

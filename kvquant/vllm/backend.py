@@ -27,7 +27,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from ..engine.rows import LayerRows, Settings, rank_heads
+from ..engine.contract import LayerRows, NewTokens
+from ..engine.settings import Settings, rank_heads
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import StepCalls, warm_up_layers
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
@@ -138,7 +139,7 @@ def backend_of(name: str, request: Request) -> type[KVQuantBackend]:
         name: of the entry in vLLM's registry.
         request: of the engine.
     """
-    settings = Settings.parse(json.loads(request.given))
+    settings = Settings.parse(json.loads(request.given), 'additional_config["kvquant"]')
     known = {"request": request, "settings": settings, "name": name}
     known |= {"__module__": plugin.__name__, "__qualname__": name}  # else of its metaclass: "abc"
     return type("KVQuantBackend", (KVQuantBackend,), known)
@@ -241,12 +242,14 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
                 "attention is not causal, which rows do not serve: leave kvquant out"
             )
         return describe_step(
-            common.block_table_tensor,
-            common.seq_lens,
-            common.query_start_loc_cpu,
-            lens,
-            common.num_actual_tokens,
-            self.most_queries,
+            NewTokens(
+                common.block_table_tensor,
+                common.seq_lens,
+                common.query_start_loc_cpu,
+                lens,
+                common.num_actual_tokens,
+                self.most_queries,
+            )
         )
 
 

@@ -20,7 +20,8 @@ from kvquant.bench.cases import Case
 from kvquant.bench.gpu import Peer, best_sdpa
 from kvquant.bench.report import render_machine
 from kvquant.bench.timer import GraphTimer, describe_machine
-from kvquant.engine.rows import LayerRows, Settings
+from kvquant.engine.contract import LayerRows, NewTokens
+from kvquant.engine.settings import Settings
 from kvquant.engine.step import Step, append, attend, describe_step
 from kvquant.rows.segment import Segment
 
@@ -38,7 +39,7 @@ def make_step(batch: int, new: int) -> tuple[Step, torch.Tensor]:
     table = torch.randperm(batch * count, dtype=torch.int32, device="cuda").view(batch, count)
     lens = torch.full((batch,), TOKENS, dtype=torch.int32, device="cuda")
     starts = torch.arange(0, batch * new + 1, new, dtype=torch.int32)
-    step = describe_step(table, lens, starts, lens.cpu(), batch * new, new)
+    step = describe_step(NewTokens(table, lens, starts, lens.cpu(), batch * new, new))
     place = torch.arange(TOKENS - new, TOKENS, device="cuda")
     slots = table[:, place // PAGE].long() * PAGE + place % PAGE
     return step, slots.flatten()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvquant import AttentionVariant, Basis
-from kvquant.engine.rows import LayerRows, Settings
+from kvquant.engine.contract import LayerRows, NewTokens
+from kvquant.engine.settings import Settings
 from kvquant.engine.step import FEW, append, attend, describe_step
 from kvquant.rows.basis import LayerBasis
 from kvquant.rows.segment import Segment
@@ -159,7 +160,9 @@ def test_a_step_of_all_kinds_of_sequences(
     past = [cache.values(i) for i in range(len(counts))]
     k, v = cache.append(counts)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    step = describe_step(cache.table, cache.lens, starts, cache.lens.cpu(), len(k), most_queries=4)
+    step = describe_step(
+        NewTokens(cache.table, cache.lens, starts, cache.lens.cpu(), len(k), most_queries=4)
+    )
     assert (step.decodes, step.num_tokens, len(step.chunks)) == (5, 8, 5)
     q = torch.randn(len(k), Q_HEADS, DIM, device=device).to(dtype)
     out = torch.full_like(q, torch.nan)
@@ -183,7 +186,9 @@ def test_a_step_that_a_graph_pads(queries: int, relative_l2: Measure) -> None:
     cache = Pages(layer, [20, 31, 0], room=queries)
     cache.append([queries, queries, 0])
     starts = torch.tensor([0, queries, 2 * queries, 2 * queries], dtype=torch.int32)
-    step = describe_step(cache.table, cache.lens, starts, cache.lens, 3 * queries, queries)
+    step = describe_step(
+        NewTokens(cache.table, cache.lens, starts, cache.lens, 3 * queries, queries)
+    )
     assert step.q_lens is None and step.places is None  # no tensor is made: it would not be fixed
     q = torch.randn(3 * queries, Q_HEADS, DIM)
     out = torch.full_like(q, torch.nan)
@@ -200,7 +205,7 @@ def test_a_sequence_without_tokens_among_those_with_one(relative_l2: Measure) ->
     cache, counts = Pages(layer, [20, 31, 9], room=1), [1, 0, 1]
     k, v = cache.append(counts)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    step = describe_step(cache.table, cache.lens, starts, cache.lens, 2)
+    step = describe_step(NewTokens(cache.table, cache.lens, starts, cache.lens, 2))
     q = torch.randn(2, Q_HEADS, DIM)
     out = torch.full_like(q, torch.nan)
     attend(layer, step, q, k, v, cache.pages, out)
@@ -223,7 +228,7 @@ def test_a_cuda_graph_serves_steps_of_other_lengths(
     starts = torch.arange(0, batch * queries + 1, queries, dtype=torch.int32)
     tokens = batch * queries
     made_up = starts.diff() + 1
-    step = describe_step(cache.table, cache.lens, starts, made_up, tokens, queries)
+    step = describe_step(NewTokens(cache.table, cache.lens, starts, made_up, tokens, queries))
     q = torch.zeros(tokens, Q_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     k, v = torch.zeros(2, tokens, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     slots, out = torch.full((tokens,), -1, device="cuda"), torch.zeros_like(q)
@@ -256,7 +261,9 @@ def test_a_cuda_graph_serves_steps_of_other_lengths(
 def test_a_step_without_tokens_writes_nothing() -> None:
     layer = LayerRows(Settings("int8", "int8").layout(HEADS, DIM, DIM), SCALE)
     cache = Pages(layer, [20, 0], room=1)
-    step = describe_step(cache.table, cache.lens, torch.zeros(3, dtype=torch.int32), cache.lens, 0)
+    step = describe_step(
+        NewTokens(cache.table, cache.lens, torch.zeros(3, dtype=torch.int32), cache.lens, 0)
+    )
     out = torch.full((2, Q_HEADS, DIM), torch.nan)
     attend(layer, step, out, out[:, :HEADS], out[:, :HEADS], cache.pages, out)
     assert out.isnan().all()

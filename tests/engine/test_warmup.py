@@ -11,7 +11,8 @@ from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 from kvquant import AttentionVariant, Basis, UnsupportedError
 from kvquant.cache.warmup import kernels_of
 from kvquant.engine import warmup
-from kvquant.engine.rows import LayerRows, Settings
+from kvquant.engine.contract import LayerRows, NewTokens
+from kvquant.engine.settings import Settings
 from kvquant.engine.step import append, attend, describe_step
 from kvquant.engine.warmup import StepCalls, warm_up_layers
 from kvquant.kernels.cuda.runtime import compile as compiling
@@ -68,7 +69,7 @@ def test_what_is_launched_was_told(name: str, formats: tuple[str, str], cuda: Fa
         tokens, starts = sum(counts), torch.tensor([0, *counts]).cumsum(0).int()
         table = torch.zeros(len(counts), LONGEST // PAGE, dtype=torch.int32)
         lens = starts.diff() + past
-        step = describe_step(table, lens, starts, lens, tokens, most_queries=4)
+        step = describe_step(NewTokens(table, lens, starts, lens, tokens, most_queries=4))
         q = torch.zeros(tokens, Q_HEADS, DIM, dtype=torch.bfloat16)
         k, v = torch.zeros(2, tokens, HEADS, DIM, dtype=torch.bfloat16)
         append(layer, k, v, pages, torch.arange(tokens))

@@ -1,4 +1,4 @@
-"""What an engine's pages hold: formats and bases of rows, where K and V lie. Needs no engine."""
+"""The rows that an engine was asked for: formats and bases of all layers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
-
-import torch
 
 from ..errors import ConfigError, ShapeError, UnsupportedError, shown
 from ..io.plan import CachePlan
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat, check_head_dims
-from ..rows.variant import AttentionVariant
+from .contract import PageLayout
 
 KEYS = ("k_format", "v_format", "plan", "prompts")
 PROMPTS = ("16-bit", "rows")  # what tokens of a prompt attend to, of those that come with them
-UNIT = 16  # bytes that pages, and what is in them, are aligned to on CUDA
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +35,14 @@ class Settings:
     prompts_from_rows: bool = False
 
     @classmethod
-    def parse(cls, given: object) -> Settings:
-        """Read what stands under "kvquant" in vLLM's additional_config.
+    def parse(cls, given: object, name: str = "settings") -> Settings:
+        """Read what a user of an engine gives.
 
         Args:
             given: a dict with "k_format", "v_format" (that of K when left out), "plan", the path of
                 a plan file, and "prompts", one of PROMPTS; with a plan formats may be left out, if
                 its layers have one in common.
+            name: what errors call it: where the user wrote it.
 
         Raises:
             ConfigError: a key or a format does not exist, formats are missing, or the plan's
@@ -54,10 +51,7 @@ class Settings:
             CheckpointError: the file is damaged, or no plan.
         """
         if not isinstance(given, Mapping) or not given.keys() <= set(KEYS):
-            raise ConfigError(
-                f'additional_config["kvquant"] is {shown(given)}: give a dict with '
-                f"{', '.join(KEYS)}"
-            )
+            raise ConfigError(f"{name} is {shown(given)}: give a dict with {', '.join(KEYS)}")
         prompts = given.get("prompts", PROMPTS[0])
         if prompts not in PROMPTS:
             raise ConfigError(f'"prompts" is {shown(prompts)}: it may be one of {PROMPTS}')
@@ -74,9 +68,7 @@ class Settings:
             plan.check_of_heads("this backend")
         if k_format is None:
             if plan is None or v_format is not None:
-                raise ConfigError(
-                    'additional_config["kvquant"] lacks k_format: give {"k_format": "int4-g4"}'
-                )
+                raise ConfigError(f'{name} lacks k_format: give {{"k_format": "int4-g4"}}')
         else:
             for name in (k_format, v_format):
                 RowFormat.parse(name, 128)
@@ -146,102 +138,10 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
     kept = [place for place, entry in layers if entry["kept"]]
     if asked and kept:
         raise ConfigError(
-            f"the plan keeps layers {kept} in 16 bit, and vLLM's pages have one format for all: "
+            f"the plan keeps layers {kept} in 16 bit, and pages have one format for all: "
             'give {"k_format": "bf16"} without a plan, or serve another model'
         )
     raise ConfigError(
-        f"the plan has {len(set(pairs))} pairs of formats, and vLLM's pages have one for all "
-        "layers: give k_format and v_format beside the plan"
+        f"the plan has {len(set(pairs))} pairs of formats, and pages have one for all layers: "
+        "give k_format and v_format beside the plan"
     )
-
-
-class PageLayout(NamedTuple):
-    """Where the rows of K and V lie in pages [num_pages, slots, page_size, slot_bytes], uint8.
-
-    K and V rows of one length are head slots of their own: K of head 0, its V, K of head 1 and so
-    on. Else a slot holds the row of K and behind it that of V, each at a multiple of 16. In both a
-    part of the slots is that of a part of the heads, as vLLM supposes where it moves pages between
-    engines of unlike tensor parallelism.
-
-    Attributes:
-        k_format: format of K.
-        v_format: format of V.
-        num_kv_heads: of the layer, on this rank.
-    """
-
-    k_format: RowFormat
-    v_format: RowFormat
-    num_kv_heads: int
-
-    @property
-    def slots(self) -> int:
-        """Head slots of a page."""
-        return (2 if self._is_even else 1) * self.num_kv_heads
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a token in a slot."""
-        row_bytes = self.v_format.row_bytes
-        return row_bytes if self._is_even else self._v_start + -(-row_bytes // UNIT) * UNIT
-
-    def views(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V rows of pages.
-
-        Args:
-            pages: [num_pages, slots, page_size, slot_bytes], uint8, slots contiguous.
-
-        Returns:
-            [num_pages, num_kv_heads, page_size, row bytes] each, without a copy.
-
-        Raises:
-            ShapeError: the pages are others.
-        """
-        if pages.shape[1:2] + pages.shape[3:] != (self.slots, self.slot_bytes):
-            raise ShapeError(
-                f"pages are {list(pages.shape)}: they must be [num_pages, {self.slots}, page_size, "
-                f"{self.slot_bytes}] for {self.k_format} and {self.v_format}"
-            )
-        if self._is_even:
-            return pages[:, 0::2], pages[:, 1::2]
-        start, end = self._v_start, self._v_start + self.v_format.row_bytes
-        return pages[..., : self.k_format.row_bytes], pages[..., start:end]
-
-    @property
-    def _is_even(self) -> bool:
-        return self.k_format.row_bytes == self.v_format.row_bytes
-
-    @property
-    def _v_start(self) -> int:
-        return -(-self.k_format.row_bytes // UNIT) * UNIT
-
-
-class LayerRows(NamedTuple):
-    """What a layer's attention needs besides the pages.
-
-    Attributes:
-        layout: of its pages.
-        sm_scale: factor on q·k.
-        basis: that its rows are stored in, on the device; None for none.
-        variant: what the model changes in attention; None for nothing.
-        prompts_from_rows: as of Settings.
-    """
-
-    layout: PageLayout
-    sm_scale: float
-    basis: LayerBasis | None = None
-    variant: AttentionVariant | None = None
-    prompts_from_rows: bool = False
-
-    def to(self, device: torch.device | str) -> LayerRows:
-        """The same on another device."""
-
-        def moved(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.to(device)
-
-        basis, variant = self.basis, self.variant
-        if basis is not None:
-            basis = basis.to(device)
-        if variant is not None:
-            sinks, slopes = moved(variant.sink_logits), moved(variant.alibi_slopes)
-            variant = variant._replace(sink_logits=sinks, alibi_slopes=slopes)
-        return self._replace(basis=basis, variant=variant)

@@ -10,7 +10,7 @@ import torch
 from example_plan import example_plan
 
 from kvquant import ConfigError, ShapeError, UnsupportedError, append_rows, dequantize_pages
-from kvquant.engine.rows import Settings, rank_heads
+from kvquant.engine.settings import Settings, rank_heads
 
 
 @pytest.mark.parametrize("names", [("int4-g4", "int4-g4"), ("int8", "int4-g4"), ("int4", "bf16")])
@@ -69,9 +69,9 @@ def test_the_bytes_are_those_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (None, "is None: give a dict with k_format, v_format, plan, prompts"),
+        (None, "the config is None: give a dict with k_format, v_format, plan, prompts"),
         ({"k_fromat": "int8"}, "give a dict with k_format"),
-        ({}, 'lacks k_format: give {"k_format": "int4-g4"}'),
+        ({}, 'the config lacks k_format: give {"k_format": "int4-g4"}'),
         ({"v_format": "int8"}, "lacks k_format"),
         ({"k_format": "int5"}, "format 'int5' does not exist"),
         ({"k_format": "int8", "v_format": 4}, "format 4 is not possible"),
@@ -80,7 +80,7 @@ def test_the_bytes_are_those_of_the_rows() -> None:
 )
 def test_settings_that_are_not_possible(given: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Settings.parse(given)
+        Settings.parse(given, "the config")
     assert message in str(caught.value)
 
 
@@ -112,7 +112,7 @@ def save_plan(path: Path, *, kept: bool) -> str:
 
 def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
     path = save_plan(tmp_path, kept=False)
-    with pytest.raises(ConfigError, match="2 pairs of formats, and vLLM's pages have one"):
+    with pytest.raises(ConfigError, match="2 pairs of formats, and pages have one"):
         Settings.parse({"plan": path})
     settings = Settings.parse({"plan": path, "k_format": "int4", "v_format": "int8"})
     assert (settings.k_format, settings.v_format) == ("int4", "int8")

@@ -1,0 +1,183 @@
+"""What an engine gives to attention over quantized rows, and what it gets: the contract.
+
+The engine has pages, sequences, and a model that runs in steps. Rows lie in the engine's pages, so
+whatever moves pages moves rows: prefix caches, swapping, connectors.
+
+    when                     the engine gives                      and gets
+    ─────────────────────────────────────────────────────────────────────────────────────────────
+    it makes its pages       Settings, KV heads, head dims         Settings.layout: a PageLayout
+    it has loaded its model  LayerRows of each layer, StepCalls    warmup.warm_up_layers: compiled
+    a step begins            NewTokens                             step.describe_step: a Step
+    a layer has K and V      K, V, pages, slots                    step.append: rows in the pages
+    then, in that layer      queries, K, V, pages, the Step        step.attend: the output
+
+The tokens of a step lie one behind another, those of a sequence together. Decoding sequences come
+first; the first sequence with more new tokens than `most_queries`, or without a past, begins the
+prompts:
+
+    sequence    0    1    2                3                   starts    0 1 2 6 9
+    token       a    b    c0  c1  c2  c3   d0  d1  d2
+
+    q       [num_tokens or more, num_q_heads, head_dim], the model's dtype, after RoPE
+    k       [num_tokens or more, num_kv_heads, head_dim], as q
+    v       [num_tokens or more, num_kv_heads, head_dim of V], as q
+    out     [num_tokens or more, num_q_heads, head_dim of V], as q: written by attend
+    pages   [num_pages, layout.slots, page_size, layout.slot_bytes], uint8, slots contiguous; new
+            pages may hold anything
+    slots   [num_tokens], int64: page * page_size + place in the page, where a token's rows go; a
+            token with a negative one is not written
+
+All tensors are on the layer's device, unless it is said that they are on the CPU. Nothing is read
+from the device, so all but describe_step may be part of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..errors import DeviceError, ShapeError
+from ..rows.basis import LayerBasis
+from ..rows.format import RowFormat
+from ..rows.variant import AttentionVariant
+
+UNIT = 16  # bytes that pages, and what is in them, are aligned to on CUDA
+
+
+class PageLayout(NamedTuple):
+    """Where the rows of K and V lie in pages [num_pages, slots, page_size, slot_bytes], uint8.
+
+    K and V rows of one length are head slots of their own: K of head 0, its V, K of head 1 and so
+    on. Else a slot holds the row of K and behind it that of V, each at a multiple of 16. In both a
+    part of the slots is that of a part of the heads, as vLLM supposes where it moves pages between
+    engines of unlike tensor parallelism.
+
+    Attributes:
+        k_format: format of K.
+        v_format: format of V.
+        num_kv_heads: of the layer, on this rank.
+    """
+
+    k_format: RowFormat
+    v_format: RowFormat
+    num_kv_heads: int
+
+    @property
+    def slots(self) -> int:
+        """Head slots of a page."""
+        return (2 if self._is_even else 1) * self.num_kv_heads
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a token in a slot."""
+        row_bytes = self.v_format.row_bytes
+        return row_bytes if self._is_even else self._v_start + -(-row_bytes // UNIT) * UNIT
+
+    def views(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V rows of pages.
+
+        Args:
+            pages: [num_pages, slots, page_size, slot_bytes], uint8, slots contiguous.
+
+        Returns:
+            [num_pages, num_kv_heads, page_size, row bytes] each, without a copy.
+
+        Raises:
+            ShapeError: the pages are others.
+        """
+        if pages.shape[1:2] + pages.shape[3:] != (self.slots, self.slot_bytes):
+            raise ShapeError(
+                f"pages are {list(pages.shape)}: they must be [num_pages, {self.slots}, page_size, "
+                f"{self.slot_bytes}] for {self.k_format} and {self.v_format}"
+            )
+        if self._is_even:
+            return pages[:, 0::2], pages[:, 1::2]
+        start, end = self._v_start, self._v_start + self.v_format.row_bytes
+        return pages[..., : self.k_format.row_bytes], pages[..., start:end]
+
+    @property
+    def _is_even(self) -> bool:
+        return self.k_format.row_bytes == self.v_format.row_bytes
+
+    @property
+    def _v_start(self) -> int:
+        return -(-self.k_format.row_bytes // UNIT) * UNIT
+
+
+class LayerRows(NamedTuple):
+    """What a layer's attention needs besides the pages.
+
+    Attributes:
+        layout: of its pages.
+        sm_scale: factor on q·k.
+        basis: that its rows are stored in, on the device; None for none.
+        variant: what the model changes in attention; None for nothing.
+        prompts_from_rows: as of Settings.
+    """
+
+    layout: PageLayout
+    sm_scale: float
+    basis: LayerBasis | None = None
+    variant: AttentionVariant | None = None
+    prompts_from_rows: bool = False
+
+    def to(self, device: torch.device | str) -> LayerRows:
+        """The same on another device."""
+
+        def moved(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.to(device)
+
+        basis, variant = self.basis, self.variant
+        if basis is not None:
+            basis = basis.to(device)
+        if variant is not None:
+            sinks, slopes = moved(variant.sink_logits), moved(variant.alibi_slopes)
+            variant = variant._replace(sink_logits=sinks, alibi_slopes=slopes)
+        return self._replace(basis=basis, variant=variant)
+
+
+class NewTokens(NamedTuple):
+    """The tokens of a step, as the engine knows them.
+
+    Attributes:
+        block_table: [num_seqs or more, max_pages], int32: the pages of each sequence, in the order
+            of its tokens.
+        seq_lens: [num_seqs or more], int32: tokens of each, the new ones included.
+        starts: [num_seqs + 1], integers on the CPU: where the new tokens of each sequence begin.
+        lens: [num_seqs], integers on the CPU: seq_lens; they may be more for decoding sequences.
+        num_tokens: of the step; more than starts say where a CUDA graph pads it.
+        most_queries: new tokens of a decoding sequence, at most: 1, and the tokens that are drafted
+            for it.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    starts: torch.Tensor
+    lens: torch.Tensor
+    num_tokens: int
+    most_queries: int = 1
+
+    def check(self) -> None:
+        """Look at what is on the host.
+
+        Raises:
+            ShapeError: sizes or dtypes do not fit one another, or num_tokens is less than starts
+                say.
+            DeviceError: starts or lens are not on the CPU.
+        """
+        starts, lens, num_seqs = self.starts, self.lens, len(self.starts) - 1
+        for name, x in (("starts", starts), ("lens", lens)):
+            if x.device.type != "cpu":
+                raise DeviceError(f"{name} are on {x.device}: give them on the CPU")
+        for name, x, ndim in (("block_table", self.block_table, 2), ("seq_lens", self.seq_lens, 1)):
+            if x.ndim != ndim or len(x) < num_seqs or x.dtype != torch.int32:
+                size = f"[{num_seqs} or more{', max_pages' * (ndim - 1)}]"
+                raise ShapeError(
+                    f"{name} is {list(x.shape)}, {x.dtype}: it must be {size}, int32, as starts "
+                    f"have {num_seqs} sequences"
+                )
+        if lens.shape != (num_seqs,):
+            raise ShapeError(f"lens are {list(lens.shape)}: starts have {num_seqs} sequences")
+        if self.num_tokens < (found := int(self.starts[-1])):
+            raise ShapeError(f"num_tokens is {self.num_tokens}, starts have {found} tokens")
