@@ -201,6 +201,7 @@ class QuantizedCache(Cache):
         self._due = 0  # the place that comes next; those before it were appended in this call
         self._new_columns = 0  # of this call
         self._is_asked = False  # for the sizes of masks, at the beginning of each call
+        self.awaits_mask = False  # until "kvquant" makes it, for which it was asked
         self._is_begun = False  # a call that was asked for them, until all layers have appended
         self._waiting: str | None = None  # the layer that was handed its keys and did not attend
         self._latents: Handed | None = None  # what it handed, where these are latents
@@ -442,11 +443,10 @@ class QuantizedCache(Cache):
             ShapeError: it is not this layer's turn, or the tokens are of another batch or shape.
         """
         is_traced = False
+        if self.awaits_mask:  # it was made for another attention, which is about to run
+            outside_of_graphs(self._refuse_attention, str(layer))
         if torch.compiler.is_compiling():
-            if tracing.asked is not None:  # as calls.asked in _begin_layer
-                tracing.asked = None
-                outside_of_graphs(self._refuse_attention, str(layer))
-            is_traced = self._is_traced(keys.shape[2])
+            is_traced, tracing.asked = self._is_traced(keys.shape[2]), None
             if not is_traced:
                 found: tuple[torch.Tensor, torch.Tensor] = outside_of_graphs(
                     self.hand, layer, at, keys, values
@@ -494,10 +494,7 @@ class QuantizedCache(Cache):
     def _begin_layer(self, layer: int, at: int | None, keys: torch.Tensor) -> None:
         """Raise unless it is a layer's turn; the first one begins a call that made no masks."""
         if not self._dequantizes:
-            is_ours = calls.asked is None or calls.asked() is not self
             calls.cache, calls.asked = weakref.ref(self), None
-            if not is_ours:  # the mask was made for another attention, which is about to run
-                self._refuse_attention(str(layer))
         self.check_attended()
         if self._is_torn:
             raise ShapeError(
@@ -910,6 +907,7 @@ class QuantizedCache(Cache):
             self._refuse_attention(self._waiting)
 
     def _refuse_attention(self, layer: str) -> NoReturn:
+        self.awaits_mask = False
         self.take_back()
         raise UnsupportedModelError(
             f"layer {layer} got keys from a KVCache and did not attend to them by "
@@ -958,6 +956,7 @@ class QuantizedCache(Cache):
         if torch.compiler.is_compiling():
             if self._is_traced(columns):
                 tracing.asked = self
+                self.awaits_mask = True
                 return self.max_columns, 0
             found: tuple[int, int] = outside_of_graphs(self.mask_sizes, columns)
             return found
@@ -967,7 +966,7 @@ class QuantizedCache(Cache):
             self._check_room()
         self._is_asked = self._is_begun = True
         if not self._dequantizes:  # else the masks are transformers' own
-            calls.asked = weakref.ref(self)
+            calls.asked, self.awaits_mask = weakref.ref(self), True
         return self._past.length + columns, 0
 
     def _check_new(self, columns: int) -> int:
@@ -1085,11 +1084,15 @@ class QuantizedCache(Cache):
                 "tokens to remove as a negative one"
             )
         self._refresh()
+        past = self._past.without_last(-tokens_to_remove)
+        is_due = self.kv is not None and bool(tokens_to_remove or self._due)
+        if self.kv is not None and is_due:  # states cannot be put back where rows are refused
+            for at, rows in enumerate(self.kv.layers):
+                rows.check_crop(at, torch.tensor(past.lens, device="cpu"))
         for layer in self._stateful:  # crop(0) too ends what they have recorded
             self.layers[layer].crop(tokens_to_remove)
-        if self.kv is None or not (tokens_to_remove or self._due):
+        if self.kv is None or not is_due:
             return
-        past = self._past.without_last(-tokens_to_remove)
         self.kv.crop(past.lens)
         self._forget_starts()
         self._past, self._due, self._is_begun = past, 0, False

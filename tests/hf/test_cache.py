@@ -611,15 +611,15 @@ def test_attention_that_is_not_ours_is_noticed_in_the_call(
 
 @torch.no_grad()
 def test_attention_that_is_not_ours_is_noticed_by_check_where_no_mask_is_made() -> None:
-    own, text = tiny("Llama", num_hidden_layers=1).model, tokens(2, 10)
-    own.set_attn_implementation("kvquant")
-    past = QuantizedCache(own, **FP16)
-    own(text[:, :9], **caching(past))
-    own.set_attn_implementation("sdpa")
-    own(text[:, 9:], attention_mask=torch.zeros(2, 1, 1, 1), **caching(past))
+    own, text = tiny("Llama", num_hidden_layers=1).model, tokens(2, 9)
+    past = QuantizedCache(own.config, **FP16)
+    mask = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
+    own(text, attention_mask=mask, **caching(past))
     with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
         past.check()
     past.check()
+    own.set_attn_implementation("kvquant")
+    own(text, **caching(past))
     assert past.get_seq_length() == 9
 
 
