@@ -16,6 +16,7 @@ there are, and position_ids. These are compared on the device, as a GPU would ha
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -43,6 +44,7 @@ from ..rows.quantize import EXACT_DTYPES, exact_codec
 from .argument import ARGUMENT
 from .attention import Handed
 from .compile.tracing import outside_of_graphs, tracing
+from .decoder import DecoderHook, Shown
 from .dequantized import append_and_dequantize, check_columns
 from .masks import ATTENTION, calls
 from .models.configs import (
@@ -54,7 +56,7 @@ from .models.configs import (
     new_cache,
 )
 from .models.latent import check_latents
-from .models.positions import PositionsHook, Shown, check_scale, check_turn
+from .models.positions import check_scale, check_turn
 from .padding import Columns, Padding
 from .switch import DEQUANTIZE, attending
 
@@ -131,7 +133,7 @@ class QuantizedCache(Cache):
             kv.max_seq_len is what it has.
         placed: the caller gives the model position_ids, those of the cache, in every call; they are
             not looked at then. It is needed where a model does not show them to attention (Llama 4,
-            Granite 4 hybrids, Persimmon) and source is not the model itself.
+            Granite 4 hybrids, Persimmon) and the cache is not told the model.
         drafts: up to 16 tokens behind others in one call are drafted ones: each attends to the rows
             of the cache, its own among them, as it would alone (KVCache.step). Else, and where
             they are more, they are a chunk of a prompt, whose tokens meet each other in 16 bit.
@@ -140,6 +142,8 @@ class QuantizedCache(Cache):
             transformers' attention interface (Falcon, BLOOM, MPT), and for other attention
             implementations than "kvquant". It saves memory, and steps take longer than with a
             16-bit cache. Padding is kept like tokens, and layers with a window keep all tokens.
+        model: that will call, where source is a KVCache: generate can then draft with it (prompt
+            lookup, an assistant), and placed is needed by no model.
 
     Attributes:
         kv: the KVCache; None before the first tokens come.
@@ -181,6 +185,7 @@ class QuantizedCache(Cache):
         placed: bool = False,
         drafts: bool = True,
         dequantize: bool = False,
+        model: Any = None,
     ) -> None:
         for name, flag in (("placed", placed), ("drafts", drafts), ("dequantize", dequantize)):
             check_flag(name, flag)
@@ -195,19 +200,24 @@ class QuantizedCache(Cache):
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._devices: list[torch.device] | None = None  # of the places, see layer_devices
         self.shown = Shown()  # what the model's decoder was given in this call
-        self._hook: PositionsHook | None = None
+        self._decoder: weakref.ref[torch.nn.Module] | None = None  # of the model, if that is known
+        self._hook: DecoderHook | None = None  # there
+        self.awaits_whole_text = False  # in the next call: generate drafts
         self._turn: Turn | None = None
         self._scaled_from: int | None = None
         self._due = 0  # the place that comes next; those before it were appended in this call
         self._new_columns = 0  # of this call
         self._is_asked = False  # for the sizes of masks, at the beginning of each call
+        self.awaits_mask = False  # until "kvquant" makes it, for which it was asked
         self._is_begun = False  # a call that was asked for them, until all layers have appended
         self._waiting: str | None = None  # the layer that was handed its keys and did not attend
         self._latents: Handed | None = None  # what it handed, where these are latents
         self._past = Columns(0, [])  # before this call
         self.padding: Padding | None = None  # of this call
         self._starts: list[int] = []  # the position of each sequence's first token
-        self._marks: tuple[int, ...] = ()  # of the KVCache, when it was last known to be as here
+        self._starts_before: list[int] | None = None  # where this call has told others
+        # of the KVCache, when it was last known to be as here
+        self._marks: tuple[int, ...] | None = None
         self._wrong: torch.Tensor | None = None  # [2], found in steps: masks, positions
         self._kept: dict[int, str] = {}  # the layers that are transformers' own, and why
         self._step_lens: tuple[int, ...] = () if dequantize else (1,)  # of KVCache
@@ -240,7 +250,12 @@ class QuantizedCache(Cache):
                 source.grow(self._max_seq_len)
             self._hold(source)
             self.layers = [QuantizedLayer(self, at, at) for at in range(source.num_layers)]
+            if model is not None:
+                _config_of(model, dequantize)
+                self._know(model)
             return
+        if model is not None:
+            raise ConfigError("model is for a source that is a KVCache: give the model as source")
         config = _config_of(source, dequantize)
         longest = 0 if dequantize else max_seq_len  # chunks are the mask's, of transformers
         layers = layers_of_rank(source, cache_layers(config, longest=longest))
@@ -250,7 +265,7 @@ class QuantizedCache(Cache):
         dtype: Any = None
         if isinstance(source, torch.nn.Module):
             self._devices, dtype = layer_devices(source, layers.places), source.dtype
-            self._hook = PositionsHook(source)
+            self._know(source)
             if dequantize:
                 _check_uses_cache(source)
         exact = exact_format or exact_codec(dtype)
@@ -258,6 +273,11 @@ class QuantizedCache(Cache):
         self._make = make
         is_hybrid = bool(layers.others or layers.states)
         self.fit(layers, DynamicCache(config=config).layers if is_hybrid else ())
+
+    def _know(self, model: Any) -> None:
+        """Know the model that calls."""
+        decoder = model.get_decoder()
+        self._decoder, self._hook = weakref.ref(decoder), DecoderHook(decoder)
 
     def fit(self, layers: CacheLayers, others: Sequence[Any] = ()) -> None:
         """Hold these layers of a model.
@@ -343,9 +363,26 @@ class QuantizedCache(Cache):
         """Whether a layer that is transformers' own attends, and so needs a mask."""
         return any(isinstance(self.layers[at], CacheLayerMixin) for at in self._kept)
 
+    @torch.inference_mode(False)  # else the copy's tensors could not be changed outside
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedCache:
+        """A cache for the same model, which goes on by itself."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        other._decoder, other._hook = self._decoder, self._hook
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which count changes of their KVCache anew; what is loaded from a
+        pickle does not know the model."""
+        is_known = self.kv is not None and not self._is_changed
+        return vars(self) | {"_decoder": None, "_hook": None, "_marks": () if is_known else None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Be a copy; layers that were copied are its own."""
         vars(self).update(state)
+        if self.kv is not None and self._marks is not None:
+            self._marks = _marks_of(self.kv)
         for layer in self.layers:
             if isinstance(layer, QuantizedLayer) and "_cache" not in vars(layer):
                 layer.bind(self)
@@ -413,6 +450,8 @@ class QuantizedCache(Cache):
             ShapeError: it is not this layer's turn, or the tokens are of another batch or shape.
         """
         is_traced = False
+        if self.awaits_mask:  # it was made for another attention, which is about to run
+            outside_of_graphs(self._refuse_attention, str(layer))
         if torch.compiler.is_compiling():
             is_traced, tracing.asked = self._is_traced(keys.shape[2]), None
             if not is_traced:
@@ -488,7 +527,7 @@ class QuantizedCache(Cache):
     def _is_traced(self, columns: int) -> bool:
         """Whether a call of so many columns, which torch.compile traces, becomes part of a graph;
         else it runs outside."""
-        if columns != 1 or not self.is_compileable:
+        if not self._is_step(columns) or not self.is_compileable:
             return False
         is_open = 0 < self._due < self.num_places
         # len: torch 2.11 traces no bool() of a subclass of list
@@ -527,6 +566,7 @@ class QuantizedCache(Cache):
         if self._dequantizes:
             check_columns(kv, lens)
         self._past, self._marks, self._is_ahead = Columns.of_lens(lens), _marks_of(kv), False
+        self._starts_before = None
         if self._wrong is None or self._wrong.device != kv.device:
             self._wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
         if self.is_compileable:
@@ -562,7 +602,7 @@ class QuantizedCache(Cache):
         """Count what complete calls have appended among the past."""
         if self._due and self._due == self.num_places:
             self._past = self._past.with_more(self._new_columns, self.padding)
-            self._due, self.padding = 0, None
+            self._due, self.padding, self._starts_before = 0, None, None
         if self._is_ahead:
             assert self.kv is not None
             steps = int(self.kv.layers[0].seq_lens[0]) - self._past.lens[0]
@@ -585,8 +625,10 @@ class QuantizedCache(Cache):
         past = self._past
         if self._is_told or self._due:  # due: a call has failed, hand tells it
             return
+        if self.awaits_whole_text and mask.shape[1] == columns:  # made before the hook cuts the ids
+            columns = self._check_new(columns - past.length)
         if mask.shape[1] < past.length + columns:
-            if mask.shape[1] == columns > 1:
+            if mask.shape[1] == columns > 1 and not past.is_empty:
                 self._refuse_anew()
             raise ConfigError(
                 f"attention_mask has {mask.shape[1]} columns, of {past.length} in the cache and "
@@ -596,7 +638,7 @@ class QuantizedCache(Cache):
         if self.kv is not None and mask.shape[0] != self.kv.batch and past.length:
             return  # hand tells it
         mask = mask[:, : past.length + columns]
-        if columns == 1 and past.length:
+        if self._is_step(columns):
             self._check_mask(mask)
             return
         on_host = mask.cpu()
@@ -609,6 +651,11 @@ class QuantizedCache(Cache):
         on_host = on_host[:, past.length :]
         if not bool(on_host.all()):
             self.padding = Padding(mask[:, past.length :], on_host)
+
+    def _is_step(self, columns: int) -> bool:
+        """Whether so many new columns are a token of each sequence, behind others: of these nothing
+        is read on the host. A column of a prompt may be padding until each sequence has begun."""
+        return columns == 1 and not self._past.has_empty
 
     def _check_mask(self, mask: torch.Tensor) -> None:
         """Raise unless the mask of a step shows the tokens of the cache and one more."""
@@ -631,8 +678,11 @@ class QuantizedCache(Cache):
         Raises:
             ConfigError: a step's mask showed other tokens than the cache has, or its position_ids
                 were others than the cache's.
+            UnsupportedModelError: a layer was handed its keys in the last call, and did not attend
+                to them by kvquant's attention.
             NonFiniteError, ShapeError: as KVCache.check.
         """
+        self.check_attended()
         if self.kv is None or self._wrong is None:
             return
         self.kv.check()
@@ -671,18 +721,19 @@ class QuantizedCache(Cache):
         if is_traced:
             self._check_traced(told)
             return
-        past = self._past
-        if told is not None and past.length and columns > 1 and not bool(told.any()):
-            self._refuse_anew()
+        past, starts = self._past, self._starts
+        if told is not None and columns > 1 and not past.is_empty:
+            self._check_not_anew(told.tolist())
         if not self._is_placed:
-            self._check_told(told)
-        if self._turn is None and self._scaled_from is None:
-            return
-        known = self._starts, past.lens, self._counts()
+            starts = self._starts_by(told)
+        known = starts, past.lens, self._counts()
         if self._turn is not None:
             check_turn(self._turn, *known, columns)
         if self._scaled_from is not None:
             check_scale(self._scaled_from, *known, past.length)
+        if starts != self._starts:
+            self._starts_before = self._starts
+            self._start_at(starts)
 
     def _check_traced(self, told: torch.Tensor | None) -> None:
         """Compare the positions of a step in a graph with those behind the cache's tokens."""
@@ -706,42 +757,63 @@ class QuantizedCache(Cache):
         if is_anew or not call.is_kept:
             self._refuse_anew()
 
+    def _check_not_anew(self, told: list[int]) -> None:
+        """Raise if a text is read from its beginning behind tokens; told: see _starts_by."""
+        known = zip(told, self._past.lens, self._counts(), strict=True)
+        behind = [first for first, held, count in known if held and count]
+        if behind and not any(behind):
+            self._refuse_anew()
+
     def _refuse_anew(self) -> NoReturn:
         raise ConfigError(
-            f"a text is read from its beginning, and the cache holds {self._past.length} tokens "
+            f"a text is read from its beginning, and the cache holds {max(self.lens)} tokens "
             "already. To begin anew call reset(). If generate does this, either it drafts "
-            "(prompt_lookup_num_tokens, assistant_model): draft with an empty cache, or go on from "
-            "this one without drafts. Or it has use_cache=False, be it from the model's "
-            "generation_config: give use_cache=True"
+            "(prompt_lookup_num_tokens, assistant_model) with a cache that does not know the "
+            "model: make it by QuantizedCache(model), or QuantizedCache(kv, model=model). Or it "
+            "has use_cache=False, be it from the model's generation_config: give use_cache=True"
         )
 
-    def _check_told(self, told: torch.Tensor | None) -> None:
-        """Raise if sequences go on from other positions than the model takes.
+    def _starts_by(self, told: torch.Tensor | None) -> list[int]:
+        """The position of each sequence's first token, as this call tells it.
 
         Args:
             told: [batch], of the first new token of each sequence.
+
+        Raises:
+            ConfigError: sequences go on from other positions than the model takes.
         """
-        assert self.kv is not None
-        past = self._past
-        is_step = self._new_columns == 1 and past.length > 0
-        if told is not None and 0 in past.lens and not is_step:
-            # models count the padding before a sequence, or not: its first token tells; what a call
-            # that has failed told does not count
-            held = zip(self._starts, told.tolist(), past.lens, self._counts(), strict=True)
-            self._starts = [first if count and not n else start for start, first, n, count in held]
-            self.kv.start_positions.copy_(torch.tensor(self._starts, device="cpu"))
-        if told is None and self._starts == past.pads:  # the model counts columns
-            return
-        wanted = [start + n for start, n in zip(self._starts, past.lens, strict=True)]
-        if told is None:
-            raise ConfigError(f"{_POSITIONS}; {_PLACED} ({wanted} are next)")
-        if is_step:
+        past, starts = self._past, self._starts
+        if told is not None and self._is_step(self._new_columns):
             self._check_next(told)
-            return
-        each = zip(told.tolist(), wanted, self._counts(), strict=True)
+            return starts
+        came, counts = None if told is None else told.tolist(), self._counts()
+        if came is None and starts == past.pads:  # the model counts columns
+            return starts
+        if came is not None and past.has_empty:
+            # models count the padding before a sequence, or not: its first token tells; what a call
+            # that was cropped told does not count
+            held = zip(starts, came, past.lens, counts, strict=True)
+            starts = [first if count and not n else start for start, first, n, count in held]
+        wanted = [start + n for start, n in zip(starts, past.lens, strict=True)]
+        if came is None:
+            raise ConfigError(f"{_POSITIONS}; {_PLACED} ({wanted} are next)")
+        each = zip(came, wanted, counts, strict=True)
         came = [first if count else own for first, own, count in each]
         if came != wanted:
             raise ConfigError(f"{_POSITIONS} ({came} came, {wanted} are next)")
+        return starts
+
+    def _start_at(self, starts: list[int]) -> None:
+        """Let each sequence's first token have this position."""
+        assert self.kv is not None
+        self._starts = starts
+        self.kv.start_positions.copy_(torch.tensor(starts, device="cpu"))
+
+    def _forget_starts(self) -> None:
+        """Begin again where sequences began before this call, which is taken back."""
+        if self._starts_before is not None:
+            self._start_at(self._starts_before)
+            self._starts_before = None
 
     def _check_next(self, told: torch.Tensor) -> None:
         """Raise unless a step's positions, [batch], are those behind the cache's tokens."""
@@ -759,7 +831,7 @@ class QuantizedCache(Cache):
         """Whether the new tokens attend to rows only, as one new token does: a few behind others,
         as drafted ones are. The model then finds what it finds one by one."""
         is_few = self._drafts and self._new_columns <= DRAFTS and self.padding is None
-        return is_few and self._past.length > 0
+        return is_few and not self._past.has_empty
 
     def append(self, handed: Handed, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append what was handed to a layer, packed; the next one is due then."""
@@ -833,21 +905,25 @@ class QuantizedCache(Cache):
         if self._due or _marks_of(self.kv) != self._marks:
             with suppress(ShapeError):  # windows that are overwritten: the next call says so
                 self.kv.crop(self._past.lens)
+                self._forget_starts()
                 self._due, self._marks = 0, _marks_of(self.kv)
 
     def check_attended(self) -> None:
         """Raise if a layer was handed its keys but did not attend through "kvquant"."""
-        waiting = self._waiting
-        if waiting is not None:
-            self.take_back()
-            raise UnsupportedModelError(
-                f"layer {waiting} got keys from a KVCache and did not attend to them by "
-                f"kvquant's attention. Call model.set_attn_implementation({ATTENTION!r}) first; a "
-                "model that is set to it computes attention by itself, not through transformers' "
-                f"attention interface, so no KVCache attends for it: {DEQUANTIZE}. If the layer "
-                "has failed before it attended (for lack of memory, say), that is taken back now: "
-                "call again"
-            )
+        if self._waiting is not None:
+            self._refuse_attention(self._waiting)
+
+    def _refuse_attention(self, layer: str) -> NoReturn:
+        self.awaits_mask = False
+        self.take_back()
+        raise UnsupportedModelError(
+            f"layer {layer} got keys from a KVCache and did not attend to them by "
+            f"kvquant's attention. Call model.set_attn_implementation({ATTENTION!r}) first; a "
+            "model that is set to it computes attention by itself, not through transformers' "
+            f"attention interface, so no KVCache attends for it: {DEQUANTIZE}. If the layer "
+            "has failed before it attended (for lack of memory, say), that is taken back now: "
+            "call again"
+        )
 
     def check_complete(self) -> None:
         """Raise unless every layer of the cache was appended in the call that has ended."""
@@ -887,22 +963,33 @@ class QuantizedCache(Cache):
         if torch.compiler.is_compiling():
             if self._is_traced(columns):
                 tracing.asked = self
+                self.awaits_mask = True
                 return self.max_columns, 0
             found: tuple[int, int] = outside_of_graphs(self.mask_sizes, columns)
             return found
-        if not columns:
-            raise ConfigError(
-                f"no new tokens came, and the cache holds {self._past.length}: generate goes on "
-                "with the ids of the whole text, of which these are the beginning. To begin "
-                "another text call reset()"
-            )
+        self._check_new(columns)
         self.begin(columns)
         if columns == 1:
             self._check_room()
         self._is_asked = self._is_begun = True
         if not self._dequantizes:  # else the masks are transformers' own
-            calls.asked = weakref.ref(self)
+            calls.asked, self.awaits_mask = weakref.ref(self), True
         return self._past.length + columns, 0
+
+    def _check_new(self, columns: int) -> int:
+        """The new columns of a call; ConfigError if it brings none."""
+        if columns < 1:
+            raise ConfigError(
+                f"no new tokens came, and the cache holds {self._past.length}: generate goes on "
+                "with the ids of the whole text, of which these are the beginning. To begin "
+                "another text call reset()"
+            )
+        return columns
+
+    def held_of(self, whole: int) -> int:
+        """Columns that the cache holds of a text of so many; ConfigError if these are all."""
+        self._refresh()
+        return whole - self._check_new(whole - self._past.length)
 
     def _check_room(self) -> None:
         """Raise if a step finds no room; in a graph nobody would notice before check."""
@@ -976,8 +1063,13 @@ class QuantizedCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Expect drafts: transformers says so before it tries some. Kernels for steps of several
-        tokens are compiled with those of the prompt then."""
+        tokens are compiled with those of the prompt then. Of a text whose beginning is here the
+        next call gives all ids, see decoder.py."""
         super().activate_past_recording()  # type: ignore[no-untyped-call]  # transformers has no types
+        decoder = None if self._decoder is None else self._decoder()
+        self.awaits_whole_text = self.length_of(0) > 0 and decoder is not None
+        if decoder is not None and self.awaits_whole_text and self._hook is None:
+            self._hook = DecoderHook(decoder)
         if self._drafts and not self._dequantizes:
             self._step_lens = tuple(range(1, DRAFTS + 1))
             if self.kv is not None:
@@ -999,12 +1091,17 @@ class QuantizedCache(Cache):
                 "tokens to remove as a negative one"
             )
         self._refresh()
+        past = self._past.without_last(-tokens_to_remove)
+        is_due = self.kv is not None and bool(tokens_to_remove or self._due)
+        if self.kv is not None and is_due:  # states cannot be put back where rows are refused
+            for at, rows in enumerate(self.kv.layers):
+                rows.check_crop(at, torch.tensor(past.lens, device="cpu"))
         for layer in self._stateful:  # crop(0) too ends what they have recorded
             self.layers[layer].crop(tokens_to_remove)
-        if self.kv is None or not (tokens_to_remove or self._due):
+        if self.kv is None or not is_due:
             return
-        past = self._past.without_last(-tokens_to_remove)
         self.kv.crop(past.lens)
+        self._forget_starts()
         self._past, self._due, self._is_begun = past, 0, False
         self._waiting = self._latents = None
         self._marks = _marks_of(self.kv)
@@ -1030,6 +1127,7 @@ class QuantizedCache(Cache):
 
     def _taken(self, index: torch.Tensor) -> None:
         """Follow sequences to their places."""
+        self._starts_before = None
         if any(self._past.pads) or any(self._starts):
             places = whole_numbers("index", index).tolist()
             self._past = self._past.take(places)

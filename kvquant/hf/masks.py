@@ -147,6 +147,7 @@ def _mask(
     sizes["allow_is_bidirectional_skip"] = False  # None means causal here
     if cache is None:
         return sdpa_mask(**given, **sizes)
+    cache.awaits_mask = False
     kind = local_size, use_vmap
     try:
         if attention_mask is not None:

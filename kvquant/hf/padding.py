@@ -86,12 +86,16 @@ class Columns:
 
     Attributes:
         length, pads: as above.
+        is_empty: no sequence has a token yet.
+        has_empty: a sequence has none, or there is no sequence.
     """
 
     def __init__(
         self, length: int, pads: list[int], padding: tuple[tuple[int, torch.Tensor], ...] = ()
     ) -> None:
         self.length, self.pads, self._padding = length, pads, padding
+        self.is_empty = min(pads, default=length) == length
+        self.has_empty = max(pads, default=length) == length
 
     @classmethod
     def of_lens(cls, lens: Sequence[int]) -> Columns:

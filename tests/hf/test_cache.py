@@ -587,6 +587,42 @@ def test_a_layer_that_does_not_attend_is_noticed_by_the_next(model: CachedModel)
     model.model(tokens(2, 8))  # without a cache: the mask is not taken for that one's
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("columns", [1, 5])
+@pytest.mark.parametrize("layers", [1, 2])
+@torch.no_grad()
+def test_attention_that_is_not_ours_is_noticed_in_the_call(
+    layers: int, columns: int, implementation: str
+) -> None:
+    """Of one layer there is no next one to notice it."""
+    own, text = tiny("Llama", num_hidden_layers=layers).model, tokens(2, 14)
+    own.set_attn_implementation("kvquant")
+    caches = [QuantizedCache(own, **FP16) for _ in range(2)]
+    for past in caches:
+        own(text[:, :9], **caching(past))
+    own.set_attn_implementation(implementation)
+    with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
+        own(text[:, 9 : 9 + columns], **caching(caches[0]))
+    assert caches[0].get_seq_length() == 9 and not caches[0].is_open
+    own.set_attn_implementation("kvquant")
+    found = [own(text[:, 9:], **caching(past)).logits for past in caches]
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
+def test_attention_that_is_not_ours_is_noticed_by_check_where_no_mask_is_made() -> None:
+    own, text = tiny("Llama", num_hidden_layers=1).model, tokens(2, 9)
+    past = QuantizedCache(own.config, **FP16)
+    mask = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
+    own(text, attention_mask=mask, **caching(past))
+    with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
+        past.check()
+    past.check()
+    own.set_attn_implementation("kvquant")
+    own(text, **caching(past))
+    assert past.get_seq_length() == 9
+
+
 def test_generate_that_fails_in_attention_is_taken_back() -> None:
     model = tiny("Llama")
     model.model.set_attn_implementation("kvquant")

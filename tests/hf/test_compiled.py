@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from kvquant.errors import ConfigError, ShapeError
+from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
@@ -368,3 +368,38 @@ def test_what_is_not_compiled_is_told(llama: Any) -> None:
     step(tokens(3, 1), **caching(static), position_ids=26 - PADS[:, None])
     with pytest.raises(ShapeError, match="found no room"):
         static.check()
+
+
+@pytest.mark.parametrize("columns", [1, 5])
+@torch.no_grad()
+def test_compiled_attention_that_is_not_ours_is_noticed_in_the_call(columns: int) -> None:
+    own, batch = model_of("Llama", num_hidden_layers=1), tokens(3, 20)
+    cache = QuantizedCache(own, **ROWS)
+    own(batch[:, :9], **caching(cache))
+    own.set_attn_implementation("sdpa")
+    call = torch.compile(own.forward, backend="eager")
+    with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
+        call(batch[:, 9 : 9 + columns], **caching(cache))
+    assert cache.get_seq_length() == 9 and not cache.is_open
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_chunks_of_one_column_of_a_prompt_are_no_steps() -> None:
+    """A column may be padding there; a graph would append it."""
+    own, found = model_of("Llama"), []
+    for compiled in (False, True):
+        cache, batch = QuantizedCache(own, **ROWS), text(True)
+        call = torch.compile(own.forward, backend="eager") if compiled else own
+        for column in range(24):
+            place = slice(column, column + 1)
+            out = call(
+                batch["input_ids"][:, place],
+                attention_mask=batch["attention_mask"][:, : column + 1],
+                position_ids=batch["position_ids"][:, place],
+                **caching(cache),
+            )
+        cache.check()
+        found.append(out.logits)
+        assert cache.kv is not None and cache.kv.seq_lens.tolist() == (24 - PADS).tolist()
+    torch.testing.assert_close(*found, atol=1e-3, rtol=0)

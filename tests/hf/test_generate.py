@@ -148,17 +148,6 @@ def test_a_cache_goes_on_with_its_own_text(model: Any) -> None:
     assert torch.equal(model.generate(ids[:, 2:], **cache.argument, **options), found)
 
 
-@pytest.mark.parametrize("drafts", ["prompt_lookup_num_tokens", "assistant_model"])
-def test_drafts_with_a_cache_that_holds_tokens_are_told(drafts: str, model: Any) -> None:
-    ids, cache = torch.arange(5, 15)[None], QuantizedCache(model)
-    with torch.no_grad():
-        model(ids[:, :6], **cache.argument)
-    options = {drafts: 3 if drafts == "prompt_lookup_num_tokens" else model}
-    with pytest.raises(ConfigError, match=r"6 tokens .* drafts .*: draft with an empty cache"):
-        model.generate(ids, **cache.argument, max_new_tokens=5, **options)
-    assert cache.kv is not None and cache.kv.seq_lens.tolist() == [6]
-
-
 def test_kernels_of_drafts_are_compiled_where_drafts_will_come(model: Any) -> None:
     """By the first append, which is that of the prompt (tests/cache/test_warmup.py)."""
     ids, found = torch.arange(5, 15)[None], []

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 transformers = pytest.importorskip("transformers")
 from hf_cases import GEMMA3N, SHARING, TOLERANCE, caching, tiny, tokens  # noqa: E402
 
+from kvquant.hf import attention as hf_attention  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 from kvquant.hf.padding import Columns, Padding  # noqa: E402
@@ -390,3 +392,133 @@ def test_the_first_token_tells_its_position(llama: Any) -> None:
 def test_generate_without_use_cache_is_told(llama: Any) -> None:
     with pytest.raises(ConfigError, match="give use_cache=True"):
         llama.generate(tokens(3, 24), **caching(QuantizedCache(llama)), use_cache=False, **OPTIONS)
+
+
+def mostly_padding(model: Any) -> QuantizedCache:
+    """A batch of which one sequence has lost its tokens, and has its padding left."""
+    past = QuantizedCache(model, **ROWS)
+    call = padded([tokens(12)[:n] for n in (12, 3)], left=True)
+    places = (call["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        model(**call, position_ids=places, **caching(past))
+    past.crop(-3)
+    assert past.kv is not None and past.kv.seq_lens.tolist() == [9, 0]
+    return past
+
+
+@pytest.mark.parametrize("case", ["positions", "attention", "behind a layer"])
+@torch.no_grad()
+def test_a_call_that_fails_leaves_no_position_behind(
+    llama: Any, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk says that the second sequence begins at 5; it is refused, be it for another
+    reason. A step that says so of 0 comes then."""
+    past, text = mostly_padding(llama), tokens(2, 8)
+    places = torch.stack([torch.arange(9, 13), torch.arange(5, 9)])
+    error: type[Exception] = ZeroDivisionError
+    with monkeypatch.context() as patch:
+        if case == "positions":
+            places[0] += 1
+            error = ConfigError
+        elif case == "attention":
+            patch.setattr(hf_attention, "causal_attention", lambda *_: 1 / 0)
+        else:
+            patch.setattr(llama.model.layers[0].mlp, "forward", lambda _: 1 / 0)
+        with pytest.raises(error):
+            llama(text[:, :4], position_ids=places, **caching(past))
+    if case == "behind a layer":
+        past.crop(0)
+    assert past.kv is not None and past.get_seq_length() == 9
+    assert past.kv.start_positions.tolist() == [0, 0]
+    for column in (0, 1):
+        places = torch.tensor([[9 + column], [column]])
+        found = llama(text[:, column : column + 1], position_ids=places, **caching(past)).logits
+    past.check()
+    assert past.kv.seq_lens.tolist() == [11, 2]
+    for b, begun in enumerate((tokens(12)[:9], tokens(0))):
+        wanted = logits(llama, torch.cat([begun, text[b, :2]]))[-1]
+        torch.testing.assert_close(found[b, 0], wanted, atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_columns_of_padding_are_no_tokens(llama: Any) -> None:
+    """A cache that was cropped to its padding takes a text from its beginning."""
+    past, text = QuantizedCache(llama, **ROWS), tokens(2, 9)
+    call = padded([tokens(14)[:3], tokens(14)[:2]], left=True)
+    call = {name: torch.nn.functional.pad(given, (11, 0)) for name, given in call.items()}
+    llama(**call, **caching(past))
+    past.crop(-3)
+    assert past.kv is not None and past.kv.seq_lens.tolist() == [0, 0]
+    assert past.get_seq_length() == 11
+    with pytest.raises(ConfigError, match=r"has 9 columns, of 11 in the cache and 9 new ones"):
+        llama(text, attention_mask=torch.ones(2, 9), **caching(past))
+    found = llama(text, position_ids=torch.arange(9)[None], **caching(past)).logits
+    assert past.kv.seq_lens.tolist() == [9, 9] and past.get_seq_length() == 20
+    for b in range(2):
+        torch.testing.assert_close(found[b], logits(llama, text[b]), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "room"), [(1, 0, None), (4, 6, None), (1, 6, 40), (30, 6, None)]
+)
+def test_a_padded_prompt_may_come_in_chunks_of_any_size(
+    model: Any, size: int, more: int, room: int | None
+) -> None:
+    """Of padding alone, too (more: columns of it before every prompt). The logits of the tokens
+    that follow are those of each alone."""
+    call = padded(prompts(), left=True)
+    call = {name: torch.nn.functional.pad(given, (more, 0)) for name, given in call.items()}
+    past = QuantizedCache(model, **ROWS, max_seq_len=room)
+    wanted = {"output_logits": True, "return_dict_in_generate": True}
+    given = model.generate(**call, **caching(past), **OPTIONS | wanted, prefill_chunk_size=size)
+    past.check()
+    assert past.kv is not None and past.kv.seq_lens.tolist() == [n + 7 for n in LENS]
+    assert past.get_seq_length() == 31 + more
+    found = torch.stack(given.logits, dim=1)
+    for b, text in enumerate(prompts()):
+        alone = logits(model, torch.cat([text, given.sequences[b, -8:-1]]))[-8:]
+        torch.testing.assert_close(found[b], alone, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
+@pytest.mark.parametrize("is_pickled", [False, True], ids=["copied", "pickled"])
+@torch.no_grad()
+def test_a_copy_knows_its_padding(llama: Any, left: bool, is_pickled: bool) -> None:
+    """Of a cache whose memory had another text before."""
+    past, call = QuantizedCache(llama, **ROWS), padded([tokens(8)[:6], tokens(8)[:4]], left=left)
+    sides = (2, 0) if left else (0, 2)  # more than the longest needs
+    call = {name: torch.nn.functional.pad(given, sides) for name, given in call.items()}
+    places = (call["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    for _ in range(2):
+        past.reset()
+        llama(**call, position_ids=places, **caching(past))
+    other = pickle.loads(pickle.dumps(past)) if is_pickled else copy.deepcopy(past)
+    more, mask = tokens(2, 2), torch.nn.functional.pad(call["attention_mask"], (0, 2), value=1)
+    places = torch.tensor([[6, 7], [4, 5]])
+    found = [
+        llama(more, attention_mask=mask, position_ids=places, **caching(one)).logits
+        for one in (past, other)
+    ]
+    assert torch.equal(*found)
+    for one in (past, other):
+        assert one.kv is not None and one.kv.seq_lens.tolist() == [8, 6]
+        assert one.get_seq_length() == 10
+
+
+@torch.no_grad()
+def test_a_copy_sees_what_the_owner_of_the_rows_had_changed(llama: Any) -> None:
+    past = QuantizedCache(llama, **ROWS)
+    llama(tokens(2, 9), **caching(past))
+    assert past.kv is not None
+    past.kv.crop([9, 5])
+    other = copy.deepcopy(past)
+    assert other.get_seq_length() == 9 and other.lens == [9, 5]
+
+
+def test_a_copy_that_is_made_in_inference_mode_goes_on_outside(llama: Any) -> None:
+    past, text = QuantizedCache(llama, **ROWS), tokens(2, 12)
+    with torch.inference_mode():
+        llama(text[:, :9], **caching(past))
+        other = copy.deepcopy(past)
+    found = [llama(text[:, 9:], **caching(one)).logits for one in (past, other)]
+    assert torch.equal(*found)

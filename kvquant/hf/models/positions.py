@@ -4,8 +4,7 @@ and how far; and where keys in a cache, or queries, depend on how far a text goe
 from __future__ import annotations
 
 import inspect
-import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -46,49 +45,6 @@ def positions_of(model: Any) -> int | None:
             "RoBERTa): CachedModel counts them from 0"
         )
     return table.num_embeddings - int(getattr(table, "offset", 0))
-
-
-class Shown(NamedTuple):
-    """What a model's decoder was given in a call.
-
-    Attributes:
-        positions: its position_ids, if any.
-        columns: of its attention_mask [batch, columns], if any.
-        is_kept: whether the call says nothing against the use of its cache (use_cache=False).
-    """
-
-    positions: torch.Tensor | None = None
-    columns: int | None = None
-    is_kept: bool = True
-
-
-class PositionsHook:
-    """A hook on a model's decoder that shows each cache what its calls are given.
-
-    Some models do not pass them on to attention (Llama 4, Granite 4 hybrids). The hook does nothing
-    in calls without a QuantizedCache, and is removed when this goes.
-
-    Args:
-        model: of transformers.
-    """
-
-    def __init__(self, model: Any) -> None:
-        handle = model.get_decoder().register_forward_pre_hook(_show_positions, with_kwargs=True)
-        weakref.finalize(self, handle.remove)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PositionsHook:
-        return self  # for the copy of a cache
-
-
-def _show_positions(_: torch.nn.Module, __: Any, given: dict[str, Any] | None = None) -> None:
-    if given is None:  # torch calls a hook so that was removed while the call began
-        return
-    past: Any = next((given[name] for name in NAMES if name in given), None)
-    if isinstance(getattr(past, "shown", None), Shown) and not torch.compiler.is_compiling():
-        mask = given.get("attention_mask")
-        columns = mask.shape[1] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
-        is_kept = given.get("use_cache") is not False
-        past.shown = Shown(given.get("position_ids"), columns, is_kept)
 
 
 def check_turn(

@@ -1,0 +1,118 @@
+"""A hook on a model's decoder: what a call gives it is shown to the cache, and cut to what is new.
+
+Where generate drafts (prompt lookup, an assistant) its first call gives the ids of the whole text,
+also to a cache that holds the beginning: a DynamicCache of transformers 5.24 then keeps this twice.
+Here the decoder gets what it gets where generate does not draft, the ids behind the cache's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ConfigError
+from .argument import NAMES
+
+# what a decoder gets of each new token, by the dimension of tokens; masks are of the past, too
+_OF_TOKENS = {
+    "input_ids": 1,
+    "inputs_embeds": 1,
+    "position_ids": -1,
+    "cache_position": -1,
+    "token_type_ids": -1,
+    "mm_token_type_ids": -1,
+    "moe_mm_token_type_ids": -1,
+}
+
+
+class Shown(NamedTuple):
+    """What a model's decoder was given in a call.
+
+    Attributes:
+        positions: its position_ids, if any.
+        columns: of its attention_mask [batch, columns], if any.
+        is_kept: whether the call says nothing against the use of its cache (use_cache=False).
+    """
+
+    positions: torch.Tensor | None = None
+    columns: int | None = None
+    is_kept: bool = True
+
+
+class DecoderHook:
+    """A hook on a model's decoder that shows each cache what its calls are given.
+
+    Some models do not pass it on to attention (Llama 4, Granite 4 hybrids). The hook does nothing
+    in calls without a QuantizedCache, and is removed when this goes.
+
+    Args:
+        decoder: of a model of transformers.
+    """
+
+    def __init__(self, decoder: torch.nn.Module) -> None:
+        handle = decoder.register_forward_pre_hook(_see, with_kwargs=True)
+        weakref.finalize(self, handle.remove)
+
+
+def _see(
+    decoder: torch.nn.Module, args: Any, given: dict[str, Any] | None = None
+) -> tuple[tuple[()], dict[str, Any]] | None:
+    if given is None:  # torch calls a hook so that was removed while the call began
+        return None
+    past: Any = next((given[name] for name in NAMES if name in given), None)
+    if not isinstance(getattr(past, "shown", None), Shown) or torch.compiler.is_compiling():
+        return None
+    mask, cut = given.get("attention_mask"), None
+    columns = mask.shape[1] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+    if past.awaits_whole_text:
+        past.awaits_whole_text = False
+        names = inspect.signature(decoder.forward).parameters
+        given = dict(zip(names, args, strict=False)) | given
+        both = given.get("input_ids"), given.get("inputs_embeds")
+        came = next((one.shape[1] for one in both if one is not None), 0)
+        if _is_whole(came, columns, given.get("position_ids")):
+            try:
+                given = _behind(given, past.held_of(came), came)
+            except ConfigError:
+                past.end_call()  # masks may have been made before
+                raise
+            cut = (), given
+    past.shown = Shown(given.get("position_ids"), columns, given.get("use_cache") is not False)
+    return cut
+
+
+def _is_whole(came: int, columns: int | None, positions: torch.Tensor | None) -> bool:
+    """Whether the first call with drafts gives the whole text, as generate is asked for.
+
+    Args:
+        came: columns of its ids.
+        columns: of its mask, which generate leaves out where nothing is padded.
+        positions: [..., columns] of its ids; models that take none are given the whole text.
+    """
+    if positions is not None:
+        return not bool(positions[..., 0].any())
+    return columns in (None, came)
+
+
+def _behind(given: dict[str, Any], held: int, whole: int) -> dict[str, Any]:
+    """What a decoder is given of the tokens behind those that the cache holds.
+
+    Args:
+        given: of the whole text.
+        held: columns that the cache holds, the first ones.
+        whole: columns of the text.
+    """
+    if given.get("output_hidden_states"):
+        raise ConfigError(
+            f"the hidden states of {whole} tokens are asked for, and the cache holds {held} of "
+            "them already: leave output_hidden_states out, or go on without drafts"
+        )
+    found = dict(given)
+    for name, dim in _OF_TOKENS.items():
+        one = given.get(name)
+        if isinstance(one, torch.Tensor) and one.shape[dim] == whole:
+            found[name] = one.narrow(dim, held, whole - held)
+    return found

@@ -1,0 +1,204 @@
+"""Drafts and conversations: a second turn with prompt lookup or an assistant.
+
+A DynamicCache of transformers 5.24 keeps the text of the first turn twice there, so nothing is
+compared with that one: logits are those of the whole text alone, and what is kept is what a cache
+keeps whose second turn did not draft.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import load_cache, save_cache
+from kvquant.errors import ConfigError
+
+transformers = pytest.importorskip("transformers")
+from hf_cases import (  # noqa: E402
+    FP16,
+    GEMMA3N,
+    SHARING,
+    TOLERANCE,
+    caching,
+    random_model,
+    tiny,
+    tokens,
+)
+
+from kvquant.hf.cache import QuantizedCache  # noqa: E402
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 16},
+    "Gemma3nText": GEMMA3N,
+    "Gemma4Text": SHARING | {"global_head_dim": 64},
+    "Persimmon": {"num_attention_heads": 2},  # attention is not shown positions
+}
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 8,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": 999,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+}
+LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    own = tiny("Llama").model
+    own.set_attn_implementation("kvquant")
+    return own
+
+
+def first_turn(model: Any, past: QuantizedCache, pads: int = 0) -> dict[str, torch.Tensor]:
+    """Read a prompt and answer it; the text with 8 more tokens, and its mask."""
+    ids = torch.cat([torch.full((1, pads), 7), tokens(1, 8).repeat(1, 2)], dim=1)
+    mask = (torch.arange(ids.shape[1]) >= pads).long()[None]
+    given = {"input_ids": ids, "attention_mask": mask}
+    answer = model.generate(**given, **caching(past), **OPTIONS).sequences
+    ids = torch.cat([answer, tokens(1, 8)], dim=1)
+    return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) >= pads).long()[None]}
+
+
+def columns_read(model: Any) -> tuple[list[int], Any]:
+    """Notes how many columns each call of the model computes."""
+    counts: list[int] = []
+    layer = model.get_decoder().layers[0].self_attn
+
+    def note(_: Any, args: Any, given: dict[str, Any]) -> None:
+        states = given["hidden_states"] if "hidden_states" in given else args[0]
+        counts.append(states.shape[-2])
+
+    return counts, layer.register_forward_pre_hook(note, with_kwargs=True)
+
+
+def check_logits(model: Any, found: Any, pads: int) -> None:
+    """The logits of a turn are those of its whole text alone."""
+    with torch.no_grad():
+        past = QuantizedCache(model, **FP16)
+        alone = model(found.sequences[:, pads:-1], **caching(past)).logits[0]
+    ours = torch.cat(found.logits)
+    torch.testing.assert_close(ours, alone[-len(ours) :], atol=TOLERANCE, rtol=0)
+
+
+def state(past: QuantizedCache) -> list[Any]:
+    """All counts that a cache keeps, on the host and of each layer."""
+    kv = past.kv
+    assert kv is not None
+    past.check()
+    counts = [
+        {name: one.tolist() for name, one in layer.tensors().items() if one.dtype == torch.int32}
+        for layer in kv.layers
+    ]
+    return [past.get_seq_length(), kv.start_positions.tolist(), counts]
+
+
+LOOKED_UP, ASSISTED = "prompt_lookup_num_tokens", "assistant_model"
+TURNS = [(family, LOOKED_UP, 5, 64) for family in FAMILIES]
+TURNS += [("Llama", LOOKED_UP, 0, None), ("Llama", ASSISTED, 0, 64), ("Mistral", ASSISTED, 5, None)]
+
+
+@pytest.mark.parametrize(("family", "drafts", "pads", "room"), TURNS)
+def test_a_second_turn_with_drafts_reads_what_is_new(
+    family: str, drafts: str, pads: int, room: int | None
+) -> None:
+    model = tiny(family, **FAMILIES[family]).model
+    model.set_attn_implementation("kvquant")
+    past = QuantizedCache(model, **FP16, max_seq_len=room)
+    text = first_turn(model, past, pads)
+    other = copy.deepcopy(past)
+    options = {drafts: 3 if drafts == LOOKED_UP else tiny("Llama").model}
+    counts, handle = columns_read(model)
+    found = model.generate(**text, **caching(past), **OPTIONS, **options)
+    handle.remove()
+    held = pads + 16 + 7
+    drafted = counts[0] - (text["input_ids"].shape[1] - held)
+    assert 0 <= drafted <= 20 and past.get_seq_length() == pads + 16 + 8 + 8 + 7
+    check_logits(model, found, pads)
+    plain = model.generate(**text, **caching(other), **OPTIONS)
+    check_logits(model, plain, pads)
+    if torch.equal(plain.sequences, found.sequences):  # but for a tie
+        assert state(past) == state(other)
+
+
+def test_turns_with_and_without_drafts_may_follow_each_other(llama: Any) -> None:
+    past = QuantizedCache(llama, k_format="int8", v_format="int8", sink_len=2, recent_len=6)
+    text = first_turn(llama, past)["input_ids"]
+    for more in (LOOKUP, LOOKUP, {}, LOOKUP):
+        text = llama.generate(text, **caching(past), **OPTIONS, **more).sequences
+        assert past.get_seq_length() == text.shape[1] - 1 and not past.is_open
+        assert past.kv is not None and past.kv.seq_lens.tolist() == [text.shape[1] - 1]
+        text = torch.cat([text, tokens(1, 3)], dim=1)
+    past.check()
+    past.reset()
+    first_turn(llama, past)
+
+
+def test_a_cache_of_a_file_drafts_where_it_knows_the_model(llama: Any, tmp_path: Path) -> None:
+    past = QuantizedCache(llama, **FP16)
+    text = first_turn(llama, past)
+    assert past.kv is not None
+    save_cache(past.kv, tmp_path / "cache.safetensors")
+    caches = [QuantizedCache(load_cache(tmp_path / "cache.safetensors"), model=llama)]
+    caches.append(copy.deepcopy(caches[0]))
+    for one in caches:
+        found = llama.generate(**text, **caching(one), **OPTIONS, **LOOKUP)
+        check_logits(llama, found, 0)
+        assert one.get_seq_length() == 16 + 8 + 8 + 7
+    one = QuantizedCache(load_cache(tmp_path / "cache.safetensors"))
+    with pytest.raises(ConfigError, match=r"23 tokens .* drafts .*QuantizedCache\(kv, model=model"):
+        llama.generate(**text, **caching(one), **OPTIONS, **LOOKUP)
+    assert one.kv is not None and one.kv.seq_lens.tolist() == [23]
+    with pytest.raises(ConfigError, match="give the model as source"):
+        QuantizedCache(llama, model=llama)
+
+
+@pytest.mark.parametrize("room", [None, 64], ids=["growing", "static"])
+def test_second_turns_that_cannot_draft_are_told(llama: Any, room: int | None) -> None:
+    past = QuantizedCache(llama, **FP16, max_seq_len=room)
+    text = first_turn(llama, past)
+    short = {name: given[:, :9] for name, given in text.items()}
+    with pytest.raises(ConfigError, match="no new tokens came, and the cache holds 23"):
+        llama.generate(**short, **caching(past), **OPTIONS, **LOOKUP)
+    with pytest.raises(ConfigError, match=r"hidden states of .* the cache holds 23 of them"):
+        llama.generate(**text, **caching(past), **OPTIONS, **LOOKUP, output_hidden_states=True)
+    assert past.get_seq_length() == 23 and not past.is_open
+    found = llama.generate(**text, **caching(past), **OPTIONS, **LOOKUP)
+    check_logits(llama, found, 0)
+
+
+@pytest.mark.parametrize("kind", ["falcon", "bloom", "llama"])
+def test_models_that_attend_by_themselves_draft_in_a_second_turn(kind: str) -> None:
+    """BLOOM is told no positions, and takes its ids without their name."""
+    own = random_model(kind, {}).model
+    past = QuantizedCache(own, **FP16, dequantize=True)
+    ids = (tokens(1, 8) % 90).repeat(1, 2)
+    answer = own.generate(ids, **caching(past), **OPTIONS).sequences
+    text = torch.cat([answer, ids[:, :5]], dim=1)
+    found = own.generate(text, **caching(past), **OPTIONS, **LOOKUP)
+    assert past.get_seq_length() == found.sequences.shape[1] - 1
+    with torch.no_grad():
+        alone = own(found.sequences[:, :-1], use_cache=False).logits[0, -8:]
+    torch.testing.assert_close(torch.cat(found.logits), alone, atol=TOLERANCE, rtol=0)
+
+
+def test_a_hybrid_drafts_in_a_second_turn() -> None:
+    lfm2 = random_model("lfm2", {"layer_types": ["conv", "full_attention"]}).model
+    if lfm2._is_stateful:
+        pytest.skip("older transformers drafts for no hybrid")
+    lfm2.set_attn_implementation("kvquant")
+    past = QuantizedCache(lfm2, **FP16)
+    ids = (tokens(1, 8) % 90).repeat(1, 2)
+    answer = lfm2.generate(ids, **caching(past), **OPTIONS).sequences
+    text = torch.cat([answer, ids[:, :5]], dim=1)
+    found = lfm2.generate(text, **caching(past), **OPTIONS, **LOOKUP)
+    with torch.no_grad():
+        alone = lfm2(found.sequences[:, :-1], use_cache=False).logits[0, -8:]
+    torch.testing.assert_close(torch.cat(found.logits), alone, atol=TOLERANCE, rtol=0)
+    assert past.get_seq_length() == found.sequences.shape[1] - 1
