@@ -120,8 +120,10 @@ class QuantizedCache(Cache):
     models drop a cache themselves where their prompt gets longer than
     original_max_position_embeddings, and go on with transformers' own.
 
-    transformers has a QuantizedCache of its own (backend=, nbits=): take this one by `from kvquant
-    import QuantizedCache`.
+    A cache belongs to one text. transformers hands it the new tokens only: another text is told
+    where it ends before the cache does or begins anew, and taken for the same one where it is
+    longer. Call reset() between texts. transformers has a QuantizedCache of its own (backend=,
+    nbits=): take this one by `from kvquant import QuantizedCache`.
 
     Args:
         source: a model of transformers that attends by "kvquant" (with dequantize in any way), or

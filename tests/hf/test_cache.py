@@ -606,7 +606,7 @@ def test_generate_that_fails_in_attention_is_taken_back() -> None:
             weight.copy_(kept)
         assert [at.seq_lens.tolist() for at in cache.layers] == [[9, 9]] * 2
     model.model(text, **caching(past))
-    model.prefill(wanted, text)
+    model.prefill(wanted, text, append=True)
     for one, two in zip(cache.layers, wanted.layers, strict=True):
         assert torch.equal(one.k_packed, two.k_packed)
 
@@ -1076,7 +1076,7 @@ def test_a_failing_layer_leaves_the_cache_as_it_was() -> None:
         model.model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
     for new in (1, 9):
         with pytest.raises(NonFiniteError):
-            model.prefill(cache, tokens(2, new))
+            model.prefill(cache, tokens(2, new), append=True)
         assert [layer.seq_lens.tolist() for layer in cache.layers] == [[20, 20], [20, 20]]
 
 
