@@ -2,7 +2,8 @@
 
 Names are loaded when they are first asked for, and with them the operators torch.ops.kvquant:
 `import kvquant` and `kvquant --help` do not wait for torch. Three names need the hf extra. `from
-kvquant import *` takes them where it is installed, and leaves them out elsewhere.
+kvquant import *` takes them where it is installed, and leaves them out elsewhere. `import
+kvquant.hf`, or any of the three, makes attn_implementation="kvquant" known to transformers.
 """
 
 import importlib

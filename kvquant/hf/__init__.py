@@ -1,4 +1,8 @@
-"""Hugging Face transformers: its models decode from a kvquant cache, and are observed."""
+"""Hugging Face transformers: its models decode from a kvquant cache, and are observed.
+
+`import kvquant.hf` registers the attention "kvquant" in transformers, and so does each name of
+kvquant that needs the hf extra. A bare `import kvquant` does not: it loads no library.
+"""
 
 from ..errors import missing_extra
 
@@ -12,3 +16,5 @@ except ImportError as error:
     raise missing_extra(
         "Hugging Face models need transformers 5.14 or newer", "hf", error
     ) from error
+
+from . import attention as attention  # registers "kvquant"

@@ -39,12 +39,11 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan
-from ..rows.arguments import check_flag, check_size
+from ..rows.arguments import check_flag, check_size, name_of_kind
 from ..rows.quantize import EXACT_DTYPES, exact_codec
 from .argument import ARGUMENT
 from .attention import Handed
 from .compile.tracing import outside_of_graphs, tracing
-from .decoder import DecoderHook, Shown
 from .dequantized import append_and_dequantize, check_columns
 from .masks import ATTENTION, calls
 from .models.configs import (
@@ -55,6 +54,8 @@ from .models.configs import (
     layers_of_rank,
     new_cache,
 )
+from .models.decoders import check_decoder
+from .models.hook import DecoderHook, Shown
 from .models.latent import check_latents
 from .models.positions import check_scale, check_turn
 from .padding import Columns, Padding
@@ -65,6 +66,13 @@ DRAFTS = 16  # tokens
 # there already, torch 2.11 traces another tensor, without our mark on it; 2.13 the same one.
 _LOSES_MARKS = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 SPACE = 256  # tokens that a cache which grows has room for at first, besides those that come
+# a cache is shown the new tokens only, so a longer text that begins otherwise cannot be told
+_ANOTHER = (
+    "A cache belongs to one text, of which generate gets all ids, those in the cache and the new "
+    "ones. For another text call reset(), or make another cache. A pipeline reads the texts of a "
+    "list one after another into one cache: give it batch_size=len(texts), or one text with a "
+    "cache of its own at a time"
+)
 _MASK = (
     "the attention_mask of a step shows other tokens than the cache has and the new one: give it "
     "as it was, with a 1 for each new token. Read a padded prompt several tokens at a time; crop "
@@ -77,6 +85,8 @@ _POSITIONS = (
     "your own give it position_ids=cache.kv.positions[:, None] + torch.arange(new_tokens), or read "
     "and decode by CachedModel"
 )
+# of transformers' QuantizedCache
+_THEIRS = "backend", "config", "nbits", "axis_key", "axis_value", "q_group_size", "residual_length"
 _PLACED = (
     "as this model does not show position_ids to attention, make the cache of the model, "
     "QuantizedCache(model), or QuantizedCache(..., placed=True) then"
@@ -119,6 +129,11 @@ class QuantizedCache(Cache):
     models drop a cache themselves where their prompt gets longer than
     original_max_position_embeddings, and go on with transformers' own.
 
+    A cache belongs to one text. transformers hands it the new tokens only: another text is told
+    where it ends before the cache does or begins anew, and taken for the same one where it is
+    longer. Call reset() between texts. transformers has a QuantizedCache of its own (backend=,
+    nbits=): take this one by `from kvquant import QuantizedCache`.
+
     Args:
         source: a model of transformers that attends by "kvquant" (with dequantize in any way), or
             its config, or a KVCache (of load_cache, or CachedModel.new_cache), which has its own
@@ -152,7 +167,7 @@ class QuantizedCache(Cache):
         ConfigError: source is none of these, or a model that attends otherwise; an option is not
             possible.
         CheckpointError: the plan was made for another model.
-        UnsupportedModelError: a KVCache holds none of the model's layers.
+        UnsupportedModelError: the model is no decoder, or a KVCache holds none of its layers.
         ShapeError: the layers of a KVCache hold different lengths.
         NonFiniteError: as KVCache.check.
 
@@ -172,8 +187,8 @@ class QuantizedCache(Cache):
 
     def __init__(
         self,
-        source: Any,
-        *,
+        source: Any = None,
+        *theirs: NoReturn,
         k_format: Formats | None = None,
         v_format: Formats | None = None,
         plan: CachePlan | None = None,
@@ -186,7 +201,9 @@ class QuantizedCache(Cache):
         drafts: bool = True,
         dequantize: bool = False,
         model: Any = None,
+        **others: NoReturn,
     ) -> None:
+        _check_names(theirs, others)
         for name, flag in (("placed", placed), ("drafts", drafts), ("dequantize", dequantize)):
             check_flag(name, flag)
         self.kv: KVCache | None = None
@@ -251,14 +268,20 @@ class QuantizedCache(Cache):
             self._hold(source)
             self.layers = [QuantizedLayer(self, at, at) for at in range(source.num_layers)]
             if model is not None:
-                _config_of(model, dequantize)
+                _config_of(model)
+                if not dequantize:
+                    _check_attends(model)
                 self._know(model)
             return
         if model is not None:
             raise ConfigError("model is for a source that is a KVCache: give the model as source")
-        config = _config_of(source, dequantize)
+        config = _config_of(source)
         longest = 0 if dequantize else max_seq_len  # chunks are the mask's, of transformers
         layers = layers_of_rank(source, cache_layers(config, longest=longest))
+        if isinstance(source, torch.nn.Module):
+            check_decoder(source)
+            if not dequantize:
+                _check_attends(source)
         if dequantize and not layers.are_latent:
             options["windows"] = [None] * len(layers.places)
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
@@ -632,8 +655,7 @@ class QuantizedCache(Cache):
                 self._refuse_anew()
             raise ConfigError(
                 f"attention_mask has {mask.shape[1]} columns, of {past.length} in the cache and "
-                f"{columns} new ones: give it for all of them. generate takes the ids of the whole "
-                "text; reset() begins another one"
+                f"{columns} new ones: give it for all of them. {_ANOTHER}"
             )
         if self.kv is not None and mask.shape[0] != self.kv.batch and past.length:
             return  # hand tells it
@@ -745,17 +767,20 @@ class QuantizedCache(Cache):
             raise ConfigError(f"{_POSITIONS}; {_PLACED}")
 
     def _check_goes_on(self) -> None:
-        """Raise if a text is read from its beginning behind tokens, as far as the call tells."""
+        """Raise if a call does not go on behind the cache's tokens, as far as it tells."""
         call, self.shown = self.shown, Shown()
-        if not self._past.length or self._new_columns == 1:
+        past, new = self._past.length, self._new_columns
+        if not past:
             return
-        if call.columns is not None:
-            is_anew = call.columns == self._new_columns
-        else:
-            told = call.positions
-            is_anew = told is not None and told.ndim <= 2 and not bool(told[..., 0].any())
-        if is_anew or not call.is_kept:
+        begins = None if call.columns is None else call.columns - new
+        told = call.positions
+        if begins is None and told is not None and told.ndim <= 2:  # nothing is padded
+            if new > 1 or debug.may_read(told):
+                begins = int(told[..., 0].max())
+        if begins == 0 or (new > 1 and not call.is_kept):
             self._refuse_anew()
+        if begins is not None and begins < past:
+            self._refuse_shorter()
 
     def _check_not_anew(self, told: list[int]) -> None:
         """Raise if a text is read from its beginning behind tokens; told: see _starts_by."""
@@ -766,11 +791,17 @@ class QuantizedCache(Cache):
 
     def _refuse_anew(self) -> NoReturn:
         raise ConfigError(
-            f"a text is read from its beginning, and the cache holds {max(self.lens)} tokens "
-            "already. To begin anew call reset(). If generate does this, either it drafts "
+            f"a text is read from its beginning, and the cache holds {self._past.length} tokens "
+            f"already. {_ANOTHER}. If generate does this in a text of its own, either it drafts "
             "(prompt_lookup_num_tokens, assistant_model) with a cache that does not know the "
             "model: make it by QuantizedCache(model), or QuantizedCache(kv, model=model). Or it "
             "has use_cache=False, be it from the model's generation_config: give use_cache=True"
+        )
+
+    def _refuse_shorter(self) -> NoReturn:
+        raise ConfigError(
+            f"the text that came ends before the tokens of the cache do, which holds "
+            f"{self._past.length}: it is another one. {_ANOTHER}"
         )
 
     def _starts_by(self, told: torch.Tensor | None) -> list[int]:
@@ -799,6 +830,8 @@ class QuantizedCache(Cache):
             raise ConfigError(f"{_POSITIONS}; {_PLACED} ({wanted} are next)")
         each = zip(came, wanted, counts, strict=True)
         came = [first if count else own for first, own, count in each]
+        if all(first < own for first, own in zip(came, wanted, strict=True)):
+            self._refuse_shorter()
         if came != wanted:
             raise ConfigError(f"{_POSITIONS} ({came} came, {wanted} are next)")
         return starts
@@ -979,11 +1012,8 @@ class QuantizedCache(Cache):
     def _check_new(self, columns: int) -> int:
         """The new columns of a call; ConfigError if it brings none."""
         if columns < 1:
-            raise ConfigError(
-                f"no new tokens came, and the cache holds {self._past.length}: generate goes on "
-                "with the ids of the whole text, of which these are the beginning. To begin "
-                "another text call reset()"
-            )
+            self._refresh()
+            self._refuse_shorter()
         return columns
 
     def held_of(self, whole: int) -> int:
@@ -1064,7 +1094,7 @@ class QuantizedCache(Cache):
     def activate_past_recording(self) -> None:
         """Expect drafts: transformers says so before it tries some. Kernels for steps of several
         tokens are compiled with those of the prompt then. Of a text whose beginning is here the
-        next call gives all ids, see decoder.py."""
+        next call gives all ids, see models/hook.py."""
         super().activate_past_recording()  # type: ignore[no-untyped-call]  # transformers has no types
         decoder = None if self._decoder is None else self._decoder()
         self.awaits_whole_text = self.length_of(0) > 0 and decoder is not None
@@ -1299,33 +1329,57 @@ def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return states.to(dtype).to(states.dtype)
 
 
-def _config_of(source: Any, dequantize: bool) -> Any:
-    """The config of a model that attends by "kvquant", or in any way if the cache dequantizes; or
-    the config that was given.
+def _check_names(theirs: tuple[object, ...], others: dict[str, Any]) -> None:
+    """Raise for arguments that are not of this QuantizedCache: ConfigError if they are those of
+    transformers', else TypeError, as Python does."""
+    named = [name for name in others if name in _THEIRS]
+    if theirs or named:
+        came = " and ".join(named) or f"{1 + len(theirs)} arguments without a name"
+        raise ConfigError(
+            f"{came} came as to transformers' QuantizedCache, and this is kvquant's: give a model, "
+            "QuantizedCache(model, k_format='int8', v_format='int4-g4'). The other one is `from "
+            "transformers import QuantizedCache`"
+        )
+    for name in others:
+        raise TypeError(f"QuantizedCache got an unexpected keyword argument {name!r}")
+
+
+def _config_of(source: Any) -> Any:
+    """The config of a model, or the config that was given.
 
     Raises:
-        ConfigError: it is neither; or the model attends otherwise.
-        UnsupportedModelError: the model cannot attend by "kvquant".
+        ConfigError: it is neither.
     """
     if isinstance(source, torch.nn.Module) and hasattr(source, "config"):
-        config: Any = source.config
-        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
-        found = getattr(text, "_attn_implementation", None)
-        if found != ATTENTION and not dequantize:
-            with attending(source, ATTENTION):  # else the line below is no help
-                pass
-            raise ConfigError(
-                f"this {type(source).__name__} attends by {shown(found)}, and only {ATTENTION!r} "
-                f"reads a KVCache: load it by from_pretrained(..., attn_implementation="
-                f"{ATTENTION!r}), or call model.set_attn_implementation({ATTENTION!r})"
-            )
-        return config
+        return source.config
+    if isinstance(source, QuantizedCache):
+        raise ConfigError("source is a QuantizedCache: give its kv, or copy.deepcopy it")
     if not hasattr(source, "get_text_config"):
         raise ConfigError(
-            f"source is {type(source).__name__}: give a model of transformers, its config or a "
+            f"source is {name_of_kind(source)}: give a model of transformers, its config or a "
             "KVCache"
         )
     return source
+
+
+def _check_attends(model: Any) -> None:
+    """Raise unless a model attends by "kvquant".
+
+    Raises:
+        ConfigError: it attends otherwise.
+        UnsupportedModelError: it cannot attend by "kvquant".
+    """
+    config: Any = model.config
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    found = getattr(text, "_attn_implementation", None)
+    if found != ATTENTION:
+        with attending(model, ATTENTION):  # else the line below is no help
+            pass
+        raise ConfigError(
+            f"this {type(model).__name__} attends by {shown(found)}, and only {ATTENTION!r} "
+            f"reads a KVCache: load it by from_pretrained(..., attn_implementation="
+            f"{ATTENTION!r}), or call model.set_attn_implementation({ATTENTION!r})"
+        )
 
 
 def _check_uses_cache(model: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from .. import debug
 from ..cache.checks import whole_numbers
@@ -18,7 +18,14 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan, check_plan
-from ..rows.arguments import check_device, check_kind, check_size, check_tensors
+from ..rows.arguments import (
+    check_device,
+    check_flag,
+    check_kind,
+    check_size,
+    check_tensors,
+    name_of_kind,
+)
 from ..rows.quantize import exact_codec
 from .argument import as_argument
 from .cache import QuantizedCache
@@ -27,12 +34,14 @@ from .masks import ATTENTION
 from .models.configs import (
     CacheLayers,
     cache_layers,
+    check_attends,
     input_device,
     layer_devices,
     layer_windows,
     layers_of_rank,
     new_cache,
 )
+from .models.decoders import check_decoder
 from .models.fold import fold_values
 from .models.latent import check_latent_layers, hands_latents, heads_of
 from .models.loading import TensorPlan, load
@@ -49,7 +58,10 @@ Progress = Callable[[int], None]
 CHUNK = 16384  # tokens of prompts, of all sequences, that are computed at a time
 LEAST = 512  # of each sequence
 LEAST_CAPTURED = 8  # steps that are sooner done if the first makes a CUDA graph
-_GIVE_CACHE = "give a KVCache, of new_cache or load_cache, or the kv of a QuantizedCache"
+_GIVE_CACHE = (
+    "give a KVCache, of new_cache or load_cache, or the kv of a QuantizedCache (from kvquant "
+    "import QuantizedCache; transformers has another class of that name)"
+)
 log = logging.getLogger("kvquant")
 _FOLDED = "kvquant_folded"  # a mark on a model whose weights hold a plan's bases of V
 
@@ -69,7 +81,7 @@ class CachedModel:
 
     Args:
         model: a causal language model that attends through transformers' attention interface.
-        tokenizer: its tokenizer; needed by encode and decode only.
+        tokenizer: its tokenizer; needed by encode and decode only, which raise ConfigError without.
         exact_format: its 16-bit rows; "fp16" for a float16 model, else "bf16", when None.
 
     Attributes:
@@ -78,6 +90,8 @@ class CachedModel:
 
     Raises:
         ConfigError: model is no model of transformers.
+        UnsupportedModelError: it is no causal language model, none of its layers attends, or it
+            computes attention by itself. Layers that no KVCache holds are told by new_cache.
 
     Example:
         >>> import torch
@@ -102,6 +116,11 @@ class CachedModel:
         self.tokenizer = tokenizer
         self.exact_format = exact_format or exact_codec(model.dtype)
         self.config = model.config.get_text_config(decoder=True)
+        # what no method serves is refused here; layers that no KVCache holds can be observed
+        check_attends(self.config)
+        check_decoder(model, gives_logits=True)
+        with attending(model, ATTENTION):
+            pass
 
     @classmethod
     def from_pretrained(
@@ -133,6 +152,7 @@ class CachedModel:
             ConfigError: no such folder or device, no model that transformers can load in it, or one
                 whose weights are missing in part; a tp_plan with a device, or in one process.
             DeviceError: the device is not here, or no kernels serve it.
+            UnsupportedModelError: as CachedModel.
         """
         if tp_plan is not None and device is not None:
             raise ConfigError(
@@ -163,14 +183,31 @@ class CachedModel:
         return getattr(self.config, "max_position_embeddings", None)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        ids: list[int] = self.tokenizer(text)["input_ids"]
+        """Token ids of a text.
+
+        Raises:
+            ConfigError: there is no tokenizer.
+        """
+        ids: list[int] = self._known_tokenizer("encode")(text)["input_ids"]
         return ids
 
     def decode(self, tokens: Sequence[int] | torch.Tensor) -> str:
-        """The text of token ids."""
-        text: str = self.tokenizer.decode(tokens)
+        """The text of token ids.
+
+        Raises:
+            ConfigError: there is no tokenizer.
+        """
+        text: str = self._known_tokenizer("decode").decode(tokens)
         return text
+
+    def _known_tokenizer(self, asked: str) -> Any:
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{asked} needs a tokenizer, and this CachedModel has none: make it by "
+                "CachedModel(model, tokenizer=AutoTokenizer.from_pretrained(folder)), or by "
+                "CachedModel.from_pretrained(folder), which loads both"
+            )
+        return self.tokenizer
 
     def new_cache(
         self,
@@ -259,19 +296,24 @@ class CachedModel:
         tokens: torch.Tensor,
         lens: torch.Tensor | Sequence[int] | None = None,
         *,
+        append: bool = False,
         chunk: int | None = None,
         progress: Progress | None = None,
     ) -> torch.Tensor:
         """Read tokens into a cache in chunks, quantizing as they come.
 
+        They are a text from its beginning, or with append what follows on what the cache holds.
+
         A call that raises is taken back, as far as the windows of a cache that has some still hold
         what was there: to the last whole chunk at least.
 
         Args:
-            cache: from new_cache; what it holds already is the past.
+            cache: from new_cache, empty; with append what it holds already is the past.
             tokens: [batch, new_tokens], whole numbers; padding, if any, last.
             lens: [batch], whole numbers: tokens of each sequence that are no padding, 1 or more;
                 all when None.
+            append: go on with the texts of the cache: a second turn, what follows on a prefix that
+                was saved, the next part of a prompt. The cache may be empty still.
             chunk: tokens of each sequence computed at a time: the more, the faster, and the more
                 memory activations take. 16,384 of all sequences together when None; all at once
                 where rotary embeddings depend on the length of the text, and it is beyond it.
@@ -283,20 +325,29 @@ class CachedModel:
         Raises:
             ShapeError: tokens or lens do not fit the cache, or not into it, or the cache not the
                 model; or a position beyond the model's position embeddings.
-            ConfigError: tokens or lens that are no whole numbers, or not in the vocabulary (not
-                looked at on CUDA but in debug mode, see kvquant.debug).
+            ConfigError: the cache holds tokens, and append is not given; tokens or lens that are
+                no whole numbers, or not in the vocabulary (not looked at on CUDA but in debug mode,
+                see kvquant.debug).
             NonFiniteError: keys or values that the formats cannot hold, now or in an append
                 before, see KVCache.check.
             UnsupportedModelError: attention that KVCache cannot compute, with the layer.
         """
         check_kind("cache", cache, KVCache, _GIVE_CACHE)
+        check_flag("append", append)
         self.check_tokens(tokens, (cache.batch, None))
         counts = _counts(lens, *tokens.shape)
+        held = cache.seq_lens.tolist()
+        if any(held) and not append:
+            raise ConfigError(
+                f"the cache holds tokens already ({held} in its sequences), and prefill begins a "
+                "text: to go on with those give append=True, and only the tokens that are new. For "
+                "another text call cache.reset() first"
+            )
         if chunk is None:
             chunk = max(CHUNK // cache.batch, LEAST)
         chunk = check_size("chunk", chunk, at_least=1)
         self._check_room(cache, counts)
-        if self._layers.turn is not None and not int(cache.seq_lens.max()):
+        if self._layers.turn is not None and not any(held):
             if int(counts.max()) > self._layers.turn.positions:
                 chunk = tokens.shape[1]  # all keys are turned alike
         logits: torch.Tensor | None = None
@@ -363,14 +414,17 @@ class CachedModel:
 
         Args:
             cache: the past of each sequence.
-            logits: [batch, vocabulary] after it, from prefill or step.
+            logits: [batch, vocabulary] after its last token, as prefill or step has just returned
+                them. Whether they are those of this cache cannot be seen.
             num_tokens: tokens to add, 1 or more.
 
         Returns:
-            [batch, num_tokens], int64. The last one is not in the cache yet.
+            [batch, num_tokens], int64. The last one is not in the cache yet: step with it, or put
+            it before the tokens that prefill(..., append=True) reads.
 
         Raises:
-            As prefill; nothing is added then.
+            ConfigError: a sequence of the cache is empty, so the logits are of another one.
+            Else as prefill; nothing is added then.
         """
         num_tokens = check_size("num_tokens", num_tokens, at_least=1)
         check_kind("cache", cache, KVCache, _GIVE_CACHE)
@@ -383,8 +437,14 @@ class CachedModel:
         self._check_room(
             cache, torch.full((cache.batch,), num_tokens - 1, dtype=torch.int64, device="cpu")
         )
-        tokens = [logits.argmax(-1)]
         cache.check()
+        held = cache.seq_lens.tolist()
+        if not all(held):
+            raise ConfigError(
+                f"the cache holds {held} tokens in its sequences, so the logits cannot be those "
+                "after them: let prefill read a text into each, and give what it returns"
+            )
+        tokens = [logits.argmax(-1)]
         step = self.stepper(cache, num_tokens - 1)
         with cache.attempt(num_tokens):
             while len(tokens) < num_tokens:
@@ -409,6 +469,11 @@ class CachedModel:
             [batch, vocabulary]: the logits after the last token.
         """
         self.check_tokens(tokens, (None, None))
+        if past is not None and (not isinstance(past, Cache) or isinstance(past, QuantizedCache)):
+            raise ConfigError(
+                f"past is of type {name_of_kind(past)}: give a cache of transformers' own, as "
+                "new_plain_cache makes it; prefill and step take a KVCache"
+            )
         self._check_positions(tokens.shape[1] + (0 if past is None else past.get_seq_length()))
         with attending(self.model, plain_implementation(self.model)), torch.no_grad():
             out = self.model(
@@ -574,8 +639,7 @@ class CachedModel:
         if layers.are_latent:
             latent_dim, rope_dim = layers.k_dims[0], layers.v_dims[0]
             check_latent_layers(self.model, latent_dim=latent_dim, rope_dim=rope_dim)
-        with attending(self.model, ATTENTION):  # if it can
-            _ = self._positions
+        _ = self._positions
         return layers
 
     @cached_property

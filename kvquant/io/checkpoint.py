@@ -140,7 +140,10 @@ def save_cache(
         >>> [path.name for path in save_cache(cache, "cache.safetensors")]
         ['cache.safetensors']
     """
-    how = "give a KVCache, of a QuantizedCache its kv; save_sequences saves those of a PagedKVCache"
+    how = (
+        "give a KVCache, of a QuantizedCache (from kvquant import QuantizedCache) its kv; "
+        "save_sequences saves those of a PagedKVCache"
+    )
     check_kind("cache", cache, KVCache, how)
     if not is_whole(max_shard_bytes) or max_shard_bytes < 1:
         raise ConfigError(

@@ -97,7 +97,15 @@ def check_device(device: torch.device | str) -> torch.device:
 def check_kind(name: str, value: object, kind: type, how: str) -> None:
     """Raise ConfigError unless a value is of a kind: "{name} is of type ...: {how}"."""
     if not isinstance(value, kind):
-        raise ConfigError(f"{name} is of type {type(value).__name__}: {how}")
+        raise ConfigError(f"{name} is of type {name_of_kind(value)}: {how}")
+
+
+def name_of_kind(value: object) -> str:
+    """The name of a value's type; with transformers in front of those of that library, which has a
+    QuantizedCache as well."""
+    kind = type(value)
+    is_theirs = kind.__module__.partition(".")[0] == "transformers"
+    return "transformers." * is_theirs + kind.__name__
 
 
 def check_flag(name: str, value: bool) -> None:

@@ -155,7 +155,7 @@ def main(
 
         def again() -> Callable[[], Any]:
             fresh = packed.fork()  # windows cannot be cropped so far
-            return lambda: model.prefill(fresh, text[:, past : past + turn])
+            return lambda: model.prefill(fresh, text[:, past : past + turn], append=True)
 
         compare(
             f"{turn} on {past}",

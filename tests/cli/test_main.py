@@ -99,7 +99,7 @@ def test_a_prompt_becomes_a_cache_that_can_be_inspected_and_exported(
 
 @needs_hf
 def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt: Path) -> None:
-    from hf_cases import LATENT_SIZES, hands_latents, random_model
+    from hf_cases import LATENT_SIZES, hands_latents, random_module
 
     from kvquant.io.plan import CachePlan
 
@@ -107,7 +107,7 @@ def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt:
         pytest.skip("needs transformers 5.17")
     model, path = tmp_path / "deepseek", tmp_path / "cache.safetensors"
     sizes = LATENT_SIZES | {"vocab_size": 8192}
-    random_model("deepseek_v3", sizes).model.save_pretrained(model)
+    random_module("deepseek_v3", sizes).save_pretrained(model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, model)
     given = "quantize", model, "--prompt", prompt, "--tokens", 200, "-o", path

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvquant import AttentionVariant, KVCache
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import caching, random_model  # noqa: E402
+from hf_cases import caching, random_module  # noqa: E402
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor  # noqa: E402
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor  # noqa: E402
 
@@ -120,7 +120,7 @@ def test_alibi_is_that_of_the_model(
     """A prompt, steps of one token and one of four, of sequences of unequal lengths."""
     family, dtype = FAMILIES[kind], DTYPES[rows]
     sizes = {"num_attention_heads": HEADS, "hidden_size": 64 * HEADS, "d_model": 64 * HEADS}
-    model = random_model(kind, sizes).model.double()
+    model = random_module(kind, sizes).double()
     calls = list(zip(*(attention_of(model, family, dtype, n) for n in LENS), strict=True))
     variant = AttentionVariant(alibi_slopes=family.slopes().to(device))
     formats: dict[str, Any] = {"k_format": rows, "v_format": rows, "exact_format": rows}

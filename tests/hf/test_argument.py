@@ -9,7 +9,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, random_model, tiny, tokens  # noqa: E402
+from hf_cases import FP16, random_module, tiny, tokens  # noqa: E402
 
 from kvquant.hf.argument import ARGUMENT, as_argument  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
@@ -53,7 +53,7 @@ def test_a_cache_tells_its_argument_and_that_it_can_be_cropped() -> None:
 
 def test_a_hybrid_can_be_cropped_as_far_as_its_own_layers_can() -> None:
     changes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    model = random_model("qwen3_next", changes | {"shared_expert_intermediate_size": 32}).model
+    model = random_module("qwen3_next", changes | {"shared_expert_intermediate_size": 32})
     model.set_attn_implementation("kvquant")
     cache = QuantizedCache(model, **FP16)
     model(tokens(1, 9) % 97, **cache.argument, use_cache=True)

@@ -26,7 +26,7 @@ from hf_cases import (  # noqa: E402
     TOLERANCE,
     RoundedCache,
     caching,
-    random_model,
+    random_module,
     tiny,
     tokens,
 )
@@ -99,7 +99,7 @@ def test_reading_on_attends_to_the_quantized_past(model: CachedModel) -> None:
     dequantized = model.new_cache(1, 60, **FP16)
     for layer in range(2):
         dequantized.append(layer, *cache.dequantized(layer, torch.float16))
-    given, expected = (model.prefill(c, text[:, 30:]) for c in (cache, dequantized))
+    given, expected = (model.prefill(c, text[:, 30:], append=True) for c in (cache, dequantized))
     torch.testing.assert_close(given, expected, atol=0.02, rtol=0)  # the copy is rounded
     fresh = model.new_cache(1, 60, **FP16)
     exact = model.prefill(fresh, text)
@@ -210,7 +210,8 @@ def test_generate_continues_greedily(model: CachedModel) -> None:
     given = model.generate(cache, model.prefill(cache, text), 5)
     again = model.new_cache(2, 40, **FP16)
     for i in range(5):
-        logits = model.prefill(again, text if i == 0 else given[:, i - 1 : i])
+        part = text if i == 0 else given[:, i - 1 : i]
+        logits = model.prefill(again, part, append=True)
         assert given[:, i].tolist() == logits.argmax(-1).tolist()
 
 
@@ -245,8 +246,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_computed_is_refused(case: str) -> None:
     kind, changes, message = REFUSED[case]
-    model = tiny(kind, **changes)
     with pytest.raises(KVQuantError, match=message):
+        model = tiny(kind, **changes)
         model.prefill(model.new_cache(1, 64), tokens(1, 24))
 
 
@@ -338,7 +339,7 @@ def test_a_call_that_fails_is_taken_back_with_windows_too(monkeypatch: pytest.Mo
         model.model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
     for new in (1, 30):
         with pytest.raises(NonFiniteError):
-            model.prefill(cache, tokens(1, new), chunk=512)
+            model.prefill(cache, tokens(1, new), append=True, chunk=512)
         assert [at.seq_lens.tolist() for at in cache.layers] == [[40], [40]]
 
 
@@ -376,7 +377,7 @@ def test_shared_keys_are_right_in_ragged_batches_and_after_a_crop() -> None:
     cache = model.new_cache(3, 60, **FP16)
     model.prefill(cache, text, [9, 40, 20], chunk=16)
     cache.crop(lens)
-    given = [model.prefill(cache, text[:, :5]), model.step(cache, text[:, 5])]
+    given = [model.prefill(cache, text[:, :5], append=True), model.step(cache, text[:, 5])]
     for b, seq_len in enumerate(lens):
         past = RoundedCache()
         whole = torch.cat([text[b : b + 1, :seq_len], text[b : b + 1, :5]], dim=1)
@@ -394,7 +395,7 @@ def test_shared_keys_of_a_chunk_are_those_before_its_rows_were_packed() -> None:
         gone = origin.seq_lens - origin.held_lens
         at.begin(gone, gone, gone)
         dequantized.append(layer, *cache.dequantized(layer, torch.float16))
-    given, expected = (model.prefill(c, text[:, 30:]) for c in (cache, dequantized))
+    given, expected = (model.prefill(c, text[:, 30:], append=True) for c in (cache, dequantized))
     torch.testing.assert_close(given, expected, atol=0.02, rtol=0)  # the copy is rounded
 
 
@@ -507,7 +508,7 @@ def test_a_model_of_one_layer_that_appends_twice_is_noticed(
 
     monkeypatch.setattr(at, "forward", twice)
     calls: list[Callable[[], Any]] = [
-        lambda: model.prefill(cache, text),
+        lambda: model.prefill(cache, text, append=True),
         lambda: model.model(text, **caching(QuantizedCache(cache))),
     ]
     for call in calls:
@@ -641,7 +642,7 @@ def test_generate_that_fails_in_attention_is_taken_back() -> None:
             weight.copy_(kept)
         assert [at.seq_lens.tolist() for at in cache.layers] == [[9, 9]] * 2
     model.model(text, **caching(past))
-    model.prefill(wanted, text)
+    model.prefill(wanted, text, append=True)
     for one, two in zip(cache.layers, wanted.layers, strict=True):
         assert torch.equal(one.k_packed, two.k_packed)
 
@@ -972,7 +973,7 @@ CAPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", CAPS)
 def test_caps_and_sink_logits_without_a_cache_are_those_of_eager_attention(kind: str) -> None:
-    model, text = random_model(kind, CAPS[kind]).model, tokens(2, 20) % 97
+    model, text = random_module(kind, CAPS[kind]), tokens(2, 20) % 97
     mask, short = torch.ones_like(text), OPTIONS | {"max_new_tokens": 4}
     mask[0, :5] = 0
     found = []
@@ -988,7 +989,7 @@ def test_caps_and_sink_logits_without_a_cache_are_those_of_eager_attention(kind:
 
 
 def test_caps_without_eager_attention_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model("gemma2", CAPS["gemma2"]).model
+    model = random_module("gemma2", CAPS["gemma2"])
     model.set_attn_implementation("kvquant")
     monkeypatch.setattr(type(model.model.layers[0].self_attn), "__module__", "math")
     with pytest.raises(UnsupportedError, match=r"Gemma2Attention asks for a cap .* has no eager_"):
@@ -1083,7 +1084,7 @@ def test_earlier_rows_are_not_blamed_on_a_prompt(
         cache.append(layer, rows, rows)
     monkeypatch.setattr(model, "_run", None)  # the prompt is not read
     with pytest.raises(NonFiniteError, match="12 rows of K and 12 of V"):
-        model.prefill(cache, tokens(1, 8))
+        model.prefill(cache, tokens(1, 8), append=True)
     assert cache.seq_lens.tolist() == [3] and cache.bad_rows.tolist() == [0, 0]
 
 
@@ -1111,7 +1112,7 @@ def test_a_failing_layer_leaves_the_cache_as_it_was() -> None:
         model.model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
     for new in (1, 9):
         with pytest.raises(NonFiniteError):
-            model.prefill(cache, tokens(2, new))
+            model.prefill(cache, tokens(2, new), append=True)
         assert [layer.seq_lens.tolist() for layer in cache.layers] == [[20, 20], [20, 20]]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_cases import LATENT_SIZES, needs_latents, random_model
+from hf_cases import LATENT_SIZES, needs_latents, random_module
 from latent_plans import latent_plan
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -55,7 +55,7 @@ def make(device: str, windows: bool = False, **config: Any) -> CachedModel:
 def make_latent(device: str, **changes: Any) -> CachedModel:
     """A layer of a dense MLP, and one of experts."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 512}
-    model = random_model("deepseek_v3", LATENT_SIZES | heads | changes).model
+    model = random_module("deepseek_v3", LATENT_SIZES | heads | changes)
     return CachedModel(model.to(torch.bfloat16).to(device))
 
 

@@ -99,7 +99,7 @@ def test_layers_without_attention_keep_nothing() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder": ({"is_encoder_decoder": True}, "tiny models have an encoder before the decoder"),
     "no layers": ({"num_hidden_layers": None}, "does not tell its layers"),
-    "no heads": ({"num_attention_heads": None}, "layer 0 has no attention heads"),
+    "no heads": ({"num_attention_heads": None}, "tiny model has no attention heads"),
     "latent": (
         {"kv_lora_rank": 512, "qk_rope_head_dim": 48},
         "layer 0 has latent rows that no format has, of 512 latents and 48 RoPE elements",

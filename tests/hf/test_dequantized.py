@@ -12,7 +12,7 @@ from kvquant import load_cache, save_cache
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, TOLERANCE, caching, random_model, tiny, tokens  # noqa: E402
+from hf_cases import FP16, TOLERANCE, caching, random_module, tiny, tokens  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
@@ -27,7 +27,7 @@ def llama() -> Any:
 
 @pytest.fixture(scope="module")
 def falcon() -> Any:
-    return random_model("falcon", {}).model
+    return random_module("falcon", {})
 
 
 @torch.no_grad()
@@ -134,7 +134,7 @@ def test_a_text_that_is_given_anew_is_refused(llama: Any) -> None:
     with pytest.raises(ConfigError, match="a text is read from its beginning, and the cache holds"):
         llama.generate(tokens(2, 9), **past.argument, **OPTIONS, use_cache=False)
     for kind in ("falcon", "bloom"):  # BLOOM is given no positions, and a mask with padding only
-        own, text = random_model(kind, {}).model, tokens(2, 9) % 90
+        own, text = random_module(kind, {}), tokens(2, 9) % 90
         past = QuantizedCache(own, dequantize=True)
         with pytest.raises(ConfigError, match="a text is read from its beginning"):
             own.generate(text, **past.argument, **OPTIONS, use_cache=False)
@@ -143,7 +143,7 @@ def test_a_text_that_is_given_anew_is_refused(llama: Any) -> None:
         mask = torch.ones_like(text)
         with pytest.raises(ConfigError, match="a text is read from its beginning"):
             own(text, attention_mask=mask, **past.argument)
-    model = random_model("mpt", {}).model
+    model = random_module("mpt", {})
     with pytest.raises(ConfigError, match=r"MptForCausalLM has use_cache=False .*use_cache = True"):
         QuantizedCache(model, dequantize=True)
 

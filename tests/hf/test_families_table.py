@@ -17,7 +17,7 @@ import torch
 import kvquant
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, FP16_LATENTS, LATENT_SIZES, caching, hands_latents, random_model  # noqa: E402
+from hf_cases import FP16, FP16_LATENTS, LATENT_SIZES, caching, hands_latents, random_module  # noqa: E402
 from slow_cases import mark_slow  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache, QuantizedLayer  # noqa: E402
@@ -133,7 +133,7 @@ def test_the_table_says_what_a_model_shows(kind: str) -> None:
     if kind in LATENT and not hands_latents:
         pytest.skip("needs transformers 5.17, which hands a cache latents")
     told, *divergence = lines()[kind]
-    model = random_model(kind, CHANGES.get(kind, {})).model
+    model = random_module(kind, CHANGES.get(kind, {}))
     model.generation_config.eos_token_id = None
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(5, 97, (2, PROMPT + STEPS), generator=generator)

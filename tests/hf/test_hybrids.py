@@ -12,7 +12,7 @@ from kvquant import load_cache, save_cache
 from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, GEMMA3N, SHAPE, SHARING, caching, random_model, tiny, tokens  # noqa: E402
+from hf_cases import FP16, GEMMA3N, SHAPE, SHARING, caching, random_module, tiny, tokens  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
@@ -36,7 +36,7 @@ TOLERANCE = 0.02  # of the logits' deviation
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    found = random_model(HYBRID_KIND, HYBRID).model
+    found = random_module(HYBRID_KIND, HYBRID)
     found.generation_config.eos_token_id = None
     found.set_attn_implementation("kvquant")
     return found
@@ -107,7 +107,7 @@ def test_beams_are_those_of_transformers(model: Any) -> None:
 def test_states_follow_sequences(model: Any, is_beside: bool) -> None:
     text = prompt()
     if is_beside:
-        model = random_model("falcon_h1", FALCON_H1).model
+        model = random_module("falcon_h1", FALCON_H1)
         model.set_attn_implementation("kvquant")
     cache = QuantizedCache(model, **FP16)
     run(model, cache, text)
@@ -149,7 +149,7 @@ def test_a_mask_that_is_refused_leaves_the_states(model: Any) -> None:
 
 
 def test_a_state_beside_rows_is_described_and_in_no_file(tmp_path: Path) -> None:
-    own = random_model("falcon_h1", FALCON_H1).model
+    own = random_module("falcon_h1", FALCON_H1)
     own.set_attn_implementation("kvquant")
     cache, path = QuantizedCache(own), tmp_path / "cache.safetensors"
     text = "K int4-g4, V int4-g4, beside a state of transformers"
@@ -183,7 +183,7 @@ def test_a_call_that_fails_leaves_states_that_only_reset_can_clear(model: Any) -
 
 
 def test_drafts_are_cropped_from_states_that_can_be() -> None:
-    lfm2 = random_model("lfm2", {"layer_types": ["conv", "full_attention"]}).model
+    lfm2 = random_module("lfm2", {"layer_types": ["conv", "full_attention"]})
     if lfm2._is_stateful:
         pytest.skip("older transformers drafts for no hybrid")
     lfm2.generation_config.eos_token_id = None
@@ -207,7 +207,7 @@ def test_a_hybrid_cannot_go_on_from_a_file(kind: str, tmp_path: Path) -> None:
             "intermediate_size_mlp": 96,
         },
     }
-    own = random_model(kind, changes[kind]).model
+    own = random_module(kind, changes[kind])
     own.set_attn_implementation("kvquant")
     cache, path = QuantizedCache(own), tmp_path / "cache.safetensors"
     run(own, cache, prompt())

@@ -197,7 +197,7 @@ def test_keys_and_values_of_the_cache_are_not_expanded_in_steps(
     model.prefill(cache, text[:, :15], [15, 4])
     assert expanded == [(15, 4)] * 2  # by the model itself, of new tokens
     expanded.clear()
-    given = model.prefill(cache, text[:, 15:25], [10, 5])
+    given = model.prefill(cache, text[:, 15:25], [10, 5], append=True)
     assert expanded == [(10, 4), (25, 3), (25, 1)] * 2
     assert error(given[:1], wanted[0, :1]) < TOLERANCE
     expanded.clear()
@@ -321,7 +321,7 @@ def test_a_call_that_fails_is_taken_back(model: CachedModel) -> None:
         norm.weight[3] = torch.nan
     for tokens in (text[:, 9:10], text):
         with pytest.raises(NonFiniteError):
-            model.prefill(cache, tokens)
+            model.prefill(cache, tokens, append=True)
         assert {tuple(at.seq_lens.tolist()) for at in cache.layers} == {(9, 9)}
     with torch.no_grad():
         norm.weight.copy_(kept)

@@ -174,7 +174,7 @@ def test_a_prompt_that_fails_in_a_later_chunk_is_not_there(at: int, model: Cache
 
     hook = model.model.lm_head.register_forward_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
-        model.prefill(cache, text, [30, 17], chunk=7)
+        model.prefill(cache, text, [30, 17], append=True, chunk=7)
     hook.remove()
     assert lengths(cache) == [[10, 10]] * 2
 
@@ -202,13 +202,13 @@ def test_a_prompt_that_fails_leaves_windows_as_they_were(
         raise MemoryError
 
     with pytest.raises(KeyboardInterrupt):
-        model.prefill(cache, text, chunk=chunk, progress=fail)
+        model.prefill(cache, text, append=True, chunk=chunk, progress=fail)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(cache.layers[-1], "append", fail_in_layer)
-        model.prefill(cache, text, chunk=chunk)
+        model.prefill(cache, text, append=True, chunk=chunk)
     q = torch.ones(2, model.config.num_attention_heads, cache.head_dim)
     for one in (cache, wanted):
-        model.prefill(one, text[:, :3])
+        model.prefill(one, text[:, :3], append=True)
     assert lengths(cache) == lengths(wanted)
     for index in range(2):
         assert torch.equal(cache.attend(index, q), wanted.attend(index, q))
@@ -304,12 +304,12 @@ def test_keys_that_are_turned_by_the_length_of_the_text_are_all_turned_alike() -
     given += [model.step(cache, column) for column in text[:, 50:54].unbind(1)]
     for got, wanted in zip(given, expected, strict=True):
         torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
-    model.prefill(cache, text[:, :5], chunk=2)  # on the same side
+    model.prefill(cache, text[:, :5], append=True, chunk=2)  # on the same side
     cache = model.new_cache(2, 64, **FP16)
     model.prefill(cache, text[:, :30], chunk=7)
     model.step(cache, text[:, 0])
     calls: list[Callable[[], Any]] = [
-        lambda: model.prefill(cache, text[:, :9]),
+        lambda: model.prefill(cache, text[:, :9], append=True),
         lambda: model.generate(cache, torch.zeros(2, 256), 9),
         lambda: model.prefill(model.new_cache(2, 64), text, [60, 20]),
     ]

@@ -20,7 +20,7 @@ from kvquant.calibration.calibrate import Sizes, calibrate
 from kvquant.errors import DeviceError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, caching, random_model, tiny, tokens  # noqa: E402
+from hf_cases import FP16, caching, random_module, tiny, tokens  # noqa: E402
 
 from kvquant.hf import cache as hf_cache  # noqa: E402
 from kvquant.hf import model as hf_model  # noqa: E402
@@ -205,7 +205,7 @@ def test_layers_of_transformers_get_their_mask(monkeypatch: pytest.MonkeyPatch) 
     text = torch.randint(5, 97, (2, 24), generator=torch.Generator().manual_seed(2))
     found = []
     for devices in (None, ["cpu", "cpu:0"]):
-        model = random_model("llama4_text", changes).model
+        model = random_module("llama4_text", changes)
         model.set_attn_implementation("kvquant")
         if devices:
             split(model, devices, monkeypatch)

@@ -120,6 +120,11 @@ def tiny(kind: str, **changes: Any) -> CachedModel:
 
 
 def random_model(kind: str, changes: dict[str, Any]) -> CachedModel:
+    """As random_module, of a family that CachedModel takes."""
+    return CachedModel(random_module(kind, changes))
+
+
+def random_module(kind: str, changes: dict[str, Any]) -> Any:
     """A random model of any family, as small as its config allows; skipped where there is none."""
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
@@ -137,7 +142,7 @@ def random_model(kind: str, changes: dict[str, Any]) -> CachedModel:
         for weight in model.parameters():
             if weight.ndim > 1:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
-    return CachedModel(_with_caps(model))
+    return _with_caps(model)
 
 
 def _with_caps(model: Any) -> Any:

@@ -29,9 +29,15 @@ from ...rows.latent import LATENT_DIMS, ROPE_DIMS
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _WITH_STATE = {"hybrid", "hybrid_sliding"}  # attention, and a state beside it
 _NOTHING = {"moe", "mlp"}  # layers without attention, which transformers counts too
+_WITHOUT_KEYS = _NOTHING | {"linear_attention", "mamba", "conv", "recurrent"}
 _DOUBLED = {"mimo_v2_flash"}  # layers with a window have twice the KV heads, by code alone
 _KEYS = "k_proj", "qkv_proj", "query_key_value", "kv_b_proj"  # linear layers that make keys
 _OF_HEADS = "k_format", "v_format", "windows"  # options that latent rows have not
+# behind a colon, where a model is refused as a whole
+SERVED = (
+    "kvquant serves decoders (causal language models) in which some layers at least attend to keys "
+    "and values of tokens. kvquant/hf/README.md lists families"
+)
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,35 @@ class CacheLayers:
             )
 
 
+def check_attends(config: Any) -> None:
+    """Raise UnsupportedModelError for a model with an encoder, or without a layer that attends.
+
+    Args:
+        config: as in cache_layers.
+    """
+    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{kind} models have an encoder before the decoder: {SERVED}")
+    count = getattr(config, "num_hidden_layers", None)
+    if not isinstance(count, int) or count < 1:
+        raise UnsupportedModelError(
+            f"the config of this {kind} model does not tell its layers: {SERVED}"
+        )
+    kinds = list(getattr(config, "layer_types", None) or [None] * count)
+    by_layer = getattr(config, "per_layer_config", None) or [config] * count
+    if all(one in _WITHOUT_KEYS for one in kinds):
+        raise UnsupportedModelError(
+            f"no layer of this {kind} model attends, all are {' or '.join(sorted(set(kinds)))}: "
+            f"{SERVED}"
+        )
+    if not any(_number(one, "num_attention_heads", at) for at, one in enumerate(by_layer)):
+        raise UnsupportedModelError(
+            f"this {kind} model has no attention heads (num_attention_heads), so no keys and "
+            f"values: {SERVED}"
+        )
+
+
 def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
     """The layers that a KVCache holds, and those that it does not.
 
@@ -129,15 +164,9 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
     Raises:
         UnsupportedModelError: a KVCache holds none of the model's layers.
     """
+    check_attends(config)
     config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    kind = getattr(config, "model_type", type(config).__name__)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{kind} models have an encoder before the decoder: a KVCache serves decoders alone"
-        )
-    count = getattr(config, "num_hidden_layers", None)
-    if not isinstance(count, int) or count < 1:
-        raise UnsupportedModelError(f"the config of this {kind} model does not tell its layers")
+    count: int = config.num_hidden_layers
     kinds = list(getattr(config, "layer_types", None) or [None] * count)
     crossing = getattr(config, "cross_attention_layers", None) or ()
     # a config whose layers differ refuses to be asked for what differs
@@ -159,6 +188,7 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
             others[layer] = str(error)
     if not shapes:
         layer, reason = next(iter(others.items()), (0, "keeps nothing"))
+        kind = getattr(config, "model_type", type(config).__name__)
         raise UnsupportedModelError(
             f"a KVCache holds no layer of this {kind} model: layer {layer} {reason}"
         )

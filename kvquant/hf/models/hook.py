@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ConfigError
-from .argument import NAMES
+from ...errors import ConfigError
+from ..argument import NAMES
 
 # what a decoder gets of each new token, by the dimension of tokens; masks are of the past, too
 _OF_TOKENS = {

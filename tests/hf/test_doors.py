@@ -1,0 +1,222 @@
+"""What a newcomer mixes up: told by the first call that can know it, with what to do (6 s)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from hf_cases import FP16, TOLERANCE, random_module, tiny, tokens  # noqa: E402
+
+from kvquant import CachedModel, QuantizedCache, save_cache  # noqa: E402
+from kvquant.errors import ConfigError, UnsupportedModelError  # noqa: E402
+
+BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
+TEXTS = ["The city of Manila was founded", "Nero"]
+
+
+@pytest.fixture(scope="module")
+def llama() -> CachedModel:
+    return tiny("Llama")
+
+
+# A cache that holds tokens
+
+
+@pytest.mark.parametrize("again", [20, 33], ids=["the same text", "a longer one"])
+def test_another_text_is_not_appended_to_that_of_the_cache(again: int, llama: CachedModel) -> None:
+    cache = llama.new_cache(2, 64, **FP16)
+    llama.prefill(cache, tokens(2, 20), [20, 9])
+    with pytest.raises(ConfigError, match=r"tokens already \(\[20, 9\] .*append=True.*reset\(\)"):
+        llama.prefill(cache, tokens(2, again))
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[20, 9]] * 2
+    cache.reset()
+    llama.prefill(cache, tokens(2, again))
+    assert cache.seq_lens.tolist() == [again] * 2
+
+
+def test_prefill_goes_on_where_it_is_told_to(llama: CachedModel) -> None:
+    text, cache, whole = tokens(2, 40), *(llama.new_cache(2, 64, **FP16) for _ in range(2))
+    for start, end in ((0, 17), (17, 18), (18, 40)):  # the first part too, of a cache still empty
+        given = llama.prefill(cache, text[:, start:end], append=True)
+    torch.testing.assert_close(given, llama.prefill(whole, text), atol=TOLERANCE, rtol=0)
+    assert cache.seq_lens.tolist() == [40, 40]
+    with pytest.raises(ConfigError, match="append is 1: use True or False"):
+        llama.prefill(cache, text, append=1)  # type: ignore[arg-type]
+
+
+def test_logits_of_another_cache_are_told_by_an_empty_one(llama: CachedModel) -> None:
+    text, cache = tokens(2, 9), llama.new_cache(2, 32)
+    logits = llama.prefill(llama.new_cache(2, 32), text)
+    with pytest.raises(ConfigError, match=r"holds \[0, 0\] tokens .*so the logits cannot be"):
+        llama.generate(cache, logits, 3)
+    assert cache.seq_lens.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dequantize", [False, True], ids=["", "dequantize"])
+@pytest.mark.parametrize("text", ["Nero", TEXTS[0], "The city"])
+def test_the_next_text_of_a_pipeline_is_told_as_another_one(text: str, dequantize: bool) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED)
+    model.set_attn_implementation("kvquant")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED, padding_side="left")
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    cache = QuantizedCache(model, dequantize=dequantize)
+    with pytest.raises(ConfigError, match=r"holds 9.*\. A cache belongs to one.*len\(texts\)"):
+        pipe([TEXTS[0], text], **cache.argument, **options)
+    assert cache.get_seq_length() == 9
+    if not dequantize:  # what the message says
+        batch = QuantizedCache(model)
+        assert len(pipe([TEXTS[0], text], **batch.argument, **options, batch_size=2)) == 2
+        cache.reset()
+        found = pipe(text, **cache.argument, **options)
+        assert found == pipe(text, **QuantizedCache(model).argument, **options)
+
+
+def test_a_step_of_another_text_is_told_with_dequantize() -> None:
+    """One token is left of a text that ends before the cache does."""
+    model = random_module("falcon", {})
+    cache, options = QuantizedCache(model, dequantize=True), {"do_sample": False}
+    model.generate(tokens(1, 9) % 90, **cache.argument, **options, max_new_tokens=3)  # holds 11
+    with pytest.raises(ConfigError, match="ends before the tokens of the cache do, which holds 11"):
+        model.generate(tokens(1, 6) % 90, **cache.argument, **options, max_new_tokens=3)
+
+
+# Models
+
+
+def made(kind: str, head: str, **sizes: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    return getattr(transformers, f"{kind}{head}")(config).eval()
+
+
+SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 2}
+HEADS = SMALL | {"num_attention_heads": 2, "intermediate_size": 64}
+T5: dict[str, Any] = {"vocab_size": 97, "d_model": 128, "d_kv": 64, "num_heads": 2, "num_layers": 1}
+EYES: dict[str, Any] = HEADS | {"image_size": 32, "patch_size": 16}
+NOT_SERVED: dict[str, tuple[Callable[[], Any], str]] = {
+    "mamba": (
+        lambda: made("Mamba", "ForCausalLM", **SMALL),
+        "no layer of this mamba model attends",
+    ),
+    "rwkv": (
+        lambda: made("Rwkv", "ForCausalLM", **SMALL, attention_hidden_size=128),
+        "this rwkv model has no attention heads",
+    ),
+    "t5": (
+        lambda: made("T5", "ForConditionalGeneration", **T5),
+        "t5 models have an encoder before the decoder",
+    ),
+    "t5 encoder": (lambda: made("T5", "EncoderModel", **T5), "T5EncoderModel attends in both"),
+    "bert": (lambda: made("Bert", "ForMaskedLM", **HEADS), "BertForMaskedLM attends in both"),
+    "bert with a head": (
+        lambda: made("Bert", "LMHeadModel", **HEADS),
+        r"BertLMHeadModel attends in both .* \(as a decoder it is loaded with is_decoder=True\)",
+    ),
+    "vit": (lambda: made("ViT", "Model", **EYES), "ViTModel attends in both directions"),
+    "xlnet": (
+        lambda: made("XLNet", "LMHeadModel", vocab_size=97, d_model=128, n_layer=1, n_head=2),
+        "no part of XLNetLMHeadModel takes a cache",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_SERVED)
+def test_models_that_cannot_be_served_are_told_when_an_object_is_made_of_them(kind: str) -> None:
+    make, message = NOT_SERVED[kind]
+    model = make()
+    makers: list[Callable[[], Any]] = [
+        lambda: CachedModel(model),
+        lambda: QuantizedCache(model),  # before it is set to "kvquant"
+        lambda: QuantizedCache(model, dequantize=True),
+    ]
+    for maker in makers:
+        with pytest.raises(UnsupportedModelError, match=f"{message}.*: kvquant serves decoders"):
+            maker()
+
+
+def test_models_that_cached_model_alone_cannot_serve_are_told_by_it() -> None:
+    trunk = tiny("Llama").model.model
+    with pytest.raises(UnsupportedModelError, match="LlamaModel predicts no next token: load it"):
+        CachedModel(trunk)
+    trunk.set_attn_implementation("kvquant")
+    cache = QuantizedCache(trunk)
+    with torch.no_grad():
+        trunk(tokens(1, 5), **cache.argument)
+    assert cache.get_seq_length() == 5
+    with pytest.raises(UnsupportedModelError, match=r"attention by itself.*model, dequantize=True"):
+        CachedModel(random_module("falcon", {}))
+
+
+def test_an_encoder_that_is_loaded_as_a_decoder_is_served() -> None:
+    model = CachedModel(made("Bert", "LMHeadModel", **HEADS, is_decoder=True))
+    text, cache = tokens(2, 12) % 97, model.new_cache(2, 32, **FP16)
+    found = model.prefill(cache, text, [12, 5])
+    torch.testing.assert_close(found[:1], model.plain(text[:1]), atol=TOLERANCE, rtol=0)
+
+
+def test_a_tokenizer_that_was_not_given_is_asked_for(llama: CachedModel) -> None:
+    with pytest.raises(ConfigError, match=r"encode needs .*tokenizer=Auto.*from_pretrained\(fold"):
+        llama.encode("Nero")
+    with pytest.raises(ConfigError, match=r"decode needs .*tokenizer=Auto.*from_pretrained\(fold"):
+        llama.decode([1, 2])
+
+
+# Names that transformers has as well
+
+
+def test_arguments_of_the_other_quantized_cache_are_told(llama: CachedModel) -> None:
+    config: Any = llama.model.config
+    ours: Any = QuantizedCache
+    message = "came as to transformers' QuantizedCache, and this is kvquant's: .*from transformers"
+    with pytest.raises(ConfigError, match=f"backend and config and nbits {message}"):
+        ours(backend="quanto", config=config, nbits=4)
+    with pytest.raises(ConfigError, match=f"2 arguments without a name {message}"):
+        ours("quanto", config)
+    with pytest.raises(ConfigError, match=f"q_group_size {message}"):
+        ours(config, q_group_size=64)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'k_fromat'"):
+        ours(config, k_fromat="int8")
+    with pytest.raises(ConfigError, match="source is NoneType: give a model of transformers, its"):
+        ours()
+
+
+def test_caches_of_transformers_in_place_of_ours_are_named(
+    llama: CachedModel, tmp_path: Path
+) -> None:
+    theirs = transformers.DynamicCache()
+    calls: list[Callable[[], Any]] = [
+        lambda: llama.prefill(theirs, tokens(1, 4)),
+        lambda: llama.step(theirs, tokens(1)),
+        lambda: llama.stepper(theirs, 1),
+        lambda: llama.generate(theirs, torch.zeros(1, 256), 2),
+        lambda: save_cache(theirs, tmp_path / "cache.safetensors"),
+    ]
+    for call in calls:
+        with pytest.raises(
+            ConfigError, match=r"of type transformers\.DynamicCache: .*\(from kvquant import Quanti"
+        ):
+            call()
+    with pytest.raises(ConfigError, match=r"source is transformers\.DynamicCache: give a model"):
+        QuantizedCache(theirs)
+    with pytest.raises(ConfigError, match="source is a QuantizedCache: give its kv"):
+        QuantizedCache(QuantizedCache(llama.model.config))
+    for past in (llama.new_cache(1, 8), QuantizedCache(llama.model.config)):
+        with pytest.raises(ConfigError, match=r"past is of type .*: give a cache of trans"):
+            llama.plain(tokens(1, 4), past)
+
+
+@pytest.mark.parametrize("line", ["import kvquant.hf", "from kvquant import QuantizedCache"])
+def test_one_line_makes_the_attention_known_to_transformers(line: str) -> None:
+    code = f"""
+{line}
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained({str(BUNDLED)!r}, attn_implementation="kvquant")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
