@@ -9,6 +9,7 @@ import math
 
 from numba import cuda, float32, int32, uint32, uint64
 
+from ..device.codes import PACK
 from ..device.fragments import ZEROS, add_rows
 from ..device.jit import device_function
 from ..device.parts import make_add_parts, make_over_lanes
@@ -24,8 +25,6 @@ from ..device.ptx import (
     load_written_f32x4,
     log2,
     maximum,
-    pack_bf16,
-    pack_f16,
     store_global_f32,
     store_global_f32x4,
     store_global_u32x2,
@@ -42,7 +41,7 @@ NOTHING = -3e38  # the lse of no tokens
 
 def make_write(query):
     """Make the function that writes four elements of the output in its dtype."""
-    pack = pack_bf16 if query == "bf16" else pack_f16
+    pack = PACK[query]
 
     @device_function
     def write(address, values):

@@ -11,6 +11,7 @@ A token without a slot has no row: its copies bring zeros, which stand for zeros
 
 from numba import cuda, float32, int32, uint16, uint32, uint64
 
+from ..device.codes import PACK
 from ..device.jit import device_function
 from ..device.ptx import (
     bits_float,
@@ -23,7 +24,6 @@ from ..device.ptx import (
     load_shared_u32x4,
     low_f16,
     multiply_add,
-    pack_bf16,
     pack_f16,
     shared_address,
     store_shared_u32x4,
@@ -33,7 +33,17 @@ from ..device.ptx import (
 )
 from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of
 from ..device.row_copies import make_ask, make_store, page_and_offset
-from ..device.row_layout import ELEMENTS, SIZES, STAGES, UNIT, prefix_of, staged_bytes, unit_of
+from ..device.row_layout import (
+    ELEMENTS,
+    SIZES,
+    STAGES,
+    UNIT,
+    is_nibbles,
+    operand_of,
+    prefix_of,
+    staged_bytes,
+    unit_of,
+)
 from ..device.transform import EIGHT, make_load, swizzle
 
 wait_for_oldest = wait_copies[STAGES - 2]
@@ -124,7 +134,7 @@ def make_values(spec):
     HEADER, CODES = prefix_of(FMT) - FMT.header_bytes, prefix_of(FMT)
     PIECE = piece_of(FMT)
     PIECES = ELEMENTS // PIECE
-    load, numbers_of = make_load(FMT.codec if FMT.is_exact else "bf16"), _make_numbers(spec)
+    load, numbers_of = make_load(operand_of(FMT)), _make_numbers(spec)
 
     @device_function
     def exact_values(stage, row, part, x):
@@ -150,7 +160,9 @@ def make_values(spec):
 
 def _make_numbers(spec):
     """Make the function from the words of 16 codes to floats."""
-    IS_INT4 = spec.fmt.codec == "int4"
+    if spec.fmt.is_exact:
+        return None
+    IS_INT4 = is_nibbles(spec.fmt)
     PER_WORD, BITS, MASK = (8, 4, 15) if IS_INT4 else (4, 8, 255)
     from_e4m3 = unpack_e4m3 if spec.converts_fp8 else e4m3_halves
 
@@ -180,7 +192,7 @@ def _make_numbers(spec):
             halves = from_e4m3(uint16(words[i // 2] >> uint32(16 * (i % 2))))
             x[2 * i], x[2 * i + 1] = low_f16(halves), high_f16(halves)
 
-    return fp8 if spec.fmt.codec == "fp8" else integers
+    return spec.fmt.pick(e4m3=fp8, integers=integers)
 
 
 @device_function
@@ -201,7 +213,8 @@ def e4m3_half(code):
 
 def _make_put(target):
     """Make the function that puts 16 values of a lane to shared memory as elements, swizzled."""
-    IS_FLOAT32, pack = target == "fp32", pack_bf16 if target == "bf16" else pack_f16
+    IS_FLOAT32 = target == "fp32"
+    pack = None if IS_FLOAT32 else PACK[target]
 
     @device_function
     def put(out, first, part, x):

@@ -87,6 +87,21 @@ def staged_bytes(fmt: RowFormat) -> int:
     return prefix_of(fmt) + -(-fmt.code_bytes // UNIT) * UNIT
 
 
+def operand_of(fmt: RowFormat) -> str:
+    """What MMAs multiply, "bf16" or "fp16": elements as they are, codes as fp16 (codes.py)."""
+    return fmt.pick(bf16="bf16", fp16="fp16", integers="fp16", e4m3="fp16")
+
+
+def is_nibbles(fmt: RowFormat) -> bool:
+    """Whether a word has eight codes, of which every other pair stands four bits higher."""
+    return fmt.pick(nibbles=True, bytes=False, elements=False)
+
+
+def factor_of(fmt: RowFormat) -> float:
+    """By what the numbers in the MMAs are too small: codes stand there as subnormals."""
+    return fmt.pick(integers=2.0**24, e4m3=2.0**8, bf16=1.0, fp16=1.0)
+
+
 def product_bytes(head_dim: int, groups: int = 1) -> int:
     """Shared memory of a block that multiplies rows by a matrix, groups of PRODUCT_ROWS."""
     return 4 * PRODUCT_ROWS * (groups * head_dim + PRODUCT_WARPS * PRODUCT_COLUMNS)
@@ -139,18 +154,18 @@ class StagedRow:
     padded: bool = True
 
     def __post_init__(self) -> None:
-        fmt = self.fmt
-        if fmt.groups > 1 and fmt.group_size % self.span and self.span % fmt.group_size:
+        fmt, span = self.fmt, self.span
+        if fmt.groups > 1 and fmt.group_size % span and span % fmt.group_size:
             raise UnsupportedError(
                 f"{fmt} with head_dim {fmt.head_dim} has no CUDA kernel: its groups of "
-                f"{fmt.group_size} do not line up with the {self.span} elements in 16 bytes. Use "
+                f"{fmt.group_size} do not line up with the {span} elements in 16 bytes. Use "
                 "other groups, or backend='reference'"
             )
 
     @property
     def span(self) -> int:
         """Elements in a chunk of 16 bytes; for 16-bit rows in the two chunks of an MMA."""
-        return 32 if self.fmt.codec == "int4" else 16
+        return self.fmt.pick(nibbles=32, bytes=16, elements=16)
 
     @property
     def prefix(self) -> int:
@@ -211,7 +226,7 @@ class StagedRow:
     @property
     def mmas(self) -> int:
         """MMAs that one part of a chunk takes."""
-        return 2 if self.fmt.codec == "int4" else 1
+        return self.fmt.pick(nibbles=2, bytes=1, elements=1)
 
     @property
     def sums(self) -> int:
@@ -221,7 +236,5 @@ class StagedRow:
 
     @property
     def factor(self) -> float:
-        """By what the fp16 numbers in the MMAs are too small: codes stand there as subnormals."""
-        if self.fmt.is_exact:
-            return 1.0
-        return 2.0**8 if self.fmt.codec == "fp8" else 2.0**24
+        """factor_of the format."""
+        return factor_of(self.fmt)
