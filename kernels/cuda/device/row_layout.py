@@ -67,6 +67,7 @@ def refuse_latents(*formats: RowFormat) -> None:
 
 def lanes_of(*formats: RowFormat) -> int:
     """Lanes that rows of these formats belong to; of the shorter rows some lanes have no part."""
+    check_codec(*formats)
     most = max(fmt.head_dim for fmt in formats)
     return 1 << (most // ELEMENTS - 1).bit_length()
 
@@ -85,6 +86,13 @@ def prefix_of(fmt: RowFormat) -> int:
 def staged_bytes(fmt: RowFormat) -> int:
     """Bytes from a row in shared memory to the next."""
     return prefix_of(fmt) + -(-fmt.code_bytes // UNIT) * UNIT
+
+
+def check_codec(*formats: RowFormat) -> None:
+    """Raise UnsupportedError unless kernels have code for the codecs of these formats."""
+    for fmt in formats:
+        is_nibbles(fmt)
+        operand_of(fmt)
 
 
 def operand_of(fmt: RowFormat) -> str:
@@ -155,6 +163,7 @@ class StagedRow:
 
     def __post_init__(self) -> None:
         fmt, span = self.fmt, self.span
+        check_codec(fmt)
         if fmt.groups > 1 and fmt.group_size % span and span % fmt.group_size:
             raise UnsupportedError(
                 f"{fmt} with head_dim {fmt.head_dim} has no CUDA kernel: its groups of "
