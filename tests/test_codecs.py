@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from example_plan import example_plan
+from made_up_codec import INT5
 
 from kvquant import (
     KVCache,
@@ -59,7 +60,6 @@ from kvquant.rows.quantize import (
 from kvquant.vllm.rows import Settings
 
 DIM, TOKENS = 64, 20
-NEW = Codec("int5", 8, "bytes", "integers", "pairs", FP16_MAX, 31.0)
 STRANGE = [
     Codec("int3", 3, "planes", "integers", "pairs", FP16_MAX, 7.0),
     Codec("nf4", 4, "nibbles", "quantiles", "pairs", FP16_MAX, 1.0),
@@ -71,7 +71,7 @@ Place = Callable[[str, Path], None]
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The table with the made-up codecs."""
-    for codec in (NEW, *STRANGE):
+    for codec in (INT5, *STRANGE):
         monkeypatch.setitem(CODECS, codec.name, codec)
     yield
     formats._parse.cache_clear()
@@ -86,7 +86,7 @@ def values(*shape: int) -> torch.Tensor:
 def made(name: str, dim: int = DIM) -> tuple[torch.Tensor, RowFormat, torch.Tensor]:
     """Values [1, 2, TOKENS, dim], a format and rows of it: of the values, or zeros."""
     fmt, x = RowFormat.parse(name, dim), values(1, 2, TOKENS, dim)
-    if name == NEW.name:
+    if name == INT5.name:
         return x, fmt, quantize(x, fmt)[0]
     return x, fmt, torch.zeros(1, 2, TOKENS, fmt.row_bytes, dtype=torch.uint8)
 
@@ -235,7 +235,7 @@ SERVED: list[Place] = [
 
 @pytest.mark.parametrize("place", SERVED, ids=lambda place: place.__name__)
 def test_a_codec_of_known_words_is_served(place: Place, tmp_path: Path) -> None:
-    place(NEW.name, tmp_path)
+    place(INT5.name, tmp_path)
 
 
 @pytest.mark.parametrize("codec", STRANGE, ids=lambda codec: codec.name)
@@ -251,8 +251,8 @@ def test_a_codec_of_a_strange_word_is_refused_by_name(
 
 
 def test_other_programs_take_known_codecs_only(tmp_path: Path) -> None:
-    cache = KVCache(1, 1, 2, 128, 64, k_format=NEW.name, v_format=NEW.name)
-    with pytest.raises(UnsupportedError, match=f"K in {NEW.name} .* fbgemm takes"):
+    cache = KVCache(1, 1, 2, 128, 64, k_format=INT5.name, v_format=INT5.name)
+    with pytest.raises(UnsupportedError, match=f"K in {INT5.name} .* fbgemm takes"):
         export_cache(cache, tmp_path / "rows.safetensors", "fbgemm")
 
 
@@ -277,21 +277,21 @@ KERNELS: dict[str, Callable[[RowFormat], Spec]] = {
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_cuda_kernel_serves_or_refuses_a_codec(kernel: str) -> None:
     make = KERNELS[kernel]
-    assert callable(make(RowFormat.parse(NEW.name, 128)).build())
+    assert callable(make(RowFormat.parse(INT5.name, 128)).build())
     for codec in STRANGE:
         with pytest.raises(UnsupportedError, match=codec.name):
             make(RowFormat.parse(codec.name, 128)).build()
 
 
 def test_kernels_are_made_ready_for_known_codecs_only() -> None:
-    for codec in (NEW, *STRANGE):
+    for codec in (INT5, *STRANGE):
         options = {"k_format": codec.name, "v_format": codec.name, "recent_len": 0}
         make = partial(KVCache, 1, 1, 2, 128, 64, device="meta", **options)
         calls = [Calls(make, torch.bfloat16, 4, (TOKENS,))]
         try:
             found = kernels_of(calls, GPUS["sm_90"])
         except UnsupportedError as error:
-            assert codec.name in str(error) and codec is not NEW
+            assert codec.name in str(error) and codec is not INT5
         else:
             kinds = {type(spec) for spec in found if codec.name in repr(spec)}
-            assert kinds == ({AppendSpec, DecodeSpec} if codec is NEW else set())
+            assert kinds == ({AppendSpec, DecodeSpec} if codec is INT5 else set())

@@ -127,45 +127,29 @@ def store_half(emit, address, bits):
 def pack(emit, format_spec, x, shift, inverse, address):
     """The codes of 16 elements, or the 16-bit elements, to a byte address."""
     b, fmt = emit.builder, parse_spec(format_spec)
-    if not fmt.is_exact:
-        x = b.fmul(b.fsub(x, shift), inverse)
-    to_bytes = fmt.pick(integers=_to_integers, e4m3=_to_e4m3, bf16=_to_bf16, fp16=_to_fp16)
-    emit.store(address, to_bytes(emit, fmt, x))
-
-
-def _to_fp16(emit, fmt, x):
-    return emit.to_half(x)
-
-
-def _to_bf16(emit, fmt, x):
-    b = emit.builder
-    bits = b.bitcast(x, ir.VectorType(I32, LANES))
-    odd = b.and_(b.lshr(bits, emit.constant(16, I32)), emit.constant(1, I32))
-    rounded = b.add(b.add(bits, emit.constant(0x7FFF, I32)), odd)
-    return b.trunc(b.lshr(rounded, emit.constant(16, I32)), ir.VectorType(I16, LANES))
-
-
-def _to_e4m3(emit, fmt, x):
-    return to_e4m3(emit, _clamp(emit, x, -fmt.facts.levels, fmt.facts.levels))
-
-
-def _to_integers(emit, fmt, x):
-    b = emit.builder
-    rounded = _clamp(emit, emit.call("llvm.rint", x), 0.0, fmt.facts.levels)
-    codes = b.fptosi(rounded, ir.VectorType(I32, LANES))
-    return fmt.pick(nibbles=_to_nibbles, bytes=_to_bytes)(emit, codes)
-
-
-def _to_nibbles(emit, codes):
-    """A quadword holds an even and an odd code."""
-    b = emit.builder
-    pairs = b.bitcast(codes, ir.VectorType(I64, LANES // 2))
-    pairs = b.or_(pairs, b.lshr(pairs, emit.constant(28, I64, LANES // 2)))
-    return b.trunc(pairs, ir.VectorType(I8, LANES // 2))
-
-
-def _to_bytes(emit, codes):
-    return emit.builder.trunc(codes, ir.VectorType(I8, LANES))
+    ints, numbers = ir.VectorType(I32, LANES), fmt.facts.numbers
+    if numbers == "fp16":
+        emit.store(address, emit.to_half(x))
+        return
+    if numbers == "bf16":
+        bits = b.bitcast(x, ints)
+        odd = b.and_(b.lshr(bits, emit.constant(16, I32)), emit.constant(1, I32))
+        rounded = b.add(b.add(bits, emit.constant(0x7FFF, I32)), odd)
+        half = b.lshr(rounded, emit.constant(16, I32))
+        emit.store(address, b.trunc(half, ir.VectorType(I16, LANES)))
+        return
+    scaled, levels = b.fmul(b.fsub(x, shift), inverse), fmt.facts.levels
+    if numbers == "e4m3":
+        emit.store(address, to_e4m3(emit, _clamp(emit, scaled, -levels, levels)))
+        return
+    rounded = _clamp(emit, emit.call("llvm.rint", scaled), 0.0, fmt.pick(integers=levels))
+    codes = b.fptosi(rounded, ints)
+    if fmt.pick(nibbles=True, bytes=False):  # a quadword holds an even and an odd code
+        pairs = b.bitcast(codes, ir.VectorType(I64, LANES // 2))
+        pairs = b.or_(pairs, b.lshr(pairs, emit.constant(28, I64, LANES // 2)))
+        emit.store(address, b.trunc(pairs, ir.VectorType(I8, LANES // 2)))
+    else:
+        emit.store(address, b.trunc(codes, ir.VectorType(I8, LANES)))
 
 
 def _clamp(emit, x, low, high):

@@ -74,7 +74,7 @@ class RowReader:
             floats = emit.builder.shuffle_vector(scales, zeros, pairs)
         else:
             floats = emit.from_half(emit.load(row, I16, 2 * fmt.groups))
-            if fmt.pick(integers=False, e4m3=True):  # see _e4m3
+            if fmt.pick(integers=False, e4m3=True):  # see unpack
                 factors = [ir.Constant(F32, factor) for factor in (256.0, 1.0) * fmt.groups]
                 floats = emit.builder.fmul(floats, ir.Constant(floats.type, factors))
         if fmt.group_size % LANES == 0:
@@ -106,50 +106,36 @@ class RowReader:
         return emit.fma(numbers, scale, shift)
 
     def unpack(self, address):
-        """16 codes or 16-bit elements as floats, in the order of the elements."""
-        read = self.fmt.pick(
-            integers=self._integers, e4m3=self._e4m3, bf16=self._bf16, fp16=self._fp16
-        )
-        return read(address)
+        """16 codes or 16-bit elements as floats, in the order of the elements.
 
-    def _integers(self, address):
-        widen = self.fmt.pick(nibbles=self._nibbles, bytes=self._bytes)
-        return self.emit.builder.sitofp(widen(address), ir.VectorType(F32, LANES))
-
-    def _nibbles(self, address):
-        """The 8 bytes become 8 quadwords x. x | x << 28 has the low nibble, at bit 28, and the high
-        nibble, at bit 32, apart; masked, the two halves of a quadword are two codes."""
-        emit, b = self.emit, self.emit.builder
-        wide = b.zext(emit.load(address, I8, LANES // 2), ir.VectorType(I64, LANES // 2))
-        pairs = b.or_(wide, b.shl(wide, emit.constant(28, I64, LANES // 2)))
-        pairs = b.and_(pairs, emit.constant(0x0000000F_0000000F, I64, LANES // 2))
-        return b.bitcast(pairs, ir.VectorType(I32, LANES))
-
-    def _bytes(self, address):
-        emit = self.emit
-        return emit.builder.zext(emit.load(address, I8), ir.VectorType(I32, LANES))
-
-    def _e4m3(self, address):
-        """The 7 magnitude bits at the place of fp16's are the number times 2**-8; the widened scale
-        has the factor 2**8. Sign-extended to 16 bits and shifted, the byte brings its sign along,
-        at bits 15 and 14."""
-        emit, b = self.emit, self.emit.builder
-        wide = b.sext(emit.load(address, I8), ir.VectorType(I16, LANES))
-        half = b.and_(b.shl(wide, emit.constant(7, I16)), emit.constant(0xBF80, I16))
-        magnitude = b.and_(wide, emit.constant(0x7F, I16))
-        is_nan = b.icmp_unsigned("==", magnitude, emit.constant(0x7F, I16))
-        floats = emit.from_half(b.select(is_nan, emit.constant(0x7E00, I16), half))
-        if self.fmt.pick(pairs=True, scales=False):
-            return floats
-        return b.fmul(floats, emit.constant(256.0))  # a float32 scale may have no room for that
-
-    def _bf16(self, address):
-        emit, b = self.emit, self.emit.builder
-        wide = b.zext(emit.load(address, I16), ir.VectorType(I32, LANES))
-        return b.bitcast(b.shl(wide, emit.constant(16, I32)), ir.VectorType(F32, LANES))
-
-    def _fp16(self, address):
-        return self.emit.from_half(self.emit.load(address, I16))
+        INT4: the 8 bytes become 8 quadwords x. x | x << 28 has the low nibble, at bit 28, and the
+        high nibble, at bit 32, apart; masked, the two halves of a quadword are two codes.
+        E4M3: its 7 magnitude bits at the place of fp16's are the number times 2**-8; the widened
+        scale has the factor 2**8. Sign-extended to 16 bits and shifted, the byte brings its sign
+        along, at bits 15 and 14.
+        """
+        emit, b, fmt = self.emit, self.emit.builder, self.fmt
+        floats, numbers = ir.VectorType(F32, LANES), fmt.facts.numbers
+        if numbers == "fp16":
+            return emit.from_half(emit.load(address, I16))
+        if numbers == "bf16":
+            wide = b.zext(emit.load(address, I16), ir.VectorType(I32, LANES))
+            return b.bitcast(b.shl(wide, emit.constant(16, I32)), floats)
+        if numbers == "e4m3":
+            wide = b.sext(emit.load(address, I8), ir.VectorType(I16, LANES))
+            half = b.and_(b.shl(wide, emit.constant(7, I16)), emit.constant(0xBF80, I16))
+            magnitude = b.and_(wide, emit.constant(0x7F, I16))
+            is_nan = b.icmp_unsigned("==", magnitude, emit.constant(0x7F, I16))
+            floats = emit.from_half(b.select(is_nan, emit.constant(0x7E00, I16), half))
+            # a float32 scale may have no room for the factor
+            has_factor = fmt.pick(pairs=True, scales=False)
+            return floats if has_factor else b.fmul(floats, emit.constant(256.0))
+        if fmt.pick(integers=fmt.pick(nibbles=True, bytes=False)):
+            wide = b.zext(emit.load(address, I8, LANES // 2), ir.VectorType(I64, LANES // 2))
+            pairs = b.or_(wide, b.shl(wide, emit.constant(28, I64, LANES // 2)))
+            pairs = b.and_(pairs, emit.constant(0x0000000F_0000000F, I64, LANES // 2))
+            return b.sitofp(b.bitcast(pairs, ir.VectorType(I32, LANES)), floats)
+        return b.sitofp(b.zext(emit.load(address, I8), ir.VectorType(I32, LANES)), floats)
 
 
 def tokens_per_block(heads):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from ..errors import ConfigError, UnsupportedError, shown
@@ -58,7 +59,7 @@ class Codec:
     levels: float = 0.0
     only: tuple[int, int] | None = None
 
-    @property
+    @cached_property
     def is_integer(self) -> bool:
         """Whether codes are integers: only these have clip ratios and rounding with feedback."""
         return self.numbers == "integers"

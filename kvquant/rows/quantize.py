@@ -96,15 +96,20 @@ def quantize(x: torch.Tensor, fmt: AnyFormat) -> tuple[torch.Tensor, torch.Tenso
     mn, mx = grouped.aminmax(dim=-1, keepdim=True) if grouped.numel() else (empty, empty)
     # + 0.0 turns -0.0, which min and max may or may not return where both zeros occur, into 0.0
     levels, has_shifts = fmt.facts.levels, fmt.pick(pairs=True, scales=False)
-    if has_shifts:
-        shift, reach = fmt.pick(integers=_from_least, e4m3=_from_middle)(mn, mx)
-        scale = _half_up(reach * (1 / levels)) + 0.0
-    else:
+    is_e4m3 = fmt.pick(e4m3=True, integers=False)
+    if not has_shifts:
         shift = torch.zeros_like(mn)
         scale = _power_up((torch.maximum(mx, -mn) / levels).clamp(min=LEAST_DS_SCALE))
+    elif is_e4m3:
+        shift = (mn * 0.5 + mx * 0.5).half() + 0.0
+        radius = torch.maximum(mx - shift.float(), shift.float() - mn)
+        scale = _half_up(radius * (1 / levels)) + 0.0
+    else:
+        shift = _half_down(mn) + 0.0
+        scale = _half_up((mx - shift.float()) * (1 / levels)) + 0.0
     inverse = torch.where(scale == 0, 0.0, scale.float().reciprocal())
     scaled = (grouped - shift.float()) * inverse
-    if fmt.pick(integers=False, e4m3=True):
+    if is_e4m3:
         codes = scaled.clamp(-levels, levels).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         codes = scaled.round().clamp(0, levels).to(torch.uint8)
@@ -128,9 +133,11 @@ def dequantize(rows: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
         return _viewed(rows, EXACT_DTYPES[fmt.codec]).float()
     scale, shift = (params[..., None] for params in parameters(rows, fmt))
     codes = rows[..., fmt.code_offset :][..., : fmt.code_bytes]
-    codes = fmt.pick(nibbles=_from_nibbles, bytes=_as_bytes)(codes)
-    is_e4m3 = fmt.pick(integers=False, e4m3=True)
-    numbers = (codes.view(torch.float8_e4m3fn) if is_e4m3 else codes).float()
+    if fmt.pick(nibbles=True, bytes=False):
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    if fmt.pick(e4m3=True, integers=False):
+        codes = codes.contiguous().view(torch.float8_e4m3fn)
+    numbers = codes.float()
     numbers = numbers.reshape(*rows.shape[:-1], fmt.groups, fmt.group_size)
     return (numbers * scale + shift).flatten(-2)
 
@@ -146,31 +153,9 @@ def parameters(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.
 
 def pack(codes: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
     """The bytes of codes [..., head_dim], uint8: [..., code_bytes]."""
-    return fmt.pick(nibbles=_to_nibbles, bytes=_as_bytes)(codes)
-
-
-def _as_bytes(codes: torch.Tensor) -> torch.Tensor:
-    return codes.contiguous()
-
-
-def _to_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    return codes[..., 0::2] | codes[..., 1::2] << 4
-
-
-def _from_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-
-
-def _from_least(mn: torch.Tensor, mx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shift of integer codes, and how far elements lie from it."""
-    shift = _half_down(mn) + 0.0
-    return shift, mx - shift.float()
-
-
-def _from_middle(mn: torch.Tensor, mx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of E4M3 codes."""
-    shift = (mn * 0.5 + mx * 0.5).half() + 0.0
-    return shift, torch.maximum(mx - shift.float(), shift.float() - mn)
+    if fmt.pick(nibbles=True, bytes=False):
+        return codes[..., 0::2] | codes[..., 1::2] << 4
+    return codes
 
 
 def _viewed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -40,6 +40,7 @@ from ..device.ptx import (
     wait_copies,
 )
 from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of
+from ..device.row_layout import codes_per_word
 from .spec import TILE
 
 wait_for_all = wait_copies[0]
@@ -220,7 +221,7 @@ def make_within(fmt, i, stride):
     if i == TILE:
         return _nothing
     BITS, MOST, PIECE = fmt.bits, fmt.pick(integers=fmt.facts.levels), piece_of(fmt)
-    PER_WORD, LAST, PLACE = fmt.pick(nibbles=8, bytes=4), i // 4 * 4, i // PIECE
+    PER_WORD, LAST, PLACE = codes_per_word(fmt), i // 4 * 4, i // PIECE
     rest = make_within(fmt, i + 1, stride)
 
     @device_function

@@ -42,7 +42,7 @@ from ..device.ptx import (
     pack_f16,
     shfl,
 )
-from ..device.row_layout import is_nibbles, operand_of
+from ..device.row_layout import factor_of, operand_of
 from .queries import make_query_row
 from .spec import MMA_COLUMNS, QueryWords
 
@@ -59,12 +59,12 @@ def _make_load_eight(staged, spec, e):
     DIM, GROUPS, GROUP = staged.fmt.head_dim, staged.fmt.groups, staged.fmt.group_size
     CHUNKS, SPAN = staged.chunks + staged.chunks % 2, staged.span
     SHARED, MMAS = staged.parts, staged.mmas  # SHARED: groups in a chunk
-    IS_EXACT, IS_INT4 = staged.fmt.is_exact, is_nibbles(staged.fmt)
+    IS_INT4 = staged.fmt.pick(nibbles=True, bytes=False, elements=False)
     UNITS, FIRST_WORD = staged.header_units, staged.header_word(0)
     IN_BF16 = operand_of(staged.fmt) == "bf16"
-    NORMAL = not IN_BF16  # bf16 has the range of float32
+    IS_EXACT, NORMAL = staged.fmt.is_exact, not IN_BF16  # bf16 has the range of float32
     STEP = SPAN // 4  # elements of a lane in a chunk, one after another
-    UNSCALE, FACTOR = 1 / staged.factor, staged.factor
+    UNSCALE, FACTOR = 1 / factor_of(staged.fmt), factor_of(staged.fmt)
     COLUMN, FIRST, FIRST_FACTOR = MMA_COLUMNS * e, e * FRAGMENTS, 2 * e
     SHIFTS += FIRST
     pack, (low, high) = PACK[operand_of(staged.fmt)], HALVES[query]

@@ -34,7 +34,7 @@ from ..device.ptx import (
     store_shared_f32x2,
     word_from_lane,
 )
-from ..device.row_layout import is_nibbles, operand_of
+from ..device.row_layout import factor_of, operand_of
 from .spec import MMA_COLUMNS
 
 ONE = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}  # 1, twice
@@ -174,10 +174,10 @@ def _make_put_eight(staged, e):
     """Make the function that writes 8 columns of the output, the e-th eight of a warp's."""
     COLUMN, FIRST, HEADER, REFERENCE = MMA_COLUMNS * e, e * staged.sums, 4 * e, 2 * e
     DIM, CHUNKS, SPAN = staged.fmt.head_dim, staged.chunks, staged.span
-    GROUP, PARTS, MMAS, FACTOR = staged.fmt.group_size, staged.parts, staged.mmas, staged.factor
-    IS_EXACT, IS_INT4 = staged.fmt.is_exact, is_nibbles(staged.fmt)
+    FMT, PARTS, MMAS, FACTOR = staged.fmt, staged.parts, staged.mmas, factor_of(staged.fmt)
+    GROUP, IS_EXACT = FMT.group_size, FMT.is_exact
     FIRST_WORD, HEAD = staged.header_word(0), 4 * (staged.fmt.head_dim + 4)  # bytes of a column
-    STEP, ODD_FACTOR = SPAN // 8, FACTOR / 16 if IS_INT4 else FACTOR
+    STEP, ODD_FACTOR = SPAN // 8, FMT.pick(nibbles=FACTOR / 16, bytes=FACTOR, elements=FACTOR)
 
     @device_function
     def put_eight(target, sums, header_sums, factors, lane):

@@ -33,17 +33,7 @@ from ..device.ptx import (
 )
 from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of
 from ..device.row_copies import make_ask, make_store, page_and_offset
-from ..device.row_layout import (
-    ELEMENTS,
-    SIZES,
-    STAGES,
-    UNIT,
-    is_nibbles,
-    operand_of,
-    prefix_of,
-    staged_bytes,
-    unit_of,
-)
+from ..device.row_layout import ELEMENTS, SIZES, STAGES, UNIT, prefix_of, staged_bytes, unit_of
 from ..device.transform import EIGHT, make_load, swizzle
 
 wait_for_oldest = wait_copies[STAGES - 2]
@@ -134,7 +124,7 @@ def make_values(spec):
     HEADER, CODES = prefix_of(FMT) - FMT.header_bytes, prefix_of(FMT)
     PIECE = piece_of(FMT)
     PIECES = ELEMENTS // PIECE
-    load, numbers_of = make_load(operand_of(FMT)), _make_numbers(spec)
+    load, numbers_of = make_load(FMT.codec if FMT.is_exact else "bf16"), _make_numbers(spec)
 
     @device_function
     def exact_values(stage, row, part, x):
@@ -160,9 +150,7 @@ def make_values(spec):
 
 def _make_numbers(spec):
     """Make the function from the words of 16 codes to floats."""
-    if spec.fmt.is_exact:
-        return None
-    IS_INT4 = is_nibbles(spec.fmt)
+    IS_INT4 = spec.fmt.pick(nibbles=True, bytes=False, elements=False)
     PER_WORD, BITS, MASK = (8, 4, 15) if IS_INT4 else (4, 8, 255)
     from_e4m3 = unpack_e4m3 if spec.converts_fp8 else e4m3_halves
 
@@ -192,7 +180,7 @@ def _make_numbers(spec):
             halves = from_e4m3(uint16(words[i // 2] >> uint32(16 * (i % 2))))
             x[2 * i], x[2 * i + 1] = low_f16(halves), high_f16(halves)
 
-    return spec.fmt.pick(e4m3=fp8, integers=integers)
+    return spec.fmt.pick(e4m3=fp8, integers=integers, elements=None)
 
 
 @device_function

@@ -39,7 +39,7 @@ from .ptx import (
     store_shared_u32x4,
     subtract,
 )
-from .row_layout import ELEMENTS, prefix_of
+from .row_layout import ELEMENTS, codes_per_word, prefix_of
 
 WORDS = ELEMENTS // 2  # of 16-bit elements of a lane
 NAN_WORDS = {"bf16": 0x7FC07FC0, "fp16": 0x7E007E00}  # of two 16-bit numbers
@@ -310,7 +310,7 @@ def _make_pack(fmt, converts_fp8):
     (1 + 2**-21). Added to 2**23 they are rounded, ties to even, and stand in the low bits; the high
     bits are taken off all at once.
     """
-    PER_WORD, BITS = fmt.pick(nibbles=8, bytes=4), fmt.bits
+    PER_WORD, BITS = codes_per_word(fmt), fmt.bits
     WORDS = ELEMENTS // PER_WORD
     HIGH = sum(ROUNDER_BITS << BITS * i for i in range(PER_WORD)) % 2**32
     to_e4m3 = pack_e4m3 if converts_fp8 else e4m3_pair

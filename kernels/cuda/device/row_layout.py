@@ -91,7 +91,7 @@ def staged_bytes(fmt: RowFormat) -> int:
 def check_codec(*formats: RowFormat) -> None:
     """Raise UnsupportedError unless kernels have code for the codecs of these formats."""
     for fmt in formats:
-        is_nibbles(fmt)
+        mmas_of(fmt)
         operand_of(fmt)
 
 
@@ -100,9 +100,15 @@ def operand_of(fmt: RowFormat) -> str:
     return fmt.pick(bf16="bf16", fp16="fp16", integers="fp16", e4m3="fp16")
 
 
-def is_nibbles(fmt: RowFormat) -> bool:
-    """Whether a word has eight codes, of which every other pair stands four bits higher."""
-    return fmt.pick(nibbles=True, bytes=False, elements=False)
+def mmas_of(fmt: RowFormat) -> int:
+    """MMAs that a word of codes takes, or two words of elements: each takes 16 elements of a row
+    from four lanes."""
+    return fmt.pick(nibbles=2, bytes=1, elements=1)
+
+
+def codes_per_word(fmt: RowFormat) -> int:
+    """Codes of a word, which stand in it one after another; 0 for elements."""
+    return fmt.pick(nibbles=8, bytes=4, elements=0)
 
 
 def factor_of(fmt: RowFormat) -> float:
@@ -174,7 +180,7 @@ class StagedRow:
     @property
     def span(self) -> int:
         """Elements in a chunk of 16 bytes; for 16-bit rows in the two chunks of an MMA."""
-        return self.fmt.pick(nibbles=32, bytes=16, elements=16)
+        return 16 * self.mmas
 
     @property
     def prefix(self) -> int:
@@ -235,15 +241,10 @@ class StagedRow:
     @property
     def mmas(self) -> int:
         """MMAs that one part of a chunk takes."""
-        return self.fmt.pick(nibbles=2, bytes=1, elements=1)
+        return mmas_of(self.fmt)
 
     @property
     def sums(self) -> int:
         """Accumulators of a lane for the output of 8 heads."""
         chunks = self.chunks + self.chunks % 2  # ldmatrix takes two
         return 2 * chunks if self.fmt.is_exact else 4 * chunks * self.mmas
-
-    @property
-    def factor(self) -> float:
-        """factor_of the format."""
-        return factor_of(self.fmt)

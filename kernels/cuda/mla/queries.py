@@ -33,7 +33,7 @@ from ..device.ptx import (
     store_shared_f32,
     store_shared_u32x4,
 )
-from ..device.row_layout import UNIT, factor_of, is_nibbles, operand_of
+from ..device.row_layout import UNIT, factor_of, operand_of
 from .spec import FRAGMENT, SLICES
 
 
@@ -47,7 +47,7 @@ class Part:
     """
 
     def __init__(self, fmt, query, dims):
-        IS_INT4, IS_EXACT = is_nibbles(fmt), fmt.is_exact
+        IS_INT4, IS_EXACT = fmt.pick(nibbles=True, bytes=False, elements=False), fmt.is_exact
         SPAN = 8 * UNIT // fmt.bits  # elements of 16 bytes of a row
         CHUNKS, STEP = dims // SPAN, SPAN // 4
         WORDS = dims // 8

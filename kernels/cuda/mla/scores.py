@@ -32,7 +32,7 @@ from ..device.ptx import (
     permute,
     store_shared_f32x4,
 )
-from ..device.row_layout import UNIT, operand_of
+from ..device.row_layout import UNIT, mmas_of, operand_of
 from .spec import FRAGMENT, SLICES
 
 LOW_HALVES = 0x5410
@@ -55,7 +55,7 @@ def make_load_chunks(chunks):
 
 def make_fragment_of(fmt):
     """Make the function that gives the B fragment of the step-th MMA along a row."""
-    IS_EXACT, MMAS = fmt.is_exact, fmt.pick(nibbles=2, bytes=1, elements=1)
+    IS_EXACT, MMAS = fmt.is_exact, mmas_of(fmt)
     unpack = make_unpack(fmt)
 
     @device_function

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvquant.errors import UnsupportedError
 from kvquant.rows.format import NAMES, RowFormat
 
-from ..device.row_layout import UNIT
+from ..device.row_layout import UNIT, mmas_of
 from ..runtime.spec import Spec, Table
 
 SLICES = 4  # warps of a team: each has a quarter of the latent elements
@@ -76,9 +76,8 @@ def _is_read(fmt: RowFormat, part: str) -> bool:
     """Whether the kernel reads a part of rows: headers and codes are whole units of copies, the
     codes of latents a quarter for each warp, and a group is as many elements as an MMA, or two."""
     least = 2 * UNIT * (SLICES if part == "latents" else 1)
-    together = fmt.pick(nibbles=32, bytes=16, elements=16)
     fits = not (fmt.header_bytes % UNIT or fmt.code_bytes % least)
-    return fits and not fmt.group_size % together
+    return fits and not fmt.group_size % (16 * mmas_of(fmt))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from ..device.ptx import (
     store_shared_f32,
     store_shared_f32x2,
 )
-from ..device.row_layout import UNIT, factor_of, is_nibbles, operand_of
+from ..device.row_layout import UNIT, factor_of, mmas_of, operand_of
 from .spec import FRAGMENT, SLICES, TILE
 
 PAIRS = TILE // 16  # MMAs along a tile
@@ -56,7 +56,7 @@ def sums_of(spec):
 def make_accumulate(spec):
     """Make the function that adds P V of a tile to the sums, and to those of the header."""
     V, BLOCKS, STRIDE = spec.latent, spec.blocks, spec.stride
-    IS_EXACT, MMAS = V.is_exact, V.pick(nibbles=2, bytes=1, elements=1)
+    IS_EXACT, MMAS = V.is_exact, mmas_of(V)
     CODES, SLICE, GROUPS = V.code_offset, V.code_bytes // SLICES, max(V.groups // SLICES, 1)
     CHUNKS, SUMS = SLICE // UNIT, sums_of(spec)
     UNITS = V.header_bytes // UNIT if spec.has_shifts else 0
@@ -180,8 +180,8 @@ def make_put_output(spec):
     """Make the function that writes a warp's quarter of the output to shared memory, float32,
     times a factor of columns g and g + 8 of each block."""
     V, BLOCKS, SUMS = spec.latent, spec.blocks, sums_of(spec)
-    IS_EXACT, IS_INT4, FACTOR = V.is_exact, is_nibbles(V), factor_of(V)
-    ODD = FACTOR / 16 if IS_INT4 else FACTOR
+    IS_EXACT, FACTOR = V.is_exact, factor_of(V)
+    ODD = V.pick(nibbles=FACTOR / 16, bytes=FACTOR, elements=FACTOR)
     GROUPS, OWN = max(V.groups // SLICES, 1), V.head_dim // SLICES
     COLUMN = 4 * (V.head_dim + 4)
     STEP = 16 // V.bits  # elements of a unit of 16 bits

@@ -50,7 +50,7 @@ from ..device.ptx import (
     unpack_four_e4m3,
     wait_copies,
 )
-from ..device.row_layout import UNIT, factor_of, is_nibbles, operand_of
+from ..device.row_layout import UNIT, factor_of, operand_of
 from ..device.warpgroup import BLOCK, LINE
 from .wide_spec import (
     BLOCKS,
@@ -170,7 +170,8 @@ def _make_expand_rows(spec, find, row_at):
     ROPE_HEADER = FIRST_HEADER + HEADERS  # of packed RoPE elements: 4 groups, one a lane
     AHEAD = PASSES if ALL <= 32 else 1  # passes whose rows wait in registers
     KEPT = ALL * AHEAD
-    IS_INT4, LEVEL, ROPE_LEVEL = is_nibbles(LATENT), LATENT.facts.levels, ROPE.facts.levels
+    LEVEL, ROPE_LEVEL = LATENT.facts.levels, ROPE.facts.levels
+    IS_INT4 = spec.orders[0] == "int4"
     FACTOR = 1.0 if spec.orders[0] == "as they are" else factor_of(LATENT)
     ROPE_FACTOR = factor_of(ROPE)
     TOP = _top_of(ROPE)

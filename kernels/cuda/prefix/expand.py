@@ -29,7 +29,7 @@ from ..device.ptx import (
     word_from_lane,
 )
 from ..device.row_copies import COPIES
-from ..device.row_layout import factor_of, is_nibbles, operand_of, prefix_of, staged_bytes, unit_of
+from ..device.row_layout import factor_of, operand_of, prefix_of, staged_bytes, unit_of
 
 PIECE = 16  # elements that a thread expands at a time
 PAGE = 16  # rows that lie in one page at least
@@ -157,7 +157,8 @@ def make_expand(fmt, stride, tokens, threads):
     """
     STEP, CODES, PIECES = staged_bytes(fmt), prefix_of(fmt), fmt.head_dim // PIECE
     HEADER, GROUP = prefix_of(fmt) - fmt.header_bytes, fmt.group_size
-    IS_INT4, IS_FP8 = is_nibbles(fmt), fmt.pick(e4m3=True, integers=False, elements=False)
+    IS_INT4 = fmt.pick(nibbles=True, bytes=False, elements=False)
+    IS_FP8 = fmt.pick(e4m3=True, integers=False, elements=False)
     WORDS, PER_WORD = (2, 8) if IS_INT4 else (4, 4)
     FACTOR, ALL = factor_of(fmt) if IS_FP8 else 1.0, tokens * PIECES
     low, high = HALVES[operand_of(fmt)]
