@@ -7,6 +7,7 @@ code for it. The others have a word that no place knows, and no place may take i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,7 @@ from kvquant.rows.quantize import (
 )
 from kvquant.vllm.rows import Settings
 
+ROOT = Path(__file__).parents[1]
 DIM, TOKENS = 64, 20
 STRANGE = [
     Codec("int3", 3, "planes", "integers", "pairs", FP16_MAX, 7.0),
@@ -295,3 +297,17 @@ def test_kernels_are_made_ready_for_known_codecs_only() -> None:
         else:
             kinds = {type(spec) for spec in found if codec.name in repr(spec)}
             assert kinds == ({AppendSpec, DecodeSpec} if codec is INT5 else set())
+
+
+# what is about one codec by its name: layouts of other projects, and rows without a kernel
+BY_NAME = {"calibrate.py": 1, "export.py": 5, "latent.py": 2, "spec.py": 1, "wide_spec.py": 1}
+
+
+def test_no_place_tells_codecs_apart_by_name() -> None:
+    found = {
+        path.name: count
+        for room in ("kvquant", "kernels", "calibration")
+        for path in sorted((ROOT / room).rglob("*.py"))
+        if (count := len(re.findall(r"\.codec (?:[=!]=|in|not in) ", path.read_text("utf-8"))))
+    }
+    assert found == BY_NAME, "read a fact of the codec, or pick by its words: kvquant/rows/codec.py"

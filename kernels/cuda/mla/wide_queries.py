@@ -18,6 +18,7 @@ from ..device.ptx import (
     store_shared_f32,
     store_shared_u32x4,
 )
+from ..device.row_layout import operand_of
 from ..device.warpgroup import BLOCK, LINE
 from .queries import norm_of
 from .wide_spec import BLOCKS, SHARES
@@ -36,7 +37,7 @@ def make_load_queries(spec):
     """Make the function that loads the queries of a block, and leaves the factor of the scores of
     each column in shared memory."""
     low, high = HALVES[spec.query]
-    AS_IT_IS = spec.codec == "bf16"
+    AS_IT_IS = operand_of(spec.latent) == "bf16"
     in_order, rope_in_order = map(_make_in_order, spec.orders)
     over_lanes = make_over_lanes(LANES)
 
