@@ -24,7 +24,8 @@ from kvquant.hf.models.configs import CacheLayers, cache_layers
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import FORMAT, LATENT_VERSION, VERSION, CachePlan
 from kvquant.rows.arguments import check_kind
-from kvquant.rows.format import FP8_DS_MLA, FP16_MAX, HEAD_DIMS, RowFormat
+from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
+from kvquant.rows.format import HEAD_DIMS, RowFormat
 from kvquant.rows.latent import LatentFormat
 
 from .basis_search import BASE_FORMAT, STEPS, Chosen, ObservableModel, choose

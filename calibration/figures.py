@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvquant.io.plan import CachePlan
-from kvquant.rows.format import EXACT_CODECS
+from kvquant.rows.codec import EXACT_CODECS
 
 INK, RULE = "#010203", "#040506"  # stand for --ink and --rule
 K_COLOUR, V_COLOUR = "#3b82c4", "#d9730d"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvquant.io.plan import CachePlan
-from kvquant.rows.format import EXACT_CODECS
+from kvquant.rows.codec import EXACT_CODECS
 from kvquant.text import count_text
 
 from .text_report import KL_LIMIT, KL_NOTICE

@@ -30,7 +30,7 @@ from numba.core.caching import NullCache
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
 
-from kvquant.rows import format as layout
+from kvquant.rows import codec, format
 
 from ..disk_cache import (
     cache_folder,
@@ -125,7 +125,8 @@ def _word(function: Any) -> str:
 def _surroundings() -> str:
     """Changes with what all kernels depend on: sources, processor, compilers."""
     digest = hashlib.sha256()
-    for path in [*sorted(Path(__file__).parent.rglob("*.py")), Path(layout.__file__)]:
+    of_rows = Path(codec.__file__), Path(format.__file__)
+    for path in [*sorted(Path(__file__).parent.rglob("*.py")), *of_rows]:
         digest.update(path.read_bytes())
     codegen = registry.cpu_target.target_context.codegen()
     versions = sys.version, numba.__version__, llvmlite.__version__, np.__version__

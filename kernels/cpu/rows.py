@@ -15,9 +15,8 @@ from llvmlite import ir
 from numba import types
 
 from kvquant.rows.arguments import address
-from kvquant.rows.format import E4M3_MAX, FP8_DS_MLA
 from kvquant.rows.latent import AnyFormat, LatentFormat
-from kvquant.rows.quantize import FP8_CODECS, LEAST_DS_SCALE
+from kvquant.rows.quantize import LEAST_DS_SCALE
 
 from .compile import compile_kernel
 from .parallel import run
@@ -45,7 +44,6 @@ from .simd import (
 from .values import RowReader, parse_spec, spec, widened_floats
 
 ROWS_PER_ITEM = 256
-LEVELS = {"int4": 15.0, "int8": 255.0}
 INPUTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 X, ROWS, NUM_ROWS, BAD = range(4)  # the arguments of both kernels
 
@@ -128,25 +126,25 @@ def store_half(emit, address, bits):
 @operation(types.void, literal, f32x16, f32x16, f32x16, types.int64)
 def pack(emit, format_spec, x, shift, inverse, address):
     """The codes of 16 elements, or the 16-bit elements, to a byte address."""
-    b, codec = emit.builder, parse_spec(format_spec).codec
-    ints = ir.VectorType(I32, LANES)
-    if codec == "fp16":
+    b, fmt = emit.builder, parse_spec(format_spec)
+    ints, numbers = ir.VectorType(I32, LANES), fmt.facts.numbers
+    if numbers == "fp16":
         emit.store(address, emit.to_half(x))
         return
-    if codec == "bf16":
+    if numbers == "bf16":
         bits = b.bitcast(x, ints)
         odd = b.and_(b.lshr(bits, emit.constant(16, I32)), emit.constant(1, I32))
         rounded = b.add(b.add(bits, emit.constant(0x7FFF, I32)), odd)
         half = b.lshr(rounded, emit.constant(16, I32))
         emit.store(address, b.trunc(half, ir.VectorType(I16, LANES)))
         return
-    scaled = b.fmul(b.fsub(x, shift), inverse)
-    if codec in FP8_CODECS:
-        emit.store(address, to_e4m3(emit, _clamp(emit, scaled, -E4M3_MAX, E4M3_MAX)))
+    scaled, levels = b.fmul(b.fsub(x, shift), inverse), fmt.facts.levels
+    if numbers == "e4m3":
+        emit.store(address, to_e4m3(emit, _clamp(emit, scaled, -levels, levels)))
         return
-    rounded = _clamp(emit, emit.call("llvm.rint", scaled), 0.0, LEVELS[codec])
+    rounded = _clamp(emit, emit.call("llvm.rint", scaled), 0.0, fmt.pick(integers=levels))
     codes = b.fptosi(rounded, ints)
-    if codec == "int4":  # a quadword holds an even and an odd code
+    if fmt.pick(nibbles=True, bytes=False):  # a quadword holds an even and an odd code
         pairs = b.bitcast(codes, ir.VectorType(I64, LANES // 2))
         pairs = b.or_(pairs, b.lshr(pairs, emit.constant(28, I64, LANES // 2)))
         emit.store(address, b.trunc(pairs, ir.VectorType(I8, LANES // 2)))
@@ -199,8 +197,9 @@ def choose_parameters(emit, format_spec, least, greatest, row, shifts, inverses)
     """
     b, fmt = emit.builder, parse_spec(format_spec)
     mn, mx = emit.load(least, F32), emit.load(greatest, F32)
-    if fmt.codec == FP8_DS_MLA:
-        scale = b.fdiv(emit.call("llvm.maxnum", mx, b.fneg(mn)), emit.constant(E4M3_MAX))
+    levels = fmt.facts.levels
+    if fmt.pick(scales=True, pairs=False):
+        scale = b.fdiv(emit.call("llvm.maxnum", mx, b.fneg(mn)), emit.constant(levels))
         scale = emit.call("llvm.maxnum", scale, emit.constant(float(np.float32(LEAST_DS_SCALE))))
         scale = _power_up(emit, scale)
         first = ir.Constant(ir.VectorType(I32, fmt.groups), list(range(fmt.groups)))
@@ -208,16 +207,17 @@ def choose_parameters(emit, format_spec, least, greatest, row, shifts, inverses)
         emit.store(shifts, emit.constant(0.0))
         emit.store(inverses, b.fdiv(emit.constant(1.0), scale))
         return
-    if fmt.codec == "fp8":
+    is_centered = fmt.pick(integers=False, e4m3=True)
+    if is_centered:
         half = emit.constant(0.5)
         shift_bits = emit.to_half(b.fadd(b.fmul(mn, half), b.fmul(mx, half)))
     else:
         shift_bits = _half_down(emit, mn)
     shift_bits, shift = _without_negative_zero(emit, shift_bits)
     reach = b.fsub(mx, shift)
-    if fmt.codec == "fp8":
+    if is_centered:
         reach = emit.call("llvm.maxnum", reach, b.fsub(shift, mn))
-    step = emit.constant(float(np.float32(1 / LEVELS.get(fmt.codec, E4M3_MAX))))
+    step = emit.constant(float(np.float32(1 / levels)))
     scale_bits, scale = _without_negative_zero(emit, _half_up(emit, b.fmul(reach, step)))
     is_zero = b.fcmp_ordered("==", scale, emit.constant(0.0))
     inverse = b.select(is_zero, emit.constant(0.0), b.fdiv(emit.constant(1.0), scale))
@@ -269,11 +269,14 @@ def make_quantize_kernel(format_spec, dtype):
     element_bytes = 4 if dtype == "float32" else 2
     max_abs = fmt.max_abs
     is_exact = fmt.is_exact
-    nan = np.uint16(0x7FC0 if fmt.codec in ("bf16", FP8_DS_MLA) else 0x7E00)
-    # what is NaN in a row that cannot be held: all of it, or its parameters
-    nan_at, nan_end, nan_step = 0, row_bytes if is_exact else fmt.header_bytes, 2
-    if fmt.codec == FP8_DS_MLA:  # the upper halves of float32
-        nan_at, nan_end, nan_step = fmt.code_bytes + 2, row_bytes, 4
+    # what is NaN in a row that cannot be held: all of it, or its parameters; of float32 ones the
+    # upper halves
+    nan = np.uint16(fmt.pick(bf16=0x7FC0, fp16=0x7E00, pairs=0x7E00, scales=0x7FC0))
+    nan_at, nan_end, nan_step = fmt.pick(
+        none=(0, row_bytes, 2),
+        pairs=(0, fmt.header_bytes, 2),
+        scales=(fmt.code_bytes + 2, row_bytes, 4),
+    )
     whole_chunks = group_size % LANES == 0
 
     def quantize_kernel(args, item):

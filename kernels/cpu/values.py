@@ -15,9 +15,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kvquant.rows.format import FP8_DS_MLA, RowFormat
+from kvquant.rows.format import RowFormat
 from kvquant.rows.latent import LatentFormat, parts_of
-from kvquant.rows.quantize import FP8_CODECS
 
 from .simd import F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
 
@@ -63,7 +62,7 @@ class RowReader:
         emit, fmt = self.emit, self.fmt
         if fmt.is_exact:
             return
-        if fmt.codec == FP8_DS_MLA:
+        if fmt.pick(scales=True, pairs=False):
             scales = emit.load(emit.at(row, fmt.code_bytes), F32, fmt.groups)
             zeros = emit.constant(0.0, F32, fmt.groups)
             lanes = [
@@ -75,9 +74,9 @@ class RowReader:
             floats = emit.builder.shuffle_vector(scales, zeros, pairs)
         else:
             floats = emit.from_half(emit.load(row, I16, 2 * fmt.groups))
-        if fmt.codec == "fp8":  # see unpack
-            factors = [ir.Constant(F32, factor) for factor in (256.0, 1.0) * fmt.groups]
-            floats = emit.builder.fmul(floats, ir.Constant(floats.type, factors))
+            if fmt.pick(integers=False, e4m3=True):  # see unpack
+                factors = [ir.Constant(F32, factor) for factor in (256.0, 1.0) * fmt.groups]
+                floats = emit.builder.fmul(floats, ir.Constant(floats.type, factors))
         if fmt.group_size % LANES == 0:
             emit.store(params, floats)
             return
@@ -115,27 +114,28 @@ class RowReader:
         scale has the factor 2**8. Sign-extended to 16 bits and shifted, the byte brings its sign
         along, at bits 15 and 14.
         """
-        emit, b = self.emit, self.emit.builder
-        floats = ir.VectorType(F32, LANES)
-        if self.fmt.codec == "int4":
-            wide = b.zext(emit.load(address, I8, LANES // 2), ir.VectorType(I64, LANES // 2))
-            pairs = b.or_(wide, b.shl(wide, emit.constant(28, I64, LANES // 2)))
-            pairs = b.and_(pairs, emit.constant(0x0000000F_0000000F, I64, LANES // 2))
-            return b.sitofp(b.bitcast(pairs, ir.VectorType(I32, LANES)), floats)
-        if self.fmt.codec == "int8":
-            return b.sitofp(b.zext(emit.load(address, I8), ir.VectorType(I32, LANES)), floats)
-        if self.fmt.codec in FP8_CODECS:
+        emit, b, fmt = self.emit, self.emit.builder, self.fmt
+        floats, numbers = ir.VectorType(F32, LANES), fmt.facts.numbers
+        if numbers == "fp16":
+            return emit.from_half(emit.load(address, I16))
+        if numbers == "bf16":
+            wide = b.zext(emit.load(address, I16), ir.VectorType(I32, LANES))
+            return b.bitcast(b.shl(wide, emit.constant(16, I32)), floats)
+        if numbers == "e4m3":
             wide = b.sext(emit.load(address, I8), ir.VectorType(I16, LANES))
             half = b.and_(b.shl(wide, emit.constant(7, I16)), emit.constant(0xBF80, I16))
             magnitude = b.and_(wide, emit.constant(0x7F, I16))
             is_nan = b.icmp_unsigned("==", magnitude, emit.constant(0x7F, I16))
             floats = emit.from_half(b.select(is_nan, emit.constant(0x7E00, I16), half))
             # a float32 scale may have no room for the factor
-            return floats if self.fmt.codec == "fp8" else b.fmul(floats, emit.constant(256.0))
-        if self.fmt.codec == "bf16":
-            wide = b.zext(emit.load(address, I16), ir.VectorType(I32, LANES))
-            return b.bitcast(b.shl(wide, emit.constant(16, I32)), floats)
-        return emit.from_half(emit.load(address, I16))
+            has_factor = fmt.pick(pairs=True, scales=False)
+            return floats if has_factor else b.fmul(floats, emit.constant(256.0))
+        if fmt.pick(integers=fmt.pick(nibbles=True, bytes=False)):
+            wide = b.zext(emit.load(address, I8, LANES // 2), ir.VectorType(I64, LANES // 2))
+            pairs = b.or_(wide, b.shl(wide, emit.constant(28, I64, LANES // 2)))
+            pairs = b.and_(pairs, emit.constant(0x0000000F_0000000F, I64, LANES // 2))
+            return b.sitofp(b.bitcast(pairs, ir.VectorType(I32, LANES)), floats)
+        return b.sitofp(b.zext(emit.load(address, I8), ir.VectorType(I32, LANES)), floats)
 
 
 def tokens_per_block(heads):

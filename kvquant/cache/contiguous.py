@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from .. import debug
-from ..errors import ConfigError, ShapeError, shown
+from ..errors import ConfigError, ShapeError
 from ..ops.attention import State, attend_segments
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_size, check_tensors
 from ..rows.basis import LayerBasis
-from ..rows.format import EXACT_CODECS, RowFormat, check_head_dims
+from ..rows.codec import check_exact_format
+from ..rows.format import RowFormat, check_head_dims
 from ..rows.quantize import check_dtype
 from ..rows.segment import Segment
 from ..rows.variant import AttentionVariant
@@ -152,10 +153,7 @@ class KVCache:
         sink_len = check_size("sink_len", sink_len)
         recent_len = check_size("recent_len", recent_len)
         rollback_len = check_size("rollback_len", rollback_len)
-        if exact_format not in EXACT_CODECS:
-            raise ConfigError(
-                f"exact_format {shown(exact_format)} does not exist: use 'bf16' or 'fp16'"
-            )
+        check_exact_format(exact_format)
         k_formats = per_layer("k_format", k_format, num_layers, head_dim)
         v_formats = per_layer("v_format", v_format, num_layers, head_dim)
         self._check_formats(*k_formats, *v_formats)

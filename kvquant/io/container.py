@@ -17,8 +17,8 @@ import msgspec
 import torch
 
 from ..errors import CheckpointError
-from ..rows.format import FP8_DS_MLA, RowFormat
-from ..rows.quantize import FP8_CODECS, dequantize, parameters
+from ..rows.format import RowFormat
+from ..rows.quantize import dequantize, parameters
 from ..version import __version__
 from .atomic import as_path
 from .manifest import CacheManifest, Manifest, Part, SequencesManifest
@@ -28,8 +28,7 @@ from .tensor_files import MAX_HEADER_BYTES, SafetensorsFile, naming, open_file, 
 
 ATTEMPTS = 100  # to open a cache whose files are replaced all the time
 _PLAN = "kvquant"  # the entry of metadata that makes a file a plan
-_SAFE_SCALE = 2.0**119  # of FP8_DS_MLA: 448 times it is finite
-_INFINITE = {"bf16": 0x7F80, "fp16": 0x7C00}  # Inf as bits; NaN lies above
+_SAFE_SCALE = 2.0**119  # of FlashMLA's rows: 448 times it is finite
 
 M = TypeVar("M", bound=Manifest)
 
@@ -257,9 +256,10 @@ def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
     if not rows.numel():
         return
     codes = rows[..., fmt.code_offset :][..., : fmt.code_bytes]
-    if fmt.codec in FP8_CODECS and bool((is_nan := (codes & 0x7F) == 0x7F).any()):
+    has_nan = fmt.pick(e4m3=True, integers=False, bf16=False, fp16=False)
+    if has_nan and bool((is_nan := (codes & 0x7F) == 0x7F).any()):
         _refuse(is_nan, part, start, "a code is NaN")
-    if fmt.codec == FP8_DS_MLA:
+    if fmt.pick(scales=True, pairs=False, none=False):
         scales, _ = parameters(rows, fmt)
         bad = ~((scales > 0) & scales.isfinite())
         bad &= (rows != 0).any(-1, keepdim=True)  # zeros stand behind the last row in use of a page
@@ -271,7 +271,8 @@ def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
     header = rows if fmt.is_exact else rows[..., : fmt.header_bytes]
     bits = header.contiguous().view(torch.int16)  # isfinite() is ten times slower
     sizes = bits & 0x7FFF
-    largest, infinite = int(sizes.max()), _INFINITE["bf16" if fmt.codec == "bf16" else "fp16"]
+    # Inf as bits; NaN lies above
+    largest, infinite = int(sizes.max()), fmt.pick(bf16=0x7F80, fp16=0x7C00, pairs=0x7C00)
     if fmt.is_exact:
         if largest >= infinite:
             _refuse(sizes >= infinite, part, start, "a value is NaN or infinite")

@@ -50,7 +50,8 @@ from ..cache.latent import LatentKVCache
 from ..errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
 from ..ops.quantize import dequantize_rows, quantize_rows
 from ..rows.arguments import check_kind, check_size
-from ..rows.format import FP8_DS_MLA, FP16_MAX, HEAD_DIMS, RowFormat
+from ..rows.codec import FP8_DS_MLA, FP16_MAX
+from ..rows.format import HEAD_DIMS, RowFormat
 from ..rows.latent import LatentFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, exact_codec, is_nan_row
 from .atomic import as_path

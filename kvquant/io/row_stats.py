@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..ops.quantize import dequantize_rows
+from ..rows.codec import CODECS, Codec
 from ..rows.format import RowFormat
-from ..rows.quantize import LEVELS, parameters
+from ..rows.quantize import parameters
 from ..text import spans
 from .export import MAX_SCALE
 
@@ -111,7 +112,7 @@ def warnings(layers: Layers, model: object, sides: tuple[str, str]) -> list[str]
             lambda side, s: s["scale"] is not None and _range(s) > _MAX_RANGE * middle[side]
         ),
         f"scales over {MAX_SCALE['int4']:.1f}, which FBGEMM and xFormers cannot read": (
-            lambda _, s: s["format"].startswith("int4") and scale(s, "max") > MAX_SCALE["int4"]
+            lambda _, s: _codec(s).name == "int4" and scale(s, "max") > MAX_SCALE["int4"]
         ),
         "scales of 0: groups whose elements are all alike": (lambda _, s: scale(s, "zeros") > 0),
         "subnormal scales, which hold fewer digits: the values are tiny": (
@@ -147,12 +148,17 @@ def _describe_packed(rows: torch.Tensor, fmt: RowFormat) -> dict[str, Any]:
         deviation = values.std(0).median().item()
         if deviation > 1e-30:
             found["offset"] = values.mean(0).abs().max().item() / deviation
-            if fmt.codec in LEVELS:
+            if fmt.facts.is_integer:
                 found["step"] = scales.square().mean().sqrt().item() / deviation
     return found
 
 
 def _range(side: dict[str, Any]) -> float:
     """The typical range of a group's elements."""
-    codes = LEVELS.get(side["format"].split("-")[0], 896.0)  # FP8: from -448 to 448
-    return float(side["scale"]["median"]) * codes
+    codec = _codec(side)
+    times = codec.pick(integers=1.0, e4m3=2.0)  # E4M3: from -448 to 448
+    return float(side["scale"]["median"]) * codec.levels * times
+
+
+def _codec(side: dict[str, Any]) -> Codec:
+    return CODECS[side["format"].partition("-")[0]]

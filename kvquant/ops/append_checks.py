@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError, shown
+from ..errors import ConfigError, DeviceError, ShapeError
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import address, check_flag, check_kind, check_readable, check_tensors
 from ..rows.basis import Basis, Encoding
-from ..rows.format import EXACT_CODECS, RowFormat
+from ..rows.codec import check_exact_format
+from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat
 from ..rows.quantize import FLOAT_DTYPES, check_rows
 from ..rows.rotation import Rope
@@ -299,8 +300,7 @@ def _check_pages(name: str, rows: torch.Tensor, fmt: AnyFormat) -> None:
 
 def _check_exact(k: Side, v: Side, slots: Slots, codec: str, num_kv_heads: int) -> None:
     """The 16-bit rows and their slots: all or none."""
-    if codec not in EXACT_CODECS:
-        raise ConfigError(f"exact_format {shown(codec)} does not exist: use 'bf16' or 'fp16'")
+    check_exact_format(codec)
     has_slots = slots.exact is not None and slots.evicted is not None
     if k.exact_rows is not None and v.exact_rows is not None and has_slots:
         _check_pages("exact_k", k.exact_rows, RowFormat.parse(codec, k.fmt.head_dim))

@@ -13,7 +13,6 @@ from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat
 from ..rows.quantize import (
     FLOAT_DTYPES,
-    LEVELS,
     check_dtype,
     check_format,
     check_rows,
@@ -21,6 +20,7 @@ from ..rows.quantize import (
     dequantize,
     format_of,
     non_finite,
+    pack,
     quantize,
     round_with_feedback,
 )
@@ -158,7 +158,7 @@ def quantize_calibrated(
         UnsupportedError: feedback on CUDA without the cuda extra, or on too old a GPU.
     """
     _check_calibrated(x, clip, feedback)
-    if fmt.codec not in LEVELS or (clip is None and feedback is None) or not x.numel():
+    if not fmt.facts.is_integer or (clip is None and feedback is None) or not x.numel():
         return quantize_rows(x, fmt, check=False, backend=backend)
     backend = kernels_for(x, backend)
     if feedback is not None and backend == "cuda":
@@ -175,16 +175,14 @@ def quantize_calibrated(
         return rows
     params = rows[..., : fmt.header_bytes].contiguous().view(torch.float16).float()
     params = params.unflatten(-1, (fmt.groups, 2))
-    levels = LEVELS[fmt.codec]
+    levels = fmt.facts.levels
     if backend == "cpu":
         from ..kernels.cpu.feedback import round_with_feedback as round_on_cpu
 
         codes = round_on_cpu(x, params, feedback, levels)
     else:
         codes = round_with_feedback(x, params, feedback, levels)
-    codes = codes.nan_to_num().to(torch.uint8)
-    if fmt.codec == "int4":
-        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    codes = pack(codes.nan_to_num().to(torch.uint8), fmt)
     is_nan = params[..., :1, 0].isnan()
     rows[..., fmt.header_bytes :] = torch.where(is_nan, 0, codes)
     return rows

@@ -26,7 +26,8 @@ from ..cache.memory import check_room
 from ..errors import ConfigError, NonFiniteError, shown
 from ..rows.arguments import check_device, check_flag, check_size
 from ..rows.basis import LayerBasis
-from ..rows.format import EXACT_CODECS, RowFormat, check_head_dims
+from ..rows.codec import check_exact_format
+from ..rows.format import RowFormat, check_head_dims
 from ..rows.quantize import check_dtype
 from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
@@ -145,10 +146,7 @@ class PagedKVCache(NotCopied):
         page_size = check_size("page_size", page_size)
         if page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size {shown(page_size)} does not exist: use 16, 32, 64 or 128")
-        if exact_format not in EXACT_CODECS:
-            raise ConfigError(
-                f"exact_format {shown(exact_format)} does not exist: use 'bf16' or 'fp16'"
-            )
+        check_exact_format(exact_format)
         self.sink_len = check_size("sink_len", sink_len)
         self.recent_len = check_size("recent_len", recent_len)
         split = Split.of(self.sink_len, self.recent_len, page_size, max_seq_len)

@@ -13,8 +13,9 @@ A row holds one token of one KV head. A quantized row starts with its parameters
 
 Numbers are little endian. INT4 packs two codes a byte, the even element in the low nibble; INT8
 codes are unsigned bytes; FP8 codes are E4M3 (finite, NaN but no Inf). 16-bit rows (bf16, fp16) have
-no header: the elements stand as they are. The INT4 layout is that of FBGEMM's and xFormers' INT4 KV
-caches, the FP8 layout with one group that of FBGEMM's per-token in-row FP8.
+no header: the elements stand as they are. The table of all this is in codec.py. The INT4 layout is
+that of FBGEMM's and xFormers' INT4 KV caches, the FP8 layout with one group that of FBGEMM's
+per-token in-row FP8.
 
 Rows of 512 and 32 elements are parts of latent rows (latent.py), and so is FP8_DS_MLA, the one
 codec whose codes come first: 512 E4M3 codes, then 4 float32 scales without shifts.
@@ -28,17 +29,11 @@ from functools import cached_property, lru_cache
 from numbers import Integral
 
 from ..errors import ConfigError, shown
+from .codec import CODECS, EXACT_CODECS, Codec, T, codec_names, one_of
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 ROW_DIMS = (32, *HEAD_DIMS, 512)  # the others are parts of latent rows
 GROUPS = (1, 2, 4, 8)
-BITS = {"int4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp16": 16}
-EXACT_CODECS = ("bf16", "fp16")
-FP8_DS_MLA = "fp8_ds_mla"  # vLLM's name of it; the latents of FlashMLA's FP8 rows
-FP16_MAX = 65504.0
-BF16_MAX = 3.3895313892515355e38
-E4M3_MAX = 448.0
-FP8_DS_MLA_MAX = 240 * 2.0**120  # the next code would be 256, and 2**128 is Inf
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,7 @@ class RowFormat:
             rows, 4 for "fp8_ds_mla".
         head_dim: elements in a row: 64, 80, 96, 112, 128, 192 or 256; 32 and 512 as parts of latent
             rows.
+        facts: what the table of codecs says of the codec.
 
     Raises:
         ConfigError: a codec, a number of groups or a head_dim that does not exist.
@@ -65,29 +61,33 @@ class RowFormat:
     codec: str
     groups: int
     head_dim: int
+    facts: Codec = field(init=False, repr=False, compare=False)
     _name: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._check()
-        has_groups = self.groups > 1 and self.codec in BITS
+        object.__setattr__(self, "facts", self._checked())
+        has_groups = self.groups > 1 and self.facts.only is None
         # kept: torch.compile takes numbers that change between calls for symbols, which no text can
         # be made of
         name = f"{self.codec}-g{self.groups}" if has_groups else self.codec
         object.__setattr__(self, "_name", name)
 
-    def _check(self) -> None:
-        if self.codec == FP8_DS_MLA and (self.groups, self.head_dim) == (4, 512):
-            return
-        if not isinstance(self.codec, str) or self.codec not in BITS:
-            raise ConfigError(f"codec {shown(self.codec)} does not exist: use {one_of(BITS)}")
+    def _checked(self) -> Codec:
+        codec = CODECS.get(self.codec) if isinstance(self.codec, str) else None
+        if codec is not None and codec.only == (self.groups, self.head_dim):
+            return codec
+        if codec is None or codec.only is not None:
+            names = one_of(codec_names())
+            raise ConfigError(f"codec {shown(self.codec)} does not exist: use {names}")
         if type(self.head_dim) is not int or self.head_dim not in ROW_DIMS:
             raise ConfigError(
                 f"head_dim {shown(self.head_dim)} is not supported: use {one_of(HEAD_DIMS)}"
             )
         if type(self.groups) is not int or self.groups not in GROUPS:
             raise ConfigError(f"groups {shown(self.groups)} is not supported: use {one_of(GROUPS)}")
-        if self.is_exact and self.groups != 1:
+        if codec.header == "none" and self.groups != 1:
             raise ConfigError(f"{self.codec} rows have no groups: use {self.codec!r}")
+        return codec
 
     @classmethod
     def parse(cls, name: str | RowFormat, head_dim: int) -> RowFormat:
@@ -128,12 +128,16 @@ class RowFormat:
     @property
     def is_exact(self) -> bool:
         """Whether rows hold the 16-bit elements themselves, without codes."""
-        return self.codec in EXACT_CODECS
+        return self.facts.header == "none"
+
+    def pick(self, **choices: T) -> T:
+        """The choice for the codec, as Codec.pick."""
+        return self.facts.pick(**choices)
 
     @property
     def bits(self) -> int:
         """Bits of one code."""
-        return BITS.get(self.codec, 8)
+        return self.facts.bits
 
     @property
     def group_size(self) -> int:
@@ -143,12 +147,12 @@ class RowFormat:
     @property
     def header_bytes(self) -> int:
         """Bytes of all scales and shifts, which come first; but see code_offset."""
-        return 0 if self.is_exact else 4 * self.groups
+        return self.pick(pairs=4 * self.groups, scales=4 * self.groups, none=0)
 
     @property
     def code_offset(self) -> int:
         """The first byte of the codes."""
-        return 0 if self.codec == FP8_DS_MLA else self.header_bytes
+        return self.pick(pairs=self.header_bytes, scales=0, none=0)
 
     @property
     def code_bytes(self) -> int:
@@ -173,9 +177,7 @@ class RowFormat:
     @property
     def max_abs(self) -> float:
         """The largest magnitude that the format can hold: what fp16 or bf16 can, or nearly."""
-        if self.codec == FP8_DS_MLA:
-            return FP8_DS_MLA_MAX
-        return BF16_MAX if self.codec == "bf16" else FP16_MAX
+        return self.facts.max_abs
 
     @cached_property
     def _hash(self) -> int:
@@ -184,17 +186,18 @@ class RowFormat:
 
 NAMES = tuple(  # that RowFormat.parse takes
     codec if groups == 1 else f"{codec}-g{groups}"
-    for codec in BITS
+    for codec in codec_names()
     for groups in (GROUPS[:1] if codec in EXACT_CODECS else GROUPS)
 )
 
 
 @lru_cache(maxsize=4096, typed=True)  # typed: 128.0 is refused even after 128
 def _parse(name: str, head_dim: int) -> RowFormat:
-    if name == FP8_DS_MLA and head_dim == 512:
-        return RowFormat(name, 4, head_dim)
+    known = CODECS.get(name)
+    if known is not None and known.only is not None and known.only[1] == head_dim:
+        return RowFormat(name, *known.only)
     codec, dash, groups = name.partition("-g")
-    if codec in BITS and (not dash or re.fullmatch("0|[1-9][0-9]?", groups)):
+    if codec in codec_names() and (not dash or re.fullmatch("0|[1-9][0-9]?", groups)):
         return RowFormat(codec, int(groups) if dash else 1, head_dim)
     if "+" in name:
         raise ConfigError(
@@ -202,7 +205,7 @@ def _parse(name: str, head_dim: int) -> RowFormat:
             "of K, of V or of one part (int4-g4)"
         )
     raise ConfigError(
-        f"format {shown(name)} does not exist: use {one_of(BITS)}, "
+        f"format {shown(name)} does not exist: use {one_of(codec_names())}, "
         "with -g2, -g4 or -g8 for groups (int4-g4)"
     )
 
@@ -216,9 +219,3 @@ def check_head_dims(*formats: RowFormat) -> None:
                 f"{one_of(HEAD_DIMS)}; for latent rows there are mla_decode_attention, "
                 "LatentKVCache and LatentPagedKVCache"
             )
-
-
-def one_of(choices: object) -> str:
-    """Words to choose from: "a, b or c"."""
-    words = [str(choice) for choice in choices]  # type: ignore[attr-defined]
-    return ", ".join(words[:-1]) + f" or {words[-1]}"

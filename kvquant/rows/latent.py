@@ -26,7 +26,8 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from ..errors import ConfigError, shown
-from .format import FP8_DS_MLA, RowFormat, one_of
+from .codec import FP8_DS_MLA, one_of
+from .format import RowFormat
 
 LATENT_DIMS = (512, 256)
 ROPE_DIMS = (64, 32)

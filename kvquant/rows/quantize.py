@@ -59,13 +59,11 @@ import torch
 
 from ..errors import ConfigError, NonFiniteError, ShapeError, shown
 from .arguments import check_readable
-from .format import E4M3_MAX, FP8_DS_MLA, NAMES, ROW_DIMS, RowFormat
+from .format import NAMES, ROW_DIMS, RowFormat
 from .latent import AnyFormat, LatentFormat
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LEVELS = {"int4": 15.0, "int8": 255.0}
-FP8_CODECS = ("fp8", FP8_DS_MLA)
 _FORMATS = [RowFormat.parse(name, head_dim) for name in NAMES for head_dim in ROW_DIMS]
 # by short name and bytes of a row; torch.compile can look here, and make no format
 _OF_LENGTH = {(str(fmt), fmt.row_bytes): fmt for fmt in _FORMATS}
@@ -97,27 +95,27 @@ def quantize(x: torch.Tensor, fmt: AnyFormat) -> tuple[torch.Tensor, torch.Tenso
     empty = grouped[..., :1]  # without elements aminmax fails
     mn, mx = grouped.aminmax(dim=-1, keepdim=True) if grouped.numel() else (empty, empty)
     # + 0.0 turns -0.0, which min and max may or may not return where both zeros occur, into 0.0
-    if fmt.codec == FP8_DS_MLA:
+    levels, has_shifts = fmt.facts.levels, fmt.pick(pairs=True, scales=False)
+    is_e4m3 = fmt.pick(e4m3=True, integers=False)
+    if not has_shifts:
         shift = torch.zeros_like(mn)
-        scale = _power_up((torch.maximum(mx, -mn) / E4M3_MAX).clamp(min=LEAST_DS_SCALE))
-    elif fmt.codec == "fp8":
+        scale = _power_up((torch.maximum(mx, -mn) / levels).clamp(min=LEAST_DS_SCALE))
+    elif is_e4m3:
         shift = (mn * 0.5 + mx * 0.5).half() + 0.0
         radius = torch.maximum(mx - shift.float(), shift.float() - mn)
-        scale = _half_up(radius * (1 / E4M3_MAX)) + 0.0
+        scale = _half_up(radius * (1 / levels)) + 0.0
     else:
         shift = _half_down(mn) + 0.0
-        scale = _half_up((mx - shift.float()) * (1 / LEVELS[fmt.codec])) + 0.0
+        scale = _half_up((mx - shift.float()) * (1 / levels)) + 0.0
     inverse = torch.where(scale == 0, 0.0, scale.float().reciprocal())
     scaled = (grouped - shift.float()) * inverse
-    if fmt.codec in FP8_CODECS:
-        codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    if is_e4m3:
+        codes = scaled.clamp(-levels, levels).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
-        codes = scaled.round().clamp(0, LEVELS[fmt.codec]).to(torch.uint8)
-    codes = codes.flatten(-2)
-    if fmt.codec == "int4":
-        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+        codes = scaled.round().clamp(0, levels).to(torch.uint8)
+    codes = pack(codes.flatten(-2), fmt)
 
-    if fmt.codec == FP8_DS_MLA:
+    if not has_shifts:
         scale = torch.where(holdable, scale[..., 0], float("nan")).contiguous()
         return torch.cat([codes, scale.view(torch.uint8)], dim=-1), holdable.all()
     with full_precision(x):  # torch.autocast cannot put fp16 together on the CPU
@@ -135,23 +133,29 @@ def dequantize(rows: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
         return _viewed(rows, EXACT_DTYPES[fmt.codec]).float()
     scale, shift = (params[..., None] for params in parameters(rows, fmt))
     codes = rows[..., fmt.code_offset :][..., : fmt.code_bytes]
-    if fmt.codec == "int4":
+    if fmt.pick(nibbles=True, bytes=False):
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    if fmt.codec in FP8_CODECS:
-        numbers = codes.contiguous().view(torch.float8_e4m3fn).float()
-    else:
-        numbers = codes.float()
+    if fmt.pick(e4m3=True, integers=False):
+        codes = codes.contiguous().view(torch.float8_e4m3fn)
+    numbers = codes.float()
     numbers = numbers.reshape(*rows.shape[:-1], fmt.groups, fmt.group_size)
     return (numbers * scale + shift).flatten(-2)
 
 
 def parameters(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales and shifts of quantized rows [..., row_bytes]: [..., groups] each, float32."""
-    if fmt.codec == FP8_DS_MLA:
+    if fmt.pick(pairs=False, scales=True):
         scale = _viewed(rows[..., fmt.code_bytes :], torch.float32)
         return scale, torch.zeros_like(scale)
     params = _viewed(rows[..., : fmt.header_bytes], torch.float16).float()
     return params[..., 0::2], params[..., 1::2]
+
+
+def pack(codes: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    """The bytes of codes [..., head_dim], uint8: [..., code_bytes]."""
+    if fmt.pick(nibbles=True, bytes=False):
+        return codes[..., 0::2] | codes[..., 1::2] << 4
+    return codes
 
 
 def _viewed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -306,15 +310,13 @@ def is_nan_row(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
     Returns:
         [...], bool.
     """
-    dtype = EXACT_DTYPES.get(fmt.codec, torch.float16)
-    if fmt.codec == FP8_DS_MLA:
-        dtype = torch.float32
+    dtype = fmt.pick(pairs=torch.float16, scales=torch.float32, **EXACT_DTYPES)
     return _viewed(rows[..., nan_bytes(fmt)], dtype).isnan()[..., 0]
 
 
 def nan_bytes(fmt: RowFormat) -> slice:
     """Which bytes of a row is_nan_row looks at; it takes rows of these alone, too."""
-    return slice(-4, None) if fmt.codec == FP8_DS_MLA else slice(2)
+    return fmt.pick(pairs=slice(2), scales=slice(-4, None), none=slice(2))
 
 
 def exact_codec(dtype: torch.dtype | None) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
-from kvquant.rows.format import BF16_MAX, FP16_MAX
+from kvquant.rows.codec import BF16_MAX, FP16_MAX
 
 CODECS = ("int4", "int8", "fp8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvquant import RowFormat
 from kvquant.rows import quantize as reference
-from kvquant.rows.format import FP8_DS_MLA, FP16_MAX, GROUPS, HEAD_DIMS, ROW_DIMS
+from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
+from kvquant.rows.format import GROUPS, HEAD_DIMS, ROW_DIMS
 from kvquant.rows.quantize import dequantize
 
 CODECS = ("int4", "int8", "fp8")

@@ -14,20 +14,15 @@ serves twice as many sums; in which order they are added up does not change.
 
 from numba import cuda, float32, int32, uint32, uint64
 
+from ..device.codes import HALVES, PACK
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
-    high_bf16,
-    high_f16,
     load_global_f32,
     load_shared_f32,
     load_shared_f32x4,
     load_written_f32,
     load_written_u32,
-    low_bf16,
-    low_f16,
     multiply_add,
-    pack_bf16,
-    pack_f16,
     shared_address,
     shfl_xor,
     store_global_f32,
@@ -48,12 +43,11 @@ def make_affine_kernel(spec):
     AHEAD = PRODUCT and WIDTH > 1  # such blocks go on with more rows; others do seldom
     PARTS, SUMS = PART * WIDTH, WARPS * WIDTH  # floats of a lane
     LOADS = -(-WORDS // 32)  # words of a lane, where warps lanes have the same word of each row
-    BF16 = spec.source == "bf16"
     starts = range(0, PART, UNROLLED // WIDTH)
     load_part = in_turn([make_load_part(spec, i) for i in starts])
     add_products = in_turn([make_products(spec, i) for i in starts])
     inside = make_inside(spec)
-    low, high, pack = (low_bf16, high_bf16, pack_bf16) if BF16 else (low_f16, high_f16, pack_f16)
+    pack, (low, high) = PACK[spec.source], HALVES[spec.source]
 
     @device_function
     def place_of(start, last, kv_head, ratio, ratio_factor, ratio_shift):

@@ -191,9 +191,9 @@ def make_prepare(spec):
     OLD_NAN = NANS[spec.exact or "bf16"]
     transform = make_transform(spec, Side(FMT), spec.rotary_dim, swizzled=False)
     rotate = make_rotate(HEAD_DIM)
-    measure, parameters = make_measure(FMT, LANES, spec.clip), make_parameters(FMT.codec)
+    measure, parameters = make_measure(FMT, LANES, spec.clip), make_parameters(FMT)
     round_to_16_bits = make_round(RowFormat(spec.exact or "bf16", 1, HEAD_DIM), LANES)
-    load_old, widen = make_load_old(HEAD_DIM), make_widen(spec.exact)
+    load_old, widen = make_load_old(HEAD_DIM), make_widen(spec.exact or "bf16")
 
     @device_function
     def put_exact(words, part, exact_target, to_exact):

@@ -39,7 +39,8 @@ from ..device.ptx import (
     subtract,
     wait_copies,
 )
-from ..device.quantize import LEVELS, ROUNDER, ROUNDER_BITS, piece_of
+from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of
+from ..device.row_layout import codes_per_word
 from .spec import TILE
 
 wait_for_all = wait_copies[0]
@@ -219,8 +220,8 @@ def make_within(fmt, i, stride):
     """Make the function that rounds the elements of a tile from the i-th on."""
     if i == TILE:
         return _nothing
-    BITS, MOST, PIECE = fmt.bits, LEVELS[fmt.codec], piece_of(fmt)
-    PER_WORD, LAST, PLACE = 32 // BITS, i // 4 * 4, i // PIECE
+    BITS, MOST, PIECE = fmt.bits, fmt.pick(integers=fmt.facts.levels), piece_of(fmt)
+    PER_WORD, LAST, PLACE = codes_per_word(fmt), i // 4 * 4, i // PIECE
     rest = make_within(fmt, i + 1, stride)
 
     @device_function

@@ -217,7 +217,7 @@ def make_put_row(spec, side):
     quantize = make_quantize(FMT, LANES, spec.converts_fp8, side.clip)
     store = make_store(FMT.row_bytes, LANES, unit_of(FMT), False)
     store_exact = make_store(EXACT_BYTES, LANES, UNIT, False)
-    widen = make_widen(spec.exact)
+    widen = make_widen(spec.exact or "bf16")
 
     @device_function
     def put_packed(x, ratio, lanes, to_packed, target, counts, bad):

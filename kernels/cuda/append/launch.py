@@ -20,7 +20,6 @@ import torch
 
 from kvquant.rows.basis import Encoding, Queries, transform_rows
 from kvquant.rows.format import RowFormat
-from kvquant.rows.quantize import FP8_CODECS, LEVELS
 from kvquant.rows.rotation import Rope
 from kvquant.rows.slots import Slots
 
@@ -249,7 +248,7 @@ def append_calibrated(
         counted = None if bad is None else bad[i:]
         where, how = (name, x, rows, slots, fmt), (exact_rows, exact_format, rotary, counted)
         side = OneSide(*where, transform, *how)
-        if transform.feedback is not None and fmt.codec in LEVELS:
+        if transform.feedback is not None and fmt.facts.is_integer:
             with_feedback.append(side)
         else:
             ready.append(_ready_alone(side, check))
@@ -264,7 +263,7 @@ def append_calibrated(
 
 def _feedback_of(fmt: RowFormat, transform: Encoding) -> torch.Tensor | None:
     """What rows are rounded with; other formats than int4 and int8 are not."""
-    return transform.feedback if fmt.codec in LEVELS else None
+    return transform.feedback if fmt.facts.is_integer else None
 
 
 def _is_of_step(x: torch.Tensor, fmt: RowFormat, transform: Encoding, rope: Rope | None) -> bool:
@@ -402,7 +401,7 @@ def _prepare(
         0 if cos is None else 2 * cos.shape[-1],
         interleaved,
     )
-    if spec.k.fmt.codec in FP8_CODECS or spec.v.fmt.codec in FP8_CODECS:
+    if any(fmt.pick(e4m3=True, integers=False, elements=False) for fmt in formats):
         spec = replace(spec, converts_fp8=gpu.converts_fp8)
     if gpu.capability >= OVERLAPS:
         spec = replace(spec, overlaps=True)
@@ -517,7 +516,7 @@ def _feedback_side(side: OneSide, share: int) -> FeedbackSide:
 
 def _side_of(fmt: RowFormat, transform: Encoding) -> Side:
     """What kernels are compiled for."""
-    clips = transform.clip is not None and fmt.codec in LEVELS
+    clips = transform.clip is not None and fmt.facts.is_integer
     return Side(fmt, transform.offset is not None, transform.rotate, clips)
 
 

@@ -18,14 +18,13 @@ from dataclasses import replace
 
 from numba import cuda, float32, int32, uint32, uint64
 
+from ..device.codes import PACK
 from ..device.jit import device_function
 from ..device.products import make_products, part_floats, row_words
 from ..device.ptx import (
     commit_copies,
     load_global_f32,
     load_written_u64,
-    pack_bf16,
-    pack_f16,
     shared_address,
     store_global_u32x2,
     store_shared_f32x4,
@@ -316,7 +315,7 @@ def _put_in_shared(head_dim):
 
 def _make_transform_queries(spec):
     """Make the function that multiplies queries by a matrix and writes them in 16 bit."""
-    DIM, pack = spec.k.fmt.head_dim, pack_bf16 if spec.query == "bf16" else pack_f16
+    DIM, pack = spec.k.fmt.head_dim, PACK[spec.query]
     NEW, PART = row_words(DIM, spec.groups), part_floats(DIM)
 
     @device_function

@@ -18,6 +18,7 @@ or a scale of V outgrows the headroom (values.py). All sums are float32.
 
 from numba import cuda, float32, int32, uint32, uint64
 
+from ..device.codes import PACK
 from ..device.combine import make_write
 from ..device.fragments import load_sums, over_quad, over_rows, scale_columns, store_sums
 from ..device.jit import device_function, in_turn
@@ -32,13 +33,12 @@ from ..device.ptx import (
     low_bf16,
     low_f16,
     maximum,
-    pack_bf16,
-    pack_f16,
     reaches_f16,
     transpose_matrix,
     wait_copies,
     word_from_lane,
 )
+from ..device.row_layout import operand_of
 from .accumulators import make_add_promoted, make_promote
 from .combine import make_combine_warps
 from .copies import make_clear_row, make_copy, make_locate, make_realign
@@ -87,7 +87,7 @@ def make_attend(spec, path, keep, recall):
     PAGED, RING = path.place == "paged", path.place == "ring"
     K_REALIGNED, V_REALIGNED = k.realigned, v.realigned
     V_STRIDE, clear_row = v.stride, make_clear_row(v)
-    V_BF16, PREFETCH_V = v.fmt.codec == "bf16", spec.without != "V prefetch"
+    V_BF16, PREFETCH_V = operand_of(v.fmt) == "bf16", spec.without != "V prefetch"
     FRAGMENTS = EIGHTS * QueryWords(k, spec.query).fragments
     SUMS, SCORES, PAIRS = EIGHTS * v.sums, 8 * EIGHTS, 2 * EIGHTS
     HEADERS = 4 * EIGHTS
@@ -290,13 +290,13 @@ def _make_add_values(spec, path):
     """
     _, v = spec.rows(path)
     EIGHTS, PAIRS, V_HALF = spec.eights, 2 * spec.eights, 16 * v.stride
-    P_IN_TWO = v.fmt.codec == "bf16" and spec.query == "fp16"  # bf16 has fewer digits than out
-    V_EXACT, V_BF16 = v.fmt.is_exact, v.fmt.codec == "bf16"
+    V_EXACT, V_BF16 = v.fmt.is_exact, operand_of(v.fmt) == "bf16"
+    P_IN_TWO = V_BF16 and spec.query == "fp16"  # bf16 has fewer digits than out
     LAZILY = spec.without != "lazy rescale"
     load_header, accumulate = make_load_header(v), make_accumulate(v, spec.query, EIGHTS)
     largest_scales = make_largest_scales(v)
     rescale = _make_rescale(v.sums, EIGHTS)
-    pack = pack_bf16 if V_BF16 else pack_f16
+    pack = PACK[operand_of(v.fmt)]
 
     @device_function
     def add_values(scores, v_rows, lane, sums, header_sums, counted, scale):

@@ -20,7 +20,7 @@ from operator import add
 
 from numba import cuda, float32, uint32, uint64
 
-from ..device.codes import make_unpack
+from ..device.codes import HALVES, MMA, PACK, make_unpack
 from ..device.fragments import ZEROS, add_rows, load_pair, load_sums, over_quad, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
@@ -38,12 +38,11 @@ from ..device.ptx import (
     low_bf16,
     low_f16,
     maximum,
-    mma_bf16,
     mma_f16,
-    pack_bf16,
     pack_f16,
     shfl,
 )
+from ..device.row_layout import factor_of, operand_of
 from .queries import make_query_row
 from .spec import MMA_COLUMNS, QueryWords
 
@@ -60,17 +59,15 @@ def _make_load_eight(staged, spec, e):
     DIM, GROUPS, GROUP = staged.fmt.head_dim, staged.fmt.groups, staged.fmt.group_size
     CHUNKS, SPAN = staged.chunks + staged.chunks % 2, staged.span
     SHARED, MMAS = staged.parts, staged.mmas  # SHARED: groups in a chunk
-    IS_EXACT, IS_INT4 = staged.fmt.is_exact, staged.fmt.codec == "int4"
+    IS_INT4 = staged.fmt.pick(nibbles=True, bytes=False, elements=False)
     UNITS, FIRST_WORD = staged.header_units, staged.header_word(0)
-    NORMAL = staged.fmt.codec != "bf16"  # bf16 has the range of float32
+    IN_BF16 = operand_of(staged.fmt) == "bf16"
+    IS_EXACT, NORMAL = staged.fmt.is_exact, not IN_BF16  # bf16 has the range of float32
     STEP = SPAN // 4  # elements of a lane in a chunk, one after another
-    UNSCALE, FACTOR = 1 / staged.factor, staged.factor
-    IN_BF16 = staged.fmt.codec == "bf16"
+    UNSCALE, FACTOR = 1 / factor_of(staged.fmt), factor_of(staged.fmt)
     COLUMN, FIRST, FIRST_FACTOR = MMA_COLUMNS * e, e * FRAGMENTS, 2 * e
     SHIFTS += FIRST
-    pack = pack_bf16 if IN_BF16 else pack_f16
-    low = low_bf16 if query == "bf16" else low_f16
-    high = high_bf16 if query == "bf16" else high_f16
+    pack, (low, high) = PACK[operand_of(staged.fmt)], HALVES[query]
     query_row = make_query_row(spec.causal)
 
     @device_function
@@ -187,7 +184,7 @@ def make_scores(staged, query, eights):
     PAIRS = (CHUNKS + 1) // 2
     SUMS, WORDS = 4 * CHAINS * EIGHTS * TOGETHER, 4 * PAIRS * TOGETHER
     unpack = make_unpack(staged.fmt)
-    mma = mma_bf16 if staged.fmt.codec == "bf16" else mma_f16
+    mma = MMA[operand_of(staged.fmt)]
 
     @device_function
     def exact_products(sums, rows, lane, fragments):

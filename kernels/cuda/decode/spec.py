@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvquant.rows.format import RowFormat
 
-from ..device.row_layout import StagedRow
+from ..device.row_layout import StagedRow, operand_of
 from ..runtime.spec import Spec, Table
 
 MMA_COLUMNS = 8  # of an MMA: its N
@@ -109,7 +109,7 @@ class QueryWords:
     def __init__(self, staged: StagedRow, query: str) -> None:
         chunks = staged.chunks + staged.chunks % 2  # ldmatrix takes two
         exact = staged.fmt.is_exact
-        self.parts = 2 if staged.fmt.codec == "bf16" and query == "fp16" else 1
+        self.parts = 2 if operand_of(staged.fmt) == "bf16" and query == "fp16" else 1
         self.shifts = chunks * self.parts if exact else 2 * chunks * staged.parts * staged.mmas
         self.fragments = self.shifts + 2 * staged.header_units
         self.raw = chunks if exact else chunks * staged.span // 8
@@ -272,7 +272,7 @@ class DecodeSpec(Spec):
     def promoted_bytes(self, path: Path) -> int:
         """Bytes of a warp's promoted sums and their references: only those of codes that are never
         negative."""
-        one_sided = path.v_format.codec in ("int4", "int8")
+        one_sided = path.v_format.facts.is_integer
         sums = (self.rows(path)[1].sums + 4 + 2) * self.eights
         return 128 * sums if one_sided else 0
 

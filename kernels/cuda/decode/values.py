@@ -16,7 +16,7 @@ two, as many as the largest scale so far allows, so that neither large nor tiny 
 
 from numba import cuda, float32, int32, uint32
 
-from ..device.codes import make_unpack
+from ..device.codes import MMA, make_unpack
 from ..device.fragments import load_pair, load_sums, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
@@ -26,7 +26,6 @@ from ..device.ptx import (
     load_matrix_x4_t,
     lost_f16,
     maximum_f16,
-    mma_bf16,
     mma_f16,
     multiply_f16,
     pack_f16,
@@ -35,8 +34,10 @@ from ..device.ptx import (
     store_shared_f32x2,
     word_from_lane,
 )
+from ..device.row_layout import factor_of, operand_of
 from .spec import MMA_COLUMNS
 
+ONE = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}  # 1, twice
 HEADROOM = 11  # powers of two that P may exceed 2**4 by; P and P * scale stay below 2**15
 
 
@@ -102,9 +103,8 @@ def make_accumulate(staged, query, eights):
     GROUP, PARTS, MMAS = staged.fmt.group_size, staged.parts, staged.mmas
     IS_EXACT, FIRST_WORD = staged.fmt.is_exact, staged.header_word(0)
     STEP = SPAN // 8  # elements in a unit
-    ONES = 0x3F803F80 if staged.fmt.codec == "bf16" else 0x3C003C00
+    ONES, mma = ONE[operand_of(staged.fmt)], MMA[operand_of(staged.fmt)]
     unpack = make_unpack(staged.fmt)
-    mma = mma_bf16 if staged.fmt.codec == "bf16" else mma_f16
 
     @device_function
     def accumulate(sums, header_sums, rows, header, p, lane):
@@ -174,10 +174,10 @@ def _make_put_eight(staged, e):
     """Make the function that writes 8 columns of the output, the e-th eight of a warp's."""
     COLUMN, FIRST, HEADER, REFERENCE = MMA_COLUMNS * e, e * staged.sums, 4 * e, 2 * e
     DIM, CHUNKS, SPAN = staged.fmt.head_dim, staged.chunks, staged.span
-    GROUP, PARTS, MMAS, FACTOR = staged.fmt.group_size, staged.parts, staged.mmas, staged.factor
-    IS_EXACT, IS_INT4 = staged.fmt.is_exact, staged.fmt.codec == "int4"
+    FMT, PARTS, MMAS, FACTOR = staged.fmt, staged.parts, staged.mmas, factor_of(staged.fmt)
+    GROUP, IS_EXACT = FMT.group_size, FMT.is_exact
     FIRST_WORD, HEAD = staged.header_word(0), 4 * (staged.fmt.head_dim + 4)  # bytes of a column
-    STEP, ODD_FACTOR = SPAN // 8, FACTOR / 16 if IS_INT4 else FACTOR
+    STEP, ODD_FACTOR = SPAN // 8, FMT.pick(nibbles=FACTOR / 16, bytes=FACTOR, elements=FACTOR)
 
     @device_function
     def put_eight(target, sums, header_sums, factors, lane):

@@ -11,6 +11,7 @@ A token without a slot has no row: its copies bring zeros, which stand for zeros
 
 from numba import cuda, float32, int32, uint16, uint32, uint64
 
+from ..device.codes import PACK
 from ..device.jit import device_function
 from ..device.ptx import (
     bits_float,
@@ -23,7 +24,6 @@ from ..device.ptx import (
     load_shared_u32x4,
     low_f16,
     multiply_add,
-    pack_bf16,
     pack_f16,
     shared_address,
     store_shared_u32x4,
@@ -150,7 +150,7 @@ def make_values(spec):
 
 def _make_numbers(spec):
     """Make the function from the words of 16 codes to floats."""
-    IS_INT4 = spec.fmt.codec == "int4"
+    IS_INT4 = spec.fmt.pick(nibbles=True, bytes=False, elements=False)
     PER_WORD, BITS, MASK = (8, 4, 15) if IS_INT4 else (4, 8, 255)
     from_e4m3 = unpack_e4m3 if spec.converts_fp8 else e4m3_halves
 
@@ -180,7 +180,7 @@ def _make_numbers(spec):
             halves = from_e4m3(uint16(words[i // 2] >> uint32(16 * (i % 2))))
             x[2 * i], x[2 * i + 1] = low_f16(halves), high_f16(halves)
 
-    return fp8 if spec.fmt.codec == "fp8" else integers
+    return spec.fmt.pick(e4m3=fp8, integers=integers, elements=None)
 
 
 @device_function
@@ -201,7 +201,8 @@ def e4m3_half(code):
 
 def _make_put(target):
     """Make the function that puts 16 values of a lane to shared memory as elements, swizzled."""
-    IS_FLOAT32, pack = target == "fp32", pack_bf16 if target == "bf16" else pack_f16
+    IS_FLOAT32 = target == "fp32"
+    pack = None if IS_FLOAT32 else PACK[target]
 
     @device_function
     def put(out, first, part, x):

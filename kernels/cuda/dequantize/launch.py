@@ -108,7 +108,7 @@ def _prepare(rows: torch.Tensor, fmt: RowFormat, out: torch.Tensor) -> Launch | 
     num_tokens, num_heads, _ = out.shape
     gpu = gpu_of(rows.get_device())
     spec = DequantizeSpec(fmt, TARGETS[out.dtype])
-    if fmt.codec == "fp8":
+    if fmt.pick(e4m3=True, integers=False, elements=False):
         spec = replace(spec, converts_fp8=gpu.converts_fp8)
     grid = grid_of(num_tokens, num_heads, 1, spec.tokens, gpu.sm_count)
     constants = page_arguments(rows) | {"num_tokens": num_tokens, "num_heads": num_heads}

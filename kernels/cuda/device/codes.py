@@ -13,25 +13,39 @@ exactly; one four bits higher is 16 times that. E4M3 shifted to fp16's place is 
 from numba import uint32
 
 from .jit import device_function
+from .ptx import high_bf16, high_f16, low_bf16, low_f16, mma_bf16, mma_f16, pack_bf16, pack_f16
+
+# by the kind of 16-bit numbers, of a query or of an operand (row_layout.operand_of): the floats of
+# a word, the word of two floats (high, low), the MMA
+HALVES = {"bf16": (low_bf16, high_bf16), "fp16": (low_f16, high_f16)}
+PACK = {"bf16": pack_bf16, "fp16": pack_f16}
+MMA = {"bf16": mma_bf16, "fp16": mma_f16}
 
 
 def make_unpack(fmt):
-    """Make the function from a word of codes to the two pairs of fp16 of its m-th MMA.
+    """The function from a word of codes to the two pairs of fp16 of its m-th MMA.
 
-    INT4 words serve two MMAs (m = 0, 1), words of bytes one.
+    INT4 words serve two MMAs (m = 0, 1), words of bytes one. None for 16-bit rows.
     """
-    IS_INT4, IS_INT8 = fmt.codec == "int4", fmt.codec == "int8"
+    of_integers = fmt.pick(nibbles=unpack_nibbles, bytes=unpack_bytes, elements=None)
+    return fmt.pick(integers=of_integers, e4m3=unpack_e4m3, bf16=None, fp16=None)
 
-    @device_function
-    def unpack(word, m):
-        if IS_INT4:
-            word = word >> uint32(8 * m)
-            return word & uint32(0x000F000F), word & uint32(0x00F000F0)
-        odd = word >> uint32(8)
-        if IS_INT8:
-            return word & uint32(0x00FF00FF), odd & uint32(0x00FF00FF)
-        low = (word & uint32(0x007F007F)) << uint32(7) | (word & uint32(0x00800080)) << uint32(8)
-        high = (odd & uint32(0x007F007F)) << uint32(7) | (odd & uint32(0x00800080)) << uint32(8)
-        return low, high
 
-    return unpack
+@device_function
+def unpack_nibbles(word, m):
+    word = word >> uint32(8 * m)
+    return word & uint32(0x000F000F), word & uint32(0x00F000F0)
+
+
+@device_function
+def unpack_bytes(word, m):
+    odd = word >> uint32(8)
+    return word & uint32(0x00FF00FF), odd & uint32(0x00FF00FF)
+
+
+@device_function
+def unpack_e4m3(word, m):
+    odd = word >> uint32(8)
+    low = (word & uint32(0x007F007F)) << uint32(7) | (word & uint32(0x00800080)) << uint32(8)
+    high = (odd & uint32(0x007F007F)) << uint32(7) | (odd & uint32(0x00800080)) << uint32(8)
+    return low, high

@@ -19,12 +19,11 @@ import math
 
 from numba import cuda, float32, uint32
 
+from .codes import PACK
 from .fragments import add_rows, load_sums, store_sums
 from .jit import device_function
 from .ptx import (
     load_shared_f32x4,
-    pack_bf16,
-    pack_f16,
     shfl_xor,
     store_global_u32x2,
 )
@@ -35,7 +34,7 @@ NOTHING = -3e38  # the log-sum-exp of no tokens
 
 def make_write(query):
     """Make the function that writes four elements of the output in its dtype."""
-    pack = pack_bf16 if query == "bf16" else pack_f16
+    pack = PACK[query]
 
     @device_function
     def write(address, values):

@@ -15,16 +15,13 @@ Where head_dim is no multiple of COLUMNS, lanes after the last column repeat it.
 
 from numba import cuda, float32, uint32, uint64
 
+from .codes import HALVES
 from .jit import device_function, in_turn
 from .ptx import (
-    high_bf16,
-    high_f16,
     load_global_f32,
     load_shared_f32x4,
     load_written_f32x4,
     load_written_u32,
-    low_bf16,
-    low_f16,
     multiply_add,
     store_shared_f32,
     store_shared_f32x4,
@@ -56,7 +53,7 @@ def make_products(head_dim, source, groups, put):
     PASSES = -(-head_dim // COLUMNS)
     WORDS, PART = head_dim // 2, head_dim // WARPS
     STEPS, SUMS = -(-WORDS // 32), FOUR * ROWS  # words of a row that a thread has; floats of a lane
-    low, high = (low_bf16, high_bf16) if source == "bf16" else (low_f16, high_f16)
+    low, high = HALVES[source]
     load_part = in_turn([_make_load(head_dim, i) for i in range(PART)])
     add_part = in_turn([_make_add(i) for i in range(PART)])
 

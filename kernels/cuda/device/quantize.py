@@ -16,8 +16,7 @@ import math
 import numpy as np
 from numba import cuda, float32, uint16, uint32
 
-from kvquant.rows.format import E4M3_MAX, FP8_DS_MLA
-
+from .codes import PACK
 from .jit import device_function
 from .ptx import (
     add,
@@ -32,9 +31,7 @@ from .ptx import (
     minimum_or_nan,
     multiply,
     multiply_add,
-    pack_bf16,
     pack_e4m3,
-    pack_f16,
     reciprocal,
     shfl_xor,
     store_shared_u32,
@@ -42,13 +39,12 @@ from .ptx import (
     store_shared_u32x4,
     subtract,
 )
-from .row_layout import ELEMENTS, prefix_of
+from .row_layout import ELEMENTS, codes_per_word, prefix_of
 
 WORDS = ELEMENTS // 2  # of 16-bit elements of a lane
-LEVELS = {"int4": 15.0, "int8": 255.0, "fp8": E4M3_MAX}
 NAN_WORDS = {"bf16": 0x7FC07FC0, "fp16": 0x7E007E00}  # of two 16-bit numbers
 NAN_FLOAT = 0x7FC00000
-# The scales of FP8_DS_MLA, as exponents of float32: 448 is 1.75 * 2**8, so that a mantissa up to
+# FlashMLA's scales, as exponents of float32: 448 is 1.75 * 2**8, so that a mantissa up to
 # 1.75 takes the power 8 below its own, and one above it the next. The least is 2**-13, 1e-4 rounded
 # up.
 MANTISSA, UNDER, LEAST = 23, 8, 127 - 13
@@ -67,15 +63,15 @@ def make_quantize(fmt, lanes, converts_fp8, clips=False):
     if fmt.is_exact:
         return _make_quantize_exact(fmt, lanes)
     SIZE, HEAD_DIM = fmt.group_size, fmt.head_dim
-    START, CODEC = prefix_of(fmt) - fmt.header_bytes, fmt.codec
+    START = prefix_of(fmt) - fmt.header_bytes
     CODES = START + fmt.code_offset
-    HEADER = START if fmt.code_offset else START + fmt.code_bytes
+    HEADER = START + fmt.pick(pairs=0, scales=fmt.code_bytes)
     PIECE = piece_of(fmt)
     PIECES, LANE_BYTES = ELEMENTS // PIECE, ELEMENTS * fmt.bits // 8
-    NAN, CLIPS = NAN_FLOAT if CODEC == FP8_DS_MLA else NAN_WORDS["fp16"], clips
+    NAN, CLIPS = fmt.pick(pairs=NAN_WORDS["fp16"], scales=NAN_FLOAT), clips
     FULL, ACTIVE = lanes * ELEMENTS == HEAD_DIM, HEAD_DIM // ELEMENTS
-    measure, parameters = make_measure(fmt, lanes, clips), make_parameters(CODEC)
-    pack = _make_pack(CODEC, converts_fp8)
+    measure, parameters = make_measure(fmt, lanes, clips), make_parameters(fmt)
+    pack = _make_pack(fmt, converts_fp8)
 
     @device_function
     def quantize(x, ratio, part, row):
@@ -175,9 +171,9 @@ def make_round(fmt, lanes):
 
     It gives whether the format holds the row; if not, all words are NaN.
     """
-    LIMIT, NAN = fmt.max_abs, NAN_WORDS[fmt.codec]
+    LIMIT, NAN = fmt.max_abs, fmt.pick(**NAN_WORDS)
     FULL, ACTIVE = lanes * ELEMENTS == fmt.head_dim, fmt.head_dim // ELEMENTS
-    pack, all_hold = pack_bf16 if fmt.codec == "bf16" else pack_f16, make_all_hold(lanes)
+    pack, all_hold = fmt.pick(**PACK), make_all_hold(lanes)
 
     @device_function
     def round_to_16_bits(x, words, part):
@@ -264,12 +260,12 @@ def _make_spread(fmt, lanes):
     return spread_aligned if ALIGNED else spread_any
 
 
-def make_parameters(codec):
+def make_parameters(fmt):
     """Make the function from a group's extrema to the word of its scale and shift, the shift, and
     the inverse of the scale."""
-    if codec == FP8_DS_MLA:
+    if fmt.pick(scales=True, pairs=False):
         return power_of_two
-    FP8, STEP = codec == "fp8", float(np.float32(1 / LEVELS[codec]))
+    FP8, STEP = fmt.pick(e4m3=True, integers=False), float(np.float32(1 / fmt.facts.levels))
 
     @device_function
     def parameters(low, high):
@@ -307,14 +303,14 @@ def power_of_two(low, high):
     return scale, float32(0.0), bits_float(uint32(uint32(254 << MANTISSA) - scale))
 
 
-def _make_pack(codec, converts_fp8):
+def _make_pack(fmt, converts_fp8):
     """Make the function from 16 scaled elements to the words of their codes, at most 4.
 
     Integers need no clamp: with the scale rounded up, a scaled element lies between 0 and levels *
     (1 + 2**-21). Added to 2**23 they are rounded, ties to even, and stand in the low bits; the high
     bits are taken off all at once.
     """
-    PER_WORD, BITS = (8, 4) if codec == "int4" else (4, 8)
+    PER_WORD, BITS = codes_per_word(fmt), fmt.bits
     WORDS = ELEMENTS // PER_WORD
     HIGH = sum(ROUNDER_BITS << BITS * i for i in range(PER_WORD)) % 2**32
     to_e4m3 = pack_e4m3 if converts_fp8 else e4m3_pair
@@ -336,7 +332,7 @@ def _make_pack(codec, converts_fp8):
             high = to_e4m3(scaled[4 * w + 3], scaled[4 * w + 2])
             codes[w] = uint32(uint32(high) << uint32(16) | uint32(low))
 
-    return pack_fp8 if codec in ("fp8", FP8_DS_MLA) else pack_integers
+    return fmt.pick(e4m3=pack_fp8, integers=pack_integers)
 
 
 @device_function

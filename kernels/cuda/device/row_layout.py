@@ -67,6 +67,7 @@ def refuse_latents(*formats: RowFormat) -> None:
 
 def lanes_of(*formats: RowFormat) -> int:
     """Lanes that rows of these formats belong to; of the shorter rows some lanes have no part."""
+    check_codec(*formats)
     most = max(fmt.head_dim for fmt in formats)
     return 1 << (most // ELEMENTS - 1).bit_length()
 
@@ -85,6 +86,34 @@ def prefix_of(fmt: RowFormat) -> int:
 def staged_bytes(fmt: RowFormat) -> int:
     """Bytes from a row in shared memory to the next."""
     return prefix_of(fmt) + -(-fmt.code_bytes // UNIT) * UNIT
+
+
+def check_codec(*formats: RowFormat) -> None:
+    """Raise UnsupportedError unless kernels have code for the codecs of these formats."""
+    for fmt in formats:
+        mmas_of(fmt)
+        operand_of(fmt)
+
+
+def operand_of(fmt: RowFormat) -> str:
+    """What MMAs multiply, "bf16" or "fp16": elements as they are, codes as fp16 (codes.py)."""
+    return fmt.pick(bf16="bf16", fp16="fp16", integers="fp16", e4m3="fp16")
+
+
+def mmas_of(fmt: RowFormat) -> int:
+    """MMAs that a word of codes takes, or two words of elements: each takes 16 elements of a row
+    from four lanes."""
+    return fmt.pick(nibbles=2, bytes=1, elements=1)
+
+
+def codes_per_word(fmt: RowFormat) -> int:
+    """Codes of a word, which stand in it one after another; 0 for elements."""
+    return fmt.pick(nibbles=8, bytes=4, elements=0)
+
+
+def factor_of(fmt: RowFormat) -> float:
+    """By what the numbers in the MMAs are too small: codes stand there as subnormals."""
+    return fmt.pick(integers=2.0**24, e4m3=2.0**8, bf16=1.0, fp16=1.0)
 
 
 def product_bytes(head_dim: int, groups: int = 1) -> int:
@@ -139,18 +168,19 @@ class StagedRow:
     padded: bool = True
 
     def __post_init__(self) -> None:
-        fmt = self.fmt
-        if fmt.groups > 1 and fmt.group_size % self.span and self.span % fmt.group_size:
+        fmt, span = self.fmt, self.span
+        check_codec(fmt)
+        if fmt.groups > 1 and fmt.group_size % span and span % fmt.group_size:
             raise UnsupportedError(
                 f"{fmt} with head_dim {fmt.head_dim} has no CUDA kernel: its groups of "
-                f"{fmt.group_size} do not line up with the {self.span} elements in 16 bytes. Use "
+                f"{fmt.group_size} do not line up with the {span} elements in 16 bytes. Use "
                 "other groups, or backend='reference'"
             )
 
     @property
     def span(self) -> int:
         """Elements in a chunk of 16 bytes; for 16-bit rows in the two chunks of an MMA."""
-        return 32 if self.fmt.codec == "int4" else 16
+        return 16 * self.mmas
 
     @property
     def prefix(self) -> int:
@@ -211,17 +241,10 @@ class StagedRow:
     @property
     def mmas(self) -> int:
         """MMAs that one part of a chunk takes."""
-        return 2 if self.fmt.codec == "int4" else 1
+        return mmas_of(self.fmt)
 
     @property
     def sums(self) -> int:
         """Accumulators of a lane for the output of 8 heads."""
         chunks = self.chunks + self.chunks % 2  # ldmatrix takes two
         return 2 * chunks if self.fmt.is_exact else 4 * chunks * self.mmas
-
-    @property
-    def factor(self) -> float:
-        """By what the fp16 numbers in the MMAs are too small: codes stand there as subnormals."""
-        if self.fmt.is_exact:
-            return 1.0
-        return 2.0**8 if self.fmt.codec == "fp8" else 2.0**24

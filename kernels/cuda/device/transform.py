@@ -17,19 +17,16 @@ import math
 import numpy as np
 from numba import cuda, float32, uint32, uint64
 
+from .codes import HALVES
 from .jit import device_function
 from .ptx import (
     add,
-    high_bf16,
-    high_f16,
     load_global_f32,
     load_global_f32x4,
     load_shared_f32,
     load_shared_f32x4,
     load_shared_u16,
     load_shared_u32x4,
-    low_bf16,
-    low_f16,
     multiply,
     multiply_add,
     shfl_xor,
@@ -56,9 +53,9 @@ def _make_place(swizzled):
     return place_of
 
 
-def make_widen(codec):
+def make_widen(kind):
     """Make the function from a word of two 16-bit numbers to two floats, low and high."""
-    low, high = (low_bf16, high_bf16) if codec == "bf16" else (low_f16, high_f16)
+    low, high = HALVES[kind]
 
     @device_function
     def widen(word):
@@ -72,7 +69,8 @@ def make_load(codec, swizzled=True):
 
     They are counted from the first row of a stage. swizzled: whether its units are swapped.
     """
-    IS_FLOAT32, widen, place_of = codec == "fp32", make_widen(codec), _make_place(swizzled)
+    IS_FLOAT32, place_of = codec == "fp32", _make_place(swizzled)
+    widen = None if IS_FLOAT32 else make_widen(codec)
 
     @device_function
     def load(stage, element, x, to):
@@ -185,8 +183,8 @@ def _make_turn(codec, rotary_dim, interleaved, swizzled):
 def _make_load_one(codec, swizzled):
     """Make the function that loads one element, counted from the first row of a stage."""
     place_of = _make_place(swizzled)
-    IS_FLOAT32, widen, SHIFT = codec == "fp32", make_widen(codec), 2 if codec == "fp32" else 3
-    SIZE = SIZES[codec]
+    IS_FLOAT32, SIZE = codec == "fp32", SIZES[codec]
+    SHIFT, widen = (2, None) if IS_FLOAT32 else (3, make_widen(codec))
 
     @device_function
     def load_one(stage, element):

@@ -59,7 +59,7 @@ def make_products(codec, columns, steps, *, transposed=False, begin=False):
     per_step = columns // 2  # sums of a lane
     count = max(first for first, _, _ in steps) + per_step
     a, b = f"${2 * count}", f"${2 * count + 1}"  # after the sums that are written, and those read
-    kind = "bf16" if codec == "bf16" else "f16"
+    kind = {"bf16": "bf16", "fp16": "f16"}[codec]
     name = f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{kind}.{kind}"
     text = "{.reg .pred p; .reg .b64 a, b; wgmma.fence.sync.aligned;"
     for number, (first, of_a, of_b) in enumerate(steps):

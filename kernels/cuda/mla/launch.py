@@ -19,7 +19,6 @@ import torch
 
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.rehearsal import is_rehearsed
-from kvquant.rows.format import FP8_DS_MLA
 from kvquant.rows.latent import LatentFormat
 from kvquant.rows.segment import Segment
 
@@ -39,14 +38,9 @@ FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has 
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
 # When the kernel for many heads is taken, and in how many splits: as tests/benchmarks/bench_mla.py
 # measures on an H200, which times both kernels, and several values of LEAST (kernels/README.md).
-NARROW = {  # columns up to which the other one is taken, by what both took for 32 and 64 of them:
-    "bf16": 0,  # this one takes the same time for 1 to 64, and less for 16-bit rows
-    "fp16": 0,
-    "int4": 16,
-    "int8": 32,
-    "fp8": 32,
-    FP8_DS_MLA: 32,
-}
+# NARROW: columns up to which the other one is taken, by what both took for 32 and 64 of them; this
+# one takes the same time for 1 to 64, and less for 16-bit rows.
+NARROW = {"elements": 0, "nibbles": 16, "bytes": 32}
 LEAST = 512  # tokens of a block: for 64 heads 256 take up to 1.20 of its time, 1,024 up to 1.53
 FILLED = 0.4  # of the blocks that the GPU has room for are there, at least: with 0.48 it takes 0.7
 # to 0.9 of the time of the other one, whose blocks may be shorter, for 64 heads, and 1.06 for 16
@@ -272,7 +266,7 @@ def _fitted(
         overlapped=gpu.capability >= OVERLAPS,
     )
     _check_rows(segment.k_rows, spec)
-    is_many = columns > NARROW[fmt.latent.codec]
+    is_many = columns > fmt.latent.pick(**NARROW)
     if is_many and gpu.capability == WARPGROUPS and is_wide(spec):
         blocks = -(-columns // COLUMNS)
         splits = num_splits or splits_of(batch * blocks, segment.capacity, gpu.sm_count, TOKENS)

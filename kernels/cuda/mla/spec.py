@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvquant.errors import UnsupportedError
-from kvquant.rows.format import FP8_DS_MLA, RowFormat
+from kvquant.rows.format import NAMES, RowFormat
 
-from ..device.row_layout import UNIT
+from ..device.row_layout import UNIT, mmas_of
 from ..runtime.spec import Spec, Table
 
 SLICES = 4  # warps of a team: each has a quarter of the latent elements
@@ -21,12 +21,6 @@ SHAPES = {
     1: ((3, 5), (3, 4), (3, 3), (2, 4), (2, 3), (1, 5), (1, 4), (1, 3), (2, 2), (1, 2)),
     2: ((2, 4), (2, 3), (2, 2), (1, 3), (1, 2)),
 }
-# of a part, those that a message names where another one has no kernel
-NAMES = (
-    *(f"{codec}-g{groups}" for codec in ("int4", "int8", "fp8") for groups in (4, 8)),
-    "bf16",
-    "fp16",
-)
 MOST_PARTS, MOST_AHEAD = 1024, 16
 REGISTERS = 1 << 16  # of an SM
 
@@ -82,9 +76,8 @@ def _is_read(fmt: RowFormat, part: str) -> bool:
     """Whether the kernel reads a part of rows: headers and codes are whole units of copies, the
     codes of latents a quarter for each warp, and a group is as many elements as an MMA, or two."""
     least = 2 * UNIT * (SLICES if part == "latents" else 1)
-    together = 32 if fmt.codec == "int4" else 16
     fits = not (fmt.header_bytes % UNIT or fmt.code_bytes % least)
-    return fits and not fmt.group_size % together
+    return fits and not fmt.group_size % (16 * mmas_of(fmt))
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,7 @@ class MlaSpec(Spec):
     @property
     def behind(self) -> bool:
         """Whether the latent part is FlashMLA's: codes, then float32 scales, without shifts."""
-        return self.latent.codec == FP8_DS_MLA
+        return self.latent.pick(scales=True, pairs=False, none=False)
 
     @property
     def header_at(self) -> int:

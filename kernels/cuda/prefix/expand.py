@@ -10,18 +10,16 @@ word (codes.py) and are put in order.
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..device.codes import make_unpack
+from ..device.codes import HALVES, make_unpack
 from ..device.jit import device_function
 from ..device.ptx import (
     bits_float,
     float_bits,
-    high_bf16,
     high_f16,
     load_global_u32,
     load_shared_u32,
     load_shared_u32x2,
     load_shared_u32x4,
-    low_bf16,
     low_f16,
     maximum,
     multiply_add_f16,
@@ -30,9 +28,8 @@ from ..device.ptx import (
     store_shared_u32x4,
     word_from_lane,
 )
-from ..device.quantize import LEVELS
 from ..device.row_copies import COPIES
-from ..device.row_layout import prefix_of, staged_bytes, unit_of
+from ..device.row_layout import factor_of, operand_of, prefix_of, staged_bytes, unit_of
 
 PIECE = 16  # elements that a thread expands at a time
 PAGE = 16  # rows that lie in one page at least
@@ -42,7 +39,6 @@ TAKE_64 = 0x2C002C00, 0xD400D400  # times 1/16, minus 64: of codes that stand 4 
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632
 MOST = 14  # numbers of a tile are below 2**14
 TINIEST = 2.0**-24
-FP8_MOST, FP8_FACTOR = 448.0, 2.0**8  # E4M3; what the fp16 of its shifted bits are too small by
 
 
 def make_find_pages(paged):
@@ -94,7 +90,7 @@ def make_largest(fmt, tokens, threads):
     if fmt.is_exact:
         return _make_largest_exact(fmt, tokens, threads)
     HEADER, STEP, GROUPS = prefix_of(fmt) - fmt.header_bytes, staged_bytes(fmt), fmt.groups
-    ALL, LEVEL = tokens * GROUPS, FP8_MOST if fmt.codec == "fp8" else LEVELS[fmt.codec]
+    ALL, LEVEL = tokens * GROUPS, fmt.facts.levels
 
     @device_function
     def largest(stage):
@@ -115,7 +111,7 @@ def make_largest(fmt, tokens, threads):
 
 def _make_largest_exact(fmt, tokens, threads):
     STEP, PIECES = staged_bytes(fmt), fmt.head_dim // PIECE
-    low, high = (low_bf16, high_bf16) if fmt.codec == "bf16" else (low_f16, high_f16)
+    low, high = fmt.pick(**HALVES)
     ALL = tokens * PIECES
 
     @device_function
@@ -161,11 +157,12 @@ def make_expand(fmt, stride, tokens, threads):
     """
     STEP, CODES, PIECES = staged_bytes(fmt), prefix_of(fmt), fmt.head_dim // PIECE
     HEADER, GROUP = prefix_of(fmt) - fmt.header_bytes, fmt.group_size
-    IS_INT4, IS_FP8, IS_EXACT = fmt.codec == "int4", fmt.codec == "fp8", fmt.is_exact
+    IS_INT4 = fmt.pick(nibbles=True, bytes=False, elements=False)
+    IS_FP8 = fmt.pick(e4m3=True, integers=False, elements=False)
     WORDS, PER_WORD = (2, 8) if IS_INT4 else (4, 4)
-    FACTOR, ALL = FP8_FACTOR if IS_FP8 else 1.0, tokens * PIECES
-    low, high = (low_bf16, high_bf16) if fmt.codec == "bf16" else (low_f16, high_f16)
-    unpack = None if IS_EXACT else make_unpack(fmt)
+    FACTOR, ALL = factor_of(fmt) if IS_FP8 else 1.0, tokens * PIECES
+    low, high = HALVES[operand_of(fmt)]
+    unpack = make_unpack(fmt)
 
     @device_function
     def numbers_of(pair, times, take, scale, shift):
@@ -205,7 +202,7 @@ def make_expand(fmt, stride, tokens, threads):
             for j in range(4):
                 words[4 * half + j] = pack_f16(high(four[j]) * power, low(four[j]) * power)
 
-    of_piece = expand_exact if IS_EXACT else expand_codes
+    of_piece = expand_exact if fmt.is_exact else expand_codes
 
     @device_function
     def expand(stage, target, power, i):

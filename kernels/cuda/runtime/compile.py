@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from kvquant.errors import UnsupportedError, missing_extra
-from kvquant.rows import format as layout
+from kvquant.rows import codec, format
 
 from ...disk_cache import (
     cache_folder,
@@ -271,8 +271,8 @@ def _sources_hash(*names: str) -> str:
     Args:
         names: of the spec's module, and of the function that makes the kernel, below kernels/cuda.
     """
-    digest = hashlib.sha256(Path(layout.__file__).read_bytes())
-    for path in sources_of(*names):
+    digest = hashlib.sha256()
+    for path in [Path(codec.__file__), Path(format.__file__), *sources_of(*names)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

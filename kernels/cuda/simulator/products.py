@@ -68,5 +68,6 @@ def _load(shared: Any, descriptor: int, codec: str, rows: int, transposed: bool)
     if codec == "bf16":
         halves = (halves.astype(np.uint32) << 16).view(np.float32)
     else:
+        assert codec == "fp16", codec
         halves = halves.view(np.float16)
     return halves.astype(np.float64)

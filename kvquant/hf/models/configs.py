@@ -22,7 +22,8 @@ from ...cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
 from ...cache.latent import LatentFormats, LatentKVCache
 from ...errors import ConfigError, UnsupportedModelError
 from ...io.plan import CachePlan, check_plan
-from ...rows.format import HEAD_DIMS, one_of
+from ...rows.codec import one_of
+from ...rows.format import HEAD_DIMS
 from ...rows.latent import LATENT_DIMS, ROPE_DIMS
 
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else

@@ -30,6 +30,7 @@ from append_cases import (
 )
 from fake_cuda import CPU, arguments_of
 from in_simulator import typed
+from made_up_codec import INT5
 
 from kvquant.kernels.cuda.affine import launch as transforming
 from kvquant.kernels.cuda.affine.launch import AffineSpec
@@ -42,6 +43,7 @@ from kvquant.kernels.cuda.runtime import tensors
 from kvquant.kernels.cuda.runtime.spec import Spec
 from kvquant.kernels.cuda.simulator import simulator
 from kvquant.rows.basis import Queries, transform_rows
+from kvquant.rows.codec import CODECS
 
 memory: list[tuple[int, int]] = []  # of the tensors of a call
 alive: list[torch.Tensor] = []  # these, so that no others get their memory
@@ -194,6 +196,7 @@ def main() -> None:
     global backwards
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    CODECS[INT5.name] = INT5
     for line in sys.stdin:
         task = json.loads(line)
         result = {"name": task["name"], "problem": ""}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from made_up_codec import INT5
 from query_cases import make_variant
 
 from kvquant import RowFormat, quantize_rows
@@ -22,6 +23,7 @@ from kvquant.kernels.cuda.decode.plan import fit
 from kvquant.kernels.cuda.decode.spec import POSITIONAL, SEGMENT, DecodeSpec, Path
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.kernels.cuda.simulator import simulator
+from kvquant.rows.codec import CODECS
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
 from kvquant.rows.variant import AttentionVariant
@@ -299,6 +301,7 @@ def main() -> None:
     """Answer every line {"name": ..., "case": {...}} by {"name": ..., errors or "problem"}."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    CODECS[INT5.name] = INT5
     for line in sys.stdin:
         request = json.loads(line)
         try:

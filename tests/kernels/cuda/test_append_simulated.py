@@ -27,6 +27,8 @@ for head_dim in (64, 80, 96, 112, 192, 256):
 for k, head_dim in (("int4-g8", 80), ("int8-g4", 112), ("int4-g4", 96), ("fp8-g2", 192)):
     CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "hostile": True}
 CASES |= {
+    "a made-up codec": {"k": "int5-g4", "v": "int5", "tokens": 14, "hostile": True},
+    "feedback, a made-up codec": {"k": "int5", "feedback": "k", "clip": "k", "head_dim": 64},
     "K and V of unlike head_dims": {"head_dim": 192, "v_head_dim": 128, "v": "int8"},
     "several blocks of tokens and heads": {"tokens": 9, "heads": 3},
     "more heads than stages": {"tokens": 4, "heads": 6},
@@ -216,6 +218,7 @@ CASES |= {
     "dequantize to float32": {"k": "int4-g8", "source": "fp32", "tokens": 3},
     "dequantize to float32, head_dim 80": {"k": "fp8", "source": "fp32", "head_dim": 80},
     "dequantize fp16 to bf16": {"k": "fp16", "tokens": 3},
+    "dequantize a made-up codec": {"k": "int5-g4", "tokens": 3},
     "dequantize pages of 5": {"page_size": 5, "heads": 6, "pages": "tokens", "k": "int4"},
 }
 

@@ -23,6 +23,7 @@ from machine_code import (
     count_instructions,
     parts_of,
 )
+from made_up_codec import INT5
 from mla_cases import LIMITS, MlaCase, make_mla
 
 from kvquant import LatentFormat, LatentKVCache, LatentPagedBatch, LatentPagedKVCache, debug
@@ -37,6 +38,7 @@ from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.ops import append as append_ops
 from kvquant.ops import mla as mla_ops
 from kvquant.ops.mla import latent_segment
+from kvquant.rows.codec import CODECS
 
 if SIMULATED:
     from kvquant.kernels.cuda.mla.wgmma import kernel as wide_kernel
@@ -175,6 +177,16 @@ def test_rows_of_8_bits() -> None:
     for name in ("int8-g4+bf16", "fp8-g4+fp16"):
         simulate(make_mla(name, 16, (70,)))
     simulate(make_mla("int8-g8+int8-g4", 16, (70,), dtype=torch.float16))
+
+
+@pytest.mark.slow
+@in_simulator
+def test_rows_of_a_made_up_codec() -> None:
+    with mock.patch.dict(CODECS, {INT5.name: INT5}):
+        for tokens in (70, 100):
+            case = make_mla("int5-g8+int5-g4", 3, (tokens,), scale=1e3, q_scale=1e-3)
+            simulate(case)
+            simulate_wide(case)
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 from in_simulator import SIMULATED, in_simulator, typed
+from made_up_codec import INT5
 from prefix_cases import PrefixCase, make_prefix, nothing_of_its_own
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
@@ -24,6 +26,7 @@ from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.kernels.cuda.runtime.tensors import strides
 from kvquant.ops import shared_prefix
 from kvquant.ops.shared_prefix import attend_shared
+from kvquant.rows.codec import CODECS
 from kvquant.rows.format import HEAD_DIMS
 
 if SIMULATED:
@@ -116,6 +119,13 @@ def test_members_and_two_blocks_of_queries_a_warp() -> None:
 def test_tiles_in_parts_and_rows_in_a_run() -> None:
     case = make_prefix("fp8/int4", 80, 3, (4, 1), 70, page_size=0, dtype=torch.float16)
     simulate(case, tokens=64)
+
+
+@pytest.mark.slow
+@in_simulator
+def test_rows_of_a_made_up_codec() -> None:
+    with mock.patch.dict(CODECS, {INT5.name: INT5}):
+        simulate(make_prefix("int5-g4/int5", 64, 9, (4, 2), 70))
 
 
 @pytest.mark.slow

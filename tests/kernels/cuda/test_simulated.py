@@ -52,6 +52,7 @@ for head_dim in (80, 112):  # rows whose last window of 16 bytes may lie behind 
     case = {"k": "int4", "head_dim": head_dim, "place": "ring", "lens": [64], "overlong": True}
     CASES[f"ring up to its last row, head_dim {head_dim}"] = case
 CASES |= {
+    "a made-up codec": {"k": "int5-g4", "v": "int5", "lens": [33, 100]},
     "3 splits": {"lens": [0, 1, 33, 97], "splits": [3]},
     "3 splits of int4": {"k": "int4", "lens": [70], "splits": [3], "heads": [12, 1]},
     "12 splits": {"lens": [0, 350], "splits": [12]},

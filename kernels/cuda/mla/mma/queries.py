@@ -16,37 +16,25 @@ from operator import add
 
 from numba import cuda, float32, uint32, uint64
 
-from kvquant.rows.format import FP8_DS_MLA
-
+from ...device.codes import HALVES, PACK
 from ...device.fragments import over_quad, store_sums
 from ...device.jit import device_function
 from ...device.ptx import (
     barrier,
     bits_float,
     float_bits,
-    high_bf16,
     high_f16,
     load_global_u32,
     load_global_u32x2,
     load_global_u32x4,
     load_shared_f32,
-    low_bf16,
-    low_f16,
     maximum,
-    pack_bf16,
     pack_f16,
     store_shared_f32,
     store_shared_u32x4,
 )
+from ...device.row_layout import UNIT, factor_of, operand_of
 from ..spec import FRAGMENT, SLICES
-
-# by codec, what codes are too small by (device/codes.py)
-FACTORS = {"int4": 2.0**24, "int8": 2.0**24, "fp8": 2.0**8, FP8_DS_MLA: 2.0**8}
-
-
-def factor_of(fmt):
-    """By what the numbers in the MMAs are too small."""
-    return FACTORS.get(fmt.codec, 1.0)
 
 
 class Part:
@@ -59,14 +47,13 @@ class Part:
     """
 
     def __init__(self, fmt, query, dims):
-        IS_INT4, IS_EXACT = fmt.codec == "int4", fmt.is_exact
-        SPAN = 8 if IS_EXACT else 32 if IS_INT4 else 16  # elements of 16 bytes of a row
+        IS_INT4, IS_EXACT = fmt.pick(nibbles=True, bytes=False, elements=False), fmt.is_exact
+        SPAN = 8 * UNIT // fmt.bits  # elements of 16 bytes of a row
         CHUNKS, STEP = dims // SPAN, SPAN // 4
         WORDS = dims // 8
         self.words = WORDS
         PER_GROUP = max(1, WORDS * fmt.group_size // dims)
-        pack = pack_bf16 if fmt.codec == "bf16" else pack_f16
-        low, high = (low_bf16, high_bf16) if query == "bf16" else (low_f16, high_f16)
+        pack, (low, high) = PACK[operand_of(fmt)], HALVES[query]
 
         @device_function
         def load(raw, first, address, t):
@@ -158,7 +145,8 @@ def make_load_queries(spec):
     GROUPS = LATENT.groups if spec.has_shifts else 0
     OWN = GROUPS // SLICES
     ROPE_GROUPS = 0 if ROPE.is_exact else ROPE.groups
-    NORMAL, ROPE_NORMAL = LATENT.codec != "bf16", ROPE.codec != "bf16"  # bf16: float32's range
+    # bf16 has float32's range
+    NORMAL, ROPE_NORMAL = operand_of(LATENT) != "bf16", operand_of(ROPE) != "bf16"
     FACTOR, ROPE_FACTOR = factor_of(LATENT), factor_of(ROPE)
     MAXIMA, SUMS = 0, 4 * SLICES * COLUMNS
 

@@ -15,7 +15,7 @@ are kept for P V, in pairs of fp16 (values.py); FlashMLA's, which are float32, t
 
 from numba import cuda, float32, uint32
 
-from ...device.codes import make_unpack
+from ...device.codes import MMA, make_unpack
 from ...device.fragments import ZEROS, add_rows, load_sums, scale_columns, store_sums
 from ...device.jit import device_function, in_turn
 from ...device.ptx import (
@@ -27,13 +27,12 @@ from ...device.ptx import (
     load_shared_u32,
     load_shared_u32x4,
     low_f16,
-    mma_bf16,
     mma_f16,
     pack_f16,
     permute,
     store_shared_f32x4,
 )
-from ...device.row_layout import UNIT
+from ...device.row_layout import UNIT, mmas_of, operand_of
 from ..spec import FRAGMENT, SLICES
 
 LOW_HALVES = 0x5410
@@ -56,8 +55,8 @@ def make_load_chunks(chunks):
 
 def make_fragment_of(fmt):
     """Make the function that gives the B fragment of the step-th MMA along a row."""
-    IS_EXACT, MMAS = fmt.is_exact, 2 if fmt.codec == "int4" else 1
-    unpack = None if IS_EXACT else make_unpack(fmt)
+    IS_EXACT, MMAS = fmt.is_exact, mmas_of(fmt)
+    unpack = make_unpack(fmt)
 
     @device_function
     def fragment_of(words, first, step):
@@ -77,7 +76,7 @@ def make_partial_scores(spec):
     PER_GROUP, SHARED, BEHIND = STEPS // GROUPS, BLOCKS > 1, spec.behind
     WORDS, SUMS = TOGETHER * CHUNKS, 4 * TOGETHER * BLOCKS
     load_chunks, fragment_of = make_load_chunks(CHUNKS), make_fragment_of(LATENT)
-    mma = mma_bf16 if LATENT.codec == "bf16" else mma_f16
+    mma = MMA[operand_of(LATENT)]
 
     @device_function
     def query_of(fragments, queries, step, b):
@@ -162,7 +161,7 @@ def make_own_scores(spec):
     LATENT_UNITS = LATENT.header_bytes // UNIT if spec.has_shifts else 0
     ROPE_UNITS = HEADER // UNIT
     load_chunks, fragment_of = make_load_chunks(CHUNKS), make_fragment_of(ROPE)
-    mma = mma_bf16 if ROPE.codec == "bf16" else mma_f16
+    mma = MMA[operand_of(ROPE)]
 
     @device_function
     def load_header(at, units):

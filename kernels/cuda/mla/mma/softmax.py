@@ -15,6 +15,7 @@ kept to a limit by each warp for itself (values.py): P has what they leave of fp
 from numba import cuda, float32, int32, uint32
 
 from ...decode.values import HEADROOM, headroom_of
+from ...device.codes import PACK
 from ...device.fragments import over_quad, over_rows
 from ...device.jit import device_function
 from ...device.ptx import (
@@ -28,13 +29,12 @@ from ...device.ptx import (
     low_f16,
     maximum,
     maximum_f16,
-    pack_bf16,
-    pack_f16,
     reaches_f16,
     store_shared_f32,
     store_shared_u32,
     store_shared_u32x2,
 )
+from ...device.row_layout import operand_of
 from ..spec import FRAGMENT, SLICES, TILE
 from .values import TOP, make_rescale
 
@@ -67,13 +67,13 @@ def make_softmax(spec):
     """Make two functions: one writes P of a warp's eight tokens, and the flag; the other, once the
     team has met, sees to it that all count from the same."""
     V, BLOCKS, COLUMNS = spec.latent, spec.blocks, spec.block_columns
-    HALVES, HAS_LIMITS, BF16 = 2 * BLOCKS, spec.has_limits, V.codec == "bf16"
+    HALVES, HAS_LIMITS = 2 * BLOCKS, spec.has_limits
     SCALES = V.groups if HAS_LIMITS else 1
     AT_P = spec.p_at
     AT_MAXIMA = AT_P + BLOCKS * SLICES // 2 * FRAGMENT
     AT_SCALES = AT_MAXIMA + 4 * SLICES * COLUMNS
     AT_FLAGS = AT_SCALES + 16
-    pack = pack_bf16 if BF16 else pack_f16
+    pack = PACK[operand_of(V)]
     rescale = make_rescale(spec)
 
     @device_function
@@ -157,6 +157,6 @@ def make_softmax(spec):
 
 def first_limits(spec):
     """P's headroom before the first tile: none is needed for bf16, which has float32's range."""
-    if spec.latent.codec == "bf16":
+    if operand_of(spec.latent) == "bf16":
         return 0
     return HEADROOM - TOP if spec.behind else HEADROOM

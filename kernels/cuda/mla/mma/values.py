@@ -16,7 +16,7 @@ far keep all digits of fp16.
 
 from numba import cuda, float32, int32, uint32
 
-from ...device.codes import make_unpack
+from ...device.codes import MMA, make_unpack
 from ...device.fragments import load_sums, over_quad, store_sums
 from ...device.jit import device_function, in_turn
 from ...device.powers import inverse_of, power_of
@@ -29,7 +29,6 @@ from ...device.ptx import (
     load_shared_u32x4,
     maximum,
     maximum_f16,
-    mma_bf16,
     mma_f16,
     multiply_f16,
     pack_f16,
@@ -38,9 +37,8 @@ from ...device.ptx import (
     store_shared_f32,
     store_shared_f32x2,
 )
-from ...device.row_layout import UNIT
+from ...device.row_layout import UNIT, factor_of, mmas_of, operand_of
 from ..spec import FRAGMENT, SLICES, TILE
-from .queries import factor_of
 
 PAIRS = TILE // 16  # MMAs along a tile
 HEADERS = 2 * PAIRS  # words of a header's fragments
@@ -58,14 +56,13 @@ def sums_of(spec):
 def make_accumulate(spec):
     """Make the function that adds P V of a tile to the sums, and to those of the header."""
     V, BLOCKS, STRIDE = spec.latent, spec.blocks, spec.stride
-    IS_EXACT, MMAS = V.is_exact, 2 if V.codec == "int4" else 1
+    IS_EXACT, MMAS = V.is_exact, mmas_of(V)
     CODES, SLICE, GROUPS = V.code_offset, V.code_bytes // SLICES, max(V.groups // SLICES, 1)
     CHUNKS, SUMS = SLICE // UNIT, sums_of(spec)
     UNITS = V.header_bytes // UNIT if spec.has_shifts else 0
     PER_GROUP, WORDS = CHUNKS // GROUPS, 4 * BLOCKS
     PER_CHUNK = SUMS // CHUNKS
-    mma = mma_bf16 if V.codec == "bf16" else mma_f16
-    unpack = None if IS_EXACT else make_unpack(V)
+    mma, unpack = MMA[operand_of(V)], make_unpack(V)
 
     def make_step(pair, first_chunk):
         """16 tokens, 2 chunks; the scales change where a group begins."""
@@ -183,11 +180,11 @@ def make_put_output(spec):
     """Make the function that writes a warp's quarter of the output to shared memory, float32,
     times a factor of columns g and g + 8 of each block."""
     V, BLOCKS, SUMS = spec.latent, spec.blocks, sums_of(spec)
-    IS_EXACT, IS_INT4, FACTOR = V.is_exact, V.codec == "int4", factor_of(V)
-    ODD = FACTOR / 16 if IS_INT4 else FACTOR
+    IS_EXACT, FACTOR = V.is_exact, factor_of(V)
+    ODD = V.pick(nibbles=FACTOR / 16, bytes=FACTOR, elements=FACTOR)
     GROUPS, OWN = max(V.groups // SLICES, 1), V.head_dim // SLICES
     COLUMN = 4 * (V.head_dim + 4)
-    STEP = 1 if IS_EXACT else 4 if IS_INT4 else 2  # elements of a unit of 16 bits
+    STEP = 16 // V.bits  # elements of a unit of 16 bits
     CHUNKS = OWN // (8 * STEP)
     PER_GROUP, PER_CHUNK, SHIFTS = CHUNKS // GROUPS, SUMS // CHUNKS, spec.has_shifts
 

@@ -7,20 +7,18 @@ of a unit are in the order in which codes come out of a word (rows.py).
 
 from numba import cuda, float32, uint32, uint64
 
+from ...device.codes import HALVES
 from ...device.combine import make_over_lanes
 from ...device.fragments import load_sums, store_sums
 from ...device.jit import device_function
 from ...device.ptx import (
-    high_bf16,
-    high_f16,
     load_global_u32x4,
-    low_bf16,
-    low_f16,
     maximum,
     pack_f16,
     store_shared_f32,
     store_shared_u32x4,
 )
+from ...device.row_layout import operand_of
 from ...device.warpgroup import BLOCK, LINE
 from ..mma.queries import norm_of
 from .spec import BLOCKS, SHARES
@@ -38,8 +36,8 @@ ORDERS = {
 def make_load_queries(spec):
     """Make the function that loads the queries of a block, and leaves the factor of the scores of
     each column in shared memory."""
-    low, high = (low_bf16, high_bf16) if spec.query == "bf16" else (low_f16, high_f16)
-    AS_IT_IS = spec.codec == "bf16"
+    low, high = HALVES[spec.query]
+    AS_IT_IS = operand_of(spec.latent) == "bf16"
     in_order, rope_in_order = map(_make_in_order, spec.orders)
     over_lanes = make_over_lanes(LANES)
 

@@ -7,7 +7,7 @@
              ──▶ times scale, plus shift: one multiply-add, rounded once
 
 A row is multiplied by a power of two, so that its latents and its RoPE elements are below 2 to the
-TOPS of their codecs: then no number overflows, small ones are told apart at 2**-19 of the largest
+_top_of their formats: then no number overflows, small ones are told apart at 2**-19 of the largest
 that could be, and scales, which make up for 2**-24, are fp16, too. What a power did is undone in
 the scores and in P (scores.py).
 
@@ -24,7 +24,7 @@ is put in order when it is written.
 from numba import cuda, float32, int32, uint32, uint64
 
 from ...decode.copies import slot_in_ring
-from ...device.codes import make_unpack
+from ...device.codes import HALVES, make_unpack
 from ...device.fragments import load_sums, store_sums
 from ...device.jit import device_function
 from ...device.powers import power_of
@@ -36,11 +36,9 @@ from ...device.ptx import (
     copy_16,
     fence_shared,
     float_bits,
-    high_bf16,
     high_f16,
     load_global_u32,
     load_global_u32x4,
-    low_bf16,
     low_f16,
     maximum,
     multiply_add_f16,
@@ -52,10 +50,8 @@ from ...device.ptx import (
     unpack_four_e4m3,
     wait_copies,
 )
-from ...device.quantize import LEVELS
-from ...device.row_layout import UNIT
+from ...device.row_layout import UNIT, factor_of, operand_of
 from ...device.warpgroup import BLOCK, LINE
-from ..mma.queries import factor_of
 from .spec import (
     BLOCKS,
     FIRST_NOTES,
@@ -74,8 +70,7 @@ PASSES, AT_ONCE = 2, 32  # of a tile, and rows of one
 FAR = 2  # tiles ahead that rows are on their way from memory
 LANES = 4  # of a row
 TINIEST, LARGEST = 2.0**-60, 100  # of the largest number of a row; its exponent
-# the exponents that numbers stay below: with codes in the low bits 2**24 * scale is below 2**16
-TOPS = {"int4": -5, "int8": -1}
+# the exponent that numbers stay below; see _top_of
 MOST_TOP = 14
 
 
@@ -175,12 +170,13 @@ def _make_expand_rows(spec, find, row_at):
     ROPE_HEADER = FIRST_HEADER + HEADERS  # of packed RoPE elements: 4 groups, one a lane
     AHEAD = PASSES if ALL <= 32 else 1  # passes whose rows wait in registers
     KEPT = ALL * AHEAD
-    IS_INT4, LEVEL, ROPE_LEVEL = LATENT.codec == "int4", _level_of(LATENT), _level_of(ROPE)
+    LEVEL, ROPE_LEVEL = LATENT.facts.levels, ROPE.facts.levels
+    IS_INT4 = spec.orders[0] == "int4"
     FACTOR = 1.0 if spec.orders[0] == "as they are" else factor_of(LATENT)
     ROPE_FACTOR = factor_of(ROPE)
-    TOP = TOPS.get(ROPE.codec, MOST_TOP)
-    RAISED = 2.0 ** (TOP - TOPS.get(LATENT.codec, MOST_TOP))  # latents have another limit
-    low, high = (low_bf16, high_bf16) if ROPE.codec == "bf16" else (low_f16, high_f16)
+    TOP = _top_of(ROPE)
+    RAISED = 2.0 ** (TOP - _top_of(LATENT))  # latents have another limit
+    low, high = HALVES[operand_of(ROPE)]
     prefetch_rows = _make_prefetch_rows(spec, row_at)
     put_unit, put_rope_unit = (
         _make_put_unit(*pair) for pair in zip(spec.parts, spec.orders, strict=True)
@@ -381,9 +377,11 @@ def _make_prefetch_rows(spec, row_at):
     return prefetch_rows
 
 
-def _level_of(fmt):
-    """The largest code of a packed format; that of FlashMLA's codes, E4M3, too."""
-    return LEVELS.get(fmt.codec, LEVELS["fp8"])
+def _top_of(fmt):
+    """The exponent that numbers stay below: with codes in the low bits 2**24 * scale is below
+    2**16, so that a number is below the codes' count * 2**-8, and half of that with its shift."""
+    top_of_integers = int(fmt.facts.levels + 1).bit_length() - 10
+    return fmt.pick(integers=top_of_integers, e4m3=MOST_TOP, bf16=MOST_TOP, fp16=MOST_TOP)
 
 
 def _make_put_unit(fmt, order):

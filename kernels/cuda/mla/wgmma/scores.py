@@ -16,6 +16,7 @@ from operator import add
 from numba import cuda, float32, int32, uint32
 
 from ...decode.values import HEADROOM
+from ...device.codes import PACK
 from ...device.fragments import over_quad
 from ...device.jit import device_function
 from ...device.powers import inverse_of
@@ -29,8 +30,6 @@ from ...device.ptx import (
     load_shared_f32x4,
     log2,
     maximum,
-    pack_bf16,
-    pack_f16,
     store_shared_f32,
     store_shared_u32,
 )
@@ -64,8 +63,8 @@ P_AT = BLOCK * (BLOCKS - 1)
 
 def make_score(spec):
     """Make the function that works on all tiles of a block, and leaves the share of each column."""
-    HAS_POWERS, ROOM = not spec.latent.is_exact, 0 if spec.codec == "bf16" else HEADROOM
-    pack = pack_bf16 if spec.codec == "bf16" else pack_f16
+    HAS_POWERS, ROOM = not spec.latent.is_exact, {"bf16": 0, "fp16": HEADROOM}[spec.codec]
+    pack = PACK[spec.codec]
     products = make_products(spec.codec, TOKENS, STEPS, begin=True)
 
     @device_function

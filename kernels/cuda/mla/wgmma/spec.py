@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvquant.rows.format import FP8_DS_MLA, RowFormat
+from kvquant.rows.format import RowFormat
 
+from ...device.row_layout import operand_of
 from ...runtime.spec import Spec
 from ..spec import MLA, MlaSpec
 
@@ -60,7 +61,7 @@ class WideMlaSpec(Spec):
     @property
     def codec(self) -> str:
         """What is multiplied: "bf16" or "fp16"."""
-        return "bf16" if self.latent.codec == "bf16" else "fp16"
+        return operand_of(self.latent)
 
     @property
     def parts(self) -> tuple[RowFormat, RowFormat]:
@@ -71,10 +72,10 @@ class WideMlaSpec(Spec):
     def orders(self) -> tuple[str, str]:
         """How eight elements of the latent and of the RoPE part come out of their words: as the
         codes of a word of "int4" or of "bytes" (device/codes.py), or "as they are"."""
-        latent, rope = self.latent, self.rope
-        as_it_is = latent.is_exact or latent.codec in ("fp8", FP8_DS_MLA)
-        of_latent = "as they are" if as_it_is else "int4" if latent.codec == "int4" else "bytes"
-        return of_latent, "as they are" if rope.is_exact else "bytes"
+        as_it_is = "as they are"
+        of_codes = self.latent.pick(nibbles="int4", bytes="bytes", elements=as_it_is)
+        of_latent = self.latent.pick(integers=of_codes, e4m3=as_it_is, bf16=as_it_is, fp16=as_it_is)
+        return of_latent, self.rope.pick(elements=as_it_is, bytes="bytes")
 
     @property
     def shares(self) -> tuple[int, int, int]:
@@ -89,7 +90,7 @@ class WideMlaSpec(Spec):
     @property
     def behind(self) -> bool:
         """As of MlaSpec."""
-        return self.latent.codec == FP8_DS_MLA
+        return self.latent.pick(scales=True, pairs=False, none=False)
 
 
 def is_wide(spec: MlaSpec) -> bool:

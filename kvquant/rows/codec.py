@@ -1,0 +1,118 @@
+"""The codecs: how one element of a row is stored. One table, which everything looks up.
+
+A place that treats formats differently never compares names in a chain that ends in `else`. It
+reads a fact of the codec (`levels`, `bits`), or it picks by one of the codec's words:
+
+    layout     nibbles     two codes a byte, the even element in the low nibble
+               bytes       a code a byte
+               elements    no codes: the 16-bit elements themselves
+    numbers    integers    a code is an integer from 0 to levels
+               e4m3        a code is an E4M3 number (finite, NaN but no Inf)
+               bf16, fp16  the element
+    header     pairs       scale and shift of each group, fp16, before the codes
+               scales      scale of each group, float32, a power of two, behind the codes; no shifts
+               none        no parameters
+
+    PER_WORD = fmt.pick(nibbles=8, bytes=4)
+
+A codec whose word is not among the choices gets an error that names it. So a new codec is either
+served by a place or refused there, and never read as another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from ..errors import ConfigError, UnsupportedError, shown
+
+T = TypeVar("T")
+
+FP8_DS_MLA = "fp8_ds_mla"  # vLLM's name of it; the latents of FlashMLA's FP8 rows
+FP16_MAX = 65504.0
+BF16_MAX = 3.3895313892515355e38
+E4M3_MAX = 448.0
+FP8_DS_MLA_MAX = 240 * 2.0**120  # the next code would be 256, and 2**128 is Inf
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How one element is stored.
+
+    Attributes:
+        name: that format names begin with ("int4").
+        bits: of a code, or of a 16-bit element.
+        layout, numbers, header: words of the table above.
+        max_abs: the largest magnitude of an element: what the parameters, or the element, can hold.
+        levels: the greatest code; 0 without codes.
+        only: the number of groups and the head_dim of all rows of the codec; None for any.
+    """
+
+    name: str
+    bits: int
+    layout: str
+    numbers: str
+    header: str
+    max_abs: float
+    levels: float = 0.0
+    only: tuple[int, int] | None = None
+
+    @cached_property
+    def is_integer(self) -> bool:
+        """Whether codes are integers: only these have clip ratios and rounding with feedback."""
+        return self.numbers == "integers"
+
+    def pick(self, **choices: T) -> T:
+        """The choice for this codec.
+
+        Args:
+            choices: by words of one kind: all of a layout, of numbers or of a header.
+
+        Raises:
+            UnsupportedError: none of them is for this codec.
+        """
+        for word in (self.layout, self.numbers, self.header):
+            if word in choices:
+                return choices[word]
+        served = [
+            codec.name
+            for codec in CODECS.values()
+            if not choices.keys().isdisjoint((codec.layout, codec.numbers, codec.header))
+        ]
+        raise UnsupportedError(
+            f"{self.name} rows are not served here, where there is code for {one_of(served)} only: "
+            "use one of these formats"
+        )
+
+
+def one_of(choices: Iterable[object]) -> str:
+    """Words to choose from: "a, b or c"."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+CODECS = {
+    codec.name: codec
+    for codec in (
+        Codec("int4", 4, "nibbles", "integers", "pairs", FP16_MAX, 15.0),
+        Codec("int8", 8, "bytes", "integers", "pairs", FP16_MAX, 255.0),
+        Codec("fp8", 8, "bytes", "e4m3", "pairs", FP16_MAX, E4M3_MAX),
+        Codec("bf16", 16, "elements", "bf16", "none", BF16_MAX),
+        Codec("fp16", 16, "elements", "fp16", "none", FP16_MAX),
+        Codec(FP8_DS_MLA, 8, "bytes", "e4m3", "scales", FP8_DS_MLA_MAX, E4M3_MAX, only=(4, 512)),
+    )
+}
+EXACT_CODECS = tuple(name for name, codec in CODECS.items() if codec.header == "none")
+
+
+def codec_names() -> list[str]:
+    """The codecs that rows of any head_dim may have, as format names begin."""
+    return [name for name, codec in CODECS.items() if codec.only is None]
+
+
+def check_exact_format(name: object) -> None:
+    """Raise ConfigError unless 16-bit rows can have this codec."""
+    if name not in EXACT_CODECS:
+        raise ConfigError(f"exact_format {shown(name)} does not exist: use 'bf16' or 'fp16'")
