@@ -23,11 +23,12 @@ from ..ops.append_checks import (
     check_new_types,
     check_tokens,
 )
-from ..ops.attention import State, Transformed, attend_segments
+from ..ops.attention import State, Transformed, attend
 from ..ops.shared_prefix import attend_shared, is_shareable
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
 from ..rows.basis import Queries
+from ..rows.call import AttentionCall
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
@@ -516,15 +517,15 @@ class PagedBatch(NotCopied):
             elif set(names_of(variant)) <= {"sink_logits"}:  # it pays by the plain kernels' times
                 members = tensors["members"][: self._num_members]
         basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
-        result: torch.Tensor | State
-        given: dict[str, Any] = {"q_lens": q_lens, "basis": basis, "seq_lens": seq_lens}
-        given["transformed"] = transformed
+        given = {"return_lse": False, **options}
+        segments = parts.whole if members is None else parts.own
+        call, stored = AttentionCall(q, segments, q_lens=q_lens, **given), (basis, seq_lens)
         if members is None:
-            result = attend_segments(q, parts.whole, **given, **options)
-            return result
-        assert parts.prefix is not None
-        result = attend_shared(q, parts.prefix, parts.own, members=members, **given, **options)
-        return result
+            out, lse = attend(call, *stored, transformed)
+        else:
+            assert parts.prefix is not None
+            out, lse = attend_shared(call, parts.prefix, members, *stored, transformed)
+        return out if lse is None else (out, lse)
 
     def _reads_once(self, fixed: bool) -> bool:
         """Whether a call reads a shared prefix once; fixed: whether it is kept for other steps,
