@@ -147,7 +147,7 @@ class LatentLayerCache(LayerCache):
     def _to_write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Rows, Encodings]:
         """As LayerCache."""
         if self.basis is None:
-            return (k, v), (None, None)
+            return (k, v), (Encoding(), Encoding())
         return transformed_parts(k, v, self.basis)
 
     def _packed_segment(self, lens: torch.Tensor, starts: torch.Tensor | None) -> Segment:

@@ -8,11 +8,11 @@ from typing import Literal, overload
 import torch
 
 from ..cache.latent import LIKELY_Q_HEADS, transformed_parts
-from ..ops.append_checks import Side, check_tokens
+from ..ops.append_checks import check_tokens
 from ..ops.attention import State
 from ..ops.mla import attend_latents
 from ..rows.arguments import check_kind, check_tensors
-from ..rows.call import LatentCall, LatentPrefix
+from ..rows.call import AppendCall, LatentCall, LatentPrefix
 from ..rows.rotation import Rope
 from .batch import PagedBatch
 from .cache import PagedKVCache
@@ -82,13 +82,15 @@ class LatentPagedBatch(PagedBatch):
         """
         self._append(layer, latent, rope, None, None)
 
-    def _to_write(self, layer: int, k: Side, v: Side) -> tuple[Side, Side]:
+    def _to_write(self, layer: int, call: AppendCall) -> AppendCall:
         basis = self.cache.rows.layers[layer].basis
         if basis is None:
-            return k, v
-        check_tokens(k, v, None, self.sides)  # before torch transforms them
+            return call
+        check_tokens(call, self.sides)  # before torch transforms them
+        k, v, *_ = call
         (latent, rope), (of_k, of_v) = transformed_parts(k.x, v.x, basis)
-        return k._replace(x=latent, transform=of_k), v._replace(x=rope, transform=of_v)
+        k, v = k._replace(x=latent, transform=of_k), v._replace(x=rope, transform=of_v)
+        return call._replace(k=k, v=v)
 
     @overload  # type: ignore[override]
     def attend(

@@ -1,4 +1,4 @@
-"""One call of attention, as it is passed from the public function to the kernel."""
+"""One call of attention or of append, as it goes from the public function to the kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from .basis import Encoding
+from .format import RowFormat
+from .rotation import Rope
 from .segment import Segment
+from .slots import Slots
 from .variant import AttentionVariant
 
 
@@ -85,3 +89,50 @@ class LatentCall(NamedTuple):
     def all_segments(self) -> list[Segment]:
         """The segments, and before them that of the prefix."""
         return [*([] if self.prefix is None else [self.prefix.rows]), *self.segments]
+
+
+class AppendSide(NamedTuple):
+    """K or V of an append: new rows, where they are written, and how.
+
+    Attributes:
+        x: [num_tokens, num_kv_heads, head_dim], the new rows.
+        rows: [num_pages, num_kv_heads, page_size, row_bytes], uint8.
+        fmt: format of rows.
+        exact_rows: [max_num_seqs, num_kv_heads, exact_len, 16-bit row bytes], uint8, or None.
+        transform: what is done to x before it is stored.
+    """
+
+    x: torch.Tensor
+    rows: torch.Tensor
+    fmt: RowFormat
+    exact_rows: torch.Tensor | None = None
+    transform: Encoding = Encoding()
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether more has to be done than one plain launch does on CUDA."""
+        return not (self.transform.matrix is None and self.transform.feedback is None)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether rows are clipped or rounded with feedback."""
+        return not (self.transform.clip is None and self.transform.feedback is None)
+
+
+class AppendCall(NamedTuple):
+    """What an append asks for; the fields are arguments of append_rows.
+
+    Attributes:
+        k, v: new rows of the same tokens.
+        slots: where each token goes.
+        exact_format: "bf16" or "fp16", of the 16-bit rows.
+        rope: the rotary embedding of K, or None.
+        bad: [2], int32: counts rows of K and of V that were written as NaN; None: nobody counts.
+    """
+
+    k: AppendSide
+    v: AppendSide
+    slots: Slots
+    exact_format: str = "bf16"
+    rope: Rope | None = None
+    bad: torch.Tensor | None = None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend import attend_shared
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 from in_simulator import SIMULATED, in_simulator, typed
 from prefix_cases import PrefixCase, make_prefix, nothing_of_its_own
@@ -23,7 +24,6 @@ from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.kernels.cuda.runtime.tensors import strides
 from kvquant.ops import shared_prefix
-from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.format import HEAD_DIMS
 
 if SIMULATED:
