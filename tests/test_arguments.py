@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attend import attend_segments, attend_shared
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvquant import (
@@ -31,8 +32,6 @@ from kvquant import (
     slots_of,
 )
 from kvquant.errors import ConfigError, KVQuantError, ShapeError
-from kvquant.ops.attention import attend_segments
-from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.segment import Segment
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attend import attend_shared
 from torch_settings import SETTINGS, settings
 
 from kvquant import (
@@ -24,7 +25,6 @@ from kvquant import (
     save_cache,
     slots_of,
 )
-from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix
 from kvquant.rows.segment import Segment

@@ -19,9 +19,6 @@ from kvquant import (
     quantize_rows,
     reference_attention,
 )
-from kvquant.ops.attention import attend_segments
-from kvquant.ops.shared_prefix import attend_shared
-from kvquant.rows.segment import Segment
 
 State = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,7 +26,6 @@ State = tuple[torch.Tensor, torch.Tensor]
 def test_return_lse_says_what_comes() -> None:
     fmt, lens = RowFormat.parse("int4-g4", 64), torch.ones(1, dtype=torch.int32)
     q, rows = torch.ones(1, 2, 64), quantize_rows(torch.ones(1, 1, 1, 64), fmt)
-    one = Segment(rows, rows, lens, fmt, fmt)
     cache = KVCache(1, 1, 1, 64, 8)
     cache.append(0, torch.ones(1, 1, 3, 64), torch.ones(1, 1, 3, 64))
     flag = bool(len(rows))
@@ -41,16 +37,11 @@ def test_return_lse_says_what_comes() -> None:
     assert_type(decode_attention(*given, k_format=fmt, v_format=fmt, return_lse=True), State)
     assert_type(reference_attention(*given, k_format=fmt, v_format=fmt), torch.Tensor)
     assert_type(reference_attention(*given, k_format=fmt, v_format=fmt, return_lse=True), State)
-    assert_type(attend_segments(q, [one], sm_scale=0.5), torch.Tensor)
-    assert_type(attend_segments(q, [one], return_lse=True), State)
-    assert_type(attend_shared(q, one, [one]), torch.Tensor)
-    assert_type(attend_shared(q, one, [one], return_lse=True), State)
     assert_type(cache.attend(0, q, backend="reference"), torch.Tensor)
     assert_type(cache.attend(0, q, return_lse=True), State)
     many, q_lens = torch.ones(1, 3, 2, 64), lens
     assert_type(cache.attend(0, many, q_lens), torch.Tensor)
     assert_type(cache.attend(0, many, q_lens, return_lse=True), State)
-    assert_type(attend_segments(many, [one], q_lens=q_lens, return_lse=True), State)
     assert_type(cache.attend(0, q, return_lse=flag), torch.Tensor | State)
     paged = PagedKVCache(1, 1, 64, 2, page_size=16)
     batch = PagedBatch(paged, 1, 1)

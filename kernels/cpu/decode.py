@@ -28,8 +28,9 @@ import numpy as np
 import torch
 
 from kvquant.rows.arguments import address
+from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import PAGE_SIZES, Segment, visible_rows
-from kvquant.rows.variant import AttentionVariant, add_sinks
+from kvquant.rows.variant import add_sinks
 
 from .combine import make_merge_kernel
 from .compile import compile_kernel
@@ -315,21 +316,16 @@ def make_decode_kernel(k_spec, v_spec, heads):
 ) = range(29)
 
 
-def attend(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    sm_scale: float,
-    num_splits: int | None,
-    q_lens: torch.Tensor | None = None,
-    variant: AttentionVariant | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to all segments and merge; see attention.attend_segments, which checks the input."""
+def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to all segments and merge. The call is checked, and has a scale."""
+    q, segments, sm_scale, num_splits, _, q_lens, variant, _ = call
+    assert sm_scale is not None
     if q.ndim == 3:
         if variant is None:
             return _attend(q, segments, sm_scale, num_splits, [one.seq_lens for one in segments])
         if variant.score_offsets is not None:
             variant = variant._replace(score_offsets=variant.score_offsets[:, None])
-        out, lse = attend(q[:, None], segments, sm_scale, num_splits, None, variant)
+        out, lse = attend(call._replace(q=q[:, None], q_lens=None, variant=variant))
         return out[:, 0], lse[:, 0]
     address(q, "q")  # a copy has values where q may have none
     batch, q_len, num_q_heads, head_dim = q.shape

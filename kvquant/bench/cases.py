@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ConfigError, KVQuantError
-from ..ops.attention import attend_segments
+from ..ops.attention import attend
 from ..ops.mla import attend_latents, latent_segment
 from ..ops.quantize import quantize_rows
+from ..rows.call import AttentionCall, LatentCall
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat, LatentFormat
 from ..rows.quantize import exact_codec
@@ -364,10 +365,10 @@ class Inputs:
     def attend(self) -> torch.Tensor:
         """What is timed."""
         if self.parts is None:
-            return attend_segments(self.q, self.segments, variant=self.variant)
-        out = attend_latents(*self.parts, self.segments, sm_scale=LATENT_SCALE)
-        assert isinstance(out, torch.Tensor)
-        return out
+            call = AttentionCall(self.q, self.segments, return_lse=False, variant=self.variant)
+            return attend(call)[0]
+        of_latents = LatentCall(*self.parts, self.segments, LATENT_SCALE, return_lse=False)
+        return attend_latents(of_latents)[0]
 
 
 def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:

@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from .. import debug
 from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedError, shown
-from ..ops.attention import State, attend_segments, merge_by_kernels
+from ..ops.attention import State, attend, merge_by_kernels
 from ..rows.arguments import check_kind, check_scale, check_size, check_tensors
+from ..rows.call import AttentionCall
 from ..rows.variant import AttentionVariant, names_of
 from .checks import Counts, check_layer, whole_numbers
 from .contiguous import KVCache
@@ -252,16 +253,10 @@ class ContextParallelCache:
             raise ShapeError(f"layer {layer} holds no tokens: append to it first")
         if variant is not None and self.rank:
             variant = variant._replace(sink_logits=None)  # it is counted once
-        out, lse = attend_segments(  # KVCache.attend would refuse where this rank has no tokens
-            q,
-            at.segments(),
-            variant=variant,
-            basis=at.basis,
-            seq_lens=at.seq_lens,
-            sm_scale=sm_scale,
-            return_lse=True,
-            backend=backend,
-        )
+        call = AttentionCall(q, at.segments(), sm_scale, variant=variant, backend=backend)
+        # KVCache.attend would refuse where this rank has no tokens
+        out, lse = attend(call, at.basis, at.seq_lens)
+        assert lse is not None
         merged, lse = merge_by_kernels(*self._gathered(out, lse), out.dtype, backend)
         return (merged, lse) if return_lse else merged
 

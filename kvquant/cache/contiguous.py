@@ -11,10 +11,11 @@ import torch
 
 from .. import debug
 from ..errors import ConfigError, ShapeError
-from ..ops.attention import State, attend_segments
+from ..ops.attention import State, attend
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_size, check_tensors
 from ..rows.basis import LayerBasis
+from ..rows.call import AttentionCall
 from ..rows.codec import check_exact_format
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.quantize import check_dtype
@@ -397,18 +398,11 @@ class KVCache:
             q_len = q.shape[1] if isinstance(q, torch.Tensor) and q.ndim == 4 else 1
             at.check_seen(layer, q_len, variant)
             segments, variant = at.seen_by(layer, q_len, q_lens, variant, in_step=in_step)
-        return attend_segments(
-            q,
-            segments,
-            q_lens=q_lens,
-            variant=variant,
-            basis=at.basis,
-            seq_lens=at.seq_lens,
-            sm_scale=sm_scale,
-            return_lse=return_lse,
-            num_splits=num_splits,
-            backend=backend,
+        call = AttentionCall(
+            q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend
         )
+        out, lse = attend(call, at.basis, at.seq_lens)
+        return out if lse is None else (out, lse)
 
     def append(
         self,
@@ -568,18 +562,10 @@ class KVCache:
         counters = self.counters_of(layer)
         found = at.append(k.detach(), v.detach(), None, *counters, queries)
         segments, variant = at.seen_by(layer, new_tokens, None, variant, in_step=True)
-        return attend_segments(
-            q,
-            segments,
-            variant=variant,
-            basis=at.basis,
-            seq_lens=at.seq_lens,
-            transformed=None if found is None or ready is None else (found, ready[1]),
-            sm_scale=sm_scale,
-            return_lse=return_lse,
-            num_splits=num_splits,
-            backend=backend,
-        )
+        call = AttentionCall(q, segments, sm_scale, num_splits, return_lse, None, variant, backend)
+        transformed = None if found is None or ready is None else (found, ready[1])
+        out, lse = attend(call, at.basis, at.seq_lens, transformed)
+        return out if lse is None else (out, lse)
 
     def check(self) -> None:
         """Raise if an append since the last check could not do what it was asked to (see append).

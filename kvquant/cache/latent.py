@@ -17,6 +17,7 @@ from ..ops.attention import State
 from ..ops.mla import attend_latents, check_call, check_kernels, check_queries, latent_segment
 from ..rows.arguments import check_flag, check_size, check_tensors
 from ..rows.basis import Encoding, LayerBasis, transform_rows
+from ..rows.call import LatentCall
 from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from ..rows.segment import Segment
@@ -146,7 +147,7 @@ class LatentLayerCache(LayerCache):
     def _to_write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Rows, Encodings]:
         """As LayerCache."""
         if self.basis is None:
-            return (k, v), (None, None)
+            return (k, v), (Encoding(), Encoding())
         return transformed_parts(k, v, self.basis)
 
     def _packed_segment(self, lens: torch.Tensor, starts: torch.Tensor | None) -> Segment:
@@ -412,18 +413,10 @@ class LatentKVCache(KVCache):
                 "num_heads, q_len, ...], is q.transpose(1, 2)"
             )
         segments, _ = at.seen_by(layer, q_len, q_lens, None, in_step=in_step)
-        return attend_latents(
-            q_latent,
-            q_rope,
-            segments,
-            q_lens=q_lens,
-            basis=None if in_basis else at.basis,
-            seq_lens=at.seq_lens,
-            sm_scale=sm_scale,
-            return_lse=return_lse,
-            num_splits=num_splits,
-            backend=backend,
-        )
+        options = sm_scale, num_splits, return_lse, q_lens, None, backend
+        call = LatentCall(q_latent, q_rope, segments, *options)
+        out, lse = attend_latents(call, None if in_basis else at.basis, at.seq_lens)
+        return out if lse is None else (out, lse)
 
     @overload  # type: ignore[override]
     def step(

@@ -29,7 +29,7 @@ import torch
 from .. import debug
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, UnsupportedError
 from ..ops.append import Appends, append_again, kind_of, write_rows
-from ..ops.append_checks import K_AND_V, Names, Side, check_call
+from ..ops.append_checks import K_AND_V, Names, check_call
 from ..ops.quantize import dequantize_segment
 from ..ops.slots import (
     Lens,
@@ -44,6 +44,7 @@ from ..ops.transform import encode_rows
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import address, check_tensors
 from ..rows.basis import Encoding, LayerBasis, Queries
+from ..rows.call import AppendCall, AppendSide
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
@@ -69,7 +70,7 @@ ROLLBACK = 64  # tokens before the recent ones that are kept in 16 bit, too
 Kind = tuple[RowFormat, RowFormat, "LayerBasis | None", "int | None", torch.device]
 LensAndStarts = tuple[torch.Tensor, "torch.Tensor | None"]
 Rows = tuple[torch.Tensor, torch.Tensor]  # of K and of V, as the next
-Encodings = tuple["Encoding | None", "Encoding | None"]
+Encodings = tuple[Encoding, Encoding]
 
 
 class Rooms(NamedTuple):
@@ -559,13 +560,13 @@ class LayerCache:
         has_exact = slots.exact is not None
         exact_k = self.k_exact_rows if has_exact else None
         exact_v = self.v_exact_rows if has_exact else None
-        side_k = Side(by_token[0], self.k_packed, self.k_format, exact_k, transforms[0])
-        side_v = Side(by_token[1], self.v_packed, self.v_format, exact_v, transforms[1])
-        call = side_k, side_v, slots, self.k_exact.codec, None, bad_rows
+        side_k = AppendSide(by_token[0], self.k_packed, self.k_format, exact_k, transforms[0])
+        side_v = AppendSide(by_token[1], self.v_packed, self.v_format, exact_v, transforms[1])
+        call = AppendCall(side_k, side_v, slots, self.k_exact.codec, None, bad_rows)
         try:
             # slots are right, and rows fit: proved again in debug mode only
-            check = partial(check_call, *call) if debug.enabled else None
-            multiplied = write_rows(*call, check=check, placed=placed is not None, queries=queries)
+            check = partial(check_call, call) if debug.enabled else None
+            multiplied = write_rows(call, check=check, placed=placed is not None, queries=queries)
         except Exception:  # such as a lack of memory
             if placed is not None:
                 self._take_back(placed.room)
@@ -577,13 +578,13 @@ class LayerCache:
         elif self.longest is not None:
             self.longest = longest
         if placed is not None and counts is None and not (recorded or k.is_meta):
-            self._keep_append(given, side_k, side_v, placed.slots, bad_rows)
+            self._keep_append(given, call)
         return multiplied
 
     def _to_write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Rows, Encodings]:
         """New rows, and what is done to them where they are written."""
         if self.basis is None:
-            return (k, v), (None, None)
+            return (k, v), (Encoding(), Encoding())
         return (k, v), (self.basis.k.encoding, self.basis.v.encoding)
 
     def _append_again(
@@ -617,18 +618,11 @@ class LayerCache:
         self.longest = longest
         return True
 
-    def _keep_append(
-        self,
-        given: tuple[torch.Tensor, torch.Tensor],
-        k: Side,
-        v: Side,
-        slots: Slots,
-        bad_rows: torch.Tensor,
-    ) -> None:
+    def _keep_append(self, given: tuple[torch.Tensor, torch.Tensor], call: AppendCall) -> None:
         """Remember how such new rows were appended, unless they were copied on the way."""
-        if any(x.data_ptr() != side.x.data_ptr() for x, side in zip(given, (k, v), strict=True)):
+        if any(x.data_ptr() != side.x.data_ptr() for x, side in zip(given, call[:2], strict=True)):
             return
-        write = append_again(k, v, slots, self.k_exact.codec, bad_rows, placed=True)
+        write = append_again(call, placed=True)
         place = place_again(self.lens, self.sizes, given[0].shape[2])
         self._again.keep(kind_of(*given), write and (place, write))
 
@@ -833,7 +827,7 @@ class LayerCache:
         for b, (first, end) in enumerate(pairs):
             recent = torch.arange(first, end, device=self.device)
             slots = Slots(b * self.packed_len + self.split.page_row(recent))
-            sides: list[Side] = []
+            sides: list[AppendSide] = []
             for rows, packed, fmt, basis in zip(
                 (self.k_recent, self.v_recent),
                 (self.k_packed, self.v_packed),
@@ -842,11 +836,12 @@ class LayerCache:
                 strict=True,
             ):
                 x = rows[b].view(exact_dtype)[:, self.split.ring_row(recent)].transpose(0, 1)
-                rounding = None  # they are in the basis already
+                rounding = Encoding()  # they are in the basis already
                 if basis is not None:
                     rounding = Encoding(clip=basis.encoding.clip, feedback=basis.encoding.feedback)
-                sides.append(Side(x, packed, fmt, None, rounding))
-            write_rows(sides[0], sides[1], slots, self.k_exact.codec, None, bad_rows)
+                sides.append(AppendSide(x, packed, fmt, None, rounding))
+            exact_format = self.k_exact.codec
+            write_rows(AppendCall(sides[0], sides[1], slots, exact_format, None, bad_rows))
 
 
 def rows_of(

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..ops import attention
 from ..ops.append import append_rows, dequantize_pages
-from ..ops.attention import attend_segments
 from ..ops.causal import causal_attention
 from ..rows.basis import Basis
+from ..rows.call import AttentionCall
 from ..rows.format import RowFormat
 from ..rows.segment import Segment
 from .contract import LayerRows, NewTokens
@@ -195,15 +196,10 @@ def _attend_to_rows(
     lens, table = step.seq_lens[sequences], step.block_table[sequences]
     k_format, v_format, _ = layer.layout
     rows = Segment(*layer.layout.views(pages), lens, k_format, v_format, block_table=table)
-    return attend_segments(
-        queries,
-        [rows],
-        q_lens=q_lens,
-        variant=layer.variant,
-        basis=layer.basis,
-        seq_lens=lens,
-        sm_scale=layer.sm_scale,
+    call = AttentionCall(
+        queries, [rows], layer.sm_scale, None, False, q_lens, variant=layer.variant
     )
+    return attention.attend(call, layer.basis, lens)[0]
 
 
 def _seen(

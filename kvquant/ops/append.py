@@ -14,7 +14,7 @@ checked while a graph is traced, everything where it runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,13 +24,13 @@ from .. import debug
 from ..errors import ConfigError, ShapeError
 from ..rows.arguments import check_readable
 from ..rows.basis import Basis, Encoding, Queries, transform_rows
+from ..rows.call import AppendCall, AppendSide
 from ..rows.format import HEAD_DIMS, RowFormat
 from ..rows.latent import AnyFormat, parse_any
 from ..rows.quantize import check_dtype, check_format, format_of, is_nan_row
 from ..rows.rotation import Rope, apply_rope
 from ..rows.slots import Slots
 from .append_checks import (
-    Side,
     check_apart,
     check_append,
     check_call,
@@ -46,7 +46,6 @@ ALIGNMENT = 16  # bytes that new rows are read at a time on CUDA
 MOST_KINDS = 16  # of new rows, whose appends a layer remembers
 TOKENS_PER_PART = 256  # what is computed on the way stays in the caches of the CPU
 
-Part = tuple[Side, Side, Slots, "Rope | None"]
 Write = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -143,19 +142,20 @@ def append_rows(
                 check_apart("exact_k", exact_k, "exact_v", exact_v)
         if k.ndim != 3 or v.ndim != 3:
             check_new(k, v)  # says what is wrong
-        k_encoding = None if k_transform is None else _encoding_of(k_transform)
-        v_encoding = None if v_transform is None else _encoding_of(v_transform)
-        k_side = Side(k, k_rows, _format_of(k, k_format), exact_k, k_encoding)
-        v_side = Side(v, v_rows, _format_of(v, v_format), exact_v, v_encoding)
-        call = k_side, v_side, slots, exact_format, rope, bad
-        write_rows(*call, backend=backend, check=functools.partial(check_call, *call))
+        of_k = _format_of(k, k_format), exact_k, _encoding_of(k_transform)
+        of_v = _format_of(v, v_format), exact_v, _encoding_of(v_transform)
+        sides = AppendSide(k, k_rows, *of_k), AppendSide(v, v_rows, *of_v)
+        call = AppendCall(*sides, slots, exact_format, rope, bad)
+        write_rows(call, backend=backend, check=functools.partial(check_call, call))
     except Exception:  # types are looked at only now: it takes time
         check_types(k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope)
         raise
 
 
-def _encoding_of(basis: Basis) -> Encoding:
+def _encoding_of(basis: Basis | None) -> Encoding:
     """What is done to new rows, with an offset of zeros, too: its shape is checked."""
+    if basis is None:
+        return Encoding()
     encoding = basis.encoding
     return encoding if encoding.offset is not None else encoding._replace(offset=basis.offset)
 
@@ -168,12 +168,7 @@ def _format_of(x: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
 
 
 def write_rows(
-    k: Side,
-    v: Side,
-    slots: Slots,
-    exact_format: str,
-    rope: Rope | None = None,
-    bad: torch.Tensor | None = None,
+    call: AppendCall,
     *,
     backend: str | None = None,
     check: Callable[[], None] | None = None,
@@ -183,8 +178,8 @@ def write_rows(
     """Append as append_rows does, without its checks.
 
     Args:
-        k, v: new rows and where they go.
-        slots, exact_format, rope, bad, backend: as in append_rows.
+        call: new rows and where they go.
+        backend: as in append_rows.
         check: raises unless the arguments fit one another; on CUDA called only before launches
             that are not cached, and in debug mode. None where the caller knows that they do.
         placed: whether place_tokens has found the slots, and nothing was launched since.
@@ -194,6 +189,7 @@ def write_rows(
     Returns:
         The queries times their matrix, as affine_rows gives them; None without.
     """
+    k, v, slots, exact_format, rope, bad = call
     if torch.compiler.is_compiling():
         cos, sin, interleaved = rope or (None, None, False)
         append_rows_op(
@@ -213,32 +209,26 @@ def write_rows(
         check()
         check = None
     if backend == "cuda":
-        more: dict[str, Any] = {} if queries is None else {"queries": queries}
-        launch = _append_cuda(bool(more) or _is_calibrated(k) or _is_calibrated(v))
-        sides = _as_arguments(k, v, slots, exact_format)
-        multiplied: torch.Tensor | None = launch(
-            *sides, rope, bad, check=check, overlaps=placed, **more
-        )
-        return multiplied
+        return _append_cuda()(call, check, overlaps=placed, queries=queries)
     assert queries is None
     if backend == "reference":
-        _write(k, v, slots, exact_format, rope, bad, backend)
+        _write(call, backend)
         return None
-    is_plain = k.transform is None and v.transform is None and rope is None
-    is_rounded = _is_rounded(k) or _is_rounded(v)
-    parts: Iterable[Part] = [(k, v, slots, rope)]
-    if not is_plain and len(k.x) > TOKENS_PER_PART:
-        parts = _parts(k, v, slots, rope)
-    for k, v, slots, rope in parts:
+    changes = rope is not None or _changes(k.transform) or _changes(v.transform)
+    is_rounded = k.is_rounded or v.is_rounded
+    parts = [call]
+    if (changes or is_rounded) and len(k.x) > TOKENS_PER_PART:
+        parts = _parts(call)
+    for part in parts:
         if is_rounded:
-            _write(k, v, slots, exact_format, rope, bad, backend)
+            _write(part, backend)
             continue
-        new_k, new_v = k.x, v.x
-        if not is_plain:
-            new_k = _transform_cpu(new_k.detach(), k.transform, rope)
+        new_k, new_v = part.k.x, part.v.x
+        if changes:
+            new_k = _transform_cpu(new_k.detach(), k.transform, part.rope)
             new_v = _transform_cpu(new_v.detach(), v.transform)
         of_k, of_v = (new_k.resolve_neg(), *k[1:4]), (new_v.resolve_neg(), *v[1:4])
-        found = _cpu().append(of_k, of_v, slots, exact_format)
+        found = _cpu().append(of_k, of_v, part.slots, exact_format)
         if bad is not None and any(found):
             bad.add_(torch.tensor(found, dtype=torch.int32, device="cpu"))
     return None
@@ -281,69 +271,29 @@ def kind_of(k: torch.Tensor, v: torch.Tensor) -> Hashable:
         return None
 
 
-def append_again(
-    k: Side,
-    v: Side,
-    slots: Slots,
-    exact_format: str,
-    bad: torch.Tensor,
-    *,
-    placed: bool = False,
-) -> Callable[..., None] | None:
+def append_again(call: AppendCall, *, placed: bool = False) -> Callable[..., None] | None:
     """An append that write_rows has made on CUDA, to be made again of such new rows.
 
     Args:
+        call: without rope, and with counters.
         placed: as of write_rows, of every such append.
 
     Returns:
         kernels.cuda.append.launch.AppendAgain; None if it took more than a launch, or none.
     """
-    if _is_calibrated(k) or _is_calibrated(v) or not k.x.numel():
+    if call.k.is_calibrated or call.v.is_calibrated or not call.k.x.numel():
         return None
     from ..kernels.cuda.append.launch import AppendAgain
 
-    again = AppendAgain(*_as_arguments(k, v, slots, exact_format), bad, overlaps=placed)
+    again = AppendAgain(call, overlaps=placed)
     return None if again.copies else again
 
 
-def _as_arguments(
-    k: Side, v: Side, slots: Slots, exact_format: str
-) -> tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    Slots,
-    RowFormat,
-    RowFormat,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    str,
-    Encoding | None,
-    Encoding | None,
-]:
-    """The sides of an append as kernels.cuda.append.launch takes them, up to its transforms."""
-    return (
-        k.x,
-        v.x,
-        k.rows,
-        v.rows,
-        slots,
-        k.fmt,
-        v.fmt,
-        k.exact_rows,
-        v.exact_rows,
-        exact_format,
-        k.transform,
-        v.transform,
-    )
-
-
 @functools.cache
-def _append_cuda(is_calibrated: bool) -> Callable[..., torch.Tensor | None]:
-    from ..kernels.cuda.append.launch import append, append_calibrated
+def _append_cuda() -> Callable[..., torch.Tensor | None]:
+    from ..kernels.cuda.append.launch import append
 
-    return append_calibrated if is_calibrated else append
+    return append
 
 
 @functools.cache
@@ -353,35 +303,31 @@ def _cpu() -> ModuleType:
     return append
 
 
-def _is_calibrated(side: Side) -> bool:
-    """Whether more has to be done than one launch does."""
-    transform = side.transform
-    return transform is not None and not (transform.matrix is None and transform.feedback is None)
+def _changes(transform: Encoding) -> bool:
+    """Whether it changes rows, and not only how they are rounded."""
+    return transform.rotate or not (transform.offset is None and transform.matrix is None)
 
 
-def _is_rounded(side: Side) -> bool:
-    """Whether rows are clipped or rounded with feedback."""
-    transform = side.transform
-    return transform is not None and not (transform.clip is None and transform.feedback is None)
-
-
-def _parts(k: Side, v: Side, slots: Slots, rope: Rope | None) -> Iterator[Part]:
+def _parts(call: AppendCall) -> list[AppendCall]:
     """The call in parts of some tokens."""
+    k, v, slots, _, rope, _ = call
+    found = []
     for first in range(0, len(k.x), TOKENS_PER_PART):
         part = slice(first, first + TOKENS_PER_PART)
-        yield (
-            k._replace(x=k.x[part]),
-            v._replace(x=v.x[part]),
-            Slots(*(one if one is None else one[part] for one in slots)),  # type: ignore[arg-type]
-            rope and rope._replace(cos=rope.cos[part], sin=rope.sin[part]),
+        found.append(
+            call._replace(
+                k=k._replace(x=k.x[part]),
+                v=v._replace(x=v.x[part]),
+                slots=Slots(*(one if one is None else one[part] for one in slots)),  # type: ignore[arg-type]
+                rope=rope and rope._replace(cos=rope.cos[part], sin=rope.sin[part]),
+            )
         )
+    return found
 
 
-def _transform_cpu(
-    x: torch.Tensor, transform: Encoding | None, rope: Rope | None = None
-) -> torch.Tensor:
+def _transform_cpu(x: torch.Tensor, transform: Encoding, rope: Rope | None = None) -> torch.Tensor:
     """What transform_rows gives."""
-    if transform is None or transform.matrix is not None:
+    if transform.matrix is not None:
         return transform_rows(x, transform, rope)
     if rope is not None:
         x = apply_rope(x, rope)
@@ -394,16 +340,9 @@ def _transform_cpu(
     return rows[0].transpose(0, 1)
 
 
-def _write(
-    k: Side,
-    v: Side,
-    slots: Slots,
-    exact_format: str,
-    rope: Rope | None,
-    bad: torch.Tensor | None,
-    backend: str,
-) -> None:
+def _write(call: AppendCall, backend: str) -> None:
     """The reference, and on the CPU what its kernel does not round: one operation after another."""
+    k, v, slots, exact_format, rope, bad = call
     transform = _transform_cpu if backend == "cpu" else transform_rows
     k = k._replace(x=transform(k.x.detach(), k.transform, rope))
     v = v._replace(x=transform(v.x.detach(), v.transform))
@@ -415,11 +354,11 @@ def _write(
                 bad[i] += is_bad.sum()
 
 
-def _writes(side: Side, slots: Slots, exact_codec: str, backend: str) -> list[Write]:
+def _writes(side: AppendSide, slots: Slots, exact_codec: str, backend: str) -> list[Write]:
     """What to write of K or V: storage, slots, rows [slots, num_kv_heads, row_bytes], and which of
     the rows are to be counted as NaN [slots, num_kv_heads]."""
     x, storage, fmt, exact_storage, transform = side
-    clip, feedback = (None, None) if transform is None else (transform.clip, transform.feedback)
+    clip, feedback = transform.clip, transform.feedback
 
     def quantize(values: torch.Tensor) -> torch.Tensor:
         if clip is None and feedback is None:
@@ -579,32 +518,31 @@ APPEND_ROWS = (
 )
 DEQUANTIZE_PAGES = "(Tensor rows, str fmt, Tensor slots, Tensor(a!) out, str? backend) -> ()"
 _PER_SIDE = 4 + len(Encoding._fields)
-Call = tuple[Side, Side, Slots, str, "Rope | None", "torch.Tensor | None"]
 
 
-def _op_arguments(side: Side) -> list[Any]:
+def _op_arguments(side: AppendSide) -> list[Any]:
     x, rows, fmt, exact_rows, transform = side
-    return [x.detach(), rows, str(fmt), exact_rows, *(transform or Encoding())]
+    return [x.detach(), rows, str(fmt), exact_rows, *transform]
 
 
-def _call_of(args: Sequence[Any]) -> Call:
+def _call_of(args: Sequence[Any]) -> AppendCall:
     """The call of the arguments of the op, but for the backend."""
-    k, v = (
-        Side(x, rows, RowFormat.parse(fmt, int(x.shape[-1])), exact_rows, Encoding(*transform))
-        for x, rows, fmt, exact_rows, *transform in (args[:_PER_SIDE], args[_PER_SIDE:][:_PER_SIDE])
-    )
+    sides = []
+    for x, rows, name, exact_rows, *transform in (args[:_PER_SIDE], args[_PER_SIDE:][:_PER_SIDE]):
+        fmt = RowFormat.parse(name, int(x.shape[-1]))
+        sides.append(AppendSide(x, rows, fmt, exact_rows, Encoding(*transform)))
     packed, exact, evicted, exact_format, cos, sin, interleaved, bad = args[2 * _PER_SIDE :]
     rope = None if cos is None else Rope(cos, sin, interleaved)
-    return k, v, Slots(packed, exact, evicted), exact_format, rope, bad
+    return AppendCall(sides[0], sides[1], Slots(packed, exact, evicted), exact_format, rope, bad)
 
 
 def _append_op(*args: Any) -> None:
     call = _call_of(args[:-1])
-    write_rows(*call, backend=args[-1], check=functools.partial(check_call, *call))
+    write_rows(call, backend=args[-1], check=functools.partial(check_call, call))
 
 
 def _append_fake(*args: Any) -> None:
-    check_append(*_call_of(args[:-1]))
+    check_append(_call_of(args[:-1]))
 
 
 def _dequantize_op(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from ..errors import ConfigError, DeviceError, ShapeError
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import address, check_flag, check_kind, check_readable, check_tensors
 from ..rows.basis import Basis, Encoding
+from ..rows.call import AppendCall
 from ..rows.codec import check_exact_format
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat
@@ -29,32 +29,7 @@ _apart: set[tuple[object, ...]] = set()
 _MOST_APART = 1024
 
 
-class Side(NamedTuple):
-    """K or V of a call: new rows, and where they are written, and how.
-
-    Attributes:
-        x: [num_tokens, num_kv_heads, head_dim], the new rows.
-        rows: [num_pages, num_kv_heads, page_size, row_bytes], uint8.
-        fmt: format of rows.
-        exact_rows: [max_num_seqs, num_kv_heads, exact_len, 16-bit row bytes], uint8, or None.
-        transform: what is done to x before it is stored, or None.
-    """
-
-    x: torch.Tensor
-    rows: torch.Tensor
-    fmt: RowFormat
-    exact_rows: torch.Tensor | None
-    transform: Encoding | None
-
-
-def check_call(
-    k: Side,
-    v: Side,
-    slots: Slots,
-    exact_format: str,
-    rope: Rope | None,
-    bad: torch.Tensor | None,
-) -> None:
+def check_call(call: AppendCall) -> None:
     """Raise unless tokens can be appended: all that append_rows documents; values are read where
     they may be.
 
@@ -65,54 +40,48 @@ def check_call(
             what is to be written cannot be.
         DeviceError: the tensors lie on different devices.
     """
-    check_append(k, v, slots, exact_format, rope, bad)
+    check_append(call)
+    k = call.k
     if not is_rehearsed(k.x):  # such rows have no memory
-        _check_written(k, v, bad)
+        _check_written(call)
     if debug.may_read(k.x):
         exact = 0 if k.exact_rows is None else k.exact_rows.shape[0] * k.exact_rows.shape[2]
-        check_slots(slots, k.rows.shape[0] * k.rows.shape[2], exact)
+        check_slots(call.slots, k.rows.shape[0] * k.rows.shape[2], exact)
 
 
-def check_append(
-    k: Side,
-    v: Side,
-    slots: Slots,
-    exact_format: str,
-    rope: Rope | None,
-    bad: torch.Tensor | None,
-) -> None:
+def check_append(call: AppendCall) -> None:
     """Raise unless the arguments fit one another; nothing is read. Errors as of check_call."""
+    k, v, slots, _, rope, bad = call
     num_tokens, num_kv_heads = check_new(k.x, v.x)
     _check_pages("k_rows", k.rows, k.fmt)
     _check_pages("v_rows", v.rows, v.fmt)
     _check_storage(("k_rows", "v_rows"), k.rows, v.rows, num_kv_heads)
-    _check_exact(k, v, slots, exact_format, num_kv_heads)
+    _check_exact(call, num_kv_heads)
     for name, one in zip(Slots._fields, slots, strict=True):
         if one is not None:
             _check_tensor(f"slots.{name}", one, torch.int64, (num_tokens,))
     for name, side in (("k_transform", k), ("v_transform", v)):
-        if side.transform is not None:
-            _check_transform(name, side.transform, num_kv_heads, side.fmt.head_dim)
+        _check_transform(name, side.transform, num_kv_heads, side.fmt.head_dim)
     if rope is not None:
         _check_rope(rope, num_tokens, k.fmt.head_dim)
     if bad is not None:
         _check_tensor("bad", bad, torch.int32, (2,))
     tensors = [v.x, k.rows, v.rows, k.exact_rows, v.exact_rows, bad, *slots]
     for encoding in (k.transform, v.transform):
-        if encoding is not None:
-            offset, _, *others = encoding
-            tensors += [offset, *others]
+        offset, _, *others = encoding
+        tensors += [offset, *others]
     if rope is not None:
         tensors += rope[:2]
     _check_devices(k.x, tensors)
 
 
-def check_tokens(k: Side, v: Side, rope: Rope | None, names: Names = K_AND_V) -> None:
+def check_tokens(call: AppendCall, names: Names = K_AND_V) -> None:
     """Raise unless new tokens and rope fit the rows that they are written to; nothing is read.
 
     This is what a cache cannot know: slots, rows and transforms are its own. Errors as of
     check_call.
     """
+    k, v, _, _, rope, _ = call
     num_tokens, num_kv_heads = check_new(k.x, v.x, names)
     heads = k.rows.shape[1]
     if heads != num_kv_heads:
@@ -182,13 +151,14 @@ def check_apart(k_name: str, k_rows: torch.Tensor, v_name: str, v_rows: torch.Te
         raise ConfigError(f"{k_name} and {v_name} are one tensor: K and V need one each")
 
 
-def _check_written(k: Side, v: Side, bad: torch.Tensor | None) -> None:
+def _check_written(call: AppendCall) -> None:
     """Raise unless every row that may be written has memory of its own, and torch lets it.
 
     Raises:
         ShapeError: rows of a tensor share memory.
         ConfigError: those of two tensors do, or a tensor was made in inference mode.
     """
+    k, v, bad = call.k, call.v, call.bad
     given = {"k_rows": k.rows, "v_rows": v.rows, "exact_k": k.exact_rows, "exact_v": v.exact_rows}
     written = {name: rows for name, rows in given.items() if rows is not None}
     places = tuple((rows.data_ptr(), rows.shape, rows.stride()) for rows in written.values())
@@ -298,8 +268,9 @@ def _check_pages(name: str, rows: torch.Tensor, fmt: AnyFormat) -> None:
         )
 
 
-def _check_exact(k: Side, v: Side, slots: Slots, codec: str, num_kv_heads: int) -> None:
+def _check_exact(call: AppendCall, num_kv_heads: int) -> None:
     """The 16-bit rows and their slots: all or none."""
+    k, v, slots, codec, _, _ = call
     check_exact_format(codec)
     has_slots = slots.exact is not None and slots.evicted is not None
     if k.exact_rows is not None and v.exact_rows is not None and has_slots:

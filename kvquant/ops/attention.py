@@ -27,6 +27,7 @@ from ..rows.arguments import (
     check_tensors,
 )
 from ..rows.basis import LayerBasis
+from ..rows.call import AttentionCall
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES
 from ..rows.reference import reference_over_segments
@@ -53,7 +54,6 @@ from .transform import missing_scores, restore_result, transform_query
 State = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, "torch.Tensor | None"]  # no lse where it was not asked for
 Transformed = tuple[torch.Tensor, "float | None"]
-Kernel = Callable[..., Result]  # of q, segments, sm_scale, num_splits, return_lse, check, q_lens...
 _TENSORS = ("k_rows", "v_rows", "seq_lens", "starts", "block_table", "seq_slots")
 ATTEND_SEGMENTS = (
     "(Tensor q, Tensor[] k_rows, Tensor[] v_rows, Tensor[] seq_lens, str[] k_formats, "
@@ -217,8 +217,9 @@ def decode_attention(
     """
     segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
     try:
-        changed = in_use(variant)
-        out, lse = _attend(q, [segment], sm_scale, return_lse, num_splits, backend, q_lens, changed)
+        out, lse = attend(
+            AttentionCall(q, [segment], sm_scale, num_splits, return_lse, q_lens, variant, backend)
+        )
         return out if lse is None else (out, lse)
     except ShapeError:
         if isinstance(k_format, RowFormat) and q.ndim in (3, 4):
@@ -226,99 +227,77 @@ def decode_attention(
         raise
 
 
-@overload
-def attend_segments(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    *,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    basis: LayerBasis | None = ...,
-    seq_lens: torch.Tensor | None = ...,
-    transformed: Transformed | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    num_splits: int | None = ...,
-    backend: str | None = ...,
-) -> torch.Tensor: ...
-@overload
-def attend_segments(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    *,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    basis: LayerBasis | None = ...,
-    seq_lens: torch.Tensor | None = ...,
-    transformed: Transformed | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: Literal[True],
-    num_splits: int | None = ...,
-    backend: str | None = ...,
-) -> State: ...
-@overload
-def attend_segments(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    *,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    basis: LayerBasis | None = ...,
-    seq_lens: torch.Tensor | None = ...,
-    transformed: Transformed | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: bool = ...,
-    num_splits: int | None = ...,
-    backend: str | None = ...,
-) -> torch.Tensor | State: ...
-def attend_segments(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    *,
-    q_lens: torch.Tensor | None = None,
-    variant: AttentionVariant | None = None,
+def attend(
+    call: AttentionCall,
     basis: LayerBasis | None = None,
     seq_lens: torch.Tensor | None = None,
     transformed: Transformed | None = None,
-    sm_scale: float | None = None,
-    return_lse: bool = False,
-    num_splits: int | None = None,
-    backend: str | None = None,
-) -> torch.Tensor | State:
-    """Attend as decode_attention does, to the tokens of several segments at once.
+    *,
+    in_op: bool = False,
+) -> Result:
+    """Attend to rows, which may be stored in a basis.
+
+    On CUDA the launcher checks a call only when it has not seen one like it.
 
     Args:
-        q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim].
-        segments: at least one, all of the same batch, num_kv_heads and head dims. With several
-            queries a sequence they are in the order of their tokens, but that the first
-            Segment.sinks rows of a ring come before all others: [packed, ring with sinks] are
-            sinks, packed rows, recent tokens.
-        q_lens, variant: as in decode_attention.
+        call: its queries, and the results, are outside of the basis.
         basis: that the rows are stored in; None if they are stored as they came.
         seq_lens: [batch or more], int32: tokens of each sequence in all segments; needed only with
             a basis and one query a sequence, where a sequence may have none.
         transformed: q in the basis, and the factor that goes with it, where an append has found
             that (write_rows).
-        sm_scale, return_lse, num_splits, backend: as in decode_attention.
+        in_op: whether the op of torch is running, which must not call itself.
 
     Returns:
+        out and lse as in decode_attention; lse is None where it was not asked for.
+
+    Raises:
         As decode_attention.
     """
-    variant = in_use(variant)
-    if basis is None:
-        out, lse = _attend(q, segments, sm_scale, return_lse, num_splits, backend, q_lens, variant)
-        return out if lse is None else (out, lse)
+    if call.variant is not None:
+        call = call._replace(variant=in_use(call.variant))
+    if basis is not None:
+        return _attend_in_basis(call, basis, seq_lens, transformed)
+    if torch.compiler.is_compiling() and not in_op:
+        return _attend_traced(call)
+    if call.num_splits is not None and type(call.num_splits) is not int:
+        call = call._replace(num_splits=check_num_splits(call.num_splits))
+    if type(call.return_lse) is not bool:
+        check_flag("return_lse", call.return_lse)
+    try:
+        if call.q.is_cuda and call.backend in (None, "cuda") and not debug.enabled:
+            found = _cuda_kernel()(call, _check_cuda)
+            variant = call.variant
+            if variant is not None and variant.key_bias is not None:
+                mark_unbiased(*found, call.segments, variant.key_bias)
+            return found
+        return _attend_checked(call)
+    except (AttributeError, TypeError, RuntimeError):  # types are checked only now: it is slow
+        check_types(call.q, call.segments, call.q_lens)
+        raise
+
+
+def _attend_in_basis(
+    call: AttentionCall,
+    basis: LayerBasis,
+    seq_lens: torch.Tensor | None,
+    transformed: Transformed | None,
+) -> Result:
+    """Attend to rows in a basis; arguments as of attend."""
+    q, segments, sm_scale, _, return_lse, q_lens, variant, backend = call
     if transformed is None:
         check = functools.partial(check_segments, q, segments, q_lens)
         transformed = transform_query(q, basis.k, sm_scale, backend, check)
-    stored, scale = transformed
     sinks, is_whole, wants_lse = None, False, return_lse
     if variant is not None:
         # a value of zero in the basis is not one outside of it: sinks come at the end
         sinks, wants_lse = variant.sink_logits, True
         variant = variant._replace(sink_logits=None)
         variant, is_whole = with_missing_scores(variant, q, basis, sm_scale)
-    out, lse = _attend(stored, segments, scale, wants_lse, num_splits, backend, q_lens, variant)
+    stored, scale = transformed
+    out, lse = attend(
+        call._replace(q=stored, sm_scale=scale, return_lse=wants_lse, variant=variant)
+    )
     if variant is not None and lse is not None:  # masks may hide all that is there
         seq_lens = (lse != -torch.inf).any(-1).int()
         lse = lse if return_lse or sinks is not None else None
@@ -328,7 +307,7 @@ def attend_segments(
     out, lse = restore_result(out, lse, q, basis, seq_lens, sm_scale, backend, is_whole)
     if sinks is not None and lse is not None:
         out, lse = add_sinks(out, lse, sinks)
-    return (out, lse) if return_lse and lse is not None else out
+    return out, lse if return_lse else None
 
 
 def with_missing_scores(
@@ -346,68 +325,11 @@ def with_missing_scores(
     return variant._replace(score_offsets=offsets), True
 
 
-def _attend(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    sm_scale: float | None,
-    return_lse: bool,
-    num_splits: int | None,
-    backend: str | None,
-    q_lens: torch.Tensor | None,
-    variant: AttentionVariant | None,
-) -> Result:
-    """Attend to rows as they are stored."""
-    if torch.compiler.is_compiling():
-        return _attend_traced(
-            q, segments, sm_scale, return_lse, num_splits, backend, q_lens, variant
-        )
-    if num_splits is not None and type(num_splits) is not int:
-        num_splits = check_num_splits(num_splits)
-    if type(return_lse) is not bool:
-        check_flag("return_lse", return_lse)
-    return _attend_eagerly(q, segments, sm_scale, return_lse, num_splits, backend, q_lens, variant)
-
-
-def _attend_eagerly(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    sm_scale: float | None,
-    return_lse: bool,
-    num_splits: int | None,
-    backend: str | None,
-    q_lens: torch.Tensor | None,
-    variant: AttentionVariant | None,
-) -> Result:
-    """Attend now; on CUDA by the launcher itself, which checks only calls that it has not seen."""
-    try:
-        if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
-            kernel = _cuda_kernel()
-            check = _check_cuda
-            found = kernel(q, segments, sm_scale, num_splits, return_lse, check, q_lens, variant)
-            if variant is not None and variant.key_bias is not None:
-                mark_unbiased(*found, segments, variant.key_bias)
-            return found
-        return _attend_checked(
-            q, segments, sm_scale, return_lse, num_splits, backend, q_lens, variant
-        )
-    except (AttributeError, TypeError, RuntimeError):  # types are checked only now: it is slow
-        check_types(q, segments, q_lens)
-        raise
-
-
-def _attend_checked(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    sm_scale: float | None,
-    return_lse: bool,
-    num_splits: int | None,
-    backend: str | None,
-    q_lens: torch.Tensor | None,
-    variant: AttentionVariant | None,
-) -> Result:
+def _attend_checked(call: AttentionCall) -> Result:
     """Attend by the backend that was asked for, once everything is checked, values too."""
-    segments = _check(q, segments, num_splits, q_lens, variant)
-    backend = kernels_for(q, backend)
+    call = _check(call)
+    q, segments, sm_scale, _, return_lse, q_lens, variant, _ = call
+    backend = kernels_for(q, call.backend)
     if backend == "cuda":
         _require_extra()
     if q.is_cpu or (debug.enabled and not is_rehearsed(q)) or backend == "reference":
@@ -416,28 +338,27 @@ def _attend_checked(
             check_q_len_values(q, q_lens)
         if variant is not None:
             check_variant_values(q, segments, q_lens, variant)
-    if q.requires_grad:
-        q = q.detach()
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
+    call = call._replace(q=q.detach() if q.requires_grad else q, sm_scale=sm_scale)
     if backend == "cuda":
-        kernel = _cuda_kernel()
-        return kernel(q, segments, sm_scale, num_splits, return_lse, None, q_lens, variant)
+        return _cuda_kernel()(call)
     if backend == "cpu":
-        out, lse = _cpu_kernel()(q, segments, sm_scale, num_splits, q_lens, variant)
+        out, lse = cpu_kernel()(call)
     else:
-        out, lse = reference_over_segments(q, segments, sm_scale, q_lens, variant)
+        out, lse = reference_over_segments(call.q, segments, sm_scale, q_lens, variant)
     return out.to(q.dtype), lse.float() if return_lse else None
 
 
 @functools.cache
-def _cpu_kernel() -> Callable[..., State]:
+def cpu_kernel() -> Callable[[AttentionCall], State]:
+    """The CPU's kernel, for calls that are checked and have a scale."""
     from ..kernels.cpu.decode import attend
 
     return attend
 
 
 @functools.cache
-def _cuda_kernel() -> Kernel:
+def _cuda_kernel() -> Callable[..., Result]:
     from ..kernels.cuda.decode.launch import attend
 
     return attend
@@ -449,14 +370,9 @@ def _require_extra() -> None:
     require_extra()
 
 
-def _check(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    num_splits: int | None,
-    q_lens: torch.Tensor | None,
-    variant: AttentionVariant | None,
-) -> list[Segment]:
-    """The segments, with formats in place of their names, if q can attend to them."""
+def _check(call: AttentionCall) -> AttentionCall:
+    """The call, with formats in place of their names, if q can attend to the segments."""
+    q, segments, _, num_splits, _, q_lens, variant, _ = call
     made = []
     for segment in segments:
         if not isinstance(segment, Segment):
@@ -473,17 +389,11 @@ def _check(
     check_segments(q, made, q_lens)
     if variant is not None:
         check_variant(q, variant)
-    return made
+    return call._replace(segments=made)
 
 
-def _check_cuda(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    num_splits: int | None,
-    q_lens: torch.Tensor | None,
-    variant: AttentionVariant | None,
-) -> list[Segment]:
-    checked = _check(q, segments, num_splits, q_lens, variant)
+def _check_cuda(call: AttentionCall) -> AttentionCall:
+    checked = _check(call)
     _require_extra()
     return checked
 
@@ -509,17 +419,9 @@ def check_types(
                 raise ConfigError(f"the format is {shown(fmt)}: give a name ('int4-g4')")
 
 
-def _attend_traced(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    sm_scale: float | None,
-    return_lse: bool,
-    num_splits: int | None,
-    backend: str | None,
-    q_lens: torch.Tensor | None,
-    variant: AttentionVariant | None,
-) -> Result:
+def _attend_traced(call: AttentionCall) -> Result:
     """Attend by the op of torch, which torch.compile puts into its graph."""
+    q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend = call
     check_flag("return_lse", return_lse)  # torch would take True for 1, here and below
     if not segments:
         raise ShapeError("no segments: attention needs at least one")
@@ -566,34 +468,30 @@ def segment_of(
     return Segment(k_rows, v_rows, seq_lens, k, v, *others)
 
 
-def _op_segments(q: torch.Tensor, v_head_dim: int, fields: Sequence[Any]) -> list[Segment]:
-    return [segment_of(q, v_head_dim, *one) for one in zip(*fields, strict=True)]
-
-
-def _op_arguments(args: Sequence[Any]) -> tuple[Any, ...]:
-    """The fields of the segments, the head_dim of V, and what _attend_eagerly takes behind the
-    segments, from the arguments of the op behind q."""
+def _op_call(q: torch.Tensor, *args: Any) -> AttentionCall:
+    """The call, from the arguments of the op."""
     count = len(args) - len(PLAIN)
     *fields, v_head_dim, sm_scale, return_lse, num_splits, backend, q_lens = args[:count]
-    variant = in_use(AttentionVariant(*args[count:]))
-    return fields, v_head_dim, (sm_scale, return_lse, num_splits, backend, q_lens, variant)
+    segments = [segment_of(q, v_head_dim, *one) for one in zip(*fields, strict=True)]
+    variant = AttentionVariant(*args[count:])
+    return AttentionCall(q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend)
 
 
-def _attend_op(q: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    fields, v_head_dim, options = _op_arguments(args)
-    out, lse = _attend_eagerly(q, _op_segments(q, v_head_dim, fields), *options)
+def _attend_op(*args: Any) -> list[torch.Tensor]:
+    out, lse = attend(_op_call(*args), in_op=True)
     return [out] if lse is None else [out, lse]
 
 
-def _attend_fake(q: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    fields, v_head_dim, (_, return_lse, _, _, q_lens, variant) = _op_arguments(args)
-    segments = _op_segments(q, v_head_dim, fields)
-    check_segments(q, segments, q_lens)
+def _attend_fake(*args: Any) -> list[torch.Tensor]:
+    call = _op_call(*args)
+    q = call.q
+    check_segments(q, call.segments, call.q_lens)
+    variant = in_use(call.variant)
     if variant is not None:
         check_variant(q, variant)
-    out = q.new_empty(*q.shape[:-1], v_head_dim)
+    out = q.new_empty(*q.shape[:-1], call.segments[0].v_format.head_dim)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    return [out, lse] if return_lse else [out]
+    return [out, lse] if call.return_lse else [out]
 
 
 attend_segments_op = torch_op("attend_segments", ATTEND_SEGMENTS, _attend_op, _attend_fake)

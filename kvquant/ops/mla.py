@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -42,6 +42,7 @@ from ..rows.arguments import (
     check_tensors,
 )
 from ..rows.basis import LayerBasis
+from ..rows.call import AttentionCall, LatentCall, LatentPrefix
 from ..rows.latent import LatentFormat
 from ..rows.quantize import FLOAT_DTYPES, check_rows
 from ..rows.reference import reference_over_segments
@@ -53,7 +54,7 @@ from ..rows.segment import (
     check_segments,
     visible_tokens,
 )
-from .attention import State, merge_states
+from .attention import Result, State, cpu_kernel, merge_states
 from .dispatch import kernels_for, torch_op
 from .transform import takes_one_launch
 
@@ -183,16 +184,18 @@ def mla_decode_attention(
         axes = "batch, capacity" if block_table is None else "num_pages, page_size"
         raise ShapeError(f"rows is {list(rows.shape)}: it must be [{axes}, row_bytes]")
     segment = latent_segment(rows[:, None], seq_lens, fmt, block_table=block_table)
-    return attend_latents(
+    call = LatentCall(
         q_latent,
         q_rope,
         [segment],
-        q_lens=q_lens,
-        sm_scale=sm_scale,
-        return_lse=return_lse,
-        num_splits=num_splits,
+        sm_scale,
+        num_splits,
+        return_lse,
+        q_lens,
         backend=backend,
     )
+    out, lse = attend_latents(call)
+    return out if lse is None else (out, lse)
 
 
 def latent_segment(
@@ -211,171 +214,110 @@ def latent_segment(
     return Segment(rows, latents, seq_lens, fmt, fmt.latent, *places)  # type: ignore[arg-type]
 
 
-class LatentPrefix(NamedTuple):
-    """First tokens that sequences have in common, read once for all of them.
-
-    Attributes:
-        rows: the tokens, of one sequence (batch 1), linear or in pages; none of them is one of the
-            queries', but that a sequence's only query may be the last one's. Their number may be 0.
-        shares: [batch], int32: whether each sequence begins with them: 1 or 0.
-    """
-
-    rows: Segment
-    shares: torch.Tensor
-
-
 def attend_latents(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    segments: Sequence[Segment],
-    *,
-    prefix: LatentPrefix | None = None,
-    q_lens: torch.Tensor | None = None,
-    basis: LayerBasis | None = None,
-    seq_lens: torch.Tensor | None = None,
-    sm_scale: float,
-    return_lse: bool = False,
-    num_splits: int | None = None,
-    backend: str | None = None,
-) -> torch.Tensor | State:
-    """Attend as mla_decode_attention does, to the tokens of several segments at once.
+    call: LatentCall, basis: LayerBasis | None = None, seq_lens: torch.Tensor | None = None
+) -> Result:
+    """Attend to latent rows, which may be stored in a basis.
 
     Args:
-        q_latent, q_rope: as in mla_decode_attention.
-        segments: of latent_segment; of several queries in the order that attend_segments states,
-            and on CUDA at most two of them. There each is a launch, cut into num_splits, and
-            another one combines them.
-        prefix: tokens before those of the segments, in which they are not; None if there are none.
-            On CUDA all sequences' queries are multiplied with it, whether they share it or not.
+        call: its queries, and the results, are outside of the basis.
         basis: that the rows are stored in, k of the latents and v of the RoPE parts; None if they
             are stored as they came.
         seq_lens: [batch], int32: tokens of each sequence in all segments and the prefix, needed
             with a basis.
-        q_lens, sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
 
     Returns:
-        As mla_decode_attention.
+        out and lse as in mla_decode_attention; lse is None where it was not asked for.
 
     Raises:
-        As mla_decode_attention; on CUDA UnsupportedError for several queries and more segments.
+        As mla_decode_attention; on CUDA UnsupportedError for several queries and more than two
+        segments.
     """
-    check_flag("return_lse", return_lse)
-    options = _scale_of(sm_scale), return_lse, check_num_splits(num_splits), backend
+    check_flag("return_lse", call.return_lse)
+    scale, num_splits = _scale_of(call.sm_scale), check_num_splits(call.num_splits)
+    call = call._replace(sm_scale=scale, num_splits=num_splits)
     if basis is not None and not basis.is_identity:
         assert seq_lens is not None
-        call = q_latent, q_rope, segments, prefix, q_lens
-        return _attend_in_basis(*call, basis, seq_lens, *options)
-    if torch.compiler.is_compiling():
-        rows = [*segments] if prefix is None else [prefix.rows, *segments]  # as _op_arguments
-        results: list[torch.Tensor] = attend_latents_op(
-            q_latent.detach(),
-            q_rope.detach(),
-            [segment.k_rows for segment in rows],
-            [segment.seq_lens for segment in rows],
-            [str(segment.k_format) for segment in rows],
-            [segment.starts for segment in rows],
-            [segment.block_table for segment in rows],
-            [segment.sinks for segment in rows],
-            [segment.seq_slots for segment in rows],
-            q_lens,
-            None if prefix is None else prefix.shares,
-            *options,
-        )
-    else:
-        results = _attend(q_latent, q_rope, segments, prefix, q_lens, *options)
-    return (results[0], results[1]) if return_lse else results[0]
+        return _attend_in_basis(call, basis, seq_lens)
+    if not torch.compiler.is_compiling():
+        return _attend(call)
+    rows = call.all_segments  # as _op_call takes them apart
+    results: list[torch.Tensor] = attend_latents_op(
+        call.q_latent.detach(),
+        call.q_rope.detach(),
+        [segment.k_rows for segment in rows],
+        [segment.seq_lens for segment in rows],
+        [str(segment.k_format) for segment in rows],
+        [segment.starts for segment in rows],
+        [segment.block_table for segment in rows],
+        [segment.sinks for segment in rows],
+        [segment.seq_slots for segment in rows],
+        call.q_lens,
+        None if call.prefix is None else call.prefix.shares,
+        scale,
+        call.return_lse,
+        num_splits,
+        call.backend,
+    )
+    return results[0], results[1] if call.return_lse else None
 
 
-def _attend_in_basis(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    segments: Sequence[Segment],
-    prefix: LatentPrefix | None,
-    q_lens: torch.Tensor | None,
-    basis: LayerBasis,
-    seq_lens: torch.Tensor,
-    sm_scale: float,
-    return_lse: bool,
-    num_splits: int | None,
-    backend: str | None,
-) -> torch.Tensor | State:
+def _attend_in_basis(call: LatentCall, basis: LayerBasis, seq_lens: torch.Tensor) -> Result:
     """Attend to rows that are stored in a basis; both parts of a query pay as K's does.
 
     The latents' basis is that of K and of V at once. Products are torch's, of few rows: the matrix
     of 512 latents is 1 MiB, which no kernel has room for beside its rows.
     """
-    fmt = segments[0].k_format
+    fmt, sm_scale = call.segments[0].k_format, call.sm_scale
     assert isinstance(fmt, LatentFormat)
-    check_queries(q_latent, q_rope, fmt)
-    q_latent, q_rope = q_latent.detach(), q_rope.detach()
+    check_queries(call.q_latent, call.q_rope, fmt)
+    q_latent, q_rope = call.q_latent.detach(), call.q_rope.detach()
     stored, scale = (basis.k.transform_query(q_latent), basis.v.transform_query(q_rope)), sm_scale
-    if takes_one_launch(q_latent, backend):  # the kernel takes 16 bit
+    if takes_one_launch(q_latent, call.backend):  # the kernel takes 16 bit
         if q_latent.dtype == torch.float16:  # which may not hold what the query becomes
             factor = max(basis.k.fp16_factor, basis.v.fp16_factor)
             stored, scale = (stored[0] / factor, stored[1] / factor), sm_scale * factor
         stored = stored[0].to(q_latent.dtype), stored[1].to(q_latent.dtype)
-    found = attend_latents(
-        *stored,
-        segments,
-        prefix=prefix,
-        q_lens=q_lens,
-        sm_scale=scale,
-        return_lse=return_lse,
-        num_splits=num_splits,
-        backend=backend,
-    )
-    out, lse = found if isinstance(found, tuple) else (found, None)
+    out, lse = attend_latents(call._replace(q_latent=stored[0], q_rope=stored[1], sm_scale=scale))
     if q_latent.ndim == 4:
-        seq_lens = visible_tokens(seq_lens, q_lens, q_latent.shape[1])
+        seq_lens = visible_tokens(seq_lens, call.q_lens, q_latent.shape[1])
     is_empty = (seq_lens == 0)[..., None]  # they get zeros, not the offset
     out = basis.k.restore(out).masked_fill(is_empty[..., None], 0).to(q_latent.dtype)
     if lse is None:
-        return out
+        return out, None
     missing = basis.k.missing_score(q_latent) + basis.v.missing_score(q_rope)
     return out, lse.add(missing, alpha=sm_scale).masked_fill(is_empty, -torch.inf)
 
 
-def _attend(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    segments: Sequence[Segment],
-    prefix: LatentPrefix | None,
-    q_lens: torch.Tensor | None,
-    sm_scale: float,
-    return_lse: bool,
-    num_splits: int | None,
-    backend: str | None,
-) -> list[torch.Tensor]:
-    """out, and lse if it was asked for; values are looked at where they may be."""
-    backend = kernels_for(q_latent, backend)
-    call = q_latent, q_rope, segments, prefix, q_lens
-    options = sm_scale, return_lse, num_splits
+def _attend(call: LatentCall) -> Result:
+    """Attend now; values are looked at where they may be."""
+    backend = kernels_for(call.q_latent, call.backend)
     if backend == "cuda" and not debug.enabled:
-        check = functools.partial(_checked, *call)
+        check = functools.partial(_checked, call)
         try:
-            return _attend_cuda(*call, *options, check)
+            return _attend_cuda(call, check)
         except (AttributeError, TypeError):  # types are checked only now: it is slow
             check()
             raise
-    q = _checked(*call)
+    q, q_lens, sm_scale = _checked(call), call.q_lens, call.sm_scale
     if not is_rehearsed(q):
-        check_segment_values(segments)
-        if prefix is not None:
-            check_segment_values([prefix.rows])
+        check_segment_values(call.segments)
+        if call.prefix is not None:
+            check_segment_values([call.prefix.rows])
         if q_lens is not None:
             check_q_len_values(q, q_lens)
     if backend == "cuda":
-        return _attend_cuda(*call, *options)
+        return _attend_cuda(call)
 
     def attend(q: torch.Tensor, rows: Sequence[Segment], lens: torch.Tensor | None) -> State:
         if backend == "cpu":
-            return _cpu_kernel()(q, rows, sm_scale, num_splits, lens, None)
+            return cpu_kernel()(AttentionCall(q, rows, sm_scale, call.num_splits, q_lens=lens))
         return reference_over_segments(q, rows, sm_scale, lens)
 
-    out, lse = attend(q, segments, q_lens)
-    if prefix is not None:
-        out, lse = _add_prefix(q, (out, lse), prefix, q_lens, attend)
-    return [out.to(q.dtype), lse.float()][: 1 + return_lse]
+    out, lse = attend(q, call.segments, q_lens)
+    if call.prefix is not None:
+        out, lse = _add_prefix(q, (out, lse), call.prefix, q_lens, attend)
+    return out.to(q.dtype), lse.float() if call.return_lse else None
 
 
 def _add_prefix(
@@ -401,57 +343,34 @@ def _add_prefix(
     return whole[0], whole[1]
 
 
-def _attend_cuda(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    segments: Sequence[Segment],
-    prefix: LatentPrefix | None,
-    q_lens: torch.Tensor | None,
-    sm_scale: float,
-    return_lse: bool,
-    num_splits: int | None,
-    check: Callable[[], object] | None = None,
-) -> list[torch.Tensor]:
-    """out, and lse if it was asked for; check is called once for all calls of a kind."""
+def _attend_cuda(call: LatentCall, check: Callable[[], object] | None = None) -> Result:
+    """Attend by the launcher; it calls check once for all calls of a kind."""
+    q_latent, q_rope = call.q_latent.detach(), call.q_rope.detach()
     is_single = q_latent.ndim == 3
-    if check is not None and (q_rope.ndim != q_latent.ndim or (is_single and q_lens is not None)):
+    if check is not None and (
+        q_rope.ndim != q_latent.ndim or (is_single and call.q_lens is not None)
+    ):
         check()  # it raises
     if is_single:
         q_latent, q_rope = q_latent.unsqueeze(1), q_rope.unsqueeze(1)
-    out, lse = _cuda_kernel()(
-        q_latent.detach(),
-        q_rope.detach(),
-        segments,
-        sm_scale,
-        prefix=None if prefix is None else prefix.rows,
-        shares=None if prefix is None else prefix.shares,
-        q_lens=q_lens,
-        num_splits=num_splits,
-        want_lse=return_lse,
-        check=check,
-    )
-    found = [out] if lse is None else [out, lse]
-    return [x[:, 0] for x in found] if is_single else found
+    out, lse = _cuda_kernel()(call._replace(q_latent=q_latent, q_rope=q_rope), check)
+    if is_single:
+        return out[:, 0], lse if lse is None else lse[:, 0]
+    return out, lse
 
 
-def _checked(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    segments: Sequence[Segment],
-    prefix: LatentPrefix | None,
-    q_lens: torch.Tensor | None,
-) -> torch.Tensor:
+def _checked(call: LatentCall) -> torch.Tensor:
     """As _query, of tensors whose values lie in memory."""
-    given = {"q_latent": q_latent, "q_rope": q_rope}
-    check_readable(**given, **({} if q_lens is None else {"q_lens": q_lens}))
-    if prefix is not None:
-        check_readable(shares=prefix.shares)
-    for segment in segments if prefix is None else [prefix.rows, *segments]:
+    given = {"q_latent": call.q_latent, "q_rope": call.q_rope}
+    check_readable(**given, **({} if call.q_lens is None else {"q_lens": call.q_lens}))
+    if call.prefix is not None:
+        check_readable(shares=call.prefix.shares)
+    for segment in call.all_segments:
         names = "starts", "block_table", "seq_slots"
         others = {name: getattr(segment, name) for name in names}
         tables = {name: tensor for name, tensor in others.items() if tensor is not None}
         check_readable(rows=segment.k_rows, seq_lens=segment.seq_lens, **tables)
-    return _query(q_latent, q_rope, segments, prefix, q_lens)
+    return _query(call)
 
 
 def check_kernels(formats: Sequence[LatentFormat], query: str = "bf16") -> None:
@@ -510,36 +429,23 @@ def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentForma
         )
 
 
-def _query(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    segments: Sequence[Segment],
-    prefix: LatentPrefix | None,
-    q_lens: torch.Tensor | None,
-) -> torch.Tensor:
+def _query(call: LatentCall) -> torch.Tensor:
     """The whole queries, [..., latent_dim + rope_dim], if they can attend to the segments."""
-    if not segments:
+    if not call.segments:
         raise ShapeError("no segments: attention needs at least one")
-    fmt = segments[0].k_format
+    fmt = call.segments[0].k_format
     assert isinstance(fmt, LatentFormat)
-    check_queries(q_latent, q_rope, fmt)
-    q = torch.cat([q_latent.detach(), q_rope.detach()], dim=-1)
-    check_segments(q, segments, q_lens)
-    if prefix is not None:
-        check_segments(q.reshape(1, -1, q.shape[-1])[:, :1], [prefix.rows])
-        check_counts("shares", prefix.shares, q)
+    check_queries(call.q_latent, call.q_rope, fmt)
+    q = torch.cat([call.q_latent.detach(), call.q_rope.detach()], dim=-1)
+    check_segments(q, call.segments, call.q_lens)
+    if call.prefix is not None:
+        check_segments(q.reshape(1, -1, q.shape[-1])[:, :1], [call.prefix.rows])
+        check_counts("shares", call.prefix.shares, q)
     return q
 
 
 @functools.cache
-def _cpu_kernel() -> Callable[..., State]:
-    from ..kernels.cpu.decode import attend
-
-    return attend
-
-
-@functools.cache
-def _cuda_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _cuda_kernel() -> Callable[..., Result]:
     from ..kernels.cuda.mla.launch import attend
     from ..kernels.cuda.runtime.compile import require_extra
 
@@ -547,34 +453,31 @@ def _cuda_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     return attend
 
 
-def _op_arguments(
-    q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any
-) -> tuple[list[Segment], LatentPrefix | None, tuple[Any, ...]]:
-    """Segments, prefix and other arguments of _attend, from those of the op; where some sequences
-    share a prefix, it is the first segment."""
-    *fields, q_lens, shares = args[:9]
+def _op_call(q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any) -> LatentCall:
+    """The call, from the arguments of the op; where some sequences share a prefix, it is the first
+    segment."""
+    *fields, q_lens, shares, sm_scale, return_lse, num_splits, backend = args
     dims = int(q_latent.shape[-1]), int(q_rope.shape[-1])
     segments = [
         latent_segment(rows, seq_lens, LatentFormat.parse(name, *dims), *others)
         for rows, seq_lens, name, *others in zip(*fields, strict=True)
     ]
     prefix = None if shares is None else LatentPrefix(segments.pop(0), shares)
-    return segments, prefix, (q_lens, *args[9:])
+    options = sm_scale, num_splits, return_lse, q_lens, prefix, backend
+    return LatentCall(q_latent, q_rope, segments, *options)
 
 
-def _attend_op(q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    segments, prefix, others = _op_arguments(q_latent, q_rope, *args)
-    return _attend(q_latent, q_rope, segments, prefix, *others)
+def _attend_op(*args: Any) -> list[torch.Tensor]:
+    out, lse = _attend(_op_call(*args))
+    return [out] if lse is None else [out, lse]
 
 
-def _attend_fake(q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    segments, prefix, others = _op_arguments(q_latent, q_rope, *args)
-    q_lens, _, return_lse, *_ = others
-    _query(q_latent, q_rope, segments, prefix, q_lens)
+def _attend_fake(q_latent: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+    call = _op_call(q_latent, *args)
+    _query(call)
+    out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     lse = q_latent.new_empty(q_latent.shape[:-1], dtype=torch.float32)
-    return [torch.empty_like(q_latent, memory_format=torch.contiguous_format), lse][
-        : 1 + return_lse
-    ]
+    return [out, lse] if call.return_lse else [out]
 
 
 attend_latents_op = torch_op("attend_latents", ATTEND_LATENTS, _attend_op, _attend_fake)

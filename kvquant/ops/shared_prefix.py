@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import check_flag, check_kind, check_tensors
 from ..rows.basis import LayerBasis
+from ..rows.call import AttentionCall
 from ..rows.segment import (
     Segment,
     check_segment_values,
@@ -47,7 +48,7 @@ from .attention import (
     Result,
     State,
     Transformed,
-    attend_segments,
+    attend,
     check_types,
     merge_states,
     segment_of,
@@ -73,94 +74,31 @@ def is_shareable(variant: AttentionVariant | None) -> bool:
     return _OF_QUERIES.issuperset(names_of(variant))
 
 
-@overload
 def attend_shared(
-    q: torch.Tensor,
+    call: AttentionCall,
     prefix: Segment,
-    segments: Sequence[Segment],
-    *,
-    members: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    basis: LayerBasis | None = ...,
-    seq_lens: torch.Tensor | None = ...,
-    transformed: Transformed | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    num_splits: int | None = ...,
-    backend: str | None = ...,
-) -> torch.Tensor: ...
-@overload
-def attend_shared(
-    q: torch.Tensor,
-    prefix: Segment,
-    segments: Sequence[Segment],
-    *,
-    members: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    basis: LayerBasis | None = ...,
-    seq_lens: torch.Tensor | None = ...,
-    transformed: Transformed | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: Literal[True],
-    num_splits: int | None = ...,
-    backend: str | None = ...,
-) -> State: ...
-@overload
-def attend_shared(
-    q: torch.Tensor,
-    prefix: Segment,
-    segments: Sequence[Segment],
-    *,
-    members: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    basis: LayerBasis | None = ...,
-    seq_lens: torch.Tensor | None = ...,
-    transformed: Transformed | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: bool = ...,
-    num_splits: int | None = ...,
-    backend: str | None = ...,
-) -> torch.Tensor | State: ...
-def attend_shared(
-    q: torch.Tensor,
-    prefix: Segment,
-    segments: Sequence[Segment],
-    *,
     members: torch.Tensor | None = None,
-    q_lens: torch.Tensor | None = None,
-    variant: AttentionVariant | None = None,
     basis: LayerBasis | None = None,
     seq_lens: torch.Tensor | None = None,
     transformed: Transformed | None = None,
-    sm_scale: float | None = None,
-    return_lse: bool = False,
-    num_splits: int | None = None,
-    backend: str | None = None,
-) -> torch.Tensor | State:
+) -> Result:
     """Attend to a shared prefix and to each sequence's own tokens.
 
     Args:
-        q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the last
-            q_len tokens of each sequence, of which a member's must not stand in the prefix, but for
-            the first, which may be its last token (not with a tree_mask).
+        call: its segments are each sequence's tokens behind the prefix. Of several queries a
+            sequence, a member's must not stand in the prefix, but for the first, which may be its
+            last token (not with a tree_mask). Its variant may have soft_cap, sink_logits (which
+            take part once, when both states are merged), score_offsets and tree_mask. With a soft
+            cap or offsets the prefix is read by the decode kernels, once for all its queries too.
         prefix: tokens of one sequence (batch 1) that come before those of the members. Its length
             may be 0.
-        segments: each sequence's other tokens, as in attend_segments.
         members: [num_members], int64: the sequences (indices into the batch) that share the
             prefix, each once; negative entries are ignored. All sequences when None.
-        q_lens: [batch], int32, as in decode_attention.
-        variant: with soft_cap, sink_logits (which take part once, when both states are merged),
-            score_offsets or tree_mask; None for plain attention. With a soft cap or offsets the
-            prefix is read by the decode kernels, once for all its queries too.
-        basis, seq_lens, transformed: as in attend_segments; seq_lens counts the prefix, too.
-        sm_scale, return_lse, num_splits, backend: as in decode_attention.
+        basis, seq_lens, transformed: as in attend; seq_lens counts the prefix, too.
 
     Returns:
-        As decode_attention: out in the dtype of q, to which the state of the own tokens is rounded
-        before they are merged.
+        As attend: out in the dtype of q, to which the state of the own tokens is rounded before
+        they are merged.
 
     Raises:
         ShapeError: the prefix is of several sequences, members are not indices into the batch, or
@@ -169,9 +107,10 @@ def attend_shared(
         ConfigError: members are not int64, or the prefix is a ring.
         DeviceError: members lie on another device than q.
         UnsupportedError: the variant has window, alibi_slopes or key_bias, which count positions:
-            attend to whole sequences, by attend_segments.
+            attend to whole sequences, by attend.
         As decode_attention.
     """
+    q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend = call
     check_flag("return_lse", return_lse)
     check_kind("the prefix", prefix, Segment, "give a Segment")
     if isinstance(prefix.k_format, str) or isinstance(prefix.v_format, str):
@@ -196,9 +135,10 @@ def attend_shared(
         q, sm_scale = transform_query(q, basis.k, sm_scale, backend, check)
     num_q_heads, head_dim = q.shape[-2:]
     num_kv_heads = prefix.k_rows.shape[1]
-    options: dict[str, Any] = {"num_splits": num_splits, "backend": backend, "sm_scale": sm_scale}
-    own = attend_segments(q, segments, q_lens=q_lens, variant=variant, return_lse=True, **options)
-    (out, lse), offsets = own, variant.score_offsets
+    call = call._replace(q=q, sm_scale=sm_scale, return_lse=True, variant=variant)
+    (out, own_lse), offsets = attend(call), variant.score_offsets
+    assert own_lse is not None
+    lse = own_lse
     if given.ndim == 4:
         if debug.may_read(q):
             _check_queries(q, q_lens, members, segments, variant.tree_mask is not None)
@@ -221,11 +161,13 @@ def attend_shared(
             soft_cap=variant.soft_cap,
             score_offsets=None if offsets is None else by_kv_head(offsets),
         )
-        state = attend_segments(
-            by_kv_head(q), [prefix], variant=changed, return_lse=True, **options
+        state = attend(
+            call._replace(q=by_kv_head(q), segments=[prefix], q_lens=None, variant=changed)
         )
         num_members = len(q if members is None else members)
-        found = [x.view(heads[0], num_members, heads[1], *x.shape[2:]) for x in state]
+        found = [
+            x.view(heads[0], num_members, heads[1], *x.shape[2:]) for x in state if x is not None
+        ]
         out, lse = _merged(out, lse, found[0], found[1], members)
     if given.ndim == 4:
         out, lse = out.view(*given.shape[:-1], out.shape[-1]), lse.view(given.shape[:-1])
@@ -235,7 +177,7 @@ def attend_shared(
         result = restore_result(*result, given, basis, seq_lens, given_scale, backend, is_whole)
     if sinks is not None and result[1] is not None:
         result = add_sinks(result[0], result[1], sinks)
-    return (result[0], result[1]) if return_lse and result[1] is not None else result[0]
+    return result[0], result[1] if return_lse else None
 
 
 def _check_variant(
@@ -252,7 +194,7 @@ def _check_variant(
         names = ", ".join(name for name in names_of(variant) if name not in _OF_QUERIES)
         raise UnsupportedError(
             f"{names}: beside a shared prefix only {', '.join(sorted(_OF_QUERIES))} are possible, "
-            "others count positions: attend to whole sequences, by attend_segments"
+            "others count positions: attend to whole sequences"
         )
     check_variant(q, variant)
     if debug.may_read(q):

@@ -17,17 +17,17 @@ from ..ops.append import Appends, append_again, kind_of, write_rows
 from ..ops.append_checks import (
     K_AND_V,
     Names,
-    Side,
     check_call,
     check_new,
     check_new_types,
     check_tokens,
 )
-from ..ops.attention import State, Transformed, attend_segments
+from ..ops.attention import State, Transformed, attend
 from ..ops.shared_prefix import attend_shared, is_shareable
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
-from ..rows.basis import Queries
+from ..rows.basis import Encoding, Queries
+from ..rows.call import AppendCall, AppendSide, AttentionCall
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
@@ -327,7 +327,7 @@ class PagedBatch(NotCopied):
                 self._slots[k.shape[0]] = slots
         rows, has_exact = self.cache.rows.layers[layer], slots.exact is not None
         exact_k, exact_v = (rows.k_exact, rows.v_exact) if has_exact else (None, None)
-        k_transform = v_transform = None
+        k_transform = v_transform = Encoding()
         if rows.basis is not None:
             k_transform, v_transform = rows.basis.k.encoding, rows.basis.v.encoding
         try:
@@ -339,31 +339,28 @@ class PagedBatch(NotCopied):
                     raise ShapeError(
                         f"{name} is {list(x.shape)}: rows of the cache have {fmt.head_dim} elements"
                     )
-            k_side = Side(k, rows.k_pages, rows.k_format, exact_k, k_transform)
-            v_side = Side(v, rows.v_pages, rows.v_format, exact_v, v_transform)
-            k_side, v_side = self._to_write(layer, k_side, v_side)
-            call = k_side, v_side, slots, self.cache.exact_format, rope, self.cache.bad_rows
+            k_side = AppendSide(k, rows.k_pages, rows.k_format, exact_k, k_transform)
+            v_side = AppendSide(v, rows.v_pages, rows.v_format, exact_v, v_transform)
+            options = self.cache.exact_format, rope, self.cache.bad_rows
+            call = self._to_write(layer, AppendCall(k_side, v_side, slots, *options))
             # slots are right, and rows lie apart: proved again in debug mode only
-            check = partial(check_tokens, k_side, v_side, rope, self.sides)
-            multiplied = write_rows(
-                *call,
-                check=partial(check_call, *call) if debug.enabled else check,
-                queries=queries,
-            )
+            check = partial(check_tokens, call, self.sides)
+            if debug.enabled:
+                check = partial(check_call, call)
+            multiplied = write_rows(call, check=check, queries=queries)
         except Exception:  # types are looked at only now: it takes time
             check_new_types(k, v, rope, self.sides)
             raise
         if not compiling:
             (self._in_graphs if is_fixed else self._appended).add(layer)
-            as_given = k_side.x is k and v_side.x is v
+            as_given = call.k.x is k and call.v.x is v
             if self._on_cuda and rope is None and as_given and k.shape[0] <= self.max_batch:
-                again = append_again(k_side, v_side, *call[2:4], self.cache.bad_rows)
-                self._again[layer].keep(kind_of(k, v), again)
+                self._again[layer].keep(kind_of(k, v), append_again(call))
         return multiplied
 
-    def _to_write(self, layer: int, k: Side, v: Side) -> tuple[Side, Side]:
-        """What is left to do with the new rows of a layer where they are written."""
-        return k, v
+    def _to_write(self, layer: int, call: AppendCall) -> AppendCall:
+        """The call with what is left to do with the new rows of a layer where they are written."""
+        return call
 
     def _append_again(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Append new rows like some before, which did fit, by the same launch; not in a graph."""
@@ -516,15 +513,15 @@ class PagedBatch(NotCopied):
             elif set(names_of(variant)) <= {"sink_logits"}:  # it pays by the plain kernels' times
                 members = tensors["members"][: self._num_members]
         basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
-        result: torch.Tensor | State
-        given: dict[str, Any] = {"q_lens": q_lens, "basis": basis, "seq_lens": seq_lens}
-        given["transformed"] = transformed
+        given = {"return_lse": False, **options}
+        segments = parts.whole if members is None else parts.own
+        call, stored = AttentionCall(q, segments, q_lens=q_lens, **given), (basis, seq_lens)
         if members is None:
-            result = attend_segments(q, parts.whole, **given, **options)
-            return result
-        assert parts.prefix is not None
-        result = attend_shared(q, parts.prefix, parts.own, members=members, **given, **options)
-        return result
+            out, lse = attend(call, *stored, transformed)
+        else:
+            assert parts.prefix is not None
+            out, lse = attend_shared(call, parts.prefix, members, *stored, transformed)
+        return out if lse is None else (out, lse)
 
     def _reads_once(self, fixed: bool) -> bool:
         """Whether a call reads a shared prefix once; fixed: whether it is kept for other steps,

@@ -8,10 +8,11 @@ from typing import Literal, overload
 import torch
 
 from ..cache.latent import LIKELY_Q_HEADS, transformed_parts
-from ..ops.append_checks import Side, check_tokens
+from ..ops.append_checks import check_tokens
 from ..ops.attention import State
-from ..ops.mla import LatentPrefix, attend_latents
+from ..ops.mla import attend_latents
 from ..rows.arguments import check_kind, check_tensors
+from ..rows.call import AppendCall, LatentCall, LatentPrefix
 from ..rows.rotation import Rope
 from .batch import PagedBatch
 from .cache import PagedKVCache
@@ -81,13 +82,15 @@ class LatentPagedBatch(PagedBatch):
         """
         self._append(layer, latent, rope, None, None)
 
-    def _to_write(self, layer: int, k: Side, v: Side) -> tuple[Side, Side]:
+    def _to_write(self, layer: int, call: AppendCall) -> AppendCall:
         basis = self.cache.rows.layers[layer].basis
         if basis is None:
-            return k, v
-        check_tokens(k, v, None, self.sides)  # before torch transforms them
+            return call
+        check_tokens(call, self.sides)  # before torch transforms them
+        k, v, *_ = call
         (latent, rope), (of_k, of_v) = transformed_parts(k.x, v.x, basis)
-        return k._replace(x=latent, transform=of_k), v._replace(x=rope, transform=of_v)
+        k, v = k._replace(x=latent, transform=of_k), v._replace(x=rope, transform=of_v)
+        return call._replace(k=k, v=v)
 
     @overload  # type: ignore[override]
     def attend(
@@ -163,19 +166,11 @@ class LatentPagedBatch(PagedBatch):
             assert parts.prefix is not None
             shares = self._staged.tensors["shares"][: len(q_latent)]
             rows, prefix = parts.own, LatentPrefix(parts.prefix, shares)
-        return attend_latents(
-            q_latent,
-            q_rope,
-            rows,
-            prefix=prefix,
-            q_lens=q_lens,
-            basis=self.cache.rows.layers[layer].basis,
-            seq_lens=self.seq_lens[: len(q_latent)],
-            sm_scale=sm_scale,
-            return_lse=return_lse,
-            num_splits=num_splits,
-            backend=backend,
-        )
+        options = sm_scale, num_splits, return_lse, q_lens, prefix, backend
+        call = LatentCall(q_latent, q_rope, rows, *options)
+        basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens[: len(q_latent)]
+        out, lse = attend_latents(call, basis, seq_lens)
+        return out if lse is None else (out, lse)
 
     @overload  # type: ignore[override]
     def step(

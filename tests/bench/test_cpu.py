@@ -10,7 +10,7 @@ import torch
 from kvquant.bench import cpu
 from kvquant.bench.cases import Case, list_cases
 from kvquant.errors import KVQuantError
-from kvquant.ops.attention import attend_segments
+from kvquant.ops.attention import Result, attend
 
 
 def case(name: str = "int8/int4-g4") -> Case:
@@ -31,12 +31,11 @@ def test_figures_are_those_of_the_case() -> None:
 
 
 def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoiled(*args: Any, **options: Any) -> torch.Tensor:
-        out = attend_segments(*args, **options)
-        assert isinstance(out, torch.Tensor)
-        return out + 0.01
+    def spoiled(*args: Any, **options: Any) -> Result:
+        out, lse = attend(*args, **options)
+        return out + 0.01, lse
 
-    monkeypatch.setattr("kvquant.bench.cases.attend_segments", spoiled)
+    monkeypatch.setattr("kvquant.bench.cases.attend", spoiled)
     monkeypatch.setattr(cpu, "time_in_turn", lambda *_: pytest.fail("it was timed"))
     with pytest.raises(KVQuantError, match=r"int8/int4-g4, batch 2, 4:2 heads, T 40: .* not timed"):
         cpu.bench_decode(case())

@@ -14,9 +14,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import click.testing
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from kvquant.bench import gpu as gpu_bench
 from kvquant.bench import report as report_module
@@ -59,8 +60,9 @@ from kvquant.kernels.cuda.decode.spec import TECHNIQUES, DecodeSpec
 from kvquant.kernels.cuda.decode.tuned import load_table
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.launch import GPU
-from kvquant.ops.attention import attend_segments
+from kvquant.ops.attention import Result, attend
 from kvquant.ops.mla import attend_latents
+from kvquant.rows.call import LatentCall
 
 CPU = torch.device("cpu")
 H200 = GPU("NVIDIA H200", (9, 0), 132, 228 << 10, 227 << 10)
@@ -117,13 +119,12 @@ def test_right_results_pass_the_check(dtype: torch.dtype) -> None:
 def test_wrong_results_are_an_error_and_nothing_is_timed(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoiled(*args: Any, **options: Any) -> torch.Tensor:
-        out = attend_segments(*args, **options)
-        assert isinstance(out, torch.Tensor)
+    def spoiled(*args: Any, **options: Any) -> Result:
+        out, lse = attend(*args, **options)
         out[{"first": 0, "last": -1, "nan": 0}[wrong], 0, 0] += math.nan if wrong == "nan" else 0.1
-        return out
+        return out, lse
 
-    monkeypatch.setattr("kvquant.bench.cases.attend_segments", spoiled)
+    monkeypatch.setattr("kvquant.bench.cases.attend", spoiled)
     timer = FakeTimer()
     with pytest.raises(KVQuantError, match=r"int4-g4, batch 2, 4:2 heads, T 70: .* not timed"):
         measure(small(), timer, {})
@@ -224,8 +225,8 @@ def test_latent_rows_are_checked_and_torch_computes_the_same(page_size: int, q_l
 
 
 def test_wrong_latents_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoiled(*args: Any, sm_scale: float) -> object:
-        return attend_latents(*args, sm_scale=1.1 * sm_scale)
+    def spoiled(call: LatentCall) -> Result:
+        return attend_latents(call._replace(sm_scale=1.1 * call.sm_scale))
 
     monkeypatch.setattr("kvquant.bench.cases.attend_latents", spoiled)
     with pytest.raises(KVQuantError, match=r"int8-g4, batch 2, 4:1 heads, T 70: .* not timed"):
@@ -454,7 +455,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "compile_kernels", lambda kernels, arch: len(kernels))
 
 
-def run(*args: object) -> Result:
+def run(*args: object) -> click.testing.Result:
     return CliRunner().invoke(cli.main, ["bench", *map(str, args)])
 
 

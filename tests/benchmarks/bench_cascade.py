@@ -20,10 +20,11 @@ from kvquant.bench.cases import LATENT_SCALE
 from kvquant.bench.report import render_machine
 from kvquant.bench.timer import GraphTimer, describe_machine
 from kvquant.cache.warmup import warm_up
-from kvquant.ops.attention import attend_segments
-from kvquant.ops.mla import LatentPrefix, attend_latents, latent_segment
+from kvquant.ops.attention import attend
+from kvquant.ops.mla import attend_latents, latent_segment
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.paged.shared_prefix import pays, pays_of_latents
+from kvquant.rows.call import AttentionCall, LatentCall, LatentPrefix
 from kvquant.rows.segment import Segment
 
 OWN, PAGE, HEAD_DIM = 256, 64, 128
@@ -87,8 +88,9 @@ def measure(
     heads = f"{num_q_heads}:{num_kv_heads}"
     taken = pays(batch, prefix_len, num_kv_heads, num_q_heads // num_kv_heads)
     line = f"{batch:>10}{prefix_len:>8}{heads:>7}"
-    for_itself = partial(attend_segments, q, [whole])
-    compare(timer, line, for_itself, partial(attend_shared, q, prefix, [rest]), taken)
+    alone, once = (AttentionCall(q, [one], return_lse=False) for one in (whole, rest))
+    ways = (lambda: attend(alone)[0]), (lambda: attend_shared(once, prefix)[0])
+    compare(timer, line, *ways, taken)
 
 
 def compare(
@@ -125,12 +127,15 @@ def latent_calls(
     lens = torch.full((batch,), OWN, dtype=torch.int32, device=device)
     q_latent = torch.randn(batch, heads, fmt.latent_dim, device=device).bfloat16()
     q_rope = torch.randn(batch, heads, fmt.rope_dim, device=device).bfloat16()
-    attend = partial(attend_latents, q_latent, q_rope, sm_scale=LATENT_SCALE)
     whole = latent_segment(rows, lens + prefix_len, fmt, block_table=table)
     rest = latent_segment(rows, lens, fmt, block_table=own_table.contiguous())
     prefix = latent_segment(rows, lens[:1] * 0 + prefix_len, fmt, block_table=prefix_table)
     shares = LatentPrefix(prefix, torch.ones_like(lens))
-    return partial(attend, [whole]), partial(attend, [rest], prefix=shares)
+    alone, once = (
+        LatentCall(q_latent, q_rope, [one], LATENT_SCALE, return_lse=False, prefix=its)
+        for one, its in ((whole, None), (rest, shares))
+    )
+    return (lambda: attend_latents(alone)[0]), (lambda: attend_latents(once)[0])
 
 
 def rehearse_latents(name: str, *case: int) -> None:

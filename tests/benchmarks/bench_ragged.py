@@ -10,15 +10,15 @@ prefix: kvquant bench --ragged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
 from kvquant import RowFormat, __version__, merge_states, quantize_rows
 from kvquant.bench.report import render_machine
 from kvquant.bench.timer import GraphTimer, describe_machine
-from kvquant.ops.attention import attend_segments
+from kvquant.ops.attention import attend
 from kvquant.ops.shared_prefix import attend_shared
+from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import Segment
 
 Q_HEADS, KV_HEADS, HEAD_DIM, ROOM = 32, 8, 128, 32768
@@ -75,9 +75,10 @@ def behind_a_prefix(
     prefix, own = segment(shared, [PREFIX]), segment(rows, lens)
     k, v = (one.expand(len(lens), -1, -1, -1) for one in shared)
     of_all = segment((k, v), [PREFIX] * len(lens))
-    states = [attend_segments(q, [one], return_lse=True) for one in (of_all, own)]
-    wanted, _ = merge_states(*((out.float(), lse) for out, lse in states))
-    return partial(attend_shared, q, prefix, [own]), wanted.double()
+    states = [attend(AttentionCall(q, [one])) for one in (of_all, own)]
+    wanted, _ = merge_states(*((out.float(), lse) for out, lse in states if lse is not None))
+    call = AttentionCall(q, [own], return_lse=False)
+    return (lambda: attend_shared(call, prefix)[0]), wanted.double()
 
 
 def several_queries(
@@ -86,11 +87,12 @@ def several_queries(
     """The call, and what it is to give."""
     q = torch.randn(len(lens), QUERIES, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
     alone = [
-        attend_segments(q[:, i].contiguous(), [segment(rows, [n - QUERIES + 1 + i for n in lens])])
-        for i in range(QUERIES)
+        attend(AttentionCall(q[:, i].contiguous(), [segment(rows, [n - last for n in lens])]))[0]
+        for i, last in enumerate(reversed(range(QUERIES)))
     ]
     wanted = torch.stack(alone, dim=1).double()
-    return partial(attend_segments, q, [segment(rows, lens)]), wanted
+    call = AttentionCall(q, [segment(rows, lens)], return_lse=False)
+    return (lambda: attend(call)[0]), wanted
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import torch
 from kvquant import RowFormat, __version__, dequantize_rows, quantize_rows
 from kvquant.bench.report import render_machine
 from kvquant.bench.timer import GraphTimer, describe_machine
-from kvquant.ops.attention import attend_segments
+from kvquant.ops.attention import attend
+from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import Segment
 from kvquant.rows.spacing import spaced_len
 
@@ -57,18 +58,17 @@ def main(names: tuple[str, ...]) -> None:
         first: torch.Tensor | None = None
         own = spaced_len(TOKENS, [fmt.row_bytes] * 2)
         for room in sorted({*(TOKENS + more for more in MORE), own}):
-            segments = [make_segment(rows, fmt, room)]
-            out = attend_segments(q, segments, num_splits=1)
-            assert isinstance(out, torch.Tensor)
+            call = AttentionCall(q, [make_segment(rows, fmt, room)], None, 1, False)
+            out, _ = attend(call)
             if first is None:
                 check(out, q, rows, fmt)
                 first = out
             assert torch.equal(out, first)
-            us = timer.in_a_row([lambda s=segments: attend_segments(q, s, num_splits=1)])  # type: ignore[misc]
+            us = timer.in_a_row([lambda call=call: attend(call)])  # type: ignore[misc]
             speed = 2 * BATCH * TOKENS * fmt.row_bytes / us / 1e3
             mark = " KVCache" if room == own else ""
             print(f"{name:10}{room:7}{room * fmt.row_bytes:12}{us:8.1f}{speed:7.0f}{mark}")
-            del segments
+            del call
 
 
 if __name__ == "__main__":

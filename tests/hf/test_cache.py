@@ -15,7 +15,7 @@ from kvquant import AttentionVariant, KVCache, debug
 from kvquant.cache import contiguous
 from kvquant.cache import layer as layers
 from kvquant.errors import ConfigError, KVQuantError, NonFiniteError, ShapeError, UnsupportedError
-from kvquant.ops.attention import attend_segments
+from kvquant.ops import attention
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
@@ -552,16 +552,16 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
     cache, wanted = (QuantizedCache(model.model, **options) for _ in range(2))
     model.model(text[:, :9], **caching(cache))
     model.model(text[:, :9], **caching(wanted))
-    attend, calls = attend_segments, []
+    calls = []
 
     def fail(*args: Any, **rest: Any) -> Any:
         calls.append(args)
         if len(calls) == layer + 1:
             raise MemoryError
-        return attend(*args, **rest)
+        return attention.attend(*args, **rest)
 
     for new in (1, 11):  # 11: drafted ones, or a chunk, which attends before it is appended
-        monkeypatch.setattr(contiguous, "attend_segments", fail)
+        monkeypatch.setattr(contiguous, "attend", fail)
         with pytest.raises(MemoryError):
             model.model(text[:, 9:10], **caching(cache))
         monkeypatch.undo()

@@ -26,6 +26,7 @@ from kvquant.kernels.cuda.slots.launch import SlotSpec
 from kvquant.ops.append import MOST_KINDS, append_again
 from kvquant.paged.batch import PagedBatch
 from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.call import AppendCall
 from kvquant.rows.rotation import Rope
 
 OFFSET = torch.ones(HEADS, DIM)
@@ -277,9 +278,9 @@ def test_a_step_of_a_paged_cache_appends_again(
     step(batch, new_rows(2))
     prepared: list[Any] = []
 
-    def note(*call: Any) -> Any:
+    def note(call: AppendCall) -> Any:
         prepared.append(call)
-        return append_again(*call)
+        return append_again(call)
 
     monkeypatch.setattr("kvquant.paged.batch.append_again", note)
     for _ in range(3):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend import attend_segments
 from fake_cuda import FakeDriver, install, make_query, make_segment
 
 from kvquant import (
@@ -20,7 +21,6 @@ from kvquant import (
 )
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.ops import attention
-from kvquant.ops.attention import attend_segments
 from kvquant.rows.segment import Segment, check_segments
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]

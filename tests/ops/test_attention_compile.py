@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from attend import attend_segments
 from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant import Basis, KVCache, RowFormat, decode_attention, quantize_rows
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.ops import attention
-from kvquant.ops.attention import attend_segments
 from kvquant.rows.basis import LayerBasis
 from kvquant.rows.segment import Segment
 from kvquant.rows.variant import PLAIN

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend import attend_segments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from segment_cases import HEADS, Measure, State, assert_close, lens, packed, segments_of
@@ -14,7 +15,6 @@ from slow_cases import mark_slow
 
 from kvquant import KVCache, RowFormat, decode_attention, reference_attention
 from kvquant.errors import ConfigError, DeviceError, ShapeError
-from kvquant.ops.attention import attend_segments
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.reference import reference_over_segments
 

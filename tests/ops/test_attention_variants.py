@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from attend import attend_segments
 from segment_cases import HEADS, Measure, assert_close, lens, packed, segments_of
 from variant_cases import FIELDS, by_hand, variant_with
 
 from kvquant import AttentionVariant, KVCache, RowFormat, decode_attention, reference_attention
 from kvquant.cache import contiguous
 from kvquant.errors import ConfigError, DeviceError, ShapeError
-from kvquant.ops.attention import attend_segments
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from attend import attend_latents
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 from mla_cases import raw_rows
 from slow_cases import mark_slow
@@ -23,6 +24,7 @@ from kvquant import (
 )
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.ops import mla
+from kvquant.rows.call import LatentPrefix
 
 SCALE = 192**-0.5
 LENGTHS = (0, 1, 17, 700, 3)
@@ -203,16 +205,16 @@ def test_a_prefix_is_seen_by_the_sequences_that_share_it(backend: str, q_len: in
     if q_lens is not None:
         case.q_latent[torch.arange(2) >= q_lens[:, None]] = math.nan
     prefix_lens = torch.tensor([33], dtype=torch.int32)
-    prefix = mla.LatentPrefix(mla.latent_segment(first[:, None], prefix_lens, fmt), shares)
+    prefix = LatentPrefix(mla.latent_segment(first[:, None], prefix_lens, fmt), shares)
     segments = [mla.latent_segment(case.rows[:, None], case.seq_lens, fmt)]
     call: Any = {"prefix": prefix, "q_lens": q_lens, "sm_scale": SCALE, "return_lse": True}
     call["backend"] = backend
     queries = case.q_latent, case.q_rope
-    out, lse = mla.attend_latents(*queries, segments, **call)
+    out, lse = attend_latents(*queries, segments, **call)
     assert_near(out, lse, wanted, 1e-5)
     if q_len is not None:
         none = case.q_latent[:, :0], case.q_rope[:, :0]
-        out, _ = mla.attend_latents(*none, segments, **{**call, "q_lens": None})
+        out, _ = attend_latents(*none, segments, **{**call, "q_lens": None})
         assert out.shape == none[0].shape
     for changed, error, message in (
         (prefix._replace(shares=shares[:4]), ShapeError, r"shares is \[4\]: it must be \[5\]"),
@@ -220,10 +222,10 @@ def test_a_prefix_is_seen_by_the_sequences_that_share_it(backend: str, q_len: in
         (prefix._replace(rows=segments[0]), ShapeError, "the batch must be the same"),
     ):
         with pytest.raises(error, match=message):
-            mla.attend_latents(*queries, segments, **{**call, "prefix": changed})
+            attend_latents(*queries, segments, **{**call, "prefix": changed})
     prefix_lens[0] = 41
     with pytest.raises(ShapeError, match="seq_lens of sequence 0 is 41"):
-        mla.attend_latents(*queries, segments, **call)
+        attend_latents(*queries, segments, **call)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -365,14 +367,14 @@ def test_cuda_launches_one_kernel_for_each_segment(gpu: FakeDriver) -> None:
     one = mla.latent_segment(case.rows[:, None], case.seq_lens, fmt)
     for count in (1, 2, 3):
         done = len(gpu.launched)
-        out = mla.attend_latents(
+        out = attend_latents(
             case.q_latent, case.q_rope, [one] * count, sm_scale=SCALE, num_splits=1
         )
         assert isinstance(out, torch.Tensor) and out.shape == case.q_latent.shape
         assert len(gpu.launched) - done == count + (count > 1), "and one that combines them"
     empty = one._replace(k_rows=one.k_rows[:, :, :0], v_rows=one.v_rows[:, :, :0])
     done = len(gpu.launched)
-    mla.attend_latents(case.q_latent, case.q_rope, [empty, one], sm_scale=SCALE, num_splits=1)
+    attend_latents(case.q_latent, case.q_rope, [empty, one], sm_scale=SCALE, num_splits=1)
     assert len(gpu.launched) - done == 1, "what has no room is left out"
 
 
@@ -397,9 +399,7 @@ def test_calls_on_cuda_are_checked(gpu: FakeDriver) -> None:
     segments = [mla.latent_segment(case.rows[:, None], case.seq_lens, fmt)] * 3
     queries = case.q_latent[:, None], case.q_rope[:, None]
     with pytest.raises(UnsupportedError, match="no CUDA kernel attends several queries"):
-        mla.attend_latents(
-            *queries, segments, sm_scale=SCALE, q_lens=torch.zeros(5, dtype=torch.int32)
-        )
+        attend_latents(*queries, segments, sm_scale=SCALE, q_lens=torch.zeros(5, dtype=torch.int32))
     assert len(gpu.launched) == launched
 
 

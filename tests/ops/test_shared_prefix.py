@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend import attend_segments, attend_shared
 from fake_cuda import FakeDriver, arguments_of, install
 from variant_cases import variant_with
 
@@ -14,8 +15,7 @@ from kvquant import AttentionVariant, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.prefix.launch import combine
 from kvquant.kernels.cuda.prefix.spec import CombineSpec
-from kvquant.ops.attention import State, attend_segments, merge_states
-from kvquant.ops.shared_prefix import attend_shared
+from kvquant.ops.attention import State, merge_states
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import Segment

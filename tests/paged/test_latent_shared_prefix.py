@@ -17,9 +17,11 @@ from kvquant.cache.warmup import kernels_of
 from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.ops import mla
+from kvquant.ops.mla import attend_latents
 from kvquant.paged import shared_prefix as sharedprefix
 from kvquant.paged.shared_prefix import pays_of_latents
 from kvquant.paged.warmup import BatchCalls
+from kvquant.rows.call import LatentCall
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -94,11 +96,10 @@ def test_it_is_used_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences(batch)
     pair = queries(3, 6)
     prefix_len, asked = batch._staged.tensors["prefix_lens"], []
-    attend = mla.attend_latents
 
-    def noted(*args: Any, **options: Any) -> Any:
-        asked.append(options["prefix"] is not None)
-        return attend(*args, **options)
+    def noted(call: LatentCall, *stored: Any) -> Any:
+        asked.append(call.prefix is not None)
+        return attend_latents(call, *stored)
 
     monkeypatch.setattr("kvquant.paged.latent_batch.attend_latents", noted)
     monkeypatch.setattr(sharedprefix, "MANY", 1.0)

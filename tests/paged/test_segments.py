@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from attend import attend_segments
 
 from kvquant import RowFormat, debug, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.ops import attention
-from kvquant.ops.attention import attend_segments
+from kvquant.rows.call import AttentionCall
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment, check_segment_values, check_segments
 
@@ -242,9 +243,9 @@ def test_values_on_another_device_are_read_in_debug_mode_only(
     launched: list[torch.Tensor] = []
     checked: list[list[Segment]] = []
 
-    def kernel(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, None]:
-        launched.append(q)
-        return q, None
+    def kernel(call: AttentionCall, *_: object) -> tuple[torch.Tensor, None]:
+        launched.append(call.q)
+        return call.q, None
 
     monkeypatch.setattr(debug, "enabled", enabled)
     monkeypatch.setattr(attention, "check_segment_values", checked.append)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attend import attend_segments
 from paged_cases import DIM, HEADS, begin, extend, make, new_rows
 from torch._dynamo.testing import CompileCounterWithBackend
 from variant_cases import variant_with
 
 from kvquant import AttentionVariant
 from kvquant.errors import ConfigError, ShapeError
-from kvquant.ops.attention import attend_segments
 from kvquant.paged import shared_prefix as sharedprefix
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.shared_prefix import find_prefix, pays

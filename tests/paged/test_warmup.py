@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend import attend_shared
 from example_plan import example_plan
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 
@@ -18,7 +19,6 @@ from kvquant.kernels.cuda.runtime import compile_pool
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.ops import attention, transform
 from kvquant.ops import shared_prefix as sharing
-from kvquant.ops.shared_prefix import attend_shared
 from kvquant.paged.shared_prefix import pays
 from kvquant.paged.warmup import BatchCalls
 from kvquant.rehearsal import rehearse

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from kvquant import RowFormat, quantize_rows
+from kvquant.kernels.cuda.append import launch
 from kvquant.ops.append import dequantize_pages, write_rows
-from kvquant.ops.append_checks import Side, check_call
+from kvquant.ops.append_checks import check_call
 from kvquant.rows.basis import Encoding
+from kvquant.rows.call import AppendCall, AppendSide
 from kvquant.rows.quantize import feedback_matrix
 from kvquant.rows.rotation import Rope
 from kvquant.rows.slots import Slots
@@ -84,7 +86,13 @@ def latent_case(name: str, **options: Any) -> dict[str, Any]:
     return {"k": k, "v": v, **dims, "pages": "latent", "tokens": 14, "hostile": True, **options}
 
 
-def append(
+def append(*, backend: str | None = None, **arguments: Any) -> None:
+    """append_rows, for any Encoding: kernels serve more of them than there are kinds of a Basis."""
+    call = record(**arguments)
+    write_rows(call, backend=backend, check=functools.partial(check_call, call))
+
+
+def record(
     k: torch.Tensor,
     v: torch.Tensor,
     k_rows: torch.Tensor,
@@ -100,13 +108,18 @@ def append(
     v_transform: Encoding | None = None,
     rope: Rope | None = None,
     bad: torch.Tensor | None = None,
-    backend: str | None = None,
-) -> None:
-    """append_rows, for any Encoding: kernels serve more of them than there are kinds of a Basis."""
-    k_side = Side(k, k_rows, k_format, exact_k, k_transform)
-    v_side = Side(v, v_rows, v_format, exact_v, v_transform)
-    call = k_side, v_side, slots, exact_format, rope, bad
-    write_rows(*call, backend=backend, check=functools.partial(check_call, *call))
+) -> AppendCall:
+    """The arguments of append_rows as a record."""
+    k_side = AppendSide(k, k_rows, k_format, exact_k, k_transform or Encoding())
+    v_side = AppendSide(v, v_rows, v_format, exact_v, v_transform or Encoding())
+    return AppendCall(k_side, v_side, slots, exact_format, rope, bad)
+
+
+def launch_append(
+    *, check: Any = None, overlaps: bool = False, queries: Any = None, **arguments: Any
+) -> torch.Tensor | None:
+    """The launcher of kernels/cuda/append, of the arguments of append_rows."""
+    return launch.append(record(**arguments), check, overlaps=overlaps, queries=queries)
 
 
 def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from attend import attend_segments, launch_attention
 from query_cases import reference_of_queries
 
 from kvquant import RowFormat, quantize_rows
-from kvquant.kernels.cuda.decode import launch
-from kvquant.ops.attention import attend_segments
 from kvquant.rows.segment import Segment
 
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
@@ -155,13 +154,13 @@ def compare_queries(
     q = q.clone()  # of the same strides
     q[torch.arange(q_len, device="cuda") >= numbers[:, None]] = torch.nan
     given = None if q_lens is None else numbers
-    out, lse = launch.attend(q, segments, None, num_splits, q_lens=given)
+    out, lse = launch_attention(q, segments, None, num_splits, q_lens=given)
     expected, expected_lse = reference_of_queries(q.double().float(), segments, numbers)
     assert out.shape == expected.shape and out.dtype == q.dtype and lse is not None
     for i in range(q_len):
         of_query = expected[:, i], expected_lse[:, i]
         assert_right(relative_l2, (out[:, i], lse[:, i]), of_query, segments)
-    again, lse_again = launch.attend(q, segments, None, num_splits, q_lens=given)
+    again, lse_again = launch_attention(q, segments, None, num_splits, q_lens=given)
     assert torch.equal(again, out) and lse_again is not None
     assert torch.equal(lse_again, lse), "two calls differ"
     return out
@@ -174,6 +173,7 @@ def compare(
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """Assert that out and lse are those of the reference, and the same again; give out."""
+    out: torch.Tensor
     out, lse = attend_segments(q, segments, return_lse=True, num_splits=num_splits)
     expected = attend_segments(q.double().float(), segments, return_lse=True, backend="reference")
     assert out.dtype == q.dtype and lse.dtype == torch.float32

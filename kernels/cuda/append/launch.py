@@ -1,7 +1,7 @@
 """Append on CUDA: new K and V to their slots; see kvquant/ops/append.py.
 
-append              one launch for K and V
-append_calibrated   where rows or queries are multiplied by a matrix, or rounded with feedback
+Plain rows take one launch for K and V. Where rows or queries are multiplied by a matrix, or rows
+are rounded with feedback:
 
     a step      few tokens: one launch for K, V and queries (step_kernel.py)
     matrix      else one launch of the affine kernel for the side, with the offset; torch's product
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from kvquant.rows.basis import Encoding, Queries, transform_rows
+from kvquant.rows.call import AppendCall, AppendSide
 from kvquant.rows.format import RowFormat
 from kvquant.rows.rotation import Rope
 from kvquant.rows.slots import Slots
@@ -40,7 +41,8 @@ from .spec import (
 )
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-NO_TRANSFORM, NO_ROPE = Encoding(), (None, None, False)
+NO_ROPE = None, None, False
+BOTH = "k", "v"  # the names of the sides
 # Where a lane has a row the GPU does most, but a row takes longer than four lanes do: these are
 # sooner done as long as an SM has no more rows than 8 warps of them.
 FEW_LANES, ROWS_PER_SM = 4, 64
@@ -67,72 +69,64 @@ EXACT = {
     "page_shift": "exact_shift",
 }
 Ready = tuple[Launch, Tensors]
-NewRows = tuple[torch.Tensor, RowFormat, Encoding, "Rope | None"]
 
 
 class OneSide(NamedTuple):
-    """K or V of a call: the arguments of append that concern it.
+    """K or V of a call alone.
 
     Attributes:
         name: "k" or "v", for messages.
-        bad: [1] or more: its first number is the side's.
+        call: the side stands as K, and is not looked at as V; the first number of bad is its own.
     """
 
     name: str
-    x: torch.Tensor
-    rows: torch.Tensor
-    slots: Slots
-    fmt: RowFormat
-    transform: Encoding
-    exact_rows: torch.Tensor | None = None
-    exact_format: str = "bf16"
-    rope: Rope | None = None
-    bad: torch.Tensor | None = None
+    call: AppendCall
 
 
 def append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    slots: Slots,
-    k_format: RowFormat,
-    v_format: RowFormat,
-    exact_k: torch.Tensor | None = None,
-    exact_v: torch.Tensor | None = None,
-    exact_format: str = "bf16",
-    k_transform: Encoding | None = None,
-    v_transform: Encoding | None = None,
-    rope: Rope | None = None,
-    bad: torch.Tensor | None = None,
+    call: AppendCall,
     check: Callable[[], None] | None = None,
+    *,
     overlaps: bool = False,
-) -> None:
-    """Append on the current stream; see append.append_rows.
+    queries: Queries | None = None,
+) -> torch.Tensor | None:
+    """Append on the current stream; see ops.append.append_rows.
 
-    Slots that do not exist are left out, like negative ones. Matrices and feedback are not looked
-    at: see append_calibrated.
+    Slots that do not exist are left out, like negative ones.
 
     Args:
+        call: new rows and where they go.
         check: raises unless the arguments fit one another; called only before a launch is prepared.
         overlaps: whether what was launched before on this stream is place_tokens, which found the
             slots: then this launch may begin while that one ends.
+        queries: of as many tokens, to be multiplied too.
+
+    Returns:
+        The queries times their matrix, as affine_rows gives them; None without.
 
     Raises:
         ConfigError: rows are not aligned.
         UnsupportedError: the GPU is too old, or there are too many slots.
         DeviceError: CUDA refuses the launch.
     """
-    k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
-    cos, sin, _ = rope or NO_ROPE
-    of_k = k, k_rows, exact_k, k_transform.offset, k_transform.clip
-    of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
-    tensors = (*slots, cos, sin, bad, *of_k, *of_v)
-    formats, transforms = (k_format, v_format), (k_transform, v_transform)
-    names = ("k", "v")
-    launch = _find(names, formats, exact_format, transforms, rope, tensors, check, overlaps)
+    if queries is not None or call.k.is_calibrated or call.v.is_calibrated:
+        return _append_calibrated(call, check, overlaps, queries)
+    tensors = _tensors_of(call)
+    launch = _find(BOTH, call, tensors, check, overlaps)
     if launch is not None:
         launch(tensors)
+    return None
+
+
+def _tensors_of(call: AppendCall) -> Tensors:
+    """In the order of their addresses among the arguments of the append kernel."""
+    cos, sin, _ = call.rope or NO_ROPE
+    sides = (
+        (side.x, side.rows, side.exact_rows, side.transform.offset, side.transform.clip)
+        for side in (call.k, call.v)
+    )
+    of_k, of_v = sides
+    return (*call.slots, cos, sin, call.bad, *of_k, *of_v)
 
 
 class AppendAgain:
@@ -142,31 +136,10 @@ class AppendAgain:
         copies: whether new rows like these are copied first: then it cannot be called.
     """
 
-    def __init__(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_rows: torch.Tensor,
-        v_rows: torch.Tensor,
-        slots: Slots,
-        k_format: RowFormat,
-        v_format: RowFormat,
-        exact_k: torch.Tensor | None,
-        exact_v: torch.Tensor | None,
-        exact_format: str,
-        k_transform: Encoding | None,
-        v_transform: Encoding | None,
-        bad: torch.Tensor,
-        overlaps: bool = False,
-    ) -> None:
-        """Look at all that stays; arguments as of append."""
-        k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
-        of_k = k, k_rows, exact_k, k_transform.offset, k_transform.clip
-        of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
-        tensors = (*slots, None, None, bad, *of_k, *of_v)
-        formats, transforms = (k_format, v_format), (k_transform, v_transform)
-        names = ("k", "v")
-        launch = _find(names, formats, exact_format, transforms, None, tensors, None, overlaps)
+    def __init__(self, call: AppendCall, *, overlaps: bool = False) -> None:
+        """Look at all that stays; arguments as of append, without rope."""
+        tensors = _tensors_of(call)
+        launch = _find(BOTH, call, tensors, None, overlaps)
         assert launch is not None
         self._launch, self.copies = launch, launch.copies
         addresses = [0 if one is None else one.data_ptr() for one in tensors]
@@ -186,72 +159,41 @@ class AppendAgain:
         self._launch.at((*slots, 0, 0, bad, k, *self._of_k, v, *self._of_v))
 
 
-def append_calibrated(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    slots: Slots,
-    k_format: RowFormat,
-    v_format: RowFormat,
-    exact_k: torch.Tensor | None = None,
-    exact_v: torch.Tensor | None = None,
-    exact_format: str = "bf16",
-    k_transform: Encoding | None = None,
-    v_transform: Encoding | None = None,
-    rope: Rope | None = None,
-    bad: torch.Tensor | None = None,
-    check: Callable[[], None] | None = None,
-    overlaps: bool = False,
-    queries: Queries | None = None,
+def _append_calibrated(
+    call: AppendCall,
+    check: Callable[[], None] | None,
+    overlaps: bool,
+    queries: Queries | None,
 ) -> torch.Tensor | None:
-    """Append on the current stream; arguments and errors as of append.
-
-    Args:
-        queries: of as many tokens, to be multiplied too.
-
-    Returns:
-        The queries times their matrix, as affine_rows gives them; None without.
-    """
-    refuse_latents(k_format, v_format)
-    k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
-    sides = (k, k_format, k_transform, rope), (v, v_format, v_transform, None)
-    groups = _groups_of(sides, queries)
-    if groups and all(_is_of_step(*side) for side in sides):
-        cos, sin, _ = rope or NO_ROPE
+    """Append where rows or queries are multiplied by a matrix, or rounded with feedback."""
+    k, v, _, _, rope, bad = call
+    refuse_latents(k.fmt, v.fmt)
+    groups = _groups_of(call, queries)
+    if groups and _is_of_step(k, rope) and _is_of_step(v, None):
         x, by, multiplied = None, None, None
         if queries is not None:
             x, by = queries
             multiplied = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        of_k = k, k_rows, exact_k, k_transform.offset, k_transform.clip
-        of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
-        matrices = k_transform.matrix, v_transform.matrix
-        feedback = _feedback_of(k_format, k_transform), _feedback_of(v_format, v_transform)
-        step = *matrices, *feedback, x, multiplied, by
-        tensors = (*slots, cos, sin, bad, *of_k, *of_v, *step)
-        formats, transforms = (k_format, v_format), (k_transform, v_transform)
-        names = ("k", "v")
-        launch = _find(
-            names, formats, exact_format, transforms, rope, tensors, check, overlaps, groups
-        )
+        step = k.transform.matrix, v.transform.matrix, _feedback_of(k), _feedback_of(v)
+        tensors = (*_tensors_of(call), *step, x, multiplied, by)
+        launch = _find(BOTH, call, tensors, check, overlaps, groups)
         if launch is not None:
             launch(tensors)
         return multiplied
-    of_k_side = "k", k, k_rows, k_format, exact_k, k_transform, rope
-    of_v_side = "v", v, v_rows, v_format, exact_v, v_transform, None
     with_feedback: list[OneSide] = []
     ready: list[Ready | None] = []
-    for i, (name, x, rows, fmt, exact_rows, transform, rotary) in enumerate((of_k_side, of_v_side)):
+    for i, (name, side, rotary) in enumerate((("k", k, rope), ("v", v, None))):
+        transform = side.transform
         if transform.matrix is not None:
-            x, rotary = _encode(x.detach(), transform, rotary, check), None
+            x, rotary = _encode(side.x.detach(), transform, rotary, check), None
             transform = Encoding(clip=transform.clip, feedback=transform.feedback)
+            side = side._replace(x=x, transform=transform)
         counted = None if bad is None else bad[i:]
-        where, how = (name, x, rows, slots, fmt), (exact_rows, exact_format, rotary, counted)
-        side = OneSide(*where, transform, *how)
-        if transform.feedback is not None and fmt.facts.is_integer:
-            with_feedback.append(side)
+        alone = OneSide(name, call._replace(k=side, v=side, rope=rotary, bad=counted))
+        if _feedback_of(side) is not None:
+            with_feedback.append(alone)
         else:
-            ready.append(_ready_alone(side, check))
+            ready.append(_ready_alone(alone, check))
     if with_feedback:
         ready.append(_ready_with_feedback(with_feedback, check))
     for one in ready:  # both sides can be done
@@ -261,30 +203,30 @@ def append_calibrated(
     return None if queries is None else affine_rows(*queries, None, None)
 
 
-def _feedback_of(fmt: RowFormat, transform: Encoding) -> torch.Tensor | None:
+def _feedback_of(side: AppendSide) -> torch.Tensor | None:
     """What rows are rounded with; other formats than int4 and int8 are not."""
-    return transform.feedback if fmt.facts.is_integer else None
+    return side.transform.feedback if side.fmt.facts.is_integer else None
 
 
-def _is_of_step(x: torch.Tensor, fmt: RowFormat, transform: Encoding, rope: Rope | None) -> bool:
+def _is_of_step(side: AppendSide, rope: Rope | None) -> bool:
     """Whether step_kernel.py appends such rows: a matrix of 16-bit rows alone, feedback of rows
     whose matrix L has room in shared memory."""
-    if _feedback_of(fmt, transform) is not None and not 64 <= fmt.head_dim <= MOST_FEEDBACK:
+    if _feedback_of(side) is not None and not 64 <= side.fmt.head_dim <= MOST_FEEDBACK:
         return False
-    if transform.matrix is None:
+    if side.transform.matrix is None:
         return True
-    return rope is None and not transform.rotate and x.dtype in ENCODED
+    return rope is None and not side.transform.rotate and side.x.dtype in ENCODED
 
 
-def _groups_of(sides: Sequence[NewRows], queries: Queries | None) -> int:
+def _groups_of(call: AppendCall, queries: Queries | None) -> int:
     """Groups of 8 tokens that a block of a step has; 0 if there are too many tokens."""
-    num_tokens, num_heads, _ = sides[0][0].shape
+    sides, (num_tokens, num_heads, _) = (call.k, call.v), call.k.x.shape
     heads = 2 * num_heads + (0 if queries is None else queries.x.shape[1])
-    sm_count = gpu_of(sides[0][0].get_device()).sm_count
+    sm_count = gpu_of(call.k.x.get_device()).sm_count
     groups = -(-num_tokens // PRODUCT_ROWS)
-    if any(_feedback_of(fmt, transform) is not None for _, fmt, transform, _ in sides):
+    if any(_feedback_of(side) is not None for side in sides):
         return int(groups * heads <= WITH_FEEDBACK * sm_count)
-    dim = max(fmt.head_dim for _, fmt, _, _ in sides)
+    dim = max(side.fmt.head_dim for side in sides)
     for count in GROUPS:
         if count * dim <= MOST_OF_BLOCK and -(-groups // count) * heads <= BLOCKS_PER_SM * sm_count:
             return count
@@ -318,7 +260,8 @@ def quantize_with_feedback(
     slots = Slots(torch.arange(batch * tokens, device=x.device))
     clip = None if clip is None else clip.contiguous()
     transform = Encoding(clip=clip, feedback=feedback.contiguous())
-    ready = _ready_with_feedback([OneSide("x", new, rows, slots, fmt, transform)], None)
+    side = AppendSide(new, rows, fmt, transform=transform)
+    ready = _ready_with_feedback([OneSide("x", AppendCall(side, side, slots))], None)
     if ready is not None:
         launch, tensors_of_launch = ready
         launch(tensors_of_launch)
@@ -343,48 +286,32 @@ def _encode(
 
 def _ready_alone(side: OneSide, check: Callable[[], None] | None) -> Ready | None:
     """Prepare the append of K or of V alone; None if there is nothing to do."""
-    cos, sin, _ = side.rope or NO_ROPE
-    rows = side.x, side.rows, side.exact_rows, side.transform.offset, side.transform.clip
-    tensors = (*side.slots, cos, sin, side.bad, *rows, *rows)
-    formats, transforms = (side.fmt, side.fmt), (side.transform, side.transform)
-    names, exact_format = (side.name,), side.exact_format
-    launch = _find(names, formats, exact_format, transforms, side.rope, tensors, check)
+    tensors = _tensors_of(side.call)
+    launch = _find((side.name,), side.call, tensors, check)
     return None if launch is None else (launch, tensors)
 
 
 def _find(
     names: tuple[str, ...],
-    formats: tuple[RowFormat, RowFormat],
-    exact_format: str,
-    transforms: tuple[Encoding, Encoding],
-    rope: Rope | None,
+    call: AppendCall,
     tensors: Tensors,
     check: Callable[[], None] | None,
     overlaps: bool = False,
     groups: int = 0,
 ) -> Launch | None:
     """Find the launch of a call; names: of the sides that are written."""
-    k, v = tensors[K], tensors[V]
-    assert k is not None and v is not None
+    k, v, _, exact_format, rope, _ = call
     interleaved = rope is not None and rope.interleaved
-    rotates = transforms[0].rotate, transforms[1].rotate
-    how = k.is_neg(), v.is_neg(), overlaps, groups
+    kinds = k.fmt, v.fmt, k.transform.rotate, v.transform.rotate, k.x.is_neg(), v.x.is_neg()
     facts = map(facts_of, tensors)
-    key = (AppendSpec, names, formats, exact_format, rotates, interleaved, how, *facts)
-    call = names, formats, exact_format, transforms, interleaved, overlaps, groups, tensors
-    return cached_launch(key, check, _prepare, *call)
+    key = (AppendSpec, names, exact_format, interleaved, *kinds, overlaps, groups, *facts)
+    return cached_launch(key, check, _prepare, names, call, tensors, overlaps, groups)
 
 
 def _prepare(
-    names: tuple[str, ...],
-    formats: tuple[RowFormat, RowFormat],
-    exact_format: str,
-    transforms: tuple[Encoding, Encoding],
-    interleaved: bool,
-    overlaps: bool,
-    groups: int,
-    tensors: Tensors,
+    names: tuple[str, ...], call: AppendCall, tensors: Tensors, overlaps: bool, groups: int
 ) -> Launch | None:
+    exact_format, rope = call.exact_format, call.rope
     all_names = STEP_NAMES if groups else NAMES
     given = dict(zip(all_names, tensors, strict=True))
     k, cos, exact_rows = given["k.x"], given["cos"], given["k.exact_rows"]
@@ -394,14 +321,14 @@ def _prepare(
     gpu = gpu_of(k.get_device())
     copied = _unaligned(all_names, tensors)
     spec: AppendSpec = (StepSpec if groups else AppendSpec)(
-        _side_of(formats[0], transforms[0]),
-        _side_of(formats[1], transforms[1]),
+        _side_of(call.k),
+        _side_of(call.v),
         SOURCES[k.dtype],
         "" if exact_rows is None else exact_format,
         0 if cos is None else 2 * cos.shape[-1],
-        interleaved,
+        rope is not None and rope.interleaved,
     )
-    if any(fmt.pick(e4m3=True, integers=False, elements=False) for fmt in formats):
+    if any(side.fmt.pick(e4m3=True, integers=False, elements=False) for side in call[:2]):
         spec = replace(spec, converts_fp8=gpu.converts_fp8)
     if gpu.capability >= OVERLAPS:
         spec = replace(spec, overlaps=True)
@@ -414,7 +341,8 @@ def _prepare(
     else:
         grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.sm_count)
     constants["heads_per_block"] = -(-num_heads // grid[1])
-    for place, side, name, fmt in ((K, "k", names[0], formats[0]), (V, "v", names[-1], formats[1])):
+    of_sides = (K, "k", names[0], call.k.fmt), (V, "v", names[-1], call.v.fmt)
+    for place, side, name, fmt in of_sides:
         x, rows, exact_rows = tensors[place : place + 3]
         assert x is not None and rows is not None
         found = _constants(name, fmt, exact_format, x, rows, exact_rows, place in copied)
@@ -464,21 +392,21 @@ def _ready_with_feedback(
 
 def _tensors_with_feedback(side: OneSide) -> Tensors:
     """In the order of their addresses."""
-    offset, _, _, clip, feedback = side.transform
-    cos, sin, _ = side.rope or NO_ROPE
-    rows = side.x, side.rows, side.exact_rows
-    return (*side.slots, cos, sin, side.bad, *rows, offset, clip, feedback)
+    k, _, slots, _, rope, bad = side.call
+    offset, _, _, clip, feedback = k.transform
+    cos, sin, _ = rope or NO_ROPE
+    return (*slots, cos, sin, bad, k.x, k.rows, k.exact_rows, offset, clip, feedback)
 
 
 def _key_with_feedback(side: OneSide) -> Hashable:
     """What a launch depends on beside the tensors."""
-    interleaved = side.rope is not None and side.rope.interleaved
-    rotate, is_neg = side.transform.rotate, side.x.is_neg()
-    return side.name, side.fmt, side.exact_format, rotate, interleaved, is_neg
+    k, _, _, exact_format, rope, _ = side.call
+    interleaved = rope is not None and rope.interleaved
+    return side.name, k.fmt, exact_format, k.transform.rotate, interleaved, k.x.is_neg()
 
 
 def _prepare_with_feedback(sides: Sequence[OneSide], tensors: Tensors) -> Launch | None:
-    x = sides[0].x
+    x = sides[0].call.k.x
     if not x.numel():
         return None
     num_tokens, num_heads, _ = x.shape
@@ -489,22 +417,24 @@ def _prepare_with_feedback(sides: Sequence[OneSide], tensors: Tensors) -> Launch
     copied = _unaligned(names, tensors)
     constants: dict[str, float] = {}
     for (prefix, _), side in zip(spec.arguments, sides, strict=True):
-        _, x, rows, _, fmt, _, exact_rows, exact_format, _, _ = side
+        x, rows, fmt, exact_rows, transform = side.call.k
         is_copied = names.index(f"{prefix}.x") in copied
-        found = _constants(side.name, fmt, exact_format, x, rows, exact_rows, is_copied)
-        found |= {"num_tokens": num_tokens, "rotates": int(side.transform.rotate)}
+        how = side.call.exact_format, x, rows, exact_rows, is_copied
+        found = _constants(side.name, fmt, *how)
+        found |= {"num_tokens": num_tokens, "rotates": int(transform.rotate)}
         constants |= {f"{prefix}.{key}": value for key, value in found.items()}
     grid = -(-num_tokens // spec.block_rows), num_heads, len(sides)
     return Launch(spec, x.get_device(), grid, constants, copied)
 
 
 def _feedback_side(side: OneSide, share: int) -> FeedbackSide:
-    cos, _, interleaved = side.rope or NO_ROPE
+    k, _, _, exact_format, rope, _ = side.call
+    cos, _, interleaved = rope or NO_ROPE
     return FeedbackSide(
-        side.fmt,
-        side.transform.clip is not None,
-        SOURCES[side.x.dtype],
-        "" if side.exact_rows is None else side.exact_format,
+        k.fmt,
+        k.transform.clip is not None,
+        SOURCES[k.x.dtype],
+        "" if k.exact_rows is None else exact_format,
         0 if cos is None else 2 * cos.shape[-1],
         interleaved,
         share,
@@ -514,10 +444,11 @@ def _feedback_side(side: OneSide, share: int) -> FeedbackSide:
 # Both
 
 
-def _side_of(fmt: RowFormat, transform: Encoding) -> Side:
+def _side_of(side: AppendSide) -> Side:
     """What kernels are compiled for."""
-    clips = transform.clip is not None and fmt.facts.is_integer
-    return Side(fmt, transform.offset is not None, transform.rotate, clips)
+    transform = side.transform
+    clips = transform.clip is not None and side.fmt.facts.is_integer
+    return Side(side.fmt, transform.offset is not None, transform.rotate, clips)
 
 
 def _unaligned(names: Sequence[str], tensors: Tensors) -> list[int]:

@@ -19,6 +19,7 @@ import torch
 
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.rows.arguments import address, check_scale
+from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import FixedSegments, Segment
 from kvquant.rows.variant import AttentionVariant, names_of
 
@@ -53,7 +54,7 @@ from .tuned import Tuned, measured_plans
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[int, int, int, int, int]  # K, V, lengths, starts or table, sequence slots
-Check = Callable[..., Sequence[Segment]]  # of q, segments, num_splits, q_lens and variant
+Check = Callable[[AttentionCall], AttentionCall]
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
@@ -89,29 +90,15 @@ class Work:
     capacities: tuple[int, ...]
 
 
-def attend(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    sm_scale: float | None,
-    num_splits: int | None,
-    want_lse: bool = True,
-    check: Check | None = None,
-    q_lens: torch.Tensor | None = None,
-    variant: AttentionVariant | None = None,
-) -> State:
-    """Attend to all segments in one launch; see attention.attend_segments.
+def attend(call: AttentionCall, check: Check | None = None) -> State:
+    """Attend to all segments in one launch.
 
     Args:
-        q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the queries
-            of each sequence's last tokens, bfloat16 or float16.
-        segments, sm_scale, num_splits: as there.
-        want_lse: whether lse is wanted.
-        check: raises unless q can attend to the segments, and returns them with formats in place
-            of names; called only before a launch is prepared.
-        q_lens: [batch], int32, with q of four axes: how many of q_len are queries, the first ones;
-            what is not within 0 to q_len counts as the nearest that is. None: all.
-        variant: what is changed in plain attention; on the device tokens beyond the last one of
-            key_bias have the bias of that.
+        call: its q is bfloat16 or float16. Of q_lens what is not within 0 to q_len counts as the
+            nearest that is. On the device tokens beyond the last one of key_bias have the bias of
+            that. Its backend is not looked at.
+        check: raises unless q can attend to the segments, and returns the call with formats in
+            place of names; called only before a launch is prepared.
 
     Returns:
         out [batch, num_q_heads, head_dim of V], the dtype of q; lse [batch, num_q_heads], float32,
@@ -125,6 +112,7 @@ def attend(
         UnsupportedError: there is no kernel for these segments, or this GPU.
         DeviceError: CUDA refuses the launch.
     """
+    q, segments, _, num_splits, _, q_lens, variant, _ = call
     index, address = q.get_device(), q.data_ptr()
     if type(segments) is FixedSegments:
         facts, addresses = segments.facts or _settle(segments)
@@ -140,17 +128,17 @@ def attend(
     except TypeError:  # a format that cannot be hashed: the check says so
         launch = None
     if launch is None:
-        checked = check(q, segments, num_splits, q_lens, variant) if check else segments
+        checked = check(call) if check else call
         try:
-            launch = _prepare(q, checked, num_splits, q_lens, variant)
+            launch = _prepare(checked)
         except Rehearsed:
-            launch = Nothing((*q.shape[:-1], checked[0].v_format.head_dim))
-            return launch(q, segments, address, addresses, sm_scale, want_lse, q_lens, variant)
+            launch = Nothing((*q.shape[:-1], checked.segments[0].v_format.head_dim))
+            return launch(call, address, addresses)
         keep(launches, key, launch)
     if index == current_device():
-        return launch(q, segments, address, addresses, sm_scale, want_lse, q_lens, variant)
+        return launch(call, address, addresses)
     with torch.cuda.device(index):
-        return launch(q, segments, address, addresses, sm_scale, want_lse, q_lens, variant)
+        return launch(call, address, addresses)
 
 
 def _look_at(segments: Sequence[Segment]) -> tuple[Hashable, list[Addresses]]:
@@ -216,14 +204,9 @@ def _facts_of_variant(variant: AttentionVariant) -> Hashable:
     return tuple(_facts(one) if isinstance(one, torch.Tensor) else one for one in variant)
 
 
-def describe(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    without: str = "",
-    q_lens: torch.Tensor | None = None,
-    variant: AttentionVariant | None = None,
-) -> Work:
+def describe(call: AttentionCall, without: str = "") -> Work:
     """What a call with work to do asks for, as plan.candidates wants it; errors as of attend."""
+    q, segments, _, _, _, q_lens, variant, _ = call
     if q.dtype not in CODECS:
         raise ConfigError(f"q is {q.dtype}: on CUDA use bfloat16 or float16")
     if q_lens is not None and q.ndim != 4:
@@ -295,16 +278,15 @@ class Launch:
 
     def __init__(
         self,
-        q: torch.Tensor,
-        segments: Sequence[Segment],
+        call: AttentionCall,
         work: Work,
         chosen: Plan,
         kernel: Kernel,
         shared: int,
         most_parts: int,
         workspaces: Workspaces,
-        variant: AttentionVariant | None,
     ) -> None:
+        q, segments, variant = call.q, call.segments, call.variant
         queries = _four_axes(q)
         batch, q_len, num_q_heads, head_dim = queries.shape
         num_kv_heads = segments[0].k_rows.shape[1]
@@ -348,18 +330,9 @@ class Launch:
         grid = num_kv_heads * head_blocks, batch, parts
         self._launch = Launcher(kernel, grid, layout, shared)
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        segments: Sequence[Segment],
-        address: int,
-        addresses: Sequence[Addresses],
-        sm_scale: float | None,
-        want_lse: bool,
-        q_lens: torch.Tensor | None,
-        variant: AttentionVariant | None,
-    ) -> State:
+    def __call__(self, call: AttentionCall, address: int, addresses: Sequence[Addresses]) -> State:
         """Launch on the current stream of the current device, which is that of q."""
+        q, segments, sm_scale, _, want_lse, q_lens, variant, _ = call
         out = empty_strided(*self._out)
         lse, lse_address = None, 0
         if want_lse:
@@ -412,35 +385,20 @@ class Nothing:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        segments: Sequence[Segment],
-        address: int,
-        addresses: Sequence[Addresses],
-        sm_scale: float | None,
-        want_lse: bool,
-        q_lens: torch.Tensor | None,
-        variant: AttentionVariant | None,
-    ) -> State:
+    def __call__(self, call: AttentionCall, address: int, addresses: Sequence[Addresses]) -> State:
         """Zeros, and -inf."""
         lse = None
-        if want_lse:
-            lse = q.new_full(self._shape[:-1], -math.inf, dtype=torch.float32)
-        return q.new_zeros(self._shape), lse
+        if call.return_lse:
+            lse = call.q.new_full(self._shape[:-1], -math.inf, dtype=torch.float32)
+        return call.q.new_zeros(self._shape), lse
 
 
-def _prepare(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    num_splits: int | None,
-    q_lens: torch.Tensor | None,
-    variant: AttentionVariant | None,
-) -> Launch | Nothing:
+def _prepare(call: AttentionCall) -> Launch | Nothing:
+    q, segments, num_splits = call.q, call.segments, call.num_splits
     if q.dtype in CODECS and not (q.numel() and any(one.capacity for one in segments)):
         return Nothing((*q.shape[:-1], segments[0].v_format.head_dim))
     chosen, without = _override
-    work = describe(q, segments, without, q_lens, variant)
+    work = describe(call, without)
     choose = functools.partial(
         plan,
         gpu=work.gpu,
@@ -460,7 +418,7 @@ def _prepare(
             chosen = with_workers(chosen, fitted, work.units, work.capacities)
     shared = shared_bytes(fitted, work.units, chosen.splits)
     spaces = workspaces_of(q.device)
-    return Launch(q, segments, work, chosen, kernel, shared, fitted.most_parts, spaces, variant)
+    return Launch(call, work, chosen, kernel, shared, fitted.most_parts, spaces)
 
 
 def _numbers_of(name: str, variant: AttentionVariant | None) -> tuple[float, ...]:

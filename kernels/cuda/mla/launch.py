@@ -12,13 +12,14 @@ prefix    that sequences share: one more segment, of one sequence, whose columns
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.rehearsal import is_rehearsed
+from kvquant.rows.call import LatentCall
 from kvquant.rows.latent import LatentFormat
 from kvquant.rows.segment import Segment
 
@@ -47,32 +48,17 @@ FILLED = 0.4  # of the blocks that the GPU has room for are there, at least: wit
 
 
 def attend(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    segments: Sequence[Segment],
-    sm_scale: float,
-    *,
-    prefix: Segment | None = None,
-    shares: torch.Tensor | None = None,
-    q_lens: torch.Tensor | None = None,
-    num_splits: int | None = None,
-    want_lse: bool = True,
-    check: Callable[[], object] | None = None,
+    call: LatentCall, check: Callable[[], object] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend to latent rows, on the current stream.
 
     Args:
-        q_latent: [batch, q_len, num_heads, latent_dim], bfloat16 or float16.
-        q_rope: [batch, q_len, num_heads, rope_dim], as q_latent.
-        segments: of ops.mla.latent_segment, rows without gaps; longer lengths count as the
-            capacity, and pages have a power of two of tokens, at least 16. With several queries at
-            most two, in the order of arrange_in_order.
-        sm_scale: factor on q·k, positive.
-        prefix: tokens before those of the segments, as a segment of one sequence; None for none.
-        shares: [batch], int32, with a prefix: whether each sequence begins with it.
-        q_lens: [batch], int32: how many of q_len are queries, the first ones; None: all.
-        num_splits: blocks that share a sequence's tokens in a segment, at most; chosen when None.
-        want_lse: whether lse is wanted.
+        call: q_latent [batch, q_len, num_heads, latent_dim] and q_rope [batch, q_len, num_heads,
+            rope_dim], bfloat16 or float16; segments with rows without gaps, whose longer lengths
+            count as the capacity, and pages of a power of two of tokens, at least 16; with several
+            queries at most two segments, in the order of arrange_in_order; sm_scale positive;
+            num_splits: blocks that share a sequence's tokens in a segment, at most. Its backend is
+            not looked at.
         check: raises unless the arguments fit one another; called only before a launch is prepared.
 
     Returns:
@@ -85,6 +71,8 @@ def attend(
             there are too many segments for several queries.
         DeviceError: CUDA refuses the launch.
     """
+    q_latent, q_rope, segments, sm_scale, num_splits, want_lse, q_lens, shared, _ = call
+    prefix, shares = shared or (None, None)
     numbers, shares = pack_counts(q_lens), pack_counts(shares)
     every = [*segments] if prefix is None else [*segments, prefix]
     rows = [_rows_of(segment) for segment in every]
@@ -95,8 +83,7 @@ def attend(
     negated = q_latent.is_neg(), q_rope.is_neg()
     facts = map(facts_of, (q_latent, q_rope, numbers, shares, *tensors))
     key = MlaSpec, kinds, sm_scale, num_splits, negated, *facts
-    call = q_latent, q_rope, segments, prefix, numbers, sm_scale, num_splits
-    prepared = cached_launch(key, check, _prepare, *call)
+    prepared = cached_launch(key, check, _prepare, call._replace(q_lens=numbers))
     shape = q_latent.shape
     out = torch.empty(shape, dtype=q_latent.dtype, device=q_latent.device)
     lse = None
@@ -147,15 +134,9 @@ class MlaCall(NamedTuple):
     combine: Launch | None
 
 
-def _prepare(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    segments: Sequence[Segment],
-    prefix: Segment | None,
-    q_lens: torch.Tensor | None,
-    sm_scale: float,
-    num_splits: int | None,
-) -> MlaCall | None:
+def _prepare(call: LatentCall) -> MlaCall | None:
+    q_latent, q_rope, segments, sm_scale, num_splits, _, q_lens, shared, _ = call
+    prefix = None if shared is None else shared.rows
     batch, q_len, num_heads, latent_dim = q_latent.shape
     causal = q_len > 1 or q_lens is not None
     order = [i for i, one in enumerate(segments) if one.capacity and one.k_rows.numel()]

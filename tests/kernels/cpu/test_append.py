@@ -75,13 +75,13 @@ def assert_as_in_torch(
         got_exact = [None if tensor is None else tensor.clone() for tensor in exact]
         bad = torch.tensor([7, 0], dtype=torch.int32)
         append(
-            new[0],
-            new[1],
-            got[0],
-            got[1],
-            slots,
-            formats[0],
-            formats[1],
+            k=new[0],
+            v=new[1],
+            k_rows=got[0],
+            v_rows=got[1],
+            slots=slots,
+            k_format=formats[0],
+            v_format=formats[1],
             exact_k=got_exact[0],
             exact_v=got_exact[1],
             exact_format=exact_format or "bf16",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend import attend_segments
 from slow_cases import mark_slow
 
 from kvquant import (
@@ -21,7 +22,7 @@ from kvquant import (
 )
 from kvquant.kernels.cpu import decode
 from kvquant.kernels.cpu.parallel import run
-from kvquant.ops.attention import attend_segments
+from kvquant.rows.call import AttentionCall
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import PAGE_SIZES, Segment
 
@@ -404,7 +405,7 @@ def test_any_number_of_query_heads_costs_little_more_than_its_own(
     segment = Segment(k_rows, k_rows, lens(64), INT4, INT4)
     for ratio in (*range(1, 18), 31, 34, 37, 67, 71, 72, 73, 127):
         heads = decode.heads_of_block(ratio)
-        decode.attend(torch.zeros(1, ratio, 64), [segment], 1.0, 1)
+        decode.attend(AttentionCall(torch.zeros(1, ratio, 64), [segment], 1.0, 1))
         assert heads <= decode.MAX_HEADS and heads * items[-1] < ratio + items[-1]
         assert items[-1] == -(-ratio // decode.MAX_HEADS)
 

@@ -24,6 +24,7 @@ from append_cases import (
     differences,
     expected,
     expected_values,
+    launch_append,
     make_call,
     make_pages,
     results,
@@ -118,11 +119,11 @@ def run_append(case: Case) -> None:
     if case.queries:
         queries = make_queries(case)
         note(queries)
-        check_queries(appending.append_calibrated(**call, queries=queries), queries)
+        check_queries(launch_append(**call, queries=queries), queries)
     elif case.matrix or case.feedback:
-        appending.append_calibrated(**call)
+        launch_append(**call)
     else:
-        appending.append(**call)
+        launch_append(**call)
     problem = differences(results(call), wanted)
     assert not problem, problem
 

@@ -16,6 +16,7 @@ from append_cases import (
     expected,
     expected_values,
     latent_case,
+    launch_append,
     make_call,
     make_pages,
     results,
@@ -32,7 +33,6 @@ from fake_cuda import (
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.errors import ConfigError, UnsupportedError
-from kvquant.kernels.cuda.append import launch as appending
 from kvquant.kernels.cuda.append.spec import AppendSpec, Side
 from kvquant.kernels.cuda.dequantize import launch as dequantizing
 from kvquant.kernels.cuda.device.row_layout import divisor, lanes_of, unit_of
@@ -81,31 +81,31 @@ def test_a_step_is_cut_by_heads_and_a_prompt_walks_over_them() -> None:
 
 def test_nothing_to_append_is_no_launch(cuda: FakeDriver) -> None:
     call = make_call(Case(tokens=0))
-    appending.append(**call)
+    launch_append(**call)
     assert not cuda.launched
 
 
 def test_a_call_is_prepared_once(cuda: FakeDriver) -> None:
     for _ in range(3):
-        appending.append(**make_call(Case()))
+        launch_append(**make_call(Case()))
     assert len(runtime._launches) == 1 and len(cuda.launched) == 3
     assert cuda.launched[0].stream == STREAM and cuda.launched[0].grid == (1, 1, 2)
     for other in (Case(tokens=5), Case(k="int4"), Case(source="fp16"), Case(exact="bf16")):
-        appending.append(**make_call(other))
+        launch_append(**make_call(other))
     for other in (Case(rotate="k"), Case(offset="v"), Case(rotary_dim=64), Case(layout="odd")):
-        appending.append(**make_call(other))
+        launch_append(**make_call(other))
     assert len(runtime._launches) == 9
 
 
 def test_a_call_is_checked_once(cuda: FakeDriver) -> None:
     checked = []
     for _ in range(3):
-        appending.append(**make_call(Case()), check=lambda: checked.append("append"))
+        launch_append(**make_call(Case()), check=lambda: checked.append("append"))
         pages, fmt, slots = make_pages(Case())
         out = torch.zeros(6, 1, 128)
         dequantizing.dequantize(pages, fmt, slots, out, lambda: checked.append("dequantize"))
     assert checked == ["append", "dequantize"]
-    appending.append(
+    launch_append(
         **make_call(Case()) | {"bad": torch.zeros(3, dtype=torch.int32)},
         check=lambda: checked.append("append"),
     )
@@ -115,13 +115,13 @@ def test_a_call_is_checked_once(cuda: FakeDriver) -> None:
 def test_cached_launches_do_not_pile_up(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "MOST_LAUNCHES", 5)
     for tokens in range(1, 20):
-        appending.append(**make_call(Case(tokens=tokens)))
+        launch_append(**make_call(Case(tokens=tokens)))
         assert len(runtime._launches) <= 5
 
 
 def test_kernels_are_shared_by_calls_of_other_shapes(cuda: FakeDriver) -> None:
     for case in (Case(), Case(tokens=100, heads=3, page_size=7, pages="tokens", layout="heads")):
-        appending.append(**make_call(case))
+        launch_append(**make_call(case))
     assert len(runtime._kernels) == 1
 
 
@@ -129,16 +129,16 @@ def test_fp8_is_converted_by_instructions_where_there_are_any(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    appending.append(**make_call(Case(k="int4", v="fp8")))
+    launch_append(**make_call(Case(k="int4", v="fp8")))
     assert loaded_specs()[-1].converts_fp8 is False
-    appending.append(**make_call(Case(k="int4")))
+    launch_append(**make_call(Case(k="int4")))
     assert loaded_specs()[-1].converts_fp8 is True  # not asked for: the same kernel on all GPUs
 
 
 def test_older_gpus_are_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(UnsupportedError, match=r"compute capability 8.0 .* has 7.5"):
-        appending.append(**make_call(Case()))
+        launch_append(**make_call(Case()))
 
 
 @pytest.mark.parametrize("side", ["k_rows", "v_rows", "exact_k"])
@@ -148,7 +148,7 @@ def test_rows_that_are_not_aligned_are_refused(cuda: FakeDriver, side: str) -> N
     pool = torch.zeros(rows.numel() + 16, dtype=torch.uint8)
     call[side] = pool[4 : 4 + rows.numel()].view(rows.shape)
     with pytest.raises(ConfigError, match=rf"{side}: rows of .* must be aligned to 16 bytes"):
-        appending.append(**call)
+        launch_append(**call)
     assert not cuda.launched
 
 
@@ -156,13 +156,13 @@ def test_too_many_slots_are_refused(cuda: FakeDriver) -> None:
     call = make_call(Case())
     call["k_rows"] = call["k_rows"][:1].expand(1 << 27, -1, -1, -1)
     with pytest.raises(UnsupportedError, match="2147483648 slots: the CUDA kernel takes fewer"):
-        appending.append(**call)
+        launch_append(**call)
 
 
 def test_of_latent_rows_the_append_kernel_takes_the_parts_alone(cuda: FakeDriver) -> None:
     case = Case(**latent_case("int4-g8", exact="bf16"))
     call = make_call(case)
-    appending.append(**call)
+    launch_append(**call)
     (spec,) = loaded_specs()
     assert (spec.lanes, spec.rows) == (32, 1)
     given = arguments_of(spec, cuda.launched[0].arguments)
@@ -172,7 +172,7 @@ def test_of_latent_rows_the_append_kernel_takes_the_parts_alone(cuda: FakeDriver
     assert given["k.exact_stride_row"] == 1024 + 64
     matrix = Encoding(matrix=torch.zeros(1, 512, 512))
     with pytest.raises(UnsupportedError, match="rows of 512 elements, of latent rows"):
-        appending.append_calibrated(**call | {"k_transform": matrix})
+        launch_append(**call | {"k_transform": matrix})
     pages, slots = call["k_rows"], call["slots"].packed
     with pytest.raises(UnsupportedError, match="rows of 512 elements, of latent rows"):
         dequantizing.dequantize(pages, call["k_format"], slots, torch.zeros(14, 1, 512))
@@ -183,7 +183,7 @@ def test_a_launch_goes_to_the_device_of_its_tensors(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered = note_devices(monkeypatch)
-    appending.append(**make_call(Case()))
+    launch_append(**make_call(Case()))
     pages, fmt, slots = make_pages(Case())
     dequantizing.dequantize(pages, fmt, slots, torch.zeros(6, 1, 128))
     assert entered == [CPU, CPU] and len(cuda.launched) == 2
@@ -192,7 +192,7 @@ def test_a_launch_goes_to_the_device_of_its_tensors(
 def test_arguments_fill_the_struct(cuda: FakeDriver) -> None:
     side = Side(RowFormat.parse("int4", 128))
     spec = AppendSpec(side, side)
-    appending.append(**make_call(Case(k="int4")))
+    launch_append(**make_call(Case(k="int4")))
     assert len(cuda.launched[0].arguments) == struct.calcsize(layout_of(spec.arguments))
     assert (cuda.launched[0].block, cuda.launched[0].shared) == ((128, 1, 1), spec.shared_bytes)
 
@@ -310,7 +310,7 @@ def test_slots_that_do_not_exist_are_left_out() -> None:
     call = make_call(Case(tokens=8), "cuda")
     before = call["k_rows"].clone()
     far = torch.tensor([-1, -(2**40), 2**31, 2**40, 10**6, -5, 2**62, -(2**63)], device="cuda")
-    appending.append(**call | {"slots": Slots(far)})
+    launch_append(**call | {"slots": Slots(far)})
     torch.cuda.synchronize()
     assert torch.equal(call["k_rows"], before)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend import attend_segments
 from cuda_cases import (
     LIMITS,
     Measure,
@@ -23,7 +24,6 @@ from cuda_cases import (
 
 from kvquant import KVCache, RowFormat, decode_attention, quantize_rows
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
-from kvquant.ops.attention import attend_segments
 from kvquant.rows.segment import Segment
 
 pytestmark = pytest.mark.gpu

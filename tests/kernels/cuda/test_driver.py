@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend import launch_attention
 from fake_cuda import FakeDriver, install, loaded_specs, make_query, make_segment, unpack
 
 from kvquant import RowFormat, decode_attention, quantize_rows, reference_attention
@@ -36,7 +37,7 @@ def test_threads_do_not_mix_their_arguments(cuda: FakeDriver) -> None:
 
     def work(i: int) -> None:
         for _ in range(200):
-            launch.attend(queries[i], [segment], float(i), 1, False)
+            launch_attention(queries[i], [segment], float(i), 1, False)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in queries]
     for thread in threads:
@@ -93,21 +94,21 @@ def test_large_shared_memory_is_asked_for(cuda: FakeDriver) -> None:
 def test_a_driver_too_old_for_the_code_is_told(cuda: FakeDriver) -> None:
     cuda.fails["cuModuleLoadData"] = [222]
     with pytest.raises(UnsupportedError, match=r"for CUDA 12.4, .*numba-cuda\[cu12\]"):
-        launch.attend(make_query(), [make_segment()], 1.0, None)
+        launch_attention(make_query(), [make_segment()], 1.0, None)
     assert cuda.calls.count("cuCtxPopCurrent_v2") == 1
-    launch.attend(make_query(), [make_segment()], 1.0, None)  # the next one may work
+    launch_attention(make_query(), [make_segment()], 1.0, None)  # the next one may work
     assert len(cuda.launched) == 1
 
 
 def test_a_refused_launch_is_told(cuda: FakeDriver) -> None:
     cuda.fails["cuLaunchKernelEx"] = [700]
     with pytest.raises(DeviceError, match=r"CUDA_ERROR_FAKE .*CUDA_LAUNCH_BLOCKING=1"):
-        launch.attend(make_query(), [make_segment()], 1.0, None)
+        launch_attention(make_query(), [make_segment()], 1.0, None)
 
 
 def test_a_thread_without_a_context_gets_one(cuda: FakeDriver) -> None:
     cuda.fails["cuLaunchKernelEx"] = [driver.INVALID_CONTEXT]
-    launch.attend(make_query(), [make_segment()], 1.0, None)
+    launch_attention(make_query(), [make_segment()], 1.0, None)
     assert cuda.calls[-3:] == ["cuLaunchKernelEx", "cuCtxSetCurrent", "cuLaunchKernelEx"]
     assert len(cuda.launched) == 1
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from append_cases import Case, append, differences, expected, make_call, results
+from append_cases import Case, append, differences, expected, launch_append, make_call, results
 from fake_cuda import CPU, STREAM, FakeDriver, arguments_of, install, loaded_specs, note_devices
 from feedback_cases import make_rows
 
@@ -20,7 +20,7 @@ from kvquant import RowFormat
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.affine.launch import AffineSpec
 from kvquant.kernels.cuda.append import launch as launching
-from kvquant.kernels.cuda.append.launch import append_calibrated, quantize_with_feedback
+from kvquant.kernels.cuda.append.launch import quantize_with_feedback
 from kvquant.kernels.cuda.append.spec import (
     MOST_SHARED,
     AppendSpec,
@@ -112,7 +112,7 @@ def test_few_rows_have_several_lanes_each(cuda: FakeDriver) -> None:
 
 
 def test_two_sides_with_feedback_are_one_launch(cuda: FakeDriver) -> None:
-    append_calibrated(**make_call(Case(feedback="kv", clip="k", exact="bf16")))
+    launch_append(**make_call(Case(feedback="kv", clip="k", exact="bf16")))
     (spec,) = loaded_specs()
     assert [side.clip for side in spec.sides] == [True, False]
     assert [one.grid for one in cuda.launched] == [(1, 1, 2)]
@@ -120,8 +120,8 @@ def test_two_sides_with_feedback_are_one_launch(cuda: FakeDriver) -> None:
 
 
 def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> None:
-    append_calibrated(**make_call(Case(feedback="v", v="int8")))
-    append_calibrated(**make_call(Case(matrix="k", feedback="kv", v="fp8")))
+    launch_append(**make_call(Case(feedback="v", v="int8")))
+    launch_append(**make_call(Case(matrix="k", feedback="kv", v="fp8")))
     plain, fed, product, fp8, of_matrix = loaded_specs()
     assert isinstance(plain, AppendSpec) and isinstance(fed, FeedbackSpec)
     assert isinstance(of_matrix, FeedbackSpec) and isinstance(fp8, AppendSpec)
@@ -133,7 +133,7 @@ def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> No
 
 def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     call = make_call(Case(feedback="v", clip="v", offset="v", exact="bf16", heads=2, layout="odd"))
-    append_calibrated(**call)
+    launch_append(**call)
     transform, slots = call["v_transform"], call["slots"]
     found = arguments_of(loaded_specs()[1], cuda.launched[1].arguments)
     given = {name.removeprefix("side0."): value for name, value in found.items()}
@@ -150,9 +150,9 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
 def test_a_call_is_prepared_and_checked_once(cuda: FakeDriver) -> None:
     checked: list[int] = []
     for _ in range(3):
-        append_calibrated(**make_call(Case(feedback="kv")), check=lambda: checked.append(1))
+        launch_append(**make_call(Case(feedback="kv")), check=lambda: checked.append(1))
     assert len(checked) == 1 and len(runtime._launches) == 1 and len(cuda.launched) == 3
-    append_calibrated(**make_call(Case(feedback="kv", tokens=0)))
+    launch_append(**make_call(Case(feedback="kv", tokens=0)))
     assert len(cuda.launched) == 3
 
 
@@ -161,13 +161,13 @@ def test_nothing_is_launched_of_a_call_that_is_refused(cuda: FakeDriver) -> None
     rows = call["v_rows"]
     odd = torch.zeros(rows.numel() + 16, dtype=torch.uint8)[4:][: rows.numel()].view(rows.shape)
     with pytest.raises(ConfigError, match=r"v_rows: rows of .* must be aligned to 16 bytes"):
-        append_calibrated(**call | {"v_rows": odd})
+        launch_append(**call | {"v_rows": odd})
 
     def refuse() -> None:
         raise ShapeError("does not fit")
 
     with pytest.raises(ShapeError, match="does not fit"):
-        append_calibrated(**make_call(Case(matrix="k")), check=refuse)
+        launch_append(**make_call(Case(matrix="k")), check=refuse)
     assert not cuda.launched
 
 
@@ -181,7 +181,7 @@ KINDS: dict[str, Any] = {
 @pytest.mark.parametrize(("case", "change"), KINDS.values(), ids=KINDS)
 def test_another_kind_of_matrix_is_checked_again(cuda: FakeDriver, case: Case, change: Any) -> None:
     call = make_call(case)
-    append_calibrated(**call)
+    launch_append(**call)
 
     def refuse() -> None:
         raise ShapeError("does not fit")
@@ -189,21 +189,21 @@ def test_another_kind_of_matrix_is_checked_again(cuda: FakeDriver, case: Case, c
     transform = call["k_transform"]
     other = transform._replace(matrix=change(transform.matrix))
     with pytest.raises(ShapeError, match="does not fit"):
-        append_calibrated(**call | {"k_transform": other}, check=refuse)
+        launch_append(**call | {"k_transform": other}, check=refuse)
 
 
 def test_a_launch_goes_to_the_device_of_its_tensors(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered = note_devices(monkeypatch)
-    append_calibrated(**make_call(Case(feedback="kv")))
+    launch_append(**make_call(Case(feedback="kv")))
     assert entered == [CPU] and len(cuda.launched) == 1
 
 
 def test_older_gpus_are_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(UnsupportedError, match=r"compute capability 8.0 .* has 7.5"):
-        append_calibrated(**make_call(Case(feedback="k")))
+        launch_append(**make_call(Case(feedback="k")))
 
 
 # On a GPU
@@ -321,6 +321,6 @@ def test_slots_that_do_not_exist_are_left_out() -> None:
     before = call["k_rows"].clone()
     far = torch.tensor([-1, -(2**40), 2**31, 2**40, 10**6, -5, 2**62, -(2**63)], device="cuda")
     slots = call["slots"]._replace(packed=far)
-    append_calibrated(**call | {"slots": slots})
+    launch_append(**call | {"slots": slots})
     torch.cuda.synchronize()
     assert torch.equal(call["k_rows"], before)

@@ -8,10 +8,12 @@ import itertools
 import pickle
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from attend import launch_attention
 from fake_cuda import (
     CPU,
     STREAM,
@@ -31,6 +33,7 @@ from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, columns_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.tensors import facts_of
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
+from kvquant.rows.call import AttentionCall
 from kvquant.rows.reference import LOG2E
 from kvquant.rows.segment import FixedSegments, Segment, check_segments
 from kvquant.rows.variant import AttentionVariant
@@ -44,7 +47,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 def test_arguments_land_where_the_kernel_reads_them(cuda: FakeDriver) -> None:
     q, segment = make_query(), make_segment("int8-g4/int4")
-    out, lse = launch.attend(q, [segment], 0.125, 3)
+    out, lse = launch_attention(q, [segment], 0.125, 3)
     (note,) = cuda.launched
     spec = loaded_specs()[-1]
     common, (one,) = unpack(spec, note.arguments)
@@ -86,7 +89,7 @@ def test_pages_and_their_table(cuda: FakeDriver) -> None:
     segment = make_segment(capacity=640, page_size=64)
     assert segment.block_table is not None
     wide = torch.zeros(2, 16, dtype=torch.int32)[:, :10]
-    launch.attend(make_query(), [segment._replace(block_table=wide)], 1.0, None)
+    launch_attention(make_query(), [segment._replace(block_table=wide)], 1.0, None)
     _, (one,) = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert loaded_specs()[-1].first.place == "paged"
     assert (one["index"], one["table_stride"]) == (wide.data_ptr(), 16)
@@ -97,7 +100,7 @@ def test_pages_and_their_table(cuda: FakeDriver) -> None:
 def test_a_ring_starts_where_it_says(cuda: FakeDriver) -> None:
     segment = make_segment("bf16", 128, starts=True)
     assert segment.starts is not None
-    launch.attend(make_query(), [segment], 1.0, None)
+    launch_attention(make_query(), [segment], 1.0, None)
     _, (one,) = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert one["index"] == segment.starts.data_ptr()
     assert (loaded_specs()[-1].first.place, loaded_specs()[-1].first.dense) == ("ring", False)
@@ -110,7 +113,7 @@ def test_seats_and_sinks_of_a_ring_are_told(cuda: FakeDriver) -> None:
     lens = segment.seq_lens[:4]
     for given in (seq_slots[:4], seq_slots.repeat_interleave(2)[::2]):
         one = segment._replace(seq_lens=lens, starts=lens * 0, seq_slots=given)
-        launch.attend(make_query(batch=4), [make_segment(batch=4), one], 1.0, None)
+        launch_attention(make_query(batch=4), [make_segment(batch=4), one], 1.0, None)
     for note in cuda.launched:
         _, (_, told, none) = unpack(loaded_specs()[-1], note.arguments)
         assert (told["sinks"], told["ring"], told["capacity"]) == (4, 128, 132)
@@ -127,7 +130,7 @@ def test_exact_segments_come_second_whatever_their_order(
     sinks, body = make_segment("bf16", 4), make_segment("int4-g4", 8192)
     recent = make_segment("bf16", 128, starts=True)
     given = [(sinks, body, recent)[i] for i in order]
-    launch.attend(make_query(), given, 1.0, None)
+    launch_attention(make_query(), given, 1.0, None)
     (note,) = cuda.launched
     _, parts = unpack(loaded_specs()[-1], note.arguments)
     assert parts[0]["k_rows"] == body.k_rows.data_ptr()
@@ -138,14 +141,14 @@ def test_exact_segments_come_second_whatever_their_order(
 
 
 def test_two_segments_leave_the_third_out(cuda: FakeDriver) -> None:
-    launch.attend(make_query(), [make_segment("bf16", 4), make_segment()], 1.0, None)
+    launch_attention(make_query(), [make_segment("bf16", 4), make_segment()], 1.0, None)
     _, parts = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert [part["capacity"] for part in parts] == [1000, 4, 0]
     assert set(parts[2].values()) == {0}
 
 
 def test_segments_without_room_are_left_out(cuda: FakeDriver) -> None:
-    launch.attend(make_query(), [make_segment("bf16", 0), make_segment()], 1.0, None)
+    launch_attention(make_query(), [make_segment("bf16", 0), make_segment()], 1.0, None)
     assert loaded_specs()[-1].second is None
 
 
@@ -159,21 +162,21 @@ def test_segments_without_a_kernel_are_refused(cuda: FakeDriver, names: str) -> 
         for name in names.split()
     ]
     with pytest.raises(UnsupportedError, match="There may be one of any kind, and two more"):
-        launch.attend(make_query(), segments, 1.0, None)
+        launch_attention(make_query(), segments, 1.0, None)
     assert not cuda.launched
 
 
 def test_rows_with_gaps_and_other_orders_of_axes(cuda: FakeDriver) -> None:
     by_token = make_segment("int4-g4", 64)
     rows = torch.zeros(2, 64, 2, 80, dtype=torch.uint8).transpose(1, 2)
-    launch.attend(make_query(), [by_token._replace(k_rows=rows, v_rows=rows)], 1.0, None)
+    launch_attention(make_query(), [by_token._replace(k_rows=rows, v_rows=rows)], 1.0, None)
     _, (one,) = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert (one["k_stride_head"], one["k_stride_row"]) == (80, 160)
     assert not loaded_specs()[-1].first.dense
     repeated = torch.zeros(2, 2, 1, 80, dtype=torch.uint8).expand(2, 2, 64, 80)
-    launch.attend(make_query(), [by_token._replace(k_rows=repeated)], 1.0, None)
+    launch_attention(make_query(), [by_token._replace(k_rows=repeated)], 1.0, None)
     assert not loaded_specs()[-1].first.dense
-    launch.attend(make_query(), [by_token], 1.0, None)
+    launch_attention(make_query(), [by_token], 1.0, None)
     assert loaded_specs()[-1].first.dense
 
 
@@ -184,7 +187,7 @@ def test_rows_that_start_between_16_bytes_are_not_dense(cuda: FakeDriver) -> Non
         rows = pool[offset : offset + 4 * 64 * 68].view(2, 2, 64, 68)
         assert rows.data_ptr() % 16 == offset % 16
         lens = torch.zeros(2, dtype=torch.int32)
-        launch.attend(make_query(), [Segment(rows, rows, lens, fmt, fmt)], 1.0, None)
+        launch_attention(make_query(), [Segment(rows, rows, lens, fmt, fmt)], 1.0, None)
         assert loaded_specs()[-1].first.dense is dense
         runtime._kernels.clear()
         launch._launches.clear()
@@ -194,7 +197,7 @@ def test_strides_of_axes_with_one_element_do_not_matter(cuda: FakeDriver) -> Non
     segment = make_segment(batch=1, heads=1)
     odd = segment.k_rows.as_strided((1, 1, 1000, 80), (7, 3, 80, 1))
     q = make_query(1).as_strided((1, 8, 128), (5, 128, 1))
-    launch.attend(q, [segment._replace(k_rows=odd)], 1.0, None)
+    launch_attention(q, [segment._replace(k_rows=odd)], 1.0, None)
     common, (one,) = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert one["k_stride_outer"] == one["k_stride_head"] == common["q_stride_batch"] == 0
     assert common["q"] == q.data_ptr()
@@ -203,14 +206,14 @@ def test_strides_of_axes_with_one_element_do_not_matter(cuda: FakeDriver) -> Non
 def test_queries_are_copied_only_if_they_must_be(cuda: FakeDriver) -> None:
     segment = make_segment()
     strided = make_query(2, 16)[:, ::2]
-    launch.attend(strided, [segment], 1.0, 1)
+    launch_attention(strided, [segment], 1.0, 1)
     common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
     assert (common["q"], common["q_stride_head"]) == (strided.data_ptr(), 512)
     pool = torch.zeros(2 * 8 * 128 + 8, dtype=torch.bfloat16)
     crooked = pool[1 : 1 + 2 * 8 * 128].view(2, 8, 128)
     by_dim = torch.zeros(2, 128, 8, dtype=torch.bfloat16).transpose(1, 2)
     for q in (crooked, by_dim):
-        out, _ = launch.attend(q, [segment], 1.0, 1)
+        out, _ = launch_attention(q, [segment], 1.0, 1)
         common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
         assert common["q"] != q.data_ptr()
         assert (common["q_stride_batch"], common["q_stride_head"]) == (8 * 256, 256)
@@ -220,19 +223,19 @@ def test_queries_are_copied_only_if_they_must_be(cuda: FakeDriver) -> None:
 def test_lengths_starts_and_tables_with_gaps_are_copied(cuda: FakeDriver) -> None:
     lens = torch.zeros(2, 3, dtype=torch.int32)[:, 1]
     ring = make_segment("bf16", 128)._replace(seq_lens=lens, starts=lens)
-    launch.attend(make_query(), [ring], 1.0, None)
+    launch_attention(make_query(), [ring], 1.0, None)
     _, (one,) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
     assert lens.data_ptr() not in (one["seq_lens"], one["index"])
     table = torch.zeros(4, 2, dtype=torch.int32).t()
     paged = make_segment(capacity=64, page_size=16)._replace(block_table=table)
-    launch.attend(make_query(), [paged], 1.0, None)
+    launch_attention(make_query(), [paged], 1.0, None)
     _, (one,) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
     assert one["index"] != table.data_ptr() and one["table_stride"] == 4
 
 
 @pytest.mark.parametrize("heads", [1, 8, 9, 16, 34, 71, 129, 300])
 def test_query_heads_go_by_blocks_of_columns(cuda: FakeDriver, heads: int) -> None:
-    launch.attend(make_query(heads=2 * heads), [make_segment()], 1.0, 1)
+    launch_attention(make_query(heads=2 * heads), [make_segment()], 1.0, 1)
     spec = loaded_specs()[-1]
     common, _ = unpack(spec, cuda.launched[0].arguments)
     assert (spec.columns, spec.sharers) == columns_of(heads, RowFormat.parse("int4-g4", 128))
@@ -244,7 +247,7 @@ def test_query_heads_go_by_blocks_of_columns(cuda: FakeDriver, heads: int) -> No
 def test_results_are_plain_and_the_usual_scale_goes_by_the_head_dim(cuda: FakeDriver) -> None:
     by_dim = torch.zeros(2, 128, 8, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2)
     for q in (make_query().requires_grad_(), by_dim, make_query(2, 16)[:, ::2]):
-        out, lse = launch.attend(q, [make_segment()], None, None)
+        out, lse = launch_attention(q, [make_segment()], None, None)
         common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
         assert lse is not None
         assert common["score_scale"] == pytest.approx(128**-0.5 * launch.LOG2_E)
@@ -254,7 +257,7 @@ def test_results_are_plain_and_the_usual_scale_goes_by_the_head_dim(cuda: FakeDr
 
 
 def test_one_part_needs_no_workspace(cuda: FakeDriver) -> None:
-    _, lse = launch.attend(make_query(), [make_segment()], 1.0, 1, False)
+    _, lse = launch_attention(make_query(), [make_segment()], 1.0, 1, False)
     common, _ = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert lse is None
     assert common["lse"] == common["partial"] == common["counters"] == 0
@@ -267,7 +270,7 @@ def test_nothing_to_do_launches_nothing(
     cuda: FakeDriver, batch: int, heads: int, capacity: int
 ) -> None:
     segment = make_segment(capacity=capacity, batch=batch)
-    out, lse = launch.attend(make_query(batch, heads), [segment], 1.0, None)
+    out, lse = launch_attention(make_query(batch, heads), [segment], 1.0, None)
     assert out.shape == (batch, heads, 128) and out.dtype == torch.bfloat16 and not out.any()
     assert lse is not None and lse.shape == (batch, heads) and bool((lse == -torch.inf).all())
     assert not cuda.launched
@@ -276,40 +279,40 @@ def test_nothing_to_do_launches_nothing(
 def test_v_may_be_of_another_head_dim_and_q_fp16(cuda: FakeDriver) -> None:
     k, v = make_segment("int8", head_dim=192), make_segment(head_dim=128)
     segment = k._replace(v_rows=v.v_rows, v_format=v.v_format)
-    out, _ = launch.attend(make_query(2, 8, 192, torch.float16), [segment], 1.0, None)
+    out, _ = launch_attention(make_query(2, 8, 192, torch.float16), [segment], 1.0, None)
     assert (out.shape, out.dtype) == ((2, 8, 128), torch.float16)
     assert loaded_specs()[-1].query == "fp16"
 
 
 def test_float32_queries_are_refused(cuda: FakeDriver) -> None:
     with pytest.raises(ConfigError, match="on CUDA use bfloat16 or float16"):
-        launch.attend(make_query().float(), [make_segment()], 1.0, None)
+        launch_attention(make_query().float(), [make_segment()], 1.0, None)
 
 
 def test_rows_that_are_not_aligned_are_refused(cuda: FakeDriver) -> None:
     crooked = torch.zeros(4 * 64 * 80 + 16, dtype=torch.uint8)[4:-12].view(2, 2, 64, 80)
     segment = make_segment(capacity=64)._replace(v_rows=crooked)
     with pytest.raises(ConfigError, match=r"v_rows starts .* aligned to 16 bytes"):
-        launch.attend(make_query(), [segment], 1.0, None)
+        launch_attention(make_query(), [segment], 1.0, None)
     wide = torch.zeros(2, 2, 64, 88, dtype=torch.uint8)[..., :80]
     segment = make_segment(capacity=64)._replace(k_rows=wide)
     with pytest.raises(ConfigError, match=r"k_rows starts .* aligned to 16 bytes"):
-        launch.attend(make_query(), [segment], 1.0, None)
+        launch_attention(make_query(), [segment], 1.0, None)
 
 
 def test_pages_of_short_rows_must_start_at_16_bytes(cuda: FakeDriver) -> None:
     segment = make_segment("int4", 64, page_size=16)
-    launch.attend(make_query(), [segment], 1.0, None)
+    launch_attention(make_query(), [segment], 1.0, None)
     pool = torch.zeros(8 * 2 * 16 * 68 + 16, dtype=torch.uint8)
     crooked = pool[4 : 4 + 8 * 2 * 16 * 68].view(8, 2, 16, 68)
     with pytest.raises(ConfigError, match="pages of int4 must be aligned to 16 bytes"):
-        launch.attend(make_query(), [segment._replace(k_rows=crooked)], 1.0, None)
+        launch_attention(make_query(), [segment._replace(k_rows=crooked)], 1.0, None)
 
 
 def test_a_batch_has_workers_unless_splits_are_given(cuda: FakeDriver) -> None:
     def launched(batch: int, num_splits: int | None, capacity: int = 8192) -> tuple[Any, Any]:
         segment = make_segment(capacity=capacity, batch=batch)
-        launch.attend(make_query(batch), [segment], 1.0, num_splits)
+        launch_attention(make_query(batch), [segment], 1.0, num_splits)
         note = cuda.launched[-1]
         return note, unpack(loaded_specs()[-1], note.arguments)[0]
 
@@ -336,16 +339,16 @@ def test_what_is_too_large_for_a_launch_is_refused(cuda: FakeDriver) -> None:
     lens = torch.zeros(1, dtype=torch.int32).expand(70_000)
     q = torch.zeros(1, dtype=torch.bfloat16).expand(70_000, 8, 128)
     with pytest.raises(UnsupportedError, match=r"batch 70000 .* Cut the batch"):
-        launch.attend(q, [Segment(many, many, lens, fmt, fmt)], 1.0, None)
+        launch_attention(q, [Segment(many, many, lens, fmt, fmt)], 1.0, None)
     long = byte.expand(1, 1, (1 << 30) + 1, 80)
     with pytest.raises(UnsupportedError, match="at most 1073741824"):
-        launch.attend(make_query(1), [Segment(long, long, lens[:1], fmt, fmt)], 1.0, None)
+        launch_attention(make_query(1), [Segment(long, long, lens[:1], fmt, fmt)], 1.0, None)
 
 
 def test_older_gpus_are_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(UnsupportedError, match=r"compute capability 8.0 .* has 7.5"):
-        launch.attend(make_query(), [make_segment()], 1.0, None)
+        launch_attention(make_query(), [make_segment()], 1.0, None)
 
 
 def test_a_call_is_prepared_once(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,33 +361,33 @@ def test_a_call_is_prepared_once(cuda: FakeDriver, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(launch, "_prepare", note)
     for _ in range(3):  # other tensors, other lengths
-        launch.attend(make_query(), [make_segment()], 1.0, None)
+        launch_attention(make_query(), [make_segment()], 1.0, None)
     assert len(prepared) == 1 and len(cuda.launched) == 3
-    launch.attend(make_query(), [make_segment(capacity=1001)], 1.0, None)
-    launch.attend(make_query(dtype=torch.float16), [make_segment()], 1.0, None)
-    launch.attend(make_query(), [make_segment(starts=True)], 1.0, None)
-    launch.attend(make_query(), [make_segment("int4-g2")], 1.0, None)
-    launch.attend(make_query(), [make_segment()], 1.0, 2)
+    launch_attention(make_query(), [make_segment(capacity=1001)], 1.0, None)
+    launch_attention(make_query(dtype=torch.float16), [make_segment()], 1.0, None)
+    launch_attention(make_query(), [make_segment(starts=True)], 1.0, None)
+    launch_attention(make_query(), [make_segment("int4-g2")], 1.0, None)
+    launch_attention(make_query(), [make_segment()], 1.0, 2)
     assert len(prepared) == 6
 
 
 def test_cached_launches_do_not_pile_up(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "MOST_LAUNCHES", 5)
     for capacity in range(1, 20):
-        launch.attend(make_query(), [make_segment(capacity=capacity)], 1.0, None)
+        launch_attention(make_query(), [make_segment(capacity=capacity)], 1.0, None)
         assert len(launch._launches) <= 5
 
 
 def test_an_override_plan_is_followed_and_then_forgotten(cuda: FakeDriver) -> None:
     q, segments = make_query(), [make_segment(capacity=8192)]
-    work = launch.describe(q, segments)
+    work = launch.describe(AttentionCall(q, segments))
     assert (work.units, work.order, work.capacities) == (4, (0,), (8192,))
     with launch.override_plan(Plan((5,), 2, 2), "lazy rescale"):
-        launch.attend(q, segments, 1.0, None)
+        launch_attention(q, segments, 1.0, None)
     spec = loaded_specs()[-1]
     assert (spec.warps, spec.stages, spec.without) == (2, 2, "lazy rescale")
     assert cuda.launched[0].grid[2] == 5
-    launch.attend(q, segments, 1.0, None)
+    launch_attention(q, segments, 1.0, None)
     assert loaded_specs()[-1].without == ""
 
 
@@ -399,10 +402,10 @@ def test_a_launch_goes_to_the_device_of_its_tensors(
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    launch.attend(make_query(), [make_segment()], 1.0, None)
+    launch_attention(make_query(), [make_segment()], 1.0, None)
     assert entered == []
     monkeypatch.setattr(launch, "current_device", lambda: 3)
-    launch.attend(make_query(), [make_segment()], 1.0, None)
+    launch_attention(make_query(), [make_segment()], 1.0, None)
     assert entered == [CPU] and len(cuda.launched) == 2
 
 
@@ -410,27 +413,27 @@ def test_a_launch_goes_to_the_device_of_its_tensors(
 def test_scales_that_the_kernel_cannot_take_are_refused(cuda: FakeDriver, sm_scale: float) -> None:
     for _ in range(2):  # cached or not
         with pytest.raises(ConfigError, match="is not possible on CUDA: use a positive number"):
-            launch.attend(make_query(), [make_segment()], sm_scale, None)
+            launch_attention(make_query(), [make_segment()], sm_scale, None)
     for odd in (True, "1", 10**400):
         with pytest.raises(ConfigError, match="sm_scale is"):
-            launch.attend(make_query(), [make_segment()], odd, None)  # type: ignore[arg-type]
+            launch_attention(make_query(), [make_segment()], odd, None)
     assert not cuda.launched
 
 
-def checked(q: torch.Tensor, segments: Sequence[Segment], *_: object) -> Sequence[Segment]:
+def checked(call: AttentionCall) -> AttentionCall:
     """What attention gives as a check, without what is installed."""
-    check_segments(q, segments)
-    return segments
+    check_segments(call.q, call.segments)
+    return call
 
 
 @pytest.mark.parametrize("name", ["k_rows", "v_rows", "seq_lens"])
 def test_freed_tensors_of_a_known_kind_are_refused(cuda: FakeDriver, name: str) -> None:
     segment = make_segment()
-    call = make_query(), [segment], 1.0, None, True, checked
-    launch.attend(*call)
+    launch_once = partial(launch_attention, make_query(), [segment], 1.0, check=checked)
+    launch_once()
     getattr(segment, name).untyped_storage().resize_(0)
     with pytest.raises(ConfigError, match=f"{name} is a Tensor .* freed"):
-        launch.attend(*call)
+        launch_once()
     assert len(cuda.launched) == 1
 
 
@@ -444,47 +447,47 @@ def test_launches_by_facts_look_at_freed_tensors_again() -> None:
 def test_tensors_that_change_in_place_are_looked_at_again(cuda: FakeDriver) -> None:
     for segments in ([make_segment("int8")], [make_segment(page_size=16), make_segment("bf16", 7)]):
         q = make_query()
-        call = q, segments, 1.0, None, True, checked
-        launch.attend(*call)
+        again = partial(launch_attention, q, segments, 1.0, check=checked)
+        again()
         before = len(launch._launches)
-        launch.attend(*call)
+        again()
         assert len(launch._launches) == before
         for i, segment in enumerate(segments):
             segment.v_rows.resize_(*segment.v_rows.shape[:2], 5, segment.v_rows.shape[3])
             with pytest.raises(ShapeError, match="must both be"):
-                launch.attend(*call)
+                again()
             segment.k_rows.resize_(segment.v_rows.shape)
             table, capacity = segment.block_table, 5
             if table is not None:
                 with pytest.raises(ShapeError, match="page_size 5 is not supported"):
-                    launch.attend(*call)
+                    again()
                 for rows in (segment.k_rows, segment.v_rows):
                     rows.resize_(*rows.shape[:2], 32, rows.shape[3])
                 table.resize_(2, 3)
                 capacity = 96
-            launch.attend(*call)
+            again()
             spec = loaded_specs()[-1]
             parts = unpack(spec, cuda.launched[-1].arguments)[1]
             assert parts[i]["capacity"] == capacity
             segment.k_rows.transpose_(0, 1)  # as many sequences as heads
             if table is None:
-                launch.attend(*call)
+                again()
                 parts = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)[1]
                 assert parts[i]["k_stride_head"] > parts[i]["k_stride_outer"]
             segment.k_rows.transpose_(0, 1)
             segment.seq_lens.data = segment.seq_lens.long()
             with pytest.raises(ConfigError, match=r"seq_lens is torch.int64"):
-                launch.attend(*call)
+                again()
             segment.seq_lens.data = torch.zeros(4, dtype=torch.int32)[::2]
-            launch.attend(*call)
+            again()
             parts = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)[1]
             assert parts[i]["seq_lens"] != segment.seq_lens.data_ptr()
         q.transpose_(0, 1)
         with pytest.raises(ShapeError, match="does not fit"):
-            launch.attend(*call)
+            again()
         q.transpose_(0, 1)
         q.data = q.data.transpose(1, 2).contiguous().transpose(1, 2)
-        launch.attend(*call)
+        again()
         common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
         assert common["q"] != q.data_ptr(), "its elements do not follow one another"
 
@@ -506,7 +509,7 @@ def test_segments_that_stay_are_looked_at_once(
     monkeypatch.setattr(launch, "_look_at", note)
     layers, q = [fixed(), fixed()], make_query()
     for segments in (*layers, *layers):
-        launch.attend(q, segments, 1.0, None)
+        launch_attention(q, segments, 1.0, None)
         spec = loaded_specs()[-1]
         _, parts = unpack(spec, cuda.launched[-1].arguments)
         for segment, part in zip(segments, parts, strict=False):
@@ -516,7 +519,7 @@ def test_segments_that_stay_are_looked_at_once(
             assert part["index"] == index
     assert looked == layers and len(launch._launches) == 1, "layers share a launch"
     plain = cuda.launched[-1].arguments
-    launch.attend(q, list(layers[1]), 1.0, None)
+    launch_attention(q, list(layers[1]), 1.0, None)
     same = [unpack(spec, one)[1] for one in (plain, cuda.launched[-1].arguments)]
     assert same[0] == same[1]
 
@@ -532,7 +535,7 @@ def test_segments_that_stay_are_launched_as_the_call_is(cuda: FakeDriver) -> Non
     ):
         q, num_splits = call
         for one in (segments, list(segments)):
-            out, _ = launch.attend(q, one, 1.0, num_splits)
+            out, _ = launch_attention(q, one, 1.0, num_splits)
             assert (out.dtype, out.shape) == (q.dtype, q.shape)
         first, second = cuda.launched[-2:]
         assert first.grid == second.grid
@@ -541,15 +544,15 @@ def test_segments_that_stay_are_launched_as_the_call_is(cuda: FakeDriver) -> Non
         assert differs <= {"out", "lse"}
     assert len({id(one) for one in launch._launches.values()}) == 10
     with pytest.raises(ShapeError, match="does not fit"):
-        launch.attend(make_query(3), segments, 1.0, None, True, checked)
+        launch_attention(make_query(3), segments, 1.0, None, check=checked)
 
 
 def test_a_copy_of_segments_is_looked_at_anew(cuda: FakeDriver) -> None:
     segments, q = fixed(), make_query()
-    launch.attend(q, segments, 1.0, 1)
+    launch_attention(q, segments, 1.0, 1)
     for copied in (copy.deepcopy(segments), pickle.loads(pickle.dumps(segments))):
         assert type(copied) is FixedSegments and copied.facts is None
-        launch.attend(q, copied, 1.0, 1)
+        launch_attention(q, copied, 1.0, 1)
         _, parts = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
         assert parts[0]["k_rows"] == copied[0].k_rows.data_ptr()
     assert len(launch._launches) == 1
@@ -559,7 +562,7 @@ def test_segments_that_stay_follow_an_override_plan(cuda: FakeDriver) -> None:
     segments, q = fixed(), make_query()
     for plan in (None, Plan((5, 2), 2, 2), None):
         with launch.override_plan(plan) if plan else contextlib.nullcontext():
-            launch.attend(q, segments, 1.0, None)
+            launch_attention(q, segments, 1.0, None)
     counts = [unpack(loaded_specs()[0], note.arguments)[1] for note in cuda.launched]
     assert [part["splits"] for part in counts[1][:2]] == [5, 2]
     assert counts[0] == counts[2] != counts[1]
@@ -571,7 +574,7 @@ def test_threads_launch_the_same_segments(cuda: FakeDriver) -> None:
     def attend(heads: int) -> None:
         try:
             for _ in range(200):
-                out, _ = launch.attend(make_query(2, heads), segments, 1.0, 1, False)
+                out, _ = launch_attention(make_query(2, heads), segments, 1.0, 1, False)
                 assert out.shape == (2, heads, 128)
         except Exception as error:
             failed.append(error)
@@ -591,7 +594,7 @@ def test_facts_of_segments_do_not_pile_up(
     for capacity in range(1, 20):
         segments = FixedSegments([make_segment(capacity=capacity)])
         for _ in range(2):
-            launch.attend(make_query(), segments, 1.0, None)
+            launch_attention(make_query(), segments, 1.0, None)
             _, (one,) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
             assert one["capacity"] == capacity
         assert len(launch._fixed) <= 5
@@ -608,7 +611,7 @@ def counts(*numbers: int) -> torch.Tensor:
 
 def test_arguments_of_several_queries(cuda: FakeDriver) -> None:
     q, segment, q_lens = make_queries(3), make_segment(), counts(3, 2)
-    out, lse = launch.attend(q, [segment], 1.0, 3, q_lens=q_lens)
+    out, lse = launch_attention(q, [segment], 1.0, 3, q_lens=q_lens)
     spec = loaded_specs()[-1]
     assert spec.causal and (spec.columns, spec.sharers) == (16, 1)
     common, (one,) = unpack(spec, cuda.launched[-1].arguments)
@@ -627,7 +630,7 @@ def test_arguments_of_several_queries(cuda: FakeDriver) -> None:
 
 @pytest.mark.parametrize(("heads", "q_len"), [(8, 2), (8, 16), (2, 9), (142, 2), (8, 100)], ids=str)
 def test_columns_are_query_heads_of_all_queries(cuda: FakeDriver, heads: int, q_len: int) -> None:
-    launch.attend(make_queries(q_len, heads=heads), [make_segment()], 1.0, 1)
+    launch_attention(make_queries(q_len, heads=heads), [make_segment()], 1.0, 1)
     spec, count = loaded_specs()[-1], heads // 2 * q_len
     assert (spec.columns, spec.sharers) == columns_of(count, RowFormat.parse("int4-g4", 128))
     common, _ = unpack(spec, cuda.launched[0].arguments)
@@ -644,7 +647,7 @@ def test_counts_are_those_of_the_call(cuda: FakeDriver) -> None:
     q, segments = make_queries(3), fixed()
     wide = torch.zeros(2, 2, dtype=torch.int32)
     for q_lens in (counts(1, 2), counts(3, 0), None, wide[:, 0], wide[0]):
-        launch.attend(q, segments, 1.0, None, q_lens=q_lens)
+        launch_attention(q, segments, 1.0, None, q_lens=q_lens)
         told = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)[0]["q_lens"]
         if q_lens is None:
             assert told == 0
@@ -656,17 +659,17 @@ def test_counts_are_those_of_the_call(cuda: FakeDriver) -> None:
 def test_the_check_is_told_of_the_counts(cuda: FakeDriver) -> None:
     given: list[Any] = []
 
-    def check(q: torch.Tensor, segments: Sequence[Segment], *rest: Any) -> Sequence[Segment]:
-        given.append(rest)
-        return segments
+    def check(call: AttentionCall) -> AttentionCall:
+        given.append((call.num_splits, call.q_lens, call.variant))
+        return call
 
     q_lens = counts(1, 2)
     for _ in range(2):
-        launch.attend(make_queries(3), [make_segment()], 1.0, None, True, check, q_lens)
-    launch.attend(make_queries(3), [make_segment()], 1.0, 2, True, check)
+        launch_attention(make_queries(3), [make_segment()], 1.0, None, True, q_lens, check=check)
+    launch_attention(make_queries(3), [make_segment()], 1.0, 2, check=check)
     assert given == [(None, q_lens, None), (2, None, None)]
     with pytest.raises(ShapeError, match=r"q must be \[batch, q_len, num_q_heads, head_dim\]"):
-        launch.attend(make_query(), [make_segment()], 1.0, None, q_lens=q_lens)
+        launch_attention(make_query(), [make_segment()], 1.0, None, q_lens=q_lens)
 
 
 def test_queries_of_any_strides_are_read_in_place(cuda: FakeDriver) -> None:
@@ -674,7 +677,7 @@ def test_queries_of_any_strides_are_read_in_place(cuda: FakeDriver) -> None:
     by_head = torch.zeros(2, 8, 3, 128, dtype=torch.bfloat16).transpose(1, 2)
     inside = torch.zeros(2, 5, 10, 256, dtype=torch.bfloat16)[:, 1:4, 1:9, 128:]
     for q in (by_head, inside):
-        out, _ = launch.attend(q, [segment], 1.0, 1)
+        out, _ = launch_attention(q, [segment], 1.0, 1)
         common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
         strides = tuple(common[f"q_stride_{axis}"] // 2 for axis in ("batch", "query", "head"))
         assert common["q"] == q.data_ptr() and strides == q.stride()[:3]
@@ -684,7 +687,7 @@ def test_queries_of_any_strides_are_read_in_place(cuda: FakeDriver) -> None:
     gaps = torch.zeros(2, 3 * 8 * 128 + 4, dtype=torch.bfloat16)[:, :-4].unflatten(1, (3, 8, 128))
     by_dim = torch.zeros(2, 128, 3, 8, dtype=torch.bfloat16).permute(0, 2, 3, 1)
     for q in (crooked, gaps, by_dim):
-        launch.attend(q, [segment], 1.0, 1)
+        launch_attention(q, [segment], 1.0, 1)
         common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
         strides = tuple(common[f"q_stride_{axis}"] // 2 for axis in ("batch", "query", "head"))
         assert common["q"] != q.data_ptr() and strides == (3 * 8 * 128, 8 * 128, 128)
@@ -694,13 +697,13 @@ def test_one_query_with_an_axis_takes_the_plain_kernel(cuda: FakeDriver) -> None
     by_head = torch.zeros(2, 16, 1, 128, dtype=torch.bfloat16)[:, ::2].transpose(1, 2)
     three = [make_segment("bf16", 4), make_segment(), make_segment("bf16", 128, starts=True)]
     for q in (make_queries(1), by_head):
-        out, lse = launch.attend(q, three, 1.0, None)
+        out, lse = launch_attention(q, three, 1.0, None)
         assert lse is not None and (out.shape, lse.shape) == (q.shape, q.shape[:3])
         common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
         assert not loaded_specs()[-1].causal and "q_lens" not in common
         assert common["q_stride_batch"] == 2 * q.stride(0)
         assert common["q_stride_head"] == 2 * q.stride(2)
-    launch.attend(make_queries(1), [make_segment()], 1.0, None, q_lens=counts(0, 1))
+    launch_attention(make_queries(1), [make_segment()], 1.0, None, q_lens=counts(0, 1))
     assert loaded_specs()[-1].causal
 
 
@@ -708,11 +711,11 @@ def test_one_query_with_an_axis_takes_the_plain_kernel(cuda: FakeDriver) -> None
 def test_segments_stay_in_the_order_of_their_tokens(cuda: FakeDriver, codec: str) -> None:
     packed, empty = make_segment(codec, 64), make_segment("bf16", 0)
     exact = make_segment("bf16", 132, starts=True)._replace(sinks=4)
-    launch.attend(make_queries(2), [empty, packed, exact], 1.0, None)
+    launch_attention(make_queries(2), [empty, packed, exact], 1.0, None)
     _, parts = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
     assert [part["capacity"] for part in parts] == [64, 132, 0]
     assert [part["sinks"] for part in parts] == [0, 4, 0]
-    launch.attend(make_queries(2), [exact, empty], 1.0, None)
+    launch_attention(make_queries(2), [exact, empty], 1.0, None)
     assert loaded_specs()[-1].second is None and loaded_specs()[-1].first.place == "ring"
 
 
@@ -723,14 +726,14 @@ def test_segments_that_several_queries_cannot_attend_to_are_refused(cuda: FakeDr
     with_sinks = ring._replace(sinks=4)
     for segments in ([sinks, packed, ring], [sinks, pages], [with_sinks, with_sinks]):
         with pytest.raises(UnsupportedError, match=r"several queries .* Attend to each query in"):
-            launch.attend(make_queries(2), segments, 1.0, None)
+            launch_attention(make_queries(2), segments, 1.0, None)
     assert not cuda.launched
 
 
 def test_too_many_columns_for_one_launch_are_refused(cuda: FakeDriver) -> None:
     q = make_queries(1).expand(2, 1 << 22, 8, 128)
     with pytest.raises(UnsupportedError, match=r"and 4194304 queries a sequence is too much"):
-        launch.attend(q, [make_segment()], 1.0, None)
+        launch_attention(q, [make_segment()], 1.0, None)
 
 
 @pytest.mark.parametrize(("batch", "q_len", "capacity"), [(0, 3, 9), (2, 0, 9), (2, 3, 0)], ids=str)
@@ -738,7 +741,7 @@ def test_no_queries_or_no_rows_launch_nothing(
     cuda: FakeDriver, batch: int, q_len: int, capacity: int
 ) -> None:
     segment = make_segment(capacity=capacity, batch=batch)
-    out, lse = launch.attend(make_queries(q_len, batch), [segment], 1.0, None)
+    out, lse = launch_attention(make_queries(q_len, batch), [segment], 1.0, None)
     assert lse is not None and (out.shape, lse.shape) == ((batch, q_len, 8, 128), (batch, q_len, 8))
     assert not out.any() and bool((lse == -torch.inf).all()) and not cuda.launched
 
@@ -748,7 +751,7 @@ def test_the_fields_of_a_variant_are_packed(cuda: FakeDriver) -> None:
     wide, sinks = torch.zeros(2, 9000), torch.zeros(16)[::2]
     variant = AttentionVariant(soft_cap=2.0, window=512, key_bias=wide[:, :8192], sink_logits=sinks)
     for _ in range(2):
-        launch.attend(make_query(), [segment], 1.0, None, variant=variant)
+        launch_attention(make_query(), [segment], 1.0, None, variant=variant)
     spec, note = loaded_specs()[-1], cuda.launched[-1]
     common, _ = unpack(spec, note.arguments)
     assert spec.variant == ("key_bias", "sink_logits", "soft_cap", "window") and spec.causal
@@ -757,7 +760,7 @@ def test_the_fields_of_a_variant_are_packed(cuda: FakeDriver) -> None:
     assert common["sink_logits"] not in (0, sinks.data_ptr())
     assert common["soft_cap"] == pytest.approx(2 * LOG2E) and common["window"] == 512
     assert len(launch._launches) == 1
-    launch.attend(make_query(), [segment], 1.0, None)
+    launch_attention(make_query(), [segment], 1.0, None)
     plain = cuda.launched[-1]
     assert plain.grid[2] > note.grid[2], "parts are planned for the tokens in a window"
 
@@ -766,12 +769,12 @@ def test_fields_that_change_nothing_take_the_plain_kernel(cuda: FakeDriver) -> N
     three = [make_segment("bf16", 4), make_segment(), make_segment("bf16", 128, starts=True)]
     for window in (None, 4 + 1000 + 128, 2**31 - 1):
         variant = AttentionVariant(window=window)
-        launch.attend(make_query(), three, 1.0, None, variant=variant)
+        launch_attention(make_query(), three, 1.0, None, variant=variant)
         assert loaded_specs()[-1].variant == () and not loaded_specs()[-1].causal
-    launch.attend(make_query(), three, 1.0, None, variant=AttentionVariant(soft_cap=1.0))
+    launch_attention(make_query(), three, 1.0, None, variant=AttentionVariant(soft_cap=1.0))
     assert loaded_specs()[-1].variant == ("soft_cap",) and not loaded_specs()[-1].causal
     with pytest.raises(UnsupportedError, match="window"):
-        launch.attend(make_query(), three, 1.0, None, variant=AttentionVariant(window=1000))
+        launch_attention(make_query(), three, 1.0, None, variant=AttentionVariant(window=1000))
     no_bias = AttentionVariant(key_bias=torch.zeros(2, 0))
     with pytest.raises(ShapeError, match=r"key_bias is \[2, 0\]"):
-        launch.attend(make_query(), [make_segment()], 1.0, None, variant=no_bias)
+        launch_attention(make_query(), [make_segment()], 1.0, None, variant=no_bias)

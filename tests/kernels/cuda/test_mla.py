@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from attend import attend_latents
 from fake_cuda import CPU, FakeDriver, arguments_of, install, loaded_specs
 from in_simulator import SIMULATED, in_simulator, typed
 from machine_code import (
@@ -38,6 +39,7 @@ from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.ops import append as append_ops
 from kvquant.ops import mla as mla_ops
 from kvquant.ops.mla import latent_segment
+from kvquant.rows.call import LatentCall, LatentPrefix
 from kvquant.rows.codec import CODECS
 
 if SIMULATED:
@@ -392,7 +394,7 @@ def test_a_shared_prefix_is_attended_to_as_on_the_cpu() -> None:
                 whole = batch._segments_of(0, 4).whole
                 lens = batch.new_lens if q_len > 1 else None
                 exact: Any = [x.float() for x in q]
-                wanted: Any = mla_ops.attend_latents(
+                wanted: Any = attend_latents(
                     exact[0], exact[1], whole, q_lens=lens, **call, backend="reference"
                 )
                 memory[:] = [*stacks_of(cache), *batch._staged.tensors.values(), *q]
@@ -648,14 +650,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 def attend(case: MlaCase, **options: Any) -> Any:
     """What the launcher gives."""
-    return launching.attend(
-        case.q_latent,
-        case.q_rope,
-        case.segments,
-        case.sm_scale,
-        q_lens=case.q_lens,
-        **options,
-    )
+    queries = case.q_latent, case.q_rope
+    fields = {"q_lens": case.q_lens, **options}
+    return launching.attend(LatentCall(*queries, case.segments, case.sm_scale, **fields))
 
 
 def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
@@ -687,7 +684,7 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
         assert combined[name] == given[name] != 0
     assert combined["parts"] == 6
     assert second.grid == (64, 1, 1) and second.block == (128, 1, 1)
-    attend(case, num_splits=1, want_lse=False)
+    attend(case, num_splits=1, return_lse=False)
     assert [note.grid for note in cuda.launched[2:]] == [(1, 2, 1)]
     given = arguments_of(spec, cuda.launched[2].arguments)
     assert not (given["part_out"] or given["part_lse"] or given["lse"])
@@ -770,7 +767,7 @@ def test_a_shared_prefix_is_a_launch_whose_columns_are_all_queries(cuda: FakeDri
     )
     shares = torch.tensor([1, 0, 1], dtype=torch.int32)
     (prefix, *_) = make_mla(AIM, 1, (3000,), page_size=64).segments
-    attend(case, prefix=prefix, shares=shares, num_splits=2)
+    attend(case, prefix=LatentPrefix(prefix, shares), num_splits=2)
     first, packed, exact, combine = cuda.launched
     assert [note.grid for note in (first, packed, exact)] == [(2, 1, 2), (1, 3, 2), (1, 3, 2)]
     assert combine.grid == (96, 1, 1) and combine.overlaps
@@ -794,12 +791,12 @@ def test_a_shared_prefix_is_a_launch_whose_columns_are_all_queries(cuda: FakeDri
     assert combined["shares"] == shares.data_ptr() and case.q_lens is not None
     assert combined["q_lens"] == case.q_lens.data_ptr()
     apart = torch.zeros(3, 4, 16, 512, dtype=torch.bfloat16)[:, :2]  # not as one sequence's
-    attend(replace(case, q_latent=apart), prefix=prefix, shares=shares, num_splits=2)
+    attend(replace(case, q_latent=apart), prefix=LatentPrefix(prefix, shares), num_splits=2)
     copied = arguments_of(specs[WideMlaSpec], cuda.launched[4].arguments)
     assert copied["q_latent"] != apart.data_ptr()
     done = len(cuda.launched)
     table = torch.zeros(1, 0, dtype=torch.int32)
-    attend(case, prefix=prefix._replace(block_table=table), shares=shares, num_splits=2)
+    attend(case, prefix=LatentPrefix(prefix._replace(block_table=table), shares), num_splits=2)
     assert len(cuda.launched) - done == 3, "a prefix without room is none"
 
 

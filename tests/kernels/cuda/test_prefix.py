@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from attend import attend_shared
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 from in_simulator import SIMULATED, in_simulator, typed
 from made_up_codec import INT5
@@ -25,7 +26,6 @@ from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.kernels.cuda.runtime.tensors import strides
 from kvquant.ops import shared_prefix
-from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.codec import CODECS
 from kvquant.rows.format import HEAD_DIMS
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend import attend_segments, launch_attention
 from cuda_cases import (
     LIMITS,
     Measure,
@@ -26,8 +27,6 @@ from query_cases import reference_of_queries
 
 from kvquant import KVCache, RowFormat, quantize_rows
 from kvquant.errors import UnsupportedError
-from kvquant.kernels.cuda.decode import launch
-from kvquant.ops.attention import attend_segments
 from kvquant.rows.segment import FixedSegments, Segment
 
 pytestmark = pytest.mark.gpu
@@ -183,7 +182,7 @@ def test_long_sequences_and_tiny_peaked_and_huge_queries(relative_l2: Measure) -
 def test_queries_of_any_strides(relative_l2: Measure) -> None:
     segment = linear("int4-g4", (300, 129), 2)
     by_head = torch.randn(2, 8, 3, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-    expected: Any = launch.attend(by_head.contiguous(), [segment], None, None)[0]
+    expected: Any = launch_attention(by_head.contiguous(), [segment], None, None)[0]
     wide = torch.full((2, 5, 10, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
     inside = wide[:, 1:4, 1:9, 128:]
     crooked = torch.empty(2 * 3 * 8 * 128 + 1, device="cuda", dtype=torch.bfloat16)[1:]
@@ -191,11 +190,11 @@ def test_queries_of_any_strides(relative_l2: Measure) -> None:
     by_dim = torch.empty(2, 128, 3, 8, device="cuda", dtype=torch.bfloat16).permute(0, 2, 3, 1)
     for q in (by_head, inside, crooked, by_dim):
         q.copy_(by_head)
-        assert torch.equal(launch.attend(q, [segment], None, None)[0], expected)
+        assert torch.equal(launch_attention(q, [segment], None, None)[0], expected)
     compare_queries(relative_l2, by_head, [segment])
     numbers = torch.tensor([[3, 9], [1, 9]], dtype=torch.int32, device="cuda")
-    told = launch.attend(by_head, [segment], None, None, q_lens=numbers[:, 0])[0]
-    plain = launch.attend(by_head, [segment], None, None, q_lens=numbers[:, 0].clone())[0]
+    told = launch_attention(by_head, [segment], None, None, q_lens=numbers[:, 0])[0]
+    plain = launch_attention(by_head, [segment], None, None, q_lens=numbers[:, 0].clone())[0]
     assert torch.equal(told, plain)
 
 
@@ -203,7 +202,7 @@ def test_counts_that_are_not_possible_count_as_the_nearest_that_are() -> None:
     segment = linear("int4-g4", (300, 129), 2)
     q = queries(segment, 3, 8)
     told = [
-        launch.attend(q, [segment], None, 2, q_lens=int32(numbers))
+        launch_attention(q, [segment], None, 2, q_lens=int32(numbers))
         for numbers in ([-5, 2**31 - 1], [0, 3])
     ]
     for first, second in zip(*told, strict=True):
@@ -213,8 +212,8 @@ def test_counts_that_are_not_possible_count_as_the_nearest_that_are() -> None:
 def test_one_query_with_an_axis_gives_the_same_bits() -> None:
     segment = linear("int4-g4", (300, 129), 2)
     q = query(segment, 8)
-    plain = launch.attend(q, [segment], None, None)
-    with_axis = launch.attend(q[:, None], [segment], None, None)
+    plain = launch_attention(q, [segment], None, None)
+    with_axis = launch_attention(q[:, None], [segment], None, None)
     for first, second in zip(plain, with_axis, strict=True):
         assert first is not None and second is not None
         assert torch.equal(first[:, None], second)
@@ -229,16 +228,16 @@ def test_without_lse() -> None:
     segment = linear("int4-g4", (300, 129), 2)
     q = queries(segment, 3, 8)
     for num_splits in (1, 3):
-        out, lse = launch.attend(q, [segment], None, num_splits, False)
+        out, lse = launch_attention(q, [segment], None, num_splits, False)
         assert lse is None
-        assert torch.equal(out, launch.attend(q, [segment], None, num_splits)[0])
+        assert torch.equal(out, launch_attention(q, [segment], None, num_splits)[0])
 
 
 def test_a_query_gives_what_it_gives_alone(relative_l2: Measure) -> None:
     """The plain kernel on one query at a time, with the lengths that it sees."""
     segment = linear("int4-g4", (300, 129), 2)
     q = queries(segment, 4, 8)
-    out, lse = launch.attend(q, [segment], None, None)
+    out, lse = launch_attention(q, [segment], None, None)
     for i in range(4):
         seen = segment._replace(seq_lens=segment.seq_lens - 3 + i)
         alone, lse_alone = attend_segments(q[:, i], [seen], return_lse=True)
@@ -253,7 +252,7 @@ def test_a_graph_follows_lengths_and_counts(relative_l2: Measure) -> None:
     for segments in ([packed], [packed, exact]):
         fixed = FixedSegments(segments)
         q, q_lens = queries(packed, 4, 8), int32([4] * 6)
-        call = partial(launch.attend, q, fixed, None, None, q_lens=q_lens)
+        call = partial(launch_attention, q, fixed, None, None, q_lens=q_lens)
         graph, (out, lse) = captured(call)
         assert lse is not None
         for lens, numbers in (
@@ -300,4 +299,4 @@ def test_segments_without_a_kernel_are_refused() -> None:
     q = queries(packed, 2, 8)
     for segments in ([sinks, packed, recent], [packed, pages]):
         with pytest.raises(UnsupportedError, match="several queries a sequence"):
-            launch.attend(q, segments, None, None)
+            launch_attention(q, segments, None, None)

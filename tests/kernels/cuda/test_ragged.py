@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from attend import attend_segments
 from cuda_cases import LIMITS, Measure, captured, compare, linear, paged, query, ring
-
-from kvquant.ops.attention import attend_segments
 
 pytestmark = pytest.mark.gpu
 LENS = {

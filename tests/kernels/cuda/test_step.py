@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from append_cases import Case, append, differences, expected, make_call, results
+from append_cases import Case, append, differences, expected, launch_append, make_call, results
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 
 from kvquant import KVCache, RowFormat
@@ -35,7 +35,7 @@ def make_queries(case: Case, ratio: int = 4) -> Queries:
 
 def test_a_step_is_one_launch(cuda: FakeDriver) -> None:
     given = make_call(MATRICES)
-    found = appending.append_calibrated(**given, queries=make_queries(MATRICES))
+    found = launch_append(**given, queries=make_queries(MATRICES))
     (launched,), (spec,) = cuda.launched, loaded_specs()
     assert launched.grid == (1, 8, 6) and launched.block[0] == 256 and not launched.overlaps
     assert isinstance(spec, StepSpec) and (spec.k_matrix, spec.v_matrix) == (True, True)
@@ -52,7 +52,7 @@ def test_blocks_take_more_tokens_where_there_are_more(
     tokens: int, grid: tuple[int, ...] | None, cuda: FakeDriver
 ) -> None:
     case = Case(matrix="kv", tokens=tokens, heads=8)
-    appending.append_calibrated(**make_call(case), queries=make_queries(case))
+    launch_append(**make_call(case), queries=make_queries(case))
     if grid is not None:
         assert [one.grid for one in cuda.launched] == [grid]
     else:  # a product of each side, two appends, and the product of the queries
@@ -74,7 +74,7 @@ def test_what_a_step_does_not_serve_is_launched_apart(
 ) -> None:
     given: dict[str, Any] = {"matrix": "kv", "heads": 2, **changes}
     case = Case(**given)
-    appending.append_calibrated(**make_call(case))
+    launch_append(**make_call(case))
     assert len(cuda.launched) + case.rotary_dim // 64 == count
 
 
@@ -84,10 +84,10 @@ def test_it_overlaps_the_launch_that_finds_the_slots(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     given, plain = make_call(MATRICES), make_call(Case(heads=8))
-    appending.append_calibrated(**given, overlaps=True)
-    appending.append(**plain, overlaps=True)
+    launch_append(**given, overlaps=True)
+    launch_append(**plain, overlaps=True)
     odd = make_call(Case(heads=8, layout="odd"))  # a copy is made before: that must be over
-    appending.append(**odd, overlaps=True)
+    launch_append(**odd, overlaps=True)
     is_newer = capability >= (9, 0)
     assert [one.overlaps for one in cuda.launched] == [is_newer, is_newer, False]
     assert [spec.overlaps for spec in loaded_specs()] == [is_newer] * 2, (

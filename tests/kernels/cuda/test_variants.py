@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend import launch_attention
 from cuda_cases import (
     LIMITS,
     NAN,
@@ -26,7 +27,6 @@ from query_cases import make_variant
 
 from kvquant import decode_attention, reference_attention
 from kvquant.errors import ShapeError, UnsupportedError
-from kvquant.kernels.cuda.decode import launch
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import FixedSegments, Segment
 from kvquant.rows.variant import AttentionVariant
@@ -76,11 +76,11 @@ def compare(
     if numbers is not None:
         q = q.clone()
         q[torch.arange(q.shape[1], device="cuda") >= numbers[:, None]] = torch.nan
-    out, lse = launch.attend(q, segments, None, num_splits, q_lens=numbers, variant=variant)
+    out, lse = launch_attention(q, segments, None, num_splits, q_lens=numbers, variant=variant)
     assert lse is not None and out.dtype == q.dtype
     expected = reference_over_segments(q, segments, None, numbers, variant)
     assert_right(relative_l2, (out, lse), expected, segments)
-    again, lse_again = launch.attend(q, segments, None, num_splits, True, None, numbers, variant)
+    again, lse_again = launch_attention(q, segments, None, num_splits, True, numbers, variant)
     assert lse_again is not None
     assert torch.equal(again, out) and torch.equal(lse_again, lse), "two calls differ"
 
@@ -149,7 +149,7 @@ def test_windows_and_the_pages_before_them(
         )
         free(segment, window, numbers or [count] * len(lens))
         for num_splits in (None, 2):
-            out, _ = launch.attend(
+            out, _ = launch_attention(
                 q,
                 [segment],
                 None,
@@ -168,7 +168,9 @@ def test_a_window_over_all_tokens_hides_none(
     segments = kind()
     q = queries(segments[0], 64, 2)
     for window in (2**31 - 1, 2**31 - 64, 2**30):
-        out, lse = launch.attend(q, segments, None, None, variant=AttentionVariant(window=window))
+        out, lse = launch_attention(
+            q, segments, None, None, variant=AttentionVariant(window=window)
+        )
         assert lse is not None
         expected = reference_over_segments(q, segments)
         assert_right(relative_l2, (out, lse), expected, segments)
@@ -204,8 +206,8 @@ def test_a_tree_of_many_queries(relative_l2: Measure) -> None:
     q = queries(segment, 64, 2)
     compare(relative_l2, q, [segment], {"tree_mask": True})
     chain = torch.ones(4, 64, 64, dtype=torch.bool, device="cuda").tril()
-    out, _ = launch.attend(q, [segment], None, None, variant=AttentionVariant(tree_mask=chain))
-    assert relative_l2(out, launch.attend(q, [segment], None, None)[0].double()) <= 1e-3
+    out, _ = launch_attention(q, [segment], None, None, variant=AttentionVariant(tree_mask=chain))
+    assert relative_l2(out, launch_attention(q, [segment], None, None)[0].double()) <= 1e-3
 
 
 def test_what_changes_nothing_gives_the_same_bits() -> None:
@@ -214,8 +216,8 @@ def test_what_changes_nothing_gives_the_same_bits() -> None:
     no_sinks = AttentionVariant(sink_logits=torch.full((8,), -torch.inf, device="cuda"))
     for variant in (no_sinks, AttentionVariant(window=1 << 40), AttentionVariant()):
         for num_splits in (1, 3):
-            plain = launch.attend(q, [segment], None, num_splits)
-            changed = launch.attend(q, [segment], None, num_splits, variant=variant)
+            plain = launch_attention(q, [segment], None, num_splits)
+            changed = launch_attention(q, [segment], None, num_splits, variant=variant)
             for first, second in zip(plain, changed, strict=True):
                 assert first is not None and second is not None and torch.equal(first, second)
 
@@ -233,9 +235,9 @@ def test_tensors_of_any_strides() -> None:
     wide = torch.zeros(len(LENS), 3000, device="cuda")
     wide[:, 7 : 7 + max(LENS)] = variant.key_bias
     inside = variant._replace(key_bias=wide[:, 7 : 7 + max(LENS)])
-    expected = launch.attend(q, [segment], None, None, variant=variant)[0]
+    expected = launch_attention(q, [segment], None, None, variant=variant)[0]
     for other in (variant._replace(**crooked), inside):
-        assert torch.equal(launch.attend(q, [segment], None, None, variant=other)[0], expected)
+        assert torch.equal(launch_attention(q, [segment], None, None, variant=other)[0], expected)
 
 
 def test_the_public_call(relative_l2: Measure) -> None:
@@ -264,7 +266,7 @@ def test_large_caps_slopes_and_offsets(relative_l2: Measure) -> None:
         AttentionVariant(soft_cap=50.0, score_offsets=offsets),
         AttentionVariant(sink_logits=torch.tensor([-100.0, 0, 50, 1e4], device="cuda")),
     ):
-        out, lse = launch.attend(q, [segment], None, None, variant=variant)
+        out, lse = launch_attention(q, [segment], None, None, variant=variant)
         assert lse is not None
         expected = reference_over_segments(q, [segment], None, None, variant)
         assert_right(relative_l2, (out, lse), expected, [segment])
@@ -276,7 +278,7 @@ def test_a_query_from_which_all_is_hidden() -> None:
     bias[0], bias[1, :30] = -torch.inf, -torch.inf
     variant = AttentionVariant(key_bias=bias, sink_logits=torch.zeros(8, device="cuda"))
     for num_splits in (None, 1, 3):
-        out, lse = launch.attend(query(segment, 8), [segment], None, num_splits, variant=variant)
+        out, lse = launch_attention(query(segment, 8), [segment], None, num_splits, variant=variant)
         assert lse is not None
         assert not out[0].any() and bool((lse[0] == -torch.inf).all())
         assert bool(out[1].any()) and bool(lse[1].isfinite().all())
@@ -289,7 +291,7 @@ def test_a_graph_follows_lengths_and_values(relative_l2: Measure) -> None:
         fixed = FixedSegments(segments)
         q, q_lens = queries(packed, 4, 8), int32([4] * 6)
         variant = make_variant({**ALL, "window": 600}, q, segments)
-        call = partial(launch.attend, q, fixed, None, None, q_lens=q_lens, variant=variant)
+        call = partial(launch_attention, q, fixed, None, None, q_lens=q_lens, variant=variant)
         graph, (out, lse) = captured(call)
         assert lse is not None
         for lens, numbers in (
@@ -321,7 +323,7 @@ def test_what_has_no_kernel_is_refused() -> None:
     q = query(packed, 8)
     three = [sinks, packed, recent]
     with pytest.raises(UnsupportedError, match="window"):
-        launch.attend(q, three, None, None, variant=AttentionVariant(window=5))
+        launch_attention(q, three, None, None, variant=AttentionVariant(window=5))
     no_bias = torch.zeros(2, 0, device="cuda")
     with pytest.raises(ShapeError, match="key_bias"):
-        launch.attend(q, [packed], None, None, variant=AttentionVariant(key_bias=no_bias))
+        launch_attention(q, [packed], None, None, variant=AttentionVariant(key_bias=no_bias))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend import launch_attention
 from fake_cuda import FakeDriver, install, make_query, make_segment
 
 from kvquant.kernels.cuda.decode import launch
@@ -169,7 +170,7 @@ def test_a_thread_that_finds_no_memory_tells_the_caller(
 
 def test_cached_launches_hold_no_memory(cuda: FakeDriver) -> None:
     for want_lse in (False, True):
-        out, lse = launch.attend(make_query(), [make_segment()], 1.0, 1, want_lse)
+        out, lse = launch_attention(make_query(), [make_segment()], 1.0, 1, want_lse)
         assert out.untyped_storage().nbytes() == 2 * out.numel()
         assert lse is None or lse.untyped_storage().nbytes() == 4 * lse.numel()
     (cached,) = launch._launches.values()

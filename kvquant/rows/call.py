@@ -1,0 +1,138 @@
+"""One call of attention or of append, as it goes from the public function to the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .basis import Encoding
+from .format import RowFormat
+from .rotation import Rope
+from .segment import Segment
+from .slots import Slots
+from .variant import AttentionVariant
+
+
+class AttentionCall(NamedTuple):
+    """What a call of attention asks for.
+
+    A named tuple, because one is made in every call: a frozen dataclass takes .5 microseconds more.
+
+    Attributes:
+        q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the queries
+            of each sequence's last tokens; float32, bfloat16 or float16.
+        segments: rows to attend to, at least one segment; all have the same batch, number of KV
+            heads and head dims. With several queries a sequence the segments are in the order of
+            their tokens, but that the first Segment.sinks rows of a ring come before all others:
+            [packed, ring with sinks] are sinks, packed rows, recent tokens.
+        sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
+        num_splits: splits of the tokens, as in decode_attention; chosen when None.
+        return_lse: whether the log-sum-exp is wanted.
+        q_lens: [batch], int32, with q of four axes: how many of q_len are queries, the first ones;
+            all when None.
+        variant: what the model changes in attention; None for plain attention.
+        backend: "cpu", "cuda" or "reference"; by the device of q when None.
+    """
+
+    q: torch.Tensor
+    segments: Sequence[Segment]
+    sm_scale: float | None = None
+    num_splits: int | None = None
+    return_lse: bool = True
+    q_lens: torch.Tensor | None = None
+    variant: AttentionVariant | None = None
+    backend: str | None = None
+
+
+class LatentPrefix(NamedTuple):
+    """First tokens that sequences have in common, read once for all of them.
+
+    Attributes:
+        rows: the tokens, of one sequence (batch 1), linear or in pages; none of them is one of the
+            queries', but that a sequence's only query may be the last one's. Their number may be 0.
+        shares: [batch], int32: whether each sequence begins with them: 1 or 0.
+    """
+
+    rows: Segment
+    shares: torch.Tensor
+
+
+class LatentCall(NamedTuple):
+    """What a call of attention over latent rows asks for.
+
+    Attributes:
+        q_latent: [batch, num_heads, latent_dim], or [batch, q_len, num_heads, latent_dim]: W_UK^T q
+            of each head; float32, bfloat16 or float16.
+        q_rope: the same shape but for its last axis, rope_dim, and the same dtype.
+        segments: of ops.mla.latent_segment; of several queries in the order that AttentionCall
+            states, and on CUDA at most two of them. There each is a launch, cut into num_splits,
+            and another one combines them.
+        sm_scale: factor on the scores.
+        num_splits, return_lse, q_lens, backend: as in AttentionCall.
+        prefix: tokens before those of the segments, in which they are not; None if there are none.
+            On CUDA all sequences' queries are multiplied with it, whether they share it or not.
+    """
+
+    q_latent: torch.Tensor
+    q_rope: torch.Tensor
+    segments: Sequence[Segment]
+    sm_scale: float
+    num_splits: int | None = None
+    return_lse: bool = True
+    q_lens: torch.Tensor | None = None
+    prefix: LatentPrefix | None = None
+    backend: str | None = None
+
+    @property
+    def all_segments(self) -> list[Segment]:
+        """The segments, and before them that of the prefix."""
+        return [*([] if self.prefix is None else [self.prefix.rows]), *self.segments]
+
+
+class AppendSide(NamedTuple):
+    """K or V of an append: new rows, where they are written, and how.
+
+    Attributes:
+        x: [num_tokens, num_kv_heads, head_dim], the new rows.
+        rows: [num_pages, num_kv_heads, page_size, row_bytes], uint8.
+        fmt: format of rows.
+        exact_rows: [max_num_seqs, num_kv_heads, exact_len, 16-bit row bytes], uint8, or None.
+        transform: what is done to x before it is stored.
+    """
+
+    x: torch.Tensor
+    rows: torch.Tensor
+    fmt: RowFormat
+    exact_rows: torch.Tensor | None = None
+    transform: Encoding = Encoding()
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether more has to be done than one plain launch does on CUDA."""
+        return not (self.transform.matrix is None and self.transform.feedback is None)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether rows are clipped or rounded with feedback."""
+        return not (self.transform.clip is None and self.transform.feedback is None)
+
+
+class AppendCall(NamedTuple):
+    """What an append asks for; the fields are arguments of append_rows.
+
+    Attributes:
+        k, v: new rows of the same tokens.
+        slots: where each token goes.
+        exact_format: "bf16" or "fp16", of the 16-bit rows.
+        rope: the rotary embedding of K, or None.
+        bad: [2], int32: counts rows of K and of V that were written as NaN; None: nobody counts.
+    """
+
+    k: AppendSide
+    v: AppendSide
+    slots: Slots
+    exact_format: str = "bf16"
+    rope: Rope | None = None
+    bad: torch.Tensor | None = None
