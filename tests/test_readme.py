@@ -1,4 +1,4 @@
-"""What the READMEs show runs as it stands: each piece of Python alone, each command (40 s)."""
+"""What READMEs show runs as it stands, and their figures are those that were measured (40 s)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from example_plan import example_plan
+
+sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+import results
 
 from kvquant.cli.main import main
 from kvquant.kernels.cuda.runtime import compile as compile_cuda
@@ -27,6 +30,25 @@ PYTHON = {
     )
 }
 MOST_WORDS = 40  # of a sentence
+MOST_OF_ALL = 1300  # words of README.md outside of code and tables
+SHOWN = results.shown()
+# numbers with a point that are no measurement: versions, and GPUs' compute capabilities
+VERSIONS = {
+    "0.1",
+    "0.2",
+    "0.32",
+    "2.6",
+    "2.11",
+    "2.13",
+    "3.10",
+    "3.11",
+    "3.13",
+    "5.14",
+    "5.17",
+    "5.24",
+}
+VERSIONS |= {"8.0", "8.9", "9.0", "10.0"}
+UNITS = r"times|x|[mu]?s|seconds?|minutes?|[KMG]i?B(?:/s)?|%|nats|tokens/s"
 SHELL = re.findall(r"^    (kvquant .*)$", TEXT.replace("\\\n", " "), flags=re.MULTILINE)
 
 
@@ -141,3 +163,80 @@ def test_links_lead_somewhere_on_any_page() -> None:
 def test_the_readme_never_installs_the_package_of_that_name_on_pypi() -> None:
     """kvquant on PyPI belongs to others, and what is not there yet may come to."""
     assert not re.search(r"install\s+(-\S+\s+)*[\"']?kvquant\b", TEXT)
+
+
+def plain(text: str) -> str:
+    """A text on one line."""
+    return " ".join(text.split())
+
+
+def unmeasured(text: str, measured: list[str]) -> list[str]:
+    """Figures of a page that stand in none of these texts, and not in code."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = plain("\n".join(text.splitlines()))
+    for one in sorted(map(plain, measured), key=len, reverse=True):
+        text = text.replace(one, "")
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+    found = re.findall(rf"[\d,.]*\d ?(?:{UNITS})(?!\w)|(?<![\w-])\d+\.\d+", text)
+    return [one for one in found if one not in VERSIONS]
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_tables_and_figures_are_those_that_were_measured(page: str) -> None:
+    text = plain((ROOT / page).read_text(encoding="utf-8"))
+    for one in SHOWN[page]:
+        assert plain(one) in text, f"{page} does not show what results.py makes:\n{one}"
+
+
+def test_the_readme_has_no_figure_that_was_not_measured() -> None:
+    code = re.sub(r"^    kvquant .*(?:\n {8}.*)*$", "", TEXT, flags=re.MULTILINE)
+    assert not unmeasured(code, SHOWN["README.md"])
+    measured = ["2.8 times as fast", "| 1 | 9.3 |"]
+    assert not unmeasured("It is 2.8 times as fast\nwith torch 2.11 on 2 cores; 16-bit.", measured)
+    for text, figure in {
+        "On a CPU it is 3 times as fast.": "3 times",
+        "| 1 | 9.4 |": "9.4",
+        "It takes 1,024 MiB.": "1,024 MiB",
+        "8 % slower": "8 %",
+        "in 40 ms": "40 ms",
+    }.items():
+        assert unmeasured(f"{text} 2.8 times as fast", measured) == [figure]
+
+
+def test_each_measurement_says_where_when_and_of_which_commit() -> None:
+    files = sorted(results.RESULTS.glob("*.json"))
+    assert len(files) >= 7
+    for path in files:
+        assert f" {path.stem}" in (results.__doc__ or "")
+        found = results.read(path.stem)
+        assert re.fullmatch(r"[0-9a-f]{40}", found["commit"]), path
+        assert re.match(r"20\d\d-\d\d-\d\dT", found["date"]), path
+
+
+def test_a_file_that_is_kept_has_commit_and_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr("subprocess.check_output", lambda *_, **__: "0123abc\n")
+    written = tmp_path / "bench.json"
+    written.write_text('{"machine": {"date": "2026-11-26T01:01:39+00:00"}, "decode": [1]}')
+    results.keep("zen4-decode", written)
+    kept = results.read("zen4-decode")
+    assert kept["commit"] == "0123abc" and kept["date"] == "2026-11-26T01:01:39+00:00"
+    assert kept["decode"] == [1]
+    written.write_text('{"commit": "of the run", "caches": {}}')  # what a script tells counts
+    results.keep("fidelity", written)
+    kept = results.read("fidelity")
+    assert kept["commit"] == "of the run" and kept["date"].startswith("20")
+
+
+def test_the_readme_is_short() -> None:
+    text = re.sub(r"^```.*?^```$", "", TEXT, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if not line.startswith(("    ", "|"))]
+    assert len(" ".join(lines).split()) <= MOST_OF_ALL
+
+
+def test_the_first_door_is_an_example() -> None:
+    code = (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8")
+    first = next(block for name, block in PYTHON.items() if name.endswith("-0"))
+    assert code.endswith(f'"""\n\n{first}')

@@ -7,10 +7,14 @@ calls, ours and the peers' in turn, so that all see the same machine and find th
 
 from __future__ import annotations
 
+import datetime
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypedDict
 
 import torch
@@ -23,6 +27,19 @@ from ..text import Column, render_table
 from .cases import Case, check, make_inputs
 
 FORMATS = ("int4-g4", "int4", "int8", "fp8", "bf16")
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The CPU, what ran on it and when, and the bandwidth of its memory as measured, GB/s."""
+
+    cpu: str
+    threads: int
+    torch: str
+    kvquant: str
+    date: str
+    read_gb_per_s: float
 
 
 class DecodeResult(TypedDict):
@@ -75,6 +92,36 @@ def read_bandwidth(seconds: float = 1.0) -> float:
     """GB/s at which torch sums 1 GiB of float32 on the CPU."""
     x = torch.zeros(1 << 28, dtype=torch.float32, device="cpu")
     return x.nbytes / time_in_turn([x.sum], seconds)[0] / 1e6
+
+
+def describe_machine(version: str) -> Machine:
+    """Measure the bandwidth of the memory and name what else matters."""
+    return Machine(
+        cpu=processor_name(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        kvquant=version,
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        read_gb_per_s=read_bandwidth(),
+    )
+
+
+def processor_name() -> str:
+    """The processor's name as Linux tells it; the architecture where it tells none (Arm).
+
+    Virtual machines cut names short: family and model tell the generation all the same.
+
+    Example:
+        AMD EPYC (family 25, model 17)
+    """
+    text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
+    first = text.partition("\n\n")[0]  # processors are paragraphs
+    pairs = (line.partition(":") for line in first.splitlines())
+    facts = {key.strip(): value.strip() for key, _, value in pairs}
+    name = facts.get("model name") or platform.machine()
+    if "cpu family" in facts and "model" in facts:
+        name += f" (family {facts['cpu family']}, model {facts['model']})"
+    return name
 
 
 def bench_decode(case: Case, seconds: float = 3.0) -> DecodeResult:
@@ -177,6 +224,12 @@ ROWS = (
     Column("format", left=True),
     *map(Column, ("quantize\nms", "against\ntorch", "dequantize\nms", "against\ntorch")),
 )
+
+
+def render_machine(machine: Machine) -> str:
+    """Two lines for the head of the output."""
+    versions = f"{machine.threads} threads, torch {machine.torch}"
+    return f"{machine.cpu}\n{versions}, peak bandwidth {machine.read_gb_per_s:.1f} GB/s"
 
 
 def render_decode(results: Sequence[DecodeResult]) -> str:

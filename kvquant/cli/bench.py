@@ -337,7 +337,7 @@ def _bench_cpu(
     cases = list_cases(names, dtype=torch.float32, **sizes)
     alone = list(dict.fromkeys(part for name in names for part in name.split("/")))
     with progress(len(cases) + len(alone) + 1, "Timing") as update:
-        peak = cpu.read_bandwidth()
+        machine = cpu.describe_machine(__version__)
         update(1, "peak bandwidth")
         decoded = []
         for case in cases:
@@ -347,12 +347,9 @@ def _bench_cpu(
         for name in alone:
             rows.append(cpu.bench_rows(name, shape=(8, 4096, head_dim), seconds=seconds))
             update(1, f"rows {name}")
-    threads = torch.get_num_threads()
     try:
-        versions = f"{threads} threads, torch {torch.__version__}"
-        click.echo(f"{versions}, peak bandwidth {peak:.1f} GB/s\n")
+        click.echo(cpu.render_machine(machine) + "\n")
         click.echo(f"decode attention, head_dim {head_dim}\n\n{cpu.render_decode(decoded)}\n")
         click.echo(f"rows of float32 [8, 4096, {head_dim}]\n\n{cpu.render_rows(rows)}")
     finally:
-        result = {"threads": threads, "read_gb_per_s": peak, "decode": decoded, "rows": rows}
-        write_json(json_file, result)
+        write_json(json_file, {"machine": asdict(machine), "decode": decoded, "rows": rows})

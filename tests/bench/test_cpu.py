@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,3 +47,35 @@ def test_rows_are_timed_where_both_backends_agree() -> None:
     found = cpu.bench_rows("int4-g4", shape=(2, 8, 64), seconds=0.01)
     assert found["format"] == "int4-g4" and found["quantize_ms"] > 0
     assert "int4-g4" in cpu.render_rows([found])
+
+
+AMD = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 17
+model name\t: AMD EPYC
+
+processor\t: 1
+model name\t: another
+"""
+ARM = """processor\t: 0
+BogoMIPS\t: 2000.00
+CPU part\t: 0xd4f
+"""
+
+
+def test_a_record_of_the_machine_names_processor_versions_and_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cpu, "read_bandwidth", lambda: 34.71)
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    named = {"": platform.machine(), AMD: "AMD EPYC (family 25, model 17)"}
+    for text, name in (named | {ARM: platform.machine()}).items():
+        if text:
+            cpu.CPUINFO.write_text(text)
+        machine = cpu.describe_machine("0.1.0")
+        assert machine.cpu == name
+    assert machine.threads == torch.get_num_threads() and machine.torch == torch.__version__
+    assert machine.kvquant == "0.1.0" and machine.date.endswith("+00:00")
+    first, second = cpu.render_machine(machine).splitlines()
+    assert first == machine.cpu and second.endswith("peak bandwidth 34.7 GB/s")

@@ -1,5 +1,8 @@
 """The demo in small (10 s)."""
 
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ def stages() -> list[str]:
 def result(stages: list[str]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "ROUNDS", 2)
+        patch.setattr(demo, "MOST_ROUNDS", 4)
+        patch.setattr(demo, "BUSY", 0.0)  # never stable: a second turn, from the same tokens on
         return demo.run_demo(context=200, scored=8, continued=6, report=stages.append)
 
 
@@ -35,8 +40,9 @@ def test_every_cache_is_measured(result: dict[str, Any], stages: list[str]) -> N
     assert caches["bf16"]["kl"] == 0.0
     assert caches["transformers, float32"]["kl"] < 1e-3
     assert caches["int8"]["kl"] < caches["int4"]["kl"]
+    assert result["rounds"] == 4 and not result["is_stable"]
     for row in caches.values():
-        assert row["ms_per_step"] > 0
+        assert row["ms_per_step"] > 0 and row["ms_spread"] > 0
         assert 0 <= row["top1"] <= 1
         assert ("continuation" in row) == (not row["name"].startswith("transformers"))
 
@@ -58,10 +64,82 @@ def test_the_report_shows_table_and_continuations(result: dict[str, Any]) -> Non
     assert "1.00x" in text
     words = result["caches"][2]["continuation"].split()
     assert " ".join(words[:3]) in text
+    assert "Warning: this machine is busy" in text
+    assert "Warning" not in demo.render_demo(result | {"is_stable": True}, width=90)
+    last = " ".join(text.split("\n\n")[-1].split())
+    assert last == demo.advice(result["caches"])
+
+
+class Clock:
+    """Steps that take as long as is said, of a time that only they let pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *times: Callable[[int], float]) -> None:
+        self.now, self.rewound = 0.0, 0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        self.steps = [partial(self.step, time, itertools.count()) for time in times]
+
+    def step(self, time: Callable[[int], float], count: Iterator[int]) -> None:
+        self.now += time(next(count)) / 1e3
+
+    def rewind(self) -> None:
+        self.rewound += 1
+
+
+def test_an_idle_machine_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda i: 5.0 + 0.1 * (i % 3), lambda i: 10.0)
+    taken = demo._time(clock.steps, clock.rewind)
+    assert [len(times) for times in taken] == [demo.ROUNDS] * 2 and clock.rewound == 0
+    assert taken[0][:3] == pytest.approx([5.0, 5.1, 5.2]) and demo._is_stable(taken)
+    assert demo._spread(taken[1]) == pytest.approx(0)
+    assert demo._spread([1, 2, 3, 4, 5]) == 1
+
+
+def test_rounds_go_on_until_the_ratios_are_stable(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = 3 * demo.ROUNDS // 4  # the first step is slow at first, while the other is not
+    clock = Clock(monkeypatch, lambda i: 7.0 if i < late else 5.0, lambda i: 10.0)
+    taken = demo._time(clock.steps, clock.rewind)
+    assert len(taken[0]) > demo.ROUNDS and demo._is_stable(taken)
+    assert clock.rewound == len(taken[0]) // demo.ROUNDS - 1
+
+
+@pytest.mark.parametrize(
+    ("other", "most"), [(lambda i: 10.0 + i / 4, 200), (lambda i: (5.0, 15.0)[i % 2], 200)]
+)
+def test_a_busy_machine_is_told(
+    other: Callable[[int], float], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ratios that drift, and times that jump, however long it is timed."""
+    monkeypatch.setattr(demo, "MOST_SECONDS", 1e9)
+    clock = Clock(monkeypatch, lambda i: 5.0, other)
+    taken = demo._time(clock.steps, clock.rewind)
+    assert len(taken[0]) == most == demo.MOST_ROUNDS and not demo._is_stable(taken)
+
+
+def test_timing_ends_in_time_where_steps_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda i: 450.0, lambda i: 450.0 + 450 * (i % 2))
+    taken = demo._time(clock.steps, clock.rewind)
+    assert len(taken[0]) == 2 * demo.ROUNDS and not demo._is_stable(taken)
+
+
+@pytest.mark.parametrize(
+    ("safe", "small", "words"),
+    [
+        (1e-4, 0.001, "to change least, or int4-g4 + 4 sinks, 128 recent (2.5 times smaller, KL"),
+        (1e-4, 0.2, "do not take int4-g4 + 4 sinks, 128 recent (2.5 times smaller, KL 0.2000)"),
+        (0.3, 0.9, "none of these, since even int8 (2.0 times smaller, KL 0.3000) changes"),
+    ],
+)
+def test_advice_is_one_sentence_by_what_was_measured(safe: float, small: float, words: str) -> None:
+    rows = {"bf16": (100, 0.0), "int8": (50, safe), "int4-g4 + 4 sinks, 128 recent": (40, small)}
+    caches = [{"name": name, "nbytes": size, "kl": kl} for name, (size, kl) in rows.items()]
+    told = demo.advice(caches)
+    assert told.startswith("What to take: ") and words in told
+    assert told.endswith(".") and ". " not in told and "`kvquant calibrate`" in told
 
 
 def test_short_texts_shorten_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "MOST_ROUNDS", 1)
     monkeypatch.setattr(demo, "SCHEMES", demo.SCHEMES[:1])
     text = tmp_path / "short.txt"
     text.write_text("The ship was built of iron and sailed to the island. " * 4)

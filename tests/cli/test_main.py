@@ -661,6 +661,8 @@ def test_a_bench_of_k_and_v_of_unlike_formats(
     given = ("--format", "int8/int4-g4", "--format", "int8", "--head-dim", 128, "--seq-len", 16)
     ok("bench", "--device", "cpu", *given, "--json", path)
     figures = json.loads(path.read_text())
+    assert figures["machine"]["read_gb_per_s"] == 1 and figures["machine"]["cpu"]
+    assert figures["machine"]["kvquant"] == __version__
     assert [row["format"] for row in figures["decode"]] == ["int8/int4-g4", "int8"]
     assert [row["format"] for row in figures["rows"]] == ["int8", "int4-g4"]
     sizes = [row["gb_per_s"] * 1e6 for row in figures["decode"]]
