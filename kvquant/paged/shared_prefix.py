@@ -15,7 +15,7 @@ QUERIES, PREFIX = 64, 2.1
 FIXED = 15e6  # and what two more launches take
 # a latent row by the kernels of MLA: for 16 columns of a sequence (heads times queries), and for 64
 # where there are many, of INT4 and INT8 rows; and what one more launch, and more parts, take. To be
-# measured (tests/benchmarks/bench_cascade.py --mla): they are from the table in kernels/README.md
+# measured (tests/benchmarks/bench_cascade.py --mla): they are from the table in kernels/FACTS.md
 FEW, FEW_COLUMNS, MANY, MANY_COLUMNS, FIXED_LATENT = 200.0, 16, 300.0, 64, 15e6
 
 Numbers = NDArray[np.integer]

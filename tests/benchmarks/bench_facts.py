@@ -1,4 +1,4 @@
-"""Facts of a GPU that kernels/README.md names: reads by size, launches in graphs, pages of memory.
+"""Facts of a GPU that kernels/FACTS.md names: reads by size, launches in graphs, pages of memory.
 
 Run by hand, on an idle GPU: python tests/benchmarks/bench_facts.py. Calls are timed alone, with the
 L2 cache overwritten, unless it says in a row.

@@ -38,7 +38,7 @@ RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has been measured)
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
 # When the kernel for many heads is taken, and in how many splits: as tests/benchmarks/bench_mla.py
-# measures on an H200, which times both kernels, and several values of LEAST (kernels/README.md).
+# measures on an H200, which times both kernels, and several values of LEAST (kernels/FACTS.md).
 NARROW = {  # columns up to which the other one is taken, by what both took for 32 and 64 of them:
     "bf16": 0,  # this one takes the same time for 1 to 64, and less for 16-bit rows
     "fp16": 0,
