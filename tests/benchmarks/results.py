@@ -1,4 +1,4 @@
-"""Measurements that the READMEs show: kept as JSON in results/, and the tables made of them.
+"""Measurements that the pages show: kept as JSON in results/, and the tables made of them.
 
     python tests/benchmarks/results.py                      # prints the tables
     python tests/benchmarks/results.py keep h200-decode bench.json
@@ -79,7 +79,7 @@ def shown() -> dict[str, list[str]]:
             *(fidelity_about(), fidelity(README_CACHES)),
         ],
         "calibration/README.md": [fidelity_about(), fidelity(CACHES)],
-        "kernels/README.md": [peers(), latent_rows(), latent_peers(), variants()],
+        "kernels/FACTS.md": [peers(), latent_rows(), latent_peers(), variants()],
         "kvquant/bench/README.md": [
             *(cpu_about(), cpu_decode(), cpu_rows(), gpu_about(), decode_cases()),
         ],
