@@ -1,4 +1,4 @@
-"""Measurements that the READMEs show: kept as JSON in results/, and the tables made of them.
+"""Measurements that the pages show: kept as JSON in results/, and the tables made of them.
 
     python tests/benchmarks/results.py                      # prints the tables
     python tests/benchmarks/results.py keep h200-decode bench.json
