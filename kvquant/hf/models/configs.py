@@ -144,8 +144,7 @@ def check_attends(config: Any) -> None:
     by_layer = getattr(config, "per_layer_config", None) or [config] * count
     if all(one in _WITHOUT_KEYS for one in kinds):
         raise UnsupportedModelError(
-            f"no layer of this {kind} model attends, all are {' or '.join(sorted(set(kinds)))}: "
-            f"{SERVED}"
+            f"no layer of this {kind} model attends, layer 0 is {kinds[0]!r}: {SERVED}"
         )
     if not any(_number(one, "num_attention_heads", at) for at, one in enumerate(by_layer)):
         raise UnsupportedModelError(
