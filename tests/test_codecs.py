@@ -93,7 +93,7 @@ def made(name: str, dim: int = DIM) -> tuple[torch.Tensor, RowFormat, torch.Tens
     return x, fmt, torch.zeros(1, 2, TOKENS, fmt.row_bytes, dtype=torch.uint8)
 
 
-def quantize_by_the_reference(name: str, _: Path) -> None:
+def quantize_by_the_reference(name: str, _folder: Path) -> None:
     x = values(1, 2, TOKENS, DIM)
     fmt = RowFormat.parse(name, DIM)
     rows, _ = quantize(x, fmt)
@@ -102,12 +102,12 @@ def quantize_by_the_reference(name: str, _: Path) -> None:
     assert bool(((dequantize(rows, fmt) - x).abs() <= scale * 0.501).all())
 
 
-def dequantize_by_the_reference(name: str, _: Path) -> None:
+def dequantize_by_the_reference(name: str, _folder: Path) -> None:
     _, fmt, rows = made(name)
     dequantize(rows, fmt)
 
 
-def round_with_feedback(name: str, _: Path) -> None:
+def round_with_feedback(name: str, _folder: Path) -> None:
     x, fmt, rows = made(name)
     matrix = feedback_matrix(torch.eye(DIM).expand(2, DIM, DIM))
     for backend in ("cpu", "reference"):  # errors that do not count change nothing
@@ -115,17 +115,17 @@ def round_with_feedback(name: str, _: Path) -> None:
         assert found.equal(rows)
 
 
-def quantize_on_the_cpu(name: str, _: Path) -> None:
+def quantize_on_the_cpu(name: str, _folder: Path) -> None:
     x, fmt, rows = made(name)
     assert quantize_rows(x, fmt, backend="cpu").equal(rows)
 
 
-def dequantize_on_the_cpu(name: str, _: Path) -> None:
+def dequantize_on_the_cpu(name: str, _folder: Path) -> None:
     _, fmt, rows = made(name)
     assert dequantize_rows(rows, fmt, backend="cpu").equal(dequantize(rows, fmt))
 
 
-def attend_on_the_cpu(name: str, _: Path) -> None:
+def attend_on_the_cpu(name: str, _folder: Path) -> None:
     _, fmt, rows = made(name)
     q, lens = values(1, 4, DIM), torch.tensor([TOKENS], dtype=torch.int32)
     found, wanted = (
@@ -135,31 +135,31 @@ def attend_on_the_cpu(name: str, _: Path) -> None:
     assert (found - wanted).norm() <= 1e-5 * wanted.norm()
 
 
-def attend_by_the_reference(name: str, _: Path) -> None:
+def attend_by_the_reference(name: str, _folder: Path) -> None:
     _, fmt, rows = made(name)
     q, lens = values(1, 4, DIM), torch.tensor([TOKENS], dtype=torch.int32)
     decode_attention(q, rows, rows, lens, k_format=fmt, v_format=fmt, backend="reference")
 
 
-def append_to_pages(name: str, _: Path) -> None:
+def append_to_pages(name: str, _folder: Path) -> None:
     x, fmt, rows = made(name)
     for backend in ("cpu", "reference"):
         pages = torch.zeros(2, 2, 2, 16, fmt.row_bytes, dtype=torch.uint8)
         new = x[0].transpose(0, 1)
         slots = torch.arange(TOKENS)
-        append_rows(new, new.clone(), *pages, slots, fmt, fmt, backend=backend)
+        append_rows(new, new.clone(), pages[0], pages[1], slots, fmt, fmt, backend=backend)
         found = dequantize_pages(pages[0], fmt, slots, torch.float32, backend=backend)
         assert found.equal(dequantize(rows, fmt)[0].transpose(0, 1))
 
 
-def dequantize_an_engines_pages(name: str, _: Path) -> None:
+def dequantize_an_engines_pages(name: str, _folder: Path) -> None:
     layout = Settings.parse({"k_format": name}).layout(2, DIM, DIM)
     pages = torch.zeros(1, layout.slots, 16, layout.slot_bytes, dtype=torch.uint8)
     for rows in layout.views(pages):
         dequantize_pages(rows, layout.k_format, torch.arange(16), torch.float32)
 
 
-def attend_to_latents(name: str, _: Path) -> None:
+def attend_to_latents(name: str, _folder: Path) -> None:
     fmt = LatentFormat(RowFormat.parse(f"{name}-g8", 512), RowFormat.parse("bf16", 64))
     rows = quantize_rows(values(1, TOKENS, 576), fmt, backend="cpu")
     q, lens = (values(1, 4, 512), values(1, 4, 64)), torch.tensor([TOKENS], dtype=torch.int32)
@@ -182,12 +182,12 @@ def save_and_load(name: str, folder: Path) -> None:
     export_cache(again, folder / "values.safetensors", "bf16")
 
 
-def check_what_a_file_holds(name: str, _: Path) -> None:
+def check_what_a_file_holds(name: str, _folder: Path) -> None:
     _, fmt, rows = made(name)
     check_values(rows[0].transpose(0, 1), Part(0, "k", "packed", fmt, 2, (TOKENS,), (0,)))
 
 
-def describe_what_a_file_holds(name: str, _: Path) -> None:
+def describe_what_a_file_holds(name: str, _folder: Path) -> None:
     _, fmt, rows = made(name)
     tokens = {"packed": TOKENS, "sinks": 0, "recent": 0}
     found = describe_side(fmt, 2, tokens, rows.numel(), rows[0].transpose(0, 1))
@@ -199,7 +199,7 @@ def export_to_others(name: str, folder: Path) -> None:
     export_cache(cache, folder / "rows.safetensors", "fbgemm")
 
 
-def round_by_a_plan(name: str, _: Path) -> None:
+def round_by_a_plan(name: str, _folder: Path) -> None:
     plan = example_plan().with_formats(name)
     x, _, _ = made(name)
     ratio = torch.full((2,), 0.9)
@@ -208,7 +208,7 @@ def round_by_a_plan(name: str, _: Path) -> None:
     assert (dequantize(rows, plan.k_formats[0]) - x).norm() < 0.1 * x.norm()
 
 
-def bench_a_case(name: str, _: Path) -> None:
+def bench_a_case(name: str, _folder: Path) -> None:
     (case,) = list_cases(
         [name], batches=[1], seq_lens=[40], num_q_heads=4, num_kv_heads=2, head_dim=DIM
     )
@@ -287,9 +287,9 @@ def test_a_cuda_kernel_serves_or_refuses_a_codec(kernel: str) -> None:
 
 def test_kernels_are_made_ready_for_known_codecs_only() -> None:
     for codec in (INT5, *STRANGE):
-        options = {"k_format": codec.name, "v_format": codec.name, "recent_len": 0}
-        make = partial(KVCache, 1, 1, 2, 128, 64, device="meta", **options)
-        calls = [Calls(make, torch.bfloat16, 4, (TOKENS,))]
+        make = partial(KVCache, 1, 1, 2, 128, 64, k_format=codec.name, v_format=codec.name)
+        meta = partial(make, recent_len=0, device="meta")
+        calls = [Calls(meta, torch.bfloat16, 4, (TOKENS,))]
         try:
             found = kernels_of(calls, GPUS["sm_90"])
         except UnsupportedError as error:

@@ -6,8 +6,8 @@
         code ──▶ low bits of an fp16, a subnormal: code * 2**-24 (device/codes.py); or E4M3 ──▶ fp16
              ──▶ times scale, plus shift: one multiply-add, rounded once
 
-A row is multiplied by a power of two, so that its latents and its RoPE elements are below 2 to the
-_top_of their formats: then no number overflows, small ones are told apart at 2**-19 of the largest
+A row is multiplied by a power of two, so that its latents and its RoPE elements are below the power
+of two that _top_of gives: then no number overflows, small ones differ down to 2**-19 of the largest
 that could be, and scales, which make up for 2**-24, are fp16, too. What a power did is undone in
 the scores and in P (scores.py).
 
@@ -70,7 +70,7 @@ PASSES, AT_ONCE = 2, 32  # of a tile, and rows of one
 FAR = 2  # tiles ahead that rows are on their way from memory
 LANES = 4  # of a row
 TINIEST, LARGEST = 2.0**-60, 100  # of the largest number of a row; its exponent
-# the exponent that numbers stay below; see _top_of
+# the exponent that numbers stay below, but for those of integer codes; see _top_of
 MOST_TOP = 14
 
 
@@ -378,10 +378,10 @@ def _make_prefetch_rows(spec, row_at):
 
 
 def _top_of(fmt):
-    """The exponent that numbers stay below: with codes in the low bits 2**24 * scale is below
-    2**16, so that a number is below the codes' count * 2**-8, and half of that with its shift."""
-    top_of_integers = int(fmt.facts.levels + 1).bit_length() - 10
-    return fmt.pick(integers=top_of_integers, e4m3=MOST_TOP, bf16=MOST_TOP, fp16=MOST_TOP)
+    """The exponent that numbers stay below. Integers stand in the low bits, so 2**24 * scale must
+    be below 2**16, and with it a number below levels * 2**-8."""
+    of_integers = int(fmt.facts.levels).bit_length() - 9
+    return fmt.pick(integers=of_integers, e4m3=MOST_TOP, bf16=MOST_TOP, fp16=MOST_TOP)
 
 
 def _make_put_unit(fmt, order):
