@@ -38,7 +38,7 @@ from ...device.ptx import (
     store_shared_f32,
     store_shared_u32x4,
 )
-from ..spec import FRAGMENT, SLICES
+from .spec import FRAGMENT, SLICES
 
 # by codec, what codes are too small by (device/codes.py)
 FACTORS = {"int4": 2.0**24, "int8": 2.0**24, "fp8": 2.0**8, FP8_DS_MLA: 2.0**8}

@@ -39,8 +39,8 @@ from ...device.ptx import (
     store_shared_f32x2,
 )
 from ...device.row_layout import UNIT
-from ..spec import FRAGMENT, SLICES, TILE
 from .queries import factor_of
+from .spec import FRAGMENT, SLICES, TILE
 
 PAIRS = TILE // 16  # MMAs along a tile
 HEADERS = 2 * PAIRS  # words of a header's fragments

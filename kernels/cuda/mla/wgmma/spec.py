@@ -8,7 +8,8 @@ from typing import ClassVar
 from kvquant.rows.format import FP8_DS_MLA, RowFormat
 
 from ...runtime.spec import Spec
-from ..spec import MLA, MlaSpec
+from ..mma.spec import MlaSpec
+from ..spec import MLA
 
 COLUMNS = TOKENS = 64  # of a block: M of its products; of a tile
 STAGES = 2  # tiles in shared memory
