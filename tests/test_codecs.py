@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from example_plan import example_plan
-from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.vllm.rows import Settings
 from made_up_codec import INT5
 
@@ -45,6 +44,7 @@ from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.decode.spec import Path as SegmentPath
 from kvquant.kernels.cuda.dequantize.launch import DequantizeSpec
 from kvquant.kernels.cuda.mla.spec import MlaSpec
+from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.prefix.spec import PrefixSpec
 from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.kernels.cuda.runtime.spec import Spec

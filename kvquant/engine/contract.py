@@ -12,8 +12,8 @@ whatever moves pages moves rows: prefix caches, swapping, connectors.
     then, in that layer      queries, K, V, pages, the Step        step.attend: the output
 
 The tokens of a step lie one behind another, those of a sequence together. Decoding sequences come
-first; the first sequence with more new tokens than `most_queries`, or without a past, begins the
-prompts:
+first. The first sequence that has more new tokens than `most_queries`, or several and no past,
+begins the prompts:
 
     sequence    0    1    2                3                   starts    0 1 2 6 9
     token       a    b    c0  c1  c2  c3   d0  d1  d2
@@ -28,7 +28,7 @@ prompts:
             token with a negative one is not written
 
 All tensors are on the layer's device, unless it is said that they are on the CPU. Nothing is read
-from the device, so all but describe_step may be part of a CUDA graph.
+from the device. A CUDA graph may hold append and attend for a Step without prompts.
 """
 
 from __future__ import annotations

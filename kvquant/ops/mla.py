@@ -386,7 +386,7 @@ def check_kernels(formats: Sequence[LatentFormat], query: str = "bf16") -> None:
 
 @functools.cache
 def _check_kernel(fmt: LatentFormat, query: str) -> None:
-    from ..kernels.cuda.mla.spec import MlaSpec
+    from ..kernels.cuda.mla.mma.spec import MlaSpec
 
     MlaSpec(*fmt.parts, query)
 

@@ -23,7 +23,7 @@ from kvquant.bench.cases import (
 from kvquant.cache.warmup import kernels_of
 from kvquant.errors import ConfigError
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
-from kvquant.kernels.cuda.mla.spec import MlaSpec
+from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime.launch import GPUS
 

@@ -2,7 +2,7 @@
 
 unit      the columns of a block, of a sequence; cut into splits where the GPU has room for more
 plan      teams and stages: the most that shared memory and the kernel's registers allow, of
-          spec.SHAPES; splits: see splits_of. More columns than NARROW take the kernel for many
+          mma/spec.SHAPES; splits: see splits_of. More columns than NARROW take the kernel for many
           heads where there is one (Hopper), unless contexts are short: see wide_splits_of
 parts     the splits of all segments, whose results lie side by side; a single one is the result
 prefix    that sequences share: one more segment, of one sequence, whose columns are those of all
@@ -27,7 +27,8 @@ from ..decode.arrange import arrange_in_order, counts_of, pack_counts, packed_st
 from ..device.row_layout import UNIT
 from ..runtime.launch import GPU, OVERLAPS, Launch, Rehearsed, cached_launch, gpu_of, kernel_of
 from ..runtime.tensors import Tensors, aligned_copy, facts_of, is_readable, strides
-from .spec import MOST_AHEAD, MOST_PARTS, REGISTERS, ROWS, TILE, MlaCombineSpec, MlaSpec, shapes_of
+from .mma.spec import ROWS, TILE, MlaSpec, shapes_of
+from .spec import MOST_AHEAD, MOST_PARTS, REGISTERS, MlaCombineSpec
 from .wgmma.spec import COLUMNS, TOKENS, WideMlaSpec, is_wide
 
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}

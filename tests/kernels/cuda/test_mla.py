@@ -31,7 +31,8 @@ from kvquant import LatentFormat, LatentKVCache, LatentPagedBatch, LatentPagedKV
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
-from kvquant.kernels.cuda.mla.spec import MlaCombineSpec, MlaSpec, shapes_of
+from kvquant.kernels.cuda.mla.mma.spec import MlaSpec, shapes_of
+from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec

@@ -17,7 +17,7 @@ import pytest
 
 from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec, Side
 from kvquant.kernels.cuda.dequantize.launch import DequantizeSpec
-from kvquant.kernels.cuda.mla.spec import MlaSpec
+from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.prefix.spec import CombineSpec
 from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
 from kvquant.kernels.cuda.runtime.spec import layout_of

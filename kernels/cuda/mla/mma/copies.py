@@ -15,7 +15,7 @@ from ...decode.copies import slot_in_ring
 from ...device.jit import device_function
 from ...device.ptx import copy_16, load_global_u32
 from ...device.row_layout import UNIT
-from ..spec import SLICES, TILE
+from .spec import SLICES, TILE
 
 THREADS = 32 * SLICES
 

@@ -52,7 +52,6 @@ from ...device.ptx import (
     wait_copies,
     word_from_lane,
 )
-from ..spec import SLICES, TILE
 from ..work import (
     count,
     make_find_places,
@@ -67,6 +66,7 @@ from .copies import make_copy_tile, make_find_pages
 from .queries import make_load_queries
 from .scores import make_add_partials, make_own_scores, make_partial_scores
 from .softmax import LOWEST, first_limits, make_mask, make_softmax, meet
+from .spec import SLICES, TILE
 from .values import FIRST_POWER, make_accumulate, make_fit_scales, make_put_output, sums_of
 
 

@@ -34,7 +34,7 @@ from ...device.ptx import (
     store_shared_u32x4,
 )
 from ...device.row_layout import UNIT, factor_of, operand_of
-from ..spec import FRAGMENT, SLICES
+from .spec import FRAGMENT, SLICES
 
 
 class Part:

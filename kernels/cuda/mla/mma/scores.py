@@ -33,7 +33,7 @@ from ...device.ptx import (
     store_shared_f32x4,
 )
 from ...device.row_layout import UNIT, mmas_of, operand_of
-from ..spec import FRAGMENT, SLICES
+from .spec import FRAGMENT, SLICES
 
 LOW_HALVES = 0x5410
 TOGETHER = 2  # eights of tokens that are worked on at once

@@ -35,7 +35,7 @@ from ...device.ptx import (
     store_shared_u32x2,
 )
 from ...device.row_layout import operand_of
-from ..spec import FRAGMENT, SLICES, TILE
+from .spec import FRAGMENT, SLICES, TILE
 from .values import TOP, make_rescale
 
 LAZY = 4  # powers of two that a score may exceed the maximum by

@@ -38,7 +38,7 @@ from ...device.ptx import (
     store_shared_f32x2,
 )
 from ...device.row_layout import UNIT, factor_of, mmas_of, operand_of
-from ..spec import FRAGMENT, SLICES, TILE
+from .spec import FRAGMENT, SLICES, TILE
 
 PAIRS = TILE // 16  # MMAs along a tile
 HEADERS = 2 * PAIRS  # words of a header's fragments

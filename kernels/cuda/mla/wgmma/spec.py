@@ -9,7 +9,8 @@ from kvquant.rows.format import RowFormat
 
 from ...device.row_layout import operand_of
 from ...runtime.spec import Spec
-from ..spec import MLA, MlaSpec
+from ..mma.spec import MlaSpec
+from ..spec import MLA
 
 COLUMNS = TOKENS = 64  # of a block: M of its products; of a tile
 STAGES = 2  # tiles in shared memory

@@ -1,0 +1,182 @@
+"""What the kernel for few heads is compiled for, and its shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kvquant.errors import UnsupportedError
+from kvquant.rows.format import NAMES, RowFormat
+
+from ...device.row_layout import UNIT, mmas_of
+from ...runtime.spec import Spec
+from ..spec import MLA
+
+SLICES = 4  # warps of a team: each has a quarter of the latent elements
+TILE = 8 * SLICES  # tokens that a team works on at a time: eight for each warp's softmax
+ROWS = 16  # columns of an MMA: its M
+FRAGMENT = 512  # bytes of a fragment of 4 words a lane
+# teams and stages by the 16 columns of a team, the first that fits: an SM has registers for 3 teams
+# or 2; two stages leave rows on their way for half of the time only
+SHAPES = {
+    1: ((3, 5), (3, 4), (3, 3), (2, 4), (2, 3), (1, 5), (1, 4), (1, 3), (2, 2), (1, 2)),
+    2: ((2, 4), (2, 3), (2, 2), (1, 3), (1, 2)),
+}
+
+
+def _is_read(fmt: RowFormat, part: str) -> bool:
+    """Whether the kernel reads a part of rows: headers and codes are whole units of copies, the
+    codes of latents a quarter for each warp, and a group is as many elements as an MMA, or two."""
+    least = 2 * UNIT * (SLICES if part == "latents" else 1)
+    fits = not (fmt.header_bytes % UNIT or fmt.code_bytes % least)
+    return fits and not fmt.group_size % (16 * mmas_of(fmt))
+
+
+@dataclass(frozen=True)
+class MlaSpec(Spec):
+    """An MLA decode kernel.
+
+    Attributes:
+        latent, rope: the two parts of a row, side by side; both a multiple of 16 bytes long, as are
+            their headers.
+        query: "bf16" or "fp16", the codec of the queries and of out.
+        run: rows that lie in one run of memory at least: the page size, or TILE.
+        place: how rows are found: "linear", "ring", "slots" (a ring, or sinks alone, in a sequence
+            slot) or "paged".
+        teams: teams of SLICES warps in a block, each with a ring and tiles of its own.
+        stages: tiles in a team's ring.
+        blocks: 16 columns each that a team has; a column is a head of a query.
+        causal: whether a sequence may have several queries, those of its last tokens.
+        overlapped: whether the launch that combines the parts may begin, and wait for this one by
+            itself; sm_90 and newer.
+    """
+
+    latent: RowFormat
+    rope: RowFormat
+    query: str = "bf16"
+    run: int = TILE
+    place: str = "linear"
+    teams: int = 3
+    stages: int = 4
+    blocks: int = 1
+    causal: bool = False
+    overlapped: bool = False
+
+    arguments = MLA
+    kernel = "mla.mma.kernel.make_mla_kernel"
+
+    def __post_init__(self) -> None:
+        for part, fmt in (("latents", self.latent), ("RoPE parts", self.rope)):
+            if not _is_read(fmt, part):
+                others = (RowFormat.parse(name, fmt.head_dim) for name in NAMES)
+                names = [str(other) for other in others if _is_read(other, part)]
+                raise UnsupportedError(
+                    f"{fmt} {part} of {fmt.head_dim} elements have no CUDA kernel of MLA: use "
+                    f"{', '.join(names[:-1])} or {names[-1]} for them, or backend='reference'"
+                )
+            if fmt.codec == "bf16" and self.query == "fp16":
+                raise UnsupportedError(
+                    "bf16 rows with float16 queries have no CUDA kernel of MLA: make the queries "
+                    "bfloat16, or use backend='reference'"
+                )
+
+    @property
+    def warps(self) -> int:  # type: ignore[override]
+        """Warps of a block."""
+        return SLICES * self.teams
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of a block."""
+        return ROWS * self.blocks
+
+    @property
+    def behind(self) -> bool:
+        """Whether the latent part is FlashMLA's: codes, then float32 scales, without shifts."""
+        return self.latent.pick(scales=True, pairs=False, none=False)
+
+    @property
+    def header_at(self) -> int:
+        """Byte of a row at which the latent scales begin."""
+        return self.latent.code_bytes if self.behind else 0
+
+    @property
+    def has_shifts(self) -> bool:
+        """Whether the latent elements are more than codes times scales."""
+        return not (self.latent.is_exact or self.behind)
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether P heeds the largest scale: in fp16 P times scale must not overflow. FlashMLA's
+        float32 scales are brought to fp16's range instead (values.py)."""
+        return self.has_shifts
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.latent.row_bytes + self.rope.row_bytes
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a row in shared memory to the next: rows of a number of units that is a
+        multiple of 4 are padded by one, as in device/row_layout.py."""
+        return self.row_bytes + UNIT * (self.row_bytes // UNIT % 4 == 0)
+
+    @property
+    def stage_bytes(self) -> int:
+        """A tile of rows."""
+        return TILE * self.stride
+
+    @property
+    def query_bytes(self) -> int:
+        """What all teams read of the queries: of the latent part where they take too many
+        registers, of the RoPE part, and of the sums that shifts are multiplied by."""
+        latent = self.latent_steps * SLICES if self.blocks > 1 else 0
+        return FRAGMENT * self.blocks * (latent + self.rope_steps + 4)
+
+    @property
+    def latent_steps(self) -> int:
+        """MMAs along a warp's latent elements."""
+        return self.latent.head_dim // (16 * SLICES)
+
+    @property
+    def rope_steps(self) -> int:
+        """MMAs along the RoPE elements."""
+        return self.rope.head_dim // 16
+
+    @property
+    def exchange_bytes(self) -> int:
+        """What the warps of a team tell each other: partial scores, P, maxima, largest scales and
+        flags; before the first tile sums of the query over 8 groups."""
+        return self.blocks * (SLICES * SLICES * FRAGMENT + SLICES // 2 * FRAGMENT + 512) + 32
+
+    @property
+    def p_at(self) -> int:
+        """Byte of that at which P stands, behind the partial scores."""
+        return FRAGMENT * self.blocks * SLICES * SLICES
+
+    @property
+    def team_bytes(self) -> int:
+        """Shared memory of a team."""
+        return self.stages * self.stage_bytes + self.exchange_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """A team's output as it is combined; a column is padded by 16 bytes."""
+        return 4 * self.block_columns * (self.latent.head_dim + 4)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; over it all what is left to combine."""
+        combined = self.teams * self.output_bytes + 4 * self.teams * 8 * self.block_columns
+        return max(self.query_bytes + self.teams * self.team_bytes, combined)
+
+
+def shapes_of(spec: MlaSpec, most_shared: int) -> Iterator[MlaSpec]:
+    """The kernels with as many columns, teams and stages as shared memory allows, the best first;
+    not with more columns than the spec has."""
+    for blocks in range(spec.blocks, 0, -1):
+        for teams, stages in SHAPES[blocks]:
+            found = replace(spec, blocks=blocks, teams=teams, stages=stages)
+            if found.shared_bytes <= most_shared:
+                yield found
