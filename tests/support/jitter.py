@@ -2,16 +2,18 @@
 
 Libraries add up products in an order that depends on the processor (AMX, AVX-512, AVX2) and on the
 shapes. So last bits differ between machines, and on one machine between calls of unlike shapes.
-Here the results of torch's products and fused attention on the CPU move by as much: one element in
-16 by one unit in the last place where results have 16 bits, and every element by up to 3e-7 of its
-row's root mean square where they are float32. float64 is left alone: it is the reference.
+Here the results of torch's products, convolutions and fused attention on the CPU move by as much:
+one element in 16 by one unit in the last place where results have 16 bits, and every element by up
+to 3e-7 of its row's root mean square where they are float32. float64 is left alone: it is the
+reference.
 
 The movement depends on the operator, its shapes and the seed alone, so a call gives the same result
 each time, as on a real machine. A test that fails with a seed has a limit fitted to one processor,
 or compares what two machines need not agree on.
 
 torch's CPU kernels themselves are replaced, so every way to a product is covered: `@`, linear,
-einsum, torch.compile with inductor. Processes that a test starts are not.
+einsum, SDPA, calls of torch.compile's graphs (tests/test_jitter.py). Not covered are the sums that
+inductor writes itself (a matrix times a vector), numba's kernels, and processes that a test starts.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from typing import Any
 import torch
 
 FLOAT32 = 3e-7  # of the root mean square of a row
-PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm")
-IN_PLACE = tuple(f"{name}_" for name in PRODUCTS if name.startswith(("add", "badd")))
+SUMS = ("addmm", "addmv", "baddbmm", "addbmm")  # of a tensor and a product
+PRODUCTS = ("mm", "bmm", "mv", "dot", *SUMS, "_addmm_activation")
+IN_PLACE = tuple(f"{name}_" for name in SUMS)
 WITH_OUT = tuple(f"{name}.out" for name in PRODUCTS)
-ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu",)
+OTHERS = ("convolution", "_scaled_dot_product_flash_attention_for_cpu")
 
 
 def replace_kernels(seed: int) -> torch.library.Library:
@@ -44,7 +47,7 @@ def replace_kernels(seed: int) -> torch.library.Library:
         (True, True)
     """
     library = torch.library.Library("aten", "IMPL")
-    for name in (*PRODUCTS, *IN_PLACE, *WITH_OUT, *ATTENTION):
+    for name in (*PRODUCTS, *IN_PLACE, *WITH_OUT, *OTHERS):
         _replace(library, name, seed)
     return library
 
