@@ -3,6 +3,7 @@
 #   make test   the tests but for the slow ones (tests/README.md); they need compilers, but no GPU
 # and `make test-vllm` those of kvquant/engine/, vllm/ and lmcache/ in vLLM's CPU build (Python 3.11),
 # `make test-transformers` those of kvquant/hf/ with the oldest transformers that is supported.
+# `make test-jitter` those of models and caches with products as another processor would round them.
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
 # in .venv that names this folder, so changes take effect at once, new files too. After a change of
 # pyproject.toml make installs again.
@@ -17,13 +18,20 @@ INSTALL := .ci/install.py
 # new one and offer the same entry points; uninstalled later it would take the command with it.
 FORGET_OLD_NAME := python -m pip uninstall -qq --yes kvquant && rm -rf kvquant.egg-info
 
-.PHONY: demo test test-vllm test-transformers check clean
+# The commit gives the seed, and make prints it; `make test-jitter SEED=5` gives another one.
+SEED = $(shell printf %d 0x$$(git rev-parse --short=7 HEAD))
+
+.PHONY: demo test test-jitter test-vllm test-transformers check clean
 
 demo: $(STAMP)
 	$(BIN)/kvquant demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup --durations 15
+
+test-jitter: $(STAMP)
+	$(BIN)/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadgroup --durations 15 \
+		tests/hf tests/cache tests/paged tests/calibration
 
 # One process: an engine takes all cores, and vLLM is slow to import.
 test-vllm: $(VLLM_STAMP)

@@ -11,9 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvquant import QuantizedCache, load_cache, save_cache
 
 HERE = Path(__file__).parent
-model = AutoModelForCausalLM.from_pretrained(HERE / "llama-demo-5m", attn_implementation="kvquant")
+# in float32: of 16-bit logits two are often the largest, and a process may choose the other one
+OPTIONS = {"attn_implementation": "kvquant", "dtype": torch.float32}
+model = AutoModelForCausalLM.from_pretrained(HERE / "llama-demo-5m", **OPTIONS)
 tokenizer = AutoTokenizer.from_pretrained(HERE / "llama-demo-5m")
 TEXT = " ".join((HERE / "unseen.txt").read_text(encoding="utf-8").split()[:300])
+QUESTION = " In the"
 PROMPT = tokenizer(TEXT, return_tensors="pt").input_ids
 
 
@@ -27,7 +30,7 @@ def ask(question: str, cache: QuantizedCache) -> str:
 def go_on(path: str) -> None:
     """In the new process; the cache grows as it did."""
     kv = load_cache(path, model=model.config.to_dict())
-    print("from the file:", ask(" In the same year", QuantizedCache(kv)))
+    print("from the file:", ask(QUESTION, QuantizedCache(kv)))
 
 
 def main() -> None:
@@ -39,7 +42,7 @@ def main() -> None:
         path = str(Path(folder) / "prompt.safetensors")
         save_cache(cache.kv, path, model=model.config.to_dict())
         print(f"{PROMPT.shape[1]} tokens in {Path(path).stat().st_size} bytes")
-        print("in memory:", ask(" In the same year", cache), flush=True)
+        print("in memory:", ask(QUESTION, cache), flush=True)
         done = subprocess.run(
             [sys.executable, __file__, path], check=True, capture_output=True, text=True
         )

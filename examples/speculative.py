@@ -2,17 +2,20 @@
 
 from pathlib import Path
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvquant import QuantizedCache
 
-TEXT = "The ship was built in 1862. The ship was armed in 1863. The ship was"
+TEXT = "The city of Manila was built in 1888. The city of Manila"
 
 
 def main() -> None:
     """Continue a text token by token, and with drafts: the same tokens in fewer calls."""
     folder = Path(__file__).parent / "llama-demo-5m"
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvquant")
+    # in float32: of 16-bit logits two are often the largest, and drafts may choose the other one
+    options = {"attn_implementation": "kvquant", "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer(TEXT, return_tensors="pt")
     calls = []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from example_plan import example_plan
-from kvquant.vllm.rows import Settings
+from kvquant.engine.rows import Settings
 from made_up_codec import INT5
 
 from kvquant import (

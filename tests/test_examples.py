@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,18 +40,42 @@ def test_generate_hf_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert took < in_16_bit
 
 
+def check_surely(prompt: str, new_tokens: int, *, question: str = "", **rows: Any) -> None:
+    """Check that the demo model in float32 goes on from these words alike on any processor."""
+    from hf_cases import WITH_LOGITS, sure_text
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvquant import QuantizedCache
+
+    folder = EXAMPLES / "llama-demo-5m"
+    options = {"attn_implementation": "kvquant", "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids, more = (tokenizer(x, return_tensors="pt").input_ids.long() for x in (prompt, question))
+    cache = QuantizedCache(model, **rows)
+    if question:  # the prompt is read before it
+        with torch.no_grad():
+            model(ids, **cache.argument, logits_to_keep=1)
+    given = {"max_new_tokens": new_tokens, **cache.argument, **WITH_LOGITS}
+    sure_text(model.generate(torch.cat([ids, more], dim=1), **given))
+
+
 @pytest.mark.extra("hf")
 def test_batch_decode_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / "batch_decode.py"), run_name="__main__")
+    found = runpy.run_path(str(EXAMPLES / "batch_decode.py"), run_name="__main__")
     *_, short, _, alone = capsys.readouterr().out.strip().splitlines()
-    assert short == alone and "Nero" in alone
+    check_surely(found["PROMPTS"][1], 16, k_format="int8", v_format="int8")
+    assert short == alone and found["PROMPTS"][1] in alone
 
 
 @pytest.mark.extra("hf")
 @pytest.mark.slow
 def test_prompt_cache_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / "prompt_cache.py"))["main"]()
+    found = runpy.run_path(str(EXAMPLES / "prompt_cache.py"))
+    found["main"]()
     counts, memory, file = capsys.readouterr().out.strip().splitlines()
+    rows = {"k_format": "int4-g4", "v_format": "int4-g4"}
+    check_surely(found["TEXT"], 16, question=found["QUESTION"], **rows)
     assert " tokens in " in counts
     assert memory.removeprefix("in memory: ") == file.removeprefix("from the file: ")
 
@@ -58,7 +83,8 @@ def test_prompt_cache_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.extra("hf")
 @pytest.mark.slow
 def test_speculative_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / "speculative.py"), run_name="__main__")
+    example = runpy.run_path(str(EXAMPLES / "speculative.py"), run_name="__main__")
+    check_surely(example["TEXT"], 40, k_format="int8", v_format="int8")
     found = [line.split(": ", 1) for line in capsys.readouterr().out.strip().splitlines()]
     (alone, text), (drafted, same) = found
     assert text == same

@@ -12,7 +12,18 @@ from kvquant import load_cache, save_cache
 from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, GEMMA3N, SHAPE, SHARING, caching, random_module, tiny, tokens  # noqa: E402
+from hf_cases import (  # noqa: E402
+    FP16,
+    GEMMA3N,
+    SHAPE,
+    SHARING,
+    WITH_LOGITS,
+    assert_answers,
+    caching,
+    random_module,
+    tiny,
+    tokens,
+)
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
@@ -79,15 +90,14 @@ def test_layers_may_share_the_keys_of_a_layer_of_transformers() -> None:
     """Gemma 4 as it is by default: layers that see all tokens have rows of 512 elements."""
     own = tiny("Gemma4Text", **SHARING, global_head_dim=512)
     ids = tokens(2, 25)
-    wanted = own.model.generate(ids, max_new_tokens=6, do_sample=False)
     own.model.set_attn_implementation("kvquant")
     cache = QuantizedCache(own.model, **FP16)
     *_, kept, third, last = cache.describe().splitlines()
     assert kept.startswith("layer 1: DynamicLayer of transformers")
     assert third == "layer 2: the rows of another layer"
     assert last == "layer 3: the keys of another layer, of transformers"
-    found = own.model.generate(ids, **caching(cache), max_new_tokens=6, do_sample=False)
-    assert torch.equal(found, wanted)
+    options = {"max_new_tokens": 6, "do_sample": False} | WITH_LOGITS
+    assert_answers(own.model, own.model.generate(ids, **caching(cache), **options))
     cache, plain = QuantizedCache(own.model, **FP16), transformers.DynamicCache(config=own.config)
     for text in (ids, ids[:, :1], ids[:, 1:2]):
         got, expected = (run(own.model, one, text) for one in (cache, plain))
@@ -99,8 +109,9 @@ def test_beams_are_those_of_transformers(model: Any) -> None:
     mask = torch.ones_like(text)
     mask[0, :4] = 0
     options = {"attention_mask": mask, "num_beams": 2, "max_new_tokens": 5, "do_sample": False}
-    got = model.generate(text, **caching(QuantizedCache(model, **FP16)), **options)
-    assert torch.equal(got, model.generate(text, **options))
+    given = options | caching(QuantizedCache(model, **FP16)) | WITH_LOGITS
+    found = model.generate(text, **given)
+    assert_answers(model, found, mask, TOLERANCE * float(found.logits[0].std()))
 
 
 @pytest.mark.parametrize("is_beside", [False, True], ids=["layers", "beside rows"])
@@ -188,12 +199,12 @@ def test_drafts_are_cropped_from_states_that_can_be() -> None:
         pytest.skip("older transformers drafts for no hybrid")
     lfm2.generation_config.eos_token_id = None
     text = prompt()[:1].repeat(1, 3)
-    options = {"max_new_tokens": 12, "do_sample": False}
-    wanted = lfm2.generate(text, **options)
+    options = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 4}
     lfm2.set_attn_implementation("kvquant")
     cache = QuantizedCache(lfm2, **FP16)
-    got = lfm2.generate(text, **cache.argument, prompt_lookup_num_tokens=4, **options)
-    assert torch.equal(got, wanted) and cache.get_seq_length() == wanted.shape[1] - 1
+    found = lfm2.generate(text, **cache.argument, **options, **WITH_LOGITS)
+    ids = assert_answers(lfm2, found, tolerance=TOLERANCE * float(found.logits[0].std()))
+    assert cache.get_seq_length() == ids.shape[1] - 1
 
 
 @pytest.mark.parametrize("kind", [HYBRID_KIND, "lfm2", "llama4_text"])

@@ -14,7 +14,16 @@ from kvquant import debug, load_cache, save_cache
 from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import GEMMA3N, SHARING, TOLERANCE, caching, tiny, tokens  # noqa: E402
+from hf_cases import (  # noqa: E402
+    GEMMA3N,
+    SHARING,
+    TOLERANCE,
+    WITH_LOGITS,
+    assert_answers,
+    caching,
+    tiny,
+    tokens,
+)
 
 from kvquant.hf import attention as hf_attention  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
@@ -80,14 +89,12 @@ def test_generate_with_left_padding_gives_what_each_prompt_alone_gets(
 ) -> None:
     options = OPTIONS | ({case: {"num_beams": 3, "prefill_chunk_size": 7}[case]} if case else {})
     past = QuantizedCache(model, **ROWS)
-    given = model.generate(**padded(prompts(), left=True), **caching(past), **options)
+    batch = padded(prompts(), left=True)
+    given = model.generate(**batch, **caching(past), **options, **WITH_LOGITS)
     assert past.kv is not None and past.get_seq_length() == 31
     beams = 3 if case == "num_beams" else 1
     assert past.kv.seq_lens.view(3, beams)[:, 0].tolist() == [n + 7 for n in LENS]
-    for text, found in zip(prompts(), given, strict=True):
-        alone = QuantizedCache(model, **ROWS)
-        wanted = model.generate(text[None], **caching(alone), **options)
-        assert found[-8:].tolist() == wanted[0, -8:].tolist()
+    assert_answers(model, given, batch["attention_mask"])
 
 
 @torch.no_grad()
@@ -140,11 +147,9 @@ def test_positions_that_attention_is_not_shown_are_seen_at_the_decoder(is_copy: 
     own.set_attn_implementation("kvquant")
     past = QuantizedCache(own, **ROWS)
     past = copy.deepcopy(past) if is_copy else past
-    found = own.generate(**padded(prompts(), left=True), **caching(past), **OPTIONS)
-    for text, row in zip(prompts(), found, strict=True):
-        alone = QuantizedCache(own, **ROWS)
-        wanted = own.generate(text[None], **caching(alone), **OPTIONS)
-        assert row[-8:].tolist() == wanted[0, -8:].tolist()
+    batch = padded(prompts(), left=True)
+    found = own.generate(**batch, **caching(past), **OPTIONS, **WITH_LOGITS)
+    assert_answers(own, found, batch["attention_mask"])
     with torch.no_grad(), pytest.raises(ConfigError, match="go on from other positions"):
         own(tokens(3, 1), **caching(past), position_ids=torch.full((3, 1), 31))
     assert past.kv is not None and past.kv.seq_lens.tolist() == [n + 7 for n in LENS]
@@ -190,12 +195,8 @@ def test_a_padded_conversation_goes_on(model: Any) -> None:
     ids = torch.cat([answers, second["input_ids"]], dim=1)
     ones = torch.ones(3, 8, dtype=torch.int64)
     mask = torch.cat([first["attention_mask"], ones, second["attention_mask"]], dim=1)
-    given = model.generate(ids, attention_mask=mask, **caching(past), **OPTIONS)
-    for b, text in enumerate(prompts()):
-        whole = torch.cat([text, answers[b, -8:], turns[b]])
-        alone = QuantizedCache(model, **ROWS)
-        wanted = model.generate(whole[None], **caching(alone), **OPTIONS)
-        assert given[b, -8:].tolist() == wanted[0, -8:].tolist()
+    given = model.generate(ids, attention_mask=mask, **caching(past), **OPTIONS, **WITH_LOGITS)
+    assert_answers(model, given, mask)
 
 
 def test_a_padded_cache_goes_on_from_a_file(llama: Any, tmp_path: Path) -> None:

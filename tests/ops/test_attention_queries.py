@@ -139,6 +139,8 @@ def test_drafted_tokens_are_attended_as_token_by_token(
     if kind is not None:
         matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
         bases = [LayerBasis(*(Basis(torch.randn(HEADS, 64), kind, matrix) for _ in "kv"))]
+    # products with a matrix may differ in their last bits, and then a stored bfloat16 by one unit
+    limit = 2**-8 if kind == "matrix" else LIMIT
     kept: dict[str, Any] = {"sink_len": 2, "recent_len": 8, "rollback_len": 0}
     cache = KVCache(1, 3, HEADS, 64, 100, bases=bases, **kept)
     k, v = torch.randn(2, 3, HEADS, 40, 64)
@@ -155,8 +157,8 @@ def test_drafted_tokens_are_attended_as_token_by_token(
         one = other.attend(0, q[:, i], return_lse=True)
         for b, count in enumerate(counts):
             if count:
-                assert relative_l2(out[b, i], one[0][b]) < LIMIT
-                torch.testing.assert_close(lse[b, i], one[1][b], rtol=1e-5, atol=1e-5)
+                assert relative_l2(out[b, i], one[0][b]) < limit
+                torch.testing.assert_close(lse[b, i], one[1][b], rtol=1e-5, atol=limit)
             else:
                 assert not out[b, i].any() and bool((lse[b, i] == -torch.inf).all())
 

@@ -157,6 +157,86 @@ def caching(cache: Any) -> dict[str, Any]:
     return {ARGUMENT: cache}
 
 
+# of generate: its answers come with the logits of which each token was chosen
+WITH_LOGITS: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+
+
+@torch.no_grad()
+def assert_answers(
+    model: Any, found: Any, mask: torch.Tensor | None = None, tolerance: float = 4 * TOLERANCE
+) -> torch.Tensor:
+    """Compare the logits of which generate chose its tokens with those of the model without a
+    cache, which reads each text alone, in one call.
+
+    No text is compared with another one: where two tokens are as likely but for a rounding, either
+    may come, and the text goes on otherwise.
+
+    Args:
+        found: of generate with WITH_LOGITS, by any search.
+        mask: the prompts' attention_mask, [sequences, tokens]; left out: no padding.
+        tolerance: of logits. Those of 4 layers move by 7e-3 where all rows are rounded to fp16.
+
+    Returns:
+        The texts as generate gives them.
+    """
+    ids: torch.Tensor = found.sequences
+    logits, steps = _logits_of(found), len(found.logits)
+    prompt = ids.shape[1] - steps
+    mask = torch.ones_like(ids[:, :prompt]) if mask is None else mask
+    seen = torch.nn.functional.pad(mask, (0, steps), value=1).bool()
+    for b, text in enumerate(ids):
+        wanted = model(text[None, seen[b]][:, :-1], use_cache=False).logits[0, -steps:]
+        torch.testing.assert_close(logits[b], wanted, atol=tolerance, rtol=0)
+    return ids
+
+
+def sure_text(found: Any) -> torch.Tensor:
+    """Assert that a text of float32 logits is the same on any processor and with fp16 rows.
+
+    Args:
+        found: of greedy generate with WITH_LOGITS.
+
+    Returns:
+        The text, [sequences, tokens].
+    """
+    for logits in found.logits:
+        first, second = logits.topk(2).values.unbind(-1)
+        assert float((first - second).min()) > 10 * TOLERANCE, "give a prompt that goes on surely"
+    ids: torch.Tensor = found.sequences
+    return ids
+
+
+def assert_likeliest(logits: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Assert that these tokens, [batch], are the likeliest, or as likely but for roundings."""
+    lacking = logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]
+    assert float(lacking.max()) < 8 * TOLERANCE  # twice that of assert_answers
+
+
+def assert_alike(one: Any, other: Any, limit: float = TOLERANCE) -> None:
+    """Compare the logits of two calls of generate with WITH_LOGITS, of a sequence up to where its
+    tokens differ: where logits tie, that takes no more than a rounding.
+
+    Args:
+        limit: of |one - other| / |one|, of the logits of a step.
+    """
+    ours, theirs = _logits_of(one), _logits_of(other)
+    steps = ours.shape[1]
+    same = (one.sequences == other.sequences)[:, -steps:].long().cumprod(1).bool()
+    for i in range(steps):
+        known = same[:, i - 1] if i else torch.ones_like(same[:, 0])
+        error = (ours - theirs)[known, i].norm() / ours[known, i].norm().clamp(min=1e-30)
+        assert error < limit, f"step {i}: {error}"
+
+
+def _logits_of(found: Any) -> torch.Tensor:
+    """Of each token that generate has chosen, [sequences, tokens, vocabulary]."""
+    logits = torch.stack(found.logits, dim=1)
+    beams = getattr(found, "beam_indices", None)
+    if beams is None:
+        return logits
+    return logits[beams, torch.arange(logits.shape[1])]  # the sequence that a token went on
+
+
 def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
 

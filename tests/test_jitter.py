@@ -1,0 +1,120 @@
+"""`pytest --jitter` reaches every way to a product (10 s)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from jitter import replace_kernels
+from torch.nn.functional import conv1d, linear, scaled_dot_product_attention
+
+# of two square matrices a and b, and a third one c
+WAYS: dict[str, Callable[[Any, Any, Any], torch.Tensor]] = {
+    "@": lambda a, b, c: a @ b,
+    "@ of a vector": lambda a, b, c: a @ b[0],
+    "@ of batches": lambda a, b, c: a.expand(2, -1, -1) @ b.expand(2, -1, -1),
+    "Tensor.matmul": lambda a, b, c: a.matmul(b),
+    "matmul, out": lambda a, b, c: torch.matmul(a, b, out=torch.zeros_like(a)),
+    "mm": lambda a, b, c: torch.mm(a, b),
+    "bmm": lambda a, b, c: torch.bmm(a[None], b[None]),
+    "einsum": lambda a, b, c: torch.einsum("ij,jk->ik", a, b),
+    "addmm": lambda a, b, c: torch.addmm(c, a, b),
+    "addmm_": lambda a, b, c: c.clone().addmm_(a, b),
+    "addmv": lambda a, b, c: torch.addmv(c[0], a, b[0]),
+    "baddbmm": lambda a, b, c: torch.baddbmm(c[None], a[None], b[None]),
+    "addbmm": lambda a, b, c: torch.addbmm(c, a[None], b[None]),
+    "_addmm_activation": lambda a, b, c: torch._addmm_activation(c[0], a, b),
+    "linear": lambda a, b, c: linear(a, b),
+    "linear of 3 axes": lambda a, b, c: linear(a[None], b),
+    "linear with a bias": lambda a, b, c: linear(a, b, c[0]),
+    "linear of 3 axes with a bias": lambda a, b, c: linear(a[None], b, c[0]),
+    "convolution": lambda a, b, c: conv1d(a, b[:, :, None]),
+    "SDPA": lambda a, b, c: scaled_dot_product_attention(*(x[None, None] for x in (a, b, c))),
+    "causal SDPA of 3 axes": lambda a, b, c: scaled_dot_product_attention(
+        a[None], b[None], c[None], is_causal=True
+    ),
+    "SDPA with a mask": lambda a, b, c: scaled_dot_product_attention(
+        *(x[None, None] for x in (a, b, c)), attn_mask=c > -1
+    ),
+}
+# torch computes SDPA of 3 axes in float32: of 16-bit results few see what moves there
+CASES = [
+    (way, dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for way in WAYS
+    if dtype == torch.float32 or way != "causal SDPA of 3 axes"
+]
+PRODUCTS = ("@", "@ of batches", "Tensor.matmul", "mm", "bmm", "einsum", "linear")
+SIZE = 64
+
+
+@contextmanager
+def jitter(seed: int) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that its kernels are replaced
+        library = replace_kernels(seed)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def matrices(dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.randn(SIZE, SIZE).to(dtype) for _ in range(3)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("way", "dtype"), CASES)
+def test_each_way_to_a_product_moves_by_a_rounding(way: str, dtype: torch.dtype) -> None:
+    given = matrices(dtype)
+    before = WAYS[way](*given)
+    with jitter(5):
+        found, again = WAYS[way](*given), WAYS[way](*given)
+    with jitter(6):
+        other = WAYS[way](*given)
+    assert torch.equal(found, again) and torch.equal(WAYS[way](*given), before)
+    assert not torch.equal(found, before) and not torch.equal(found, other)
+    # a unit in the last place is eps of an element at most; of float32 see FLOAT32, and SDPA's
+    # softmax of scores up to 40 moves by as much
+    limit = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, before, rtol=limit, atol=limit)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+def test_products_in_float64_do_not_move(way: str) -> None:
+    given = matrices(torch.float64)
+    before = WAYS[way](*given)
+    with jitter(5):
+        assert torch.equal(WAYS[way](*given), before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", PRODUCTS)
+def test_a_permutation_is_exact(way: str, dtype: torch.dtype) -> None:
+    """Each sum has one product that is not 0: no order of it changes a bit."""
+    a, _, c = matrices(dtype)
+    turn = torch.eye(SIZE)[torch.randperm(SIZE)].to(dtype)
+    for given in ((a, turn, c), (turn, a, c)):
+        before = WAYS[way](*given)
+        with jitter(5):
+            assert torch.equal(WAYS[way](*given), before)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own code
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["@", "bmm", "einsum", "addmm", "linear of 3 axes", "SDPA"])
+def test_products_that_inductor_calls_move(way: str, dtype: torch.dtype) -> None:
+    given = matrices(dtype)
+    compiled = torch.compile(lambda *given: WAYS[way](*given) + 1, fullgraph=True)
+    before = compiled(*given)
+    with jitter(5):
+        assert not torch.equal(compiled(*given), before)
+    torch._dynamo.reset()
