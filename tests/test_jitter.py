@@ -38,7 +38,7 @@ WAYS: dict[str, Callable[[Any, Any, Any], torch.Tensor]] = {
         a[None], b[None], c[None], is_causal=True
     ),
     "SDPA with a mask": lambda a, b, c: scaled_dot_product_attention(
-        *(x[None, None] for x in (a, b, c)), attn_mask=c > -1
+        a[None, None], b[None, None], c[None, None], attn_mask=c > -1
     ),
 }
 # torch computes SDPA of 3 axes in float32: of 16-bit results few see what moves there

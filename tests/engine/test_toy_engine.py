@@ -148,7 +148,8 @@ class Engine:
 
         A request that lacks a page takes those of the last one that has some, which begins anew.
         """
-        left, found = self.budget, []
+        left = self.budget
+        found: list[tuple[Request, int]] = []
         for request in sorted(running, key=lambda one: (one.rows == 0, len(one.ids) - one.rows)):
             count = min(left, len(request.ids) - request.rows)
             need = -(-(request.rows + count) // self.page_size) - len(request.pages)

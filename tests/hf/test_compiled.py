@@ -163,7 +163,7 @@ def test_generate_on_cuda_replays_a_cuda_graph(
         cache.check()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert not counters["inductor"]["cudagraph_skips"]
-    assert_alike(*found, limit=5e-2)
+    assert_alike(found[0], found[1], limit=5e-2)
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_generate_compiles_by_inductor(llama: Any) -> None:
         found.append(llama.generate(**given, **OPTIONS))
         cache.check()
     del llama._compiled_call
-    assert_alike(*found, limit=0.02)  # last bits move a few int4 codes
+    assert_alike(found[0], found[1], limit=0.02)  # last bits move a few int4 codes
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -374,7 +374,7 @@ def test_compiled_attention_that_is_not_ours_is_noticed_in_the_call(columns: int
     cache = QuantizedCache(own, **ROWS)
     own(batch[:, :9], **caching(cache))
     own.set_attn_implementation("sdpa")
-    call = torch.compile(own.forward, backend="eager")
+    call: Any = torch.compile(own.forward, backend="eager")
     with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
         call(batch[:, 9 : 9 + columns], **caching(cache))
     assert cache.get_seq_length() == 9 and not cache.is_open
@@ -387,7 +387,7 @@ def test_chunks_of_one_column_of_a_prompt_are_no_steps() -> None:
     own, found = model_of("Llama"), []
     for compiled in (False, True):
         cache, batch = QuantizedCache(own, **ROWS), text(True)
-        call = torch.compile(own.forward, backend="eager") if compiled else own
+        call: Any = torch.compile(own.forward, backend="eager") if compiled else own
         for column in range(24):
             place = slice(column, column + 1)
             out = call(

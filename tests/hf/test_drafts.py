@@ -24,7 +24,7 @@ from hf_cases import (  # noqa: E402
     SHARING,
     TOLERANCE,
     caching,
-    random_model,
+    random_module,
     tiny,
     tokens,
 )
@@ -100,7 +100,7 @@ def state(past: QuantizedCache) -> list[Any]:
 
 
 LOOKED_UP, ASSISTED = "prompt_lookup_num_tokens", "assistant_model"
-TURNS = [(family, LOOKED_UP, 5, 64) for family in FAMILIES]
+TURNS: list[tuple[str, str, int, int | None]] = [(family, LOOKED_UP, 5, 64) for family in FAMILIES]
 TURNS += [("Llama", LOOKED_UP, 0, None), ("Llama", ASSISTED, 0, 64), ("Mistral", ASSISTED, 5, None)]
 
 
@@ -176,7 +176,7 @@ def test_second_turns_that_cannot_draft_are_told(llama: Any, room: int | None) -
 @pytest.mark.parametrize("kind", ["falcon", "bloom", "llama"])
 def test_models_that_attend_by_themselves_draft_in_a_second_turn(kind: str) -> None:
     """BLOOM is told no positions, and takes its ids without their name."""
-    own = random_model(kind, {}).model
+    own = random_module(kind, {})
     past = QuantizedCache(own, **FP16, dequantize=True)
     ids = (tokens(1, 8) % 90).repeat(1, 2)
     answer = own.generate(ids, **caching(past), **OPTIONS).sequences
@@ -189,7 +189,7 @@ def test_models_that_attend_by_themselves_draft_in_a_second_turn(kind: str) -> N
 
 
 def test_a_hybrid_drafts_in_a_second_turn() -> None:
-    lfm2 = random_model("lfm2", {"layer_types": ["conv", "full_attention"]}).model
+    lfm2 = random_module("lfm2", {"layer_types": ["conv", "full_attention"]})
     if lfm2._is_stateful:
         pytest.skip("older transformers drafts for no hybrid")
     lfm2.set_attn_implementation("kvquant")
