@@ -800,8 +800,8 @@ class QuantizedCache(Cache):
 
     def _refuse_shorter(self) -> NoReturn:
         raise ConfigError(
-            f"the text that came ends before the tokens of the cache do, which holds "
-            f"{self._past.length}: it is another one. {_ANOTHER}"
+            f"the text that came ends where the tokens of the cache do, or before: the cache holds "
+            f"{self._past.length}, and the text brings nothing new or is another one. {_ANOTHER}"
         )
 
     def _starts_by(self, told: torch.Tensor | None) -> list[int]:

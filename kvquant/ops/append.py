@@ -209,7 +209,7 @@ def write_rows(
         check()
         check = None
     if backend == "cuda":
-        return _append_cuda()(call, check, overlaps=placed, queries=queries)
+        return _append_cuda()(call, check=check, overlaps=placed, queries=queries)
     assert queries is None
     if backend == "reference":
         _write(call, backend)

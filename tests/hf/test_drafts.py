@@ -164,7 +164,7 @@ def test_second_turns_that_cannot_draft_are_told(llama: Any, room: int | None) -
     past = QuantizedCache(llama, **FP16, max_seq_len=room)
     text = first_turn(llama, past)
     short = {name: given[:, :9] for name, given in text.items()}
-    with pytest.raises(ConfigError, match="no new tokens came, and the cache holds 23"):
+    with pytest.raises(ConfigError, match="brings nothing new or is another one"):
         llama.generate(**short, **caching(past), **OPTIONS, **LOOKUP)
     with pytest.raises(ConfigError, match=r"hidden states of .* the cache holds 23 of them"):
         llama.generate(**text, **caching(past), **OPTIONS, **LOOKUP, output_hidden_states=True)

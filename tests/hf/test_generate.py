@@ -152,7 +152,9 @@ def test_a_cache_goes_on_with_its_own_text(model: Any) -> None:
     model.generate(ids, **cache.argument, **options)  # holds 12 tokens
     for other in (ids, ids[:, :4], ids[:, :6]):  # 6: one token is left behind the cut
         with pytest.raises(
-            ConfigError, match=r"ends before the tokens .*, which holds 12: .*reset\("
+            # before transformers 5.24 other ids come, which contradict the mask
+            ConfigError,
+            match=r"(the cache holds 12|of 12 in the cache).*reset\(",
         ):
             model.generate(other, **cache.argument, **options)
     assert cache.get_seq_length() == 12

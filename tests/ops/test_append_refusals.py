@@ -15,6 +15,7 @@ from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.kernels.cuda.append import launch as cuda_append
 from kvquant.kernels.cuda.dequantize import launch as cuda_dequantize
 from kvquant.ops import append as append_ops
+from kvquant.rows.call import AppendCall
 
 HEADS, PAGES, PAGE_SIZE = 2, 5, 7
 SEQ_SLOTS, EXACT_LEN = 3, 6
@@ -241,7 +242,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """Launches on CUDA, which take place nowhere: arguments and their check."""
     found: list[tuple[Any, Any]] = []
 
-    def launch(*args: Any, check: Any = None, overlaps: bool = False) -> None:
+    def launch(*args: Any, check: Any = None, **options: Any) -> None:
         found.append((args, check))
 
     monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")
@@ -253,8 +254,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
 
 def test_on_cuda_the_launcher_decides_whether_shapes_are_checked(launches: list[Any]) -> None:
     append_rows(**arguments())
-    args, check = launches.pop()
-    assert len(args) == len(inspect.signature(append_rows).parameters) - 1  # but for the backend
+    (call,), check = launches.pop()
+    assert isinstance(call, AppendCall)
     check()
     append_rows(**arguments() | slots_with(packed=[0]))
     with pytest.raises(ShapeError, match=r"slots.packed is \[1\]"):
@@ -282,8 +283,7 @@ def test_in_debug_mode_values_are_read_before_a_launch(
 
 def test_the_cuda_launchers_take_the_arguments_of_the_calls() -> None:
     parameters = list(inspect.signature(cuda_append.append).parameters)
-    of_call = list(inspect.signature(append_rows).parameters)[:-1]
-    assert parameters == [*of_call, "check", "overlaps"]
+    assert parameters == ["call", "check", "overlaps", "queries"]
     parameters = list(inspect.signature(cuda_dequantize.dequantize).parameters)
     assert parameters == ["rows", "fmt", "slots", "out", "check"]
 

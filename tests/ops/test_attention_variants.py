@@ -243,7 +243,7 @@ def test_a_cache_refuses_a_bias_that_is_too_short_where_it_knows_the_lengths(
     assert cache.layers[0].longest == 20
     q = torch.randn(2, 4, 64)
     cache.attend(0, q, variant=AttentionVariant(key_bias=torch.zeros(2, 9)))
-    monkeypatch.setattr(contiguous, "attend_segments", None)
+    monkeypatch.setattr(contiguous, "attend", None)
     short = AttentionVariant(key_bias=torch.zeros(2, 8))
     with pytest.raises(ShapeError, match=r"key_bias is \[2, 8\]: the longest sequence has 9 token"):
         cache.attend(0, q, variant=short)
