@@ -78,13 +78,15 @@ def _group_of(item: pytest.Item) -> str:
     return file
 
 
-EXTRAS = {"cuda": "numba_cuda", "hf": "transformers", "report": "matplotlib"}  # a module of each
+# the modules of each
+EXTRAS = {"cuda": ["numba_cuda"], "hf": ["transformers"], "report": ["matplotlib", "jinja2"]}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for name in (name for mark in item.iter_markers("extra") for name in mark.args):
-        if importlib.util.find_spec(EXTRAS[name]) is None:
-            pytest.skip(f"needs the {name} extra: {EXTRAS[name]} is not installed")
+        for module in EXTRAS[name]:
+            if importlib.util.find_spec(module) is None:
+                pytest.skip(f"needs the {name} extra: {module} is not installed")
     counts = [_count(*mark.args, **mark.kwargs) for mark in item.iter_markers("gpu")]
     if counts and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")

@@ -182,7 +182,11 @@ def save_cache(
         except OSError as error:
             new = path if len(shards) == 1 else index
             if new not in place.written:
-                raise
+                if not place.written:
+                    raise
+                cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+                told = "the cache was not saved, and what stood there before still counts"
+                raise named(cause, new, told) from error
             counts = found_at(path)
             told = "the new cache is whole, and counts"
             if counts != new:

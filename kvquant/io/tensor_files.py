@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from ..cache.memory import available_memory
 from ..errors import CheckpointError
-from .atomic import as_path
+from .atomic import as_path, named
 from .schema import INT64, Object, check_lists, checked, parse
 
 DTYPES = {
@@ -273,9 +273,7 @@ class SafetensorsFile:
         raise self._was_written_to()
 
     def _was_written_to(self) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path} was written to while it was read: read it when the writer is done"
-        )
+        return CheckpointError(f"{self.path} is being written to: read it when the writer is done")
 
     def _read_header(self) -> None:
         head = bytearray(8)
@@ -310,7 +308,10 @@ class SafetensorsFile:
 
     def _fill(self, target: memoryview) -> None:
         while target:
-            count = self._file.readinto(target)
+            try:
+                count = self._file.readinto(target)
+            except OSError as error:
+                raise named(error, self.path) from error
             if not count:
                 raise CheckpointError("the file was cut short while it was read")
             target = target[count:]

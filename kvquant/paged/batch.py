@@ -301,11 +301,14 @@ class PagedBatch(NotCopied):
             axes = "[num_tokens, num_kv_heads, head_dim]"
             self._refuse(k_name, k, axes, **{v_name: v})
         if not (compiling or self._num_tokens <= k.shape[0] <= self.max_tokens):
+            how = ""
+            if (k.shape[0], k.shape[1]) == (self.cache.num_kv_heads, self._num_tokens):
+                how = ". Tokens come first: give {}.transpose(0, 1) and {}.transpose(0, 1)"
             raise ShapeError(
                 f"{self.sides[0]} has {k.shape[0]} tokens, the step {self._num_tokens} and the "
-                f"batch places for {self.max_tokens}"
+                f"batch places for {self.max_tokens}{how.format(*self.sides)}"
             )
-        is_fixed = self._is_fixed()
+        is_fixed = self._is_fixed(compiling)
         if self._is_cold and not compiling:
             from .warmup import warm_up_batch
 
@@ -364,7 +367,7 @@ class PagedBatch(NotCopied):
 
     def _append_again(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Append new rows like some before, which did fit, by the same launch; not in a graph."""
-        if not self._again[layer] or debug.enabled or self._is_fixed():
+        if not self._again[layer] or debug.enabled or self._is_fixed(False):
             return False
         write = self._again[layer].get(kind_of(k, v))
         if write is None or k.shape[0] < self._num_tokens or layer in self._appended:
@@ -535,7 +538,8 @@ class PagedBatch(NotCopied):
             The rows, how many queries each sequence has (None: one), and whether this call is kept
             for other steps.
         """
-        fixed = self._is_fixed()
+        compiling = torch.compiler.is_compiling()
+        fixed = self._is_fixed(compiling)
         if not isinstance(q, torch.Tensor) or q.ndim not in (3, 4):
             axes = "[batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim]"
             self._refuse(self.query, q, axes)
@@ -544,7 +548,7 @@ class PagedBatch(NotCopied):
             q_lens, q_len = self.new_lens[:batch], q.shape[1]
         parts = self._segments_of(layer, batch)
         self.check_open()
-        if not torch.compiler.is_compiling():
+        if not compiling:
             if not fixed:
                 self._check_appended(layer)
             if q_lens is not None and q_len < self._most_new:
@@ -555,7 +559,7 @@ class PagedBatch(NotCopied):
                 )
         if not fixed:
             self._ratio = q_len * num_q_heads // self.cache.num_kv_heads
-        elif not torch.compiler.is_compiling():
+        elif not compiling:
             self._captured[0] = min(self._captured[0], batch)
             if q_lens is not None:
                 self._captured[2] = min(self._captured[2], q_len)
@@ -648,11 +652,13 @@ class PagedBatch(NotCopied):
             hint += f"{name}.transpose(1, 2).flatten(0, 1)"
         raise ShapeError(f"{name} is {list(x.shape)}: it must be {axes}{hint}")
 
-    def _is_fixed(self) -> bool:
-        """Whether what runs now is kept for other steps."""
-        if torch.compiler.is_compiling():
-            return True
-        return self._on_cuda and torch.cuda.is_current_stream_capturing()
+    def _is_fixed(self, compiling: bool) -> bool:
+        """Whether what runs now is kept for other steps.
+
+        compiling: torch.compiler.is_compiling() of the caller. Dynamo may compile this function by
+            itself, behind an error in another one, and it would be True here alone.
+        """
+        return compiling or (self._on_cuda and torch.cuda.is_current_stream_capturing())
 
     def _segments_of(self, layer: int, batch: int) -> _Parts:
         """The rows of a layer, for the first places of the batch.

@@ -84,9 +84,7 @@ def test_a_step_of_another_text_is_told_with_dequantize() -> None:
     model = random_module("falcon", {})
     cache, options = QuantizedCache(model, dequantize=True), {"do_sample": False}
     model.generate(tokens(1, 9) % 90, **cache.argument, **options, max_new_tokens=3)  # holds 11
-    with pytest.raises(
-        ConfigError, match="the cache holds 11, and the text brings"
-    ):
+    with pytest.raises(ConfigError, match="the cache holds 11, and the text brings"):
         model.generate(tokens(1, 6) % 90, **cache.argument, **options, max_new_tokens=3)
 
 

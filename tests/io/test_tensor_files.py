@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -377,7 +378,7 @@ def test_raw_files_that_change_are_refused(tmp_path: Path) -> None:
     with RawFile(path) as file:
         assert not file.layer(0)[0].any()
         path.write_bytes(data[:-4] + struct.pack("<f", 1.0))  # of the same length
-        with pytest.raises(CheckpointError, match="was written to while it was read"):
+        with pytest.raises(CheckpointError, match="is being written to"):
             file.layer(1)
     assert float(load_raw(path).layers[1][1].max()) == 1.0
 
@@ -425,3 +426,20 @@ def test_no_file_stays_mapped(tmp_path: Path) -> None:
     cache = quantize_raw(tmp_path / "raw.safetensors")
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     assert plan.layers and cache.batch
+
+
+def test_an_error_of_the_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "raw.safetensors"
+    path.write_bytes(build({"a": entry(0, 2)}, b"ab"))
+    file = SafetensorsFile(path)
+
+    class Failing:
+        def readinto(self, target: memoryview) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(file, "_file", Failing())
+    with pytest.raises(OSError, match="Input/output error") as found:
+        file._fill(memoryview(bytearray(2)))
+    assert found.value.filename == str(path)

@@ -83,3 +83,24 @@ def test_compiled_code_outside_of_a_step_is_refused() -> None:
     refused()
     with batch.extend(["a"], 0):
         assert attend(q)[0].any()
+
+
+def test_a_step_without_an_append_is_told_behind_a_compiled_call_outside() -> None:
+    """An error while Dynamo traces makes it compile inner functions by themselves."""
+    torch._dynamo.reset()
+    batch = PagedBatch(make(), 4, 100)
+    rows, q = new_rows(2), torch.randn(4, 4, DIM)
+
+    def body(rows: Any, q: torch.Tensor) -> Any:
+        batch.append(0, rows[0], rows[1])
+        batch.append(1, rows[0], rows[1])
+        return batch.attend(0, q)
+
+    compiled = torch.compile(body, backend="eager")
+    begin(batch, "a", 2)
+    with pytest.raises(ConfigError, match="no step of this batch is open"):
+        compiled(rows, q)
+    with batch.extend(["a"], 2):
+        compiled(rows, q)
+    with pytest.raises(ConfigError, match="were not appended to"), batch.extend(["a"], 1):
+        pass
