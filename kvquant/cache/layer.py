@@ -272,15 +272,13 @@ class LayerCache:
         return self._make_segments() if torch.compiler.is_compiling() else self._segments
 
     def check_filled(self, layer: int) -> None:
-        """Raise ShapeError if the host knows that no sequence has a token in this layer.
+        """Raise ShapeError if the host knows that no token came to this layer, or all were dropped.
 
-        What is recorded is not looked at: it may run when tokens have come. Lengths are read on the
-        CPU only, where that takes no time.
+        What is recorded is not looked at: it may run when tokens have come.
         """
-        if torch.compiler.is_compiling() or debug.is_recorded(self.seq_lens):
+        if torch.compiler.is_compiling() or self.longest != 0:
             return
-        lens = self.seq_lens
-        if self.longest == 0 or (lens.is_cpu and len(lens) and not bool(lens.any())):
+        if not debug.is_recorded(self.seq_lens):
             raise ShapeError(f"layer {layer} holds no tokens: append to it first")
 
     def check_seen(self, layer: int, q_len: int, variant: AttentionVariant | None) -> None:

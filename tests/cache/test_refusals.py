@@ -324,21 +324,3 @@ def test_numbers_that_no_memory_holds_are_refused_before_anything_is_listed() ->
         PagedKVCache(most, 1, 64, 4)
     with pytest.raises(ConfigError, match=f"a cache of {BATCH * most} sequences takes"):
         make().repeat(most)
-
-
-def test_a_layer_whose_sequences_are_all_empty_holds_no_tokens() -> None:
-    """longest counts what came, of which new_lens or select may leave nothing."""
-    k, v = torch.randn(2, 2, 2, 3, 64)
-    q = torch.randn(2, 4, 64)
-
-    def made(new_lens: list[int]) -> KVCache:
-        cache = KVCache(1, 2, 2, 64, 64)
-        cache.append(0, k, v, new_lens)
-        return cache
-
-    none, one = made([0, 0]), made([3, 0])
-    assert one.attend(0, q)[0].any() and not one.attend(0, q)[1].any()
-    one.select([1])
-    for cache, queries in ((none, q), (one, q[:1])):
-        with pytest.raises(ShapeError, match="layer 0 holds no tokens"):
-            cache.attend(0, queries)

@@ -399,7 +399,7 @@ def test_a_raw_file_that_somebody_keeps_writing_to_is_refused(
     monkeypatch.setattr("time.time_ns", lambda: now)
     sleep(0)
     for read in (load_raw, quantize_raw):
-        with pytest.raises(CheckpointError, match="written to while it was read: read it when"):
+        with pytest.raises(CheckpointError, match="being written to: read it when"):
             read(path)
     assert 0.5 < slept < 5  # a writer that ends is waited for
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from paged_cases import DIM, LAYERS, begin, make, new_rows, same, values
