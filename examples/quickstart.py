@@ -34,5 +34,5 @@ for _ in range(steps):  # one new token each
         in_16_bit[layer] = keys, values
 
 error = (out - exact).float().norm() / exact.float().norm()
-taken = 2 * 2 * layers * batch * kv_heads * cache.max_seq_len * head_dim
-print(f"{cache.nbytes:,} bytes in place of {taken:,}; the last output is {error:.0%} off")
+in_16_bit_bytes = 2 * 2 * layers * batch * kv_heads * cache.max_seq_len * head_dim
+print(f"{cache.nbytes:,} bytes in place of {in_16_bit_bytes:,}; the last output is {error:.0%} off")
