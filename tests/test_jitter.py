@@ -33,7 +33,9 @@ WAYS: dict[str, Callable[[Any, Any, Any], torch.Tensor]] = {
     "linear with a bias": lambda a, b, c: linear(a, b, c[0]),
     "linear of 3 axes with a bias": lambda a, b, c: linear(a[None], b, c[0]),
     "convolution": lambda a, b, c: conv1d(a, b[:, :, None]),
-    "SDPA": lambda a, b, c: scaled_dot_product_attention(*(x[None, None] for x in (a, b, c))),
+    "SDPA": lambda a, b, c: scaled_dot_product_attention(
+        a[None, None], b[None, None], c[None, None]
+    ),
     "causal SDPA of 3 axes": lambda a, b, c: scaled_dot_product_attention(
         a[None], b[None], c[None], is_causal=True
     ),

@@ -168,7 +168,7 @@ def test_the_table_says_what_a_model_shows(kind: str) -> None:
     model.set_attn_implementation("eager")
     wanted = logits_of(model, transformers.DynamicCache(config=model.config), text, mask)
     assert float((exact - wanted).abs().max() / wanted.std()) < TOLERANCE
-    assert_alike(answer, model.generate(**prompt, **options), TOLERANCE)
+    assert_alike(answer, model.generate(**prompt, **options), limit=TOLERANCE)
     distance = torch.nn.functional.kl_div(
         int8[1:].log_softmax(-1), wanted[1:].log_softmax(-1), log_target=True, reduction="none"
     )

@@ -212,7 +212,7 @@ def assert_likeliest(logits: torch.Tensor, chosen: torch.Tensor) -> None:
     assert float(lacking.max()) < 8 * TOLERANCE  # twice that of assert_answers
 
 
-def assert_alike(one: Any, other: Any, limit: float = TOLERANCE) -> None:
+def assert_alike(one: Any, other: Any, *, limit: float = TOLERANCE) -> None:
     """Compare the logits of two calls of generate with WITH_LOGITS, of a sequence up to where its
     tokens differ: where logits tie, that takes no more than a rounding.
 

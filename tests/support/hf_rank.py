@@ -39,7 +39,9 @@ def check_compiled(model: Any) -> None:
     config: Any = transformers.CompileConfig(fullgraph=True, backend="eager", mode="default")
     config._compile_all_devices = True
     caches = [QuantizedCache(model, max_seq_len=64) for _ in range(2)]
-    assert_alike(run(model, caches[0], 1, compile_config=config), run(model, caches[1], 1), CODES)
+    assert_alike(
+        run(model, caches[0], 1, compile_config=config), run(model, caches[1], 1), limit=CODES
+    )
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     caches[0].check()
 
@@ -117,7 +119,7 @@ def check_latents(folder: Path, world: int) -> None:
     for one in (spread, alone):
         one.model.set_attn_implementation("kvquant")
     pasts = [QuantizedCache(one.model) for one in (spread, alone)]
-    assert_alike(run(spread.model, pasts[0], 1), run(alone.model, pasts[1], 1), CODES)
+    assert_alike(run(spread.model, pasts[0], 1), run(alone.model, pasts[1], 1), limit=CODES)
     assert pasts[0].kv is not None and pasts[0].kv.num_q_heads == caches[0].num_q_heads
 
 
@@ -141,7 +143,7 @@ def main(file: str, rank: int, world: int, folder: Path) -> None:
     for options in ({"k_format": "int8", "v_format": "int4-g4"}, {"plan": plan}):
         for beams in (1, 2):
             spread, whole = (QuantizedCache(one, recent_len=8, **options) for one in (model, alone))
-            assert_alike(run(model, spread, beams), run(alone, whole, beams), CODES)
+            assert_alike(run(model, spread, beams), run(alone, whole, beams), limit=CODES)
             compare(spread, whole, heads)
     assert spread.kv is not None and whole.kv is not None
     save_cache(spread.kv, folder / f"cache-{rank}.safetensors")
