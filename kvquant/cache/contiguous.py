@@ -367,10 +367,10 @@ class KVCache:
             As decode_attention.
 
         Raises:
-            As decode_attention. ShapeError where no sequence has a token in the layer: none was
-            appended, or all were dropped by reset or crop. A sequence without tokens beside others
-            is no error and gives zeros. What the host cannot know is not looked at: a CUDA graph
-            or torch.compile that has appended, or that records this call. Where a layer has a
+            As decode_attention. ShapeError where nothing was appended to the layer, or all was
+            dropped by reset or crop. A sequence without tokens is no error and gives zeros: its
+            count of new tokens was 0, or select took it. A CUDA graph or torch.compile that has
+            appended, or that records this call, is not looked at. Where a layer has a
             window: UnsupportedError for more than 513 queries and for key_bias, ShapeError for
             queries that see what it no longer holds.
 

@@ -390,8 +390,8 @@ class LatentKVCache(KVCache):
             As mla_decode_attention.
 
         Raises:
-            As mla_decode_attention; ShapeError where no sequence has a token in the layer, as
-            KVCache.attend, and for more queries than tokens, where no q_lens say which are none
+            As mla_decode_attention; ShapeError where the layer holds no tokens, as KVCache.attend
+            says, and for more queries than tokens, where no q_lens say which are none
             and the host knows how many tokens there are.
         """
         check_tensors(q_latent=q_latent, q_rope=q_rope)
