@@ -34,9 +34,9 @@ Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 class Model:
-    """A decoder of random weights: RoPE, grouped heads, and a sliding window in its last layer."""
+    """A decoder of random weights: RoPE, grouped heads, a sliding window in its second layer."""
 
-    windows = (None, None, WINDOW)
+    windows = (None, WINDOW, None)
     sm_scale = DIM**-0.5
 
     def __init__(self) -> None:
@@ -148,7 +148,8 @@ class Engine:
 
         A request that lacks a page takes those of the last one that has some, which begins anew.
         """
-        left, found = self.budget, []
+        left = self.budget
+        found: list[tuple[Request, int]] = []
         for request in sorted(running, key=lambda one: (one.rows == 0, len(one.ids) - one.rows)):
             count = min(left, len(request.ids) - request.rows)
             need = -(-(request.rows + count) // self.page_size) - len(request.pages)
@@ -233,7 +234,7 @@ def reference(model: Model, ids: Sequence[int], fmt: RowFormat | None) -> torch.
 
 def requests() -> list[Request]:
     """Texts of mixed lengths; two come while the first ones are under way."""
-    sizes = (5, 20, 0), (130, 12, 0), (70, 30, 0), (1, 25, 3), (90, 8, 6)
+    sizes = (5, 20, 0), (190, 12, 0), (70, 30, 0), (1, 25, 3), (90, 8, 6)
     return [
         Request(torch.randint(VOCABULARY, (prompt,)).tolist(), prompt + new, arrival)
         for prompt, new, arrival in sizes
