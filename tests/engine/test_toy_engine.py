@@ -34,9 +34,9 @@ Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 class Model:
-    """A decoder of random weights: RoPE, grouped heads, and a sliding window in its last layer."""
+    """A decoder of random weights: RoPE, grouped heads, a sliding window in its second layer."""
 
-    windows = (None, None, WINDOW)
+    windows = (None, WINDOW, None)
     sm_scale = DIM**-0.5
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ def reference(model: Model, ids: Sequence[int], fmt: RowFormat | None) -> torch.
 
 def requests() -> list[Request]:
     """Texts of mixed lengths; two come while the first ones are under way."""
-    sizes = (5, 20, 0), (130, 12, 0), (70, 30, 0), (1, 25, 3), (90, 8, 6)
+    sizes = (5, 20, 0), (190, 12, 0), (70, 30, 0), (1, 25, 3), (90, 8, 6)
     return [
         Request(torch.randint(VOCABULARY, (prompt,)).tolist(), prompt + new, arrival)
         for prompt, new, arrival in sizes
