@@ -434,6 +434,7 @@ def test_an_error_of_the_disk_names_the_file(
     path = tmp_path / "raw.safetensors"
     path.write_bytes(build({"a": entry(0, 2)}, b"ab"))
     file = SafetensorsFile(path)
+    file._file.close()
 
     class Failing:
         def readinto(self, target: memoryview) -> int:
