@@ -206,6 +206,7 @@ class QuantizedCache(Cache):
         self._waiting: str | None = None  # the layer that was handed its keys and did not attend
         self._latents: Handed | None = None  # what it handed, where these are latents
         self._past = Columns(0, [])  # before this call
+        self._has_empty = True  # a sequence has no token yet, nor got one in the last whole call
         self.padding: Padding | None = None  # of this call
         self._starts: list[int] = []  # the position of each sequence's first token
         self._starts_before: list[int] | None = None  # where this call has told others
@@ -369,7 +370,8 @@ class QuantizedCache(Cache):
         """For copies and pickles, which count changes of their KVCache anew; what is loaded from a
         pickle does not know the model."""
         is_known = self.kv is not None and not self._is_changed
-        return vars(self) | {"_decoder": None, "_hook": None, "_marks": () if is_known else None}
+        here = {"_decoder": None, "_hook": None, "awaits_whole_text": False}
+        return vars(self) | here | {"_marks": () if is_known else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Be a copy; layers that were copied are its own."""
@@ -444,7 +446,7 @@ class QuantizedCache(Cache):
         """
         is_traced = False
         if self.awaits_mask:  # it was made for another attention, which is about to run
-            outside_of_graphs(self._refuse_attention, str(layer))
+            outside_of_graphs(self._refuse_mask, str(layer))
         if torch.compiler.is_compiling():
             is_traced, tracing.asked = self._is_traced(keys.shape[2]), None
             if not is_traced:
@@ -559,7 +561,7 @@ class QuantizedCache(Cache):
         if self._dequantizes:
             check_columns(kv, lens)
         self._past, self._marks, self._is_ahead = Columns.of_lens(lens), _marks_of(kv), False
-        self._starts_before = None
+        self._starts_before, self._has_empty = None, self._past.has_empty
         if self._wrong is None or self._wrong.device != kv.device:
             self._wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
         if self.is_compileable:
@@ -596,6 +598,7 @@ class QuantizedCache(Cache):
         if self._due and self._due == self.num_places:
             self._past = self._past.with_more(self._new_columns, self.padding)
             self._due, self.padding, self._starts_before = 0, None, None
+            self._has_empty = self._past.has_empty
         if self._is_ahead:
             assert self.kv is not None
             steps = int(self.kv.layers[0].seq_lens[0]) - self._past.lens[0]
@@ -648,7 +651,7 @@ class QuantizedCache(Cache):
     def _is_step(self, columns: int) -> bool:
         """Whether so many new columns are a token of each sequence, behind others: of these nothing
         is read on the host. A column of a prompt may be padding until each sequence has begun."""
-        return columns == 1 and not self._past.has_empty
+        return columns == 1 and not self._has_empty
 
     def _check_mask(self, mask: torch.Tensor) -> None:
         """Raise unless the mask of a step shows the tokens of the cache and one more."""
@@ -865,6 +868,8 @@ class QuantizedCache(Cache):
             self._due, self._marks = handed.at + 1, _marks_of(handed.kv)
             if self._due == self.num_places:
                 self._is_begun, self._has_run = False, True
+                known = zip(self._past.lens, self._counts(), strict=True)
+                self._has_empty = any(not held + count for held, count in known)
         elif handed.at + 1 < self.num_places:
             pass
         elif self._due:  # the call before is not counted yet: what a graph counts is part of it
@@ -900,11 +905,16 @@ class QuantizedCache(Cache):
                 self.kv.crop(self._past.lens)
                 self._forget_starts()
                 self._due, self._marks = 0, _marks_of(self.kv)
+                self._has_empty = self._past.has_empty
 
     def check_attended(self) -> None:
         """Raise if a layer was handed its keys but did not attend through "kvquant"."""
         if self._waiting is not None:
             self._refuse_attention(self._waiting)
+
+    def _refuse_mask(self, layer: str) -> NoReturn:
+        self._settle()  # in a graph nobody has: the call before is complete, and stays
+        self._refuse_attention(layer)
 
     def _refuse_attention(self, layer: str) -> NoReturn:
         self.awaits_mask = False
@@ -960,6 +970,7 @@ class QuantizedCache(Cache):
                 return self.max_columns, 0
             found: tuple[int, int] = outside_of_graphs(self.mask_sizes, columns)
             return found
+        tracing.asked = None  # of a call that was refused while it was traced
         self._check_new(columns)
         self.begin(columns)
         if columns == 1:
@@ -1086,7 +1097,7 @@ class QuantizedCache(Cache):
         self._refresh()
         past = self._past.without_last(-tokens_to_remove)
         is_due = self.kv is not None and bool(tokens_to_remove or self._due)
-        if self.kv is not None and is_due:  # states cannot be put back where rows are refused
+        if self.kv is not None and is_due and self._stateful:  # states cannot be put back
             for at, rows in enumerate(self.kv.layers):
                 rows.check_crop(at, torch.tensor(past.lens, device="cpu"))
         for layer in self._stateful:  # crop(0) too ends what they have recorded
@@ -1096,6 +1107,7 @@ class QuantizedCache(Cache):
         self.kv.crop(past.lens)
         self._forget_starts()
         self._past, self._due, self._is_begun = past, 0, False
+        self._has_empty = past.has_empty
         self._waiting = self._latents = None
         self._marks = _marks_of(self.kv)
 
@@ -1128,6 +1140,7 @@ class QuantizedCache(Cache):
         else:  # all are alike: places need not be read
             self._starts = [0] * len(index)
             self._past = Columns(self._past.length, self._starts)
+        self._has_empty = self._past.has_empty
         assert self.kv is not None
         self._marks = _marks_of(self.kv)
 

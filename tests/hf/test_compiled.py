@@ -377,7 +377,7 @@ def test_compiled_attention_that_is_not_ours_is_noticed_in_the_call(columns: int
     cache = QuantizedCache(own, **ROWS)
     own(batch[:, :9], **caching(cache))
     own.set_attn_implementation("sdpa")
-    call = torch.compile(own.forward, backend="eager")
+    call: Any = torch.compile(own.forward, backend="eager")
     with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
         call(batch[:, 9 : 9 + columns], **caching(cache))
     assert cache.get_seq_length() == 9 and not cache.is_open
@@ -390,7 +390,7 @@ def test_chunks_of_one_column_of_a_prompt_are_no_steps() -> None:
     own, found = model_of("Llama"), []
     for compiled in (False, True):
         cache, batch = QuantizedCache(own, **ROWS), text(True)
-        call = torch.compile(own.forward, backend="eager") if compiled else own
+        call: Any = torch.compile(own.forward, backend="eager") if compiled else own
         for column in range(24):
             place = slice(column, column + 1)
             out = call(
