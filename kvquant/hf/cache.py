@@ -400,7 +400,8 @@ class QuantizedCache(Cache):
         """For copies and pickles, which count changes of their KVCache anew; what is loaded from a
         pickle does not know the model."""
         is_known = self.kv is not None and not self._is_changed
-        return vars(self) | {"_decoder": None, "_hook": None, "_marks": () if is_known else None}
+        here = {"_decoder": None, "_hook": None, "awaits_whole_text": False}
+        return vars(self) | here | {"_marks": () if is_known else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Be a copy; layers that were copied are its own."""
@@ -1133,7 +1134,7 @@ class QuantizedCache(Cache):
         self._refresh()
         past = self._past.without_last(-tokens_to_remove)
         is_due = self.kv is not None and bool(tokens_to_remove or self._due)
-        if self.kv is not None and is_due:  # states cannot be put back where rows are refused
+        if self.kv is not None and is_due and self._stateful:  # states cannot be put back
             for at, rows in enumerate(self.kv.layers):
                 rows.check_crop(at, torch.tensor(past.lens, device="cpu"))
         for layer in self._stateful:  # crop(0) too ends what they have recorded

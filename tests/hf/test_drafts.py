@@ -100,7 +100,8 @@ def state(past: QuantizedCache) -> list[Any]:
 
 
 LOOKED_UP, ASSISTED = "prompt_lookup_num_tokens", "assistant_model"
-TURNS: list[tuple[str, str, int, int | None]] = [(family, LOOKED_UP, 5, 64) for family in FAMILIES]
+TURNS: list[tuple[str, str, int, int | None]]
+TURNS = [(family, LOOKED_UP, 5, 64) for family in FAMILIES]
 TURNS += [("Llama", LOOKED_UP, 0, None), ("Llama", ASSISTED, 0, 64), ("Mistral", ASSISTED, 5, None)]
 
 
@@ -202,3 +203,17 @@ def test_a_hybrid_drafts_in_a_second_turn() -> None:
         alone = lfm2(found.sequences[:, :-1], use_cache=False).logits[0, -8:]
     torch.testing.assert_close(torch.cat(found.logits), alone, atol=TOLERANCE, rtol=0)
     assert past.get_seq_length() == found.sequences.shape[1] - 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+@torch.no_grad()
+def test_a_step_is_no_whole_text(kind: str) -> None:
+    """On CUDA generate activates past recording between a prompt and its steps."""
+    own, ids = random_model(kind, {}).model, tokens(1, 8) % 90
+    past = QuantizedCache(own, **FP16, dequantize=True)
+    own(ids[:, :7], **caching(past))
+    past.activate_past_recording()
+    found = own(ids[:, 7:], **caching(past)).logits
+    assert past.get_seq_length() == 8
+    wanted = own(ids, use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvquant import load_cache, save_cache
+from kvquant.cache.layer import LayerCache
 from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
@@ -205,6 +206,29 @@ def test_drafts_are_cropped_from_states_that_can_be() -> None:
     found = lfm2.generate(text, **cache.argument, **options, **WITH_LOGITS)
     ids = assert_answers(lfm2, found, tolerance=TOLERANCE * float(found.logits[0].std()))
     assert cache.get_seq_length() == ids.shape[1] - 1
+
+
+def test_states_are_cropped_only_where_rows_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a window refuse, of which the states could not be put back."""
+    lfm2 = random_model("lfm2", {"layer_types": ["conv", "full_attention"]}).model
+    if lfm2._is_stateful:
+        pytest.skip("older transformers drafts for no hybrid")
+    lfm2.set_attn_implementation("kvquant")
+    caches = [QuantizedCache(lfm2, **FP16) for _ in range(2)]
+    for cache in caches:
+        run(lfm2, cache, prompt())
+        cache.activate_past_recording()
+        run(lfm2, cache, prompt()[:, :3])
+
+    def refuse(*_: Any) -> None:
+        raise ShapeError("windows are overwritten")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerCache, "check_crop", refuse)
+        with pytest.raises(ShapeError, match="overwritten"):
+            caches[0].crop(-2)
+    found = [run(lfm2, cache, torch.tensor([[7], [8]])) for cache in caches]
+    assert torch.equal(*found) and caches[0].get_seq_length() == 16
 
 
 @pytest.mark.parametrize("kind", [HYBRID_KIND, "lfm2", "llama4_text"])

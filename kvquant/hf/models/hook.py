@@ -73,7 +73,7 @@ def _see(
         given = dict(zip(names, args, strict=False)) | given
         both = given.get("input_ids"), given.get("inputs_embeds")
         came = next((one.shape[1] for one in both if one is not None), 0)
-        if _is_whole(came, columns, given.get("position_ids")):
+        if _is_whole(came, columns, given.get("position_ids"), past.length_of(0)):
             try:
                 given = _behind(given, past.held_of(came), came)
             except ConfigError:
@@ -84,17 +84,21 @@ def _see(
     return cut
 
 
-def _is_whole(came: int, columns: int | None, positions: torch.Tensor | None) -> bool:
-    """Whether the first call with drafts gives the whole text, as generate is asked for.
+def _is_whole(came: int, columns: int | None, positions: torch.Tensor | None, held: int) -> bool:
+    """Whether the first call with drafts gives the whole text, as generate is asked for. One token
+    is a step: on CUDA generate speaks of drafts before steps, too.
 
     Args:
         came: columns of its ids.
         columns: of its mask, which generate leaves out where nothing is padded.
-        positions: [..., columns] of its ids; models that take none are given the whole text.
+        positions: [..., columns] of its ids; some models take none.
+        held: columns that the cache holds.
     """
+    if came == 1:
+        return False
     if positions is not None:
         return not bool(positions[..., 0].any())
-    return columns in (None, came)
+    return came > held if columns is None else came == columns
 
 
 def _behind(given: dict[str, Any], held: int, whole: int) -> dict[str, Any]:
