@@ -254,26 +254,27 @@ def attend(
     Raises:
         As decode_attention.
     """
-    if call.variant is not None:
-        call = call._replace(variant=in_use(call.variant))
+    q, segments, _, num_splits, return_lse, q_lens, variant, backend = call
+    if variant is not None:
+        variant = in_use(variant)
+        call = call._replace(variant=variant)
     if basis is not None:
         return _attend_in_basis(call, basis, seq_lens, transformed)
     if torch.compiler.is_compiling() and not in_op:
         return _attend_traced(call)
-    if call.num_splits is not None and type(call.num_splits) is not int:
-        call = call._replace(num_splits=check_num_splits(call.num_splits))
-    if type(call.return_lse) is not bool:
-        check_flag("return_lse", call.return_lse)
+    if num_splits is not None and type(num_splits) is not int:
+        call = call._replace(num_splits=check_num_splits(num_splits))
+    if type(return_lse) is not bool:
+        check_flag("return_lse", return_lse)
     try:
-        if call.q.is_cuda and call.backend in (None, "cuda") and not debug.enabled:
+        if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
             found = _cuda_kernel()(call, _check_cuda)
-            variant = call.variant
             if variant is not None and variant.key_bias is not None:
-                mark_unbiased(*found, call.segments, variant.key_bias)
+                mark_unbiased(*found, segments, variant.key_bias)
             return found
         return _attend_checked(call)
     except (AttributeError, TypeError, RuntimeError):  # types are checked only now: it is slow
-        check_types(call.q, call.segments, call.q_lens)
+        check_types(q, segments, q_lens)
         raise
 
 
