@@ -209,7 +209,7 @@ def test_a_hybrid_drafts_in_a_second_turn() -> None:
 @torch.no_grad()
 def test_a_step_is_no_whole_text(kind: str) -> None:
     """On CUDA generate activates past recording between a prompt and its steps."""
-    own, ids = random_model(kind, {}).model, tokens(1, 8) % 90
+    own, ids = random_module(kind, {}), tokens(1, 8) % 90
     past = QuantizedCache(own, **FP16, dequantize=True)
     own(ids[:, :7], **caching(past))
     past.activate_past_recording()
