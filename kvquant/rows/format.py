@@ -144,12 +144,12 @@ class RowFormat:
         """Elements that share one scale and one shift."""
         return self.head_dim // self.groups
 
-    @property
+    @cached_property
     def header_bytes(self) -> int:
         """Bytes of all scales and shifts, which come first; but see code_offset."""
         return self.pick(pairs=4 * self.groups, scales=4 * self.groups, none=0)
 
-    @property
+    @cached_property
     def code_offset(self) -> int:
         """The first byte of the codes."""
         return self.pick(pairs=self.header_bytes, scales=0, none=0)
