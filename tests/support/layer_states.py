@@ -66,7 +66,7 @@ def place(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(debug, "is_recorded", lambda tensor: True)
         patch.setattr(slots, "_are_on_cpu", lambda *tensors: False)  # torch's way
-        patch.setattr(layer, "write_rows", lambda *call, **options: found.append(call[2]))
+        patch.setattr(layer, "write_rows", lambda call, **options: found.append(call.slots))
         at.append(rows, rows, counts, torch.zeros(2, dtype=torch.int32), overflow)
     return found[0]
 
