@@ -70,8 +70,8 @@ class Settings:
             if plan is None or v_format is not None:
                 raise ConfigError(f'{name} lacks k_format: give {{"k_format": "int4-g4"}}')
         else:
-            for name in (k_format, v_format):
-                RowFormat.parse(name, 128)
+            for one in (k_format, v_format):
+                RowFormat.parse(one, 128)
             plan = plan and plan.with_formats(k_format, v_format)
         if plan is not None:
             k_format, v_format = _common_formats(plan, asked=k_format is not None)

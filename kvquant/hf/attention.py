@@ -5,10 +5,10 @@
     a chunk of them    attend to the layer's dequantized past and causally to the chunk, then append
 
 So a prompt is quantized as it goes, and one layer at a time has a 16-bit copy. Latent rows are
-attended to likewise, see latent.py; keys that a model makes of them bear no mark. A layer that gets
-the marked keys of another one attends to the same rows and values as that one did, with all queries
-or with the last ones only (Gemma 4 in generate), and appends nothing; the 16-bit copy then lives as
-long as those keys.
+attended to likewise (models/latent.py). Keys that a model makes of them bear no mark. A layer that
+gets the marked keys of another one attends to the same rows and values as that one did, with all
+queries or with the last ones only (Gemma 4 in generate), and appends nothing; the 16-bit copy then
+lives as long as those keys.
 
 A layer's mask tells whether its sliding window is that of the cache. Soft caps and sink logits are
 an AttentionVariant. What cannot be computed (other masks, weights) is refused. A call without a

@@ -39,7 +39,7 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan
-from ..rows.arguments import check_flag, check_size, name_of_kind
+from ..rows.arguments import check_flag, check_kind, check_size, name_of_kind
 from ..rows.quantize import EXACT_DTYPES, exact_codec
 from .argument import ARGUMENT
 from .attention import Handed
@@ -269,7 +269,8 @@ class QuantizedCache(Cache):
             self._hold(source)
             self.layers = [QuantizedLayer(self, at, at) for at in range(source.num_layers)]
             if model is not None:
-                _config_of(model)
+                check_kind("model", model, torch.nn.Module, "give the model that calls the cache")
+                check_decoder(model)
                 if not dequantize:
                     _check_attends(model)
                 self._know(model)
@@ -1089,6 +1090,7 @@ class QuantizedCache(Cache):
         self._is_torn = False
         self._due, self._waiting, self.padding, self._is_begun = 0, None, None, False
         self._latents = None
+        self.awaits_mask = self.awaits_whole_text = False
         if self.kv is not None:
             self.kv.reset()
             self._hold(self.kv)

@@ -580,8 +580,8 @@ class CachedModel:
         return None
 
     def read_in_bases(self, cache: KVCache) -> list[Any]:
-        """Fold the bases of latent rows into weights (latent.py), as the first call with a cache
-        does, for a graph, which cannot; what a step reads besides the model and the cache."""
+        """Fold the bases of latent rows into weights (models/latent.py), as the first call with a
+        cache does, for a graph, which cannot; what a step reads besides the model and the cache."""
         if not isinstance(cache, LatentKVCache):
             return []
         places: dict[Any, int] = {layer: at for at, layer in enumerate(self._layers.places)}

@@ -107,7 +107,7 @@ def attend_shared(
         ConfigError: members are not int64, or the prefix is a ring.
         DeviceError: members lie on another device than q.
         UnsupportedError: the variant has window, alibi_slopes or key_bias, which count positions:
-            attend to whole sequences, by attend.
+            attend to whole sequences.
         As decode_attention.
     """
     q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend = call

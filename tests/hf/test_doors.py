@@ -131,6 +131,8 @@ NOT_SERVED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_models_that_cannot_be_served_are_told_when_an_object_is_made_of_them(kind: str) -> None:
     make, message = NOT_SERVED[kind]
     model = make()
+    if kind == "t5 encoder" and not any(hasattr(one, "is_causal") for one in model.modules()):
+        pytest.skip("T5's attention of older transformers does not say that it is not causal")
     makers: list[Callable[[], Any]] = [
         lambda: CachedModel(model),
         lambda: QuantizedCache(model),  # before it is set to "kvquant"

@@ -217,3 +217,10 @@ def test_a_step_is_no_whole_text(kind: str) -> None:
     assert past.get_seq_length() == 8
     wanted = own(ids, use_cache=False).logits[:, -1:]
     torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_what_is_no_decoder_is_refused_as_the_model_of_a_kv_cache() -> None:
+    model = tiny("Llama")
+    rows = model.new_cache(1, 32, **FP16)
+    with pytest.raises(ConfigError, match=r"model is .*: give the model that calls the cache"):
+        QuantizedCache(rows, model=model.model.config)
