@@ -442,7 +442,7 @@ SETTINGS = (  # name, format, cache of the fidelity benchmark, arguments, when t
             "plan {} + 4 sinks, 128 recent",
             "`plan=`, or `KVCache.from_plan`",
         ),
-        "memory is short, with any model, after one run of `kvquant calibrate`",
+        "memory is short or keys are biased, after one run of `kvquant calibrate`",
     ),
 )
 
