@@ -36,7 +36,8 @@ def test_each_rank_keeps_its_own_heads(tmp_path: Path) -> None:
     made.model.save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
     if hands_latents:  # its tp_plan cuts kv_b_proj, which is absorbed
-        latents = random_model("glm4_moe_lite", LATENT_SIZES | {"first_k_dense_replace": 2})
+        sizes = {"first_k_dense_replace": 2, "vocab_size": 98}  # half for each rank
+        latents = random_model("glm4_moe_lite", LATENT_SIZES | sizes)
         latents.model.save_pretrained(tmp_path / "latents")
         transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "latents")
     plan = example_plan(2, 4, 64)
