@@ -140,8 +140,8 @@ def decode_cases() -> str:
 
 
 TITLES = [
-    *("batch", "heads", "tokens", "one call: us", "16 bit: us", "ratio"),
-    *("in a row: us", "GB/s", "of the read peak", "16 bit: us", "ratio"),
+    *("batch", "heads", "tokens", "one call: us", "one call, 16 bit: us", "one call: ratio"),
+    *("in a row: us", "GB/s", "of the read peak", "in a row, 16 bit: us", "in a row: ratio"),
 ]
 
 
