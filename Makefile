@@ -3,7 +3,8 @@
 #   make test   the tests but for the slow ones (tests/README.md); they need compilers, but no GPU
 # and `make test-vllm` those of kvquant/engine/, vllm/ and lmcache/ in vLLM's CPU build (Python 3.11),
 # `make test-transformers` those of kvquant/hf/ with the oldest transformers that is supported.
-# `make test-jitter` those of models and caches with products as another processor would round them.
+# `make test-jitter` those of caches and calibration. The last two round products as another
+# processor would (tests/README.md).
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
 # in .venv that names this folder, so changes take effect at once, new files too. After a change of
 # pyproject.toml make installs again.
@@ -31,14 +32,15 @@ test: $(STAMP)
 
 test-jitter: $(STAMP)
 	$(BIN)/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadgroup --durations 15 \
-		tests/hf tests/cache tests/paged tests/calibration
+		tests/cache tests/paged tests/calibration
 
 # One process: an engine takes all cores, and vLLM is slow to import.
 test-vllm: $(VLLM_STAMP)
 	.venv-vllm/bin/python -m pytest --durations 15 tests/engine tests/vllm tests/lmcache
 
 test-transformers: $(TRANSFORMERS_STAMP)
-	.venv-transformers/bin/python -m pytest --numprocesses auto --dist loadgroup --durations 15 tests/hf
+	.venv-transformers/bin/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadgroup \
+		--durations 15 tests/hf
 
 check: $(STAMP)
 	$(BIN)/ruff check .
