@@ -29,8 +29,8 @@ from ..rows.arguments import (
 from ..rows.quantize import exact_codec
 from .argument import as_argument
 from .cache import QuantizedCache
+from .call import ATTENTION
 from .compile.captured import CapturedStep
-from .masks import ATTENTION
 from .models.configs import (
     CacheLayers,
     cache_layers,

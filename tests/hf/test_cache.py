@@ -40,6 +40,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from kvquant.hf import attention as hf_attention  # noqa: E402
 from kvquant.hf import masks  # noqa: E402
+from kvquant.hf import text as hf_text  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
@@ -451,7 +452,7 @@ def test_the_cache_of_another_model_is_refused_and_stays_as_it_is(layers: int) -
         for more in (text[:, 9:], text[:, 9:10]):
             with pytest.raises(ShapeError, match=f"has 2 layers .* are of {layers} layers"):
                 other(more, **caching(past))
-            assert not past.is_open
+            assert not past.call.is_open
         assert past.get_seq_length() == 9
         found = model(text[:, 9:], **caching(past)).logits
         again = QuantizedCache(model, **FP16)
@@ -604,7 +605,7 @@ def test_attention_that_is_not_ours_is_noticed_in_the_call(
     own.set_attn_implementation(implementation)
     with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
         own(text[:, 9 : 9 + columns], **caching(caches[0]))
-    assert caches[0].get_seq_length() == 9 and not caches[0].is_open
+    assert caches[0].get_seq_length() == 9 and not caches[0].call.is_open
     own.set_attn_implementation("kvquant")
     found = [own(text[:, 9:], **caching(past)).logits for past in caches]
     assert torch.equal(*found)
@@ -952,7 +953,7 @@ def test_alibi_in_a_loop_of_ones_own_is_that_of_bloom() -> None:
 
 
 def test_rows_of_a_mask_but_the_last_are_refused() -> None:
-    handed = hf_attention.Handed(None, None, 0, 0, None)  # type: ignore[arg-type]
+    handed = hf_text.Handed(None, None, 0, 0, None)  # type: ignore[arg-type]
     whole = torch.empty(9, 1, dtype=torch.bool).expand(2, 1, 9, 12)
     assert hf_attention._whole_mask(handed, whole, 9) is whole
     handed.appended = True

@@ -26,8 +26,8 @@ from hf_cases import (  # noqa: E402
 from latent_plans import latent_plan  # noqa: E402
 from slow_cases import mark_slow  # noqa: E402
 
-from kvquant.hf import cache as hf_cache  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
+from kvquant.hf.compile import tracing  # noqa: E402
 from kvquant.io.plan import CachePlan  # noqa: E402
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -101,7 +101,7 @@ def generated(
     mark_slow(FAMILIES, ["Mistral"]),
 )
 def test_generate_compiles_one_graph_by_itself(family: str) -> None:
-    if family == "Gemma3nText" and hf_cache._LOSES_MARKS:
+    if family == "Gemma3nText" and tracing.LOSES_MARKS:
         pytest.skip("its layers share keys: compiled from torch 2.13 on")
     model = model_of(family)
     expected, plain = generated(model, padded=True)
@@ -115,7 +115,7 @@ def test_generate_compiles_one_graph_by_itself(family: str) -> None:
 def test_layers_that_share_keys_are_not_compiled_by_older_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hf_cache, "_LOSES_MARKS", True)
+    monkeypatch.setattr("kvquant.hf.text.LOSES_MARKS", True)
     assert QuantizedCache(model_of("Llama"), **ROWS).is_compileable
     model = model_of("Gemma3nText")
     expected, cache = generated(model, padded=True)
@@ -377,7 +377,7 @@ def test_compiled_attention_that_is_not_ours_is_noticed_in_the_call(columns: int
     call: Any = torch.compile(own.forward, backend="eager")
     with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
         call(batch[:, 9 : 9 + columns], **caching(cache))
-    assert cache.get_seq_length() == 9 and not cache.is_open
+    assert cache.get_seq_length() == 9 and not cache.call.is_open
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def test_turns_with_and_without_drafts_may_follow_each_other(llama: Any) -> None
     text = first_turn(llama, past)["input_ids"]
     for more in (LOOKUP, LOOKUP, {}, LOOKUP):
         text = llama.generate(text, **caching(past), **OPTIONS, **more).sequences
-        assert past.get_seq_length() == text.shape[1] - 1 and not past.is_open
+        assert past.get_seq_length() == text.shape[1] - 1 and not past.call.is_open
         assert past.kv is not None and past.kv.seq_lens.tolist() == [text.shape[1] - 1]
         text = torch.cat([text, tokens(1, 3)], dim=1)
     past.check()
@@ -169,7 +169,7 @@ def test_second_turns_that_cannot_draft_are_told(llama: Any, room: int | None) -
         llama.generate(**short, **caching(past), **OPTIONS, **LOOKUP)
     with pytest.raises(ConfigError, match=r"hidden states of .* the cache holds 23 of them"):
         llama.generate(**text, **caching(past), **OPTIONS, **LOOKUP, output_hidden_states=True)
-    assert past.get_seq_length() == 23 and not past.is_open
+    assert past.get_seq_length() == 23 and not past.call.is_open
     found = llama.generate(**text, **caching(past), **OPTIONS, **LOOKUP)
     check_logits(llama, found, 0)
 

@@ -153,7 +153,7 @@ def test_a_mask_that_is_refused_leaves_the_states(model: Any) -> None:
     more = torch.tensor([[7, 8], [7, 8]])
     with pytest.raises(ConfigError, match="attention_mask shows"), torch.no_grad():
         model(more, attention_mask=wrong, **caching(cache))
-    assert not cache.is_open
+    assert not cache.call.is_open
     plain = transformers.DynamicCache(config=model.config)
     run(model, plain, text)
     got, wanted = (run(model, one, more) for one in (cache, plain))
