@@ -433,12 +433,12 @@ class QuantizedCache(CachedText, Cache):
             NonFiniteError, ShapeError: as KVCache.check.
         """
         self.check_attended()
-        if self.kv is None or self._wrong is None:
+        if self.kv is None or self.wrong is None:
             return
         self.kv.check()
-        for is_wrong, message in zip(self._wrong.tolist(), WRONG, strict=True):
+        for is_wrong, message in zip(self.wrong.tolist(), WRONG, strict=True):
             if is_wrong:
-                self._wrong.zero_()
+                self.wrong.zero_()
                 raise ConfigError(message)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

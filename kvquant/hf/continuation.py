@@ -93,7 +93,8 @@ def _check_step_mask(text: CachedText, mask: torch.Tensor) -> None:
 def _check(text: CachedText, is_wrong: torch.Tensor, what: int) -> None:
     """Raise what is wrong in a step, at once or, where it would have to be read, in check."""
     if not debug.may_read(is_wrong):
-        text.note_wrong(is_wrong, what)
+        assert text.wrong is not None
+        text.wrong[what] |= is_wrong
     elif bool(is_wrong):
         raise ConfigError(WRONG[what])
 

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +40,7 @@ ANOTHER = (
 )
 
 
+@dataclass(eq=False)
 class Handed:
     """Keys and values of a layer in one call of the model, on their way to attention.
 
@@ -56,22 +58,18 @@ class Handed:
         is_traced: this is part of a graph (compile/tracing.py).
     """
 
-    def __init__(
-        self,
-        to: CachedText,
-        kv: KVCache,
-        at: int,
-        layer: int,
-        padding: Padding | None,
-        is_traced: bool = False,
-    ) -> None:
-        self.to, self.kv, self.at, self.layer, self.padding = to, kv, at, layer, padding
-        self.is_traced = is_traced
-        self.appended = self.reads_rows = False
-        self.seen: tuple[Any, ...] | None = None
-        self.mask: torch.Tensor | None = None
-        self._latents: tuple[Callable[[], torch.Tensor | None], ...] = ()
-        self._traced: tuple[torch.Tensor, torch.Tensor] | None = None
+    to: CachedText
+    kv: KVCache
+    at: int
+    layer: int
+    padding: Padding | None
+    is_traced: bool = False
+    appended: bool = False
+    reads_rows: bool = False
+    seen: tuple[Any, ...] | None = None
+    mask: torch.Tensor | None = None
+    _latents: tuple[Callable[[], torch.Tensor | None], ...] = ()
+    _traced: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def latents(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -100,6 +98,7 @@ class CachedText:
         has_empty: a sequence has no token yet, nor got one in the last complete call. A bool of
             its own, as graphs read it.
         starts: the position of each sequence's first token.
+        wrong: [2], on the device: what steps have found, see continuation.WRONG.
         model_layers: those of the model, once they are known.
         is_told: CachedModel says in place of the model and its mask what these are.
         is_placed: the caller gives position_ids that are not looked at.
@@ -119,7 +118,7 @@ class CachedText:
         self.starts: list[int] = []
         self._starts_before: list[int] | None = None  # where this call has told others
         self._marks: tuple[int, ...] | None = None  # of the KVCache, when it was as here
-        self._wrong: torch.Tensor | None = None  # [2], found in steps: masks, positions
+        self.wrong: torch.Tensor | None = None
         self.model_layers: CacheLayers | None = None
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._configs = _Configs()  # of the model and its layers, as calls have shown them
@@ -209,10 +208,10 @@ class CachedText:
             check_columns(kv, lens)
         self.call.is_ahead, self._starts_before = False, None
         self._count(Columns.of_lens(lens))
-        if self._wrong is None or self._wrong.device != kv.device:
-            self._wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
+        if self.wrong is None or self.wrong.device != kv.device:
+            self.wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
         if self.is_compileable:
-            keep_in_place(kv, self._wrong)
+            keep_in_place(kv, self.wrong)
 
     @property
     def is_compileable(self) -> bool:
@@ -277,15 +276,19 @@ class CachedText:
 
     def _settle(self) -> None:
         """Count what complete calls have appended among the past."""
-        call = self.call
-        if call.is_complete:
-            self.past, self._starts_before = self.past.with_more(call.columns, call.padding), None
+        if self.call.is_complete:
+            self.past, self._starts_before = self._past_and_call, None
             self.has_empty = self.past.has_empty
-            call.count()
-        if call.is_ahead:
+            self.call.count()
+        if self.call.is_ahead:
             assert self.kv is not None
             steps = int(self.kv.layers[0].seq_lens[0]) - self.past.lens[0]
-            self.past, call.is_ahead = self.past.with_more(steps, None), False
+            self.past, self.call.is_ahead = self.past.with_more(steps, None), False
+
+    @property
+    def _past_and_call(self) -> Columns:
+        """The columns once those of this call are counted."""
+        return self.past.with_more(self.call.columns, self.call.padding)
 
     def is_step(self, columns: int) -> bool:
         """Whether so many new columns are a token of each sequence, behind others: of these nothing
@@ -312,11 +315,6 @@ class CachedText:
         """Tokens of each sequence in this call."""
         padding = self.call.padding
         return [self.call.columns] * len(self.starts) if padding is None else padding.counts
-
-    @property
-    def lens(self) -> list[int]:
-        """Tokens of each sequence, those of a call that runs not among them."""
-        return self.past.lens
 
     @property
     def columns(self) -> int:
@@ -372,8 +370,7 @@ class CachedText:
         self.call.append(self.num_places)
         self._mark()
         if self.call.is_complete:
-            known = zip(self.past.lens, self.counts, strict=True)
-            self.has_empty = any(not held + count for held, count in known)
+            self.has_empty = self._past_and_call.has_empty
 
     def take_latents(self, layer: Any) -> Handed | None:
         """What this layer has handed as latents, and not attended to yet; None once nobody has
@@ -398,28 +395,18 @@ class CachedText:
     def _forgotten(self, past: Columns) -> None:
         """The rows were cropped to these columns, and no layer has anything of a call."""
         if self._starts_before is not None:
-            self.start_at(self._starts_before)
+            self.begin_at(self._starts_before)
             self._starts_before = None
         self.call.forget()
         self.latents = None
         self._count(past)
 
     def begin_at(self, starts: list[int]) -> None:
-        """Let each sequence's first token have this position, unless the call is taken back."""
-        if starts != self.starts:
-            self._starts_before = self.starts
-            self.start_at(starts)
-
-    def start_at(self, starts: list[int]) -> None:
-        """Let each sequence's first token have this position."""
+        """Let each sequence's first token have this position, until the call is taken back."""
         assert self.kv is not None
-        self.starts = starts
-        self.kv.start_positions.copy_(torch.tensor(starts, device="cpu"))
-
-    def note_wrong(self, is_wrong: torch.Tensor, what: int) -> None:
-        """Let check raise what is wrong in a step, where it would have to be read now."""
-        assert self._wrong is not None
-        self._wrong[what] |= is_wrong
+        if starts != self.starts:
+            self._starts_before, self.starts = self.starts, starts
+            self.kv.start_positions.copy_(torch.tensor(starts, device="cpu"))
 
     def check_attended(self) -> None:
         """Raise if a layer was handed its keys but did not attend through "kvquant"."""
