@@ -18,27 +18,24 @@ the model's own eager attention: so a model may stay set to "kvquant".
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from transformers.modeling_utils import AttentionInterface
 
-from ..cache.contiguous import KVCache
 from ..cache.latent import LatentKVCache
-from ..errors import UnsupportedError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..ops.causal import causal_attention
 from ..rows.variant import PLAIN, AttentionVariant
-from .compile.tracing import outside_of_graphs, tracing
-from .masks import ATTENTION, calls, window_of
+from .call import ATTENTION, HANDED
+from .compile.tracing import outside_of_graphs
+from .continuation import check_positions
+from .gradients import without_gradient
+from .masks import window_of
 from .models.latent import LatentHeads
-from .padding import Padding
 from .single_pass import exact_attention
 from .switch import DEQUANTIZE
-
-if TYPE_CHECKING:
-    from .cache import QuantizedCache
+from .text import Handed, running
 
 # what models pass that does not change the result here: positions are in the keys already, windows
 # are looked at apart, and some is for other parts of generate (stop strings) or of a loss
@@ -58,57 +55,6 @@ HARMLESS = {
 }
 VARIANT = {"softcap", "s_aux"}  # what the soft_cap and sink_logits of AttentionVariant are there
 _KNOWN = HARMLESS | VARIANT
-
-
-class Handed:
-    """Keys and values of a layer in one call of the model, on their way to attention.
-
-    Attributes:
-        to: the cache that they go to.
-        kv: its KVCache.
-        at: the place there.
-        layer: of the model.
-        padding: which columns hold no tokens, if any do not.
-        appended: they are in the cache, so what gets them now is another layer.
-        seen: with the first attention, in a chunk: all keys and values that it met, and their
-            number (_seen); empty if it met the chunk alone.
-        mask: that the first attention got, if any.
-        reads_rows: they are appended before attention, which reads the rows only.
-        is_traced: this is part of a graph (compile/tracing.py).
-    """
-
-    def __init__(
-        self,
-        to: QuantizedCache,
-        kv: KVCache,
-        at: int,
-        layer: int,
-        padding: Padding | None,
-        is_traced: bool = False,
-    ) -> None:
-        self.to, self.kv, self.at, self.layer, self.padding = to, kv, at, layer, padding
-        self.is_traced = is_traced
-        self.appended = self.reads_rows = False
-        self.seen: tuple[Any, ...] | None = None
-        self.mask: torch.Tensor | None = None
-        self._latents: tuple[Callable[[], torch.Tensor | None], ...] = ()
-        self._traced: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def latents(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The latents and RoPE parts that were handed, where these are not keys and values. They
-        bear no mark that attention sees, so they are of a call only while that has them."""
-        if self.is_traced or not self._latents:
-            return self._traced
-        latents, ropes = self._latents[0](), self._latents[1]()
-        return None if latents is None or ropes is None else (latents, ropes)
-
-    @latents.setter
-    def latents(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if self.is_traced:  # a graph has no weak references; it ends with the call
-            self._traced = rows
-        else:
-            self._latents = weakref.ref(rows[0]), weakref.ref(rows[1])
 
 
 def _attention(
@@ -138,7 +84,8 @@ def _attention(
         )
         return outside
     layer = getattr(module, "layer_idx", getattr(handed, "layer", None))
-    handed = _handed_latents(layer) if handed is None else handed
+    if handed is None and (cache := running.take()) is not None:
+        handed = cache.take_latents(layer)
     name = f"layer {layer} ({type(module).__name__})"
     if options.get("output_attentions"):
         raise UnsupportedModelError(
@@ -176,18 +123,7 @@ def _is_outside(module: torch.nn.Module, handed: Any) -> bool:
     """Whether attention that torch.compile meets is no part of a graph."""
     if isinstance(handed, Handed):
         return not handed.is_traced
-    return hasattr(module, "kv_b_proj") and tracing.latents is None
-
-
-def _handed_latents(layer: Any) -> Handed | None:
-    """What a layer has handed to the cache of this call as latents, and not attended to yet."""
-    handed: Handed | None
-    if torch.compiler.is_compiling():
-        handed, tracing.latents = tracing.latents, None
-    else:
-        cache = None if calls.cache is None else calls.cache()
-        handed = None if cache is None else cache.latents
-    return handed if handed is not None and handed.layer == layer else None
+    return hasattr(module, "kv_b_proj") and running.traced is None
 
 
 def _latent_heads(
@@ -234,7 +170,7 @@ def _check_call(
     if config is not None and not handed.at:
         handed.to.check_model(config)
     if not handed.at and not handed.appended:
-        handed.to.check_positions(options.get("position_ids"), handed.is_traced)
+        check_positions(handed.to, options.get("position_ids"), handed.is_traced)
     heads = key.shape[1]
     rows = handed.kv.layers[handed.at].device
     if key.device != rows:
@@ -270,14 +206,14 @@ def _check_plain(
     options: dict[str, Any],
 ) -> None:
     """Raise UnsupportedModelError where a call has a QuantizedCache, and attends to other keys."""
-    # what the thread has noted no graph can guard; the next layer tells what has not attended
-    known = None if torch.compiler.is_compiling() else calls.cache
-    cache = None if known is None else known()
+    # a graph cannot guard what the thread has noted; the next layer tells what has not attended
+    cache = None if torch.compiler.is_compiling() else running.take()
     is_kept = cache is not None and cache.keeps(getattr(module, "layer_idx", None))
-    if cache is not None and not cache.is_open:  # this is another call, which makes no masks
+    if cache is not None and not cache.call.is_open:  # this is another call, which makes no masks
         cache = None
-    is_ours = cache is not None and (cache.is_waiting or _is_causal(module, options))
-    if is_kept and not (cache is not None and cache.is_waiting):
+    is_handed = cache is not None and cache.call.state == HANDED
+    is_ours = is_handed or (cache is not None and _is_causal(module, options))
+    if is_kept and not is_handed:
         pass  # the layer attends to what transformers' own layer of the cache has given
     elif is_ours or hasattr(attention_mask, "kvquant_mask"):
         if cache:
@@ -361,9 +297,7 @@ def _attend(
         out = out[:, None] if asked == 1 else out
         out = out.to(query.dtype)
         out = out if heads is None else heads.values(out)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-            out = NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # torch's
-        return out
+        return without_gradient(out, query, key, value)
     if not handed.appended:
         rows = rows if padding is None else (padding.pack(rows[0]), padding.pack(rows[1]))
         handed.seen = _seen(handed, *rows)
@@ -382,21 +316,6 @@ def _attend(
     if not handed.appended:
         handed.to.append(handed, *rows)
     return out.transpose(1, 2).contiguous()  # as transformers' own: some models view it
-
-
-class NoGradient(torch.autograd.Function):
-    """What comes out of the packed rows: backward raises, where it would leave attention out."""
-
-    @staticmethod
-    def forward(_: Any, out: torch.Tensor, *of: torch.Tensor) -> torch.Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(_: Any, *gradients: Any) -> NoReturn:
-        raise UnsupportedError(
-            "no gradient flows through the rows of a KVCache: decode under torch.no_grad(), or "
-            "train without a QuantizedCache"
-        )
 
 
 def _seen(

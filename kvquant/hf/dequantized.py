@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from ..cache.contiguous import KVCache
-from ..errors import ConfigError
-from .attention import Handed, NoGradient
+from .gradients import without_gradient
+from .text import Handed
 
 
 def append_and_dequantize(
@@ -37,11 +36,8 @@ def append_and_dequantize(
     layer, new = handed.kv.layers[handed.at], keys.shape[2]
     if is_step:
         handed.to.append(handed, keys, values)
-        found = layer.dequantized(keys.dtype)
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            k, v = (NoGradient.apply(x, keys, values) for x in found)  # type: ignore[no-untyped-call]  # torch's
-            return k, v
-        return found
+        k, v = layer.dequantized(keys.dtype)
+        return without_gradient(k, keys, values), without_gradient(v, keys, values)
     found = keys, values
     if bool(layer.held_lens.any()):
         found = layer.dequantized(keys.dtype, room=new)
@@ -49,18 +45,3 @@ def append_and_dequantize(
             whole[:, :, -new:] = own
     handed.to.append(handed, keys, values)
     return found
-
-
-def check_columns(kv: KVCache, lens: list[int]) -> None:
-    """Raise ConfigError unless the rows of a cache are all columns that a model counts."""
-    windows = [window for window in kv.windows if window]
-    if windows:
-        raise ConfigError(
-            f"the cache keeps the last {windows[0]} tokens of a layer, and dequantize=True needs "
-            "all of them: make it by QuantizedCache(model, dequantize=True)"
-        )
-    if len(set(lens)) > 1:
-        raise ConfigError(
-            f"the cache holds {lens} tokens, and with dequantize=True all sequences have as many, "
-            "padding among them: make it by QuantizedCache(model, dequantize=True)"
-        )

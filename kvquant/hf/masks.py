@@ -7,11 +7,9 @@ which mask that would be, and hands on a mark. Attention reads the mark.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.masking_utils import (
@@ -23,28 +21,11 @@ from transformers.masking_utils import (
 )
 
 from ..errors import UnsupportedModelError
-from .compile.tracing import outside_of_graphs, tracing
+from .call import ATTENTION
+from .compile.tracing import outside_of_graphs
+from .continuation import take_mask
 from .switch import DEQUANTIZE
-
-if TYPE_CHECKING:
-    from .cache import QuantizedCache
-
-ATTENTION = "kvquant"
-
-
-class Calls(threading.local):
-    """What this thread knows of the model's call that runs.
-
-    Attributes:
-        asked: the cache that was asked for the sizes of the mask that is made next.
-        cache: the cache of the call; None where a mask was made for no QuantizedCache.
-    """
-
-    asked: weakref.ref[QuantizedCache] | None = None
-    cache: weakref.ref[QuantizedCache] | None = None
-
-
-calls = Calls()
+from .text import CachedText, running
 
 
 class MaskMark(NamedTuple):
@@ -134,24 +115,18 @@ def _mask(
     """
     given: dict[str, Any] = {"mask_function": mask_function, "attention_mask": attention_mask}
     given |= {"local_size": local_size, "use_vmap": use_vmap, "config": config}
-    cache, tracing.asked = tracing.asked, None
-    if torch.compiler.is_compiling():
-        if cache is None:
-            outside: torch.Tensor | None = outside_of_graphs(_mask, **given, **sizes)
-            return outside
-    else:
-        if cache is not None:  # a graph has ended in between
-            outside_of_graphs(cache.mask_sizes, sizes["q_length"])
-        calls.cache, calls.asked = calls.asked, None
-        cache = None if calls.cache is None else calls.cache()
+    cache = _asked(sizes["q_length"])
+    if cache is None and torch.compiler.is_compiling():
+        outside: torch.Tensor | None = outside_of_graphs(_mask, **given, **sizes)
+        return outside
     sizes["allow_is_bidirectional_skip"] = False  # None means causal here
     if cache is None:
         return sdpa_mask(**given, **sizes)
-    cache.awaits_mask = False
+    cache.call.awaits_mask = False
     kind = local_size, use_vmap
     try:
         if attention_mask is not None:
-            cache.take_mask(attention_mask.expand(sizes["batch_size"], -1), sizes["q_length"])
+            take_mask(cache, attention_mask.expand(sizes["batch_size"], -1), sizes["q_length"])
         if torch.compiler.is_compiling():  # it cannot compare the code of functions
             return cache.step_masks[kind]
         if config is not None:
@@ -172,6 +147,19 @@ def _mask(
     cache.step_masks[kind] = step_mask
     step_mask.kvquant_mask = mark  # type: ignore[attr-defined]  # a mark on it
     return _with_mark(mask, mark)
+
+
+def _asked(columns: int) -> CachedText | None:
+    """The cache that was asked for the sizes of the mask that is made now, for so many columns."""
+    if torch.compiler.is_compiling():
+        return running.take()
+    if running.traced is not None:  # a graph has ended in between
+        running.traced.mask_sizes(columns)
+    cache = running.take()
+    if cache is not None and cache.call.awaits_mask:
+        return cache
+    running.forget()
+    return None
 
 
 def _mark_of(mask_function: Callable[..., Any], local_size: int | None, use_vmap: bool) -> MaskMark:

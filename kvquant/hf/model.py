@@ -29,8 +29,8 @@ from ..rows.arguments import (
 from ..rows.quantize import exact_codec
 from .argument import as_argument
 from .cache import QuantizedCache
+from .call import ATTENTION
 from .compile.captured import CapturedStep
-from .masks import ATTENTION
 from .models.configs import (
     CacheLayers,
     cache_layers,
@@ -548,7 +548,7 @@ class CachedModel:
     ) -> torch.Tensor:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
         past = self.past_of(cache, new_lens)
-        before = past.lens
+        before = past.past.lens
         try:
             logits = self.call(past, tokens.to(input_device(self.model)), keep)
             cache.check()

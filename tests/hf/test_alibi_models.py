@@ -94,8 +94,7 @@ def attention_of(model: Any, family: Family, dtype: torch.dtype, length: int) ->
             hooks.append(module.register_forward_pre_hook(take_result))
     past, found = transformers.DynamicCache(), []
     for count in (length, *CALLS):
-        with torch.no_grad():
-            model(torch.randint(5, 97, (1, count)), **caching(past), use_cache=True)
+        model(torch.randint(5, 97, (1, count)), **caching(past), use_cache=True)
         q, k, v = torch.stack(fused, 1)
         found.append(Taken(q, k, v, torch.stack(given)))
         fused.clear()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, random_module, tiny, tokens  # noqa: E402
+from hf_cases import FP16, by_kvquant, random_module, tiny, tokens  # noqa: E402
 
 from kvquant.hf.argument import ARGUMENT, as_argument  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
@@ -42,8 +42,7 @@ def test_other_models_get_it_as_they_name_it() -> None:
 
 
 def test_a_cache_tells_its_argument_and_that_it_can_be_cropped() -> None:
-    model, text = tiny("Mistral", sliding_window=8).model, tokens(1, 12)
-    model.set_attn_implementation("kvquant")
+    model, text = by_kvquant(tiny("Mistral", sliding_window=8).model), tokens(1, 12)
     cache = QuantizedCache(model, **FP16)
     assert cache.argument == {ARGUMENT: cache}
     out = model(text, **cache.argument, use_cache=True)
@@ -53,8 +52,9 @@ def test_a_cache_tells_its_argument_and_that_it_can_be_cropped() -> None:
 
 def test_a_hybrid_can_be_cropped_as_far_as_its_own_layers_can() -> None:
     changes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    model = random_module("qwen3_next", changes | {"shared_expert_intermediate_size": 32})
-    model.set_attn_implementation("kvquant")
+    model = by_kvquant(
+        random_module("qwen3_next", changes | {"shared_expert_intermediate_size": 32})
+    )
     cache = QuantizedCache(model, **FP16)
     model(tokens(1, 9) % 97, **cache.argument, use_cache=True)
     assert not getattr(cache, "is_croppable", False)  # not in older ones

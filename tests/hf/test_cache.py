@@ -29,6 +29,7 @@ from hf_cases import (  # noqa: E402
     assert_alike,
     assert_answers,
     assert_likeliest,
+    by_kvquant,
     caching,
     random_module,
     tiny,
@@ -40,6 +41,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from kvquant.hf import attention as hf_attention  # noqa: E402
 from kvquant.hf import masks  # noqa: E402
+from kvquant.hf import text as hf_text  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
@@ -146,16 +148,14 @@ def test_positions_that_the_model_counts_otherwise_are_refused(
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("first", [0, 90])
 def test_positions_that_leave_the_text_are_refused(new: int, first: int) -> None:
-    model = tiny("Llama").model
-    model.set_attn_implementation("kvquant")
+    model = by_kvquant(tiny("Llama").model)
     text, past = tokens(2, 20), QuantizedCache(model, **FP16)
-    with torch.no_grad():
-        model(text[:, :10], **caching(past))
-        places = {"position_ids": first + torch.arange(new).expand(2, new)}
-        with pytest.raises(ConfigError, match=r"go on from other positions|read from its begin"):
-            model(text[:, 10 : 10 + new], **caching(past), **places)
-        places = {"position_ids": 10 + torch.arange(new)[None]}
+    model(text[:, :10], **caching(past))
+    places = {"position_ids": first + torch.arange(new).expand(2, new)}
+    with pytest.raises(ConfigError, match=r"go on from other positions|read from its begin"):
         model(text[:, 10 : 10 + new], **caching(past), **places)
+    places = {"position_ids": 10 + torch.arange(new)[None]}
+    model(text[:, 10 : 10 + new], **caching(past), **places)
     assert past.get_seq_length() == 10 + new
 
 
@@ -167,12 +167,11 @@ def test_positions_of_images_may_be_others_than_those_of_tokens() -> None:
     text, places = tokens(2, 14), torch.arange(14).expand(4, 2, 14).clone()
     places[1:, :, 8:] -= 4
     model.set_attn_implementation("kvquant")
-    with torch.no_grad():
-        wanted = model(text, position_ids=places, use_cache=False).last_hidden_state
-        past = QuantizedCache(model, **FP16)
-        for start, end in ((0, 10), (10, 13), (13, 14)):
-            given = {"position_ids": places[..., start:end], **caching(past)}
-            found = model(text[:, start:end], **given).last_hidden_state
+    wanted = model(text, position_ids=places, use_cache=False).last_hidden_state
+    past = QuantizedCache(model, **FP16)
+    for start, end in ((0, 10), (10, 13), (13, 14)):
+        given = {"position_ids": places[..., start:end], **caching(past)}
+        found = model(text[:, start:end], **given).last_hidden_state
     torch.testing.assert_close(found[:, -1], wanted[:, -1], atol=TOLERANCE, rtol=0)
 
 
@@ -309,8 +308,7 @@ def test_gemma_2_without_its_caps_slides() -> None:
     given = [model.prefill(cache, text[:, :40], chunk=7)]
     given += [model.step(cache, column) for column in text[:, 40:].unbind(1)]
     model.model.set_attn_implementation("eager")
-    with torch.no_grad():
-        expected = model.model(text).logits[:, 39:]
+    expected = model.model(text).logits[:, 39:]
     torch.testing.assert_close(torch.stack(given, 1), expected, atol=TOLERANCE, rtol=0)
 
 
@@ -335,8 +333,7 @@ def test_a_call_that_fails_is_taken_back_with_windows_too(monkeypatch: pytest.Mo
     model = tiny("Mistral", sliding_window=16)
     cache = model.new_cache(1, 90)
     model.prefill(cache, tokens(1, 40))
-    with torch.no_grad():
-        model.model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
+    model.model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
     for new in (1, 30):
         with pytest.raises(NonFiniteError):
             model.prefill(cache, tokens(1, new), append=True, chunk=512)
@@ -362,7 +359,8 @@ def test_layers_that_share_keys_attend_to_the_rows_of_their_owner() -> None:
         model, text, past = tiny(kind, **changes), tokens(2, 44), RoundedCache()
         expected = [model.plain(text[:, :40], past)]
         expected += [model.plain(column[:, None], past) for column in text[:, 40:].unbind(1)]
-        for chunk, recent in ((1, 0), (7, 5), (64, 5)):
+        chunks = ((1, 0), (7, 5), (64, 5)) if kind == "Gemma3nText" else ((7, 5), (64, 5))
+        for chunk, recent in chunks:
             cache = model.new_cache(2, 60, **FP16 | {"recent_len": recent})
             assert cache.num_layers == 2 and cache.windows == [16, None]
             given = [model.prefill(cache, text[:, :40], chunk=chunk)]
@@ -446,17 +444,16 @@ def test_the_cache_of_another_model_is_refused_and_stays_as_it_is(layers: int) -
     for one in (model, other):
         one.set_attn_implementation("kvquant")
     text, past = tokens(2, 12), QuantizedCache(model, **FP16)
-    with torch.no_grad():
-        model(text[:, :9], **caching(past))
-        for more in (text[:, 9:], text[:, 9:10]):
-            with pytest.raises(ShapeError, match=f"has 2 layers .* are of {layers} layers"):
-                other(more, **caching(past))
-            assert not past.is_open
-        assert past.get_seq_length() == 9
-        found = model(text[:, 9:], **caching(past)).logits
-        again = QuantizedCache(model, **FP16)
-        model(text[:, :9], **caching(again))
-        assert torch.equal(found, model(text[:, 9:], **caching(again)).logits)
+    model(text[:, :9], **caching(past))
+    for more in (text[:, 9:], text[:, 9:10]):
+        with pytest.raises(ShapeError, match=f"has 2 layers .* are of {layers} layers"):
+            other(more, **caching(past))
+        assert not past.call.is_open
+    assert past.get_seq_length() == 9
+    found = model(text[:, 9:], **caching(past)).logits
+    again = QuantizedCache(model, **FP16)
+    model(text[:, :9], **caching(again))
+    assert torch.equal(found, model(text[:, 9:], **caching(again)).logits)
 
 
 def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
@@ -496,8 +493,7 @@ def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
 def test_a_model_of_one_layer_that_appends_twice_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tiny("Llama", num_hidden_layers=1)
-    model.model.set_attn_implementation("kvquant")
+    model = by_kvquant(tiny("Llama", num_hidden_layers=1))
     cache, text, at = model.new_cache(1, 20), tokens(1, 4), model.model.model.layers[0].self_attn
     model.prefill(cache, text)
     forward = at.forward
@@ -520,8 +516,7 @@ def test_a_model_of_one_layer_that_appends_twice_is_noticed(
 def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, text = tiny("Gemma3nText", **GEMMA3N), tokens(2, 9)
-    model.model.set_attn_implementation("kvquant")
+    model, text = by_kvquant(tiny("Gemma3nText", **GEMMA3N)), tokens(2, 9)
     cache, attend = model.new_cache(2, 40), hf_attention._attend
     past, calls = QuantizedCache(cache), []
     model.model(text, **caching(past))
@@ -547,8 +542,7 @@ def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
 def test_a_step_that_fails_behind_its_append_is_taken_back(
     layer: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, text = tiny("Llama"), tokens(2, 20)
-    model.model.set_attn_implementation("kvquant")
+    model, text = by_kvquant(tiny("Llama")), tokens(2, 20)
     cache, wanted = (QuantizedCache(model.model, **options) for _ in range(2))
     model.model(text[:, :9], **caching(cache))
     model.model(text[:, :9], **caching(wanted))
@@ -591,26 +585,23 @@ def test_a_layer_that_does_not_attend_is_noticed_by_the_next(model: CachedModel)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("columns", [1, 5])
 @pytest.mark.parametrize("layers", [1, 2])
-@torch.no_grad()
 def test_attention_that_is_not_ours_is_noticed_in_the_call(
     layers: int, columns: int, implementation: str
 ) -> None:
     """Of one layer there is no next one to notice it."""
-    own, text = tiny("Llama", num_hidden_layers=layers).model, tokens(2, 14)
-    own.set_attn_implementation("kvquant")
+    own, text = by_kvquant(tiny("Llama", num_hidden_layers=layers).model), tokens(2, 14)
     caches = [QuantizedCache(own, **FP16) for _ in range(2)]
     for past in caches:
         own(text[:, :9], **caching(past))
     own.set_attn_implementation(implementation)
     with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
         own(text[:, 9 : 9 + columns], **caching(caches[0]))
-    assert caches[0].get_seq_length() == 9 and not caches[0].is_open
+    assert caches[0].get_seq_length() == 9 and not caches[0].call.is_open
     own.set_attn_implementation("kvquant")
     found = [own(text[:, 9:], **caching(past)).logits for past in caches]
     assert torch.equal(*found)
 
 
-@torch.no_grad()
 def test_attention_that_is_not_ours_is_noticed_by_check_where_no_mask_is_made() -> None:
     own, text = tiny("Llama", num_hidden_layers=1).model, tokens(2, 9)
     past = QuantizedCache(own.config, **FP16)
@@ -625,8 +616,7 @@ def test_attention_that_is_not_ours_is_noticed_by_check_where_no_mask_is_made() 
 
 
 def test_generate_that_fails_in_attention_is_taken_back() -> None:
-    model = tiny("Llama")
-    model.model.set_attn_implementation("kvquant")
+    model = by_kvquant(tiny("Llama"))
     cache, text = model.new_cache(2, 64), tokens(2, 9)
     past, wanted = QuantizedCache(cache), model.new_cache(2, 64)
     model.model(text, **caching(past))
@@ -634,12 +624,10 @@ def test_generate_that_fails_in_attention_is_taken_back() -> None:
     weight = model.model.model.layers[1].self_attn.v_proj.weight
     kept = weight.detach().clone()
     for new in (1, 5):
-        with torch.no_grad():
-            weight.fill_(float("nan"))
-        with pytest.raises(NonFiniteError), torch.no_grad():
+        weight.fill_(float("nan"))
+        with pytest.raises(NonFiniteError):
             model.model(text[:, :new], **caching(past))
-        with torch.no_grad():
-            weight.copy_(kept)
+        weight.copy_(kept)
         assert [at.seq_lens.tolist() for at in cache.layers] == [[9, 9]] * 2
     model.model(text, **caching(past))
     model.prefill(wanted, text, append=True)
@@ -713,16 +701,14 @@ def test_drafted_tokens_are_what_single_steps_make_of_them(
     rows: str, kept: dict[str, Any], limit: float
 ) -> None:
     """But for 3 tokens that the last of 4 reads in 16 bit, where there are recent ones."""
-    model, text = tiny("Llama"), tokens(2, 30)
-    model.model.set_attn_implementation("kvquant")
+    model, text = by_kvquant(tiny("Llama")), tokens(2, 30)
     found = []
     for sizes in ([24, 1, 1, 1, 1, 1, 1], [24, 4, 2]):
         past = QuantizedCache(model.new_cache(2, 40, k_format=rows, v_format=rows, **kept))
         logits, begin = [], 0
         for size in sizes:
             part = text[:, begin : begin + size]
-            with torch.no_grad():
-                out = model.model(part, **caching(past), use_cache=True)
+            out = model.model(part, **caching(past), use_cache=True)
             logits.append(out.logits)
             begin += size
         found.append(torch.cat(logits, dim=1))
@@ -734,16 +720,14 @@ def test_drafted_tokens_are_what_single_steps_make_of_them(
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
 def test_drafts_that_are_cropped_leave_nothing_behind(family: str) -> None:
     """Across the edge of the recent window, where the tokens behind it had been packed."""
-    model, text = tiny(family), tokens(2, 40)
-    model.model.set_attn_implementation("kvquant")
+    model, text = by_kvquant(tiny(family)), tokens(2, 40)
     found = []
     for drafts in (False, True):
         past = QuantizedCache(model.new_cache(2, 60, k_format="int4", **RECENT))
 
         def run(begin: int, end: int, past: QuantizedCache = past) -> torch.Tensor:
             part = text[:, begin:end]
-            with torch.no_grad():
-                logits: torch.Tensor = model.model(part, **caching(past)).logits
+            logits: torch.Tensor = model.model(part, **caching(past)).logits
             return logits
 
         run(0, 24)
@@ -773,18 +757,16 @@ def test_only_tokens_behind_others_are_drafted_ones(monkeypatch: pytest.MonkeyPa
     cache.reset()
     model.model.set_attn_implementation("kvquant")
     past = QuantizedCache(cache)
-    with torch.no_grad():
-        for size in (5, 4, 1):
-            model.model(text[:, :size], **caching(past), use_cache=True)
-            if size == 5:
-                assert not steps
+    for size in (5, 4, 1):
+        model.model(text[:, :size], **caching(past), use_cache=True)
+        if size == 5:
+            assert not steps
     assert steps == [4] * cache.num_layers + [1] * cache.num_layers
 
 
 @pytest.mark.parametrize("lookup", [3, 9])
 def test_lookups_give_the_tokens_of_single_steps_with_packed_rows(lookup: int) -> None:
-    model, text = tiny("Llama"), tokens(1, 8).repeat(1, 3)
-    model.model.set_attn_implementation("kvquant")
+    model, text = by_kvquant(tiny("Llama")), tokens(1, 8).repeat(1, 3)
     found = []
     more: dict[str, Any]
     for more in ({}, {"prompt_lookup_num_tokens": lookup}):
@@ -795,6 +777,7 @@ def test_lookups_give_the_tokens_of_single_steps_with_packed_rows(lookup: int) -
     assert_alike(found[0], found[1], limit=0.02)
 
 
+@torch.enable_grad()
 def test_without_a_cache_kvquant_is_sdpa(generating: CachedModel) -> None:
     model, text, mask = generating.model, tokens(2, 24), torch.ones(2, 24, dtype=torch.int64)
     mask[0, :5] = 0
@@ -805,10 +788,9 @@ def test_without_a_cache_kvquant_is_sdpa(generating: CachedModel) -> None:
         loss = model(text, labels=text).loss
         loss.backward()
         gradient = next(p.grad for n, p in model.named_parameters() if "q_proj" in n)
-        with torch.no_grad():
-            hidden = model(text, attention_mask=mask, use_cache=False).logits[:, 5:]
-            causal = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril()
-            given = model(text, attention_mask=causal).logits
+        hidden = model(text, attention_mask=mask, use_cache=False).logits[:, 5:]
+        causal = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril()
+        given = model(text, attention_mask=causal).logits
         padded = model.generate(text, attention_mask=mask, **OPTIONS)
         beams = model.generate(text, num_beams=2, **OPTIONS)
         return [loss.detach(), gradient, hidden, given, padded, beams]
@@ -819,8 +801,8 @@ def test_without_a_cache_kvquant_is_sdpa(generating: CachedModel) -> None:
     for _ in range(2):
         for got, wanted in zip(run(), expected, strict=True):
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
-        with torch.no_grad():  # a call with one between them
-            model(text[:, :3], **caching(past))
+        # a call with one between them
+        model(text[:, :3], **caching(past))
 
 
 def test_with_caches_of_transformers_kvquant_is_sdpa() -> None:
@@ -838,8 +820,7 @@ def test_with_caches_of_transformers_kvquant_is_sdpa() -> None:
         ]
         short = OPTIONS | {"max_new_tokens": 4}
         found.append([model.generate(text, attention_mask=mask, **short | one) for one in calls])
-        with torch.no_grad():
-            found[-1].append(model(text[:1], position_ids=places).logits)
+        found[-1].append(model(text[:1], position_ids=places).logits)
     for got, wanted in zip(*found, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
 
@@ -866,6 +847,7 @@ def test_images_are_attended_to_without_a_mask_of_text() -> None:
 
 
 @pytest.mark.parametrize("trained", ["q_proj", "v_proj"])
+@torch.enable_grad()
 def test_backward_through_a_step_is_refused(trained: str) -> None:
     """Around attention a gradient would flow, and be another one than the model's."""
     own = tiny("Llama")
@@ -931,8 +913,7 @@ def test_outputs_beside_the_logits_are_given(kind: str) -> None:
         ("kvquant", QuantizedCache(model.new_cache(2, 40, **FP16))),
     ):
         model.model.set_attn_implementation(name)
-        with torch.no_grad():
-            found.append(model.model(tokens(2, 8), **caching(cache), **wanted))
+        found.append(model.model(tokens(2, 8), **caching(cache), **wanted))
     for key in [option.removeprefix("output_") for option in wanted]:
         for got, expected in zip(found[1][key], found[0][key], strict=True):
             torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
@@ -952,7 +933,7 @@ def test_alibi_in_a_loop_of_ones_own_is_that_of_bloom() -> None:
 
 
 def test_rows_of_a_mask_but_the_last_are_refused() -> None:
-    handed = hf_attention.Handed(None, None, 0, 0, None)  # type: ignore[arg-type]
+    handed = hf_text.Handed(None, None, 0, 0, None)  # type: ignore[arg-type]
     whole = torch.empty(9, 1, dtype=torch.bool).expand(2, 1, 9, 12)
     assert hf_attention._whole_mask(handed, whole, 9) is whole
     handed.appended = True
@@ -977,8 +958,7 @@ def test_caps_and_sink_logits_without_a_cache_are_those_of_eager_attention(kind:
     found = []
     for name in ("eager", "kvquant"):
         model.set_attn_implementation(name)
-        with torch.no_grad():
-            found.append([model(text).logits, model(text, attention_mask=mask).logits[1]])
+        found.append([model(text).logits, model(text, attention_mask=mask).logits[1]])
         for more in ({}, {"cache_implementation": "static"}):
             found[-1].append(model.generate(text, attention_mask=mask, **short | more))
         found[-1].append(model(text, labels=text, use_cache=False).loss)
@@ -987,8 +967,7 @@ def test_caps_and_sink_logits_without_a_cache_are_those_of_eager_attention(kind:
 
 
 def test_caps_without_eager_attention_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_module("gemma2", CAPS["gemma2"])
-    model.set_attn_implementation("kvquant")
+    model = by_kvquant(random_module("gemma2", CAPS["gemma2"]))
     monkeypatch.setattr(type(model.model.layers[0].self_attn), "__module__", "math")
     with pytest.raises(UnsupportedError, match=r"Gemma2Attention asks for a cap .* has no eager_"):
         model(tokens(1, 8) % 97)
@@ -1089,10 +1068,9 @@ def test_earlier_rows_are_not_blamed_on_a_prompt(
 @pytest.mark.gpu
 def test_large_queries_stay_finite_with_fp16_rows_on_a_gpu() -> None:
     model = tiny("Qwen3")
-    with torch.no_grad():
-        for at in model.model.model.layers:
-            at.self_attn.q_norm.weight.fill_(1e5)
-            at.self_attn.k_norm.weight.fill_(1e-5)
+    for at in model.model.model.layers:
+        at.self_attn.q_norm.weight.fill_(1e5)
+        at.self_attn.k_norm.weight.fill_(1e-5)
     on_gpu = CachedModel(copy.deepcopy(model.model).cuda(), exact_format="fp16")
     text, found = tokens(1, 20), []
     for one in (model, on_gpu):
@@ -1106,8 +1084,7 @@ def test_a_failing_layer_leaves_the_cache_as_it_was() -> None:
     model = tiny("Llama")
     cache = model.new_cache(2, 64, sink_len=2, recent_len=4)
     model.prefill(cache, tokens(2, 20))
-    with torch.no_grad():
-        model.model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
+    model.model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
     for new in (1, 9):
         with pytest.raises(NonFiniteError):
             model.prefill(cache, tokens(2, new), append=True)

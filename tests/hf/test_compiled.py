@@ -26,8 +26,8 @@ from hf_cases import (  # noqa: E402
 from latent_plans import latent_plan  # noqa: E402
 from slow_cases import mark_slow  # noqa: E402
 
-from kvquant.hf import cache as hf_cache  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
+from kvquant.hf.compile import tracing  # noqa: E402
 from kvquant.io.plan import CachePlan  # noqa: E402
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -67,6 +67,12 @@ def llama() -> Any:
     return model_of("Llama")
 
 
+@pytest.fixture(scope="module")
+def short() -> Any:
+    """Of one layer: half the time of torch.compile, where layers are not the point."""
+    return model_of("Llama", num_hidden_layers=1)
+
+
 def text(padded: bool) -> dict[str, torch.Tensor]:
     """Three prompts, padded on the left or not."""
     mask = (torch.arange(24) >= PADS[:, None] * padded).long()
@@ -101,7 +107,7 @@ def generated(
     mark_slow(FAMILIES, ["Mistral"]),
 )
 def test_generate_compiles_one_graph_by_itself(family: str) -> None:
-    if family == "Gemma3nText" and hf_cache._LOSES_MARKS:
+    if family == "Gemma3nText" and tracing.LOSES_MARKS:
         pytest.skip("its layers share keys: compiled from torch 2.13 on")
     model = model_of(family)
     expected, plain = generated(model, padded=True)
@@ -115,7 +121,7 @@ def test_generate_compiles_one_graph_by_itself(family: str) -> None:
 def test_layers_that_share_keys_are_not_compiled_by_older_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hf_cache, "_LOSES_MARKS", True)
+    monkeypatch.setattr("kvquant.hf.text.LOSES_MARKS", True)
     assert QuantizedCache(model_of("Llama"), **ROWS).is_compileable
     model = model_of("Gemma3nText")
     expected, cache = generated(model, padded=True)
@@ -181,7 +187,6 @@ def test_generate_compiles_by_inductor(llama: Any) -> None:
 
 
 @pytest.mark.slow
-@torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 def test_a_loop_of_ones_own_has_one_graph(llama: Any, padded: bool) -> None:
     found = []
@@ -207,11 +212,10 @@ def test_a_loop_of_ones_own_has_one_graph(llama: Any, padded: bool) -> None:
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
 
 
-@torch.no_grad()
-def test_a_copy_of_a_cache_has_the_graph_of_the_first(llama: Any) -> None:
-    compiled: Any = torch.compile(llama.forward, fullgraph=True, backend="eager")
-    cache, ids = QuantizedCache(llama, **ROWS), tokens(2, 10)
-    llama(ids, **caching(cache))
+def test_a_copy_of_a_cache_has_the_graph_of_the_first(short: Any) -> None:
+    compiled: Any = torch.compile(short.forward, fullgraph=True, backend="eager")
+    cache, ids = QuantizedCache(short, **ROWS), tokens(2, 10)
+    short(ids, **caching(cache))
     found = [
         compiled(input_ids=tokens(2, 1), **caching(one), use_cache=True).logits
         for one in (cache, copy.deepcopy(cache))
@@ -220,15 +224,14 @@ def test_a_copy_of_a_cache_has_the_graph_of_the_first(llama: Any) -> None:
     assert not counters["graph_break"]
 
 
-@torch.no_grad()
-def test_texts_of_other_lengths_have_the_same_graphs(llama: Any) -> None:
+def test_texts_of_other_lengths_have_the_same_graphs(short: Any) -> None:
     """Padded or not."""
-    compiled: Any = torch.compile(llama.forward, fullgraph=True, backend="eager")
-    cache, graphs = QuantizedCache(llama, **ROWS), []
+    compiled: Any = torch.compile(short.forward, fullgraph=True, backend="eager")
+    cache, graphs = QuantizedCache(short, **ROWS), []
     for columns in (24, 9, 17):
         for padded in (True, False):
             batch = {name: given[:, -columns:] for name, given in text(padded).items()}
-            llama(**batch, **caching(cache))
+            short(**batch, **caching(cache))
             mask = torch.nn.functional.pad(batch["attention_mask"], (0, 1), value=1)
             given = {"attention_mask": mask, "position_ids": batch["position_ids"][:, -1:] + 1}
             compiled(input_ids=tokens(3, 1), **caching(cache), use_cache=True, **given)
@@ -238,27 +241,32 @@ def test_texts_of_other_lengths_have_the_same_graphs(llama: Any) -> None:
     assert graphs[1] == graphs[2], graphs  # a mask of another length takes a second one
 
 
-@torch.no_grad()
-def test_sequences_follow_behind_compiled_steps(llama: Any) -> None:
+@pytest.mark.parametrize(
+    ("follow", "places"),
+    [
+        pytest.param("batch_select_indices", [1], marks=pytest.mark.slow),
+        ("reorder_cache", [2, 0, 1]),
+    ],
+)
+def test_sequences_follow_behind_compiled_steps(short: Any, follow: str, places: list[int]) -> None:
     """Padded ones, whose lengths differ."""
-    compiled: Any = torch.compile(llama.forward, fullgraph=True, backend="eager")
-    for follow, places in (("batch_select_indices", [1]), ("reorder_cache", [2, 0, 1])):
-        cache, batch = QuantizedCache(llama, **ROWS), text(True)
-        llama(**batch, **caching(cache))
-        mask, position = batch["attention_mask"], batch["position_ids"][:, -1:]
-        for step in range(4):
-            mask, position = torch.nn.functional.pad(mask, (0, 1), value=1), position + 1
-            given = {"attention_mask": mask, "position_ids": position}
-            if step == 3:
-                getattr(cache, follow)(torch.tensor(places))
-                given = {name: x[places] for name, x in given.items()}
-                assert cache.get_seq_length() == 27
-            token = tokens(len(given["attention_mask"]), 1)
-            compiled(input_ids=token, **caching(cache), use_cache=True, **given)
-        cache.check()
-        cache.crop(-2)
-        assert cache.kv is not None
-        assert cache.kv.seq_lens.tolist() == (26 - PADS[places]).tolist()
+    compiled: Any = torch.compile(short.forward, fullgraph=True, backend="eager")
+    cache, batch = QuantizedCache(short, **ROWS), text(True)
+    short(**batch, **caching(cache))
+    mask, position = batch["attention_mask"], batch["position_ids"][:, -1:]
+    for step in range(3):
+        mask, position = torch.nn.functional.pad(mask, (0, 1), value=1), position + 1
+        given = {"attention_mask": mask, "position_ids": position}
+        if step == 2:
+            getattr(cache, follow)(torch.tensor(places))
+            given = {name: x[places] for name, x in given.items()}
+            assert cache.get_seq_length() == 26
+        token = tokens(len(given["attention_mask"]), 1)
+        compiled(input_ids=token, **caching(cache), use_cache=True, **given)
+    cache.check()
+    cache.crop(-2)
+    assert cache.kv is not None
+    assert cache.kv.seq_lens.tolist() == (25 - PADS[places]).tolist()
 
 
 @pytest.mark.slow
@@ -279,7 +287,6 @@ def test_beams_of_a_compiled_model(llama: Any) -> None:
 
 
 @pytest.mark.slow
-@torch.no_grad()
 @pytest.mark.parametrize("family", ["Llama", pytest.param("DeepseekV3", marks=needs_latents)])
 def test_graphs_read_rows_where_they_lie(family: str) -> None:
     """Else each step of a CUDA graph would copy them."""
@@ -313,8 +320,11 @@ def test_a_step_in_bases_of_latents_is_one_graph() -> None:
 
 
 @needs_latents
-@torch.no_grad()
-@pytest.mark.parametrize("planned", [False, True], ids=["format", "plan"])
+@pytest.mark.parametrize(
+    "planned",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["format", "plan"],
+)
 def test_graphs_of_latent_rows_come_behind_a_call_without(planned: bool) -> None:
     """It compares what each layer expands with what is absorbed, which a graph cannot."""
     model = model_of("DeepseekV3", **DENSE)
@@ -340,7 +350,6 @@ def test_graphs_of_latent_rows_come_behind_a_call_without(planned: bool) -> None
 
 
 @pytest.mark.slow
-@torch.no_grad()
 def test_what_is_not_compiled_is_told(llama: Any) -> None:
     step: Any = torch.compile(llama.forward, fullgraph=True, backend="eager")
     static, growing = (QuantizedCache(llama, **ROWS | {"max_seq_len": n}) for n in (26, None))
@@ -367,8 +376,20 @@ def test_what_is_not_compiled_is_told(llama: Any) -> None:
         static.check()
 
 
+def test_a_mask_of_another_attention_is_noticed_in_a_graph(short: Any) -> None:
+    cache, row = QuantizedCache(short, **ROWS), torch.zeros(1, 2, 1, 64)
+    short(tokens(1, 9), **caching(cache))
+
+    def call(row: torch.Tensor) -> Any:
+        return cache.get_mask_sizes(1, 0), cache.update(row, row, 0)
+
+    with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
+        torch.compile(call, backend="eager")(row)
+    assert cache.get_seq_length() == 9 and not cache.call.is_open
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [1, 5])
-@torch.no_grad()
 def test_compiled_attention_that_is_not_ours_is_noticed_in_the_call(columns: int) -> None:
     own, batch = model_of("Llama", num_hidden_layers=1), tokens(3, 20)
     cache = QuantizedCache(own, **ROWS)
@@ -377,11 +398,10 @@ def test_compiled_attention_that_is_not_ours_is_noticed_in_the_call(columns: int
     call: Any = torch.compile(own.forward, backend="eager")
     with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
         call(batch[:, 9 : 9 + columns], **caching(cache))
-    assert cache.get_seq_length() == 9 and not cache.is_open
+    assert cache.get_seq_length() == 9 and not cache.call.is_open
 
 
 @pytest.mark.slow
-@torch.no_grad()
 def test_chunks_of_one_column_of_a_prompt_are_no_steps() -> None:
     """A column may be padding there; a graph would append it."""
     own, found = model_of("Llama"), []

@@ -39,13 +39,19 @@ def falcon() -> Any:
     return random_module("falcon", {})
 
 
-@torch.no_grad()
 def logits(model: Any, past: Any, *parts: torch.Tensor) -> torch.Tensor:
     return torch.cat([model(part, **caching(past)).logits for part in parts], dim=1)
 
 
-@pytest.mark.parametrize("recent_len", [8, 0])
-@pytest.mark.parametrize("row_format", ["int4-g4", "int8"])
+@pytest.mark.parametrize(
+    ("row_format", "recent_len"),
+    [
+        ("int4-g4", 0),
+        ("int8", 8),
+        pytest.param("int4-g4", 8, marks=pytest.mark.slow),
+        pytest.param("int8", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_it_reads_what_the_fused_call_reads(llama: Any, row_format: str, recent_len: int) -> None:
     text, found = tokens(2, 60), []
     drafted = 4 if recent_len == 0 else 1
@@ -179,6 +185,7 @@ def test_a_call_that_fails_is_taken_back(llama: Any, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(torch.cat([before, after], dim=1), wanted, atol=TOLERANCE, rtol=0)
 
 
+@torch.enable_grad()
 def test_no_gradient_flows_through_rows(llama: Any) -> None:
     llama.set_attn_implementation("sdpa")
     past = QuantizedCache(llama, **FP16, dequantize=True)
@@ -203,8 +210,7 @@ def test_attention_weights_are_given(llama: Any) -> None:
     llama.set_attn_implementation("eager")
     past, text = QuantizedCache(llama, **FP16, dequantize=True), tokens(1, 10)
     logits(llama, past, text[:, :6])
-    with torch.no_grad():
-        found = llama(text[:, 6:], **past.argument, output_attentions=True).attentions
-        wanted = llama(text, use_cache=False, output_attentions=True).attentions
+    found = llama(text[:, 6:], **past.argument, output_attentions=True).attentions
+    wanted = llama(text, use_cache=False, output_attentions=True).attentions
     for own, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(own, other[:, :, 6:], atol=1e-3, rtol=0)

@@ -13,6 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import FP16, TOLERANCE, random_module, tiny, tokens  # noqa: E402
+from slow_cases import mark_slow  # noqa: E402
 
 from kvquant import CachedModel, QuantizedCache, save_cache  # noqa: E402
 from kvquant.errors import ConfigError, UnsupportedModelError  # noqa: E402
@@ -149,8 +150,7 @@ def test_models_that_cached_model_alone_cannot_serve_are_told_by_it() -> None:
         CachedModel(trunk)
     trunk.set_attn_implementation("kvquant")
     cache = QuantizedCache(trunk)
-    with torch.no_grad():
-        trunk(tokens(1, 5), **cache.argument)
+    trunk(tokens(1, 5), **cache.argument)
     assert cache.get_seq_length() == 5
     with pytest.raises(UnsupportedModelError, match=r"attention by itself.*model, dequantize=True"):
         CachedModel(random_module("falcon", {}))
@@ -214,7 +214,10 @@ def test_caches_of_transformers_in_place_of_ours_are_named(
             llama.plain(tokens(1, 4), past)
 
 
-@pytest.mark.parametrize("line", ["import kvquant.hf", "from kvquant import QuantizedCache"])
+LINES = "import kvquant.hf", "from kvquant import QuantizedCache"
+
+
+@pytest.mark.parametrize("line", mark_slow(LINES, usual=LINES[1:]))
 def test_one_line_makes_the_attention_known_to_transformers(line: str) -> None:
     code = f"""
 {line}

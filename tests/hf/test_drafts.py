@@ -23,6 +23,7 @@ from hf_cases import (  # noqa: E402
     GEMMA3N,
     SHARING,
     TOLERANCE,
+    by_kvquant,
     caching,
     random_module,
     tiny,
@@ -51,8 +52,7 @@ LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    own = tiny("Llama").model
-    own.set_attn_implementation("kvquant")
+    own = by_kvquant(tiny("Llama").model)
     return own
 
 
@@ -80,9 +80,8 @@ def columns_read(model: Any) -> tuple[list[int], Any]:
 
 def check_logits(model: Any, found: Any, pads: int) -> None:
     """The logits of a turn are those of its whole text alone."""
-    with torch.no_grad():
-        past = QuantizedCache(model, **FP16)
-        alone = model(found.sequences[:, pads:-1], **caching(past)).logits[0]
+    past = QuantizedCache(model, **FP16)
+    alone = model(found.sequences[:, pads:-1], **caching(past)).logits[0]
     ours = torch.cat(found.logits)
     torch.testing.assert_close(ours, alone[-len(ours) :], atol=TOLERANCE, rtol=0)
 
@@ -109,8 +108,7 @@ TURNS += [("Llama", LOOKED_UP, 0, None), ("Llama", ASSISTED, 0, 64), ("Mistral",
 def test_a_second_turn_with_drafts_reads_what_is_new(
     family: str, drafts: str, pads: int, room: int | None
 ) -> None:
-    model = tiny(family, **FAMILIES[family]).model
-    model.set_attn_implementation("kvquant")
+    model = by_kvquant(tiny(family, **FAMILIES[family]).model)
     past = QuantizedCache(model, **FP16, max_seq_len=room)
     text = first_turn(model, past, pads)
     other = copy.deepcopy(past)
@@ -133,7 +131,7 @@ def test_turns_with_and_without_drafts_may_follow_each_other(llama: Any) -> None
     text = first_turn(llama, past)["input_ids"]
     for more in (LOOKUP, LOOKUP, {}, LOOKUP):
         text = llama.generate(text, **caching(past), **OPTIONS, **more).sequences
-        assert past.get_seq_length() == text.shape[1] - 1 and not past.is_open
+        assert past.get_seq_length() == text.shape[1] - 1 and not past.call.is_open
         assert past.kv is not None and past.kv.seq_lens.tolist() == [text.shape[1] - 1]
         text = torch.cat([text, tokens(1, 3)], dim=1)
     past.check()
@@ -169,7 +167,7 @@ def test_second_turns_that_cannot_draft_are_told(llama: Any, room: int | None) -
         llama.generate(**short, **caching(past), **OPTIONS, **LOOKUP)
     with pytest.raises(ConfigError, match=r"hidden states of .* the cache holds 23 of them"):
         llama.generate(**text, **caching(past), **OPTIONS, **LOOKUP, output_hidden_states=True)
-    assert past.get_seq_length() == 23 and not past.is_open
+    assert past.get_seq_length() == 23 and not past.call.is_open
     found = llama.generate(**text, **caching(past), **OPTIONS, **LOOKUP)
     check_logits(llama, found, 0)
 
@@ -184,8 +182,7 @@ def test_models_that_attend_by_themselves_draft_in_a_second_turn(kind: str) -> N
     text = torch.cat([answer, ids[:, :5]], dim=1)
     found = own.generate(text, **caching(past), **OPTIONS, **LOOKUP)
     assert past.get_seq_length() == found.sequences.shape[1] - 1
-    with torch.no_grad():
-        alone = own(found.sequences[:, :-1], use_cache=False).logits[0, -8:]
+    alone = own(found.sequences[:, :-1], use_cache=False).logits[0, -8:]
     torch.testing.assert_close(torch.cat(found.logits), alone, atol=TOLERANCE, rtol=0)
 
 
@@ -199,14 +196,12 @@ def test_a_hybrid_drafts_in_a_second_turn() -> None:
     answer = lfm2.generate(ids, **caching(past), **OPTIONS).sequences
     text = torch.cat([answer, ids[:, :5]], dim=1)
     found = lfm2.generate(text, **caching(past), **OPTIONS, **LOOKUP)
-    with torch.no_grad():
-        alone = lfm2(found.sequences[:, :-1], use_cache=False).logits[0, -8:]
+    alone = lfm2(found.sequences[:, :-1], use_cache=False).logits[0, -8:]
     torch.testing.assert_close(torch.cat(found.logits), alone, atol=TOLERANCE, rtol=0)
     assert past.get_seq_length() == found.sequences.shape[1] - 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
-@torch.no_grad()
 def test_a_step_is_no_whole_text(kind: str) -> None:
     """On CUDA generate activates past recording between a prompt and its steps."""
     own, ids = random_module(kind, {}), tokens(1, 8) % 90

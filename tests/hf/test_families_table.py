@@ -123,8 +123,7 @@ def logits_of(model: Any, cache: Any, text: torch.Tensor, mask: torch.Tensor) ->
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for part in [slice(0, PROMPT), *(slice(at, at + 1) for at in range(PROMPT, text.shape[1]))]:
         seen = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part]}
-        with torch.no_grad():
-            found.append(model(text[:, part], **caching(cache), **seen).logits[:, -1])
+        found.append(model(text[:, part], **caching(cache), **seen).logits[:, -1])
     return torch.stack(found)
 
 

@@ -14,7 +14,8 @@ from hf_cases import FP16, WITH_LOGITS, caching, sure_text  # noqa: E402
 
 from kvquant.errors import ConfigError  # noqa: E402
 from kvquant.hf.argument import ARGUMENT  # noqa: E402
-from kvquant.hf.cache import DRAFTS, QuantizedCache  # noqa: E402
+from kvquant.hf.cache import QuantizedCache  # noqa: E402
+from kvquant.hf.text import DRAFTS  # noqa: E402
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 TEXT = "The first ship"
@@ -64,13 +65,11 @@ def test_a_pipeline_takes_the_cache(options: dict[str, Any], model: Any, tokeniz
 def test_a_loss_of_several_batches_is_that_without_a_cache(model: Any) -> None:
     ids = torch.randint(5, 97, (1, 12))
     given = {"labels": ids, "num_items_in_batch": 24}
-    with torch.no_grad():
-        wanted = model(ids, **given, use_cache=False).loss
-        found = model(ids, **given, **QuantizedCache(model, **FP16).argument).loss
+    wanted = model(ids, **given, use_cache=False).loss
+    found = model(ids, **given, **QuantizedCache(model, **FP16).argument).loss
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0)
 
 
-@torch.no_grad()
 def contrastive(model: Any, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """Contrastive search (https://arxiv.org/abs/2202.06417), 4 candidates, alpha 0.6: of the most
     likely tokens that which is least like what was read, each tried by a call of the model.

@@ -20,6 +20,7 @@ from hf_cases import (  # noqa: E402
     SHARING,
     WITH_LOGITS,
     assert_answers,
+    by_kvquant,
     caching,
     random_module,
     tiny,
@@ -59,8 +60,7 @@ def prompt() -> torch.Tensor:
 
 
 def run(model: Any, cache: Any, text: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(text, **caching(cache), use_cache=True).logits[:, -1]
+    logits: torch.Tensor = model(text, **caching(cache), use_cache=True).logits[:, -1]
     return logits
 
 
@@ -119,8 +119,7 @@ def test_beams_are_those_of_transformers(model: Any) -> None:
 def test_states_follow_sequences(model: Any, is_beside: bool) -> None:
     text = prompt()
     if is_beside:
-        model = random_module("falcon_h1", FALCON_H1)
-        model.set_attn_implementation("kvquant")
+        model = by_kvquant(random_module("falcon_h1", FALCON_H1))
     cache = QuantizedCache(model, **FP16)
     run(model, cache, text)
     cache.batch_repeat_interleave(2)
@@ -151,9 +150,9 @@ def test_a_mask_that_is_refused_leaves_the_states(model: Any) -> None:
     wrong = torch.ones(text.shape[0], text.shape[1] + 2, dtype=torch.int64)
     wrong[:, 0] = 0
     more = torch.tensor([[7, 8], [7, 8]])
-    with pytest.raises(ConfigError, match="attention_mask shows"), torch.no_grad():
+    with pytest.raises(ConfigError, match="attention_mask shows"):
         model(more, attention_mask=wrong, **caching(cache))
-    assert not cache.is_open
+    assert not cache.call.is_open
     plain = transformers.DynamicCache(config=model.config)
     run(model, plain, text)
     got, wanted = (run(model, one, more) for one in (cache, plain))
@@ -161,8 +160,7 @@ def test_a_mask_that_is_refused_leaves_the_states(model: Any) -> None:
 
 
 def test_a_state_beside_rows_is_described_and_in_no_file(tmp_path: Path) -> None:
-    own = random_module("falcon_h1", FALCON_H1)
-    own.set_attn_implementation("kvquant")
+    own = by_kvquant(random_module("falcon_h1", FALCON_H1))
     cache, path = QuantizedCache(own), tmp_path / "cache.safetensors"
     text = "K int4-g4, V int4-g4, beside a state of transformers"
     assert cache.describe().splitlines() == [f"layer {layer}: {text}" for layer in range(2)]
@@ -242,8 +240,7 @@ def test_a_hybrid_cannot_go_on_from_a_file(kind: str, tmp_path: Path) -> None:
             "intermediate_size_mlp": 96,
         },
     }
-    own = random_module(kind, changes[kind])
-    own.set_attn_implementation("kvquant")
+    own = by_kvquant(random_module(kind, changes[kind]))
     cache, path = QuantizedCache(own), tmp_path / "cache.safetensors"
     run(own, cache, prompt())
     with pytest.raises(ConfigError, match=r"QuantizedCache: give a KVCache, of a Quan.* its kv"):

@@ -102,10 +102,9 @@ def plain(model: CachedModel, make: Any) -> torch.Tensor:
     for b, length in enumerate(LENS):
         past = make()
         parts = [text[b : b + 1, :length], *text[b : b + 1, LENS[0] :].split(1, dim=1)]
-        with torch.no_grad():
-            found.append(
-                torch.stack([model.model(part, **caching(past)).logits[0, -1] for part in parts])
-            )
+        found.append(
+            torch.stack([model.model(part, **caching(past)).logits[0, -1] for part in parts])
+        )
     return torch.stack(found, dim=1)
 
 
@@ -308,9 +307,8 @@ def test_a_compiled_model_attends_outside_of_graphs(model: CachedModel) -> None:
     wanted = [model.prefill(own, texts()[:, :9]), model.step(own, texts()[:, 9])]
     model.model.set_attn_implementation("kvquant")
     cache = QuantizedCache(model.model, **FP16_LATENTS)
-    with torch.no_grad():
-        for part, logits in zip((texts()[:, :9], texts()[:, 9:10]), wanted, strict=True):
-            assert error(step(part, **caching(cache)).logits[:, -1], logits) < TOLERANCE
+    for part, logits in zip((texts()[:, :9], texts()[:, 9:10]), wanted, strict=True):
+        assert error(step(part, **caching(cache)).logits[:, -1], logits) < TOLERANCE
     model.model.set_attn_implementation("sdpa")
 
 
@@ -320,14 +318,12 @@ def test_a_call_that_fails_is_taken_back(model: CachedModel) -> None:
     logits = model.prefill(cache, text[:, :9])
     norm = model.model.model.layers[1].self_attn.kv_a_layernorm
     kept = norm.weight.detach().clone()
-    with torch.no_grad():
-        norm.weight[3] = torch.nan
+    norm.weight[3] = torch.nan
     for tokens in (text[:, 9:10], text):
         with pytest.raises(NonFiniteError):
             model.prefill(cache, tokens, append=True)
         assert {tuple(at.seq_lens.tolist()) for at in cache.layers} == {(9, 9)}
-    with torch.no_grad():
-        norm.weight.copy_(kept)
+    norm.weight.copy_(kept)
     other = model.new_cache(2, 64)
     assert torch.equal(model.prefill(other, text[:, :9]), logits)
     assert torch.equal(model.step(cache, text[:, 9]), model.step(other, text[:, 9]))
@@ -362,7 +358,6 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
 
 
 @needs_latents
-@torch.no_grad()
 def test_latents_of_a_layer_that_has_failed_are_not_those_of_another_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -398,7 +393,6 @@ def test_latents_of_a_layer_that_has_failed_are_not_those_of_another_call(
 
 
 @needs_latents
-@torch.no_grad()
 def test_autocast_reads_and_steps() -> None:
     """No further from float32 than transformers' own, whose products are those of bf16 too."""
     model, text, found = deepseek(**DENSE).model, texts(), []
@@ -445,8 +439,17 @@ def in_bases(model: CachedModel, exact: str = "bf16") -> Any:
 
 
 @needs_latents
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", ["v2", "v3, plain q"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("v2", "float32"),
+        ("v2", "float16"),
+        pytest.param("v2", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v3, plain q", "float32", marks=pytest.mark.slow),
+        pytest.param("v3, plain q", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v3, plain q", "float16", marks=pytest.mark.slow),
+    ],
+)
 def test_weights_that_hold_the_bases_cost_one_rounding(
     case: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,8 +507,7 @@ def test_caches_share_weights_as_long_as_these_are_the_same(
     read(model, caches[2])
     kept = {id(cache.folded[0]) for cache in caches}  # type: ignore[attr-defined]  # of latents
     assert len(kept) == 1 and len(latent._folded[at]) == 1
-    with torch.no_grad():
-        at.kv_b_proj.weight.mul_(0.5)
+    at.kv_b_proj.weight.mul_(0.5)
     cache = model.new_cache(2, 64, plan=plan)
     assert error(read(model, cache), plain(model, transformers.DynamicCache)) < 0.05
     caches[0].reset()
@@ -522,7 +524,6 @@ def test_caches_share_weights_as_long_as_these_are_the_same(
 
 
 @needs_latents
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
 def test_a_large_basis_leaves_queries_within_fp16(kind: str) -> None:
     """Scores and outputs of a row are those of the row as it came, in float64."""
@@ -592,7 +593,6 @@ def test_caches_of_other_models_are_refused(model: CachedModel) -> None:
 
 
 @needs_latents
-@torch.no_grad()
 def test_a_layer_that_attends_otherwise_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer expands is compared once; its shapes are in each call."""
     model, text = deepseek(), texts()
@@ -608,7 +608,6 @@ def test_a_layer_that_attends_otherwise_later_is_refused(monkeypatch: pytest.Mon
 
 
 @needs_latents
-@torch.no_grad()
 def test_latents_of_one_layer_are_not_those_of_another() -> None:
     model = deepseek().model
     model.set_attn_implementation("kvquant")
@@ -648,7 +647,6 @@ def test_weights_that_are_elsewhere_are_refused() -> None:
 
 
 @needs_latents
-@torch.no_grad()
 def test_a_float16_model_is_described_as_it_is_stored() -> None:
     model = deepseek().model.half()
     model.set_attn_implementation("kvquant")

@@ -15,7 +15,7 @@ from kvquant.errors import CheckpointError, ConfigError, ShapeError, Unsupported
 
 transformers = pytest.importorskip("transformers")
 from example_plan import example_plan  # noqa: E402
-from hf_cases import FP16, TOLERANCE, caching, tiny, tokens  # noqa: E402
+from hf_cases import FP16, TOLERANCE, by_kvquant, caching, tiny, tokens  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kvquant.hf.cache import SPACE, QuantizedCache  # noqa: E402
@@ -27,8 +27,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id
 
 @pytest.fixture
 def own() -> CachedModel:
-    made = tiny("Llama")
-    made.model.set_attn_implementation("kvquant")
+    made = by_kvquant(tiny("Llama"))
     return made
 
 
@@ -64,8 +63,7 @@ def test_a_cache_grows_to_twice_its_room(own: CachedModel) -> None:
     found = []
     for past in caches:
         parts = text[:, :20], text[:, 20:280], text[:, 280:697], *text[:, 697:].split(1, dim=1)
-        with torch.no_grad():
-            found.append([own.model(part, **caching(past)).logits[:, -1] for part in parts])
+        found.append([own.model(part, **caching(past)).logits[:, -1] for part in parts])
         past.check()
     assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
     grown, static = (past.kv for past in caches)
@@ -80,16 +78,14 @@ def test_a_cache_grows_to_twice_its_room(own: CachedModel) -> None:
 def test_a_cache_of_a_file_grows_as_it_did_before(own: CachedModel, tmp_path: Path) -> None:
     text, path = tokens(2, 90), tmp_path / "cache.safetensors"
     past = QuantizedCache(own.model, k_format="int8", recent_len=8)
-    with torch.no_grad():
-        own.model(text[:, :30], **past.argument)
+    own.model(text[:, :30], **past.argument)
     assert past.kv is not None
     save_cache(past.kv, path)
     loaded = QuantizedCache(load_cache(path, max_seq_len=32))
     assert loaded.kv is not None and loaded.get_max_length() == -1 and not loaded.is_compileable
-    with torch.no_grad():
-        for part in (text[:, 30:60], *text[:, 60:].split(1, dim=1)):
-            found = [own.model(part, **one.argument).logits for one in (past, loaded)]
-            assert torch.equal(*found)
+    for part in (text[:, 30:60], *text[:, 60:].split(1, dim=1)):
+        found = [own.model(part, **one.argument).logits for one in (past, loaded)]
+        assert torch.equal(*found)
     assert loaded.kv.max_seq_len == 128 and loaded.get_seq_length() == 90
 
 
@@ -154,11 +150,10 @@ def test_the_path_of_a_plan_is_none(own: CachedModel) -> None:
 def test_a_copy_goes_on_by_itself(own: CachedModel) -> None:
     """As transformers' users copy the cache of a prompt."""
     past, text = QuantizedCache(own.model, **FP16), tokens(1, 20)
-    with torch.no_grad():
-        own.model(text[:, :15], **caching(past))
-        other = copy.deepcopy(past)
-        given = [own.model(text[:, 15:], **caching(one)).logits for one in (past, other)]
-        own.model(text[:, :1], **caching(other))
+    own.model(text[:, :15], **caching(past))
+    other = copy.deepcopy(past)
+    given = [own.model(text[:, 15:], **caching(one)).logits for one in (past, other)]
+    own.model(text[:, :1], **caching(other))
     torch.testing.assert_close(*given, atol=TOLERANCE, rtol=0)
     assert [one.get_seq_length() for one in (past, other)] == [20, 21]
     assert past.kv is not None and past.kv.seq_lens.tolist() == [20]
@@ -205,13 +200,11 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of KVCache.step, which has tests of its own: here it does but count."""
-    own = tiny(kind, sliding_window=16) if kind == "Mistral" else tiny(kind)
-    own.model.set_attn_implementation("kvquant")
+    own = by_kvquant(tiny(kind, sliding_window=16) if kind == "Mistral" else tiny(kind))
     past, mask = QuantizedCache(own.model), torch.ones(2, 20, dtype=torch.int64)
     mask[0, :7] = 0 if is_padded else 1
     places = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        own.model(tokens(2, 20), attention_mask=mask, position_ids=places, **caching(past))
+    own.model(tokens(2, 20), attention_mask=mask, position_ids=places, **caching(past))
 
     def step(self: KVCache, layer: int, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         at = self.layers[layer]
@@ -225,7 +218,7 @@ def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(KVCache, "step", step)
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
-    with monkeypatch.context() as patch, Reads() as reads, torch.no_grad():
+    with monkeypatch.context() as patch, Reads() as reads:
         for name in ("cpu", "tolist", "numpy", "item", "__bool__", "__int__"):
             patch.setattr(torch.Tensor, name, read)
         for _ in range(3):
@@ -248,6 +241,5 @@ def test_a_cache_of_inference_mode_goes_on_outside(
     with torch.inference_mode():
         own.model(tokens(1, 5), **caching(past))
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
-    with torch.no_grad():
-        own.model(tokens(1, 1), attention_mask=mask, **caching(past))
+    own.model(tokens(1, 1), attention_mask=mask, **caching(past))
     past.check()

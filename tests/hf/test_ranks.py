@@ -15,6 +15,7 @@ from example_plan import example_plan  # noqa: E402
 from hf_cases import (  # noqa: E402
     FP16,
     LATENT_SIZES,
+    by_kvquant,
     caching,
     hands_latents,
     random_model,
@@ -50,8 +51,7 @@ def test_each_rank_keeps_its_own_heads(tmp_path: Path) -> None:
 
 
 def test_parts_of_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("Llama").model
-    model.set_attn_implementation("kvquant")
+    model = by_kvquant(tiny("Llama").model)
     monkeypatch.setattr(type(model), "tp_size", 4)
     with pytest.raises(UnsupportedModelError, match=r"2 KV heads, and its tp_plan .* 4 parts"):
         QuantizedCache(model)
@@ -67,8 +67,7 @@ def test_one_process_has_no_ranks() -> None:
 
 
 def test_layers_that_are_not_where_the_cache_is_are_refused() -> None:
-    model = tiny("Llama").model
-    model.set_attn_implementation("kvquant")
+    model = by_kvquant(tiny("Llama").model)
 
     def move(module: Any, args: Any, kwargs: Any) -> Any:
         return tuple(x.to("meta") for x in args), {

@@ -20,7 +20,7 @@ from kvquant.calibration.calibrate import Sizes, calibrate
 from kvquant.errors import DeviceError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, caching, random_module, tiny, tokens  # noqa: E402
+from hf_cases import FP16, by_kvquant, caching, random_module, tiny, tokens  # noqa: E402
 
 from kvquant.hf import cache as hf_cache  # noqa: E402
 from kvquant.hf import model as hf_model  # noqa: E402
@@ -79,7 +79,6 @@ def padded() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens(3, 24), "attention_mask": mask}
 
 
-@torch.no_grad()
 def logits_of(model: Any, past: QuantizedCache, new: torch.Tensor) -> torch.Tensor:
     """After the prompts, and after each of these tokens, [batch, tokens]."""
     ids, mask = padded().values()
@@ -205,14 +204,12 @@ def test_layers_of_transformers_get_their_mask(monkeypatch: pytest.MonkeyPatch) 
     text = torch.randint(5, 97, (2, 24), generator=torch.Generator().manual_seed(2))
     found = []
     for devices in (None, ["cpu", "cpu:0"]):
-        model = random_module("llama4_text", changes)
-        model.set_attn_implementation("kvquant")
+        model = by_kvquant(random_module("llama4_text", changes))
         if devices:
             split(model, devices, monkeypatch)
             monkeypatch.setattr(hf_cache, "layer_devices", lambda *_: [torch.device("cpu:0")])
         cache = QuantizedCache(model, placed=True, **FP16)
-        with torch.no_grad():
-            found.append(model(text, **caching(cache)).logits)
+        found.append(model(text, **caching(cache)).logits)
         assert cache.describe().startswith("layer 0: DynamicSlidingWindowLayer")
         assert type(found[-1]) is torch.Tensor
     assert torch.equal(*found)
@@ -293,8 +290,7 @@ def test_weights_that_accelerate_brings_lie_where_it_brings_them(tmp_path: Path)
     assert layer_devices(model, [0, 1]) == [torch.device("cpu")] * 2
     model.set_attn_implementation("kvquant")
     cache = QuantizedCache(model, **FP16)
-    with torch.no_grad():
-        found = model(tokens(1, 5), **caching(cache)).logits
+    found = model(tokens(1, 5), **caching(cache)).logits
     assert cache.kv is not None and cache.kv.devices == [torch.device("cpu")] * 2
     torch.testing.assert_close(found, expected, atol=5e-3, rtol=0)
     cached, whole = CachedModel(model), tiny("Llama")
@@ -325,13 +321,13 @@ def test_weights_that_accelerate_brings_lie_where_it_brings_them(tmp_path: Path)
 @pytest.mark.parametrize("first", ["cpu", 0])
 def test_accelerate_spreads_the_layers(first: Any) -> None:
     accelerate = pytest.importorskip("accelerate")
-    whole = tiny("Llama").model
-    whole.set_attn_implementation("kvquant")
+    whole = by_kvquant(tiny("Llama").model)
     second = 0 if first == "cpu" else "cpu"
     where = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), first)
     where |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), second)
-    model = accelerate.dispatch_model(tiny("Llama").model, device_map=where, main_device="cpu")
-    model.set_attn_implementation("kvquant")
+    model = by_kvquant(
+        accelerate.dispatch_model(tiny("Llama").model, device_map=where, main_device="cpu")
+    )
     past, new = QuantizedCache(model, **FP16), tokens(3, 4)
     found = logits_of(model, past, new)
     assert_spread(past, ["cpu", "cuda:0"] if first == "cpu" else ["cuda:0", "cpu"])

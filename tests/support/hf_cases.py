@@ -5,7 +5,7 @@ fp16 rows, and transformers' own cache with K and V rounded to float16: sums are
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -76,6 +76,7 @@ SHARING: dict[str, Any] = {
 GEMMA3N = SHARING | {"laurel_rank": 8, "altup_num_inputs": 2}
 
 
+M = TypeVar("M")
 # of any family: what its config does not know is left out
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -117,6 +118,13 @@ def tiny(kind: str, **changes: Any) -> CachedModel:
             elif "bias" in name:
                 weight.normal_()
     return CachedModel(_with_caps(model).eval())
+
+
+def by_kvquant(model: M) -> M:
+    """The same model, of transformers or a CachedModel, set to attend by "kvquant"."""
+    inner: Any = model.model if isinstance(model, CachedModel) else model
+    inner.set_attn_implementation("kvquant")
+    return model
 
 
 def random_model(kind: str, changes: dict[str, Any]) -> CachedModel:

@@ -10,21 +10,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from ...cache.contiguous import KVCache
 from ...errors import ConfigError, DeviceError, KVQuantError, ShapeError, UnsupportedModelError
 
-if TYPE_CHECKING:
-    from ..model import CachedModel
-
 _one_at_a_time = threading.Lock()
 _CLEAR = KVQuantError, torch.OutOfMemoryError  # say what has happened themselves
 # torch before 2.8 has it under another name
 _ENDINGS = "_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"
 _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator of pinned memory still asks them
+
+
+class Steps(Protocol):
+    """What a step needs of a CachedModel; model.py makes steps, so it is not imported here."""
+
+    def past_of(self, cache: KVCache) -> Any: ...
+    def read_in_bases(self, cache: KVCache) -> list[Any]: ...
+    def plain(self, tokens: torch.Tensor) -> torch.Tensor: ...
+    def call(self, past: Any, tokens: torch.Tensor, keep: list[int]) -> torch.Tensor: ...
+    def check_tokens(self, tokens: torch.Tensor, shape: tuple[int | None, ...]) -> None: ...
+    def not_captured(self, cache: KVCache) -> str | None: ...
 
 
 class CapturedStep:
@@ -39,7 +47,7 @@ class CapturedStep:
     whole GPU (torch.cuda.synchronize), which CUDA refuses then.
 
     Args:
-        model: on CUDA.
+        model: a CachedModel on CUDA.
         cache: of the model; its tensors are part of the graph.
 
     Raises:
@@ -64,7 +72,7 @@ class CapturedStep:
     """
 
     @torch.inference_mode(False)  # else the tokens could not be changed outside
-    def __init__(self, model: CachedModel, cache: KVCache) -> None:
+    def __init__(self, model: Steps, cache: KVCache) -> None:
         from ...kernels.cuda.runtime.workspace import Lease
 
         _check(model, cache)
@@ -135,7 +143,7 @@ class CapturedStep:
         return self._logits
 
 
-def _check(model: CachedModel, cache: KVCache) -> None:
+def _check(model: Steps, cache: KVCache) -> None:
     """Raise unless a step of the model with the cache can be captured, as far as is known."""
     if cache.device.type != "cuda":
         raise DeviceError(f"the cache is on {cache.device}: a step is captured on CUDA only")

@@ -25,7 +25,7 @@ from ...errors import UnsupportedModelError
 from ...rows.basis import Basis
 from ..switch import attending, plain_implementation
 from .configs import input_device
-from .observe import check_here, observe_linears
+from .observe import check_here, hooked, observe_linears
 
 PROBED = 16  # tokens that a model is tried with
 SAME = (
@@ -155,16 +155,13 @@ def _check_same(model: Any, found: Mapping[int, Projections], bases: Mapping[int
         return logits.double()
 
     wanted, hooks = run(), []
-    try:
-        for at in found.values():
-            basis = bases[at.owner].to(at.output.weight.device)
-            if at.values is not None:
-                hooks.append(at.values.register_forward_hook(encode(basis)))
-            hooks.append(at.output.register_forward_pre_hook(decode(basis)))
+    for at in found.values():
+        basis = bases[at.owner].to(at.output.weight.device)
+        if at.values is not None:
+            hooks.append(at.values.register_forward_hook(encode(basis)))
+        hooks.append(at.output.register_forward_pre_hook(decode(basis)))
+    with hooked(hooks):
         given = run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     error = float((given - wanted).norm() / wanted.norm())
     if not error <= SAME:
         raise UnsupportedModelError(

@@ -10,7 +10,8 @@ calls the attention function is a layer with attention.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,13 +183,8 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
             found[last.layer_idx] = weight
             _watch.last = None
 
-    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    hooks = [linear.register_forward_pre_hook(see) for linear in linears]
-    try:
+    with hooked(linear.register_forward_pre_hook(see) for linear in _linears(model)):
         observe(model, torch.zeros(1, 2, dtype=torch.int64, device="cpu"), None)
-    finally:
-        for hook in hooks:
-            hook.remove()
     for module in filter(hands_latents, model.modules()):
         layer: Any = module.layer_idx
         if layer in _watch.owners and layer not in found:
@@ -198,6 +194,19 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
                 "model without quantization"
             )
     return found
+
+
+def _linears(model: Any) -> list[torch.nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+
+
+@contextmanager
+def hooked(hooks: Iterable[Any]) -> Iterator[None]:
+    """Modules have these hooks inside the block, by the handles that torch gave for them."""
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.remove)
+        yield
 
 
 def check_here(linear: torch.nn.Linear, name: str) -> None:
@@ -265,12 +274,8 @@ def observe_linears(model: Any) -> dict[int, Linears]:
     ) -> None:
         values[layer] = v
 
-    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    hooks = [linear.register_forward_pre_hook(see) for linear in linears]
-    hooks += [linear.register_forward_hook(note) for linear in linears]
-    try:
+    hooks = [linear.register_forward_pre_hook(see) for linear in _linears(model)]
+    hooks += [linear.register_forward_hook(note) for linear in _linears(model)]
+    with hooked(hooks):
         observe(model, torch.arange(4, device="cpu")[None], observer)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found

@@ -1,0 +1,559 @@
+"""A text in a KVCache, as the calls of one model continue it.
+
+CachedText knows on the host what the rows hold, how far the model's call is (call.py), and which
+layers of the model they are of. Keys and values go from `hand` to attention (attention.py) marked
+with a Handed. That mark is the one channel, as transformers passes nothing but the tensors on. Two
+readers do not get the mark: the function that makes masks, which gets sizes, and attention to keys
+that a model makes of latents. These two ask `running` for the cache of the call.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .. import debug
+from ..cache.checks import whole_numbers
+from ..cache.contiguous import KVCache
+from ..errors import ConfigError, ShapeError
+from .call import Call, refuse_attention
+from .compile.tracing import LOSES_MARKS, keep_in_place, outside_of_graphs
+from .models.configs import CacheLayers, cache_layers
+from .models.hook import DecoderHook, Shown
+from .padding import Columns, Padding
+from .sources import check_columns, check_layers
+
+DRAFTS = 16  # tokens
+# a cache is shown the new tokens only, so a longer text that begins otherwise cannot be told
+ANOTHER = (
+    "A cache belongs to one text, of which generate gets all ids, those in the cache and the new "
+    "ones. For another text call reset(), or make another cache. A pipeline reads the texts of a "
+    "list one after another into one cache: give it batch_size=len(texts), or one text with a "
+    "cache of its own at a time"
+)
+
+
+@dataclass(eq=False)
+class Handed:
+    """Keys and values of a layer in one call of the model, on their way to attention.
+
+    Attributes:
+        to: the text that they go to.
+        kv: its KVCache.
+        at: the place there.
+        layer: of the model.
+        padding: which columns hold no tokens, if any do not.
+        appended: they are in the cache, so what gets them now is another layer.
+        seen: with the first attention, in a chunk: all keys and values that it met, and their
+            number (_seen); empty if it met the chunk alone.
+        mask: that the first attention got, if any.
+        reads_rows: they are appended before attention, which reads the rows only.
+        is_traced: this is part of a graph (compile/tracing.py).
+    """
+
+    to: CachedText
+    kv: KVCache
+    at: int
+    layer: int
+    padding: Padding | None
+    is_traced: bool = False
+    appended: bool = False
+    reads_rows: bool = False
+    seen: tuple[Any, ...] | None = None
+    mask: torch.Tensor | None = None
+    _latents: tuple[Callable[[], torch.Tensor | None], ...] = ()
+    _traced: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def latents(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The latents and RoPE parts that were handed, where these are not keys and values. They
+        bear no mark that attention sees, so they are of a call only while that has them."""
+        if self.is_traced or not self._latents:
+            return self._traced
+        latents, ropes = self._latents[0](), self._latents[1]()
+        return None if latents is None or ropes is None else (latents, ropes)
+
+    @latents.setter
+    def latents(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if self.is_traced:  # a graph has no weak references; it ends with the call
+            self._traced = rows
+        else:
+            self._latents = weakref.ref(rows[0]), weakref.ref(rows[1])
+
+
+class CachedText:
+    """The text in a KVCache, and the call of a model that continues it.
+
+    Attributes:
+        kv: the KVCache; None before the first tokens come.
+        call: how far the model's call is.
+        past: the columns before this call.
+        has_empty: a sequence has no token yet, nor got one in the last complete call. A bool of
+            its own, as graphs read it.
+        starts: the position of each sequence's first token.
+        wrong: [2], on the device: what steps have found, see continuation.WRONG.
+        model_layers: those of the model, once they are known.
+        is_told: CachedModel says in place of the model and its mask what these are.
+        is_placed: the caller gives position_ids that are not looked at.
+        shown: what the model's decoder was given in this call.
+        hook: of the decoder, while attention is not known to be shown positions.
+        latents: what the layer that attends next has handed, where these are latents.
+        step_masks: of one token, by their local_size and use_vmap, as made last outside of graphs.
+    """
+
+    layers: list[Any]  # ours, and transformers' own
+
+    def __init__(self, *, placed: bool, drafts: bool, dequantize: bool) -> None:
+        self.kv: KVCache | None = None
+        self.call = Call()
+        self.past = Columns(0, [])
+        self.has_empty = True
+        self.starts: list[int] = []
+        self._starts_before: list[int] | None = None  # where this call has told others
+        self._marks: tuple[int, ...] | None = None  # of the KVCache, when it was as here
+        self.wrong: torch.Tensor | None = None
+        self.model_layers: CacheLayers | None = None
+        self._places: dict[int, int] | None = None  # of the cache, by the model's layer
+        self._configs = _Configs()  # of the model and its layers, as calls have shown them
+        self._kept: dict[int, str] = {}  # the layers that are transformers' own, and why
+        self._stateful: list[int] = []  # these, and those with a state of transformers beside rows
+        self._make: Callable[..., KVCache] | None = None  # where it is made of a model
+        self._max_seq_len: int | None = None
+        self._devices: list[torch.device] | None = None  # of the places, see layer_devices
+        self._new_lens: torch.Tensor | None = None  # see tell
+        self.is_told = False
+        self.is_placed, self._drafts, self._dequantizes = placed, drafts, dequantize
+        self.shown = Shown()
+        self.hook: DecoderHook | None = None
+        self.awaits_whole_text = False  # in the next call: generate drafts
+        self.latents: Handed | None = None
+        self.step_masks: dict[tuple[int | None, bool], torch.Tensor] = {}
+
+    def fit(self, layers: CacheLayers) -> None:
+        """Hold these layers of a model.
+
+        Raises:
+            ShapeError: the KVCache is not one for these layers.
+        """
+        if self.kv is not None:
+            check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
+        self.model_layers = layers
+        self._places = {layer: at for at, layer in enumerate(layers.places)}
+        self._kept = dict(layers.others)
+        self._stateful = sorted([*layers.others, *layers.states])
+
+    def tell(self, layers: CacheLayers, new_lens: torch.Tensor | None) -> None:
+        """Say in place of the model and its mask what it is, and which new columns hold tokens.
+
+        Args:
+            layers: of the model.
+            new_lens: [batch], on the CPU: of the next call, how many columns, the first ones, hold
+                tokens of each sequence; all when None.
+        """
+        self.fit(layers)
+        self._new_lens, self.is_told = new_lens, True
+
+    def check_model(self, config: Any) -> None:
+        """Raise unless the rows are those of the model that calls, once there are some.
+
+        Args:
+            config: of the model, or of a layer; each is looked at once.
+
+        Raises:
+            ShapeError: the model has other layers, KV heads or head_dims.
+            UnsupportedModelError: it has layers that a KVCache does not hold, and there is no more.
+        """
+        if self.kv is None or self.is_told or any(config is known for known in self._configs):
+            return
+        longest = self.kv.max_seq_len if self._make is None else self._max_seq_len
+        layers = cache_layers(config, longest=longest)
+        if self.model_layers is None:
+            self.fit(layers)
+        else:
+            check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
+        self._configs.append(config)
+
+    def keeps(self, layer: int | None) -> bool:
+        """Whether a layer of the model is transformers' own, or attends to the keys of one."""
+        if layer not in self._kept and self.model_layers is not None and layer is not None:
+            layer = self.model_layers.shared.get(layer)
+        return layer in self._kept
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether a layer that is transformers' own attends, and so needs a mask."""
+        return any(isinstance(self.layers[at], CacheLayerMixin) for at in self._kept)
+
+    @property
+    def num_places(self) -> int:
+        """Layers that own keys and values."""
+        if self._places is not None:
+            return len(self._places)
+        assert self.kv is not None
+        return self.kv.num_layers
+
+    @torch.inference_mode(False)  # else the flags could not be changed outside
+    def _hold(self, kv: KVCache) -> None:
+        """Take a KVCache, with what it has; the only place where lengths are read."""
+        self.kv = kv
+        lens, self.starts = torch.stack([kv.seq_lens.long(), kv.start_positions]).tolist()
+        if self._dequantizes:
+            check_columns(kv, lens)
+        self.call.is_ahead, self._starts_before = False, None
+        self._count(Columns.of_lens(lens))
+        if self.wrong is None or self.wrong.device != kv.device:
+            self.wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
+        if self.is_compileable:
+            keep_in_place(kv, self.wrong)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether torch.compile takes a step as one graph, which serves all steps; generate looks
+        at it. The cache has its room from the beginning, on one device, and the model does not turn
+        keys or scale queries by the length of the text; before torch 2.13 none of its layers
+        attends to the keys of another one."""
+        layers = self.model_layers
+        if layers is not None:
+            depends = layers.turn is not None or layers.scaled_from is not None
+            if depends or (LOSES_MARKS and len(layers.shared) > 0):
+                return False
+        is_other = self._dequantizes or len(self._stateful) > 0 or self.is_spread
+        return self._is_static and not is_other
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether layers lie on several devices."""
+        return len(set(self._devices or ())) > 1 if self.kv is None else self.kv.is_spread
+
+    @property
+    def _is_static(self) -> bool:
+        """Whether the cache never grows."""
+        return self._max_seq_len is not None
+
+    @property
+    def max_columns(self) -> int:
+        """Columns that there is room for; -1 for a cache that grows."""
+        if self._is_static and self.kv is not None:
+            return self.kv.max_seq_len
+        return self._max_seq_len or -1
+
+    def _count(self, past: Columns) -> None:
+        """Know that the rows hold these columns."""
+        self.past, self.has_empty = past, past.has_empty
+        self._mark()
+
+    def _mark(self) -> None:
+        """Know the KVCache as it is now."""
+        self._marks = None if self.kv is None else _marks_of(self.kv)
+
+    @property
+    def _is_changed(self) -> bool:
+        """Whether somebody else has changed the KVCache; while a layer appends it is too."""
+        return self.kv is not None and _marks_of(self.kv) != self._marks
+
+    def _begin(self, columns: int, *, was_asked: bool) -> None:
+        """A new call of this many columns, if none is open."""
+        self._refresh()
+        self.call.begin(was_asked=was_asked)
+        lens = self._new_lens
+        if lens is not None and self.kv is not None and int(lens.min()) < columns:
+            self.call.padding = Padding.behind(lens, columns, self.kv.device)
+
+    def _refresh(self) -> None:
+        """Count what complete calls have appended; or all anew, where the owner of the KVCache has
+        changed it between calls."""
+        self._settle()
+        if not self.call.due and self._is_changed:
+            assert self.kv is not None
+            self._hold(self.kv)
+
+    def _settle(self) -> None:
+        """Count what complete calls have appended among the past."""
+        if self.call.is_complete:
+            self.past, self._starts_before = self._past_and_call, None
+            self.has_empty = self.past.has_empty
+            self.call.count()
+        if self.call.is_ahead:
+            assert self.kv is not None
+            steps = int(self.kv.layers[0].seq_lens[0]) - self.past.lens[0]
+            self.past, self.call.is_ahead = self.past.with_more(steps, None), False
+
+    @property
+    def _past_and_call(self) -> Columns:
+        """The columns once those of this call are counted."""
+        return self.past.with_more(self.call.columns, self.call.padding)
+
+    def is_step(self, columns: int) -> bool:
+        """Whether so many new columns are a token of each sequence, behind others: of these nothing
+        is read on the host. A column of a prompt may be padding until each sequence has begun."""
+        return columns == 1 and not self.has_empty
+
+    def is_traced(self, columns: int) -> bool:
+        """Whether a call of so many columns, which torch.compile traces, becomes part of a graph;
+        else it runs outside."""
+        if not self.is_step(columns) or not self.is_compileable:
+            return False
+        # len: torch 2.11 traces no bool() of a subclass of list
+        is_known = self.is_told or (len(self._configs) > 0 and self.call.has_run)
+        return self.kv is not None and is_known and not self.call.is_between
+
+    def takes_drafts(self) -> bool:
+        """Whether the new tokens attend to rows only, as one new token does: a few behind others,
+        as drafted ones are. The model then finds what it finds one by one."""
+        is_few = self._drafts and self.call.columns <= DRAFTS and self.call.padding is None
+        return is_few and not self.past.has_empty
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each sequence in this call."""
+        padding = self.call.padding
+        return [self.call.columns] * len(self.starts) if padding is None else padding.counts
+
+    @property
+    def columns(self) -> int:
+        """Columns of the past and of this call; in a graph, those that there is room for."""
+        if torch.compiler.is_compiling():
+            return self.max_columns
+        return self.past.length + self.call.columns
+
+    def length_of(self, at: int | None) -> int:
+        """Columns of a layer, those of this call among them once they are appended."""
+        if torch.compiler.is_compiling() and self.is_traced(1):
+            assert self.kv is not None
+            columns: Any = self.kv.layers[at or 0].seq_lens.max()  # as in a StaticCache
+            return columns  # type: ignore[no-any-return]  # their type says int
+        is_between = torch.compiler.is_compiling() or self.call.is_between
+        if self.call.is_ahead or (not is_between and self._is_changed):
+            self._refresh()
+        return self.past.length + (self.call.columns if (at or 0) < self.call.due else 0)
+
+    def append(self, handed: Handed, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append what was handed to a layer, packed; the next one is due then."""
+        self.call.check_handed()
+        lens = None if handed.padding is None else handed.padding.lens
+        handed.kv.append(handed.at, keys, values, lens)
+        self._appended(handed)
+
+    def step(
+        self,
+        handed: Handed,
+        queries: tuple[torch.Tensor, ...],
+        rows: tuple[torch.Tensor, torch.Tensor],
+        **options: Any,
+    ) -> torch.Tensor:
+        """Append the token, or the drafted ones, that were handed to a layer, and attend by
+        KVCache.step; queries, rows and options are those that it takes."""
+        self.call.check_handed()
+        kv, at = handed.kv, handed.at
+        step: Callable[..., torch.Tensor] = kv.step
+        attend: Callable[..., torch.Tensor] = kv.attend
+        if handed.padding is None:
+            out = step(at, *queries, *rows, **options)
+        else:
+            kv.append(at, *rows, handed.padding.lens)
+            out = attend(at, *queries, **options)
+        self._appended(handed)
+        return out
+
+    def _appended(self, handed: Handed) -> None:
+        handed.appended, self.latents = True, None
+        if handed.is_traced:
+            self.call.append_in_graph(handed.at, self.num_places)
+            return
+        self.call.append(self.num_places)
+        self._mark()
+        if self.call.is_complete:
+            self.has_empty = self._past_and_call.has_empty
+
+    def take_latents(self, layer: Any) -> Handed | None:
+        """What this layer has handed as latents, and not attended to yet; None once nobody has
+        them any more, as where its call has failed."""
+        handed = self.latents
+        is_its = handed is not None and handed.layer == layer and handed.latents is not None
+        return handed if is_its else None
+
+    def take_back(self) -> None:
+        """Drop what this call of the model has appended so far, and begin anew; what is recorded
+        has not run."""
+        self.latents = None
+        self.call.fail(is_torn=bool(self._stateful))
+        if self.kv is None or debug.is_recorded(self.kv.start_positions):
+            return
+        # changed: the first layer has appended, and what came behind that has failed
+        if self.call.due or self._is_changed:
+            with suppress(ShapeError):  # windows that are overwritten: the next call says so
+                self.kv.crop(self.past.lens)
+                self._forgotten(self.past)
+
+    def _forgotten(self, past: Columns) -> None:
+        """The rows were cropped to these columns, and no layer has anything of a call."""
+        if self._starts_before is not None:
+            self.begin_at(self._starts_before)
+            self._starts_before = None
+        self.call.forget()
+        self.latents = None
+        self._count(past)
+
+    def begin_at(self, starts: list[int]) -> None:
+        """Let each sequence's first token have this position, until the call is taken back."""
+        assert self.kv is not None
+        if starts != self.starts:
+            self._starts_before, self.starts = self.starts, starts
+            self.kv.start_positions.copy_(torch.tensor(starts, device="cpu"))
+
+    def check_attended(self) -> None:
+        """Raise if a layer was handed its keys but did not attend through "kvquant"."""
+        try:
+            self.call.check_attended()
+        except BaseException:
+            self.take_back()
+            raise
+
+    def refuse_mask(self, layer: str) -> None:
+        """Raise for a layer whose mask another attention has made, which is about to run."""
+        self._settle()  # in a graph nobody has: the call before is complete, and stays
+        self.take_back()
+        refuse_attention(layer)
+
+    def check_complete(self) -> None:
+        """Raise unless every layer of the cache was appended in the call that has ended."""
+        self.check_attended()
+        if not self.call.is_complete:
+            raise ShapeError(
+                f"the model has appended to {self.call.due} layers of the cache's "
+                f"{self.num_places}: make the cache by QuantizedCache(model), or "
+                "CachedModel.new_cache"
+            )
+
+    def end_call(self) -> None:
+        """Forget that a call has begun, which was refused before its first layer."""
+        if not torch.compiler.is_compiling():  # there nothing has run
+            self.call.end()
+
+    def mask_sizes(self, columns: int) -> tuple[int, int]:
+        """Columns to attend to, and where they start; asked before a mask is made."""
+        if torch.compiler.is_compiling():
+            if self.is_traced(columns):
+                running.note(self)
+                self.call.awaits_mask = True
+                return self.max_columns, 0
+            found: tuple[int, int] = outside_of_graphs(self.mask_sizes, columns)
+            return found
+        running.traced = None  # of a call that was refused while it was traced
+        self.check_new(columns)
+        self._begin(columns, was_asked=True)
+        if columns == 1:
+            self._check_room()
+        if not self._dequantizes:  # else the masks are transformers' own
+            running.note(self)
+            self.call.awaits_mask = True
+        return self.past.length + columns, 0
+
+    def check_new(self, columns: int) -> int:
+        """The new columns of a call; ConfigError if it brings none."""
+        if columns < 1:
+            self._refresh()
+            self.refuse_shorter()
+        return columns
+
+    def held_of(self, whole: int) -> int:
+        """Columns that the cache holds of a text of so many; ConfigError if these are all."""
+        self._refresh()
+        return whole - self.check_new(whole - self.past.length)
+
+    def _check_room(self) -> None:
+        """Raise if a step finds no room; in a graph nobody would notice before check."""
+        room, lens = self.max_columns, self.past.lens
+        if self.kv is None or room < 0 or self.past.length < room or self.call.is_between:
+            return
+        longest = max(lens)
+        if longest >= room:
+            raise ShapeError(
+                f"sequence {lens.index(longest)} would grow to {longest + 1} tokens, "
+                f"max_seq_len is {room}: crop it, or make a larger cache"
+            )
+
+    def refuse_anew(self) -> NoReturn:
+        """Raise ConfigError for a text that is read from its beginning."""
+        raise ConfigError(
+            f"a text is read from its beginning, and the cache holds {self.past.length} tokens "
+            f"already. {ANOTHER}. If generate does this in a text of its own, either it drafts "
+            "(prompt_lookup_num_tokens, assistant_model) with a cache that does not know the "
+            "model: make it by QuantizedCache(model), or QuantizedCache(kv, model=model). Or it "
+            "has use_cache=False, be it from the model's generation_config: give use_cache=True"
+        )
+
+    def refuse_shorter(self) -> NoReturn:
+        """Raise ConfigError for a text that does not go beyond the cache."""
+        raise ConfigError(
+            f"the text that came ends where the tokens of the cache do, or before: the cache holds "
+            f"{self.past.length}, and the text brings nothing new or is another one. {ANOTHER}"
+        )
+
+    def _taken(self, index: torch.Tensor) -> None:
+        """Follow sequences to their places."""
+        self._starts_before = None
+        if any(self.past.pads) or any(self.starts):
+            places = whole_numbers("index", index).tolist()
+            self.starts = [self.starts[place] for place in places]
+            self._count(self.past.take(places))
+        else:  # all are alike: places need not be read
+            self.starts = [0] * len(index)
+            self._count(Columns(self.past.length, self.starts))
+
+
+class Running:
+    """The cache of the model's call that runs, for those to whom transformers hands no mark.
+
+    Threads run calls side by side, so each has a note of its own. A graph of torch.compile can
+    guard none of these; while a call is traced, which one thread does at a time, the note is a
+    plain attribute, taken away by who reads it, as a graph keeps what it refers to.
+
+    Attributes:
+        traced: the note while a call is traced.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self.traced: CachedText | None = None
+
+    def note(self, cache: CachedText) -> None:
+        """Know that the call of this cache runs."""
+        if torch.compiler.is_compiling():
+            self.traced = cache
+        else:
+            self._of_thread.cache = weakref.ref(cache)
+
+    def forget(self) -> None:
+        """Know that a call without a QuantizedCache runs."""
+        self._of_thread.cache = None
+
+    def take(self) -> CachedText | None:
+        """The cache of the call that runs, if it has one; in a graph it is told once."""
+        if torch.compiler.is_compiling():
+            cache, self.traced = self.traced, None
+            return cache
+        found = getattr(self._of_thread, "cache", None)
+        return None if found is None else found()
+
+
+running = Running()
+
+
+class _Configs(list[Any]):
+    """Configs, which a copy of the cache knows as the same ones."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Configs:
+        return _Configs(self)
+
+
+def _marks_of(kv: KVCache) -> tuple[int, int]:
+    """What differs once somebody else has changed lengths or positions; nothing is read."""
+    return kv.changes, kv.start_positions._version
