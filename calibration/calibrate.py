@@ -22,7 +22,8 @@ from kvquant.errors import (
 )
 from kvquant.hf.models.configs import CacheLayers, cache_layers
 from kvquant.io.model_id import model_identity
-from kvquant.io.plan import FORMAT, LATENT_VERSION, VERSION, CachePlan
+from kvquant.io.plan import CachePlan
+from kvquant.io.plan_file import FORMAT, LATENT_VERSION, VERSION
 from kvquant.rows.arguments import check_kind
 from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
 from kvquant.rows.format import HEAD_DIMS, RowFormat
