@@ -88,7 +88,7 @@ def test_tables_of_usual_cases_fit_80_columns(table: str) -> None:
     words |= {"by the\nformula": "16 x 8w x 3s", "fastest": "16 x 8w x 3s", "peak": "93 %"}
     words |= {"in a row\nus": "12345.6", "GB/s": "4012", "error": "1.7e-03"}
     if table == "mla":
-        words |= {"format": "int4-g8+fp8-g4", "16-bit torch": "cudnn, folded"}
+        words |= {"format": "int4-g8+fp8-g4", "16-bit torch": "cudnn, folded", "us": "1234.5"}
     row = [(usual | words).get(column.title, "2.88x") for column in COLUMNS[table]]
     text = render_table(COLUMNS[table], [row], 80)
     assert max(map(len, text.splitlines())) <= 80
