@@ -35,12 +35,12 @@ _COLUMNS = {  # of the tables of results, by what words() calls their cells
     "evenly": Column("evenly\nus", part=1),
     "even": Column("ratio", part=1),
     "least": Column("bytes\nat peak", part=1),
-    "torch": Column("16-bit torch", left=True, part=2),
+    "torch": Column("torch", left=True, part=2),
     "torch us": Column("us", part=2),
     "torch ratio": Column("ratio", part=2),
     "torch row us": Column("in a row\nus", part=2),
     "torch row ratio": Column("ratio", part=2),
-    "torch eager us": Column("16-bit\neager us", part=3),
+    "torch eager us": Column("torch,\neager us", part=3),
     "torch eager ratio": Column("ratio", part=3),
 }
 _SHAPE = "format", "batch", "heads", "T"

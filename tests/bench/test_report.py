@@ -51,7 +51,7 @@ def test_a_row_has_a_cell_for_each_column(sdpa_us: float | None) -> None:
     row = ["int4-g4", "64", "32:8", "8192", "165.0", "4067", "102 %", "132.0"]
     found = cells("decode", [given], MACHINE)
     assert found[:8] == row and found[10] == "1.7e-03"
-    torch = shown("decode", given)["16-bit torch"]
+    torch = shown("decode", given)["torch"]
     assert torch == ("17.2 GB do not fit" if sdpa_us is None else "flash, folded")
     assert found[12:] == ([""] * 4 if sdpa_us is None else ["330.0", "2.00x", "264.0", "2.00x"])
 
@@ -84,11 +84,11 @@ def test_rows_are_compared_with_the_first_of_their_kind() -> None:
 @pytest.mark.parametrize("table", ["decode", "tune", "ablate", "variants", "mla"])
 def test_tables_of_usual_cases_fit_80_columns(table: str) -> None:
     usual = {"format": "int4-g4", "batch": "512", "heads": "32:8", "T": "32768", "us": "12345.6"}
-    words = {"kernel": "without padded shared memory", "16-bit torch": "cudnn, enable_gqa"}
+    words = {"kernel": "without padded shared memory", "torch": "cudnn, enable_gqa"}
     words |= {"by the\nformula": "16 x 8w x 3s", "fastest": "16 x 8w x 3s", "peak": "93 %"}
     words |= {"in a row\nus": "12345.6", "GB/s": "4012", "error": "1.7e-03"}
     if table == "mla":
-        words |= {"format": "int4-g8+fp8-g4", "16-bit torch": "cudnn, folded", "us": "1234.5"}
+        words |= {"format": "int4-g8+fp8-g4", "torch": "bmm"}
     row = [(usual | words).get(column.title, "2.88x") for column in COLUMNS[table]]
     text = render_table(COLUMNS[table], [row], 80)
     assert max(map(len, text.splitlines())) <= 80
