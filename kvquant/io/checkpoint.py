@@ -263,6 +263,22 @@ def load_cache(
     return cache
 
 
+def common_lens(cache: KVCache, then: str) -> torch.Tensor:
+    """Tokens of each sequence, [batch] on the CPU, which all layers hold; `then` is what follows.
+
+    Raises:
+        ShapeError: the layers hold different numbers of tokens.
+    """
+    seq_lens = cache.seq_lens.cpu()
+    for i, layer in enumerate(cache.layers):
+        if not layer.seq_lens.cpu().equal(seq_lens):
+            raise ShapeError(
+                f"layer {i} holds {layer.seq_lens.tolist()} tokens, another one "
+                f"{seq_lens.tolist()}: append this step's tokens to every layer, then {then}"
+            )
+    return seq_lens
+
+
 def _manifest_of(
     cache: KVCache, model: Mapping[str, Any] | None, creation: Mapping[str, Any] | None
 ) -> CacheManifest:
@@ -272,14 +288,8 @@ def _manifest_of(
         ShapeError: the layers hold different numbers of tokens.
         ConfigError: model or creation is not plain data.
     """
-    seq_lens = cache.seq_lens.cpu()
-    for i, layer in enumerate(cache.layers):
-        if not layer.seq_lens.cpu().equal(seq_lens):
-            raise ShapeError(
-                f"layer {i} holds {layer.seq_lens.tolist()} tokens, another one "
-                f"{seq_lens.tolist()}: append this step's tokens to every layer, then save"
-            )
-    lens, starts = tuple(seq_lens.tolist()), tuple(cache.start_positions.tolist())
+    lens = tuple(common_lens(cache, "save").tolist())
+    starts = tuple(cache.start_positions.tolist())
     manifest = CacheManifest(
         **common_keys(CacheManifest, cache, model, creation),
         version=0,

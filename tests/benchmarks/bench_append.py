@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from measuring import begin
 
 from kvquant import Basis, RowFormat
 from kvquant.bench.timer import GraphTimer
@@ -37,9 +38,7 @@ TRANSFORMS = ("", "k", "kv", "clip", "feedback", "matrix")
 
 def main() -> None:
     """Print a line per format and transform."""
-    torch.manual_seed(0)
-    timer = GraphTimer()
-    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    timer = begin()
     roof = max(copy_rate(timer, size) for size in (1 << 27, 1 << 28, 1 << 30))
     print(f"copy roof, read and written: {roof:.0f} GB/s")
     heads = f"{'prompt':>22}{'short':>10}{'step':>10}{'16-bit step':>14}{'dequantize':>22}"
