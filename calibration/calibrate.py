@@ -218,9 +218,9 @@ def calibrate(
         layers = cache_layers(getattr(model, "config", None))
     is_latent = layers is not None and layers.are_latent
     goal = goal or Goal(format=LATENT_FORMAT if is_latent else BASE_FORMAT)
-    _check_goal(model, goal, layers)
     if not hasattr(model, "config_dict"):
         raise ConfigError(f"model is of type {type(model).__name__}: give CachedModel(model)")
+    _check_goal(model, goal, layers)
     if tokens is None and not zero_data:
         raise ConfigError("there is no text: give tokens, or zero_data=True to observe random ones")
     tokens = None if tokens is None else token_ids("tokens", tokens)
