@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,8 @@ from kvquant.errors import (
 )
 from kvquant.hf.models.configs import CacheLayers, cache_layers
 from kvquant.io.model_id import model_identity
-from kvquant.io.plan import FORMAT, LATENT_VERSION, VERSION, CachePlan
+from kvquant.io.plan import CachePlan
+from kvquant.io.plan_file import FORMAT, LATENT_VERSION, VERSION
 from kvquant.rows.arguments import check_kind
 from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
 from kvquant.rows.format import HEAD_DIMS, RowFormat
@@ -103,6 +104,76 @@ class Goal:
             raise ConfigError(f"a budget of {self.budget} bits is not possible: use 4.25 or more")
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a model's cache, and the formats that they are given a choice of.
+
+    Attributes:
+        k_dim, v_dim: elements of rows of K and of V; of the parts of latent rows.
+        are_latent: whether they are latent.
+        exact: their 16-bit format.
+    """
+
+    k_dim: int
+    v_dim: int
+    are_latent: bool
+    exact: str
+
+    @property
+    def offered(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Formats of K and of V, cheapest first."""
+        if not self.are_latent:
+            return CANDIDATES, CANDIDATES
+        return (*LATENT_CANDIDATES, self.exact), (*ROPE_CANDIDATES[self.v_dim], self.exact)
+
+    def pair(self, k_name: str, v_name: str) -> tuple[RowFormat, RowFormat]:
+        """Formats by their names."""
+        return RowFormat.parse(k_name, self.k_dim), RowFormat.parse(v_name, self.v_dim)
+
+    def bits(self, k_name: str, v_name: str) -> float:
+        """Bits per element of rows in these formats."""
+        row_bytes = sum(fmt.row_bytes for fmt in self.pair(k_name, v_name))
+        return 8 * row_bytes / (self.k_dim + self.v_dim)
+
+    def names_of(self, name: str) -> tuple[str, str]:
+        """The formats of K and of V that a format of all layers stands for."""
+        if not self.are_latent:
+            return name, name
+        whole = name if "+" in name or name == "fp8" else f"{name}+{self.exact}"
+        fmt = LatentFormat.parse(whole, self.k_dim, self.v_dim)
+        if fmt.latent.codec == FP8_DS_MLA:
+            raise ConfigError(
+                "fp8 is FlashMLA's layout, for which nothing is chosen: calibrate fp8-g4, and "
+                "plan.with_formats('fp8') has its bases"
+            )
+        return str(fmt.latent), str(fmt.rope)
+
+    @property
+    def compared(self) -> dict[str, tuple[str, str]]:
+        """The formats of all layers that a plan is compared in, and those of K and of V then."""
+        if not self.are_latent:
+            return {name: self.names_of(name) for name in COMPARED}
+        names = [name for name in LATENT_COMPARED if "+" not in name or ROPE_CANDIDATES[self.v_dim]]
+        pairs = map(self.names_of, names)
+        dims = self.k_dim, self.v_dim
+        return {str(LatentFormat.parse("+".join(pair), *dims)): pair for pair in pairs}
+
+    @property
+    def least_bits(self) -> float:
+        """Bits per element of the cheapest formats."""
+        of_k, of_v = self.offered
+        return self.bits(of_k[0], of_v[0])
+
+    def check_budget(self, goal: Goal, bits: float | None = None) -> None:
+        """Raise if formats of so many bits, the cheapest when None, take more than there are."""
+        least = self.least_bits if bits is None else bits
+        if goal.budget is not None and least > goal.budget + 1e-9:
+            raise ConfigError(
+                f"a budget of {goal.budget} bits is below {least:.2f}, which the cheapest formats "
+                "take: use as many or more"
+            )
+
+
 def calibrate(
     model: CalibratedModel,
     tokens: Text | None,
@@ -147,9 +218,9 @@ def calibrate(
         layers = cache_layers(getattr(model, "config", None))
     is_latent = layers is not None and layers.are_latent
     goal = goal or Goal(format=LATENT_FORMAT if is_latent else BASE_FORMAT)
-    _check_goal(model, goal, layers)
     if not hasattr(model, "config_dict"):
         raise ConfigError(f"model is of type {type(model).__name__}: give CachedModel(model)")
+    _check_goal(model, goal, layers)
     if tokens is None and not zero_data:
         raise ConfigError("there is no text: give tokens, or zero_data=True to observe random ones")
     tokens = None if tokens is None else token_ids("tokens", tokens)
@@ -244,14 +315,12 @@ def finish(
     places, others = held_layers(moments, getattr(model, "config", None), shared)
     moments, held = renumbered(moments, places, shared), HeldLayers(model, places, shared)
     first = next(iter(moments.layers.values()))
-    k_dim, v_dim = dims = [first.tensors[f"{side}_sum"].shape[1] for side in "kv"]
-    offered = _offered(dims, first.is_latent, model.exact_format)
-    start = offered[0][0], offered[1][0]
-    if goal.format is not None:
-        start = _names_of(goal.format, dims, first.is_latent, model.exact_format)
-    names = dict.fromkeys((*offered[0], *offered[1], *start))
-    formats = {name: (_format(name, k_dim), _format(name, v_dim)) for name in names}
-    _check_budget(goal, _least_bits(dims, offered))
+    k_dim, v_dim = (first.tensors[f"{side}_sum"].shape[1] for side in "kv")
+    rows = _Rows(k_dim, v_dim, first.is_latent, model.exact_format)
+    of_k, of_v = rows.offered
+    start = (of_k[0], of_v[0]) if goal.format is None else rows.names_of(goal.format)
+    formats = {name: rows.pair(name, name) for name in dict.fromkeys((*of_k, *of_v, *start))}
+    rows.check_budget(goal)
     if first.is_latent:
         rounding = "nearest"
     also = [] if passages is None else [partial(_read_ahead, model, passages, sizes.context)]
@@ -280,13 +349,13 @@ def finish(
     }
     kept = _kept(moments)
     plan = _assembled(moments, chosen, start, model.exact_format, kept, facts)
-    _check_budget(goal, plan.bits)  # with the layers that stay in 16 bit
+    rows.check_budget(goal, plan.bits)  # with the layers that stay in 16 bit
     if passages is None:
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
         return CachePlan({**plan.facts, **rest}, plan.tensors)
     reference = _reference(model, plan, passages, sizes.context)
-    return _decided(reference, plan, chosen, formats, goal, sizes, progress)
+    return _decided(reference, plan, rows, chosen, formats, goal, sizes, progress)
 
 
 def _assembled(
@@ -397,6 +466,7 @@ def _reference(
 def _decided(
     reference: Reference | PassReference,
     plan: CachePlan,
+    rows: _Rows,
     chosen: dict[int, dict[str, Chosen]],
     formats: Mapping[str, tuple[RowFormat, RowFormat]],
     goal: Goal,
@@ -408,14 +478,13 @@ def _decided(
     free = [i for i, entry in enumerate(plan.facts["layers"]) if not entry["kept"]]
     sides: list[Side] = [(layer, side) for layer in free for side in "kv"]
     start = {side: plan.facts["layers"][side[0]][side[1]]["format"] for side in sides}
-    compared = _compared(plan, exact)
+    compared = rows.compared
     step = _shares(progress, "decode", 1 + len(sides) + 2 * len(compared) + ROUNDS)
     if isinstance(reference, Reference):
-        reference.warm_up(_known_schemes(plan, start, exact))
+        reference.warm_up(_known_schemes(plan, rows, start))
     found = reference.measure(Planned(plan))
     step(1)
-    dims = _dims(plan)
-    of_k, of_v = _offered(dims, plan.is_latent, exact)
+    of_k, of_v = rows.offered
     alone: dict[Side, float] = {}
     for side in sides:
         only = {other: start[other] if other == side else exact for other in sides}
@@ -428,7 +497,7 @@ def _decided(
         },
         bits={name: formats[name][0].bits_per_element for name in of_k},
         v_bits={name: formats[name][1].bits_per_element for name in of_v},
-        v_width=dims[1] / dims[0],
+        v_width=rows.v_dim / rows.k_dim,
         k_first=not plan.is_latent,
     )
     used, limit = start, goal.max_kl
@@ -450,11 +519,10 @@ def _decided(
     is_met = limit is None or found.kl <= limit
     comparison: list[dict[str, Any]] = []
     for name, pair in compared.items():
-        rows = _format(pair[0], dims[0]), _format(pair[1], dims[1])
         for scheme in (Scheme(*pair), Planned(plan.with_formats(*pair), f"{name}, plan")):
-            entry = {"format": name, "plan": isinstance(scheme, Planned)}
+            entry = {"format": name, "plan": isinstance(scheme, Planned), "bits": rows.bits(*pair)}
             with suppress(NonFiniteError):  # layers that a plan keeps cannot be quantized without
-                comparison.append(entry | _figures(reference.measure(scheme), rows))
+                comparison.append(entry | _fidelity_facts(reference.measure(scheme)))
             step(1)
     facts = {
         **plan.facts,
@@ -493,69 +561,17 @@ def _check_goal(model: CalibratedModel, goal: Goal, layers: CacheLayers | None) 
         return
     if is_latent:
         model.new_cache(1, 1)  # what cannot decode is told now
-        dims = [layers.k_dims[0], layers.v_dims[0]]
-        _check_budget(goal, _least_bits(dims, _offered(dims, is_latent, model.exact_format)))
-        if goal.format is not None:  # and a format without a kernel
-            names = _names_of(goal.format, dims, is_latent, model.exact_format)
-            options: dict[str, Any] = {"fmt": "+".join(names)}
-            model.new_cache(1, 1, **options)
-        return
-    if layers.others:
+    elif layers.others:
         return  # the model cannot decode from a KVCache alone
-    whole = 8 * sum(_format(CANDIDATES[0], dim).row_bytes for dim in layers.k_dims + layers.v_dims)
-    _check_budget(goal, whole / sum(layers.k_dims + layers.v_dims))
-
-
-def _dims(plan: CachePlan) -> list[int]:
-    """Elements of rows of K and of V."""
-    return [plan.tensors[f"{side}.offset"].shape[2] for side in "kv"]
-
-
-def _offered(
-    dims: Sequence[int], is_latent: bool, exact: str
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The formats that K and V are given a choice of, cheapest first."""
-    if not is_latent:
-        return CANDIDATES, CANDIDATES
-    return (*LATENT_CANDIDATES, exact), (*ROPE_CANDIDATES[dims[1]], exact)
-
-
-def _compared(plan: CachePlan, exact: str) -> dict[str, tuple[str, str]]:
-    """The formats of all layers that a plan is compared in, and those of K and of V then."""
-    dims = _dims(plan)
-    if not plan.is_latent:
-        return {name: (name, name) for name in COMPARED}
-    names = [name for name in LATENT_COMPARED if "+" not in name or ROPE_CANDIDATES[dims[1]]]
-    pairs = [_names_of(name, dims, True, exact) for name in names]
-    return {str(LatentFormat.parse("+".join(pair), *dims)): pair for pair in pairs}
-
-
-def _names_of(name: str, dims: Sequence[int], is_latent: bool, exact: str) -> tuple[str, str]:
-    """The formats of K and of V that a format of all layers stands for."""
-    if not is_latent:
-        return name, name
-    fmt = LatentFormat.parse(name if "+" in name or name == "fp8" else f"{name}+{exact}", *dims)
-    if fmt.latent.codec == FP8_DS_MLA:
-        raise ConfigError(
-            "fp8 is FlashMLA's layout, for which nothing is chosen: calibrate fp8-g4, and "
-            "plan.with_formats('fp8') has its bases"
-        )
-    return str(fmt.latent), str(fmt.rope)
-
-
-def _least_bits(dims: Sequence[int], offered: Sequence[Sequence[str]]) -> float:
-    """Bits per element of the cheapest rows of such widths."""
-    rows = [_format(names[0], dim).row_bytes for names, dim in zip(offered, dims, strict=True)]
-    return 8 * sum(rows) / sum(dims)
-
-
-def _check_budget(goal: Goal, least: float) -> None:
-    """Raise if the cheapest formats take more bits than there are."""
-    if goal.budget is not None and least > goal.budget + 1e-9:
-        raise ConfigError(
-            f"a budget of {goal.budget} bits is below {least:.2f}, which the cheapest formats "
-            "take: use as many or more"
-        )
+    dims = zip(layers.k_dims, layers.v_dims, strict=True)
+    rows = [_Rows(*pair, is_latent, model.exact_format) for pair in dims]
+    cheapest = [
+        (one.k_dim + one.v_dim) * one.bits(*(names[0] for names in one.offered)) for one in rows
+    ]
+    rows[0].check_budget(goal, sum(cheapest) / sum(layers.k_dims + layers.v_dims))
+    if is_latent and goal.format is not None:  # and a format without a kernel
+        options: dict[str, Any] = {"fmt": "+".join(rows[0].names_of(goal.format))}
+        model.new_cache(1, 1, **options)
 
 
 def _costs(
@@ -578,11 +594,6 @@ def _costs(
     return {start: alone} | costs | exact
 
 
-def _figures(found: Fidelity, pair: tuple[RowFormat, RowFormat]) -> dict[str, float | None]:
-    bits = 8 * sum(f.row_bytes for f in pair) / sum(f.head_dim for f in pair)
-    return {"bits": bits, **_fidelity_facts(found)}
-
-
 def _fidelity_facts(found: Fidelity) -> dict[str, float | None]:
     """What of a measurement goes into a plan."""
     names = ("kl", "kl_error", "top1", "top1_error", "perplexity")
@@ -602,10 +613,6 @@ def _kept(moments: Moments) -> dict[int, str]:
     return found
 
 
-def _format(name: str, head_dim: int) -> RowFormat:
-    return RowFormat.parse(name, head_dim)
-
-
 def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
     """Names a run's sums: the model, its weights, the text and this rank's part of it."""
     module = getattr(model, "model", None)
@@ -623,15 +630,15 @@ def _rank() -> tuple[int, int]:
 
 
 def _known_schemes(
-    plan: CachePlan, start: Mapping[Side, str], exact: str
+    plan: CachePlan, rows: _Rows, start: Mapping[Side, str]
 ) -> Iterator[Scheme | Planned]:
     """Caches with layers of every kind that is known to be measured: as planned, of sides that are
     quantized alone, and of the formats that are compared."""
     yield Planned(plan)
     for alone in ("k", "v", ""):
-        formats = {side: start[side] if side[1] == alone else exact for side in start}
+        formats = {side: start[side] if side[1] == alone else rows.exact for side in start}
         yield Planned(plan.with_layer_formats(formats))
-    for pair in _compared(plan, exact).values():
+    for pair in rows.compared.values():
         yield Scheme(*pair)
         yield Planned(plan.with_formats(*pair))
 

@@ -19,8 +19,10 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import filelock
@@ -29,6 +31,8 @@ import platformdirs
 from kvquant.errors import warn
 
 ATTEMPTS = 9  # to make a folder that is deleted again
+TEMPORARY = ".tmp"  # ends the names of files that are being written
+LEFT_AFTER = 86400  # seconds after which nobody writes one any more
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _warned: set[str] = set()
 
@@ -93,7 +97,8 @@ def replace_file(path: Path, data: bytes) -> None:
         OSError: the folder or the file cannot be written.
     """
     _make_folder(path.parent)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    _remove_leftovers(path.parent)
+    handle, temporary = tempfile.mkstemp(TEMPORARY, f".{path.name}.", path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -157,6 +162,15 @@ def warn_of_folder(whose: str, problem: OSError) -> None:
         f"compiled {whose} kernels cannot be kept ({problem}): every process compiles them anew, "
         "for seconds. Let KVQUANT_CACHE_DIR name a folder of your own that can be written"
     )
+
+
+@cache
+def _remove_leftovers(folder: Path) -> None:
+    """Remove, once in a process, what killed processes left beside the files of a folder."""
+    with suppress(OSError):  # others may remove them, too
+        for path in folder.glob(f".*{TEMPORARY}"):
+            if time.time() - path.lstat().st_mtime > LEFT_AFTER:
+                path.unlink(missing_ok=True)
 
 
 def _make_folder(folder: Path) -> None:

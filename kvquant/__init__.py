@@ -7,6 +7,7 @@ kvquant.hf`, or any of the three, makes attn_implementation="kvquant" known to t
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 import typing
 
@@ -127,17 +128,15 @@ _HOMES = {
     "slots_of": "ops.slots",
 }
 
+_TRANSFORMERS = 5, 14  # the oldest that the hf extra takes
+
 if not typing.TYPE_CHECKING:  # else a type checker would take any name for a known one
     _NAMES = __all__
     del __all__  # so that `import *` asks __getattr__ for it
 
     def __getattr__(name: str) -> object:
         if name == "__all__":
-            try:
-                importlib.import_module(".hf", __name__)
-            except UnsupportedError:  # the hf extra is missing, or its transformers is too old
-                return [name for name in _NAMES if not _needs_hf(name)]
-            return list(_NAMES)
+            return _available()
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
@@ -146,9 +145,13 @@ if not typing.TYPE_CHECKING:  # else a type checker would take any name for a kn
 
     def __dir__() -> list[str]:
         """All names that can be had; help() asks for each of them."""
-        has_transformers = importlib.util.find_spec("transformers") is not None
-        found = {name for name in _NAMES if has_transformers or not _needs_hf(name)}
-        return sorted({*globals(), *found, "__all__"})
+        return sorted({*globals(), *_available(), "__all__"})
 
-    def _needs_hf(name: str) -> bool:
-        return _HOMES.get(name, "").startswith("hf.")
+    def _available() -> list[str]:
+        """The names that can be had, found without loading a library."""
+        try:
+            found = tuple(map(int, importlib.metadata.version("transformers").split(".")[:2]))
+        except (importlib.metadata.PackageNotFoundError, ValueError):
+            found = ()
+        has_hf = found >= _TRANSFORMERS and importlib.util.find_spec("transformers") is not None
+        return [name for name in _NAMES if has_hf or not _HOMES.get(name, "").startswith("hf.")]

@@ -9,6 +9,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for one another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
+
 import hypothesis
 import pytest
 import torch

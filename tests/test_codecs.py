@@ -37,7 +37,7 @@ from kvquant.errors import KVQuantError, UnsupportedError
 from kvquant.io import inspect
 from kvquant.io.container import check_values
 from kvquant.io.export import export_cache
-from kvquant.io.manifest import Part
+from kvquant.io.parts import Part
 from kvquant.io.row_stats import describe_side
 from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec, Side, StepSpec
 from kvquant.kernels.cuda.decode.spec import DecodeSpec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
 import importlib.util
 import inspect
 import subprocess
@@ -97,6 +98,7 @@ def test_names_that_need_transformers_have_docstrings(name: str) -> None:
 NO_TRANSFORMERS = {
     "missing": "sys.modules['transformers'] = None",
     "too old": """
+import importlib.metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 names = "transformers", "transformers.cache_utils"
@@ -105,6 +107,7 @@ for name in names:
     sys.modules[name].__spec__ = ModuleSpec(name, None)
 sys.modules[names[0]].__version__ = "4.57.0"
 sys.modules[names[1]].CacheLayerMixin = object
+importlib.metadata.version = lambda name: "4.57.0"
 """,
 }
 
@@ -121,10 +124,9 @@ from kvquant import *
 assert KVCache is kvquant.KVCache and issubclass(ConfigError, KVQuantError)
 assert not {{*{WITH_HF}}} & {{*globals()}}
 assert kvquant.__all__ == {sorted([*PUBLIC, *ERRORS])}
-if {how == "missing"}:
-    import pydoc
-    assert not {{*{WITH_HF}}} & {{*found}}
-    assert "decode_attention" in pydoc.render_doc(kvquant)  # it asks for all names of dir
+import pydoc
+assert not {{*{WITH_HF}}} & {{*found}}
+assert "decode_attention" in pydoc.render_doc(kvquant)  # it asks for all names of dir
 try:
     from kvquant import QuantizedCache
 except UnsupportedError as error:
@@ -134,6 +136,23 @@ else:
     raise AssertionError
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_oldest_transformers_is_that_of_the_extra() -> None:
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f"transformers>={'.'.join(map(str, kvquant._TRANSFORMERS))}" in project
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("kvquant.vllm.backend", "vllm"), ("kvquant.lmcache.serde", "lmcache")]
+)
+def test_engines_that_are_missing_are_told(
+    module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, extra, None)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(errors.UnsupportedError, match=rf"-m pip install .*\[{extra}\]"):
+        importlib.import_module(module)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

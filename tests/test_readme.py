@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from example_plan import example_plan
+from slow_cases import mark_slow
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 import results
 
+from kvquant.bench import cpu
 from kvquant.cli.main import main
 from kvquant.kernels.cuda.runtime import compile as compile_cuda
 
@@ -73,18 +75,39 @@ def test_each_piece_of_python_runs_alone(
     assert set(ROOT.iterdir()) == before
 
 
+# a number that costs time, and one that does not
+LESS = {
+    "4096": "512",
+    "512": "128",
+    "256": "64",
+    "32": "8",
+    "2000": "300",
+    "2048": "64",
+    "0.5": "0.02",
+}
+
+
 @pytest.mark.extra("hf", "report")
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("less", mark_slow([{}, LESS], [LESS]), ids=bool)
 def test_the_commands_run_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    less: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As they stand, and with fewer tokens and less time for each."""
+    if less:
+        from kvquant.cli import demo
+
+        monkeypatch.setattr(demo, "MOST_SECONDS", 0.0)
+        monkeypatch.setattr(demo, "ROUNDS", 2)
+        monkeypatch.setattr(cpu, "read_bandwidth", lambda: 1.0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     # it would take a minute; imported later, compile_pool would keep the stand-in for good
     importlib.import_module("kvquant.kernels.cuda.runtime.compile_pool")
     monkeypatch.setattr(compile_cuda, "missing", lambda specs, arch: [])
     for line in SHELL:
-        done = CliRunner().invoke(main, shlex.split(line)[1:], catch_exceptions=False)
+        words = [less.get(word, word) for word in shlex.split(line)[1:]]
+        done = CliRunner().invoke(main, words, catch_exceptions=False)
         assert done.exit_code == 0, f"{line}\n{done.output}"
         assert "Warning" not in done.stderr, f"{line}\n{done.stderr}"
         assert max(map(len, done.stdout.splitlines())) <= 80, line

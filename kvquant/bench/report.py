@@ -18,75 +18,75 @@ from .tune import Ablation, Choice
 
 Point = tuple[int, float]
 SDPA = "SDPA, 16 bit"  # its line in the picture
-SHAPE = (Column("format", left=True), *map(Column, ("batch", "heads", "T")))
-SPEEDS = (
-    *SHAPE,
-    *(Column(title, part=1) for title in ("us", "GB/s", "peak")),
-    *(Column(title, part=1) for title in ("in a row\nus", "GB/s", "peak", "error")),
-    Column("best SDPA", left=True, part=2),
-    *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
-)
-RAGGED = (
-    SHAPE[0],
-    SHAPE[2],
-    Column("tokens", left=True),
-    *(Column(title, part=1) for title in ("us", "evenly\nus", "ratio", "bytes\nat peak", "error")),
-    Column("torch, 16 bit", left=True, part=2),
-    *(Column(title, part=2) for title in ("us", "ratio")),
-)
-WIDE = (
-    *SHAPE,
-    *(Column(title, part=1) for title in ("us", "to the\nfirst", "in a row\nus", "to the\nfirst")),
-    Column("error", part=1),
-    Column("best SDPA", left=True, part=2),
-    *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
-)
-QUERIES = (*SHAPE, Column("queries"), *WIDE[len(SHAPE) :])
-VARIANTS = (
-    SHAPE[0],
-    SHAPE[2],
-    Column("attention", left=True),
-    *(Column(title, part=1) for title in ("us", "to\nplain", "in a row\nus", "to\nplain")),
-    Column("error", part=1),
-    Column("torch, 16 bit", left=True, part=2),
-    *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
-)
-MLA = (
-    *SHAPE,
-    *(Column(title, part=1) for title in ("us", "peak", "in a row\nus", "peak", "error")),
-    Column("torch", left=True, part=2),
-    *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
-)
-SHORT = (
-    *SHAPE,
-    *(Column(title, part=1) for title in ("us", "in a row\nus", "eager\nus", "error")),
-    Column("best SDPA", left=True, part=2),
-    *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
-    *(Column(title, part=3) for title in ("best SDPA\neager us", "ratio")),
-)
-PLANS = (
-    *SHAPE,
+
+
+_COLUMNS = {  # of the tables of results, by what words() calls their cells
+    "format": Column("format", left=True),
+    **{name: Column(name) for name in ("batch", "heads", "T", "queries")},
+    "drafted": Column("heads"),
+    "lengths": Column("tokens", left=True),
+    "kind": Column("attention", left=True),
+    **{name: Column(name, part=1) for name in ("us", "GB/s", "peak", "error", "eager\nus")},
+    "first": Column("to the\nfirst", part=1),
+    "row us": Column("in a row\nus", part=1),
+    "row GB/s": Column("GB/s", part=1),
+    "row peak": Column("peak", part=1),
+    "row first": Column("to the\nfirst", part=1),
+    "evenly": Column("evenly\nus", part=1),
+    "even": Column("ratio", part=1),
+    "least": Column("bytes\nat peak", part=1),
+    "torch": Column("torch", left=True, part=2),
+    "torch us": Column("us", part=2),
+    "torch ratio": Column("ratio", part=2),
+    "torch row us": Column("in a row\nus", part=2),
+    "torch row ratio": Column("ratio", part=2),
+    "torch eager us": Column("torch,\neager us", part=3),
+    "torch eager ratio": Column("ratio", part=3),
+}
+_SHAPE = "format", "batch", "heads", "T"
+_FIRST = "us", "first", "row us", "row first", "error"
+_TORCH = "torch", "torch us", "torch ratio", "torch row us", "torch row ratio"
+_EVEN = "evenly", "even", "least", "error"
+_TABLES: dict[str, tuple[str, ...]] = {  # by what was measured
+    "decode": (
+        *(*_SHAPE, "us", "GB/s", "peak", "row us", "row GB/s", "row peak", "error"),
+        *_TORCH,
+    ),
+    "ragged": ("format", "heads", "lengths", "us", *_EVEN, *_TORCH[:3]),
+    "wide": (*_SHAPE, *_FIRST, *_TORCH),
+    "short": (
+        *(*_SHAPE, "us", "row us", "eager\nus", "error"),
+        *(*_TORCH, "torch eager us", "torch eager ratio"),
+    ),
+    "queries": (*_SHAPE, "queries", *_FIRST, *_TORCH),
+    "variants": ("format", "heads", "kind", *_FIRST, *_TORCH),
+    # names of latent formats leave no room for GB/s
+    "mla": (
+        "format",
+        "batch",
+        "drafted",
+        "T",
+        "us",
+        "peak",
+        "row us",
+        "row peak",
+        "error",
+        *_TORCH,
+    ),
+}
+COLUMNS = {table: tuple(_COLUMNS[name] for name in names) for table, names in _TABLES.items()}
+COLUMNS["tune"] = (
+    *COLUMNS["decode"][: len(_SHAPE)],
     *(Column(title, part=1) for title in ("plans", "by the\nformula", "us", "in a row\nus")),
     *(Column(title, part=2) for title in ("fastest", "us", "in a row\nus")),
     *(Column(title, part=2) for title in ("gain", "gain\nin a row")),
 )
-ABLATIONS = (
-    *SHAPE,
+COLUMNS["ablate"] = (
+    *COLUMNS["decode"][: len(_SHAPE)],
     Column("kernel", left=True),
     *(Column(title, part=1) for title in ("us", "ratio")),
     *(Column(title, part=2) for title in ("in a row\nus", "ratio")),
 )
-COLUMNS = {  # of the tables, by what was measured
-    "decode": SPEEDS,
-    "ragged": RAGGED,
-    "wide": WIDE,
-    "short": SHORT,
-    "queries": QUERIES,
-    "variants": VARIANTS,
-    "mla": MLA,
-    "tune": PLANS,
-    "ablate": ABLATIONS,
-}
 
 
 def render_machine(machine: Machine) -> str:
@@ -98,98 +98,52 @@ def render_machine(machine: Machine) -> str:
 
 
 def cells(table: str, results: Sequence[Result], machine: Machine) -> list[str]:
-    """The last of the results as a row of one of the tables of COLUMNS, plans and kernels apart."""
-    result = results[-1]
-    if table == "ragged":
-        return ragged_cells(result, machine)
-    if table == "wide":
-        return wide_cells(result, results)
-    if table == "queries":
-        return queries_cells(result, results)
-    if table == "variants":
-        return variants_cells(result, results)
-    if table == "mla":
-        return mla_cells(result, machine)
-    return short_cells(result) if table == "short" else speed_cells(result, machine)
+    """The last of the results as a row of one of the tables; it is compared with the first that has
+    the same formats, and the same heads ("queries") or as many queries ("variants")."""
+
+    def key(result: Result) -> tuple[object, ...]:
+        case = result.case
+        return case.name, table == "queries" and case.heads, table == "variants" and case.q_len
+
+    last = results[-1]
+    first = next(one for one in results if key(one) == key(last))
+    found = _words(last, first.times, machine)
+    return [found[name] for name in _TABLES[table]]
 
 
-def speed_cells(result: Result, machine: Machine) -> list[str]:
-    """A row of the table of SPEEDS."""
-    row = _shape(result.case)
-    found = time_figures(result.case, result.times, machine)
-    for prefix in ("", "in_a_row_"):
-        row.append(_number(found[f"{prefix}us"], ".1f"))
-        row.append(_number(found[f"{prefix}gb_per_s"], ".0f"))
-        row.append(_number(found[f"{prefix}roof_percent"], ".0f", " %"))
-    return [*row, f"{result.error:.1e}", *_sdpa_cells(result, ("alone", "in_a_row"))]
-
-
-def ragged_cells(result: Result, machine: Machine) -> list[str]:
-    """A row of the table of RAGGED: also against the same tokens spread evenly."""
-    case, us = result.case, result.times.alone
-    assert result.even is not None
-    row = [case.name, case.heads, case.lengths, f"{us:.1f}", f"{result.even.alone:.1f}"]
-    row += [f"{us / result.even.alone:.2f}x", f"{case.nbytes / machine.read_gb_per_s / 1e3:.1f}"]
-    return [*row, f"{result.error:.1e}", *_sdpa_cells(result, ("alone",))]
-
-
-def wide_cells(result: Result, results: Sequence[Result]) -> list[str]:
-    """A row of the table of WIDE: also against the first of the results in the same formats."""
-    first = next((one for one in results if one.case.name == result.case.name), result).times
-    row = _shape(result.case)
-    for name in ("alone", "in_a_row"):
-        us, least = getattr(result.times, name), getattr(first, name)
-        row += [_number(us, ".1f"), _number(us and least and us / least, ".2f", "x")]
-    return [*row, f"{result.error:.1e}", *_sdpa_cells(result, ("alone", "in_a_row"))]
-
-
-def queries_cells(result: Result, results: Sequence[Result]) -> list[str]:
-    """A row of the table of QUERIES: as of WIDE, against the first with the same heads."""
-    alike = [one for one in results if one.case.heads == result.case.heads]
-    row = wide_cells(result, alike)
-    shape = len(SHAPE)
-    return [*row[:shape], str(result.case.q_len), *row[shape:]]
-
-
-def variants_cells(result: Result, results: Sequence[Result]) -> list[str]:
-    """A row of the table of VARIANTS: against the first, plain one with as many queries."""
-    alike = [one for one in results if one.case.q_len == result.case.q_len]
-    row = [result.case.name, result.case.heads, result.case.kind]
-    return [*row, *wide_cells(result, alike)[len(SHAPE) :]]
-
-
-def mla_cells(result: Result, machine: Machine) -> list[str]:
-    """A row of the table of MLA: names of latent formats leave no room for GB/s; several queries
-    stand before the heads."""
-    row = zip(SPEEDS, speed_cells(result, machine), strict=True)
-    found = [cell for column, cell in row if column.title != "GB/s"]
-    if result.case.q_len > 1:
-        found[2] = f"{result.case.q_len} x {found[2]}"
-    return found
-
-
-def short_cells(result: Result) -> list[str]:
-    """A row of the table of SHORT: also from Python, without a graph."""
-    times = result.times
-    row = [*_shape(result.case), f"{times.alone:.1f}", _number(times.in_a_row, ".1f")]
-    row += [_number(times.eager, ".1f"), f"{result.error:.1e}"]
-    return [*row, *_sdpa_cells(result, ("alone", "in_a_row", "eager"))]
-
-
-def _sdpa_cells(result: Result, names: Sequence[str]) -> list[str]:
-    """Torch's fastest, and of each time it and its ratio to ours."""
-    peer = result.sdpa
-    if isinstance(peer, str):
-        return [peer, *[""] * 2 * len(names)]
-    row = [peer.name]
-    for name in names:
-        theirs, ours = getattr(peer.times, name), getattr(result.times, name)
-        row += [_number(theirs, ".1f"), _number(theirs and ours and theirs / ours, ".2f", "x")]
-    return row
+def _words(result: Result, first: Times, machine: Machine) -> dict[str, str]:
+    """The cells of a result for all tables, by the names of _COLUMNS."""
+    case, times, peer = result.case, result.times, result.sdpa
+    even = result.even.alone if result.even is not None else None
+    found = dict(zip(_SHAPE, _shape(case), strict=True)) | {
+        "queries": str(case.q_len),
+        "drafted": (f"{case.q_len} x " if case.q_len > 1 else "") + case.heads,
+        "lengths": case.lengths,
+        "kind": case.kind,
+        "error": f"{result.error:.1e}",
+        "least": f"{case.nbytes / machine.read_gb_per_s / 1e3:.1f}",
+        "evenly": _number(even, ".1f"),
+        "even": _ratio(times.alone, even),
+        "torch": peer if isinstance(peer, str) else peer.name,
+    }
+    figures = time_figures(case, times, machine)
+    for prefix, name in (("", "alone"), ("row ", "in_a_row"), ("eager ", "eager")):
+        own = getattr(times, name)
+        found[f"{prefix}first"] = _ratio(own, getattr(first, name))
+        found |= {f"torch {prefix}us": "", f"torch {prefix}ratio": ""}
+        if isinstance(peer, Peer):
+            theirs = getattr(peer.times, name)
+            found[f"torch {prefix}us"] = _number(theirs, ".1f")
+            found[f"torch {prefix}ratio"] = _ratio(theirs, own)
+    for prefix, name in (("", ""), ("row ", "in_a_row_")):
+        found[f"{prefix}us"] = _number(figures[f"{name}us"], ".1f")
+        found[f"{prefix}GB/s"] = _number(figures[f"{name}gb_per_s"], ".0f")
+        found[f"{prefix}peak"] = _number(figures[f"{name}roof_percent"], ".0f", " %")
+    return found | {"eager\nus": _number(times.eager, ".1f")}
 
 
 def choice_cells(choice: Choice) -> list[str]:
-    """A row of the table of PLANS."""
+    """A row of the table of "tune"."""
     row = [*_shape(choice.case), str(choice.measured)]
     for plan, times in (choice.formula, choice.fastest):
         row.append(f"{plan.splits[0]} x {plan.warps}w x {plan.stages}s")
@@ -199,7 +153,7 @@ def choice_cells(choice: Choice) -> list[str]:
 
 
 def ablation_cells(ablation: Ablation, whole: Ablation) -> list[str]:
-    """A row of the table of ABLATIONS; ratios are to the whole kernel under its plan."""
+    """A row of the table of "ablate"; ratios are to the whole kernel under its plan."""
     plan, times = ablation.plan, ablation.times
     alone, in_a_row = _ratios(times, whole.times)
     row = [*_shape(ablation.case), ablation.name]
@@ -369,6 +323,10 @@ def _ratios(slow: Times, fast: Times) -> tuple[float, float | None]:
     if slow.in_a_row is None or fast.in_a_row is None:
         return alone, None
     return alone, slow.in_a_row / fast.in_a_row
+
+
+def _ratio(slow: float | None, fast: float | None) -> str:
+    return _number(slow and fast and slow / fast, ".2f", "x")
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -66,11 +66,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from ..cache.checks import Devices, devices_of
 from ..cache.contiguous import KVCache
@@ -82,8 +82,10 @@ from ..rows.basis import LayerBasis, fingerprints
 from ..rows.latent import LatentFormat
 from .atomic import Place, named, sync_folder, token, writing
 from .container import RowsFile, check_values, seal
-from .manifest import CacheManifest, LayerEntry, Part, origin
+from .manifest import CacheLayer, CacheManifest, common_keys
+from .parts import Part
 from .plan import CachePlan, check_plan
+from .schema import FormatName
 from .shards import (
     SHARD,
     check_name,
@@ -261,6 +263,22 @@ def load_cache(
     return cache
 
 
+def common_lens(cache: KVCache, then: str) -> torch.Tensor:
+    """Tokens of each sequence, [batch] on the CPU, which all layers hold; `then` is what follows.
+
+    Raises:
+        ShapeError: the layers hold different numbers of tokens.
+    """
+    seq_lens = cache.seq_lens.cpu()
+    for i, layer in enumerate(cache.layers):
+        if not layer.seq_lens.cpu().equal(seq_lens):
+            raise ShapeError(
+                f"layer {i} holds {layer.seq_lens.tolist()} tokens, another one "
+                f"{seq_lens.tolist()}: append this step's tokens to every layer, then {then}"
+            )
+    return seq_lens
+
+
 def _manifest_of(
     cache: KVCache, model: Mapping[str, Any] | None, creation: Mapping[str, Any] | None
 ) -> CacheManifest:
@@ -270,28 +288,29 @@ def _manifest_of(
         ShapeError: the layers hold different numbers of tokens.
         ConfigError: model or creation is not plain data.
     """
-    seq_lens = cache.seq_lens.cpu()
-    for i, layer in enumerate(cache.layers):
-        if not layer.seq_lens.cpu().equal(seq_lens):
-            raise ShapeError(
-                f"layer {i} holds {layer.seq_lens.tolist()} tokens, another one "
-                f"{seq_lens.tolist()}: append this step's tokens to every layer, then save"
-            )
-    return CacheManifest(
-        **origin(cache, model, creation),
+    lens = tuple(common_lens(cache, "save").tolist())
+    starts = tuple(cache.start_positions.tolist())
+    manifest = CacheManifest(
+        **common_keys(CacheManifest, cache, model, creation),
+        version=0,
         head_dim=cache.head_dim,
         max_seq_len=cache.max_seq_len,
-        seq_lens=tuple(seq_lens.tolist()),
-        start_positions=tuple(cache.start_positions.tolist()),
+        seq_lens=lens,
+        start_positions=starts,
+        positions=tuple(map(sum, zip(starts, lens, strict=True))),  # may be beyond int64
         rollback_len=cache.rollback_len,
         latent=isinstance(cache, LatentKVCache),
         layers=tuple(
-            LayerEntry(
-                layer.k_format, layer.v_format, tuple(layer.packed_lens.tolist()), layer.window
+            CacheLayer(
+                FormatName.of(layer.k_format),
+                FormatName.of(layer.v_format),
+                tuple(layer.packed_lens.tolist()),
+                layer.window,
             )
             for layer in cache.layers
         ),
     )
+    return replace(manifest, version=manifest.first_version)
 
 
 def _reader(cache: KVCache, part: Part) -> Callable[[], Iterator[torch.Tensor]]:
@@ -383,7 +402,7 @@ def _check_plan(path: Path, manifest: CacheManifest, plan: CachePlan | None) -> 
         )
     heads = manifest.num_kv_heads  # zeros of other shapes have the same fingerprint
     for i, (entry, basis) in enumerate(zip(manifest.layers, plan.layers, strict=True)):
-        for fmt, side in zip((entry.k_format, entry.v_format), basis, strict=True):
+        for fmt, side in zip(entry.formats, basis, strict=True):
             if side.offset.shape != (heads, fmt.head_dim):
                 raise CheckpointError(
                     f"layer {i} of {path} has {[heads, fmt.head_dim]} heads and channels, that of "
@@ -465,8 +484,8 @@ def _empty(
         manifest.num_kv_heads,
         manifest.head_dim,
         max_seq_len,
-        k_format=[entry.k_format for entry in manifest.layers],
-        v_format=[entry.v_format for entry in manifest.layers],
+        k_format=[k_format for k_format, _ in manifest.formats],
+        v_format=[v_format for _, v_format in manifest.formats],
         **options,
         bases=bases,
         windows=[entry.window for entry in manifest.layers],
@@ -477,7 +496,7 @@ def _bases(plan: CachePlan, manifest: CacheManifest) -> list[LayerBasis]:
     """The bases of a plan, with the clip ratios of the file's formats."""
     formats = {
         (i, side): str(fmt)
-        for i, entry in enumerate(manifest.layers)
-        for side, fmt in (("k", entry.k_format), ("v", entry.v_format))
+        for i, pair in enumerate(manifest.formats)
+        for side, fmt in zip("kv", pair, strict=True)
     }
     return plan.with_layer_formats(formats).layers

@@ -21,7 +21,8 @@ from ..rows.format import RowFormat
 from ..rows.quantize import dequantize, parameters
 from ..version import __version__
 from .atomic import as_path
-from .manifest import CacheManifest, Manifest, Part, SequencesManifest
+from .manifest import CacheManifest, Manifest, SequencesManifest
+from .parts import Part
 from .schema import checked, parse
 from .shards import found_at, is_index, shard_pattern
 from .tensor_files import MAX_HEADER_BYTES, SafetensorsFile, naming, open_file, sealed, unsealed
@@ -94,7 +95,7 @@ class RowsFile(Generic[M]):
             CheckpointError: its checksum is another one, a row would decode to NaN, or would once
                 it is packed.
         """
-        rows = self._files[part.name].read(part.name, self._digests[part.name])
+        rows = self._files[part.name].read(part.name, self.manifest.sha256[part.name])
         check_values(part.by_token(rows), part)
         return rows
 
@@ -110,7 +111,7 @@ class RowsFile(Generic[M]):
         for kind in self._kinds:
             if type(metadata.get(kind.KEY)) is str:
                 text = unsealed(kind.KEY, metadata)
-                self.manifest, self._digests = kind.from_json(text, self._numbers)
+                self.manifest = kind.from_json(text, self._numbers)
                 return
         raise CheckpointError(_refusal(metadata, self._kinds))
 

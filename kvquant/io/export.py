@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -55,6 +54,7 @@ from ..rows.format import HEAD_DIMS, RowFormat
 from ..rows.latent import LatentFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, exact_codec, is_nan_row
 from .atomic import as_path
+from .checkpoint import common_lens
 from .schema import INT32, MAX_LAYERS, MAX_SEQUENCES
 from .shards import MANIFEST, save_safetensors
 from .tensor_files import SafetensorsFile, TensorSource, naming
@@ -167,34 +167,6 @@ class RawFile:
         self.seq_lens = given.int()
 
 
-@dataclass(frozen=True)
-class RawTensors:
-    """K and V that another program wrote.
-
-    Attributes:
-        layers: K and V of each layer, [batch, num_kv_heads, tokens, head_dim].
-        seq_lens: [batch] int32, tokens in use.
-    """
-
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
-    seq_lens: torch.Tensor
-
-
-def load_raw(path: str | os.PathLike[str]) -> RawTensors:
-    """Read the raw K and V tensors of another program, all at once.
-
-    Args:
-        path: a safetensors file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: it is damaged, its tensors are not those that are asked for, or it is
-            written to at the same time.
-    """
-    with RawFile(path) as file:
-        return RawTensors([file.layer(i) for i in range(file.num_layers)], file.seq_lens)
-
-
 def quantize_raw(
     path: str | os.PathLike[str],
     *,
@@ -291,13 +263,8 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
         )
     if to not in targets:
         raise ConfigError(f"cannot export to {to!r}: use {', '.join(targets)}")
-    seq_lens = cache.seq_lens.cpu()
+    seq_lens = common_lens(cache, "export")
     for i, layer in enumerate(cache.layers):
-        if not layer.seq_lens.cpu().equal(seq_lens):
-            raise ShapeError(
-                f"layer {i} holds {layer.seq_lens.tolist()} tokens, another one "
-                f"{seq_lens.tolist()}: append this step's tokens to every layer, then export"
-            )
         if layer.window is not None:
             raise UnsupportedError(
                 f"layer {i} has a sliding window of {layer.window} tokens, and rows of no others: "

@@ -6,6 +6,8 @@ import os
 from collections import Counter
 from typing import Any
 
+import msgspec
+
 from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from ..text import Column, count_text, number, paragraph, printable, render_table, size_text, spans
@@ -68,7 +70,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
             "version": manifest.version,
             "files": file.num_files,
             "file_bytes": file.num_bytes,
-            "model": manifest.model and dict(manifest.model),
+            "model": manifest.model and msgspec.to_builtins(manifest.model),
             "creation": dict(manifest.creation),
             "num_layers": len(layers),
             "num_kv_heads": manifest.num_kv_heads,

@@ -1,25 +1,24 @@
 """Manifests: what a file of rows says besides its rows, as JSON, read with every value checked.
 
-A CacheManifest describes a KVCache, a SequencesManifest sequences of a PagedKVCache. Their keys are
-documented in checkpoint.py and sequences.py, which own the formats.
+A CacheManifest describes a KVCache, a SequencesManifest sequences of a PagedKVCache. Their fields
+are the keys of the JSON, which checkpoint.py and sequences.py document: these own the formats.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, islice, starmap
+from itertools import islice, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 import torch
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
+from msgspec.structs import replace
 
 from ..cache.contiguous import KVCache
 from ..cache.layer import ROLLBACK, Rooms, packed_row_bytes, rooms_of
@@ -31,6 +30,7 @@ from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
 from ..rows.segment import PAGE_SIZES
 from .model_id import model_identity
+from .parts import ExactPart, PagePart, Part
 from .schema import (
     MAX_LAYERS,
     MAX_SEQUENCES,
@@ -42,10 +42,10 @@ from .schema import (
     ModelName,
     Object,
     Wide,
+    check_transforms,
     checked,
     manifest_object,
     plain_data,
-    transforms,
 )
 from .shards import MANIFEST
 from .tensor_files import NO_DIGEST
@@ -65,178 +65,62 @@ LISTS = {"pages": torch.int32, "tokens": torch.int64}  # what SavedSequence list
 Read = Callable[[str, torch.dtype, int, str], list[int]]
 
 
-@dataclass(frozen=True)
-class Part:
-    """The rows of K or of V of one layer in one kind of segment: one tensor of the file.
+class LayerEntry(Object, dict=True):
+    """The formats of one layer's packed rows."""
+
+    k: FormatName
+    v: FormatName
+
+    @cached_property
+    def formats(self) -> tuple[RowFormat, RowFormat]:
+        """Of K and of V."""
+        return self.k.row_format("k"), self.v.row_format("v")
+
+
+class CacheLayer(LayerEntry, dict=True, omit_defaults=True):
+    """A layer of a cache: also the packed tokens of its sequences, and its window."""
+
+    packed_lens: tuple[Length, ...]
+    window: Count | None = None
+
+
+class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
+    """What the manifests of all files of rows have in common: the keys of the JSON.
 
     Attributes:
-        layer: index of the layer.
-        side: "k" or "v".
-        kind: "sinks", "packed" or "recent"; of sequences "pages" or "exact".
-        fmt: format of the rows.
-        num_kv_heads: KV heads.
-        counts: rows of each sequence.
-        firsts: the token that the first row of each sequence holds.
-        packed_as: what 16-bit rows will be quantized to, from these 16 bits; None if they stay.
-        sink_len: tokens of each sequence, the first ones, whose rows stay in any case.
-    """
-
-    layer: int
-    side: str
-    kind: str
-    fmt: RowFormat
-    num_kv_heads: int
-    counts: tuple[int, ...]
-    firsts: tuple[int, ...]
-    packed_as: RowFormat | None = None
-    sink_len: int = 0
-
-    @cached_property
-    def attribute(self) -> str:
-        """The attribute of the cache's layer that holds the rows."""
-        return f"{self.side}_{self.kind}"
-
-    @cached_property
-    def name(self) -> str:
-        """Name of the tensor in the file."""
-        return f"layers.{self.layer}.{self.attribute}"
-
-    @cached_property
-    def num_rows(self) -> int:
-        """Tokens of all sequences."""
-        return sum(self.counts)
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """The row of the tensor that is the first one of each sequence."""
-        return tuple(accumulate(self.counts[:-1], initial=0))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
-        return self.num_rows, self.num_kv_heads, self.fmt.row_bytes
-
-    def locate(self, row: int) -> tuple[int, int]:
-        """Sequence and token of a row of the tensor."""
-        sequence = bisect_right(self.starts, row) - 1
-        return sequence, self.firsts[sequence] + row - self.starts[sequence]
-
-    def by_token(self, rows: torch.Tensor) -> torch.Tensor:
-        """The tensor as [tokens, num_kv_heads, row_bytes]."""
-        return rows
-
-    def in_use(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of the tensor that hold a token: [tokens, num_kv_heads, row_bytes]."""
-        return rows
-
-
-@dataclass(frozen=True)
-class PagePart(Part):
-    """The pages of K or V of one layer: counts and firsts of each page.
-
-    Attributes:
-        owners: the first sequence that uses each page.
-        used: rows of each page that hold a token, the first ones.
-    """
-
-    owners: tuple[int, ...] = ()
-    used: tuple[int, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[pages, num_kv_heads, page_size, row_bytes]."""
-        return len(self.counts), self.num_kv_heads, self.counts[0], self.fmt.row_bytes
-
-    def locate(self, row: int) -> tuple[int, int]:
-        """Sequence and token of a row, counted through all pages."""
-        page, token = super().locate(row)
-        return self.owners[page], token
-
-    def by_token(self, rows: torch.Tensor) -> torch.Tensor:
-        """The tensor as [tokens, num_kv_heads, row_bytes]: pages one after another."""
-        return rows.transpose(1, 2).flatten(0, 1)
-
-    def in_use(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of all pages that hold a token: [tokens, num_kv_heads, row_bytes]."""
-        used = torch.tensor(self.used, device="cpu")[:, None]
-        return self.by_token(rows)[(torch.arange(self.counts[0], device="cpu") < used).flatten()]
-
-
-@dataclass(frozen=True)
-class ExactPart(Part):
-    """The 16-bit rows of K or V of one layer: of each sequence its sinks, then its recent tokens;
-    `packed_lens` tokens are between them."""
-
-    packed_lens: tuple[int, ...] = ()
-
-    def locate(self, row: int) -> tuple[int, int]:
-        """Sequence and token of a row."""
-        sequence, token = super().locate(row)
-        return sequence, token + (self.packed_lens[sequence] if token >= self.sink_len else 0)
-
-
-_ORIGIN = (  # what all manifests have, as it stands in a file
-    "num_kv_heads",
-    "sink_len",
-    "recent_len",
-    "exact_format",
-    "model",
-    "creation",
-    "transforms",
-)
-
-
-@dataclass(frozen=True)
-class LayerEntry:
-    """Formats of one layer; of a cache also the packed tokens of its sequences, and its window."""
-
-    k_format: RowFormat
-    v_format: RowFormat
-    packed_lens: tuple[int, ...] = ()
-    window: int | None = None
-
-    def formats(self) -> dict[str, Any]:
-        """The formats as they stand in a file."""
-        return {
-            side: {"format": str(fmt), "head_dim": fmt.head_dim}
-            for side, fmt in (("k", self.k_format), ("v", self.v_format))
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What the manifests of all files of rows have in common; attributes as in the caches.
-
-    Attributes:
+        format: FORMAT.
+        version: of the file.
+        writer: the program that wrote it, for people.
         model: model_identity of the model that the rows belong to; None if it is not known.
         creation: how the rows came about, for people.
         transforms: the fingerprints of each layer's bases; empty without bases.
+        sha256: of each tensor.
         latent: whether K and V of each layer are the parts of latent rows.
     """
 
     KEY: ClassVar[str]  # of a file's metadata, where the manifest stands
     FORMAT: ClassVar[str]
+    VERSIONS: ClassVar[tuple[int, ...]]
     KINDS: ClassVar[tuple[str, ...]]  # of the parts of a layer's K or V
 
-    num_kv_heads: int
-    sink_len: int
-    recent_len: int
-    exact_format: str
-    layers: tuple[LayerEntry, ...]
-    model: Mapping[str, str] | None
-    creation: Mapping[str, Any]
-    transforms: tuple[Mapping[str, str], ...] = ()
+    format: str
+    version: int
+    writer: Any
+    num_kv_heads: Count
+    sink_len: Length
+    recent_len: Length
+    exact_format: ExactCodec
+    layers: Annotated[tuple[LayerEntry, ...], Meta(max_length=MAX_LAYERS)]
+    model: ModelName | None
+    creation: dict[str, Any]
+    transforms: Any
+    sha256: dict[str, Digest]
     latent: bool = False
-
-    @property
-    def version(self) -> int:
-        """Version of the file."""
-        raise NotImplementedError
 
     @property
     def formats(self) -> tuple[tuple[RowFormat, RowFormat], ...]:
         """Of the packed rows of K and V of each layer."""
-        return tuple((entry.k_format, entry.v_format) for entry in self.layers)
+        return tuple(entry.formats for entry in self.layers)
 
     @cached_property
     def parts(self) -> dict[str, Part]:
@@ -250,27 +134,12 @@ class Manifest:
 
     def to_json(self, digests: Mapping[str, str], writer: str) -> str:
         """The manifest as it stands in a file."""
-        return json.dumps(
-            {
-                "format": self.FORMAT,
-                "version": self.version,
-                "writer": writer,
-                **{name: getattr(self, name) for name in _ORIGIN},
-                **({"latent": True} if self.latent else {}),
-                **self._own(),
-                "sha256": dict(digests),
-            },
-            separators=(",", ":"),
-            sort_keys=True,
-        )
-
-    def _own(self) -> dict[str, Any]:
-        """The keys that only this kind of file has."""
-        raise NotImplementedError
+        plain = msgspec.to_builtins(replace(self, sha256=dict(digests), writer=writer))
+        return json.dumps(plain, separators=(",", ":"), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str, read: Read) -> tuple[Self, dict[str, str]]:
-        """Read a manifest and the SHA-256 of each tensor, and check every value.
+    def from_json(cls, text: str, read: Read = lambda *_: []) -> Self:
+        """Read a manifest, and check every value.
 
         Args:
             text: of the manifest.
@@ -280,6 +149,27 @@ class Manifest:
         Raises:
             CheckpointError: the manifest is not one that this version writes.
         """
+        manifest = cls._parsed(manifest_object(text, cls.FORMAT, cls.VERSIONS), read)
+        check_transforms(manifest.transforms, len(manifest.layers))
+        for i, layer in enumerate(manifest.layers):
+            for side in "kv":
+                getattr(layer, side).row_format(f"layers[{i}].{side}")
+        manifest._check()
+        listed = manifest.parts.keys() | manifest.lists.keys()
+        if manifest.sha256.keys() != listed:
+            name = min(manifest.sha256.keys() ^ listed)
+            raise CheckpointError(
+                f"sha256 does not name the tensors that the lengths ask for: see {name!r:.80}"
+            )
+        return manifest
+
+    @classmethod
+    def _parsed(cls, top: dict[str, Any], read: Read) -> Self:
+        """The manifest of a JSON object, each value checked by itself."""
+        return checked(top, cls, "the manifest")
+
+    def _check(self) -> None:
+        """Raise CheckpointError unless the values fit one another."""
         raise NotImplementedError
 
     def check_model(self, path: Path, model: Mapping[str, Any] | None) -> None:
@@ -296,9 +186,9 @@ class Manifest:
                 f"{path} does not say which model it belongs to: save it with model=config, or "
                 "load it with model=None if you know that it fits"
             )
-        if ours["sha256"] != theirs["sha256"]:
+        if ours.sha256 != theirs["sha256"]:
             raise CheckpointError(
-                f"{path} belongs to a {ours['type']!r:.40} model with config {ours['sha256'][:12]}"
+                f"{path} belongs to a {ours.type!r:.40} model with config {ours.sha256[:12]}"
                 f", not to this {theirs['type']!r:.40} model with config "
                 f"{theirs['sha256'][:12]}: take the cache that was made with this model"
             )
@@ -314,8 +204,6 @@ class Manifest:
             raise CheckpointError(f"layers have formats that no cache has: {error}") from None
         if len(sizes) > 1 or self.num_kv_heads != 1:
             raise CheckpointError("latent rows are of one size, and of one KV head")
-        if any(entry.window is not None for entry in self.layers):
-            raise CheckpointError("latent rows have no windows")
 
     def check_readable(self) -> None:
         """Raise CheckpointError if from_json would not read what to_json writes."""
@@ -323,79 +211,46 @@ class Manifest:
         self.from_json(self.to_json(digests, ""), lambda name, *_: self.lists[name])
 
 
-def origin(
+def common_keys(
+    kind: type[Manifest],
     cache: KVCache | PagedKVCache,
     model: Mapping[str, Any] | None,
     creation: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The attributes that all manifests have, of a cache that is saved.
+    """The keys that all manifests have, of a cache that is saved; all but the layers.
 
     Raises:
         ConfigError: model or creation is not plain data.
     """
     return {
+        "format": kind.FORMAT,
+        "writer": "",
         "num_kv_heads": cache.num_kv_heads,
         "sink_len": cache.sink_len,
         "recent_len": cache.recent_len,
         "exact_format": cache.exact_format,
-        "model": None if model is None else model_identity(model),
+        "model": None if model is None else ModelName(**model_identity(model)),
         "creation": plain_data(creation, "creation"),
-        "transforms": tuple(fingerprints(cache.bases)),
+        "transforms": fingerprints(cache.bases),
+        "sha256": {},
     }
 
 
-class _Fields(Object):
-    """What stands in the manifests of all files."""
-
-    format: str
-    version: int
-    writer: Any
-    num_kv_heads: Count
-    sink_len: Length
-    recent_len: Length
-    exact_format: ExactCodec
-    model: ModelName | None
-    creation: dict[str, Any]
-    transforms: Any
-    sha256: dict[str, Digest]
-
-    def origin(self, num_layers: int) -> dict[str, Any]:
-        """The attributes that all manifests have."""
-        return {
-            "num_kv_heads": self.num_kv_heads,
-            "sink_len": self.sink_len,
-            "recent_len": self.recent_len,
-            "exact_format": self.exact_format,
-            "model": msgspec.to_builtins(self.model),
-            "creation": self.creation,
-            "transforms": transforms(self.transforms, num_layers),
-        }
-
-
-class _LayerFields(Object):
-    """A layer in a manifest."""
-
-    k: FormatName
-    v: FormatName
-
-    def entry(self, what: str) -> LayerEntry:
-        """The same with its formats parsed."""
-        return LayerEntry(self.k.row_format(f"{what}.k"), self.v.row_format(f"{what}.v"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheManifest(Manifest):
+class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
     """All of a KVCache but its rows; attributes as there."""
 
     KEY = MANIFEST
     FORMAT = "kvquant-cache"
+    VERSIONS = 1, WINDOWS_VERSION, ROLLBACK_VERSION, LATENT_VERSION, LATENT_BASES_VERSION
     KINDS = ("sinks", "packed", "recent")
 
-    head_dim: int
-    max_seq_len: int
-    seq_lens: tuple[int, ...]
-    start_positions: tuple[int, ...]
-    rollback_len: int = ROLLBACK
+    head_dim: Count
+    max_seq_len: Length
+    seq_lens: Annotated[tuple[Length, ...], Meta(max_length=MAX_SEQUENCES)]
+    start_positions: tuple[Wide, ...]
+    positions: tuple[Wide, ...]
+    layers: Annotated[tuple[CacheLayer, ...], Meta(max_length=MAX_LAYERS)]
+    rollback_len: Length = ROLLBACK
 
     @property
     def batch(self) -> int:
@@ -403,8 +258,8 @@ class CacheManifest(Manifest):
         return len(self.seq_lens)
 
     @property
-    def version(self) -> int:
-        """Version of the file: the first one that has all that there is in it."""
+    def first_version(self) -> int:
+        """The first version that has all that there is in the file."""
         if self.latent:
             return LATENT_BASES_VERSION if self.transforms else LATENT_VERSION
         if self.rollback_len != ROLLBACK:
@@ -412,18 +267,13 @@ class CacheManifest(Manifest):
         has_windows = any(entry.window is not None for entry in self.layers)
         return WINDOWS_VERSION if has_windows else 1
 
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The position of the next token of each sequence."""
-        return tuple(map(sum, zip(self.start_positions, self.seq_lens, strict=True)))
-
     @cached_property
     def parts(self) -> dict[str, Part]:
         """The tensors of the file by name, in their order; empty ones have none."""
         found: dict[str, Part] = {}
         for i, entry in enumerate(self.layers):
             spans = self._spans(entry)
-            for side, fmt in (("k", entry.k_format), ("v", entry.v_format)):
+            for side, fmt in zip("kv", entry.formats, strict=True):
                 exact = RowFormat.parse(self.exact_format, fmt.head_dim)
                 for kind, (counts, firsts) in spans.items():
                     if not any(counts):
@@ -434,7 +284,7 @@ class CacheManifest(Manifest):
                     found[part.name] = part
         return found
 
-    def _spans(self, entry: LayerEntry) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    def _spans(self, entry: CacheLayer) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Of each kind of rows how many there are of each sequence, and their first tokens."""
         seq_lens, packed_lens = np.array(self.seq_lens), np.array(entry.packed_lens)
         sinks = np.minimum(seq_lens, self.sink_len if entry.window is None else 0)
@@ -454,72 +304,32 @@ class CacheManifest(Manifest):
         sizes = max_seq_len, self.sink_len, self.recent_len
         found = []
         for entry in self.layers:
-            row_bytes = packed_row_bytes(entry.k_format, entry.v_format, latent=self.latent)
+            row_bytes = packed_row_bytes(*entry.formats, latent=self.latent)
             found.append(rooms_of(*sizes, entry.window, self.rollback_len, row_bytes))
         return found
 
     def cache_bytes(self, max_seq_len: int) -> int:
         """Bytes of the rows of a cache of max_seq_len."""
         each = zip(self.rooms(max_seq_len), self.layers, strict=True)
-        total = sum(
-            rooms.bytes_of(entry.k_format, entry.v_format, self.exact_format)
-            for rooms, entry in each
-        )
+        total = sum(rooms.bytes_of(*entry.formats, self.exact_format) for rooms, entry in each)
         return total * self.batch * self.num_kv_heads
 
-    def _own(self) -> dict[str, Any]:
-        names = ["head_dim", "max_seq_len", "seq_lens", "start_positions", "positions"]
-        layers = [
-            {
-                **entry.formats(),
-                "packed_lens": entry.packed_lens,
-                **({} if entry.window is None else {"window": entry.window}),
-            }
-            for entry in self.layers
-        ]
-        if self.rollback_len != ROLLBACK:
-            names.append("rollback_len")
-        return {name: getattr(self, name) for name in names} | {"layers": layers}
-
-    @classmethod
-    def from_json(cls, text: str, read: Read | None = None) -> tuple[Self, dict[str, str]]:
-        """See Manifest.from_json; there is nothing to read besides."""
-        latent = LATENT_VERSION, LATENT_BASES_VERSION
-        versions = 1, WINDOWS_VERSION, ROLLBACK_VERSION, *latent
-        top = manifest_object(text, cls.FORMAT, versions)
-        given = checked(top, _CacheFields, "the manifest")
-        manifest = cls(
-            layers=tuple(layer.entry(f"layers[{i}]") for i, layer in enumerate(given.layers)),
-            **given.origin(len(given.layers)),
-            head_dim=given.head_dim,
-            max_seq_len=given.max_seq_len,
-            seq_lens=given.seq_lens,
-            start_positions=given.start_positions,
-            rollback_len=ROLLBACK if given.rollback_len is UNSET else given.rollback_len,
-            latent=given.latent is True,
-        )
-        if given.version != manifest.version:
+    def _check(self) -> None:
+        if self.version != self.first_version:
             raise CheckpointError(
-                f"the file has version {given.version}, what it says is of {manifest.version}"
+                f"the file has version {self.version}, what it says is of {self.first_version}"
             )
-        manifest._check(given.positions)
-        if given.sha256.keys() != manifest.parts.keys():
-            names = sorted(given.sha256.keys() ^ manifest.parts.keys())
-            raise CheckpointError(
-                f"the tensors listed do not fit the lengths: see {names[0]!r:.80}"
-            )
-        return manifest, given.sha256
-
-    def _check(self, positions: tuple[int, ...]) -> None:
-        """Raise unless the values fit one another."""
         if not self.batch or not self.layers:
             raise CheckpointError("seq_lens and layers must not be empty")
         self._check_formats()
+        if self.latent and any(entry.window is not None for entry in self.layers):
+            raise CheckpointError("latent rows have no windows")
         if self.latent and self.head_dim != self.formats[0][0].head_dim:
             raise CheckpointError(
                 f"head_dim is {self.head_dim}: that of latent rows is their latent_dim"
             )
-        if len(self.start_positions) != self.batch or positions != self.positions:
+        ends = tuple(map(sum, zip(self.start_positions, self.seq_lens, strict=False)))
+        if len(self.start_positions) != self.batch or self.positions != ends:
             raise CheckpointError("start_positions, seq_lens and positions do not fit one another")
         if max(self.seq_lens) > self.max_seq_len:
             raise CheckpointError(
@@ -544,31 +354,6 @@ class CacheManifest(Manifest):
                 )
 
 
-class _CacheLayer(_LayerFields):
-    """A layer in the manifest of a cache."""
-
-    packed_lens: tuple[Length, ...]
-    window: Count | UnsetType = UNSET
-
-    def entry(self, what: str) -> LayerEntry:
-        """The same with its formats parsed."""
-        window = None if self.window is UNSET else self.window
-        return replace(super().entry(what), packed_lens=self.packed_lens, window=window)
-
-
-class _CacheFields(_Fields):
-    """The manifest of a cache as it stands in a file."""
-
-    head_dim: Count
-    max_seq_len: Length
-    seq_lens: Annotated[tuple[Length, ...], Meta(max_length=MAX_SEQUENCES)]
-    start_positions: tuple[Wide, ...]
-    positions: tuple[Wide, ...]
-    layers: Annotated[tuple[_CacheLayer, ...], Meta(max_length=MAX_LAYERS)]
-    rollback_len: Length | UnsetType = UNSET
-    latent: bool | UnsetType = UNSET
-
-
 class SavedSequence(Object):
     """A sequence of a file; attributes as in the manifest."""
 
@@ -579,8 +364,28 @@ class SavedSequence(Object):
     tokens: tuple[Wide, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SequencesManifest(Manifest):
+class _Counted(Object):
+    """A sequence of a file of version 2 or 3: how many of its tokens are known."""
+
+    id: str | int
+    length: Length
+    packed_len: Length
+    known: Length
+
+
+class _PagedManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
+    """The manifest of sequences, but for the sequences."""
+
+    page_size: Length
+
+
+class _CountedManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=True):
+    """Versions 2 and 3, as they stand in a file."""
+
+    sequences: Annotated[tuple[_Counted, ...], Meta(max_length=MAX_SEQUENCES)]
+
+
+class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=True):
     """All of the sequences but their rows; attributes as in PagedKVCache.
 
     From LISTS_VERSION on pages and tokens stand in tensors.
@@ -588,11 +393,10 @@ class SequencesManifest(Manifest):
 
     KEY = "kvquant_pages"
     FORMAT = "kvquant-pages"
+    VERSIONS = 1, LISTS_VERSION, LATENT_PAGES_VERSION
     KINDS = ("pages", "exact")
 
-    page_size: int
-    sequences: tuple[SavedSequence, ...]
-    version: int = 1
+    sequences: Annotated[tuple[SavedSequence, ...], Meta(max_length=MAX_SEQUENCES)]
 
     @cached_property
     def lists(self) -> dict[str, list[int]]:
@@ -639,56 +443,35 @@ class SequencesManifest(Manifest):
                         found[part.name] = part
         return found
 
-    def _own(self) -> dict[str, Any]:
-        sequences = [
-            {name: getattr(sequence, name) for name in SavedSequence.__struct_fields__}
-            for sequence in self.sequences
-        ]
-        if self.version >= LISTS_VERSION:
-            for found in sequences:
-                found["known"] = len(found.pop("tokens"))
-                del found["pages"]
-        layers = [entry.formats() for entry in self.layers]
-        return {"page_size": self.page_size, "layers": layers, "sequences": sequences}
+    def to_json(self, digests: Mapping[str, str], writer: str) -> str:
+        """See Manifest.to_json."""
+        if self.version < LISTS_VERSION:
+            return super().to_json(digests, writer)
+        each = self.sequences
+        counted = tuple(_Counted(x.id, x.length, x.packed_len, len(x.tokens)) for x in each)
+        keys = {name: getattr(self, name) for name in self.__struct_fields__}
+        return _CountedManifest(**keys | {"sequences": counted}).to_json(digests, writer)
 
     @classmethod
-    def from_json(cls, text: str, read: Read) -> tuple[Self, dict[str, str]]:
-        """See Manifest.from_json."""
-        versions = 1, LISTS_VERSION, LATENT_PAGES_VERSION
-        top = manifest_object(text, cls.FORMAT, versions)
-        given: _SequencesFields | _CountedFields
+    def _parsed(cls, top: dict[str, Any], read: Read) -> Self:
         if top["version"] == 1:
-            given = checked(top, _SequencesFields, "the manifest")
+            manifest = super()._parsed(top, read)
+            _check_page_size(manifest)
         else:
             try:
-                given = checked(top, _CountedFields, "the manifest")
+                counted = checked(top, _CountedManifest, "the manifest")
             except CheckpointError as error:
                 version = top["version"]
                 raise CheckpointError(f"the file has version {version}, and {error}") from None
-        if given.page_size not in PAGE_SIZES:
-            raise CheckpointError(f"page_size is {given.page_size}: it must be 16, 32, 64 or 128")
-        if isinstance(given, _SequencesFields):
-            sequences, latent = given.sequences, False
-        else:
-            sequences, latent = _with_lists(given, read), given.latent is True
-        if latent != (given.version == LATENT_PAGES_VERSION):
-            what = f"{'is' if latent else 'is not'} of latent rows"
-            raise CheckpointError(f"the file has version {given.version}, and {what}")
-        manifest = cls(
-            layers=tuple(layer.entry(f"layers[{i}]") for i, layer in enumerate(given.layers)),
-            **given.origin(len(given.layers)),
-            page_size=given.page_size,
-            sequences=sequences,
-            version=given.version,
-            latent=latent,
-        )
-        manifest._check()
-        if given.sha256.keys() != manifest.parts.keys() | manifest.lists.keys():
-            raise CheckpointError("sha256 does not name the tensors that the sequences ask for")
-        return manifest, given.sha256
+            _check_page_size(counted)
+            keys = {name: getattr(counted, name) for name in cls.__struct_fields__}
+            manifest = cls(**keys | {"sequences": _with_lists(counted, read)})
+        if manifest.latent != (manifest.version == LATENT_PAGES_VERSION):
+            what = f"{'is' if manifest.latent else 'is not'} of latent rows"
+            raise CheckpointError(f"the file has version {manifest.version}, and {what}")
+        return manifest
 
     def _check(self) -> None:
-        """Raise unless lengths, pages and tokens fit one another."""
         if not self.formats or not self.sequences:
             raise CheckpointError("layers and sequences must not be empty")
         self._check_formats()
@@ -728,36 +511,12 @@ class SequencesManifest(Manifest):
             raise CheckpointError("the pages are not counted from 0 without gaps")
 
 
-class _Counted(Object):
-    """A sequence of a file of version 2 or 3: how many of its tokens are known."""
-
-    id: str | int
-    length: Length
-    packed_len: Length
-    known: Length
+def _check_page_size(manifest: _PagedManifest) -> None:
+    if manifest.page_size not in PAGE_SIZES:
+        raise CheckpointError(f"page_size is {manifest.page_size}: it must be 16, 32, 64 or 128")
 
 
-class _PagedFields(_Fields):
-    """The manifest of sequences as it stands in a file, but for the sequences."""
-
-    page_size: Length
-    layers: Annotated[tuple[_LayerFields, ...], Meta(max_length=MAX_LAYERS)]
-
-
-class _SequencesFields(_PagedFields):
-    """Version 1."""
-
-    sequences: Annotated[tuple[SavedSequence, ...], Meta(max_length=MAX_SEQUENCES)]
-
-
-class _CountedFields(_PagedFields):
-    """Versions 2 and 3."""
-
-    sequences: Annotated[tuple[_Counted, ...], Meta(max_length=MAX_SEQUENCES)]
-    latent: bool | UnsetType = UNSET
-
-
-def _with_lists(given: _CountedFields, read: Read) -> tuple[SavedSequence, ...]:
+def _with_lists(given: _CountedManifest, read: Read) -> tuple[SavedSequence, ...]:
     """The sequences of a manifest of version 2 or 3 with what its tensors list."""
     counts = {
         "pages": [-(-sequence.packed_len // given.page_size) for sequence in given.sequences],

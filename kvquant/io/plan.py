@@ -1,34 +1,36 @@
-"""CachePlan: how a model's keys and values are kept, as `kvquant calibrate` chose it; its file."""
+"""CachePlan: how a model's keys and values are kept, as `kvquant calibrate` chose it."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import torch
-from msgspec import Meta
 
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
 from ..rows.arguments import check_kind, is_whole
 from ..rows.basis import Basis, LayerBasis
-from ..rows.format import RowFormat, check_head_dims
+from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from .atomic import as_path
 from .model_id import model_identity
-from .schema import INT64, MAX_LAYERS, Digest, Length, ModelName, checked, parse
-from .shards import MANIFEST, save_safetensors
-from .tensor_files import SafetensorsFile, TensorSource, naming, sealed, unsealed
-
-FORMAT, VERSION, UNSEALED_VERSION = "kvquant-plan", 2, 1
-LATENT_VERSION = 3  # of plans of latent rows; all else is as in version 2
-_FACTS = "kvquant"  # the metadata entry
-_LEAST_KL, _LEAST_PERPLEXITY = -1e-3, 0.999  # 0 and 1, but for rounding
+from .plan_file import (
+    FACTS,
+    FORMAT,
+    LATENT_VERSION,
+    VERSION,
+    check_facts,
+    check_pair,
+    check_values,
+    read_facts,
+)
+from .schema import parse
+from .shards import save_safetensors
+from .tensor_files import SafetensorsFile, TensorSource, naming, sealed
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,12 +138,13 @@ class CachePlan:
         path = as_path(path)
         kinds = CheckpointError, ConfigError, ShapeError
         with naming(path, kinds), SafetensorsFile(path) as file:
-            facts, digests = _read_facts(file)
-            bits = _check_facts(facts, file.shapes)
+            facts, digests = read_facts(file)
+            bits = check_facts(facts, file.shapes)
             if not abs(facts["bits"] - bits) <= 1e-6:  # NaN is not
                 raise CheckpointError(f"bits is {facts['bits']}: the formats have {bits}")
             plan = cls(facts, {name: file.read(name, digests[name]) for name in file.shapes})
-            plan._check_values()
+            check_values(facts, plan.tensors)
+            _ = plan.layers  # every matrix has an inverse
         if model is not None:
             plan.check_model(model, str(path))
         return plan
@@ -160,15 +163,16 @@ class CachePlan:
         facts = {**self.facts, "format": FORMAT, "version": version, "bits": 0, "shapes": shapes}
 
         def metadata(digests: Mapping[str, str]) -> dict[str, str]:
-            return sealed(_FACTS, json.dumps({**facts, "sha256": dict(digests)}, sort_keys=True))
+            return sealed(FACTS, json.dumps({**facts, "sha256": dict(digests)}, sort_keys=True))
 
         try:
-            written = parse(metadata({})[_FACTS], "the plan", nan=True)
+            written = parse(metadata({})[FACTS], "the plan", nan=True)
         except TypeError as error:
             raise ConfigError(f"the facts of the plan are not plain data ({error})") from None
         try:
-            facts["bits"] = _check_facts(written, shapes)
-            CachePlan(written, tensors)._check_values()
+            facts["bits"] = check_facts(written, shapes)
+            check_values(written, tensors)
+            _ = CachePlan(written, tensors).layers
         except (ConfigError, ShapeError) as error:
             raise CheckpointError(str(error)) from None
         sources = {name: TensorSource.of(tensor) for name, tensor in tensors.items()}
@@ -250,7 +254,7 @@ class CachePlan:
         changed = CachePlan({**self.facts, "layers": layers, "measured": None}, self.tensors)
         for i, side in formats:
             fmt = (changed.k_formats if side == "k" else changed.v_formats)[i]
-            _check_pair(self.is_latent, changed.k_formats[i], changed.v_formats[i])
+            check_pair(self.is_latent, changed.k_formats[i], changed.v_formats[i])
             if layers[i]["kept"] is not None and not fmt.is_exact:
                 raise ConfigError(
                     f"layer {i} cannot be kept in {fmt}: {shown(layers[i]['kept'])}; leave it in "
@@ -384,32 +388,6 @@ class CachePlan:
         dim = self.tensors[f"{side}.offset"].shape[2]
         return not (self.is_latent and RowFormat.parse(name, dim).is_exact)
 
-    def _check_values(self) -> None:
-        """Raise unless the values of tensors are possible; facts and shapes have been checked.
-
-        Raises:
-            CheckpointError, ConfigError: they are not.
-        """
-        for name, tensor in self.tensors.items():
-            if ".error." not in name and "_error" not in name and not bool(tensor.isfinite().all()):
-                raise CheckpointError(f"tensor {name!r:.80} has values that are not finite")
-            if ".clip." in name and not bool(((tensor > 0) & (tensor <= 1)).all()):
-                raise CheckpointError(f"tensor {name!r:.80} has shares that are not in (0, 1]")
-        for side in "kv":
-            for name, kind in (("matrix", "basis"), ("feedback", "rounding")):
-                if f"{side}.{name}" not in self.tensors:
-                    continue
-                matrices = self.tensors[f"{side}.{name}"]
-                eye = torch.eye(matrices.shape[-1], dtype=torch.float32, device="cpu")
-                for i, entry in enumerate(self.facts["layers"]):
-                    is_used = entry[side][kind] == name or entry["kept"] is not None
-                    if not is_used and not bool((matrices[i] == eye).all()):
-                        raise CheckpointError(
-                            f"layers[{i}].{side}.{kind} is {entry[side][kind]!r}, and tensor "
-                            f"{side}.{name} has something for it"
-                        )
-        _ = self.layers  # every matrix has an inverse
-
     def _formats(self, side: str) -> list[RowFormat]:
         head_dim = self.tensors[f"{side}.offset"].shape[2]
         return [RowFormat.parse(entry[side]["format"], head_dim) for entry in self.facts["layers"]]
@@ -439,256 +417,3 @@ class CachePlan:
 def check_plan(plan: object) -> None:
     """Raise ConfigError unless it is a CachePlan; the path of one is none."""
     check_kind("plan", plan, CachePlan, "give a CachePlan, of a file CachePlan.load(path)")
-
-
-class _Side(msgspec.Struct):
-    """How K or V of a layer is kept."""
-
-    format: str
-    basis: Annotated[str, Meta(pattern=r"\A(none|hadamard|matrix)\Z")]
-    rounding: Annotated[str, Meta(pattern=r"\A(nearest|feedback)\Z")]
-
-
-class _Layer(msgspec.Struct):
-    """How a layer is kept."""
-
-    k: _Side
-    v: _Side
-    kept: str | None
-
-
-class _Figures(msgspec.Struct, kw_only=True):
-    """What was measured of a format or of the plan; the KL of a broken one is NaN."""
-
-    kl: float
-    top1: Annotated[float, Meta(ge=0, le=1)]
-    perplexity: float
-    kl_error: float | None = None
-    top1_error: float | None = None
-
-
-class _Compared(_Figures, kw_only=True):
-    """One format for all layers."""
-
-    format: str
-    plan: bool
-    bits: Annotated[float, Meta(gt=0, le=64)]
-
-
-class _Measured(_Figures, kw_only=True):
-    """The plan itself."""
-
-    exact_perplexity: float
-    context: Length
-    scored: Length
-    sink_len: Length
-    recent_len: Length
-    passages: Length | None = None
-    in_one_pass: str | None = None
-
-
-class _Limit(msgspec.Struct):
-    """What the plan was to keep."""
-
-    max_kl: Annotated[float, Meta(gt=0)] | None
-    budget: Annotated[float, Meta(gt=0)] | None
-    met: bool
-
-
-class _Sensitivity(msgspec.Struct):
-    """One layer alone."""
-
-    layer: Length
-    k_format: str
-    v_format: str
-    kl: float
-
-
-class _Other(msgspec.Struct):
-    """A layer of the model that the cache has none of."""
-
-    layer: Length
-    why: str
-
-
-class _Facts(msgspec.Struct):
-    """The facts of a plan; there may be more, for people."""
-
-    model: ModelName
-    layers: Annotated[tuple[_Layer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
-    bits: float
-    observed_tokens: Annotated[int, Meta(ge=0, le=INT64)]
-    steps: tuple[str, ...]
-    candidates: tuple[str, ...]
-    zero_data: bool
-    measured: _Measured | None
-    limit: _Limit
-    blamed: tuple[Length, ...]
-    sensitivity: tuple[_Sensitivity, ...]
-    comparison: tuple[_Compared, ...]
-    settings: dict[str, Any]
-    places: tuple[Length, ...] = ()
-    others: tuple[_Other, ...] = ()
-    latent: bool = False
-
-
-def _read_facts(file: SafetensorsFile) -> tuple[dict[str, Any], dict[str, str]]:
-    """The facts of a file, and the checksums of its tensors."""
-    text, seal = file.metadata.get(_FACTS), f"{_FACTS}_sha256"
-    facts = parse(text, "the plan", nan=True) if text is not None else None
-    if type(facts) is not dict or facts.get("format") != FORMAT:
-        found = "a cache (`kvquant inspect` shows it), " if MANIFEST in file.metadata else ""
-        raise CheckpointError(f"this is {found}no plan of `kvquant calibrate`")
-    version = facts.get("version")
-    if type(version) is not int or not UNSEALED_VERSION <= version <= LATENT_VERSION:
-        raise CheckpointError(
-            f"the plan has version {version!r:.40}, this kvquant reads {UNSEALED_VERSION} to "
-            f"{LATENT_VERSION}: calibrate again, or take the kvquant that wrote it"
-        )
-    if bool(facts.get("latent")) != (version == LATENT_VERSION):
-        raise CheckpointError(f"the plan is not of version {version}, as it says: see latent")
-    if version >= VERSION or seal in file.metadata:
-        unsealed(_FACTS, file.metadata, "the plan")
-    shapes = facts.pop("shapes", None)
-    if version >= VERSION:
-        given = checked(shapes, dict[str, tuple[Length, ...]], "shapes")
-        if given != file.shapes or file.metadata.keys() != {_FACTS, seal}:
-            raise CheckpointError("the tensors or metadata are not those that were sealed")
-    elif shapes is not None:
-        raise CheckpointError(f"the plan is not of version {UNSEALED_VERSION}, as it says")
-    digests = checked(facts.pop("sha256", None), dict[str, Digest], "sha256")
-    if digests.keys() != file.shapes.keys():
-        name = min(digests.keys() ^ file.shapes.keys())
-        raise CheckpointError(f"tensor {name!r:.80} is missing, or should not be there")
-    for name, dtype in file.dtypes.items():
-        if dtype != torch.float32:
-            raise CheckpointError(f"tensor {name!r:.80} is {dtype}: it must be torch.float32")
-    return facts, digests
-
-
-def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Raise CheckpointError unless facts are those of a plan, and fit one another and tensors.
-
-    Returns:
-        Bits per element of the packed rows.
-    """
-    given = checked(dict(facts), _Facts, "the plan")
-    layers, heads = len(given.layers), shapes.get("k.offset", (0, 0))[1:2]
-    offsets = [shapes.get(f"{side}.offset", ()) for side in "kv"]
-    if any(len(shape) != 3 or shape[:2] != (layers, *heads) or 0 in shape for shape in offsets):
-        raise CheckpointError(
-            f"tensors k.offset and v.offset of {[list(shape) for shape in offsets]!s:.80} are "
-            f"missing or do not fit {layers} layers"
-        )
-    if given.latent and heads != (1,):
-        raise CheckpointError(f"latent rows have one KV head, the plan is of {heads[0]}")
-    _check_shapes(given, shapes, heads[0])
-    row_bytes = elements = 0
-    for i, layer in enumerate(given.layers):
-        pair = [
-            RowFormat.parse(side.format, shape[2])
-            for side, shape in zip((layer.k, layer.v), offsets, strict=True)
-        ]
-        _check_pair(given.latent, *pair)
-        for side, fmt in zip((layer.k, layer.v), pair, strict=True):
-            row_bytes, elements = row_bytes + fmt.row_bytes, elements + fmt.head_dim
-            plain = (side.basis, side.rounding) == ("none", "nearest")
-            if given.latent and side.rounding != "nearest":
-                raise CheckpointError(
-                    f"layers[{i}] rounds latent rows with feedback: no cache does"
-                )
-            if layer.kept is not None and not (fmt.is_exact and plain):
-                raise CheckpointError(f"layers[{i}] is kept in 16 bit, and is {side!s:.120}")
-    named = [name for row in given.sensitivity for name in (row.k_format, row.v_format)]
-    for name in (*given.candidates, *named):
-        RowFormat.parse(name, offsets[0][2])
-    for row in given.comparison:
-        if given.latent:
-            LatentFormat.parse(row.format, offsets[0][2], offsets[1][2])
-        else:
-            RowFormat.parse(row.format, offsets[0][2])
-    listed = [*given.blamed, *(row.layer for row in given.sensitivity)]
-    if max(listed, default=0) >= layers:
-        raise CheckpointError(f"layer {max(listed)} is named, there are {layers}")
-    is_blamed = given.blamed or all(layer.kept is not None for layer in given.layers)
-    if not given.limit.met and (given.limit.max_kl is None or not is_blamed):
-        raise CheckpointError("limit is not met, and max_kl or blamed is not given")
-    most = given.limit.max_kl
-    if given.measured and most is not None and given.limit.met != (given.measured.kl <= most):
-        raise CheckpointError(
-            f"limit.met is {given.limit.met}: the KL is {given.measured.kl}, the limit {most}"
-        )
-    if given.measured:
-        _check_figures("measured", given.measured)
-    for i, row in enumerate(given.comparison):
-        _check_figures(f"comparison[{i}]", row)
-    for i, one in enumerate(given.sensitivity):
-        _check_least(f"sensitivity[{i}].kl", one.kl, _LEAST_KL)
-    places = given.places or range(layers)
-    others = [other.layer for other in given.others]
-    if len(places) != layers or len({*places, *others}) != layers + len(others):
-        raise CheckpointError(f"places and others do not say where {layers} layers are")
-    return 8 * row_bytes / elements
-
-
-def _check_pair(is_latent: bool, k: RowFormat, v: RowFormat) -> None:
-    """Raise ConfigError unless rows of a layer are possible."""
-    if is_latent:
-        LatentFormat(k, v)
-    else:
-        check_head_dims(k, v)
-
-
-def _check_figures(place: str, row: _Figures) -> None:
-    """Raise CheckpointError if a figure is less than it can be; a broken format has NaN."""
-    _check_least(f"{place}.kl", row.kl, _LEAST_KL)
-    _check_least(f"{place}.perplexity", row.perplexity, _LEAST_PERPLEXITY)
-    if isinstance(row, _Measured):
-        _check_least(f"{place}.exact_perplexity", row.exact_perplexity, _LEAST_PERPLEXITY)
-    for name in ("kl_error", "top1_error"):
-        _check_least(f"{place}.{name}", getattr(row, name) or 0, 0)
-
-
-def _check_least(name: str, value: float, least: float) -> None:
-    if value < least:
-        raise CheckpointError(f"{name} is {value}: it cannot be negative, nor a perplexity below 1")
-
-
-def _check_shapes(given: _Facts, shapes: Mapping[str, tuple[int, ...]], heads: int) -> None:
-    """Raise CheckpointError unless tensors are those that facts ask for, in their shapes."""
-    layers, queries = len(given.layers), shapes.get("scores.min", (0, 0))[1:2]
-    bins = shapes.get("scores.histogram", (0, 0))[1:2]
-    for side, other in ("kv", "vk"):
-        dim = shapes[f"{side}.offset"][2]
-        per_channel = (layers, heads, dim)
-        needed = {"offset", "mean"}
-        for layer in given.layers:
-            entry = layer.k if side == "k" else layer.v
-            needed |= {"matrix"} if entry.basis == "matrix" else set()
-            needed |= {"feedback"} if entry.rounding == "feedback" else set()
-        for name in needed:
-            if f"{side}.{name}" not in shapes:
-                raise CheckpointError(f"tensor {side}.{name!r} is missing")
-        for name, shape in shapes.items():
-            what = name.removeprefix(f"{side}.")
-            if what == name:
-                continue
-            if what in ("matrix", "feedback"):
-                expected: tuple[int, ...] = (*per_channel, dim)
-            elif re.match(r"(clip|error|format_error|format_error_plain)\.", what):
-                expected = per_channel[:2]
-            else:
-                expected = per_channel
-            if shape != expected:
-                raise CheckpointError(
-                    f"tensor {name!r:.80} is {list(shape)!s:.80}: it must be {list(expected)}"
-                )
-            if what not in ("matrix", "feedback") and f"{other}.{what}" not in shapes:
-                raise CheckpointError(f"tensor {f'{other}.{what}'!r:.80} is missing")
-    per_query = (layers, *queries)
-    scores = dict.fromkeys((f"scores.{name}" for name in ("min", "max", "mean", "std")), per_query)
-    scores |= {"scores.phi": (layers,), "scores.phi_overflow": (layers,)}
-    binned = {"scores.histogram": (layers, *bins), "scores.edges": tuple(n + 1 for n in bins)}
-    for group in (scores, binned):
-        if shapes.keys() & group and any(shapes.get(name) != group[name] for name in group):
-            raise CheckpointError(f"tensors {', '.join(group)} are missing or do not fit")

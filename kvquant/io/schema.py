@@ -40,6 +40,11 @@ class FormatName(Object):
     format: str
     head_dim: Length
 
+    @classmethod
+    def of(cls, fmt: RowFormat) -> FormatName:
+        """The name of a format."""
+        return cls(str(fmt), fmt.head_dim)
+
     def row_format(self, what: str) -> RowFormat:
         """The format, or CheckpointError."""
         try:
@@ -131,12 +136,9 @@ def manifest_object(text: str, file_format: str, versions: tuple[int, ...]) -> d
     return top
 
 
-def transforms(value: Any, num_layers: int) -> tuple[dict[str, str], ...]:
-    """What a manifest says of the bases of its rows: {"k", "v"} for each layer, or nothing.
-
-    Raises:
-        CheckpointError: it says something else.
-    """
+def check_transforms(value: Any, num_layers: int) -> None:
+    """Raise CheckpointError unless this is what a manifest says of the bases of its rows: {"k",
+    "v"} for each layer, or nothing."""
     try:
         found = checked(value, tuple[Fingerprints, ...], "transforms")
         if found and len(found) != num_layers:
@@ -146,7 +148,6 @@ def transforms(value: Any, num_layers: int) -> tuple[dict[str, str], ...]:
             f"the rows were transformed by {_SHORT.repr(value):.80}, which this kvquant does not "
             f"know: take a newer one ({error})"
         ) from None
-    return tuple(msgspec.to_builtins(entry) for entry in found)
 
 
 def plain_data(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:

@@ -72,12 +72,12 @@ from .manifest import (
     LISTS_VERSION,
     MANY,
     LayerEntry,
-    PagePart,
-    Part,
     SavedSequence,
     SequencesManifest,
-    origin,
+    common_keys,
 )
+from .parts import PagePart, Part
+from .schema import FormatName
 from .shards import check_name, save_safetensors
 from .tensor_files import TensorSource
 
@@ -217,9 +217,12 @@ def _manifest_of(
     latent = isinstance(cache, LatentPagedKVCache)
     count = sum(len(sequence.pages) + len(sequence.tokens) for sequence in sequences)
     manifest = SequencesManifest(
-        **origin(cache, model, creation),
+        **common_keys(SequencesManifest, cache, model, creation),
         page_size=state.split.page_size,
-        layers=tuple(LayerEntry(rows.k_format, rows.v_format) for rows in cache.rows.layers),
+        layers=tuple(
+            LayerEntry(FormatName.of(rows.k_format), FormatName.of(rows.v_format))
+            for rows in cache.rows.layers
+        ),
         sequences=tuple(sequences),
         version=LATENT_PAGES_VERSION if latent else LISTS_VERSION if count > MANY else 1,
         latent=latent,

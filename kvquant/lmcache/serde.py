@@ -18,6 +18,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+
+from ..errors import missing_extra
+
+try:
+    import lmcache  # noqa: F401
+except ImportError as error:
+    raise missing_extra("the serde of LMCache needs LMCache", "lmcache", error) from error
+
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.serde.async_processor import AsyncSerdeProcessor
 from lmcache.v1.distributed.serde.base import Deserializer, SerdeProcessor, Serializer

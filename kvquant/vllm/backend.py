@@ -10,6 +10,14 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+
+from ..errors import missing_extra
+
+try:
+    import vllm  # noqa: F401
+except ImportError as error:
+    raise missing_extra("the attention backend of vLLM needs vLLM", "vllm", error) from error
+
 from vllm.compilation import backends as parts
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size

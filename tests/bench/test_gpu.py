@@ -37,18 +37,11 @@ from kvquant.bench.cases import (
 from kvquant.bench.cases import VARIANTS as VARIANT_NAMES
 from kvquant.bench.gpu import Peer, Times, best_sdpa, measure
 from kvquant.bench.report import (
-    ABLATIONS,
-    PLANS,
-    QUERIES,
-    VARIANTS,
-    WIDE,
+    COLUMNS,
     ablation_cells,
     ablation_figures,
     choice_cells,
     choice_figures,
-    queries_cells,
-    variants_cells,
-    wide_cells,
 )
 from kvquant.bench.timer import Call, GraphTimer, Machine
 from kvquant.cache.warmup import kernels_of
@@ -368,7 +361,7 @@ def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) ->
     assert [row.gpu, row.k, row.v] == ["NVIDIA H200", "int4-g4/64", "int4-g4/64"]
     assert [row.units, row.capacity, row.warps, row.splits] == [4, 70, 8, plan.splits[0]]
     cells = choice_cells(choice)
-    assert len(cells) == len(PLANS)
+    assert len(cells) == len(COLUMNS["tune"])
     assert cells[:5] == ["int4-g4", "2", "4:2", "70", str(choice.measured)]
     gain = choice.formula[1].alone / 10.0
     assert cells[-2:] == [f"{gain:.2f}x"] * 2
@@ -438,7 +431,7 @@ def test_ablation_leaves_out_one_thing_at_a_time(
     assert {plan.stages for plan in plans} - {best.stages}
     assert {plan.splits[0] for plan in plans} >= {1, 2 * best.splits[0]} - set(best.splits)
     cells = ablation_cells(whole, whole)
-    assert len(cells) == len(ABLATIONS)
+    assert len(cells) == len(COLUMNS["ablate"])
     assert cells[-4:] == ["10.0", "1.00x", "8.0", "1.00x"]
     assert ablation_figures(found[1], MACHINE)["kernel"].startswith("without ")
 
@@ -560,46 +553,6 @@ def test_tables_of_hard_cases(
         assert found[0]["in_a_row_us"] is None
     else:
         assert {one["dtype"] for one in found} == {"float16" if table == "short" else "bfloat16"}
-
-
-def test_wide_groups_are_compared_with_the_first_of_their_formats() -> None:
-    results = [
-        gpu_bench.Result(small(name), 0.001, Times(us, None), "no backend takes it")
-        for name, us in (("int8", 5.0), ("int4", 10.0), ("int4", 12.0))
-    ]
-    cells = wide_cells(results[2], results)
-    assert len(cells) == len(WIDE)
-    assert cells[4:9] == ["12.0", "1.20x", "-", "-", "1.0e-03"]
-
-
-def test_several_queries_are_compared_with_one_of_the_same_heads() -> None:
-    cases = (small("int4"), small("int4", num_kv_heads=1), small("int4", num_kv_heads=1, q_len=2))
-    results = [
-        gpu_bench.Result(case, 0.001, Times(us, None), "no backend takes it")
-        for case, us in zip(cases, (5.0, 10.0, 12.0), strict=True)
-    ]
-    cells = queries_cells(results[2], results)
-    assert len(cells) == len(QUERIES)
-    assert cells[1:7] == ["2", "4:1", "70", "2", "12.0", "1.20x"]
-
-
-def test_variants_are_compared_with_plain_attention_of_as_many_queries() -> None:
-    cases = (
-        *(small("int4"), small("int4", variant="window")),
-        *(small("int4", q_len=4), small("int4", q_len=4, variant="tree_mask")),
-    )
-    results = [
-        gpu_bench.Result(case, 0.001, Times(us, None), "no backend takes it")
-        for case, us in zip(cases, (5.0, 4.0, 10.0, 12.0), strict=True)
-    ]
-    for count, words in (
-        (2, ["int4", "4:2", "window 35", "4.0", "0.80x"]),
-        (3, ["int4", "4:2", "plain, 4 queries", "10.0", "1.00x"]),
-        (4, ["int4", "4:2", "tree mask, 4 queries", "12.0", "1.20x"]),
-    ):
-        cells = variants_cells(results[count - 1], results[:count])
-        assert len(cells) == len(VARIANTS)
-        assert cells[:5] == words
 
 
 @pytest.mark.extra("cuda")

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvquant.bench.cases import Case, parse_formats
 from kvquant.bench.gpu import Peer, Result, Times
-from kvquant.bench.report import (
-    ABLATIONS,
-    MLA,
-    PLANS,
-    SPEEDS,
-    VARIANTS,
-    check_plot,
-    figures,
-    plot,
-    series,
-    speed_cells,
-)
+from kvquant.bench.report import COLUMNS, cells, check_plot, figures, plot, series
 from kvquant.bench.timer import Machine
 from kvquant.errors import ConfigError, UnsupportedError
-from kvquant.text import Column, render_table
+from kvquant.text import render_table
 
 MACHINE = Machine("GPU", "CUDA 13.0", "2.11", "0.1", "2026-11-21", 132, 60 << 20, 4000.0, 4.7)
 
@@ -38,12 +28,18 @@ def result(name: str, batch: int, seq_len: int, us: float, sdpa_us: float | None
     return Result(case, 1.7e-3, Times(us, 0.8 * us), peer)
 
 
+def shown(table: str, *results: Result) -> dict[str, str]:
+    """The row of the last result by its titles; of titles that come twice the first cell."""
+    row = zip(COLUMNS[table], cells(table, results, MACHINE), strict=True)
+    return {column.title: cell for column, cell in reversed([*row])}
+
+
 def test_what_has_no_time_in_a_row_says_so() -> None:
     whole = result("int4-g4", 1, 128, 9.0, 10.0)
     assert isinstance(whole.sdpa, Peer)
     peer = Peer("math, folded", "math, folded", Times(10.0, None))
     found = Result(whole.case, 1e-3, Times(9.0, None), peer)
-    assert speed_cells(found, MACHINE)[7:10] == ["-", "-", "-"]
+    assert cells("decode", [found], MACHINE)[7:10] == ["-", "-", "-"]
     assert figures(found, MACHINE)["in_a_row_roof_percent"] is None
     assert figures(found, MACHINE)["sdpa"]["in_a_row_ratio"] is None
     assert series([found], MACHINE, "batch")[1] == {}
@@ -51,34 +47,50 @@ def test_what_has_no_time_in_a_row_says_so() -> None:
 
 @pytest.mark.parametrize("sdpa_us", [330.0, None], ids=["sdpa", "no sdpa"])
 def test_a_row_has_a_cell_for_each_column(sdpa_us: float | None) -> None:
-    cells = speed_cells(result("int4-g4", 64, 8192, 165.0, sdpa_us), MACHINE)
-    found = dict(zip((column.title for column in SPEEDS[:5]), cells, strict=False))
-    assert found == {
-        "format": "int4-g4",
-        "batch": "64",
-        "heads": "32:8",
-        "T": "8192",
-        "us": "165.0",
-    }
-    assert len(cells) == len(SPEEDS)
-    words = "17.2 GB do not fit" if sdpa_us is None else "flash, folded"
-    assert cells[[column.title for column in SPEEDS].index("best SDPA")] == words
-    assert ("2.00x" in cells) == (sdpa_us is not None)
+    given = result("int4-g4", 64, 8192, 165.0, sdpa_us)
+    row = ["int4-g4", "64", "32:8", "8192", "165.0", "4067", "102 %", "132.0"]
+    found = cells("decode", [given], MACHINE)
+    assert found[:8] == row and found[10] == "1.7e-03"
+    torch = shown("decode", given)["torch"]
+    assert torch == ("17.2 GB do not fit" if sdpa_us is None else "flash, folded")
+    assert found[12:] == ([""] * 4 if sdpa_us is None else ["330.0", "2.00x", "264.0", "2.00x"])
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [SPEEDS, PLANS, ABLATIONS, VARIANTS, MLA],
-    ids=["speeds", "plans", "ablations", "variants", "mla"],
-)
-def test_tables_of_usual_cases_fit_80_columns(columns: tuple[Column, ...]) -> None:
+def test_rows_are_compared_with_the_first_of_their_kind() -> None:
+    """Of the same formats; of the same heads, or as many queries, where a table varies the rest."""
+    plain = result("int4-g4", 64, 8192, 10.0)
+
+    def other(us: float, **changes: object) -> Result:
+        case = replace(plain.case, **changes)  # type: ignore[arg-type]
+        return replace(plain, case=case, times=Times(us, 2 * us))
+
+    wide = result("fp8", 64, 8192, 5.0), plain, other(12.0, num_q_heads=64)
+    assert shown("wide", *wide)["to the\nfirst"] == "1.20x"
+    assert cells("wide", wide, MACHINE)[4:8] == ["12.0", "1.20x", "24.0", "3.00x"]
+    queries = plain, other(10.0, num_kv_heads=1), other(12.0, num_kv_heads=1, q_len=2)
+    row = ["int4-g4", "64", "32:1", "8192", "2", "12.0", "1.20x"]
+    assert cells("queries", queries, MACHINE)[:7] == row
+    masked = other(10.0, q_len=4), other(12.0, q_len=4, variant="tree_mask")
+    for results, words in (
+        ((plain, other(8.0, variant="window")), ["window 4096", "8.0", "0.80x"]),
+        ((plain, masked[0]), ["plain, 4 queries", "10.0", "1.00x"]),
+        ((plain, *masked), ["tree mask, 4 queries", "12.0", "1.20x"]),
+    ):
+        assert cells("variants", results, MACHINE)[2:5] == words
+    drafted = shown("mla", other(12.0, q_len=2))
+    assert drafted["heads"] == "2 x 32:8" and "GB/s" not in drafted
+
+
+@pytest.mark.parametrize("table", ["decode", "tune", "ablate", "variants", "mla"])
+def test_tables_of_usual_cases_fit_80_columns(table: str) -> None:
     usual = {"format": "int4-g4", "batch": "512", "heads": "32:8", "T": "32768", "us": "12345.6"}
-    words = {"kernel": "without padded shared memory", "best SDPA": "cudnn, enable_gqa"}
+    words = {"kernel": "without padded shared memory", "torch": "cudnn, enable_gqa"}
     words |= {"by the\nformula": "16 x 8w x 3s", "fastest": "16 x 8w x 3s", "peak": "93 %"}
     words |= {"in a row\nus": "12345.6", "GB/s": "4012", "error": "1.7e-03"}
-    words |= {"format": "int4-g8+fp8-g4"} if columns is MLA else {}
-    row = [(usual | words).get(column.title, "2.88x") for column in columns]
-    text = render_table(columns, [row], 80)
+    if table == "mla":
+        words |= {"format": "int4-g8+fp8-g4", "torch": "bmm"}
+    row = [(usual | words).get(column.title, "2.88x") for column in COLUMNS[table]]
+    text = render_table(COLUMNS[table], [row], 80)
     assert max(map(len, text.splitlines())) <= 80
     assert all(cell in text for cell in row), "no cell is broken"
 

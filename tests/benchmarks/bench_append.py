@@ -1,9 +1,16 @@
-"""Append and dequantize on a GPU beside a plain copy: a prompt, and a decode step inside a graph.
+"""Append and dequantize on a GPU beside a plain copy: prompts, and a decode step inside a graph.
 
 Run by hand: python tests/benchmarks/bench_append.py. Bytes are first compared with the meaning. A
-prompt is 32,768 tokens of 8 heads (head_dim 128) into pages of 64 in any order; its rate counts
-what is read and written. A step is 64 sequences, one token each. Times are per call, of calls in a
-row inside one CUDA graph, on inputs of their own that outgrow the L2 cache together.
+prompt is 32,768 or 4,096 tokens of 8 heads (head_dim 128) into pages of 64 in any order; the rate
+of the long one counts what is read and written. A step is 64 sequences, one token each, at its end
+with 16-bit rows too. Times are per call, of calls in a row inside one CUDA graph, on inputs of
+their own that outgrow the L2 cache together. The transforms of K and V:
+
+    (none)      nearest codes of the rows as they come: one launch
+    k, kv       K, or both, with an offset and a Hadamard rotation: one launch
+    clip        both so, with clipped ranges: one launch
+    feedback    likewise, rounded with feedback: one launch
+    matrix      likewise, with a matrix for the rotation: before them the products, by torch
 """
 
 from __future__ import annotations
@@ -13,29 +20,31 @@ from functools import partial
 from typing import Any
 
 import torch
+from measuring import begin
 
 from kvquant import Basis, RowFormat
 from kvquant.bench.timer import GraphTimer
 from kvquant.ops.append import append_rows, dequantize_pages
+from kvquant.rows.quantize import feedback_matrix
 from kvquant.rows.slots import Slots
 
 HEADS, HEAD_DIM, PAGE_SIZE = 8, 128, 64
-PROMPT, STEP = 32768, 64
+PROMPT, SHORT, STEP = 32768, 4096, 64
 FORMATS = ("int4-g4", "int4", "int8", "fp8", "bf16")
 EXACT_LEN = 132
 MOST_COPIES = 200
+TRANSFORMS = ("", "k", "kv", "clip", "feedback", "matrix")
 
 
 def main() -> None:
     """Print a line per format and transform."""
-    torch.manual_seed(0)
-    timer = GraphTimer()
-    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    timer = begin()
     roof = max(copy_rate(timer, size) for size in (1 << 27, 1 << 28, 1 << 30))
     print(f"copy roof, read and written: {roof:.0f} GB/s")
-    print(f"{'':32}{'prompt':>22}{'step':>10}{'16-bit step':>14}{'dequantize':>22}")
+    heads = f"{'prompt':>22}{'short':>10}{'step':>10}{'16-bit step':>14}{'dequantize':>22}"
+    print(f"{'':32}{heads}")
     for name in FORMATS:
-        for what in ("", "k", "kv"):
+        for what in TRANSFORMS if name != "bf16" else TRANSFORMS[:3]:
             measure(timer, name, what, roof)
 
 
@@ -49,7 +58,7 @@ def copy_rate(timer: GraphTimer, size: int) -> float:
 
 
 def measure(timer: GraphTimer, name: str, what: str, roof: float) -> None:
-    """One line; what: the sides with an offset and a rotation."""
+    """One line; what: one of TRANSFORMS."""
     fmt = RowFormat.parse(name, HEAD_DIM)
     check(fmt, what)
     row_bytes = 2 * HEADS * fmt.row_bytes
@@ -57,13 +66,12 @@ def measure(timer: GraphTimer, name: str, what: str, roof: float) -> None:
     moved = PROMPT * (row_bytes + element_bytes + 8)
     calls = inputs(timer, fmt, what, PROMPT, moved)
     prompt = timer.in_a_row([partial(append_rows, **call) for call in calls])
-    line = f"{name + (f', {what} rotated' if what else ''):32}"
-    line += rate(prompt, moved, roof)
-    moved = STEP * (row_bytes + element_bytes + 8)
-    for exact in (False, True):
-        calls = inputs(timer, fmt, what, STEP, moved, exact)
-        step = timer.in_a_row([partial(append_rows, **call) for call in calls])
-        line += f"{step:>{14 if exact else 10}.2f}"
+    line = f"{f'{name}, {what}' if what else name:32}{rate(prompt, moved, roof)}"
+    for tokens, exact in ((SHORT, False), (STEP, False), (STEP, True)):
+        moved = tokens * (row_bytes + element_bytes + 8)
+        calls = inputs(timer, fmt, what, tokens, moved, exact)
+        taken = timer.in_a_row([partial(append_rows, **call) for call in calls])
+        line += f"{taken:>{14 if exact else 10}.2f}"
     if not what:
         line += rate(*time_dequantize(timer, fmt), roof)
     print(line, flush=True)
@@ -86,8 +94,7 @@ def make(fmt: RowFormat, what: str, num_tokens: int, exact: bool = False) -> dic
     if num_tokens == STEP:
         packed = pages[:, 0] + torch.randint(PAGE_SIZE, (STEP,), device="cuda")
     transforms = [
-        Basis(torch.randn(HEADS, HEAD_DIM, device="cuda"), "hadamard") if side in what else None
-        for side in "kv"
+        None if not what or (what == "k" and side == "v") else make_basis(what) for side in "kv"
     ]
     call: dict[str, Any] = {
         "k": k,
@@ -108,6 +115,21 @@ def make(fmt: RowFormat, what: str, num_tokens: int, exact: bool = False) -> dic
         slots = seq_slots * EXACT_LEN + torch.randint(EXACT_LEN, (num_tokens,), device="cuda")
         call["slots"] = Slots(torch.full_like(packed, -1), slots, packed.contiguous())
     return call
+
+
+def make_basis(what: str) -> Basis:
+    """One of TRANSFORMS."""
+    offset = torch.randn(HEADS, HEAD_DIM, device="cuda")
+    if what in ("k", "kv"):
+        return Basis(offset, "hadamard")
+    clip = torch.full((HEADS,), 0.9, device="cuda")
+    if what == "clip":
+        return Basis(offset, "hadamard", clip=clip)
+    eye, roots = torch.eye(HEAD_DIM, device="cuda"), torch.randn(HEADS, HEAD_DIM, HEAD_DIM).cuda()
+    feedback = feedback_matrix(roots.double() @ roots.double().mT + eye).float()
+    if what == "feedback":
+        return Basis(offset, "hadamard", clip=clip, feedback=feedback)
+    return Basis(offset, "matrix", eye + 0.1 * roots, clip, feedback)
 
 
 def inputs(

@@ -14,11 +14,11 @@ from functools import partial
 
 import click
 import torch
+from measuring import begin, relative_error
 
-from kvquant import LatentFormat, RowFormat, __version__, quantize_rows
+from kvquant import LatentFormat, RowFormat, quantize_rows
 from kvquant.bench.cases import LATENT_SCALE
-from kvquant.bench.report import render_machine
-from kvquant.bench.timer import GraphTimer, describe_machine
+from kvquant.bench.timer import GraphTimer
 from kvquant.cache.warmup import warm_up
 from kvquant.ops.attention import attend
 from kvquant.ops.mla import attend_latents, latent_segment
@@ -48,9 +48,7 @@ LATENT_CASES = (
 @click.option("--mla", is_flag=True, help="Latent rows.")
 def main(mla: bool) -> None:
     """Print a line per case."""
-    torch.manual_seed(0)
-    timer = GraphTimer()
-    print(render_machine(describe_machine(timer, __version__)))
+    timer = begin()
     print(
         f"{'rows'.ljust(17) if mla else ''}{'sequences':>10}{'prefix':>8}{'heads':>7}"
         f"{'each for itself':>18}{'prefix once':>14}"
@@ -103,7 +101,7 @@ def compare(
     """Check that both ways give the same, time them, and print a line."""
     expected, out = for_itself(), once()
     assert isinstance(expected, torch.Tensor) and isinstance(out, torch.Tensor)
-    error = float((out.double() - expected.double()).norm() / expected.double().norm())
+    error = relative_error(out, expected)
     assert error < 5e-3, error
     slow, fast = timer.alone(for_itself), timer.alone(once)
     print(

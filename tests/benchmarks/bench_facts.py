@@ -7,12 +7,12 @@ L2 cache overwritten, unless it says in a row.
 from __future__ import annotations
 
 import torch
+from measuring import begin
 
-from kvquant import RowFormat, __version__
+from kvquant import RowFormat
 from kvquant.bench.cases import Case
 from kvquant.bench.gpu import check_and_time, rotated_inputs
-from kvquant.bench.report import render_machine
-from kvquant.bench.timer import GraphTimer, describe_machine
+from kvquant.bench.timer import GraphTimer
 from kvquant.kernels.cuda.decode.launch import override_plan
 from kvquant.kernels.cuda.decode.plan import Plan
 
@@ -27,8 +27,7 @@ PLANS = [
 
 def main() -> None:
     """Print all of them."""
-    timer = GraphTimer()
-    print(render_machine(describe_machine(timer, __version__)))
+    timer = begin()
     print_reads(timer)
     print_launches(timer)
     print_pages(timer)

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import click
+from measuring import relative_error
 
 from kvquant import __version__
 from kvquant.bench.cases import Case, check, make_inputs, parse_latents, rehearse_case
@@ -101,9 +102,7 @@ def measure(case: Case, timer: GraphTimer) -> None:
             if first is None:
                 check(case, inputs)
                 first = inputs.attend()
-            error = float(
-                (inputs.attend().double() - first.double()).norm() / first.double().norm()
-            )
+            error = relative_error(inputs.attend(), first)
             assert error < MOST_ERROR, (case.title, name, error)
             times[name] = timer.alone(inputs.attend)
     runtime._launches.clear()

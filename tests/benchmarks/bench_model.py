@@ -31,7 +31,8 @@ import click
 import torch
 import transformers
 from bench_memory import print_batches, print_peaks
-from bench_prefill import LLAMA_8B, relative_l2
+from bench_prefill import LLAMA_8B
+from measuring import relative_error
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -102,12 +103,12 @@ def check_logits(model: CachedModel, fmt: str) -> None:
     wanted = model.plain(tokens)
     model.model.set_attn_implementation("eager")
     with torch.no_grad():
-        noise = relative_l2(model.model(tokens, logits_to_keep=1).logits[:, -1], wanted)
+        noise = relative_error(model.model(tokens, logits_to_keep=1).logits[:, -1], wanted)
     print(f"logits of transformers' eager attention and of its SDPA: {noise:.1e}")
     for name in ("bf16", fmt):
         cache = model.new_cache(2, 1024, k_format=name, v_format=name)
         model.prefill(cache, tokens[:, :-1])
-        error = relative_l2(CapturedStep(model, cache)(tokens[:, -1]), wanted)
+        error = relative_error(CapturedStep(model, cache)(tokens[:, -1]), wanted)
         cache.check()
         assert error < (2 * noise if name == "bf16" else 1.0), error
         print(f"logits after a prompt and a captured step, {name} rows: {error:.1e}", flush=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 import torch
+from measuring import relative_error
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvquant import CachedModel
@@ -53,12 +54,6 @@ def measure(call: Callable[[], Any], device: torch.device) -> tuple[float, float
     taken = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
     return taken, peak / 2**30
-
-
-def relative_l2(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of float64 copies."""
-    value, expected = value.double(), expected.double()
-    return float((value - expected).norm() / expected.norm())
 
 
 @click.command()
@@ -110,7 +105,7 @@ def main(
     wanted = plain(count)
     exact = model.exact_format
     for name, options in ((exact, {}), (exact, {"chunk": count // 4}), (fmt, {})):
-        error = relative_l2(ours(count, name, **options), wanted)
+        error = relative_error(ours(count, name, **options), wanted)
         assert error < (0.02 if name == exact else 1.0), error
         print(
             f"logits after {count} tokens, {name} rows, {options or 'default chunk'}: {error:.1e}"

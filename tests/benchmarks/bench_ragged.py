@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from measuring import begin, relative_error
 
-from kvquant import RowFormat, __version__, merge_states, quantize_rows
-from kvquant.bench.report import render_machine
-from kvquant.bench.timer import GraphTimer, describe_machine
+from kvquant import RowFormat, merge_states, quantize_rows
 from kvquant.ops.attention import attend
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.call import AttentionCall
@@ -31,9 +30,7 @@ Attend = Callable[[], torch.Tensor]
 
 def main() -> None:
     """Print a line per case."""
-    torch.manual_seed(0)
-    timer = GraphTimer()
-    print(render_machine(describe_machine(timer, __version__)))
+    timer = begin()
     print(f"{'':40}{'unequal':>12}{'evenly':>12}{'ratio':>8}{'error':>10}")
     for name, make in (
         (f"a prefix of {PREFIX:,}", behind_a_prefix),
@@ -45,7 +42,7 @@ def main() -> None:
             times, errors = [], []
             for each in (lens, [sum(lens) // batch] * batch):
                 call, wanted = make(rows, each)
-                errors.append(float((call().double() - wanted).norm() / wanted.norm()))
+                errors.append(relative_error(call(), wanted))
                 times.append(timer.alone(call))
             assert max(errors) < 3e-3, errors
             what = f"{count} x {long:,}, {batch - count} x {short:,}, {name}"

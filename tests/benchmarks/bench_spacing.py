@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import click
 import torch
+from measuring import begin, relative_error
 
-from kvquant import RowFormat, __version__, dequantize_rows, quantize_rows
-from kvquant.bench.report import render_machine
-from kvquant.bench.timer import GraphTimer, describe_machine
+from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.ops.attention import attend
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import Segment
@@ -39,7 +38,7 @@ def check(out: torch.Tensor, q: torch.Tensor, rows: torch.Tensor, fmt: RowFormat
     k = dequantize_rows(rows, fmt).double()[:, 0]
     scores = q[:FEW].double() @ k.transpose(1, 2) * HEAD_DIM**-0.5
     wanted = scores.softmax(-1) @ k.flip(1)
-    error = float((out[:FEW].double() - wanted).norm() / wanted.norm())
+    error = relative_error(out[:FEW], wanted)
     assert error < 3e-3, error
 
 
@@ -47,9 +46,7 @@ def check(out: torch.Tensor, q: torch.Tensor, rows: torch.Tensor, fmt: RowFormat
 @click.option("--format", "names", multiple=True, default=FORMATS, show_default=True)
 def main(names: tuple[str, ...]) -> None:
     """Print a line per format and room."""
-    torch.manual_seed(0)
-    timer = GraphTimer()
-    print(render_machine(describe_machine(timer, __version__)))
+    timer = begin()
     print(f"{'format':10}{'room':>7}{'apart':>12}{'us':>8}{'GB/s':>7}")
     q = torch.randn(BATCH, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
     for name in names:

@@ -14,9 +14,9 @@ from functools import partial
 
 import click
 import torch
+from measuring import begin, relative_error
 
 from kvquant import KVCache
-from kvquant.bench.timer import GraphTimer
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix
 
@@ -30,9 +30,7 @@ New = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @click.option("--kernels", is_flag=True, help="Print the time of each kernel, too.")
 def main(batches: tuple[int, ...], kernels: bool) -> None:
     """Print a line per batch and kind of plan."""
-    torch.manual_seed(0)
-    timer = GraphTimer()
-    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    timer = begin()
     print(f"{'microseconds, batch':32}{'alone':>10}{'':8}{'in a row':>10}{'':8}{'error':>10}")
     for batch in batches:
         first: tuple[float, float] | None = None
@@ -109,7 +107,7 @@ def error_of(cache: KVCache, new: New) -> float:
     """Of the output of a step against that of the reference over the same rows."""
     out = step(cache, 0, *new).double()
     wanted = cache.attend(0, new[0].float(), backend="reference").double()
-    return float((out - wanted).norm() / wanted.norm())
+    return relative_error(out, wanted)
 
 
 def print_kernels(cache: KVCache, new: New) -> None:

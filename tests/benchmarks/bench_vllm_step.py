@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import click
 import torch
+from measuring import begin, relative_error
 
-from kvquant import RowFormat, __version__
+from kvquant import RowFormat
 from kvquant.bench.cases import Case
 from kvquant.bench.gpu import Peer, best_sdpa
-from kvquant.bench.report import render_machine
-from kvquant.bench.timer import GraphTimer, describe_machine
+from kvquant.bench.timer import GraphTimer
 from kvquant.engine.contract import LayerRows, NewTokens
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import Step, append, attend, describe_step
@@ -54,7 +54,7 @@ def fill(layer: LayerRows, pages: torch.Tensor) -> None:
         append(layer, k, v, pages, slots)
 
 
-def relative_error(
+def error_of(
     layer: LayerRows, step: Step, pages: torch.Tensor, q: torch.Tensor, out: torch.Tensor
 ) -> float:
     """Of the first sequences, to float64 on their rows."""
@@ -71,7 +71,7 @@ def relative_error(
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         wanted.append(torch.einsum("hqk,hkd->qhd", weights, v))
         found.append(out[mine].double())
-    return float((torch.cat(found) - torch.cat(wanted)).norm() / torch.cat(wanted).norm())
+    return relative_error(torch.cat(found), torch.cat(wanted))
 
 
 def our_time(
@@ -107,7 +107,7 @@ def our_time(
 
         run()
         if not calls:
-            error = relative_error(layer, step, pages, q, out)
+            error = error_of(layer, step, pages, q, out)
             assert error < 3e-3, error
         calls.append(run)
     return timer.in_a_row(calls), error
@@ -117,9 +117,7 @@ def our_time(
 @click.option("--format", "names", multiple=True, default=FORMATS, show_default=True)
 def main(names: tuple[str, ...]) -> None:
     """Print a line per case and format."""
-    torch.manual_seed(0)
-    timer = GraphTimer()
-    print(render_machine(describe_machine(timer, __version__)))
+    timer = begin()
     print(f"{'rows':9}{'batch':>6}{'heads':>7}{'drafted':>9}{'us':>9}{'error':>9}  torch, 16 bit")
     for batch, num_q_heads, num_kv_heads, drafted in CASES:
         heads, new = (num_q_heads, num_kv_heads), 1 + drafted

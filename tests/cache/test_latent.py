@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from example_plan import example_plan
 from latent_plans import latent_plan, random_basis, with_outliers
+from msgspec.structs import replace
 
 from kvquant import (
     Basis,
@@ -319,7 +319,10 @@ def test_files_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
         manifest = file.manifest
     windowed = tuple(replace(entry, window=96) for entry in manifest.layers)
     for forged, message in (
-        (replace(manifest, latent=False), "formats that no cache has: head_dim 512 is that of"),
+        (
+            replace(manifest, latent=False, version=1),
+            "formats that no cache has: head_dim 512 is that of",
+        ),
         (replace(manifest, num_kv_heads=2), "latent rows are of one size, and of one KV head"),
         (replace(manifest, head_dim=64), "head_dim is 64: that of latent rows is"),
         (replace(manifest, layers=windowed), "latent rows have no windows"),

@@ -304,7 +304,7 @@ def test_versions_that_do_not_fit_the_layers_are_refused(tmp_path: Path) -> None
     fill(cache, [9])
     save_cache(cache, tmp_path / "a.safetensors")
     with RowsFile(tmp_path / "a.safetensors", CacheManifest) as file:
-        text = file.manifest.to_json(file._digests, "test")
+        text = file.manifest.to_json(file.manifest.sha256, "test")
     with pytest.raises(CheckpointError, match="has version 1, what it says is of 2"):
         CacheManifest.from_json(text.replace('"version":2', '"version":1'))
     for wrong in ("0", "true", '"12"', "1.5"):

@@ -25,6 +25,7 @@ from kvquant.rows.latent import LatentFormat
 
 pytestmark = pytest.mark.skipif(not hands_latents, reason="needs transformers 5.17")
 SIZES = Sizes(observed=1024, length=256, windows=4, context=64, scored=8)
+SMALL = Sizes(observed=512, length=128, windows=2, context=32, scored=4)
 WIDE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 
 
@@ -65,6 +66,12 @@ def plan(model: CachedModel) -> CachePlan:
     found = calibrate(model, tokens(), sizes=SIZES)
     assert found is not None
     return found
+
+
+@pytest.fixture(scope="module")
+def page(plan: CachePlan) -> str:
+    pytest.importorskip("matplotlib", reason="needs the report extra")
+    return render(plan, "plan")
 
 
 def test_latents_are_shown_with_the_queries_that_meet_them(model: CachedModel) -> None:
@@ -166,9 +173,8 @@ def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> No
     assert plan.facts["settings"]["rounding"] == "nearest" and "k.feedback" not in plan.tensors
 
 
-@pytest.mark.extra("report")
 def test_a_plan_of_latents_is_saved_told_and_used(
-    plan: CachePlan, model: CachedModel, tmp_path: Path
+    plan: CachePlan, model: CachedModel, page: str, tmp_path: Path
 ) -> None:
     plan.save(tmp_path / "plan.safetensors")
     again = CachePlan.load(tmp_path / "plan.safetensors", model=model.config_dict)
@@ -180,17 +186,15 @@ def test_a_plan_of_latents_is_saved_told_and_used(
     assert torch.equal(*found)
     assert "layers 0-1: latents int4-g8, RoPE parts bf16" in render_plan(plan)
     assert any(told.startswith("int4-g4 rows without a plan: KL") for told in warnings(plan))
-    page = render(plan, "plan")
     assert "RoPE parts error" in page and "int4-g4 rows as they are" in page
 
 
-@pytest.mark.extra("report")
-def test_parts_in_16_bit_are_stored_as_they_come(plan: CachePlan) -> None:
+def test_parts_in_16_bit_are_stored_as_they_come(plan: CachePlan, page: str) -> None:
     """A format of fewer bits has their bases."""
     assert plan.facts["layers"][0]["v"]["basis"] != "none"  # as chosen
     assert [basis.v.is_identity for basis in plan.layers] == [True, True]
     assert not any(basis.k.is_identity for basis in plan.layers)
-    assert ">bf16<" in render(plan, "plan")
+    assert ">bf16<" in page
     packed = plan.with_formats("int4-g8", "int8-g4")
     assert [basis.v.is_identity for basis in packed.layers] == [False, False]
     whole = plan.with_formats("bf16")
@@ -232,7 +236,7 @@ def test_a_plan_on_cuda_is_as_good_as_on_the_cpu() -> None:
     ids=str,
 )
 def test_goals_are_reached(goal: Goal) -> None:
-    found = calibrate(deepseek(**WIDE), tokens(), sizes=SIZES, goal=goal)
+    found = calibrate(deepseek(**WIDE), tokens(), sizes=SMALL, goal=goal)
     assert found is not None
     if goal.max_kl is not None:
         assert found.facts["measured"]["kl"] <= goal.max_kl and found.bits < 10

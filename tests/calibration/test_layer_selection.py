@@ -144,7 +144,7 @@ def test_models_that_share_keys_are_calibrated(head_dim: int) -> None:
         vocab_size_per_layer_input=256,
         global_head_dim=head_dim,
     )
-    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
+    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
     assert plan is not None
     why = {one["layer"]: one["why"] for one in plan.facts["others"]}
@@ -174,7 +174,7 @@ def test_hybrid_models_are_calibrated_but_for_layers_without_keys(
     kind: str, changes: dict[str, Any], places: list[int], others: dict[int, str], held: str
 ) -> None:
     model = tiny_model(kind, **changes)
-    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
+    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
     assert plan is not None
     facts = plan.facts
@@ -215,7 +215,7 @@ def test_models_whose_attention_has_windows_caps_or_sinks_are_calibrated(
     kind: str, changes: dict[str, Any]
 ) -> None:
     model = tiny_model(kind, **changes)
-    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
+    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
     assert plan is not None and plan.facts["others"] == []
     kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
@@ -230,7 +230,7 @@ def test_what_is_not_the_models_fault_is_raised(monkeypatch: pytest.MonkeyPatch)
         raise UnsupportedError("an extra is missing")
 
     monkeypatch.setattr(model, "step", fail)
-    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
+    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     with pytest.raises(UnsupportedError, match="an extra is missing"):
         calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
 

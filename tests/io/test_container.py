@@ -11,7 +11,8 @@ from paged_cases import HEADS, PAGE, begin, make
 from kvquant import KVCache, save_cache, save_sequences
 from kvquant.errors import CheckpointError
 from kvquant.io.container import RowsFile
-from kvquant.io.manifest import CacheManifest, Manifest, PagePart, SequencesManifest
+from kvquant.io.manifest import CacheManifest, Manifest, SequencesManifest
+from kvquant.io.parts import PagePart
 from kvquant.paged.batch import PagedBatch
 
 

@@ -26,7 +26,7 @@ from kvquant.errors import (
     ShapeError,
     UnsupportedError,
 )
-from kvquant.io.export import export_cache, load_raw, quantize_raw
+from kvquant.io.export import RawFile, export_cache, quantize_raw
 
 LENS = [13, 6]
 
@@ -95,9 +95,9 @@ def test_without_seq_lens_all_tokens_are_in_use(tmp_path: Path) -> None:
     raw = make_raw()
     del raw["seq_lens"]
     save_file(raw, tmp_path / "raw.safetensors")
-    loaded = load_raw(tmp_path / "raw.safetensors")
-    assert loaded.seq_lens.tolist() == [13, 13]
-    assert loaded.layers[1][0].equal(raw["layers.1.k"])
+    with RawFile(tmp_path / "raw.safetensors") as loaded:
+        assert loaded.seq_lens.tolist() == [13, 13]
+        assert loaded.layer(1)[0].equal(raw["layers.1.k"])
 
 
 @pytest.mark.parametrize("size", ["13", 13.5, True, 2**31])
@@ -131,15 +131,15 @@ def test_raw_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     latents = {"layers.0.latent": torch.zeros(1, 1, 5, 512), "layers.0.rope": torch.zeros(1)}
     save_file(latents, tmp_path / "latents")
     with pytest.raises(CheckpointError, match=r"latents and RoPE parts, which are not read back"):
-        load_raw(tmp_path / "latents")
+        RawFile(tmp_path / "latents")
     save_cache(KVCache(1, 1, 1, 64, 8), tmp_path / "cache.safetensors")
     with pytest.raises(CheckpointError, match=r"a kvquant cache.*kvquant export FILE --to bf16"):
-        load_raw(tmp_path / "cache.safetensors")
+        RawFile(tmp_path / "cache.safetensors")
     with pytest.raises(FileNotFoundError):
-        load_raw(tmp_path / "none")
+        RawFile(tmp_path / "none")
     (tmp_path / "text").write_text("not a safetensors file")
     with pytest.raises(CheckpointError, match="no safetensors file"):
-        load_raw(tmp_path / "text")
+        RawFile(tmp_path / "text")
 
 
 # Decoders after the layouts' descriptions: FBGEMM's rows are bytes, xFormers' 32-bit words.

@@ -12,7 +12,7 @@ from example_plan import example_plan
 from paged_cases import begin, make, values
 
 from kvquant import KVCache, PagedKVCache, load_cache, load_sequences, save_cache, save_sequences
-from kvquant.io.export import export_cache, load_raw
+from kvquant.io.export import RawFile, export_cache
 from kvquant.io.plan import CachePlan
 from kvquant.paged.batch import PagedBatch
 
@@ -68,6 +68,12 @@ def _load_pages(path: Path) -> PagedKVCache:
     return paged
 
 
+def load_raw(path: Path) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The tokens in use and K and V of all layers."""
+    with RawFile(path) as file:
+        return file.seq_lens.tolist(), [file.layer(i) for i in range(file.num_layers)]
+
+
 KINDS = {
     "cache": Kind(lambda seed, path: save_cache(_cache(seed), path), load_cache, _shown_cache),
     "shards": Kind(
@@ -88,6 +94,6 @@ KINDS = {
     "raw": Kind(
         lambda seed, path: export_cache(_cache(seed), path, "bf16"),
         load_raw,
-        lambda raw: (raw.seq_lens.tolist(), [[x.tolist() for x in pair] for pair in raw.layers]),
+        lambda raw: (raw[0], [[x.tolist() for x in pair] for pair in raw[1]]),
     ),
 }

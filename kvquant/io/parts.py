@@ -1,0 +1,122 @@
+"""The tensors of a file of rows: which rows of a cache each holds, and of which tokens they are."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from ..rows.format import RowFormat
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of K or of V of one layer in one kind of segment: one tensor of the file.
+
+    Attributes:
+        layer: index of the layer.
+        side: "k" or "v".
+        kind: "sinks", "packed" or "recent"; of sequences "pages" or "exact".
+        fmt: format of the rows.
+        num_kv_heads: KV heads.
+        counts: rows of each sequence.
+        firsts: the token that the first row of each sequence holds.
+        packed_as: what 16-bit rows will be quantized to, from these 16 bits; None if they stay.
+        sink_len: tokens of each sequence, the first ones, whose rows stay in any case.
+    """
+
+    layer: int
+    side: str
+    kind: str
+    fmt: RowFormat
+    num_kv_heads: int
+    counts: tuple[int, ...]
+    firsts: tuple[int, ...]
+    packed_as: RowFormat | None = None
+    sink_len: int = 0
+
+    @cached_property
+    def attribute(self) -> str:
+        """The attribute of the cache's layer that holds the rows."""
+        return f"{self.side}_{self.kind}"
+
+    @cached_property
+    def name(self) -> str:
+        """Name of the tensor in the file."""
+        return f"layers.{self.layer}.{self.attribute}"
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Tokens of all sequences."""
+        return sum(self.counts)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The row of the tensor that is the first one of each sequence."""
+        return tuple(accumulate(self.counts[:-1], initial=0))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.num_rows, self.num_kv_heads, self.fmt.row_bytes
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """Sequence and token of a row of the tensor."""
+        sequence = bisect_right(self.starts, row) - 1
+        return sequence, self.firsts[sequence] + row - self.starts[sequence]
+
+    def by_token(self, rows: torch.Tensor) -> torch.Tensor:
+        """The tensor as [tokens, num_kv_heads, row_bytes]."""
+        return rows
+
+    def in_use(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of the tensor that hold a token: [tokens, num_kv_heads, row_bytes]."""
+        return rows
+
+
+@dataclass(frozen=True)
+class PagePart(Part):
+    """The pages of K or V of one layer: counts and firsts of each page.
+
+    Attributes:
+        owners: the first sequence that uses each page.
+        used: rows of each page that hold a token, the first ones.
+    """
+
+    owners: tuple[int, ...] = ()
+    used: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[pages, num_kv_heads, page_size, row_bytes]."""
+        return len(self.counts), self.num_kv_heads, self.counts[0], self.fmt.row_bytes
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """Sequence and token of a row, counted through all pages."""
+        page, token = super().locate(row)
+        return self.owners[page], token
+
+    def by_token(self, rows: torch.Tensor) -> torch.Tensor:
+        """The tensor as [tokens, num_kv_heads, row_bytes]: pages one after another."""
+        return rows.transpose(1, 2).flatten(0, 1)
+
+    def in_use(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of all pages that hold a token: [tokens, num_kv_heads, row_bytes]."""
+        used = torch.tensor(self.used, device="cpu")[:, None]
+        return self.by_token(rows)[(torch.arange(self.counts[0], device="cpu") < used).flatten()]
+
+
+@dataclass(frozen=True)
+class ExactPart(Part):
+    """The 16-bit rows of K or V of one layer: of each sequence its sinks, then its recent tokens;
+    `packed_lens` tokens are between them."""
+
+    packed_lens: tuple[int, ...] = ()
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """Sequence and token of a row."""
+        sequence, token = super().locate(row)
+        return sequence, token + (self.packed_lens[sequence] if token >= self.sink_len else 0)

@@ -1,0 +1,298 @@
+"""The file of a CachePlan: its facts as JSON, and what must hold of them and of the tensors.
+
+CachePlan documents both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import product
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from ..errors import CheckpointError
+from ..rows.format import RowFormat, check_head_dims
+from ..rows.latent import LatentFormat
+from .schema import INT64, MAX_LAYERS, Digest, Length, ModelName, checked, parse
+from .shards import MANIFEST
+from .tensor_files import SafetensorsFile, unsealed
+
+FORMAT, VERSION, UNSEALED_VERSION = "kvquant-plan", 2, 1
+LATENT_VERSION = 3  # of plans of latent rows; all else is as in version 2
+FACTS = "kvquant"  # the metadata entry
+# 0 and 1, but for rounding
+_LEAST = {"kl": -1e-3, "perplexity": 0.999, "exact_perplexity": 0.999}
+_LEAST |= {"kl_error": 0.0, "top1_error": 0.0}
+
+
+class _Side(msgspec.Struct):
+    """How K or V of a layer is kept."""
+
+    format: str
+    basis: Annotated[str, Meta(pattern=r"\A(none|hadamard|matrix)\Z")]
+    rounding: Annotated[str, Meta(pattern=r"\A(nearest|feedback)\Z")]
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """Basis and rounding; some are names of the tensors that they need."""
+        return self.basis, self.rounding
+
+
+class _Layer(msgspec.Struct):
+    """How a layer is kept."""
+
+    k: _Side
+    v: _Side
+    kept: str | None
+
+
+class _Figures(msgspec.Struct, kw_only=True):
+    """What was measured of a format or of the plan; the KL of a broken one is NaN."""
+
+    kl: float
+    top1: Annotated[float, Meta(ge=0, le=1)]
+    perplexity: float
+    kl_error: float | None = None
+    top1_error: float | None = None
+
+
+class _Compared(_Figures, kw_only=True):
+    """One format for all layers."""
+
+    format: str
+    plan: bool
+    bits: Annotated[float, Meta(gt=0, le=64)]
+
+
+class _Measured(_Figures, kw_only=True):
+    """The plan itself."""
+
+    exact_perplexity: float
+    context: Length
+    scored: Length
+    sink_len: Length
+    recent_len: Length
+    passages: Length | None = None
+    in_one_pass: str | None = None
+
+
+class _Limit(msgspec.Struct):
+    """What the plan was to keep."""
+
+    max_kl: Annotated[float, Meta(gt=0)] | None
+    budget: Annotated[float, Meta(gt=0)] | None
+    met: bool
+
+
+class _Sensitivity(msgspec.Struct):
+    """One layer alone."""
+
+    layer: Length
+    k_format: str
+    v_format: str
+    kl: float
+
+
+class _Other(msgspec.Struct):
+    """A layer of the model that the cache has none of."""
+
+    layer: Length
+    why: str
+
+
+class _Facts(msgspec.Struct):
+    """The facts of a plan; there may be more, for people."""
+
+    model: ModelName
+    layers: Annotated[tuple[_Layer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+    bits: float
+    observed_tokens: Annotated[int, Meta(ge=0, le=INT64)]
+    steps: tuple[str, ...]
+    candidates: tuple[str, ...]
+    zero_data: bool
+    measured: _Measured | None
+    limit: _Limit
+    blamed: tuple[Length, ...]
+    sensitivity: tuple[_Sensitivity, ...]
+    comparison: tuple[_Compared, ...]
+    settings: dict[str, Any]
+    places: tuple[Length, ...] = ()
+    others: tuple[_Other, ...] = ()
+    latent: bool = False
+
+
+def read_facts(file: SafetensorsFile) -> tuple[dict[str, Any], dict[str, str]]:
+    """The facts of a file, and the checksums of its tensors."""
+    text, seal = file.metadata.get(FACTS), f"{FACTS}_sha256"
+    facts = parse(text, "the plan", nan=True) if text is not None else None
+    if type(facts) is not dict or facts.get("format") != FORMAT:
+        found = "a cache (`kvquant inspect` shows it), " if MANIFEST in file.metadata else ""
+        raise CheckpointError(f"this is {found}no plan of `kvquant calibrate`")
+    version = facts.get("version")
+    if type(version) is not int or not UNSEALED_VERSION <= version <= LATENT_VERSION:
+        raise CheckpointError(
+            f"the plan has version {version!r:.40}, this kvquant reads {UNSEALED_VERSION} to "
+            f"{LATENT_VERSION}: calibrate again, or take the kvquant that wrote it"
+        )
+    if bool(facts.get("latent")) != (version == LATENT_VERSION):
+        raise CheckpointError(f"the plan is not of version {version}, as it says: see latent")
+    if version >= VERSION or seal in file.metadata:
+        unsealed(FACTS, file.metadata, "the plan")
+    shapes = facts.pop("shapes", None)
+    if version >= VERSION:
+        given = checked(shapes, dict[str, tuple[Length, ...]], "shapes")
+        if given != file.shapes or file.metadata.keys() != {FACTS, seal}:
+            raise CheckpointError("the tensors or metadata are not those that were sealed")
+    elif shapes is not None:
+        raise CheckpointError(f"the plan is not of version {UNSEALED_VERSION}, as it says")
+    digests = checked(facts.pop("sha256", None), dict[str, Digest], "sha256")
+    if digests.keys() != file.shapes.keys():
+        name = min(digests.keys() ^ file.shapes.keys())
+        raise CheckpointError(f"tensor {name!r:.80} is missing, or should not be there")
+    for name, dtype in file.dtypes.items():
+        if dtype != torch.float32:
+            raise CheckpointError(f"tensor {name!r:.80} is {dtype}: it must be torch.float32")
+    return facts, digests
+
+
+def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Raise CheckpointError unless facts are those of a plan, and fit one another and tensors.
+
+    Returns:
+        Bits per element of the packed rows.
+    """
+    given = checked(dict(facts), _Facts, "the plan")
+    layers, heads = len(given.layers), shapes.get("k.offset", (0, 0))[1:2]
+    offsets = [shapes.get(f"{side}.offset", ()) for side in "kv"]
+    if any(len(shape) != 3 or shape[:2] != (layers, *heads) or 0 in shape for shape in offsets):
+        raise CheckpointError(
+            f"tensors k.offset and v.offset of {[list(shape) for shape in offsets]!s:.80} are "
+            f"missing or do not fit {layers} layers"
+        )
+    if given.latent and heads != (1,):
+        raise CheckpointError(f"latent rows have one KV head, the plan is of {heads[0]}")
+    _check_shapes(given, shapes, heads[0])
+    row_bytes = elements = 0
+    for i, layer in enumerate(given.layers):
+        pair = [
+            RowFormat.parse(side.format, shape[2])
+            for side, shape in zip((layer.k, layer.v), offsets, strict=True)
+        ]
+        check_pair(given.latent, *pair)
+        for side, fmt in zip((layer.k, layer.v), pair, strict=True):
+            row_bytes, elements = row_bytes + fmt.row_bytes, elements + fmt.head_dim
+            plain = side.words == ("none", "nearest")
+            if given.latent and side.rounding != "nearest":
+                raise CheckpointError(
+                    f"layers[{i}] rounds latent rows with feedback: no cache does"
+                )
+            if layer.kept is not None and not (fmt.is_exact and plain):
+                raise CheckpointError(f"layers[{i}] is kept in 16 bit, and is {side!s:.120}")
+    named = [name for row in given.sensitivity for name in (row.k_format, row.v_format)]
+    for name in (*given.candidates, *named):
+        RowFormat.parse(name, offsets[0][2])
+    for row in given.comparison:
+        if given.latent:
+            LatentFormat.parse(row.format, offsets[0][2], offsets[1][2])
+        else:
+            RowFormat.parse(row.format, offsets[0][2])
+    listed = [*given.blamed, *(row.layer for row in given.sensitivity)]
+    if max(listed, default=0) >= layers:
+        raise CheckpointError(f"layer {max(listed)} is named, there are {layers}")
+    is_blamed = given.blamed or all(layer.kept is not None for layer in given.layers)
+    if not given.limit.met and (given.limit.max_kl is None or not is_blamed):
+        raise CheckpointError("limit is not met, and max_kl or blamed is not given")
+    most = given.limit.max_kl
+    if given.measured and most is not None and given.limit.met != (given.measured.kl <= most):
+        raise CheckpointError(
+            f"limit.met is {given.limit.met}: the KL is {given.measured.kl}, the limit {most}"
+        )
+    if given.measured:
+        _check_figures("measured", given.measured)
+    for i, row in enumerate(given.comparison):
+        _check_figures(f"comparison[{i}]", row)
+    for i, alone in enumerate(given.sensitivity):
+        _check_figures(f"sensitivity[{i}]", alone)
+    places = given.places or range(layers)
+    others = [other.layer for other in given.others]
+    if len(places) != layers or len({*places, *others}) != layers + len(others):
+        raise CheckpointError(f"places and others do not say where {layers} layers are")
+    return 8 * row_bytes / elements
+
+
+def check_pair(is_latent: bool, k: RowFormat, v: RowFormat) -> None:
+    """Raise ConfigError unless rows of a layer are possible."""
+    if is_latent:
+        LatentFormat(k, v)
+    else:
+        check_head_dims(k, v)
+
+
+def check_values(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError unless the values of tensors are possible; facts and shapes have been
+    checked."""
+    for name, tensor in tensors.items():
+        if ".error." not in name and "_error" not in name and not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"tensor {name!r:.80} has values that are not finite")
+        if ".clip." in name and not bool(((tensor > 0) & (tensor <= 1)).all()):
+            raise CheckpointError(f"tensor {name!r:.80} has shares that are not in (0, 1]")
+    for side, (name, kind) in product("kv", (("matrix", "basis"), ("feedback", "rounding"))):
+        matrices = tensors.get(f"{side}.{name}")
+        if matrices is None:
+            continue
+        eye = torch.eye(matrices.shape[-1], dtype=torch.float32, device="cpu")
+        for i, entry in enumerate(facts["layers"]):
+            is_used = entry[side][kind] == name or entry["kept"] is not None
+            if not is_used and not bool((matrices[i] == eye).all()):
+                raise CheckpointError(
+                    f"layers[{i}].{side}.{kind} is {entry[side][kind]!r}, and tensor "
+                    f"{side}.{name} has something for it"
+                )
+
+
+def _check_figures(place: str, row: _Figures | _Sensitivity) -> None:
+    """Raise CheckpointError if a figure is less than it can be; a broken format has NaN."""
+    for name, least in _LEAST.items():
+        value = getattr(row, name, None)
+        if value is not None and value < least:
+            raise CheckpointError(
+                f"{place}.{name} is {value}: it cannot be negative, nor a perplexity below 1"
+            )
+
+
+def _check_shapes(given: _Facts, shapes: Mapping[str, tuple[int, ...]], heads: int) -> None:
+    """Raise CheckpointError unless tensors are those that facts ask for, in their shapes."""
+    layers = len(given.layers)
+    for side, other in ("kv", "vk"):
+        chosen = {word for layer in given.layers for word in getattr(layer, side).words}
+        for name in ("offset", "mean", *sorted(chosen & {"matrix", "feedback"})):
+            if f"{side}.{name}" not in shapes:
+                raise CheckpointError(f"tensor {side}.{name!r} is missing")
+        per_channel = (layers, heads, shapes[f"{side}.offset"][2])
+        for name, shape in shapes.items():
+            what = name.removeprefix(f"{side}.")
+            if what == name:
+                continue
+            expected: tuple[int, ...] = per_channel
+            if what in ("matrix", "feedback"):
+                expected = (*per_channel, per_channel[2])
+            elif re.match(r"(clip|error|format_error|format_error_plain)\.", what):
+                expected = per_channel[:2]
+            if shape != expected:
+                raise CheckpointError(
+                    f"tensor {name!r:.80} is {list(shape)!s:.80}: it must be {list(expected)}"
+                )
+            if what not in ("matrix", "feedback") and f"{other}.{what}" not in shapes:
+                raise CheckpointError(f"tensor {f'{other}.{what}'!r:.80} is missing")
+    per_query = (layers, *shapes.get("scores.min", (0, 0))[1:2])
+    bins = shapes.get("scores.histogram", (0, 0))[1:2]
+    scores = dict.fromkeys((f"scores.{name}" for name in ("min", "max", "mean", "std")), per_query)
+    scores |= {"scores.phi": (layers,), "scores.phi_overflow": (layers,)}
+    binned = {"scores.histogram": (layers, *bins), "scores.edges": tuple(n + 1 for n in bins)}
+    for group in (scores, binned):
+        if shapes.keys() & group and any(shapes.get(name) != group[name] for name in group):
+            raise CheckpointError(f"tensors {', '.join(group)} are missing or do not fit")
