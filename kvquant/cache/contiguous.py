@@ -15,6 +15,7 @@ from ..ops.attention import State, attend
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_size, check_tensors
 from ..rows.basis import LayerBasis
+from ..rows.bound import kind_of
 from ..rows.call import AttentionCall
 from ..rows.codec import check_exact_format
 from ..rows.format import RowFormat, check_head_dims
@@ -550,21 +551,25 @@ class KVCache:
             torch.Size([2, 3, 32, 128])
         """
         at = self._layer(layer)
-        check_tensors(q=q, k=k, v=v)
-        new_tokens = at.check_step(q, k)
-        at.check_query(q)
-        at.check_seen(layer, new_tokens, variant)
-        at.check_variant(q, variant)
-        check_options(q, sm_scale, return_lse, num_splits, backend)
+        can_bind = variant is None and sm_scale is None and num_splits is None and backend is None
+        can_bind = can_bind and not torch.compiler.is_compiling()
+        bound = at.bound.find(q, k, v) if can_bind else None
+        if bound is None or type(return_lse) is not bool:  # else such a step was taken before
+            check_tensors(q=q, k=k, v=v)
+            at.check_seen(layer, at.check_step(q, k), variant)
+            at.check_query(q)
+            at.check_variant(q, variant)
+            check_options(q, sm_scale, return_lse, num_splits, backend)
         self._change(k)
         ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]
-        counters = self.counters_of(layer)
-        found = at.append(k.detach(), v.detach(), None, *counters, queries)
-        segments, variant = at.seen_by(layer, new_tokens, None, variant, in_step=True)
-        call = AttentionCall(q, segments, sm_scale, num_splits, return_lse, None, variant, backend)
+        found = at.append(k, v, None, *self.counters_of(layer), queries, bound)
+        segments, of_layer = at.seen_by(layer, k.shape[2], None, variant, in_step=True)
+        call = AttentionCall(q, segments, sm_scale, num_splits, return_lse, None, of_layer, backend)
         transformed = None if found is None or ready is None else (found, ready[1])
         out, lse = attend(call, at.basis, at.seq_lens, transformed)
+        if bound is None and can_bind:
+            at.bound.keep(kind_of(q, k, v), at.bound.find(k, v))
         return out if lse is None else (out, lse)
 
     def check(self) -> None:

@@ -14,9 +14,9 @@ checked while a graph is traced, everything where it runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,8 +42,9 @@ from .dispatch import kernels_for, torch_op
 from .quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from .slots import check_existing
 
-ALIGNMENT = 16  # bytes that new rows are read at a time on CUDA
-MOST_KINDS = 16  # of new rows, whose appends a layer remembers
+if TYPE_CHECKING:
+    from ..kernels.cuda.runtime.launch import Launch
+
 TOKENS_PER_PART = 256  # what is computed on the way stays in the caches of the CPU
 
 Write = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -234,59 +235,20 @@ def write_rows(
     return None
 
 
-class Appends(dict[Hashable, Any]):
-    """Appends of a cache on CUDA that can be made again, by kind_of the new rows.
-
-    A copy begins without: its tensors lie elsewhere.
-    """
-
-    def keep(self, kind: Hashable, again: Any) -> None:
-        """Remember one of them, unless it is None."""
-        if again is None:
-            return
-        if len(self) >= MOST_KINDS:
-            self.clear()
-        self[kind] = again
-
-    def __reduce__(self) -> tuple[type[Appends], tuple[()]]:
-        return Appends, ()
-
-
-def kind_of(k: torch.Tensor, v: torch.Tensor) -> Hashable:
-    """All of new rows that an append to the same rows depends on; None if they are no tensors."""
-    try:
-        return tuple(
-            (
-                type(x),
-                x.shape,
-                x.is_contiguous() or x.stride(),
-                x.dtype,
-                x.device,
-                x.data_ptr() % ALIGNMENT,
-                x.is_neg(),
-            )
-            for x in (k, v)
-        )
-    except (AttributeError, TypeError, RuntimeError):  # of torch: their values lie nowhere
-        return None
-
-
-def append_again(call: AppendCall, *, placed: bool = False) -> Callable[..., None] | None:
-    """An append that write_rows has made on CUDA, to be made again of such new rows.
+def bind_append(call: AppendCall, *, placed: bool = False) -> Launch | None:
+    """An append that write_rows has made on CUDA, bound to its tensors.
 
     Args:
-        call: without rope, and with counters.
+        call: with counters.
         placed: as of write_rows, of every such append.
 
     Returns:
-        kernels.cuda.append.launch.AppendAgain; None if it took more than a launch, or none.
+        A launch that takes the addresses of bad and of new rows like those of the call; None if it
+        took more than a launch, or none.
     """
-    if call.k.is_calibrated or call.v.is_calibrated or not call.k.x.numel():
-        return None
-    from ..kernels.cuda.append.launch import AppendAgain
+    from ..kernels.cuda.append.launch import bind_append
 
-    again = AppendAgain(call, overlaps=placed)
-    return None if again.copies else again
+    return bind_append(call, overlaps=placed)
 
 
 @functools.cache

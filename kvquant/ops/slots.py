@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from ..rehearsal import is_rehearsed
 from ..rows.arguments import MAX_LENGTH, check_flag, check_readable, check_size
 from ..rows.slots import Slots, Split, reference_slots
 from .dispatch import torch_op
+
+if TYPE_CHECKING:
+    from ..kernels.cuda.runtime.launch import Launch
 
 PLACE_TOKENS = (
     "(Tensor(a!) seq_lens, Tensor(b!) packed_lens, Tensor(c!) exact_lens, Tensor(d!) starts, "
@@ -395,16 +398,15 @@ def place_tokens(
     return Placed(slots, room)
 
 
-def place_again(lens: Lens, sizes: Sizes, new_tokens: int) -> Callable[[int], torch.Tensor]:
-    """place_tokens without new_lens, to be called again and again while the tensors stay.
+def bind_place(lens: Lens, sizes: Sizes, new_tokens: int, room: torch.Tensor) -> Launch | None:
+    """place_tokens without new_lens, bound to the tensors of a layer and to room (see Placed).
 
     Returns:
-        A function of the address of overflow, which gives the room: [3, batch * new_tokens +
-        batch], int64, slots and the lengths as they were.
+        A launch that takes the address of overflow; None if there are no sequences.
     """
-    from ..kernels.cuda.slots.launch import PlaceAgain
+    from ..kernels.cuda.slots.launch import bind_place
 
-    return PlaceAgain(lens, sizes, new_tokens)
+    return bind_place(lens, sizes, new_tokens, room)
 
 
 def lens_before(room: torch.Tensor, batch: int) -> torch.Tensor:
