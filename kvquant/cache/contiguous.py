@@ -959,16 +959,6 @@ class KVCache:
         other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         return other
 
-    def likely_q_heads(self) -> tuple[int, ...]:
-        """Numbers of query heads to compile kernels for: the one that is known, or else a guess."""
-        return (self.num_q_heads or self.num_kv_heads,)
-
-    def rehearse_step(
-        self, layer: int, queries: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """Step on the meta device: see warmup.Calls. Queries: as long as rows of K, and of V."""
-        self.step(layer, queries[0], k, v)
-
     def _taken(self, index: torch.Tensor) -> KVCache:
         """A new cache with the sequences at these places."""
         other = self.like(len(index), self.devices)

@@ -51,7 +51,7 @@ from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
-from ..rows.slots import Slots, Split
+from ..rows.slots import Slots, SlotsCall, Split
 from ..rows.spacing import spaced_len
 from ..rows.variant import (
     AttentionVariant,
@@ -583,17 +583,10 @@ class LayerCache:
         else:
             if recorded:  # what cannot be reported must not be written
                 counts = self._with_room(counts, new_tokens, overflow_tokens)
-            slots = find_slots(
-                self.seq_lens,
-                self.packed_lens,
-                counts,
-                new_tokens,
-                self.split.page_size,
-                self.sink_len,
-                self.split.ring_len,
-                ring=self.window is not None,
-                at_once=self.packed_len > 0,
-            )
+            sizes = new_tokens, self.split.page_size, self.sink_len, self.split.ring_len
+            ring, at_once = self.window is not None, self.packed_len > 0
+            lens = self.seq_lens, self.packed_lens, counts
+            slots = find_slots(SlotsCall(*lens, *sizes, ring=ring, at_once=at_once))
         has_exact = slots.exact is not None
         exact_k = self.k_exact_rows if has_exact else None
         exact_v = self.v_exact_rows if has_exact else None

@@ -1,14 +1,14 @@
-"""Write the rows of new tokens, and read rows back: one call, one launch on CUDA.
+"""Write the rows of new tokens: one call, one launch on CUDA.
 
-    append_rows, dequantize_pages         check their arguments, then as below
-    write_rows                            what a cache calls, which has checked already
-    torch.ops.kvquant.append_rows         writes k_rows, v_rows, exact_k, exact_v and bad
-    torch.ops.kvquant.dequantize_pages    writes out
+    append_rows                      checks its arguments, then as below
+    write_rows                       what a cache calls, which has checked already
+    bind_append                      the launch of write_rows, for a cache to keep
+    torch.ops.kvquant.append_rows    writes k_rows, v_rows, exact_k, exact_v and bad
 
-The custom ops are what torch.compile(fullgraph=True) takes. They are called inside of it only,
-because the dispatcher takes a few microseconds, and return nothing: what they write is declared,
-and torch keeps it in place. Formats are names, of the head_dim of the rows. Shapes and dtypes are
-checked while a graph is traced, everything where it runs.
+The custom op is what torch.compile(fullgraph=True) takes. It is called inside of it only, because
+the dispatcher takes a few microseconds, and returns nothing: what it writes is declared, and torch
+keeps it in place. Formats are names, of the head_dim of the rows. Shapes and dtypes are checked
+while a graph is traced, everything where it runs.
 """
 
 from __future__ import annotations
@@ -21,26 +21,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import debug
-from ..errors import ConfigError, ShapeError
-from ..rows.arguments import check_readable
 from ..rows.basis import Basis, Encoding, Queries, transform_rows
 from ..rows.call import AppendCall, AppendSide
-from ..rows.format import HEAD_DIMS, RowFormat
-from ..rows.latent import AnyFormat, parse_any
-from ..rows.quantize import check_dtype, check_format, format_of, is_nan_row
+from ..rows.format import RowFormat
+from ..rows.quantize import is_nan_row
 from ..rows.rotation import Rope, apply_rope
 from ..rows.slots import Slots
 from .append_checks import (
     check_apart,
     check_append,
     check_call,
-    check_dequantize,
     check_new,
     check_types,
 )
 from .dispatch import kernels_for, torch_op
 from .quantize import dequantize_rows, quantize_calibrated, quantize_rows
-from .slots import check_existing
+from .rows_at import put, take
 
 if TYPE_CHECKING:
     from ..kernels.cuda.runtime.launch import Launch
@@ -311,7 +307,7 @@ def _write(call: AppendCall, backend: str) -> None:
     writes = [_writes(side, slots, exact_format, backend) for side in (k, v)]
     for i, found in enumerate(writes):  # everything is computed before anything is written
         for storage, where, rows, is_bad in found:
-            _put(storage, where, rows)
+            put(storage, where, rows)
             if bad is not None:
                 bad[i] += is_bad.sum()
 
@@ -338,7 +334,7 @@ def _writes(side: AppendSide, slots: Slots, exact_codec: str, backend: str) -> l
     is_exact = exact >= 0
     leaves = is_exact & (evicted >= 0)
     is_packed = ~leaves & (packed >= 0)
-    old = _take(exact_storage, exact[leaves])
+    old = take(exact_storage, exact[leaves])
     to_pack = torch.cat([old, new[is_packed]])
     rows = quantize(dequantize_rows(to_pack, exact_format, backend=backend))
     where, is_bad = torch.cat([evicted[leaves], packed[is_packed]]), is_nan_row(rows, fmt)
@@ -347,123 +343,6 @@ def _writes(side: AppendSide, slots: Slots, exact_codec: str, backend: str) -> l
     # a token that has a packed row, too, is counted by that one
     counts = ~is_packed[is_exact, None] & is_nan_row(kept, exact_format)
     return [(storage, where, rows, is_bad), (exact_storage, exact[is_exact], kept, counts)]
-
-
-def dequantize_pages(
-    rows: torch.Tensor,
-    fmt: str | AnyFormat,
-    slots: torch.Tensor,
-    dtype: torch.dtype,
-    out: torch.Tensor | None = None,
-    *,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """Give back the values of the rows at slots.
-
-    Args:
-        rows: [num_pages, num_kv_heads, page_size, row_bytes], uint8, as in append_rows.
-        fmt: the format that they were written in, or its short name; a LatentFormat for latent
-            rows, whose values are the latent and behind it the RoPE part (on CUDA by torch).
-        slots: [num_tokens], int64, contiguous: page * page_size + place in the page; a negative one
-            gives zeros.
-        dtype: of the result: float32, bfloat16 or float16. Values are computed in float32 and
-            rounded once.
-        out: where to write: [num_tokens, num_kv_heads, head_dim], dtype, contiguous; new when None.
-        backend: as in append_rows.
-
-    Returns:
-        out.
-
-    Raises:
-        As append_rows.
-
-    Example:
-        >>> import torch
-        >>> from kvquant import dequantize_pages, quantize_rows
-        >>> pages = quantize_rows(torch.ones(2, 8, 16, 128), "int4")  # 2 pages of 16 rows
-        >>> dequantize_pages(pages, "int4", torch.tensor([31, -1]), torch.float32)[:, 0, 0]
-        tensor([1., 0.])
-    """
-    check_readable(rows=rows, slots=slots)
-    found = format_of(rows, fmt)
-    check_format(found)
-    check_dtype(dtype)
-    if rows.ndim != 4 or slots.ndim != 1:
-        raise ShapeError(
-            f"rows is {list(rows.shape)} and slots {list(slots.shape)}: they must be [num_pages, "
-            "num_kv_heads, page_size, row_bytes] and [num_tokens]"
-        )
-    if out is None:
-        shape = slots.shape[0], rows.shape[1], found.head_dim
-        out = torch.empty(shape, dtype=dtype, device=rows.device)
-    else:
-        check_readable(out=out)
-        if out.dtype != dtype:
-            raise ConfigError(f"out is {out.dtype}, dtype {dtype}: give an out of this dtype")
-    if torch.compiler.is_compiling():
-        dequantize_pages_op(rows, str(found), slots, out, backend)
-    else:
-        _dequantize(rows, found, slots, out, backend)
-    return out
-
-
-def _dequantize(
-    rows: torch.Tensor, fmt: AnyFormat, slots: torch.Tensor, out: torch.Tensor, backend: str | None
-) -> None:
-    """Check and dequantize into out; see dequantize_pages."""
-    backend = kernels_for(rows, backend)
-    has_kernel = fmt.head_dim in HEAD_DIMS  # latent rows and their parts have none
-    if (
-        backend == "cuda" and has_kernel and not debug.enabled
-    ):  # the launcher checks only calls it has not seen
-        check = functools.partial(check_dequantize, rows, fmt, slots, out)
-        _dequantize_cuda()(rows, fmt, slots, out, check=check)
-        return
-    check_dequantize(rows, fmt, slots, out)
-    if debug.may_read(slots):
-        check_existing("slots", slots, rows.shape[0] * rows.shape[2])
-    if backend == "cuda" and has_kernel:
-        _dequantize_cuda()(rows, fmt, slots, out)
-        return
-    if backend == "cuda" and rows.numel():  # as the kernel, without waiting for the GPU
-        used = (slots >= 0) & (slots < rows.shape[0] * rows.shape[2])
-        values = dequantize_rows(_take(rows, torch.where(used, slots, 0)), fmt, out.dtype)
-        out.copy_(values.masked_fill(~used[:, None, None], 0))
-        return
-    used = slots >= 0
-    values = dequantize_rows(_take(rows, slots[used]), fmt, out.dtype, backend=backend)
-    if len(values) < len(out):
-        out.zero_()
-    out[used] = values
-
-
-@functools.cache
-def _dequantize_cuda() -> Callable[..., None]:
-    from ..kernels.cuda.dequantize.launch import dequantize
-
-    return dequantize
-
-
-def _take(storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Copy the rows at slots: [slots, num_kv_heads, row_bytes]."""
-    page_size = max(storage.shape[2], 1)
-    return _widest(storage)[slots // page_size, :, slots % page_size].view(torch.uint8)
-
-
-def _put(storage: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows as _take gives them."""
-    page_size, wide = max(storage.shape[2], 1), _widest(storage)
-    flat = rows.flatten().view(wide.dtype)  # view looks at strides of axes of size 1, too
-    wide[slots // page_size, :, slots % page_size] = flat.view(*rows.shape[:2], wide.shape[-1])
-
-
-def _widest(rows: torch.Tensor) -> torch.Tensor:
-    """The same bytes as the largest numbers that they can be: indexing takes time by the number."""
-    numbers = rows.shape[-1] | int(rows.storage_offset()) | rows.data_ptr()
-    for stride in rows.stride()[:-1]:
-        numbers |= stride
-    dtypes = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-    return rows.view(dtypes[min(numbers & -numbers, 8)])
 
 
 # The arguments of K, then those of V, then what they share. Sides in the order of a Side, whose
@@ -478,7 +357,6 @@ APPEND_ROWS = (
     "Tensor? evicted, str exact_format, Tensor? cos, Tensor? sin, bool interleaved, "
     "Tensor(e!)? bad, str? backend) -> ()"
 )
-DEQUANTIZE_PAGES = "(Tensor rows, str fmt, Tensor slots, Tensor(a!) out, str? backend) -> ()"
 _PER_SIDE = 4 + len(Encoding._fields)
 
 
@@ -507,19 +385,4 @@ def _append_fake(*args: Any) -> None:
     check_append(_call_of(args[:-1]))
 
 
-def _dequantize_op(
-    rows: torch.Tensor, fmt: str, slots: torch.Tensor, out: torch.Tensor, backend: str | None
-) -> None:
-    _dequantize(rows, parse_any(fmt, out.shape[-1]), slots, out, backend)
-
-
-def _dequantize_fake(
-    rows: torch.Tensor, fmt: str, slots: torch.Tensor, out: torch.Tensor, backend: str | None
-) -> None:
-    check_dequantize(rows, parse_any(fmt, int(out.shape[-1])), slots, out)
-
-
 append_rows_op = torch_op("append_rows", APPEND_ROWS, _append_op, _append_fake)
-dequantize_pages_op = torch_op(
-    "dequantize_pages", DEQUANTIZE_PAGES, _dequantize_op, _dequantize_fake
-)

@@ -54,8 +54,9 @@ from ..rows.segment import (
     check_segments,
     visible_tokens,
 )
-from .attention import Result, State, cpu_kernel, merge_states
-from .dispatch import kernels_for, torch_op
+from .attention import Result, State, cpu_kernel
+from .dispatch import WRONG_TYPES, kernels_for, torch_op
+from .merge import merge_states
 from .transform import takes_one_launch
 
 ATTEND_LATENTS = (
@@ -296,7 +297,7 @@ def _attend(call: LatentCall) -> Result:
         check = functools.partial(_checked, call)
         try:
             return _attend_cuda(call, check)
-        except (AttributeError, TypeError):  # types are checked only now: it is slow
+        except WRONG_TYPES:
             check()
             raise
     q, q_lens, sm_scale = _checked(call), call.q_lens, call.sm_scale

@@ -50,11 +50,11 @@ from .attention import (
     Transformed,
     attend,
     check_types,
-    merge_states,
     segment_of,
     with_missing_scores,
 )
-from .dispatch import torch_op
+from .dispatch import WRONG_TYPES, torch_op
+from .merge import merge_states
 from .transform import restore_result, transform_query
 
 ADD_PREFIX = (
@@ -117,7 +117,7 @@ def attend_shared(
         prefix = parse_formats(q, prefix)
     try:
         _check_prefix(q, prefix, segments)
-    except (AttributeError, TypeError, IndexError, RuntimeError):  # it takes time: only now
+    except WRONG_TYPES:
         for rows in ([prefix], segments):
             check_types(q, rows)
         raise

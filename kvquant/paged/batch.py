@@ -509,9 +509,8 @@ class PagedBatch(NotCopied):
             elif set(names_of(variant)) <= {"sink_logits"}:  # it pays by the plain kernels' times
                 members = tensors["members"][: self._num_members]
         basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
-        given = {"return_lse": False, **options}
         segments = parts.whole if members is None else parts.own
-        call, stored = AttentionCall(q, segments, q_lens=q_lens, **given), (basis, seq_lens)
+        call, stored = AttentionCall(q, segments, q_lens=q_lens, **options), (basis, seq_lens)
         if members is None:
             out, lse = attend(call, *stored, transformed)
         else:
@@ -568,32 +567,6 @@ class PagedBatch(NotCopied):
             ratio: queries on a KV head of a sequence.
         """
         return pays(num_members, tokens, self.cache.num_kv_heads, ratio)
-
-    def likely_batches(self, num_ids: int) -> tuple[int, ...]:
-        """Sequences of steps that kernels are compiled for ahead, those of the first among them."""
-        return tuple({num_ids, self.max_batch})
-
-    def likely_q_heads(self) -> tuple[int, ...]:
-        """Query heads that kernels are compiled for ahead: a kernel serves up to 8 on a KV head."""
-        return (self.cache.num_kv_heads,)
-
-    def likely_sharing(self) -> tuple[int, ...]:
-        """Those that kernels of a shared prefix are compiled for."""
-        return tuple(ratio * self.cache.num_kv_heads for ratio in (1, 2, 4, 8))
-
-    def rehearse_step(
-        self,
-        layer: int,
-        queries: Sequence[torch.Tensor],
-        k: torch.Tensor,
-        v: torch.Tensor,
-        num_members: int,
-        rope: Rope | None = None,
-    ) -> None:
-        """A step of such rows, and queries of these widths, for paged/warmup.py; with members, as
-        if so many sequences began with the same pages."""
-        self._num_members = num_members
-        self.step(layer, queries[0], k, v, rope=rope)
 
     def check_open(self, step: Step | None = None) -> None:
         """Raise ConfigError unless a step of this batch is open, and this one if any is given."""

@@ -16,7 +16,8 @@ import torch
 
 from kvquant import Basis, RowFormat
 from kvquant.bench.timer import GraphTimer
-from kvquant.ops.append import append_rows, dequantize_pages
+from kvquant.ops.append import append_rows
+from kvquant.ops.rows_at import dequantize_pages
 from kvquant.rows.slots import Slots
 
 HEADS, HEAD_DIM, PAGE_SIZE = 8, 128, 64
