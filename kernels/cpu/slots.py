@@ -24,8 +24,8 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: spreads 
 
 def find_slots(call: SlotsCall) -> Sequence[torch.Tensor] | None:
     """The tensors that slots.slots_of gives, in a tenth of the time; None if it is to raise."""
-    seq_lens, packed_lens, new_lens, new_tokens, page_size, sink_len, recent_len, *others = call
-    block_table, seq_slots, ring, at_once = others
+    seq_lens, packed_lens, new_lens, new_tokens, page_size, sink_len, recent_len = call[:7]
+    block_table, seq_slots, ring, at_once = call[7:]
     batch, new_tokens = len(seq_lens), int(new_tokens)
     lens = np.empty((4, batch), np.int64)
     lens[0], lens[1] = seq_lens.numpy(), packed_lens.numpy()

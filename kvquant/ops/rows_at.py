@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -161,16 +162,18 @@ def check_dequantize(
             raise DeviceError(f"rows is on {rows.device}, {name} on {tensor.device}")
 
 
-def _dequantize_op(
-    rows: torch.Tensor, fmt: str, slots: torch.Tensor, out: torch.Tensor, backend: str | None
-) -> None:
-    _dequantize(rows, parse_any(fmt, out.shape[-1]), slots, out, backend)
+def _op_arguments(rows: torch.Tensor, name: str, *others: Any) -> tuple[Any, ...]:
+    """The arguments of check_dequantize and the backend, from those of the op."""
+    slots, out, backend = others
+    return rows, parse_any(name, int(out.shape[-1])), slots, out, backend
 
 
-def _dequantize_fake(
-    rows: torch.Tensor, fmt: str, slots: torch.Tensor, out: torch.Tensor, backend: str | None
-) -> None:
-    check_dequantize(rows, parse_any(fmt, int(out.shape[-1])), slots, out)
+def _dequantize_op(*args: Any) -> None:
+    _dequantize(*_op_arguments(*args))
+
+
+def _dequantize_fake(*args: Any) -> None:
+    check_dequantize(*_op_arguments(*args)[:-1])
 
 
 dequantize_pages_op = torch_op(

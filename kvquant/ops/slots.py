@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -378,23 +378,8 @@ def _launcher() -> Callable[..., None]:
     return place_tokens
 
 
-def _place(
-    seq_lens: torch.Tensor,
-    packed_lens: torch.Tensor,
-    exact_lens: torch.Tensor,
-    starts: torch.Tensor,
-    exact_firsts: torch.Tensor,
-    seen_lens: torch.Tensor | None,
-    seen_starts: torch.Tensor | None,
-    firsts: torch.Tensor | None,
-    sizes: list[int],
-    new_lens: torch.Tensor | None,
-    new_tokens: int,
-    overflow: torch.Tensor,
-    room: torch.Tensor,
-) -> None:
-    seen = seen_lens, seen_starts, firsts
-    lens = Lens(seq_lens, packed_lens, exact_lens, starts, exact_firsts, *seen)
+def _place(*args: Any) -> None:
+    *lens, sizes, new_lens, new_tokens, overflow, room = args
     _launcher()(lens, Sizes(*sizes), new_lens, new_tokens, overflow, room)
 
 

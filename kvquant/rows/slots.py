@@ -67,8 +67,8 @@ class SlotsCall(NamedTuple):
 
 def reference_slots(call: SlotsCall) -> Slots:
     """The slots of new tokens, in plain torch on any device; see ops.slots.slots_of."""
-    seq_lens, packed_lens, new_lens, new_tokens, page_size, sink_len, recent_len, *others = call
-    block_table, seq_slots, ring, at_once = others
+    seq_lens, packed_lens, new_lens, new_tokens, page_size, sink_len, recent_len = call[:7]
+    block_table, seq_slots, ring, at_once = call[7:]
     offsets = torch.arange(new_tokens, device=seq_lens.device)
     old_lens, first = seq_lens.long()[:, None], packed_lens.long()[:, None]
     new_lens = torch.full_like(seq_lens, new_tokens) if new_lens is None else new_lens

@@ -261,7 +261,7 @@ def _encode(
     offset, rotate, matrix, _, _ = transform
     assert matrix is not None
     if rope is None and not rotate and x.dtype in ENCODED:
-        return encode_rows(x, matrix, offset, check)
+        return encode_rows(x, matrix, offset, check=check)
     if check:
         check()
     return transform_rows(x, transform, rope)

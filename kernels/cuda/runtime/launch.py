@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from kvquant.errors import UnsupportedError
 
 from .compile import load_cubin
 from .driver import Kernel, Launcher, peak_bandwidth
-from .spec import Spec, addresses_of
+from .spec import Piece, Spec, addresses_of
 from .tensors import Tensors, with_copies
 
 MOST_LAUNCHES = 4096  # that are remembered
@@ -43,7 +43,6 @@ _gpus: dict[int, GPU] = {}
 _kernels: dict[tuple[Spec, int], Kernel] = {}
 _launches: dict[Hashable, Any] = {}
 Kept = TypeVar("Kept")
-Piece: TypeAlias = "int | bytes"
 ADDRESS = struct.Struct("@P")
 
 
@@ -198,11 +197,7 @@ class Launch:
         self.grid, self._index, self._copied = grid, index, tuple(copied)
         self._names = addresses_of(spec.arguments)
         self._kernel, self._overlaps = kernel_of(spec, index), overlaps and spec.overlaps
-        pieces, first = list[Piece](), 0
-        for last, data in spec.pack(constants)[1]:
-            pieces += [*range(first, last), data]
-            first = last
-        self._put(pieces)
+        self._put(spec.pack(constants))
 
     def _put(self, pieces: Sequence[Piece]) -> None:
         """Take arguments: of an address its place among those that at is given, or packed ones."""
