@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 TOKENS_PER_PART = 256  # what is computed on the way stays in the caches of the CPU
 
+NO_ROPE = None, None, False
 Write = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -128,11 +129,10 @@ def append_rows(
     """
     if not isinstance(slots, Slots):
         slots = Slots(slots)
+    given = k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope
     try:
         if torch.compiler.is_compiling():
-            check_types(
-                k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope
-            )
+            check_types(*given)
         else:
             check_apart("k_rows", k_rows, "v_rows", v_rows)
             if exact_k is not None and exact_v is not None:
@@ -144,8 +144,8 @@ def append_rows(
         sides = AppendSide(k, k_rows, *of_k), AppendSide(v, v_rows, *of_v)
         call = AppendCall(*sides, slots, exact_format, rope, bad)
         write_rows(call, backend=backend, check=functools.partial(check_call, call))
-    except Exception:  # types are looked at only now: it takes time
-        check_types(k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope)
+    except Exception:  # as of WRONG_TYPES; what is wrong may have another shape or dtype, too
+        check_types(*given)
         raise
 
 
@@ -188,18 +188,8 @@ def write_rows(
     """
     k, v, slots, exact_format, rope, bad = call
     if torch.compiler.is_compiling():
-        cos, sin, interleaved = rope or (None, None, False)
-        append_rows_op(
-            *_op_arguments(k),
-            *_op_arguments(v),
-            *slots,
-            exact_format,
-            cos,
-            sin,
-            interleaved,
-            bad,
-            backend,
-        )
+        sides = *_op_arguments(k), *_op_arguments(v)
+        append_rows_op(*sides, *slots, exact_format, *(rope or NO_ROPE), bad, backend)
         return None
     backend = kernels_for(k.x, backend)
     if check and (backend != "cuda" or debug.enabled):

@@ -431,17 +431,10 @@ def _attend_traced(call: AttentionCall) -> Result:
         if isinstance(fmt, RowFormat) and fmt.head_dim != head_dim:
             RowFormat.parse(fmt, head_dim)  # says what does not fit
     v_format = segments[0].v_format
+    named = [one._replace(k_format=str(one[3]), v_format=str(one[4])) for one in segments]  # type: ignore[arg-type]
     results = attend_segments_op(
         q.detach(),
-        [segment.k_rows for segment in segments],
-        [segment.v_rows for segment in segments],
-        [segment.seq_lens for segment in segments],
-        [str(segment.k_format) for segment in segments],
-        [str(segment.v_format) for segment in segments],
-        [segment.starts for segment in segments],
-        [segment.block_table for segment in segments],
-        [segment.sinks for segment in segments],
-        [segment.seq_slots for segment in segments],
+        *map(list, zip(*named, strict=True)),
         v_format.head_dim if isinstance(v_format, RowFormat) else head_dim,
         None if sm_scale is None else check_scale(sm_scale),
         return_lse,

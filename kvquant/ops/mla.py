@@ -242,17 +242,12 @@ def attend_latents(
         return _attend_in_basis(call, basis, seq_lens)
     if not torch.compiler.is_compiling():
         return _attend(call)
-    rows = call.all_segments  # as _op_call takes them apart
+    # as _op_call takes them apart: V and its format are parts of K and its
+    rows = [(k, lens, str(fmt), *others) for k, _, lens, fmt, _, *others in call.all_segments]
     results: list[torch.Tensor] = attend_latents_op(
         call.q_latent.detach(),
         call.q_rope.detach(),
-        [segment.k_rows for segment in rows],
-        [segment.seq_lens for segment in rows],
-        [str(segment.k_format) for segment in rows],
-        [segment.starts for segment in rows],
-        [segment.block_table for segment in rows],
-        [segment.sinks for segment in rows],
-        [segment.seq_slots for segment in rows],
+        *map(list, zip(*rows, strict=True)),
         call.q_lens,
         None if call.prefix is None else call.prefix.shares,
         scale,

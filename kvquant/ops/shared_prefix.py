@@ -318,20 +318,8 @@ def _add_prefix(
     """Merge attention over a prefix into states, in place; see kernels/cuda/prefix/launch.py."""
     k_rows, v_rows, seq_lens, k_format, v_format, _, table, _, _ = prefix
     if torch.compiler.is_compiling():
-        add_prefix_op(
-            q.detach(),
-            k_rows,
-            v_rows,
-            seq_lens,
-            str(k_format),
-            str(v_format),
-            table,
-            members,
-            out,
-            lse,
-            sm_scale,
-            num_splits,
-        )
+        rows = k_rows, v_rows, seq_lens, str(k_format), str(v_format), table
+        add_prefix_op(q.detach(), *rows, members, out, lse, sm_scale, num_splits)
         return
     from ..kernels.cuda.prefix.launch import add_prefix as launch
 
