@@ -551,14 +551,14 @@ class KVCache:
             torch.Size([2, 3, 32, 128])
         """
         at = self._layer(layer)
-        can_bind = variant is None and sm_scale is None and num_splits is None and backend is None
-        can_bind = can_bind and not torch.compiler.is_compiling()
+        can_bind = variant is None and backend is None and not torch.compiler.is_compiling()
         bound = at.bound.find(q, k, v) if can_bind else None
-        if bound is None or type(return_lse) is not bool:  # else such a step was taken before
+        if bound is None:  # else such a step was taken before
             check_tensors(q=q, k=k, v=v)
             at.check_seen(layer, at.check_step(q, k), variant)
             at.check_query(q)
             at.check_variant(q, variant)
+        if bound is None or not (sm_scale is None is num_splits and type(return_lse) is bool):
             check_options(q, sm_scale, return_lse, num_splits, backend)
         self._change(k)
         ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
@@ -568,7 +568,7 @@ class KVCache:
         call = AttentionCall(q, segments, sm_scale, num_splits, return_lse, None, of_layer, backend)
         transformed = None if found is None or ready is None else (found, ready[1])
         out, lse = attend(call, at.basis, at.seq_lens, transformed)
-        if bound is None and can_bind:
+        if bound is None and can_bind and at.bound:
             at.bound.keep(kind_of(q, k, v), at.bound.find(k, v))
         return out if lse is None else (out, lse)
 

@@ -275,6 +275,8 @@ def attend(
         return _attend_checked(call)
     except WRONG_TYPES:
         check_types(q, segments, q_lens)
+        if variant is not None:
+            check_variant(q, variant)
         raise
 
 

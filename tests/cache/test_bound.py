@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -291,12 +292,14 @@ def test_a_step_that_was_taken_before_is_three_launches(cuda: FakeDriver) -> Non
         cache.step(0, q, k, v)
         assert len(calls) == 1 and len(cuda.launched) == 3 and at.longest == steps
     cache.step(0, q[:, :HEADS], k, v)
-    cache.step(0, q, k, v, sm_scale=0.5)
     cache.step(0, q, k, v, variant=AttentionVariant(soft_cap=30.0))
-    assert len(calls) == 4
-    with pytest.raises(ConfigError, match="return_lse is 1: use True or False"):
-        cache.step(0, q, k, v, return_lse=1)  # type: ignore[call-overload]
-    assert at.longest == 6
+    assert len(calls) == 3
+    cache.step(0, q, k, v, sm_scale=0.5)
+    assert len(calls) == 3
+    for options in ({"return_lse": 1}, {"sm_scale": math.inf}, {"num_splits": 0}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} (is )?"):
+            cache.step(0, q, k, v, **options)
+    assert at.longest == 6 and len(cuda.launched) == 12
 
 
 # Frames from the public call to the kernel, warm

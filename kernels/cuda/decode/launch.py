@@ -121,16 +121,13 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
     query = q.shape, q.is_contiguous() or q.stride(), q.dtype, address % UNIT
     counts = q_lens if q_lens is None else _facts(q_lens)
     key: Hashable = query, index, num_splits, counts, variant and _facts_of_variant(variant)
-    is_fixed = type(segments) is FixedSegments and _override is USUAL
-    launch: Launch | Nothing | None = segments.bound.get(key) if is_fixed else None  # type: ignore[attr-defined]
+    bound = segments.bound if type(segments) is FixedSegments and _override is USUAL else None
+    launch: Launch | Nothing | None = None if bound is None else bound.get(key)
     addresses: Sequence[Addresses] = ()
     if launch is None:
         facts, addresses = _look_at(segments)
         launches = _launches  # override_plan puts another in its place
-        try:
-            launch = launches.get((key, facts))
-        except TypeError:  # a format that cannot be hashed: the check says so
-            launch = None
+        launch = launches.get((key, facts))
         if launch is None:
             checked = check(call) if check else call
             try:
@@ -139,8 +136,8 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
                 launch = Nothing((*q.shape[:-1], checked.segments[0].v_format.head_dim))
                 return launch(call, address, addresses)
             keep(launches, (key, facts), launch)
-        if is_fixed:
-            segments.bound.keep(key, launch.bind(addresses))  # type: ignore[attr-defined]
+        if bound is not None:
+            bound.keep(key, launch.bind(addresses))
     if index == current_device():
         return launch(call, address, addresses)
     with torch.cuda.device(index):
