@@ -15,7 +15,6 @@ from typing import Protocol
 
 import torch
 
-from kvquant.cache.warmup import warm_up
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated
 from kvquant.ops.transform import encode_rows
 from kvquant.rows.basis import Basis
@@ -153,7 +152,7 @@ def choose(
         batch: windows read at a time.
         progress: called with the number of tokens read.
         also: what will be called later, whose kernels are compiled beside those of the search: see
-            kvquant/cache/warmup.py.
+            kernels/cuda/runtime/warmup.py.
 
     Returns:
         What was chosen by layer and side.
@@ -241,6 +240,8 @@ def _warm_up(
                 shapes = [(count, windows.shape[1]) for count in counts]
                 call = partial(_rehearse, basis, own, base_format, shapes)
                 kinds.setdefault((side, *basis.offset.shape), call)
+    from kvquant.kernels.cuda.runtime.warmup import warm_up
+
     for device, kinds in calls.items():
         warm_up(device, [*kinds.values(), *also])
 

@@ -25,7 +25,7 @@ from kvquant.cache.checks import Devices
 from kvquant.cache.contiguous import KVCache
 from kvquant.cache.latent import LatentKVCache
 from kvquant.cache.layer import rooms_of
-from kvquant.cache.warmup import Calls, warm_up, warm_up_cache
+from kvquant.cache.warmup import Calls, warm_up_cache
 from kvquant.errors import ShapeError
 from kvquant.io.plan import CachePlan
 from kvquant.rows.quantize import EXACT_DTYPES
@@ -309,6 +309,8 @@ class Reference:
 
     def warm_up(self, schemes: Iterable[Scheme | Planned]) -> None:
         """Compile what measuring these will need, all at a time, where caches are on CUDA."""
+        from kvquant.kernels.cuda.runtime.warmup import warm_up
+
         exact, length = self._exact, int(self._exact.seq_lens.max())
 
         def calls() -> Iterator[Calls]:

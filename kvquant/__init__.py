@@ -35,10 +35,12 @@ if typing.TYPE_CHECKING:
     from .io.checkpoint import load_cache, save_cache
     from .io.plan import CachePlan
     from .io.sequences import load_sequences, save_sequences
-    from .ops.append import append_rows, dequantize_pages
-    from .ops.attention import decode_attention, merge_states
+    from .ops.append import append_rows
+    from .ops.attention import decode_attention
+    from .ops.merge import merge_states
     from .ops.mla import mla_decode_attention
     from .ops.quantize import dequantize_rows, quantize_rows
+    from .ops.rows_at import dequantize_pages
     from .ops.slots import slots_of
     from .paged.batch import PagedBatch
     from .paged.cache import PagedKVCache
@@ -115,11 +117,11 @@ _HOMES = {
     "Slots": "rows.slots",
     "append_rows": "ops.append",
     "decode_attention": "ops.attention",
-    "dequantize_pages": "ops.append",
+    "dequantize_pages": "ops.rows_at",
     "dequantize_rows": "ops.quantize",
     "load_cache": "io.checkpoint",
     "load_sequences": "io.sequences",
-    "merge_states": "ops.attention",
+    "merge_states": "ops.merge",
     "mla_decode_attention": "ops.mla",
     "quantize_rows": "ops.quantize",
     "reference_attention": "rows.reference",

@@ -62,7 +62,10 @@ ALLOWED_LATE = {
         "kernels.cuda.dequantize kernels.cuda.mla kernels.cuda.prefix kernels.cuda.runtime "
         "kernels.cuda.slots"
     ),
-    "cache": "text kernels.cuda.runtime",
+    "cache": "kernels.cuda.runtime",
+    "paged": "kernels.cuda.runtime",
+    "calibration": "kernels.cuda.runtime",
+    "kernels.cuda.runtime": "text",
     "hf": "kernels.cuda.runtime",
     "engine": "kernels.cuda.runtime",
     "cli": "bench kernels.cuda.decode kernels.cuda.runtime",

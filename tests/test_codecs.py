@@ -31,7 +31,7 @@ from kvquant import (
     save_cache,
 )
 from kvquant.bench.cases import check, list_cases, make_inputs
-from kvquant.cache.warmup import Calls, kernels_of
+from kvquant.cache.warmup import Calls
 from kvquant.engine.settings import Settings
 from kvquant.errors import KVQuantError, UnsupportedError
 from kvquant.io import inspect
@@ -48,6 +48,7 @@ from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.prefix.spec import PrefixSpec
 from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.kernels.cuda.runtime.spec import Spec
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops.quantize import quantize_calibrated
 from kvquant.rows import format as formats
 from kvquant.rows import latent

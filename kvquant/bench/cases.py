@@ -365,9 +365,9 @@ class Inputs:
     def attend(self) -> torch.Tensor:
         """What is timed."""
         if self.parts is None:
-            call = AttentionCall(self.q, self.segments, return_lse=False, variant=self.variant)
+            call = AttentionCall(self.q, self.segments, variant=self.variant)
             return attend(call)[0]
-        of_latents = LatentCall(*self.parts, self.segments, LATENT_SCALE, return_lse=False)
+        of_latents = LatentCall(*self.parts, self.segments, LATENT_SCALE)
         return attend_latents(of_latents)[0]
 
 

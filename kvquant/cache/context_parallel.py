@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from .. import debug
 from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedError, shown
-from ..ops.attention import State, attend, merge_by_kernels
+from ..ops.attention import State, attend
+from ..ops.merge import merge_by_kernels
 from ..rows.arguments import check_kind, check_scale, check_size, check_tensors
 from ..rows.call import AttentionCall
 from ..rows.variant import AttentionVariant, names_of
@@ -253,7 +254,8 @@ class ContextParallelCache:
             raise ShapeError(f"layer {layer} holds no tokens: append to it first")
         if variant is not None and self.rank:
             variant = variant._replace(sink_logits=None)  # it is counted once
-        call = AttentionCall(q, at.segments(), sm_scale, variant=variant, backend=backend)
+        of_rank = at.segments(), sm_scale, None, True
+        call = AttentionCall(q, *of_rank, variant=variant, backend=backend)
         # KVCache.attend would refuse where this rank has no tokens
         out, lse = attend(call, at.basis, at.seq_lens)
         assert lse is not None

@@ -15,6 +15,7 @@ from ..ops.attention import State, attend
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_size, check_tensors
 from ..rows.basis import LayerBasis
+from ..rows.bound import kind_of
 from ..rows.call import AttentionCall
 from ..rows.codec import check_exact_format
 from ..rows.format import RowFormat, check_head_dims
@@ -550,21 +551,25 @@ class KVCache:
             torch.Size([2, 3, 32, 128])
         """
         at = self._layer(layer)
-        check_tensors(q=q, k=k, v=v)
-        new_tokens = at.check_step(q, k)
-        at.check_query(q)
-        at.check_seen(layer, new_tokens, variant)
-        at.check_variant(q, variant)
-        check_options(q, sm_scale, return_lse, num_splits, backend)
+        can_bind = variant is None and backend is None and not torch.compiler.is_compiling()
+        bound = at.bound.find(q, k, v) if can_bind else None
+        if bound is None:  # else such a step was taken before
+            check_tensors(q=q, k=k, v=v)
+            at.check_seen(layer, at.check_step(q, k), variant)
+            at.check_query(q)
+            at.check_variant(q, variant)
+        if bound is None or not (sm_scale is None is num_splits and type(return_lse) is bool):
+            check_options(q, sm_scale, return_lse, num_splits, backend)
         self._change(k)
         ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]
-        counters = self.counters_of(layer)
-        found = at.append(k.detach(), v.detach(), None, *counters, queries)
-        segments, variant = at.seen_by(layer, new_tokens, None, variant, in_step=True)
-        call = AttentionCall(q, segments, sm_scale, num_splits, return_lse, None, variant, backend)
+        found = at.append(k, v, None, *self.counters_of(layer), queries, bound)
+        segments, of_layer = at.seen_by(layer, k.shape[2], None, variant, in_step=True)
+        call = AttentionCall(q, segments, sm_scale, num_splits, return_lse, None, of_layer, backend)
         transformed = None if found is None or ready is None else (found, ready[1])
         out, lse = attend(call, at.basis, at.seq_lens, transformed)
+        if bound is None and can_bind and at.bound:
+            at.bound.keep(kind_of(q, k, v), at.bound.find(k, v))
         return out if lse is None else (out, lse)
 
     def check(self) -> None:
@@ -953,16 +958,6 @@ class KVCache:
         )
         other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         return other
-
-    def likely_q_heads(self) -> tuple[int, ...]:
-        """Numbers of query heads to compile kernels for: the one that is known, or else a guess."""
-        return (self.num_q_heads or self.num_kv_heads,)
-
-    def rehearse_step(
-        self, layer: int, queries: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """Step on the meta device: see warmup.Calls. Queries: as long as rows of K, and of V."""
-        self.step(layer, queries[0], k, v)
 
     def _taken(self, index: torch.Tensor) -> KVCache:
         """A new cache with the sequences at these places."""

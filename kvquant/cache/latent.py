@@ -556,16 +556,6 @@ class LatentKVCache(KVCache):
         other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         return other
 
-    def likely_q_heads(self) -> tuple[int, ...]:
-        """As of KVCache; of DeepSeek's small and large models where nothing is known."""
-        return (self.num_q_heads,) if self.num_q_heads else LIKELY_Q_HEADS
-
-    def rehearse_step(
-        self, layer: int, queries: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """As of KVCache."""
-        self.step(layer, queries[0], queries[1], k, v, sm_scale=1.0)
-
     def _check_formats(self, *formats: RowFormat) -> None:
         """LatentFormat has checked them."""
 

@@ -22,21 +22,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
 from .. import debug
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, UnsupportedError
-from ..ops.append import Appends, append_again, kind_of, write_rows
+from ..ops.append import bind_append, write_rows
 from ..ops.append_checks import K_AND_V, Names, check_call
 from ..ops.quantize import dequantize_segment
 from ..ops.slots import (
     Lens,
+    Placed,
     Sizes,
+    bind_place,
     find_slots,
     lens_before,
-    place_again,
     place_tokens,
     takes_one_launch,
 )
@@ -44,12 +45,13 @@ from ..ops.transform import encode_rows
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import address, check_tensors
 from ..rows.basis import Encoding, LayerBasis, Queries
+from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
-from ..rows.slots import Slots, Split
+from ..rows.slots import Slots, SlotsCall, Split
 from ..rows.spacing import spaced_len
 from ..rows.variant import (
     AttentionVariant,
@@ -62,6 +64,10 @@ from ..rows.variant import (
 from .checks import Counts, whole_numbers
 from .row_stacks import to_device, zero_rows
 
+if TYPE_CHECKING:
+    from ..kernels.cuda.runtime.launch import Launch
+
+MOST_BOUND = 16  # new tokens of a sequence in appends whose launches are bound: their slots stay
 SPARE = 512  # tokens before its window that a layer with one keeps: as many can be cropped
 ROLLBACK = 64  # tokens before the recent ones that are kept in 16 bit, too
 
@@ -120,6 +126,23 @@ def packed_row_bytes(
     """Bytes of the rows that lie one after another: of K, and of V, or both in one latent row."""
     both = k_format.row_bytes, v_format.row_bytes
     return (sum(both),) if latent else both
+
+
+class BoundAppend(NamedTuple):
+    """The launches of an append to a layer, bound to its tensors.
+
+    Attributes:
+        new_tokens: of each sequence.
+        place: of ops.slots.bind_place.
+        write: of ops.append.bind_append.
+        room: what they share, see ops.slots.Placed. It stays, so appends of a layer follow one
+            another on one stream, as its rows ask for.
+    """
+
+    new_tokens: int
+    place: Launch
+    write: Launch
+    room: torch.Tensor
 
 
 class LayerCache:
@@ -209,7 +232,7 @@ class LayerCache:
         self.lens = Lens(*lens, *seen)
         sizes = self.sink_len, self.packed_len, self.recent_len, self.split.ring_len
         self.sizes = Sizes(*sizes, max_seq_len, hides or 0)
-        self._segments, self._again = FixedSegments(self._make_segments()), Appends()
+        self._segments, self.bound = FixedSegments(self._make_segments()), Bound()
 
     def _make_rows(self, batch: int, num_kv_heads: int, device: torch.device) -> None:
         """Allocate the rows."""
@@ -464,7 +487,7 @@ class LayerCache:
 
     def limit(self, max_seq_len: int) -> None:
         """Take no more tokens than a layer that was made with a smaller max_seq_len."""
-        self.max_seq_len, self._again = max_seq_len, Appends()  # what is kept knows the other
+        self.max_seq_len, self.bound = max_seq_len, Bound()  # launches know the other
         self.sizes = self.sizes._replace(max_seq_len=max_seq_len)
 
     def _packed_in_use(self) -> int:
@@ -506,21 +529,35 @@ class LayerCache:
         bad_rows: torch.Tensor,
         overflow_tokens: torch.Tensor,
         queries: Queries | None = None,
+        bound: BoundAppend | None = None,
     ) -> torch.Tensor | None:
         """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append.
 
-        On CUDA in two launches, unless values are read: slots and lengths, then rows.
+        On CUDA in two launches, unless values are read: slots and lengths, then rows. They are
+        bound to the layer: new rows of a kind that was appended before are only launched.
 
         Args:
             k, v, new_lens: as in KVCache.append.
             bad_rows, overflow_tokens: the counters of KVCache.
             queries: as write_rows takes them, of the one token of each sequence.
+            bound: the launches of such an append, where the caller has found them; searched when
+                None.
 
         Returns:
             As write_rows.
         """
         if new_lens is None and queries is None and not torch.compiler.is_compiling():
-            if self._append_again(k, v, bad_rows, overflow_tokens):
+            bound = bound or self.bound.find(k, v)
+            # else lengths have to be read: they are not known, or near max_seq_len
+            if bound and self.longest is not None and self.longest + bound[0] <= self.max_seq_len:
+                new_tokens, place, write, room = bound
+                place.at((overflow_tokens.data_ptr(),))
+                try:
+                    write.at((bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
+                except Exception:  # such as a lack of memory
+                    self._take_back(room)
+                    raise
+                self.longest += new_tokens
                 return None
         given = k, v
         check_tensors(**dict(zip(self.sides, given, strict=True)))
@@ -546,17 +583,10 @@ class LayerCache:
         else:
             if recorded:  # what cannot be reported must not be written
                 counts = self._with_room(counts, new_tokens, overflow_tokens)
-            slots = find_slots(
-                self.seq_lens,
-                self.packed_lens,
-                counts,
-                new_tokens,
-                self.split.page_size,
-                self.sink_len,
-                self.split.ring_len,
-                ring=self.window is not None,
-                at_once=self.packed_len > 0,
-            )
+            sizes = new_tokens, self.split.page_size, self.sink_len, self.split.ring_len
+            ring, at_once = self.window is not None, self.packed_len > 0
+            lens = self.seq_lens, self.packed_lens, counts
+            slots = find_slots(SlotsCall(*lens, *sizes, ring=ring, at_once=at_once))
         has_exact = slots.exact is not None
         exact_k = self.k_exact_rows if has_exact else None
         exact_v = self.v_exact_rows if has_exact else None
@@ -578,7 +608,7 @@ class LayerCache:
         elif self.longest is not None:
             self.longest = longest
         if placed is not None and counts is None and not (recorded or k.is_meta):
-            self._keep_append(given, call)
+            self._bind(given, call, placed)
         return multiplied
 
     def _to_write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Rows, Encodings]:
@@ -587,44 +617,19 @@ class LayerCache:
             return (k, v), (Encoding(), Encoding())
         return (k, v), (self.basis.k.encoding, self.basis.v.encoding)
 
-    def _append_again(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bad_rows: torch.Tensor,
-        overflow_tokens: torch.Tensor,
-    ) -> bool:
-        """Append new rows like some before, which did fit, by the same two launches.
-
-        Not in a graph, nor where lengths or values have to be read.
-        """
-        if not self._again or self.longest is None or debug.enabled:
-            return False
-        found = self._again.get(kind_of(k, v))
-        if found is None or torch.cuda.is_current_stream_capturing():
-            return False
-        longest = self.longest + k.shape[2]
-        if longest > self.max_seq_len:
-            return False
-        place, write = found
-        room = place(overflow_tokens.data_ptr())
-        slots, step = room.data_ptr(), 8 * room.shape[1]
-        try:
-            bad = bad_rows.data_ptr()
-            write(k.data_ptr(), v.data_ptr(), (slots, slots + step, slots + 2 * step), bad)
-        except Exception:  # such as a lack of memory, as in append
-            self._take_back(room)
-            raise
-        self.longest = longest
-        return True
-
-    def _keep_append(self, given: tuple[torch.Tensor, torch.Tensor], call: AppendCall) -> None:
-        """Remember how such new rows were appended, unless they were copied on the way."""
-        if any(x.data_ptr() != side.x.data_ptr() for x, side in zip(given, call[:2], strict=True)):
+    def _bind(
+        self, given: tuple[torch.Tensor, torch.Tensor], call: AppendCall, placed: Placed
+    ) -> None:
+        """Bind the launches of an append, unless new rows were copied on the way."""
+        new_tokens = given[0].shape[2]
+        if new_tokens > MOST_BOUND or any(
+            x.data_ptr() != side.x.data_ptr() for x, side in zip(given, call[:2], strict=True)
+        ):
             return
-        write = append_again(call, placed=True)
-        place = place_again(self.lens, self.sizes, given[0].shape[2])
-        self._again.keep(kind_of(*given), write and (place, write))
+        place = bind_place(self.lens, self.sizes, new_tokens, placed.room)
+        write = bind_append(call, placed=True)
+        if place is not None and write is not None:
+            self.bound.keep(kind_of(*given), BoundAppend(new_tokens, place, write, placed.room))
 
     def _take_back(self, room: torch.Tensor) -> None:
         """Set the lengths to what they were when tokens were placed that could not be written."""

@@ -1,14 +1,9 @@
-"""Compile what a cache will launch before it does, all at a time.
-
-A kernel takes seconds to compile, and one after another would be compiled where it is first needed.
-Which ones will be needed is told by the calls themselves, rehearsed (kvquant/rehearsal.py) on a
-cache of the same shape without memory: there is no list that could differ from them.
-"""
+"""What a cache will be called for, made on one without memory: see runtime/warmup.py of the CUDA
+kernels, which compiles what these calls launch."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,18 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import KVQuantError
-from ..rehearsal import rehearse
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES
+from .latent import LIKELY_Q_HEADS
 from .layer import LayerCache
 
 if TYPE_CHECKING:
-    from ..kernels.cuda.runtime.launch import GPU
-    from ..kernels.cuda.runtime.spec import Spec
     from .contiguous import KVCache
 
-log = logging.getLogger("kvquant")
 _warm: set[Hashable] = set()  # caches whose kernels were compiled in this process
 
 
@@ -40,7 +32,7 @@ class Calls:
     Attributes:
         make: makes it, empty, on the meta device.
         dtype: of new rows; queries have it too, or bfloat16 where it is float32.
-        num_q_heads: of queries; when None those that are likely, see KVCache.likely_q_heads.
+        num_q_heads: of queries; when None those that are likely, see likely_q_heads.
         prompts: new tokens of each sequence in calls of KVCache.append.
         steps: the same of KVCache.step.
     """
@@ -54,7 +46,8 @@ class Calls:
     def __call__(self) -> None:
         """Make all of them; those that are not possible will say why when they are made."""
         cache = self.make()
-        q_heads = (self.num_q_heads,) if self.num_q_heads else cache.likely_q_heads()
+        step: Callable[..., object] = cache.step  # latents come with two queries
+        q_heads = (self.num_q_heads,) if self.num_q_heads else likely_q_heads(cache)
         kinds = {_kind(at): layer for layer, at in enumerate(cache.layers)}
         for layer in sorted(kinds.values()):
             at = cache.layers[layer]
@@ -67,8 +60,16 @@ class Calls:
                 k, v = new_rows((*rows, count), at.k_format, at.v_format, self.dtype)
                 axes = (count, num_q_heads) if count > 1 else (num_q_heads,)
                 queries = [new_queries((cache.batch, *axes), x) for x in (k, v)]
+                queries = queries if cache.latent else queries[:1]
                 with suppress(KVQuantError):
-                    cache.rehearse_step(layer, queries, k, v)
+                    step(layer, *queries, k, v, sm_scale=1.0)  # kernels are of any scale
+
+
+def likely_q_heads(cache: KVCache) -> tuple[int, ...]:
+    """Numbers of query heads to compile kernels for: the one that is known, or else a guess, of
+    latents those of DeepSeek's small and large models."""
+    guess = LIKELY_Q_HEADS if cache.latent else (cache.num_kv_heads,)
+    return (cache.num_q_heads,) if cache.num_q_heads else guess
 
 
 def new_rows(
@@ -86,33 +87,6 @@ def new_queries(shape: tuple[int, ...], k: torch.Tensor) -> torch.Tensor:
     """Queries of a rehearsal, [*shape, head_dim], that come with K."""
     dtype = k.dtype if k.dtype in EXACT_DTYPES.values() else torch.bfloat16
     return torch.empty(*shape, k.shape[-1], dtype=dtype, device="meta")
-
-
-def kernels_of(calls: Iterable[Callable[[], None]], gpu: GPU) -> list[Spec]:
-    """The specs of the kernels that calls, such as Calls, would launch on a GPU."""
-    with rehearse(gpu) as rehearsal:
-        for call in calls:
-            call()
-    return list(rehearsal.kernels)
-
-
-def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
-    """Compile the kernels that calls will launch and that are not on the disk, all at a time; a
-    line of the log says so, and a bar on a terminal how far that is. Nothing is done for the CPU.
-    """
-    if device.type != "cuda":
-        return
-    from ..kernels.cuda.runtime.compile import missing
-    from ..kernels.cuda.runtime.compile_pool import compile_all
-    from ..kernels.cuda.runtime.launch import gpu_of
-    from ..text import progress
-
-    gpu = gpu_of(torch.cuda.current_device() if device.index is None else device.index)
-    todo = missing(kernels_of(calls, gpu), gpu.arch)
-    if todo:
-        log.warning("kvquant: compiling %d kernels for %s, once", len(todo), gpu.arch)
-        with progress(len(todo), "Compiling kernels", lines=False) as update:
-            compile_all(todo, gpu.arch, lambda spec: update(1))
 
 
 def warm_up_first(cache: KVCache, k: object) -> None:
@@ -144,6 +118,8 @@ def warm_up_cache(
     devices = tuple(dict.fromkeys(cache.devices))
     heads = cache.num_kv_heads, cache.num_q_heads
     kind = type(cache), kinds, cache.batch, heads, devices, key
+    from ..kernels.cuda.runtime.warmup import warm_up
+
     if kind not in _warm:
         make = partial(cache.like, cache.batch, "meta")
         for device in devices:

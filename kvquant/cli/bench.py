@@ -245,8 +245,8 @@ def _measure(
 
 def _compile(calls: Sequence[Callable[[], None]], timer: Timer) -> None:
     """Compile what calls need, all at a time."""
-    from ..cache.warmup import kernels_of
     from ..kernels.cuda.runtime.launch import gpu_of
+    from ..kernels.cuda.runtime.warmup import kernels_of
 
     gpu = gpu_of(timer.device.index)
     compile_kernels(kernels_of(calls, gpu), gpu.arch)

@@ -100,7 +100,8 @@ def warmup(
             why = "is of K and V, and these are latent rows"
         if why and is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} {why}: leave it out")
-    from ..cache.warmup import Calls, kernels_of
+    from ..cache.warmup import Calls
+    from ..kernels.cuda.runtime.warmup import kernels_of
 
     gpu = _gpu(arch)
     dtype, caches = _caches(model, plan, formats, options)

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 
 from ..ops import attention
-from ..ops.append import append_rows, dequantize_pages
+from ..ops.append import append_rows
 from ..ops.causal import causal_attention
+from ..ops.rows_at import dequantize_pages
 from ..rows.basis import Basis
 from ..rows.call import AttentionCall
 from ..rows.format import RowFormat
@@ -196,9 +197,7 @@ def _attend_to_rows(
     lens, table = step.seq_lens[sequences], step.block_table[sequences]
     k_format, v_format, _ = layer.layout
     rows = Segment(*layer.layout.views(pages), lens, k_format, v_format, block_table=table)
-    call = AttentionCall(
-        queries, [rows], layer.sm_scale, None, False, q_lens, variant=layer.variant
-    )
+    call = AttentionCall(queries, [rows], layer.sm_scale, q_lens=q_lens, variant=layer.variant)
     return attention.attend(call, layer.basis, lens)[0]
 
 

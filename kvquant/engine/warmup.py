@@ -1,7 +1,7 @@
 """Compile what an engine's steps will launch before its first request. Needs no engine.
 
 A kernel takes seconds to compile, for which all requests would wait. Which ones are needed is told
-by steps that are rehearsed, as for a cache of ours: see kvquant/cache/warmup.py.
+by steps that are rehearsed, as for a cache of ours: see kernels/cuda/runtime/warmup.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.warmup import new_queries, new_rows, present_in, warm_up
+from ..cache.warmup import new_queries, new_rows, present_in
 from ..rows.variant import names_of
 from .contract import LayerRows, NewTokens
 from .step import FEW, append, attend, describe_step
@@ -95,6 +95,7 @@ def warm_up_layers(device: torch.device, calls: Sequence[StepCalls]) -> None:
     if device.type != "cuda":
         return
     from ..kernels.cuda.runtime.compile import require_extra
+    from ..kernels.cuda.runtime.warmup import warm_up
 
     require_extra()
     kinds = {one.kind: one for one in calls}

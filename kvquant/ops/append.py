@@ -1,51 +1,49 @@
-"""Write the rows of new tokens, and read rows back: one call, one launch on CUDA.
+"""Write the rows of new tokens: one call, one launch on CUDA.
 
-    append_rows, dequantize_pages         check their arguments, then as below
-    write_rows                            what a cache calls, which has checked already
-    torch.ops.kvquant.append_rows         writes k_rows, v_rows, exact_k, exact_v and bad
-    torch.ops.kvquant.dequantize_pages    writes out
+    append_rows                      checks its arguments, then as below
+    write_rows                       what a cache calls, which has checked already
+    bind_append                      the launch of write_rows, for a cache to keep
+    torch.ops.kvquant.append_rows    writes k_rows, v_rows, exact_k, exact_v and bad
 
-The custom ops are what torch.compile(fullgraph=True) takes. They are called inside of it only,
-because the dispatcher takes a few microseconds, and return nothing: what they write is declared,
-and torch keeps it in place. Formats are names, of the head_dim of the rows. Shapes and dtypes are
-checked while a graph is traced, everything where it runs.
+The custom op is what torch.compile(fullgraph=True) takes. It is called inside of it only, because
+the dispatcher takes a few microseconds, and returns nothing: what it writes is declared, and torch
+keeps it in place. Formats are names, of the head_dim of the rows. Shapes and dtypes are checked
+while a graph is traced, everything where it runs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import debug
-from ..errors import ConfigError, ShapeError
-from ..rows.arguments import check_readable
 from ..rows.basis import Basis, Encoding, Queries, transform_rows
 from ..rows.call import AppendCall, AppendSide
-from ..rows.format import HEAD_DIMS, RowFormat
-from ..rows.latent import AnyFormat, parse_any
-from ..rows.quantize import check_dtype, check_format, format_of, is_nan_row
+from ..rows.format import RowFormat
+from ..rows.quantize import is_nan_row
 from ..rows.rotation import Rope, apply_rope
 from ..rows.slots import Slots
 from .append_checks import (
     check_apart,
     check_append,
     check_call,
-    check_dequantize,
     check_new,
     check_types,
 )
 from .dispatch import kernels_for, torch_op
 from .quantize import dequantize_rows, quantize_calibrated, quantize_rows
-from .slots import check_existing
+from .rows_at import put, take
 
-ALIGNMENT = 16  # bytes that new rows are read at a time on CUDA
-MOST_KINDS = 16  # of new rows, whose appends a layer remembers
+if TYPE_CHECKING:
+    from ..kernels.cuda.runtime.launch import Launch
+
 TOKENS_PER_PART = 256  # what is computed on the way stays in the caches of the CPU
 
+NO_ROPE = None, None, False
 Write = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -131,11 +129,10 @@ def append_rows(
     """
     if not isinstance(slots, Slots):
         slots = Slots(slots)
+    given = k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope
     try:
         if torch.compiler.is_compiling():
-            check_types(
-                k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope
-            )
+            check_types(*given)
         else:
             check_apart("k_rows", k_rows, "v_rows", v_rows)
             if exact_k is not None and exact_v is not None:
@@ -147,8 +144,8 @@ def append_rows(
         sides = AppendSide(k, k_rows, *of_k), AppendSide(v, v_rows, *of_v)
         call = AppendCall(*sides, slots, exact_format, rope, bad)
         write_rows(call, backend=backend, check=functools.partial(check_call, call))
-    except Exception:  # types are looked at only now: it takes time
-        check_types(k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope)
+    except Exception:  # as of WRONG_TYPES; what is wrong may have another shape or dtype, too
+        check_types(*given)
         raise
 
 
@@ -191,18 +188,8 @@ def write_rows(
     """
     k, v, slots, exact_format, rope, bad = call
     if torch.compiler.is_compiling():
-        cos, sin, interleaved = rope or (None, None, False)
-        append_rows_op(
-            *_op_arguments(k),
-            *_op_arguments(v),
-            *slots,
-            exact_format,
-            cos,
-            sin,
-            interleaved,
-            bad,
-            backend,
-        )
+        sides = *_op_arguments(k), *_op_arguments(v)
+        append_rows_op(*sides, *slots, exact_format, *(rope or NO_ROPE), bad, backend)
         return None
     backend = kernels_for(k.x, backend)
     if check and (backend != "cuda" or debug.enabled):
@@ -234,59 +221,20 @@ def write_rows(
     return None
 
 
-class Appends(dict[Hashable, Any]):
-    """Appends of a cache on CUDA that can be made again, by kind_of the new rows.
-
-    A copy begins without: its tensors lie elsewhere.
-    """
-
-    def keep(self, kind: Hashable, again: Any) -> None:
-        """Remember one of them, unless it is None."""
-        if again is None:
-            return
-        if len(self) >= MOST_KINDS:
-            self.clear()
-        self[kind] = again
-
-    def __reduce__(self) -> tuple[type[Appends], tuple[()]]:
-        return Appends, ()
-
-
-def kind_of(k: torch.Tensor, v: torch.Tensor) -> Hashable:
-    """All of new rows that an append to the same rows depends on; None if they are no tensors."""
-    try:
-        return tuple(
-            (
-                type(x),
-                x.shape,
-                x.is_contiguous() or x.stride(),
-                x.dtype,
-                x.device,
-                x.data_ptr() % ALIGNMENT,
-                x.is_neg(),
-            )
-            for x in (k, v)
-        )
-    except (AttributeError, TypeError, RuntimeError):  # of torch: their values lie nowhere
-        return None
-
-
-def append_again(call: AppendCall, *, placed: bool = False) -> Callable[..., None] | None:
-    """An append that write_rows has made on CUDA, to be made again of such new rows.
+def bind_append(call: AppendCall, *, placed: bool = False) -> Launch | None:
+    """An append that write_rows has made on CUDA, bound to its tensors.
 
     Args:
-        call: without rope, and with counters.
+        call: with counters.
         placed: as of write_rows, of every such append.
 
     Returns:
-        kernels.cuda.append.launch.AppendAgain; None if it took more than a launch, or none.
+        A launch that takes the addresses of bad and of new rows like those of the call; None if it
+        took more than a launch, or none.
     """
-    if call.k.is_calibrated or call.v.is_calibrated or not call.k.x.numel():
-        return None
-    from ..kernels.cuda.append.launch import AppendAgain
+    from ..kernels.cuda.append.launch import bind_append
 
-    again = AppendAgain(call, overlaps=placed)
-    return None if again.copies else again
+    return bind_append(call, overlaps=placed)
 
 
 @functools.cache
@@ -349,7 +297,7 @@ def _write(call: AppendCall, backend: str) -> None:
     writes = [_writes(side, slots, exact_format, backend) for side in (k, v)]
     for i, found in enumerate(writes):  # everything is computed before anything is written
         for storage, where, rows, is_bad in found:
-            _put(storage, where, rows)
+            put(storage, where, rows)
             if bad is not None:
                 bad[i] += is_bad.sum()
 
@@ -376,7 +324,7 @@ def _writes(side: AppendSide, slots: Slots, exact_codec: str, backend: str) -> l
     is_exact = exact >= 0
     leaves = is_exact & (evicted >= 0)
     is_packed = ~leaves & (packed >= 0)
-    old = _take(exact_storage, exact[leaves])
+    old = take(exact_storage, exact[leaves])
     to_pack = torch.cat([old, new[is_packed]])
     rows = quantize(dequantize_rows(to_pack, exact_format, backend=backend))
     where, is_bad = torch.cat([evicted[leaves], packed[is_packed]]), is_nan_row(rows, fmt)
@@ -385,123 +333,6 @@ def _writes(side: AppendSide, slots: Slots, exact_codec: str, backend: str) -> l
     # a token that has a packed row, too, is counted by that one
     counts = ~is_packed[is_exact, None] & is_nan_row(kept, exact_format)
     return [(storage, where, rows, is_bad), (exact_storage, exact[is_exact], kept, counts)]
-
-
-def dequantize_pages(
-    rows: torch.Tensor,
-    fmt: str | AnyFormat,
-    slots: torch.Tensor,
-    dtype: torch.dtype,
-    out: torch.Tensor | None = None,
-    *,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """Give back the values of the rows at slots.
-
-    Args:
-        rows: [num_pages, num_kv_heads, page_size, row_bytes], uint8, as in append_rows.
-        fmt: the format that they were written in, or its short name; a LatentFormat for latent
-            rows, whose values are the latent and behind it the RoPE part (on CUDA by torch).
-        slots: [num_tokens], int64, contiguous: page * page_size + place in the page; a negative one
-            gives zeros.
-        dtype: of the result: float32, bfloat16 or float16. Values are computed in float32 and
-            rounded once.
-        out: where to write: [num_tokens, num_kv_heads, head_dim], dtype, contiguous; new when None.
-        backend: as in append_rows.
-
-    Returns:
-        out.
-
-    Raises:
-        As append_rows.
-
-    Example:
-        >>> import torch
-        >>> from kvquant import dequantize_pages, quantize_rows
-        >>> pages = quantize_rows(torch.ones(2, 8, 16, 128), "int4")  # 2 pages of 16 rows
-        >>> dequantize_pages(pages, "int4", torch.tensor([31, -1]), torch.float32)[:, 0, 0]
-        tensor([1., 0.])
-    """
-    check_readable(rows=rows, slots=slots)
-    found = format_of(rows, fmt)
-    check_format(found)
-    check_dtype(dtype)
-    if rows.ndim != 4 or slots.ndim != 1:
-        raise ShapeError(
-            f"rows is {list(rows.shape)} and slots {list(slots.shape)}: they must be [num_pages, "
-            "num_kv_heads, page_size, row_bytes] and [num_tokens]"
-        )
-    if out is None:
-        shape = slots.shape[0], rows.shape[1], found.head_dim
-        out = torch.empty(shape, dtype=dtype, device=rows.device)
-    else:
-        check_readable(out=out)
-        if out.dtype != dtype:
-            raise ConfigError(f"out is {out.dtype}, dtype {dtype}: give an out of this dtype")
-    if torch.compiler.is_compiling():
-        dequantize_pages_op(rows, str(found), slots, out, backend)
-    else:
-        _dequantize(rows, found, slots, out, backend)
-    return out
-
-
-def _dequantize(
-    rows: torch.Tensor, fmt: AnyFormat, slots: torch.Tensor, out: torch.Tensor, backend: str | None
-) -> None:
-    """Check and dequantize into out; see dequantize_pages."""
-    backend = kernels_for(rows, backend)
-    has_kernel = fmt.head_dim in HEAD_DIMS  # latent rows and their parts have none
-    if (
-        backend == "cuda" and has_kernel and not debug.enabled
-    ):  # the launcher checks only calls it has not seen
-        check = functools.partial(check_dequantize, rows, fmt, slots, out)
-        _dequantize_cuda()(rows, fmt, slots, out, check=check)
-        return
-    check_dequantize(rows, fmt, slots, out)
-    if debug.may_read(slots):
-        check_existing("slots", slots, rows.shape[0] * rows.shape[2])
-    if backend == "cuda" and has_kernel:
-        _dequantize_cuda()(rows, fmt, slots, out)
-        return
-    if backend == "cuda" and rows.numel():  # as the kernel, without waiting for the GPU
-        used = (slots >= 0) & (slots < rows.shape[0] * rows.shape[2])
-        values = dequantize_rows(_take(rows, torch.where(used, slots, 0)), fmt, out.dtype)
-        out.copy_(values.masked_fill(~used[:, None, None], 0))
-        return
-    used = slots >= 0
-    values = dequantize_rows(_take(rows, slots[used]), fmt, out.dtype, backend=backend)
-    if len(values) < len(out):
-        out.zero_()
-    out[used] = values
-
-
-@functools.cache
-def _dequantize_cuda() -> Callable[..., None]:
-    from ..kernels.cuda.dequantize.launch import dequantize
-
-    return dequantize
-
-
-def _take(storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Copy the rows at slots: [slots, num_kv_heads, row_bytes]."""
-    page_size = max(storage.shape[2], 1)
-    return _widest(storage)[slots // page_size, :, slots % page_size].view(torch.uint8)
-
-
-def _put(storage: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows as _take gives them."""
-    page_size, wide = max(storage.shape[2], 1), _widest(storage)
-    flat = rows.flatten().view(wide.dtype)  # view looks at strides of axes of size 1, too
-    wide[slots // page_size, :, slots % page_size] = flat.view(*rows.shape[:2], wide.shape[-1])
-
-
-def _widest(rows: torch.Tensor) -> torch.Tensor:
-    """The same bytes as the largest numbers that they can be: indexing takes time by the number."""
-    numbers = rows.shape[-1] | int(rows.storage_offset()) | rows.data_ptr()
-    for stride in rows.stride()[:-1]:
-        numbers |= stride
-    dtypes = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-    return rows.view(dtypes[min(numbers & -numbers, 8)])
 
 
 # The arguments of K, then those of V, then what they share. Sides in the order of a Side, whose
@@ -516,7 +347,6 @@ APPEND_ROWS = (
     "Tensor? evicted, str exact_format, Tensor? cos, Tensor? sin, bool interleaved, "
     "Tensor(e!)? bad, str? backend) -> ()"
 )
-DEQUANTIZE_PAGES = "(Tensor rows, str fmt, Tensor slots, Tensor(a!) out, str? backend) -> ()"
 _PER_SIDE = 4 + len(Encoding._fields)
 
 
@@ -545,19 +375,4 @@ def _append_fake(*args: Any) -> None:
     check_append(_call_of(args[:-1]))
 
 
-def _dequantize_op(
-    rows: torch.Tensor, fmt: str, slots: torch.Tensor, out: torch.Tensor, backend: str | None
-) -> None:
-    _dequantize(rows, parse_any(fmt, out.shape[-1]), slots, out, backend)
-
-
-def _dequantize_fake(
-    rows: torch.Tensor, fmt: str, slots: torch.Tensor, out: torch.Tensor, backend: str | None
-) -> None:
-    check_dequantize(rows, parse_any(fmt, int(out.shape[-1])), slots, out)
-
-
 append_rows_op = torch_op("append_rows", APPEND_ROWS, _append_op, _append_fake)
-dequantize_pages_op = torch_op(
-    "dequantize_pages", DEQUANTIZE_PAGES, _dequantize_op, _dequantize_fake
-)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of append_rows and dequantize_pages."""
+"""Checks of the arguments of append_rows."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def check_append(call: AppendCall) -> None:
     """Raise unless the arguments fit one another; nothing is read. Errors as of check_call."""
     k, v, slots, _, rope, bad = call
     num_tokens, num_kv_heads = check_new(k.x, v.x)
-    _check_pages("k_rows", k.rows, k.fmt)
-    _check_pages("v_rows", v.rows, v.fmt)
+    check_pages("k_rows", k.rows, k.fmt)
+    check_pages("v_rows", v.rows, v.fmt)
     _check_storage(("k_rows", "v_rows"), k.rows, v.rows, num_kv_heads)
     _check_exact(call, num_kv_heads)
     for name, one in zip(Slots._fields, slots, strict=True):
         if one is not None:
-            _check_tensor(f"slots.{name}", one, torch.int64, (num_tokens,))
+            check_tensor(f"slots.{name}", one, torch.int64, (num_tokens,))
     for name, side in (("k_transform", k), ("v_transform", v)):
         _check_transform(name, side.transform, num_kv_heads, side.fmt.head_dim)
     if rope is not None:
         _check_rope(rope, num_tokens, k.fmt.head_dim)
     if bad is not None:
-        _check_tensor("bad", bad, torch.int32, (2,))
+        check_tensor("bad", bad, torch.int32, (2,))
     tensors = [v.x, k.rows, v.rows, k.exact_rows, v.exact_rows, bad, *slots]
     for encoding in (k.transform, v.transform):
         offset, _, *others = encoding
@@ -95,22 +95,6 @@ def check_tokens(call: AppendCall, names: Names = K_AND_V) -> None:
         _check_rope(rope, num_tokens, k.fmt.head_dim)
         given += rope[:2]
     _check_devices(k.x, given)
-
-
-def check_dequantize(
-    rows: torch.Tensor, fmt: AnyFormat, slots: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Raise unless the rows at slots can be dequantized into out; errors as of check_append."""
-    _check_pages("rows", rows, fmt)
-    if slots.ndim != 1:
-        raise ShapeError(f"slots is {list(slots.shape)}: it must be [num_tokens]")
-    _check_tensor("slots", slots, torch.int64, tuple(slots.shape))
-    if out.dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"out is {out.dtype}: use float32, bfloat16 or float16")
-    _check_tensor("out", out, out.dtype, (slots.shape[0], rows.shape[1], fmt.head_dim))
-    for name, tensor in (("slots", slots), ("out", out)):
-        if tensor.device != rows.device:
-            raise DeviceError(f"rows is on {rows.device}, {name} on {tensor.device}")
 
 
 def check_types(
@@ -259,7 +243,7 @@ def _check_storage(
         raise ShapeError(f"k and v have {num_kv_heads} KV heads, {names[0]} has {shape[1]}")
 
 
-def _check_pages(name: str, rows: torch.Tensor, fmt: AnyFormat) -> None:
+def check_pages(name: str, rows: torch.Tensor, fmt: AnyFormat) -> None:
     check_rows(rows, fmt, name)
     if rows.ndim != 4 or rows.stride(-1) != 1:
         raise ShapeError(
@@ -274,8 +258,8 @@ def _check_exact(call: AppendCall, num_kv_heads: int) -> None:
     check_exact_format(codec)
     has_slots = slots.exact is not None and slots.evicted is not None
     if k.exact_rows is not None and v.exact_rows is not None and has_slots:
-        _check_pages("exact_k", k.exact_rows, RowFormat.parse(codec, k.fmt.head_dim))
-        _check_pages("exact_v", v.exact_rows, RowFormat.parse(codec, v.fmt.head_dim))
+        check_pages("exact_k", k.exact_rows, RowFormat.parse(codec, k.fmt.head_dim))
+        check_pages("exact_v", v.exact_rows, RowFormat.parse(codec, v.fmt.head_dim))
         _check_storage(("exact_k", "exact_v"), k.exact_rows, v.exact_rows, num_kv_heads)
         return
     together = {
@@ -300,7 +284,7 @@ def _check_transform(name: str, transform: Encoding, num_kv_heads: int, head_dim
         ("feedback", transform.feedback, square),
     ):
         if tensor is not None:
-            _check_tensor(f"{name}.{what}", tensor, torch.float32, shape)
+            check_tensor(f"{name}.{what}", tensor, torch.float32, shape)
     check_flag(f"{name}.rotate", transform.rotate)
 
 
@@ -314,10 +298,10 @@ def _check_rope(rope: Rope, num_tokens: int, head_dim: int) -> None:
             f"rotary_dim at most the head_dim {head_dim} of K"
         )
     for name, tensor in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
-        _check_tensor(name, tensor, torch.float32, (num_tokens, half))
+        check_tensor(name, tensor, torch.float32, (num_tokens, half))
 
 
-def _check_tensor(
+def check_tensor(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     if not isinstance(tensor, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Attention over rows: the public calls, the op of torch, and the merge of partial results.
+"""Attention over rows: the public call and the op of torch.
 
     torch.ops.kvquant.attend_segments    gives [out], or [out, lse]
 
@@ -17,7 +17,7 @@ from typing import Any, Literal, overload
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError, shown
+from ..errors import ConfigError, ShapeError, shown
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import (
     check_flag,
@@ -29,7 +29,7 @@ from ..rows.arguments import (
 from ..rows.basis import LayerBasis
 from ..rows.call import AttentionCall
 from ..rows.format import RowFormat, check_head_dims
-from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES
+from ..rows.quantize import FLOAT_DTYPES
 from ..rows.reference import reference_over_segments
 from ..rows.segment import (
     Segment,
@@ -48,7 +48,7 @@ from ..rows.variant import (
     in_use,
     mark_unbiased,
 )
-from .dispatch import kernels_for, torch_op
+from .dispatch import WRONG_TYPES, kernels_for, torch_op
 from .transform import missing_scores, restore_result, transform_query
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -273,8 +273,10 @@ def attend(
                 mark_unbiased(*found, segments, variant.key_bias)
             return found
         return _attend_checked(call)
-    except (AttributeError, TypeError, RuntimeError):  # types are checked only now: it is slow
+    except WRONG_TYPES:
         check_types(q, segments, q_lens)
+        if variant is not None:
+            check_variant(q, variant)
         raise
 
 
@@ -431,17 +433,10 @@ def _attend_traced(call: AttentionCall) -> Result:
         if isinstance(fmt, RowFormat) and fmt.head_dim != head_dim:
             RowFormat.parse(fmt, head_dim)  # says what does not fit
     v_format = segments[0].v_format
+    named = [one._replace(k_format=str(one[3]), v_format=str(one[4])) for one in segments]  # type: ignore[arg-type]
     results = attend_segments_op(
         q.detach(),
-        [segment.k_rows for segment in segments],
-        [segment.v_rows for segment in segments],
-        [segment.seq_lens for segment in segments],
-        [str(segment.k_format) for segment in segments],
-        [str(segment.v_format) for segment in segments],
-        [segment.starts for segment in segments],
-        [segment.block_table for segment in segments],
-        [segment.sinks for segment in segments],
-        [segment.seq_slots for segment in segments],
+        *map(list, zip(*named, strict=True)),
         v_format.head_dim if isinstance(v_format, RowFormat) else head_dim,
         None if sm_scale is None else check_scale(sm_scale),
         return_lse,
@@ -496,102 +491,3 @@ def _attend_fake(*args: Any) -> list[torch.Tensor]:
 
 
 attend_segments_op = torch_op("attend_segments", ATTEND_SEGMENTS, _attend_op, _attend_fake)
-
-
-def merge_states(*states: State) -> State:
-    """Merge attention over disjoint sets of tokens into attention over all of them, exactly.
-
-    Args:
-        states: pairs of out [..., head_dim] and lse [...], base e, as decode_attention returns
-            them; lse -inf marks a state without tokens, whose out does not matter.
-
-    Returns:
-        out, the dtype of the first one, and lse, float32 (float64 if any lse is). Computed in the
-        dtype of lse. Where no state has tokens: zeros and -inf. Where an lse is +inf out is NaN.
-
-    Raises:
-        ShapeError: no state, or states that do not fit one another.
-        ConfigError: a state is no pair of tensors of floats.
-        DeviceError: they lie on several devices.
-
-    Example:
-        >>> import torch
-        >>> from kvquant import merge_states
-        >>> prompt = torch.ones(1, 8, 64), torch.zeros(1, 8)
-        >>> answer = torch.zeros(1, 8, 64), torch.zeros(1, 8)
-        >>> out, lse = merge_states(prompt, answer)
-        >>> float(out[0, 0, 0]), round(float(lse[0, 0]), 4)
-        (0.5, 0.6931)
-
-    Source: the attention states of FlashInfer (https://arxiv.org/abs/2501.01005), there in base 2.
-    """
-    if not states:
-        raise ShapeError("merge_states needs at least one (out, lse)")
-    for state in states:
-        pair = isinstance(state, tuple | list) and len(state) == 2
-        if not pair or not all(isinstance(x, torch.Tensor) for x in state):
-            raise ConfigError(
-                f"a state is a {type(state).__name__} and no pair of tensors: give the states one "
-                "by one, merge_states((out, lse), (out, lse)), and a list as merge_states(*states)"
-            )
-        check_tensors(out=state[0], lse=state[1])
-        if not state[0].is_floating_point() or not state[1].is_floating_point():
-            raise ConfigError(f"out is {state[0].dtype} and lse {state[1].dtype}: use floats")
-    states = tuple((out.detach(), lse.detach()) for out, lse in states)
-    first_out = states[0][0]
-    for out, lse in states:
-        if out.device != first_out.device or lse.device != first_out.device:
-            raise DeviceError(f"states on {first_out.device}, {out.device} and {lse.device}")
-        if out.shape != first_out.shape or lse.shape != out.shape[:-1]:
-            raise ShapeError(
-                f"out {list(out.shape)} with lse {list(lse.shape)} cannot be merged with out "
-                f"{list(first_out.shape)}: outs must be alike, and lse an out without its last axis"
-            )
-    lses = torch.stack([lse if lse.dtype == torch.float64 else lse.float() for _, lse in states])
-    outs = torch.stack([out.to(lses.dtype) for out, _ in states])
-    return _merge(outs, lses, first_out.dtype)
-
-
-def _merge(outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype) -> State:
-    """merge_states of states that lie one behind another; arguments as of merge_by_kernels."""
-    top = lses.amax(0)
-    # all empty: exp(-inf - 0) = 0; where a score was infinite: NaN, as in decode_attention
-    weights = (lses - top.masked_fill(top == -torch.inf, 0.0)).exp()
-    total = weights.sum(0)  # exp(lse) would be rounded, by much where scores are large
-    parts = torch.where(lses[..., None] == -torch.inf, 0.0, weights[..., None] * outs)
-    share = 1 / total.masked_fill(total == 0, 1.0)
-    return (parts.sum(0) * share[..., None]).to(dtype), lses.logsumexp(0)
-
-
-def merge_by_kernels(
-    outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype, backend: str | None
-) -> State:
-    """merge_states of states that lie one behind another, 16-bit ones on CUDA by one kernel.
-
-    Args:
-        outs: [states, ..., head_dim], float32 of any strides; or dtype, each state without gaps:
-            then the first one is overwritten, and may be returned.
-        lses: [states, ...], float32, likewise.
-        dtype: of the out that is returned.
-        backend: as in decode_attention.
-    """
-    has_kernel = dtype in EXACT_DTYPES.values() and outs.shape[-1] % 4 == 0 and outs.numel() > 0
-    if not (has_kernel and outs.is_cuda) or kernels_for(outs, backend) == "reference":
-        return _merge(outs.to(lses.dtype), lses, dtype)
-    from ..kernels.cuda.prefix.launch import combine
-    from ..kernels.cuda.prefix.spec import MOST_SPLITS
-
-    if len(outs) > MOST_SPLITS:
-        return _merge(outs.to(lses.dtype), lses, dtype)
-    # as splits of a prefix, a query a row, with one KV head
-    rows, dim = lses[0].numel(), outs.shape[-1]
-    if outs.dtype == dtype:  # what is the sequence's own is the first state
-        others = outs.flatten(1, -2)[1:, None], lses.flatten(1)[1:, None]
-        out, lse = outs[0].view(rows, 1, dim), lses[0].view(rows, 1)
-    else:  # nothing is
-        states = len(outs), 1, rows
-        others = outs.contiguous().view(*states, dim), lses.contiguous().view(states)
-        out = torch.zeros(rows, 1, dim, dtype=dtype, device=outs.device)
-        lse = torch.full((rows, 1), -torch.inf, dtype=torch.float32, device=outs.device)
-    combine(out, lse, *others, None)
-    return out.view(outs.shape[1:]), lse.view(lses.shape[1:])

@@ -54,8 +54,9 @@ from ..rows.segment import (
     check_segments,
     visible_tokens,
 )
-from .attention import Result, State, cpu_kernel, merge_states
-from .dispatch import kernels_for, torch_op
+from .attention import Result, State, cpu_kernel
+from .dispatch import WRONG_TYPES, kernels_for, torch_op
+from .merge import merge_states
 from .transform import takes_one_launch
 
 ATTEND_LATENTS = (
@@ -241,17 +242,12 @@ def attend_latents(
         return _attend_in_basis(call, basis, seq_lens)
     if not torch.compiler.is_compiling():
         return _attend(call)
-    rows = call.all_segments  # as _op_call takes them apart
+    # as _op_call takes them apart: V and its format are parts of K and its
+    rows = [(k, lens, str(fmt), *others) for k, _, lens, fmt, _, *others in call.all_segments]
     results: list[torch.Tensor] = attend_latents_op(
         call.q_latent.detach(),
         call.q_rope.detach(),
-        [segment.k_rows for segment in rows],
-        [segment.seq_lens for segment in rows],
-        [str(segment.k_format) for segment in rows],
-        [segment.starts for segment in rows],
-        [segment.block_table for segment in rows],
-        [segment.sinks for segment in rows],
-        [segment.seq_slots for segment in rows],
+        *map(list, zip(*rows, strict=True)),
         call.q_lens,
         None if call.prefix is None else call.prefix.shares,
         scale,
@@ -296,7 +292,7 @@ def _attend(call: LatentCall) -> Result:
         check = functools.partial(_checked, call)
         try:
             return _attend_cuda(call, check)
-        except (AttributeError, TypeError):  # types are checked only now: it is slow
+        except WRONG_TYPES:
             check()
             raise
     q, q_lens, sm_scale = _checked(call), call.q_lens, call.sm_scale

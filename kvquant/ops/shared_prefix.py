@@ -50,11 +50,11 @@ from .attention import (
     Transformed,
     attend,
     check_types,
-    merge_states,
     segment_of,
     with_missing_scores,
 )
-from .dispatch import torch_op
+from .dispatch import WRONG_TYPES, torch_op
+from .merge import merge_states
 from .transform import restore_result, transform_query
 
 ADD_PREFIX = (
@@ -117,7 +117,7 @@ def attend_shared(
         prefix = parse_formats(q, prefix)
     try:
         _check_prefix(q, prefix, segments)
-    except (AttributeError, TypeError, IndexError, RuntimeError):  # it takes time: only now
+    except WRONG_TYPES:
         for rows in ([prefix], segments):
             check_types(q, rows)
         raise
@@ -318,20 +318,8 @@ def _add_prefix(
     """Merge attention over a prefix into states, in place; see kernels/cuda/prefix/launch.py."""
     k_rows, v_rows, seq_lens, k_format, v_format, _, table, _, _ = prefix
     if torch.compiler.is_compiling():
-        add_prefix_op(
-            q.detach(),
-            k_rows,
-            v_rows,
-            seq_lens,
-            str(k_format),
-            str(v_format),
-            table,
-            members,
-            out,
-            lse,
-            sm_scale,
-            num_splits,
-        )
+        rows = k_rows, v_rows, seq_lens, str(k_format), str(v_format), table
+        add_prefix_op(q.detach(), *rows, members, out, lse, sm_scale, num_splits)
         return
     from ..kernels.cuda.prefix.launch import add_prefix as launch
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,11 @@ from .. import debug
 from ..errors import ConfigError, ShapeError
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import MAX_LENGTH, check_flag, check_readable, check_size
-from ..rows.slots import Slots, Split, reference_slots
-from .dispatch import torch_op
+from ..rows.slots import Slots, SlotsCall, Split, reference_slots
+from .dispatch import WRONG_TYPES, torch_op
+
+if TYPE_CHECKING:
+    from ..kernels.cuda.runtime.launch import Launch
 
 PLACE_TOKENS = (
     "(Tensor(a!) seq_lens, Tensor(b!) packed_lens, Tensor(c!) exact_lens, Tensor(d!) starts, "
@@ -87,64 +90,37 @@ def slots_of(
         >>> slots_of(lens, lens, None, 2, 64).packed  # 2 new tokens each, room for 64
         tensor([ 5,  6, 73, 74])
     """
-    _check_tensors(seq_lens, packed_lens, new_lens, block_table, seq_slots)
+    sizes = new_tokens, page_size, sink_len, recent_len
+    call = SlotsCall(seq_lens, packed_lens, new_lens, *sizes, block_table, seq_slots, ring, at_once)
+    _check_tensors(call)
     check_flag("ring", ring)
     check_flag("at_once", at_once)
     if not torch.compiler.is_compiling():
-        sizes = {"new_tokens": new_tokens, "sink_len": sink_len, "recent_len": recent_len}
-        for name, size in sizes.items():
-            check_size(name, size)
+        for name in ("new_tokens", "sink_len", "recent_len"):
+            check_size(name, getattr(call, name))
         check_size("page_size", page_size, at_least=1)
     try:
-        return find_slots(
-            seq_lens,
-            packed_lens,
-            new_lens,
-            new_tokens,
-            page_size,
-            sink_len,
-            recent_len,
-            block_table,
-            seq_slots,
-            ring,
-            at_once,
-        )
-    except RuntimeError:  # of torch; looked at only now: it takes time
-        lens = {"seq_lens": seq_lens, "packed_lens": packed_lens, "new_lens": new_lens}
-        given = {**lens, "block_table": block_table, "seq_slots": seq_slots}
-        check_readable(**{name: x for name, x in given.items() if x is not None})
+        return find_slots(call)
+    except WRONG_TYPES:
+        check_readable(**{name: x for name, x in call.tensors.items() if x is not None})
         raise
 
 
-def find_slots(
-    seq_lens: torch.Tensor,
-    packed_lens: torch.Tensor,
-    new_lens: torch.Tensor | None,
-    new_tokens: int,
-    page_size: int,
-    sink_len: int,
-    recent_len: int,
-    block_table: torch.Tensor | None = None,
-    seq_slots: torch.Tensor | None = None,
-    ring: bool = False,
-    at_once: bool = False,
-) -> Slots:
+def find_slots(call: SlotsCall) -> Slots:
     """Find slots as slots_of does, without its checks of types and sizes."""
-    tensors = seq_lens, packed_lens, new_lens, block_table, seq_slots
-    split = new_tokens, page_size, sink_len, recent_len
-    if not torch.compiler.is_compiling() and _are_on_cpu(tensors):
-        found = _cpu().find_slots(*tensors[:3], *split, block_table, seq_slots, ring, at_once)
+    if not torch.compiler.is_compiling() and _are_on_cpu(call.tensors.values()):
+        found = _cpu().find_slots(call)
         if found is not None:  # else the checks below say what is not possible
             return Slots(*found)
-    if debug.may_read(seq_lens):
-        _check_lens(seq_lens, packed_lens, new_lens, new_tokens, sink_len, recent_len)
-        new = new_tokens if new_lens is None else new_lens
-        tokens = Split(sink_len, 0 if at_once else recent_len, page_size)
-        last = tokens.packed_lens(seq_lens.long() + new, packed_lens.long())
-        if not ring:
-            _check_room(last, page_size, block_table)
-        _check_places(last, page_size, block_table, seq_slots)
-    return reference_slots(*tensors[:3], *split, block_table, seq_slots, ring, at_once)
+    if debug.may_read(call.seq_lens):
+        _check_lens(call)
+        new = call.new_tokens if call.new_lens is None else call.new_lens
+        tokens = Split(call.sink_len, 0 if call.at_once else call.recent_len, call.page_size)
+        last = tokens.packed_lens(call.seq_lens.long() + new, call.packed_lens.long())
+        if not call.ring:
+            _check_room(last, call.page_size, call.block_table)
+        _check_places(last, call.page_size, call.block_table, call.seq_slots)
+    return reference_slots(call)
 
 
 def check_slots(slots: Slots, num_packed: int, num_exact: int) -> None:
@@ -201,22 +177,12 @@ def _cpu() -> ModuleType:
     return slots
 
 
-def _check_tensors(
-    seq_lens: torch.Tensor,
-    packed_lens: torch.Tensor,
-    new_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    seq_slots: torch.Tensor | None,
-) -> None:
+def _check_tensors(call: SlotsCall) -> None:
     """Raise unless all are whole numbers of the same sequences."""
+    seq_lens = call.seq_lens
     batch = seq_lens.shape if isinstance(seq_lens, torch.Tensor) else torch.Size()
-    for name, tensor, ndim in (
-        ("seq_lens", seq_lens, 1),
-        ("packed_lens", packed_lens, 1),
-        ("new_lens", new_lens, 1),
-        ("block_table", block_table, 2),
-        ("seq_slots", seq_slots, 1),
-    ):
+    for name, tensor in call.tensors.items():
+        ndim = 2 if name == "block_table" else 1
         if tensor is None and name in ("new_lens", "block_table", "seq_slots"):
             continue
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
@@ -229,15 +195,9 @@ def _check_tensors(
             )
 
 
-def _check_lens(
-    seq_lens: torch.Tensor,
-    packed_lens: torch.Tensor,
-    new_lens: torch.Tensor | None,
-    new_tokens: int,
-    sink_len: int,
-    recent_len: int,
-) -> None:
+def _check_lens(call: SlotsCall) -> None:
     """Raise unless the sequences can have these lengths; values are read."""
+    seq_lens, packed_lens, new_lens, new_tokens, _, sink_len, recent_len, *_ = call
     lens, packed = seq_lens.cpu().numpy(), packed_lens.cpu().numpy()  # small: torch takes longer
     bad = (lens < 0) | (lens > MAX_LENGTH)
     if bad.any():
@@ -395,16 +355,15 @@ def place_tokens(
     return Placed(slots, room)
 
 
-def place_again(lens: Lens, sizes: Sizes, new_tokens: int) -> Callable[[int], torch.Tensor]:
-    """place_tokens without new_lens, to be called again and again while the tensors stay.
+def bind_place(lens: Lens, sizes: Sizes, new_tokens: int, room: torch.Tensor) -> Launch | None:
+    """place_tokens without new_lens, bound to the tensors of a layer and to room (see Placed).
 
     Returns:
-        A function of the address of overflow, which gives the room: [3, batch * new_tokens +
-        batch], int64, slots and the lengths as they were.
+        A launch that takes the address of overflow; None if there are no sequences.
     """
-    from ..kernels.cuda.slots.launch import PlaceAgain
+    from ..kernels.cuda.slots.launch import bind_place
 
-    return PlaceAgain(lens, sizes, new_tokens)
+    return bind_place(lens, sizes, new_tokens, room)
 
 
 def lens_before(room: torch.Tensor, batch: int) -> torch.Tensor:
@@ -419,23 +378,8 @@ def _launcher() -> Callable[..., None]:
     return place_tokens
 
 
-def _place(
-    seq_lens: torch.Tensor,
-    packed_lens: torch.Tensor,
-    exact_lens: torch.Tensor,
-    starts: torch.Tensor,
-    exact_firsts: torch.Tensor,
-    seen_lens: torch.Tensor | None,
-    seen_starts: torch.Tensor | None,
-    firsts: torch.Tensor | None,
-    sizes: list[int],
-    new_lens: torch.Tensor | None,
-    new_tokens: int,
-    overflow: torch.Tensor,
-    room: torch.Tensor,
-) -> None:
-    seen = seen_lens, seen_starts, firsts
-    lens = Lens(seq_lens, packed_lens, exact_lens, starts, exact_firsts, *seen)
+def _place(*args: Any) -> None:
+    *lens, sizes, new_lens, new_tokens, overflow, room = args
     _launcher()(lens, Sizes(*sizes), new_lens, new_tokens, overflow, room)
 
 

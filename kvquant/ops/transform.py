@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -211,8 +212,9 @@ def affine_rows(
         return affine_rows(rows, matrix, offset, lens, check=check, overlaps=overlaps).view(x.shape)
     if torch.compiler.is_compiling():
         turned: torch.Tensor = affine_rows_op(x.detach(), matrix, offset, seq_lens)
-        return turned
-    return _launch(x, matrix, offset, seq_lens, check, overlaps)
+    else:
+        turned = _launch(x, matrix, offset, seq_lens, check=check, overlaps=overlaps)
+    return turned
 
 
 def check_affine(
@@ -265,16 +267,9 @@ def check_affine(
             )
 
 
-def _launch(
-    x: torch.Tensor,
-    matrix: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    seq_lens: torch.Tensor | None,
-    check: Callable[[], None] | None = None,
-    overlaps: bool = False,
-) -> torch.Tensor:
-    check = check or functools.partial(check_affine, x, matrix, offset, seq_lens)
-    return _launcher()(x, matrix, offset, seq_lens, check, overlaps)
+def _launch(*given: Any, check: Callable[[], None] | None = None, overlaps: bool = False) -> Any:
+    check = check or functools.partial(check_affine, *given)
+    return _launcher()(*given, check, overlaps=overlaps)
 
 
 @functools.cache
@@ -284,13 +279,8 @@ def _launcher() -> Callable[..., torch.Tensor]:
     return affine_rows
 
 
-def _fake(
-    x: torch.Tensor,
-    matrix: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    seq_lens: torch.Tensor | None,
-) -> torch.Tensor:
-    check_affine(x, matrix, offset, seq_lens)
+def _fake(x: torch.Tensor, *others: Any) -> torch.Tensor:
+    check_affine(x, *others)
     return x.new_empty(x.shape)
 
 

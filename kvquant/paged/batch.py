@@ -13,7 +13,7 @@ import torch
 from .. import debug
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
-from ..ops.append import Appends, append_again, kind_of, write_rows
+from ..ops.append import bind_append, write_rows
 from ..ops.append_checks import (
     K_AND_V,
     Names,
@@ -27,6 +27,7 @@ from ..ops.shared_prefix import attend_shared, is_shareable
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
 from ..rows.basis import Encoding, Queries
+from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide, AttentionCall
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment
@@ -160,8 +161,7 @@ class PagedBatch(NotCopied):
         self._slots: dict[int, Slots] = {}
         self._segments: dict[tuple[int, int], _Parts] = {}
         self._num_ids = self._num_tokens = self._most_new = self._longest = 0
-        self._again = [Appends() for _ in range(cache.num_layers)]
-        self._slots_at = [self._staged.tensors[name].data_ptr() for name in Slots._fields]
+        self._bound = [Bound() for _ in range(cache.num_layers)]
 
     @staticmethod
     def _check_cache(cache: PagedKVCache) -> None:
@@ -294,8 +294,13 @@ class PagedBatch(NotCopied):
         """Append; queries: as write_rows takes them, and returns them."""
         self.cache.check_layer(layer)
         compiling = torch.compiler.is_compiling()  # one graph for all steps: nothing of this one
-        if rope is None and queries is None and not compiling and self._append_again(layer, k, v):
-            return None
+        if rope is None and queries is None and not compiling:
+            write = self._bound[layer].find(k, v)
+            if write and self._num_tokens <= k.shape[0] and layer not in self._appended:
+                self.check_open()
+                write.at((self.cache.bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
+                self._appended.add(layer)
+                return None
         if not isinstance(k, torch.Tensor) or k.ndim != 3:
             k_name, v_name = self.sides
             axes = "[num_tokens, num_kv_heads, head_dim]"
@@ -358,24 +363,12 @@ class PagedBatch(NotCopied):
             (self._in_graphs if is_fixed else self._appended).add(layer)
             as_given = call.k.x is k and call.v.x is v
             if self._on_cuda and rope is None and as_given and k.shape[0] <= self.max_batch:
-                self._again[layer].keep(kind_of(k, v), append_again(call))
+                self._bound[layer].keep(kind_of(k, v), bind_append(call))
         return multiplied
 
     def _to_write(self, layer: int, call: AppendCall) -> AppendCall:
         """The call with what is left to do with the new rows of a layer where they are written."""
         return call
-
-    def _append_again(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Append new rows like some before, which did fit, by the same launch; not in a graph."""
-        if not self._again[layer] or debug.enabled or self._is_fixed(False):
-            return False
-        write = self._again[layer].get(kind_of(k, v))
-        if write is None or k.shape[0] < self._num_tokens or layer in self._appended:
-            return False
-        self.check_open()
-        write(k.data_ptr(), v.data_ptr(), self._slots_at, self.cache.bad_rows.data_ptr())
-        self._appended.add(layer)
-        return True
 
     def step(
         self,
@@ -516,9 +509,8 @@ class PagedBatch(NotCopied):
             elif set(names_of(variant)) <= {"sink_logits"}:  # it pays by the plain kernels' times
                 members = tensors["members"][: self._num_members]
         basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
-        given = {"return_lse": False, **options}
         segments = parts.whole if members is None else parts.own
-        call, stored = AttentionCall(q, segments, q_lens=q_lens, **given), (basis, seq_lens)
+        call, stored = AttentionCall(q, segments, q_lens=q_lens, **options), (basis, seq_lens)
         if members is None:
             out, lse = attend(call, *stored, transformed)
         else:
@@ -575,32 +567,6 @@ class PagedBatch(NotCopied):
             ratio: queries on a KV head of a sequence.
         """
         return pays(num_members, tokens, self.cache.num_kv_heads, ratio)
-
-    def likely_batches(self, num_ids: int) -> tuple[int, ...]:
-        """Sequences of steps that kernels are compiled for ahead, those of the first among them."""
-        return tuple({num_ids, self.max_batch})
-
-    def likely_q_heads(self) -> tuple[int, ...]:
-        """Query heads that kernels are compiled for ahead: a kernel serves up to 8 on a KV head."""
-        return (self.cache.num_kv_heads,)
-
-    def likely_sharing(self) -> tuple[int, ...]:
-        """Those that kernels of a shared prefix are compiled for."""
-        return tuple(ratio * self.cache.num_kv_heads for ratio in (1, 2, 4, 8))
-
-    def rehearse_step(
-        self,
-        layer: int,
-        queries: Sequence[torch.Tensor],
-        k: torch.Tensor,
-        v: torch.Tensor,
-        num_members: int,
-        rope: Rope | None = None,
-    ) -> None:
-        """A step of such rows, and queries of these widths, for paged/warmup.py; with members, as
-        if so many sequences began with the same pages."""
-        self._num_members = num_members
-        self.step(layer, queries[0], k, v, rope=rope)
 
     def check_open(self, step: Step | None = None) -> None:
         """Raise ConfigError unless a step of this batch is open, and this one if any is given."""

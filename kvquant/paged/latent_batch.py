@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
 
-from ..cache.latent import LIKELY_Q_HEADS, transformed_parts
+from ..cache.latent import transformed_parts
 from ..ops.append_checks import check_tokens
 from ..ops.attention import State
 from ..ops.mla import attend_latents
 from ..rows.arguments import check_kind, check_tensors
 from ..rows.call import AppendCall, LatentCall, LatentPrefix
-from ..rows.rotation import Rope
 from .batch import PagedBatch
 from .cache import PagedKVCache
 from .latent import LatentPagedKVCache
@@ -259,36 +257,3 @@ class LatentPagedBatch(PagedBatch):
     def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
         """As of PagedBatch."""
         return pays_of_latents(batch, num_members, tokens, ratio)
-
-    def likely_batches(self, num_ids: int) -> tuple[int, ...]:
-        """As of PagedBatch; fewer sequences have more parts, and a kernel that combines as many.
-
-        A fourth more at most from one to the next: none of the kernels, whose parts double, is
-        missed.
-        """
-        found, most = {num_ids, self.max_batch}, self.max_batch
-        while most > 1:
-            most = min(most - 1, -(-4 * most // 5))
-            found.add(most)
-        return tuple(sorted(found))
-
-    def likely_q_heads(self) -> tuple[int, ...]:
-        """As of PagedBatch."""
-        return LIKELY_Q_HEADS
-
-    def likely_sharing(self) -> tuple[int, ...]:
-        """As of PagedBatch."""
-        return LIKELY_Q_HEADS
-
-    def rehearse_step(
-        self,
-        layer: int,
-        queries: Sequence[torch.Tensor],
-        k: torch.Tensor,
-        v: torch.Tensor,
-        num_members: int,
-        rope: Rope | None = None,
-    ) -> None:
-        """As of PagedBatch; latents come with their RoPE part."""
-        self._num_members = num_members
-        self.step(layer, queries[0], queries[1], k, v, sm_scale=1.0)

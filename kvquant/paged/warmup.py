@@ -1,19 +1,22 @@
-"""Compile what steps of a batch will launch before they do; see kvquant/cache/warmup.py."""
+"""Compile what steps of a batch will launch before they do; see kernels/cuda/runtime/warmup.py."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..cache.warmup import new_queries, new_rows, present_in, warm_up
+from ..cache.latent import LIKELY_Q_HEADS
+from ..cache.warmup import new_queries, new_rows, present_in
 from ..errors import KVQuantError
 from ..rows.rotation import Rope
 from .batch import PagedBatch
 from .cache import PagedKVCache
+from .latent_batch import LatentPagedBatch
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class BatchCalls:
         num_tokens: in the first call of PagedBatch.append.
         batches: sequences of steps.
         rotary_dim: of a Rope that comes with K, and whether it is interleaved; None: none comes.
-        num_q_heads: of queries; when None those that are likely, see PagedBatch.likely_q_heads.
+        num_q_heads: of queries; when None those that are likely, see _q_heads.
         kind: the batch.
         shared_prefix: of the batch. Unless it is False, steps that read a prefix once are told,
             too: at most three kernels of a pair of formats attend to it, with blocks of 64, 128 or
@@ -47,10 +50,12 @@ class BatchCalls:
         most = max(self.batches)
         cache = _like(self.cache, most)
         batch = self.kind(cache, most, max(self.num_tokens, most))
-        q_heads = (self.num_q_heads,) if self.num_q_heads else batch.likely_q_heads()
+        is_latent = isinstance(batch, LatentPagedBatch)
+        step: Callable[..., object] = batch.step  # latents come with two queries
         for name in range(most):
             cache.allocate(name)
-        prompt, plain = (self.num_tokens, 0, 0), itertools.product(self.batches, q_heads, (0,))
+        prompt = self.num_tokens, 0, 0
+        plain = itertools.product(self.batches, self._q_heads(batch, (1,)), (0,))
         for count, heads, members in (prompt, *plain, *self._sharing(batch)):
             with suppress(KVQuantError), batch.extend(range(min(count, most))):
                 for layer, at in enumerate(cache.rows.layers):
@@ -58,7 +63,11 @@ class BatchCalls:
                     k, v = new_rows(shape, at.k_format, at.v_format, self.dtype)
                     if heads:
                         queries = [new_queries((count, heads), x) for x in (k, v)]
-                        batch.rehearse_step(layer, queries, k, v, members, **self._rope(count))
+                        queries = queries if is_latent else queries[:1]
+                        options: dict[str, Any] = {"sm_scale": 1.0, **self._rope(count)}
+                        # as if so many sequences began with the same pages
+                        batch._num_members = members
+                        step(layer, *queries, k, v, **options)  # kernels are of any scale
                     else:
                         batch.append(layer, k, v, **self._rope(count))
 
@@ -73,7 +82,7 @@ class BatchCalls:
             return
         kv_heads, split = self.cache.num_kv_heads, self.cache.state.split
         tokens = self.cache.state.tables.shape[1] * split.page_size
-        q_heads = (self.num_q_heads,) if self.num_q_heads else batch.likely_sharing()
+        q_heads = self._q_heads(batch, (1, 2, 4, 8))
         for most in self.batches:
             seen: set[int] = set()
             members = [1 << i for i in range(1, most.bit_length()) if 1 << i < most]
@@ -83,6 +92,15 @@ class BatchCalls:
                     seen.add(count * heads)
                     yield most, heads, count
 
+    def _q_heads(self, batch: PagedBatch, ratios: Sequence[int]) -> tuple[int, ...]:
+        """Query heads of steps: as given, or else likely ones, so many on a KV head. A kernel
+        serves up to 8 of them; those of latents differ by their number."""
+        if self.num_q_heads:
+            return (self.num_q_heads,)
+        if isinstance(batch, LatentPagedBatch):
+            return LIKELY_Q_HEADS
+        return tuple(ratio * self.cache.num_kv_heads for ratio in ratios)
+
     def _rope(self, count: int) -> dict[str, Rope]:
         """The option of that name, if it comes."""
         if self.rotary_dim is None:
@@ -90,6 +108,20 @@ class BatchCalls:
         dim, interleaved = self.rotary_dim
         cos, sin = torch.empty(2, count, dim // 2, dtype=torch.float32, device="meta")
         return {"rope": Rope(cos, sin, interleaved)}
+
+
+def likely_batches(batch: PagedBatch, num_ids: int) -> tuple[int, ...]:
+    """Sequences of steps that kernels are compiled for ahead, those of the first among them.
+
+    Fewer sequences of latents have more parts, and a kernel that combines as many. From one number
+    to the next they are a fourth more at most: none of the kernels, whose parts double, is missed.
+    """
+    most = batch.max_batch
+    found = {num_ids, most}
+    while isinstance(batch, LatentPagedBatch) and most > 1:
+        most = min(most - 1, -(-4 * most // 5))
+        found.add(most)
+    return tuple(sorted(found))
 
 
 def warm_up_batch(batch: PagedBatch, k: object, rope: Rope | None, num_ids: int) -> None:
@@ -102,7 +134,9 @@ def warm_up_batch(batch: PagedBatch, k: object, rope: Rope | None, num_ids: int)
     """
     if isinstance(k, torch.Tensor) and k.ndim == 3 and len(k) <= batch.max_tokens:
         rotary_dim = None if rope is None else (2 * rope.cos.shape[-1], rope.interleaved)
-        batches = batch.likely_batches(max(num_ids, 1))
+        from ..kernels.cuda.runtime.warmup import warm_up
+
+        batches = likely_batches(batch, max(num_ids, 1))
         calls = BatchCalls(
             batch.cache,
             k.dtype,

@@ -40,7 +40,7 @@ class AttentionCall(NamedTuple):
     segments: Sequence[Segment]
     sm_scale: float | None = None
     num_splits: int | None = None
-    return_lse: bool = True
+    return_lse: bool = False
     q_lens: torch.Tensor | None = None
     variant: AttentionVariant | None = None
     backend: str | None = None
@@ -80,7 +80,7 @@ class LatentCall(NamedTuple):
     segments: Sequence[Segment]
     sm_scale: float
     num_splits: int | None = None
-    return_lse: bool = True
+    return_lse: bool = False
     q_lens: torch.Tensor | None = None
     prefix: LatentPrefix | None = None
     backend: str | None = None

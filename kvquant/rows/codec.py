@@ -68,7 +68,9 @@ class Codec:
         """The choice for this codec.
 
         Args:
-            choices: by words of one kind: all of a layout, of numbers or of a header.
+            choices: by words of the table above. Those of one kind are all that most places need.
+                Of several kinds, a codec's layout counts before its numbers, and these before its
+                header: pick(e4m3=a, integers=b, elements=c) gives c for bf16 rows.
 
         Raises:
             UnsupportedError: none of them is for this codec.

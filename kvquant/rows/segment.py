@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, DeviceError, ShapeError, shown
 from .arguments import check_tensors
+from .bound import Bound
 from .format import RowFormat, check_head_dims
 from .quantize import check_rows, dequantize
 from .slots import Split
@@ -95,11 +96,15 @@ class FixedSegments(tuple[Segment, ...]):
     """Segments of a cache: their tensors are never moved nor reshaped, so they are looked at once.
 
     Attributes:
-        facts: what a launcher has learnt of them, None before the first launch. A copy, whose
-            tensors lie elsewhere, is without.
+        bound: the launches that are bound to them, by all else that a call depends on.
     """
 
-    facts: Any = None
+    bound: Bound
+
+    def __new__(cls, segments: Iterable[Segment]) -> FixedSegments:
+        made = super().__new__(cls, segments)
+        made.bound = Bound()
+        return made
 
     def __reduce__(self) -> tuple[type[FixedSegments], tuple[tuple[Segment, ...]]]:
         return FixedSegments, (tuple(self),)

@@ -43,20 +43,32 @@ class Slots(NamedTuple):
     evicted: torch.Tensor | None = None
 
 
-def reference_slots(
-    seq_lens: torch.Tensor,
-    packed_lens: torch.Tensor,
-    new_lens: torch.Tensor | None,
-    new_tokens: int,
-    page_size: int,
-    sink_len: int,
-    recent_len: int,
-    block_table: torch.Tensor | None = None,
-    seq_slots: torch.Tensor | None = None,
-    ring: bool = False,
-    at_once: bool = False,
-) -> Slots:
+class SlotsCall(NamedTuple):
+    """What a search for slots asks for; the fields are the arguments of ops.slots.slots_of."""
+
+    seq_lens: torch.Tensor
+    packed_lens: torch.Tensor
+    new_lens: torch.Tensor | None
+    new_tokens: int
+    page_size: int
+    sink_len: int = 0
+    recent_len: int = 0
+    block_table: torch.Tensor | None = None
+    seq_slots: torch.Tensor | None = None
+    ring: bool = False
+    at_once: bool = False
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """Its tensors by their names."""
+        names = "seq_lens", "packed_lens", "new_lens", "block_table", "seq_slots"
+        return {name: getattr(self, name) for name in names}
+
+
+def reference_slots(call: SlotsCall) -> Slots:
     """The slots of new tokens, in plain torch on any device; see ops.slots.slots_of."""
+    seq_lens, packed_lens, new_lens, new_tokens, page_size, sink_len, recent_len = call[:7]
+    block_table, seq_slots, ring, at_once = call[7:]
     offsets = torch.arange(new_tokens, device=seq_lens.device)
     old_lens, first = seq_lens.long()[:, None], packed_lens.long()[:, None]
     new_lens = torch.full_like(seq_lens, new_tokens) if new_lens is None else new_lens

@@ -20,12 +20,12 @@ from kvquant.bench.cases import (
     parse_latents,
     rehearse_case,
 )
-from kvquant.cache.warmup import kernels_of
 from kvquant.errors import ConfigError
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime.launch import GPUS
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 
 CPU = torch.device("cpu")
 

@@ -44,7 +44,6 @@ from kvquant.bench.report import (
     choice_figures,
 )
 from kvquant.bench.timer import Call, GraphTimer, Machine
-from kvquant.cache.warmup import kernels_of
 from kvquant.cli import bench as command
 from kvquant.cli import main as cli
 from kvquant.errors import KVQuantError
@@ -53,6 +52,7 @@ from kvquant.kernels.cuda.decode.spec import TECHNIQUES, DecodeSpec
 from kvquant.kernels.cuda.decode.tuned import load_table
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.launch import GPU
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops.attention import Result, attend
 from kvquant.ops.mla import attend_latents
 from kvquant.rows.call import LatentCall

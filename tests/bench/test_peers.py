@@ -15,8 +15,8 @@ import torch
 
 from kvquant import RowFormat
 from kvquant.bench.timer import Call, Machine
-from kvquant.cache.warmup import kernels_of
 from kvquant.kernels.cuda.runtime.launch import GPUS
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import peers

@@ -24,7 +24,8 @@ from measuring import begin
 
 from kvquant import Basis, RowFormat
 from kvquant.bench.timer import GraphTimer
-from kvquant.ops.append import append_rows, dequantize_pages
+from kvquant.ops.append import append_rows
+from kvquant.ops.rows_at import dequantize_pages
 from kvquant.rows.quantize import feedback_matrix
 from kvquant.rows.slots import Slots
 

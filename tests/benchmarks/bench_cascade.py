@@ -19,7 +19,7 @@ from measuring import begin, relative_error
 from kvquant import LatentFormat, RowFormat, quantize_rows
 from kvquant.bench.cases import LATENT_SCALE
 from kvquant.bench.timer import GraphTimer
-from kvquant.cache.warmup import warm_up
+from kvquant.kernels.cuda.runtime.warmup import warm_up
 from kvquant.ops.attention import attend
 from kvquant.ops.mla import attend_latents, latent_segment
 from kvquant.ops.shared_prefix import attend_shared
@@ -86,7 +86,7 @@ def measure(
     heads = f"{num_q_heads}:{num_kv_heads}"
     taken = pays(batch, prefix_len, num_kv_heads, num_q_heads // num_kv_heads)
     line = f"{batch:>10}{prefix_len:>8}{heads:>7}"
-    alone, once = (AttentionCall(q, [one], return_lse=False) for one in (whole, rest))
+    alone, once = (AttentionCall(q, [one]) for one in (whole, rest))
     ways = (lambda: attend(alone)[0]), (lambda: attend_shared(once, prefix)[0])
     compare(timer, line, *ways, taken)
 
@@ -130,7 +130,7 @@ def latent_calls(
     prefix = latent_segment(rows, lens[:1] * 0 + prefix_len, fmt, block_table=prefix_table)
     shares = LatentPrefix(prefix, torch.ones_like(lens))
     alone, once = (
-        LatentCall(q_latent, q_rope, [one], LATENT_SCALE, return_lse=False, prefix=its)
+        LatentCall(q_latent, q_rope, [one], LATENT_SCALE, prefix=its)
         for one, its in ((whole, None), (rest, shares))
     )
     return (lambda: attend_latents(alone)[0]), (lambda: attend_latents(once)[0])

@@ -24,10 +24,10 @@ from kvquant import __version__
 from kvquant.bench.cases import Case, check, make_inputs, parse_latents, rehearse_case
 from kvquant.bench.report import render_machine
 from kvquant.bench.timer import GraphTimer, describe_machine
-from kvquant.cache.warmup import kernels_of
 from kvquant.cli.console import compile_kernels
 from kvquant.kernels.cuda.mla import launch
 from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 
 FORMATS = "bf16", "int4-g8+fp8-g4", "int4-g8+int8-g4", "int8-g4", "fp8"
 # sequences, tokens, heads

@@ -72,9 +72,9 @@ def behind_a_prefix(
     prefix, own = segment(shared, [PREFIX]), segment(rows, lens)
     k, v = (one.expand(len(lens), -1, -1, -1) for one in shared)
     of_all = segment((k, v), [PREFIX] * len(lens))
-    states = [attend(AttentionCall(q, [one])) for one in (of_all, own)]
+    states = [attend(AttentionCall(q, [one], return_lse=True)) for one in (of_all, own)]
     wanted, _ = merge_states(*((out.float(), lse) for out, lse in states if lse is not None))
-    call = AttentionCall(q, [own], return_lse=False)
+    call = AttentionCall(q, [own])
     return (lambda: attend_shared(call, prefix)[0]), wanted.double()
 
 
@@ -88,7 +88,7 @@ def several_queries(
         for i, last in enumerate(reversed(range(QUERIES)))
     ]
     wanted = torch.stack(alone, dim=1).double()
-    call = AttentionCall(q, [segment(rows, lens)], return_lse=False)
+    call = AttentionCall(q, [segment(rows, lens)])
     return (lambda: attend(call)[0]), wanted
 
 

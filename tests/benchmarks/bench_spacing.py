@@ -55,7 +55,7 @@ def main(names: tuple[str, ...]) -> None:
         first: torch.Tensor | None = None
         own = spaced_len(TOKENS, [fmt.row_bytes] * 2)
         for room in sorted({*(TOKENS + more for more in MORE), own}):
-            call = AttentionCall(q, [make_segment(rows, fmt, room)], None, 1, False)
+            call = AttentionCall(q, [make_segment(rows, fmt, room)], None, 1)
             out, _ = attend(call)
             if first is None:
                 check(out, q, rows, fmt)

@@ -49,9 +49,9 @@ from kvquant.bench.cases import LATENT_SCALE
 from kvquant.bench.gpu import BACKENDS, GIVE_UP
 from kvquant.bench.report import render_machine
 from kvquant.bench.timer import Call, GraphTimer, describe_machine
-from kvquant.cache.warmup import kernels_of
 from kvquant.cli.console import compile_kernels, write_json
 from kvquant.kernels.cuda.runtime.launch import gpu_of
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.text import Column, render_table
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn

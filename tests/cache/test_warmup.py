@@ -14,15 +14,15 @@ from latent_plans import random_basis
 
 from kvquant import CachePlan, KVCache, LatentKVCache
 from kvquant.cache import warmup
-from kvquant.cache.warmup import Calls, kernels_of
+from kvquant.cache.warmup import Calls
 from kvquant.errors import DeviceError, ShapeError
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
-from kvquant.kernels.cuda.runtime import compile as compiling
-from kvquant.kernels.cuda.runtime import compile_pool
 from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import attention, mla, transform
 from kvquant.rows.basis import Basis, LayerBasis
 
@@ -120,7 +120,8 @@ def test_what_a_cache_of_latents_launches_was_told(
     plain = {spec for spec in told if isinstance(spec, (MlaSpec, WideMlaSpec)) and not spec.causal}
     assert plain <= {*guessed}, "where nobody said how many heads there are"
     cache.num_q_heads = heads
-    assert cache.likely_q_heads() == cache.like(BATCH, "cpu").likely_q_heads() == (heads,)
+    for one in (cache, cache.like(BATCH, "cpu")):
+        assert warmup.likely_q_heads(one) == (heads,)
 
 
 @pytest.mark.extra("cuda")
@@ -182,8 +183,8 @@ def test_the_first_append_compiles_what_steps_will_need_too(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compile_pool, "compile_all", lambda specs, *_: compiled.append(specs))
+    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
+    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.append(specs))
     monkeypatch.setattr(warmup, "_warm", set())
 
     def make_cold() -> KVCache:

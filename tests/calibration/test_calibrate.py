@@ -12,7 +12,6 @@ transformers = pytest.importorskip("transformers")
 from fake_cuda import CPU, install, loaded_specs  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 
-from kvquant.cache.warmup import kernels_of  # noqa: E402
 from kvquant.calibration import basis_search  # noqa: E402
 from kvquant.calibration.basis_search import choose  # noqa: E402
 from kvquant.calibration.calibrate import Goal, _key, calibrate, observe  # noqa: E402
@@ -24,6 +23,7 @@ from kvquant.hf.model import CachedModel  # noqa: E402
 from kvquant.io.plan import CachePlan  # noqa: E402
 from kvquant.kernels.cuda.append.spec import FeedbackSpec  # noqa: E402
 from kvquant.kernels.cuda.runtime.launch import gpu_of  # noqa: E402
+from kvquant.kernels.cuda.runtime.warmup import kernels_of  # noqa: E402
 from kvquant.ops import quantize  # noqa: E402
 from kvquant.rows.format import RowFormat  # noqa: E402
 
@@ -91,7 +91,8 @@ def test_kernels_of_the_search_are_told_before_rows_are_stored(
     monkeypatch.setattr(quantize, "kernels_for", lambda *_: "cuda")
     monkeypatch.setattr(basis_search, "encode_rows", lambda x, basis: basis.encode(x))
     monkeypatch.setattr(
-        basis_search, "warm_up", lambda device, calls: told.extend(kernels_of(calls, gpu_of(CPU)))
+        "kvquant.kernels.cuda.runtime.warmup.warm_up",
+        lambda device, calls: told.extend(kernels_of(calls, gpu_of(CPU))),
     )
     also = [Reference.calls(model, torch.zeros(2, 40, dtype=torch.int64), 30)]
     choose(model, windows, moments, formats, also=also)

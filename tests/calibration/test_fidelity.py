@@ -9,8 +9,6 @@ import torch
 
 pytest.importorskip("transformers")
 from kvquant.cache.contiguous import KVCache
-from kvquant.cache.warmup import kernels_of
-from kvquant.calibration import fidelity
 from kvquant.calibration.fidelity import (
     Reference,
     Scheme,
@@ -27,6 +25,7 @@ from kvquant.calibration.windows import spread
 from kvquant.errors import ShapeError
 from kvquant.hf.model import CachedModel
 from kvquant.kernels.cuda.runtime.launch import GPUS
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -73,7 +72,8 @@ def test_kernels_of_schemes_are_told_before_they_are_measured(
 ) -> None:
     reference, told = Reference(model, torch.tensor([text[:40]]), 30), list[Any]()
     monkeypatch.setattr(
-        fidelity, "warm_up", lambda device, calls: told.extend(kernels_of(calls, GPUS["sm_90"]))
+        "kvquant.kernels.cuda.runtime.warmup.warm_up",
+        lambda device, calls: told.extend(kernels_of(calls, GPUS["sm_90"])),
     )
     reference.warm_up([Scheme("int8", "int4"), Scheme("fp8", "fp8", 4, 128)])
     kinds = [

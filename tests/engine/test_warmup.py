@@ -9,17 +9,16 @@ import torch
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 
 from kvquant import AttentionVariant, Basis, UnsupportedError
-from kvquant.cache.warmup import kernels_of
 from kvquant.engine import warmup
 from kvquant.engine.contract import LayerRows, NewTokens
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import append, attend, describe_step
 from kvquant.engine.warmup import StepCalls, warm_up_layers
 from kvquant.kernels.cuda.runtime import compile as compiling
-from kvquant.kernels.cuda.runtime import compile_pool
 from kvquant.kernels.cuda.runtime import launch as runtime
-from kvquant.ops import append as append_ops
-from kvquant.ops import attention, transform
+from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
+from kvquant.ops import attention, rows_at, transform
 from kvquant.rows.basis import LayerBasis
 
 pytestmark = pytest.mark.extra("cuda")
@@ -50,7 +49,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU, for whole steps."""
     driver = install_for_caches(monkeypatch)
     monkeypatch.setattr(attention, "kernels_for", lambda *_: "cuda")
-    monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")
+    monkeypatch.setattr(rows_at, "kernels_for", lambda *_: "cuda")
     monkeypatch.setattr(
         transform, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
     )
@@ -82,8 +81,8 @@ def test_layers_of_a_kind_are_compiled_once(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compile_pool, "compile_all", lambda specs, *_: compiled.append(specs))
+    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
+    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.append(specs))
     monkeypatch.setattr(warmup, "_warm", set())
     gpu, layout = torch.device("cuda", 0), Settings("int8", "int8").layout(HEADS, DIM, DIM)
     layers = [calls(LayerRows(layout, scale)) for scale in (0.1, 0.2)]

@@ -21,7 +21,7 @@ from kvquant import (
     slots_of,
 )
 from kvquant.errors import ShapeError
-from kvquant.ops import append
+from kvquant.ops import append, rows_at
 
 INT4 = RowFormat.parse("int4-g4", 64)
 FP8 = RowFormat.parse("fp8", 96)
@@ -185,7 +185,7 @@ def no_op(*_: object) -> None:
 
 def test_calls_outside_a_graph_do_not_pass_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(append, "append_rows_op", no_op)
-    monkeypatch.setattr(append, "dequantize_pages_op", no_op)
+    monkeypatch.setattr(rows_at, "dequantize_pages_op", no_op)
     rows, x = make_storage(), torch.randn(4, 2, 64)
     append_rows(x, x, rows["k_rows"], rows["k_rows"].clone(), torch.arange(4), INT4, INT4)
     dequantize_pages(rows["k_rows"], INT4, torch.arange(4), torch.float16)

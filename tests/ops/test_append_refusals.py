@@ -15,6 +15,7 @@ from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.kernels.cuda.append import launch as cuda_append
 from kvquant.kernels.cuda.dequantize import launch as cuda_dequantize
 from kvquant.ops import append as append_ops
+from kvquant.ops import rows_at
 from kvquant.rows.call import AppendCall
 
 HEADS, PAGES, PAGE_SIZE = 2, 5, 7
@@ -245,9 +246,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     def launch(*args: Any, check: Any = None, **options: Any) -> None:
         found.append((args, check))
 
-    monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")
-    monkeypatch.setattr(append_ops, "_append_cuda", lambda *_: launch)
-    monkeypatch.setattr(append_ops, "_dequantize_cuda", lambda: launch)
+    for module, launcher in ((append_ops, "_append_cuda"), (rows_at, "_dequantize_cuda")):
+        monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
+        monkeypatch.setattr(module, launcher, lambda: launch)
     monkeypatch.setattr(debug, "enabled", False)
     return found
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvquant import merge_states
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.kernels.cuda.prefix import launch
-from kvquant.ops.attention import merge_by_kernels
+from kvquant.ops.merge import merge_by_kernels
 
 State = tuple[torch.Tensor, torch.Tensor]
 

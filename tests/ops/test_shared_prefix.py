@@ -15,7 +15,8 @@ from kvquant import AttentionVariant, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.prefix.launch import combine
 from kvquant.kernels.cuda.prefix.spec import CombineSpec
-from kvquant.ops.attention import State, merge_states
+from kvquant.ops.attention import State
+from kvquant.ops.merge import merge_states
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import Segment

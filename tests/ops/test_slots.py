@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvquant import KVCache, Slots, append_rows, quantize_rows, slots_of
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.rows.format import RowFormat
-from kvquant.rows.slots import Split, reference_slots
+from kvquant.rows.slots import SlotsCall, Split, reference_slots
 
 HEADS, HEAD_DIM, MAX_SEQ_LEN = 2, 64, 40
 K_FORMAT, V_FORMAT = RowFormat.parse("int4-g4", HEAD_DIM), RowFormat.parse("fp8", HEAD_DIM)
@@ -209,7 +209,11 @@ def test_the_slots_of_a_window_can_be_read_off() -> None:
     assert many.evicted.tolist() == [-1, -1, 3, 1, 2]
 
 
-@pytest.mark.parametrize("find", [slots_of, reference_slots])
+def reference(*call: Any, **options: Any) -> Slots:
+    return reference_slots(SlotsCall(*call, **options))
+
+
+@pytest.mark.parametrize("find", [slots_of, reference])
 def test_tokens_that_are_packed_at_once_have_both_rows(find: Callable[..., Slots]) -> None:
     """Sequences of 5 tokens and 1, of which 1 is a sink, with 3 rows in the ring."""
     lens = torch.tensor([5, 1])

@@ -36,9 +36,9 @@ from kvquant import (
     debug,
     quantize_rows,
 )
-from kvquant.cache.warmup import kernels_of
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import mla
 from kvquant.paged.warmup import BatchCalls
 from kvquant.rows.basis import LayerBasis

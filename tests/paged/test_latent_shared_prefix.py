@@ -13,14 +13,14 @@ from latent_plans import random_basis
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant import LatentPagedBatch, LatentPagedKVCache
-from kvquant.cache.warmup import kernels_of
 from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import mla
 from kvquant.ops.mla import attend_latents
 from kvquant.paged import shared_prefix as sharedprefix
 from kvquant.paged.shared_prefix import pays_of_latents
-from kvquant.paged.warmup import BatchCalls
+from kvquant.paged.warmup import BatchCalls, likely_batches
 from kvquant.rows.call import LatentCall
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
@@ -194,7 +194,7 @@ def test_the_kernels_of_fewer_sequences_are_told(arch: str, shared: bool | None)
                 runtime.GPUS[arch],
             )
         }
-        for batches in (batch.likely_batches(3), tuple(range(1, 49)))
+        for batches in (likely_batches(batch, 3), tuple(range(1, 49)))
     )
     assert needed == told
     assert len(told) > len({spec for spec in told if not isinstance(spec, MlaCombineSpec)}) + 1

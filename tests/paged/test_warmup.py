@@ -12,11 +12,10 @@ from example_plan import example_plan
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 
 from kvquant import PagedBatch, PagedKVCache
-from kvquant.cache.warmup import kernels_of
 from kvquant.kernels.cuda.prefix.spec import CombineSpec, PrefixSpec, fit, worth_splits
-from kvquant.kernels.cuda.runtime import compile as compiling
-from kvquant.kernels.cuda.runtime import compile_pool
 from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import attention, transform
 from kvquant.ops import shared_prefix as sharing
 from kvquant.paged.shared_prefix import pays
@@ -84,8 +83,8 @@ def test_the_first_append_compiles_what_steps_will_need_too(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compile_pool, "compile_all", lambda specs, *_: compiled.extend(specs))
+    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
+    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.extend(specs))
     batch = PagedBatch(MAKERS["plain"](), BATCH, TOKENS)
     batch.cache.device, batch._is_cold = torch.device("cuda", 0), True
     run(batch, None)

@@ -11,8 +11,9 @@ import torch
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.kernels.cuda.append import launch
-from kvquant.ops.append import dequantize_pages, write_rows
+from kvquant.ops.append import write_rows
 from kvquant.ops.append_checks import check_call
+from kvquant.ops.rows_at import dequantize_pages
 from kvquant.rows.basis import Encoding
 from kvquant.rows.call import AppendCall, AppendSide
 from kvquant.rows.quantize import feedback_matrix

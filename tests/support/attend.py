@@ -16,10 +16,9 @@ STORED = ("basis", "seq_lens", "transformed")
 
 
 def _parts(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of a record, and what says how rows are stored; lse is not wanted unless asked
-    for, as in the public functions."""
+    """The fields of a record, and what says how rows are stored."""
     stored = {name: options.pop(name) for name in STORED if name in options}
-    return {"return_lse": False, **options}, stored
+    return options, stored
 
 
 def _result(out: torch.Tensor, lse: torch.Tensor | None) -> Any:
@@ -57,5 +56,8 @@ def attend_latents(
 def launch_attention(
     *fields: Any, check: launch.Check | None = None, **options: Any
 ) -> launch.State:
-    """The launcher of kernels/cuda/decode, of an AttentionCall's fields: out, and lse or None."""
-    return launch.attend(AttentionCall(*fields, **options), check)
+    """The launcher of kernels/cuda/decode, of an AttentionCall's fields; lse too unless return_lse
+    is given as False."""
+    call = AttentionCall(*fields, **options)
+    is_given = len(fields) > 4 or "return_lse" in options
+    return launch.attend(call if is_given else call._replace(return_lse=True), check)

@@ -20,7 +20,6 @@ from kvquant.kernels.cuda.runtime import driver, workspace
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report
 from kvquant.kernels.cuda.runtime.spec import Spec, fields_of, layout_of
-from kvquant.kernels.cuda.slots import launch as slots
 from kvquant.ops import append as append_ops
 from kvquant.rows.segment import Segment
 
@@ -109,13 +108,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(runtime, "load_cubin", lambda spec, arch: cubin)
     for name in ("_gpus", "_kernels", "_launches"):
         monkeypatch.setattr(runtime, name, {})
-    for module in (runtime, launch, slots):
+    for module in (runtime, launch):
         monkeypatch.setattr(module, "current_device", lambda: CPU)
         monkeypatch.setattr(module, "empty_strided", empty_strided)
-    for module in (runtime, launch):
         monkeypatch.setattr(module, "current_stream", lambda index: STREAM)
-    for name in ("_launches", "_fixed"):
-        monkeypatch.setattr(launch, name, {})
+    monkeypatch.setattr(launch, "_launches", {})
     monkeypatch.setattr(launch, "_measured_plans", lambda: ())
     monkeypatch.setattr(workspace, "_workspaces", {})
     return fake
@@ -140,7 +137,7 @@ def note_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    for module in (runtime, launch, slots):
+    for module in (runtime, launch):
         monkeypatch.setattr(module, "current_device", lambda: 3)
     return entered
 

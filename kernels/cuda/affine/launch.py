@@ -9,6 +9,7 @@ head's matrix, and as many rows at a time as it has warps.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -79,55 +80,36 @@ def affine_rows(
     x: torch.Tensor,
     matrix: torch.Tensor | None,
     offset: torch.Tensor | None,
-    seq_lens: torch.Tensor | None,
+    seq_lens: torch.Tensor | None = None,
     check: Callable[[], None] | None = None,
+    *,
     overlaps: bool = False,
+    encodes: bool = False,
 ) -> torch.Tensor:
     """Compute x M + offset on the current stream; see kvquant.ops.transform.affine_rows.
 
     Args:
         check: raises unless the arguments fit one another; called only before a launch is prepared.
         overlaps: whether it may begin while what was launched before ends; see there.
+        encodes: whether (x - offset) M is asked for instead, in float32; there is a matrix then.
+
+    Returns:
+        [batch, num_heads, head_dim], contiguous. The bits of a row do not depend on the others.
 
     Raises:
         UnsupportedError: the GPU is too old.
         DeviceError: CUDA refuses the launch.
     """
-    return _affine(x, matrix, offset, seq_lens, x.dtype, check, overlaps)
-
-
-def encode_rows(
-    x: torch.Tensor,
-    matrix: torch.Tensor,
-    offset: torch.Tensor | None,
-    check: Callable[[], None] | None = None,
-) -> torch.Tensor:
-    """Compute (x - offset) M on the current stream; arguments and errors as of affine_rows.
-
-    Returns:
-        [num_tokens, num_kv_heads, head_dim], float32, contiguous. The bits of a row do not depend
-        on the others.
-    """
-    return _affine(x, matrix, offset, None, torch.float32, check, False)
-
-
-def _affine(
-    x: torch.Tensor,
-    matrix: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    seq_lens: torch.Tensor | None,
-    dtype: torch.dtype,
-    check: Callable[[], None] | None,
-    overlaps: bool,
-) -> torch.Tensor:
-    """Transform rows, or encode them: float32."""
     facts = map(facts_of, (x, matrix, offset, seq_lens))
-    key = AffineSpec, dtype, x.is_neg(), overlaps, *facts
-    launch = cached_launch(key, check, _prepare, x, matrix, offset, seq_lens, dtype, overlaps)
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    key = AffineSpec, encodes, x.is_neg(), overlaps, *facts
+    launch = cached_launch(key, check, _prepare, x, matrix, offset, seq_lens, encodes, overlaps)
+    y = torch.empty(x.shape, dtype=torch.float32 if encodes else x.dtype, device=x.device)
     if launch is not None:
         launch((x, y, matrix, offset, seq_lens))
     return y
+
+
+encode_rows = functools.partial(affine_rows, encodes=True)
 
 
 def _prepare(
@@ -135,7 +117,7 @@ def _prepare(
     matrix: torch.Tensor | None,
     offset: torch.Tensor | None,
     seq_lens: torch.Tensor | None,
-    dtype: torch.dtype,
+    encodes: bool,
     overlaps: bool,
 ) -> Launch | None:
     if not x.numel():
@@ -149,7 +131,7 @@ def _prepare(
     assert per_head is not None
     num_kv_heads = per_head.shape[0]
     ratio = num_heads // num_kv_heads
-    spec = AffineSpec(head_dim, SOURCES[x.dtype], matrix is not None, dtype == torch.float32)
+    spec = AffineSpec(head_dim, SOURCES[x.dtype], matrix is not None, encodes)
     gpu = gpu_of(index)
     if gpu.capability >= OVERLAPS:
         spec = replace(spec, overlaps=True)

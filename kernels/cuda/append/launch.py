@@ -129,34 +129,20 @@ def _tensors_of(call: AppendCall) -> Tensors:
     return (*call.slots, cos, sin, call.bad, *of_k, *of_v)
 
 
-class AppendAgain:
-    """append for rows that stay, and new rows like some before: other ones, at other slots.
+def bind_append(call: AppendCall, *, overlaps: bool = False) -> Launch | None:
+    """Bind append to all tensors of a call but new rows and counters.
 
-    Attributes:
-        copies: whether new rows like these are copied first: then it cannot be called.
+    Args:
+        call, overlaps: as in append.
+
+    Returns:
+        A launch that takes the addresses of bad, k.x and v.x; None where append takes several.
     """
-
-    def __init__(self, call: AppendCall, *, overlaps: bool = False) -> None:
-        """Look at all that stays; arguments as of append, without rope."""
-        tensors = _tensors_of(call)
-        launch = _find(BOTH, call, tensors, None, overlaps)
-        assert launch is not None
-        self._launch, self.copies = launch, launch.copies
-        addresses = [0 if one is None else one.data_ptr() for one in tensors]
-        self._of_k, self._of_v = addresses[K + 1 : V], addresses[V + 1 :]
-
-    def __call__(self, k: int, v: int, slots: Sequence[int], bad: int) -> None:
-        """Append on the current stream.
-
-        Args:
-            k, v: the addresses of new rows.
-            slots: those of the tensors of Slots.
-            bad: that of the counters.
-
-        Raises:
-            DeviceError: CUDA refuses the launch.
-        """
-        self._launch.at((*slots, 0, 0, bad, k, *self._of_k, v, *self._of_v))
+    if call.k.is_calibrated or call.v.is_calibrated:
+        return None
+    tensors = _tensors_of(call)
+    launch = _find(BOTH, call, tensors, None, overlaps)
+    return launch and launch.bind(tensors, {"bad", "k.x", "v.x"})
 
 
 def _append_calibrated(
@@ -275,7 +261,7 @@ def _encode(
     offset, rotate, matrix, _, _ = transform
     assert matrix is not None
     if rope is None and not rotate and x.dtype in ENCODED:
-        return encode_rows(x, matrix, offset, check)
+        return encode_rows(x, matrix, offset, check=check)
     if check:
         check()
     return transform_rows(x, transform, rope)

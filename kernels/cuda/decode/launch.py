@@ -3,11 +3,12 @@
 A launch is prepared for all calls of the same shapes, strides, formats and dtypes: that it is
 possible, the kernel, the plan, the arguments that stay (see runtime/launch.py). This is the hot
 path of decoding: a cached launch packs its addresses itself, and segments that stay, those of a
-cache, are looked at once.
+cache, are looked at once: a launch is bound to them.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import struct
@@ -65,10 +66,12 @@ MOST_SCALE = 1e30  # float32 holds what it is multiplied with
 QUERY, ROWS, AXIS = (
     struct.Struct(layout_of(table)) for table in (COMMON[5:-1], SEGMENT[5:], QUERIES[1:])
 )
+ADDRESSES = struct.Struct("@5P")  # of a segment, see Addresses
+SEGMENT_BYTES = ADDRESSES.size + ROWS.size
 
 _launches: dict[Hashable, Launch | Nothing] = {}
-_fixed: dict[Hashable, object] = {}  # what stands for the facts of segments that stay
-_override: tuple[Plan | None, str] = (None, "")
+USUAL: tuple[Plan | None, str] = (None, "")
+_override = USUAL
 
 
 @dataclass(frozen=True)
@@ -114,27 +117,27 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
     """
     q, segments, _, num_splits, _, q_lens, variant, _ = call
     index, address = q.get_device(), q.data_ptr()
-    if type(segments) is FixedSegments:
-        facts, addresses = segments.facts or _settle(segments)
-    else:
-        facts, addresses = _look_at(segments)
-    # all that the check and the launch depend on
+    # all that the check and the launch depend on, beside the segments
     query = q.shape, q.is_contiguous() or q.stride(), q.dtype, address % UNIT
     counts = q_lens if q_lens is None else _facts(q_lens)
-    key = query, index, num_splits, facts, counts, variant and _facts_of_variant(variant)
-    launches = _launches  # override_plan puts another in its place
-    try:
-        launch = launches.get(key)
-    except TypeError:  # a format that cannot be hashed: the check says so
-        launch = None
+    key: Hashable = query, index, num_splits, counts, variant and _facts_of_variant(variant)
+    bound = segments.bound if type(segments) is FixedSegments and _override is USUAL else None
+    launch: Launch | Nothing | None = None if bound is None else bound.get(key)
+    addresses: Sequence[Addresses] = ()
     if launch is None:
-        checked = check(call) if check else call
-        try:
-            launch = _prepare(checked)
-        except Rehearsed:
-            launch = Nothing((*q.shape[:-1], checked.segments[0].v_format.head_dim))
-            return launch(call, address, addresses)
-        keep(launches, key, launch)
+        facts, addresses = _look_at(segments)
+        launches = _launches  # override_plan puts another in its place
+        launch = launches.get((key, facts))
+        if launch is None:
+            checked = check(call) if check else call
+            try:
+                launch = _prepare(checked)
+            except Rehearsed:
+                launch = Nothing((*q.shape[:-1], checked.segments[0].v_format.head_dim))
+                return launch(call, address, addresses)
+            keep(launches, (key, facts), launch)
+        if bound is not None:
+            bound.keep(key, launch.bind(addresses))
     if index == current_device():
         return launch(call, address, addresses)
     with torch.cuda.device(index):
@@ -182,17 +185,6 @@ def _look_at(segments: Sequence[Segment]) -> tuple[Hashable, list[Addresses]]:
             seq_slots if seq_slots is None else _facts(seq_slots),
         )
     return facts, addresses
-
-
-def _settle(segments: FixedSegments) -> tuple[Hashable, list[Addresses]]:
-    """The same of segments that stay: in place of their facts what is hashed at once."""
-    facts, addresses = _look_at(segments)
-    same = _fixed.get(facts)
-    if same is None:
-        same = object()
-        keep(_fixed, facts, same)
-    segments.facts = same, addresses
-    return same, addresses
 
 
 def _facts(tensor: torch.Tensor) -> Hashable:
@@ -322,13 +314,26 @@ class Launch:
         for i, splits in zip(work.order, chosen.splits, strict=True):
             copies = any(pack_counts(one) is not one for one in counts_of(segments[i]))
             self._segments.append((i, copies, ROWS.pack(*arguments(segments[i], splits))))
-        layout = f"@5P{QUERY.size}sf" + (f"P{AXIS.size}s" if work.spec.causal else "")
-        layout += "".join(code for name in work.spec.variant for _, code in VARIANT[name])
-        layout += len(work.order) * f"5P{ROWS.size}s"
-        missing = work.spec.segments - len(work.order)
-        layout += f"{missing * (5 * 8 + ROWS.size)}x"  # zeros
+        self._layout = f"@5P{QUERY.size}sf" + (f"P{AXIS.size}s" if work.spec.causal else "")
+        self._layout += "".join(code for name in work.spec.variant for _, code in VARIANT[name])
+        layout = self._layout + len(work.order) * f"5P{ROWS.size}s"
+        self._missing = (work.spec.segments - len(work.order)) * SEGMENT_BYTES  # zeros
         grid = num_kv_heads * head_blocks, batch, parts
-        self._launch = Launcher(kernel, grid, layout, shared)
+        self._launcher = functools.partial(Launcher, kernel, grid, shared=shared)
+        self._launch = self._launcher(f"{layout}{self._missing}x")
+        self._bound = b""
+
+    def bind(self, addresses: Sequence[Addresses]) -> Launch | None:
+        """This launch with segments that stay, and lie there; None if their lengths are copied."""
+        if any(copies for _, copies, _ in self._segments):
+            return None
+        bound = copy.copy(self)
+        bound._bound = b"".join(
+            ADDRESSES.pack(*addresses[i]) + rows for i, _, rows in self._segments
+        )
+        bound._launch = self._launcher(f"{self._layout}0P{len(bound._bound)}s{self._missing}x")
+        bound._segments = []
+        return bound
 
     def __call__(self, call: AttentionCall, address: int, addresses: Sequence[Addresses]) -> State:
         """Launch on the current stream of the current device, which is that of q."""
@@ -375,6 +380,8 @@ class Launch:
                 kept += packed
                 values[-3:] = [0 if one is None else one.data_ptr() for one in packed]
             values.append(rows)
+        if self._bound:
+            values.append(self._bound)
         self._launch(stream, values)
         return out, lse
 
@@ -384,6 +391,10 @@ class Nothing:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
+
+    def bind(self, addresses: Sequence[Addresses]) -> Nothing:
+        """The same: it reads no rows."""
+        return self
 
     def __call__(self, call: AttentionCall, address: int, addresses: Sequence[Addresses]) -> State:
         """Zeros, and -inf."""

@@ -1,4 +1,4 @@
-"""Dequantize pages on CUDA, in one launch; kvquant/ops/append.py has the reference."""
+"""Dequantize pages on CUDA, in one launch; kvquant/ops/rows_at.py has the reference."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def dequantize(
     out: torch.Tensor,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Dequantize into out on the current stream; see append.dequantize_pages.
+    """Dequantize into out on the current stream; see rows_at.dequantize_pages.
 
     Slots that do not exist give zeros, like negative ones.
 

@@ -3,14 +3,18 @@
 A launch is prepared once for all calls of the same shapes, strides, formats and dtypes: that it is
 possible, the kernel, the arguments that stay. The next call like it finds that in a dictionary,
 packs the addresses and launches: no host synchronization; safe in CUDA graphs and from several
-threads.
+threads. An owner of tensors that stay binds a launch to them (Launch.bind, kvquant/rows/bound.py):
+of all that, what is new is left.
 """
 
 from __future__ import annotations
 
+import copy
+import struct
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +24,7 @@ from kvquant.errors import UnsupportedError
 
 from .compile import load_cubin
 from .driver import Kernel, Launcher, peak_bandwidth
-from .spec import Spec
+from .spec import Piece, Spec, addresses_of
 from .tensors import Tensors, with_copies
 
 MOST_LAUNCHES = 4096  # that are remembered
@@ -39,6 +43,7 @@ _gpus: dict[int, GPU] = {}
 _kernels: dict[tuple[Spec, int], Kernel] = {}
 _launches: dict[Hashable, Any] = {}
 Kept = TypeVar("Kept")
+ADDRESS = struct.Struct("@P")
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,6 @@ class Launch:
 
     Attributes:
         grid: blocks along x, y and z.
-        copies: whether there are tensors that the kernel cannot read where they are.
     """
 
     def __init__(
@@ -191,12 +195,57 @@ class Launch:
             overlaps: whether it begins before the launch before it is complete, if the spec may.
         """
         self.grid, self._index, self._copied = grid, index, tuple(copied)
-        self.copies = bool(copied)
-        layout, packed = spec.pack(constants)
-        firsts = [0, *(count for count, _ in packed)]
-        self._runs = [(firsts[i], count, data) for i, (count, data) in enumerate(packed)]
-        kernel = kernel_of(spec, index)
-        self._launch = Launcher(kernel, grid, layout, overlaps=overlaps and spec.overlaps)
+        self._names = addresses_of(spec.arguments)
+        self._kernel, self._overlaps = kernel_of(spec, index), overlaps and spec.overlaps
+        self._put(spec.pack(constants))
+
+    def _put(self, pieces: Sequence[Piece]) -> None:
+        """Take arguments: of an address its place among those that at is given, or packed ones."""
+        self._pieces = pieces
+        self._constants = [piece for piece in pieces if isinstance(piece, bytes)]
+        layout, order, packed = "@", list[int](), -len(self._constants)  # they come last
+        for piece in pieces:
+            if isinstance(piece, int):
+                layout += "P"
+                order.append(piece)
+            else:
+                layout += f"{len(piece)}s"
+                order.append(packed)
+                packed += 1
+        # of a single argument itemgetter makes no tuple
+        self._order = itemgetter(*order) if len(order) > 1 else itemgetter(slice(None))
+        self._launch = Launcher(self._kernel, self.grid, layout, overlaps=self._overlaps)
+
+    def bind(self, tensors: Tensors, new: Collection[str]) -> Launch | None:
+        """This launch with tensors that stay: at takes the addresses of the new ones only.
+
+        Args:
+            tensors: as in a call.
+            new: the names of those that other launches have elsewhere; at takes them in the order
+                of the kernel's arguments.
+
+        Returns:
+            None if tensors are copied first, which at does not do.
+        """
+        if self._copied:
+            return None
+        pieces, count = list[Piece](), 0
+        for piece in self._pieces:
+            if isinstance(piece, int):
+                if self._names[piece] in new:
+                    pieces.append(count)
+                    count += 1
+                    continue
+                tensor = tensors[piece]
+                piece = ADDRESS.pack(0 if tensor is None else tensor.data_ptr())
+            before = pieces[-1] if pieces else 0
+            if isinstance(before, bytes):  # what follows is aligned as an address is
+                pieces.pop()
+                piece = before + bytes(-len(before) % ADDRESS.size) + piece
+            pieces.append(piece)
+        bound = copy.copy(self)
+        bound._put(pieces)
+        return bound
 
     def __call__(self, tensors: Tensors) -> None:
         """Launch on the current stream of the GPU.
@@ -213,10 +262,7 @@ class Launch:
 
     def at(self, addresses: Sequence[int]) -> None:
         """Launch as above, where nothing is to be copied; 0 stands for no tensor."""
-        values: list[float | bytes] = []
-        for first, last, constants in self._runs:
-            values += addresses[first:last]
-            values.append(constants)
+        values = self._order((*addresses, *self._constants))
         if self._index == current_device():
             self._launch(current_stream(self._index), values)
             return

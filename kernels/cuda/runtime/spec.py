@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
 Table: TypeAlias = "tuple[tuple[str, str | Table], ...]"
+Piece: TypeAlias = "int | bytes"
 NUMBA_TYPES = {"P": "uint64", "Q": "uint64", "i": "int32", "I": "uint32", "f": "float32"}
 
 
@@ -92,25 +93,22 @@ class Spec:
 
         return tuple(numba_type(code) for _, code in self.arguments)
 
-    def pack(self, constants: Mapping[str, float]) -> tuple[str, list[tuple[int, bytes]]]:
-        """Pack the arguments that are no addresses.
+    def pack(self, constants: Mapping[str, float]) -> list[Piece]:
+        """The arguments, those that are no addresses packed.
 
         Args:
-            constants: by name, dotted in a tuple.
+            constants: these, by name, dotted in a tuple.
 
         Returns:
-            A struct format of addresses and packed constants; these, each with how many addresses
-            stand before it.
+            In turn the place of an address among the addresses, or what stands between two.
         """
-        layout, count, packed = "@", 0, []
+        pieces, places = list[Piece](), itertools.count()
         fields = fields_of(self.arguments)
         for are_addresses, run in itertools.groupby(fields, lambda field: field[1] == "P"):
             names, codes = zip(*run, strict=True)
             if are_addresses:
-                layout += f"{len(names)}P"
-                count += len(names)
+                pieces += itertools.islice(places, len(names))
             else:
-                data = struct.pack("@" + "".join(codes), *(constants[name] for name in names))
-                layout += f"{len(data)}s"
-                packed.append((count, data))
-        return layout, packed
+                layout = "@" + "".join(codes)
+                pieces.append(struct.pack(layout, *(constants[name] for name in names)))
+        return pieces

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..runtime.launch import (
-    OVERLAPS,
-    Launch,
-    cached_launch,
-    current_device,
-    empty_strided,
-    gpu_of,
-)
+from ..runtime.launch import OVERLAPS, Launch, cached_launch, gpu_of
 from ..runtime.spec import Spec, Table
 
 PLACE: Table = (
@@ -89,44 +82,17 @@ def place_tokens(
         launch((*lens, new_lens, overflow, room))
 
 
-class PlaceAgain:
-    """place_tokens for a layer whose tensors stay, and as many tokens for each of its sequences."""
-
-    def __init__(
-        self,
-        lens: Sequence[torch.Tensor | None],
-        sizes: tuple[int, int, int, int, int, int],
-        new_tokens: int,
-    ) -> None:
-        """Look at all that stays; arguments as of place_tokens."""
-        seq_lens = lens[0]
-        assert seq_lens is not None
-        batch, self._index = len(seq_lens), seq_lens.get_device()
-        launch = _find(self._index, batch, new_tokens, sizes, (0, 0))
-        assert launch is not None
-        self._launch = launch
-        self._lens = [0 if one is None else one.data_ptr() for one in lens]
-        width = batch * new_tokens + batch
-        self._room = (3, width), (width, 1), torch.int64
-
-    def __call__(self, overflow: int) -> torch.Tensor:
-        """Place tokens on the current stream.
-
-        Args:
-            overflow: the address of the counter.
-
-        Returns:
-            room, as of place_tokens.
-
-        Raises:
-            DeviceError: CUDA refuses the launch.
-        """
-        if self._index != current_device():
-            with torch.cuda.device(self._index):
-                return self(overflow)
-        room: torch.Tensor = empty_strided(*self._room)
-        self._launch.at((*self._lens, 0, overflow, room.data_ptr()))
-        return room
+def bind_place(
+    lens: Sequence[torch.Tensor | None],
+    sizes: tuple[int, int, int, int, int, int],
+    new_tokens: int,
+    room: torch.Tensor,
+) -> Launch | None:
+    """Bind place_tokens to a layer, for as many tokens of each of its sequences: the launch takes
+    the address of overflow. Arguments as of place_tokens, room is written every time."""
+    batch, index = room.shape[1] // (new_tokens + 1), room.get_device()
+    launch = _find(index, batch, new_tokens, sizes, (0, 0))
+    return launch and launch.bind((*lens, None, None, room), {"overflow"})
 
 
 def _find(

@@ -143,7 +143,7 @@ def simulate(given: Arguments, warps: int = 4, *, encodes: bool = False) -> None
     few = mock.patch.object(launching, "AffineSpec", few_warps)
     with few, mock.patch.multiple(runtime, **changes):
         if encodes:
-            check_encoded(launching.encode_rows(*given[:3]), given)  # type: ignore[arg-type]
+            check_encoded(launching.encode_rows(*given[:3]), given)
         else:
             check_result(launching.affine_rows(*given), given)
 

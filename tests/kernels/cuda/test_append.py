@@ -38,7 +38,8 @@ from kvquant.kernels.cuda.dequantize import launch as dequantizing
 from kvquant.kernels.cuda.device.row_layout import divisor, lanes_of, unit_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.spec import layout_of
-from kvquant.ops.append import append_rows, dequantize_pages
+from kvquant.ops.append import append_rows
+from kvquant.ops.rows_at import dequantize_pages
 from kvquant.rows.basis import Encoding
 from kvquant.rows.format import ROW_DIMS
 from kvquant.rows.slots import Slots

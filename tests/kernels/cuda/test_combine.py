@@ -11,7 +11,7 @@ from in_simulator import SIMULATED, in_simulator, typed
 
 from kvquant.kernels.cuda.prefix.spec import CombineSpec
 from kvquant.kernels.cuda.runtime.compile import compile_spec
-from kvquant.ops.attention import merge_states
+from kvquant.ops.merge import merge_states
 
 if SIMULATED:
     from kvquant.kernels.cuda.simulator import simulator

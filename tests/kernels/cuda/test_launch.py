@@ -33,6 +33,7 @@ from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, columns_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.tensors import facts_of
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
+from kvquant.rows.bound import MOST_KINDS
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.reference import LOG2E
 from kvquant.rows.segment import FixedSegments, Segment, check_segments
@@ -542,7 +543,7 @@ def test_segments_that_stay_are_launched_as_the_call_is(cuda: FakeDriver) -> Non
         common = [unpack(loaded_specs()[-1], one.arguments)[0] for one in (first, second)]
         differs = {name for name in common[0] if common[0][name] != common[1][name]}
         assert differs <= {"out", "lse"}
-    assert len({id(one) for one in launch._launches.values()}) == 10
+    assert len(launch._launches) == len(segments.bound) == 5
     with pytest.raises(ShapeError, match="does not fit"):
         launch_attention(make_query(3), segments, 1.0, None, check=checked)
 
@@ -551,7 +552,7 @@ def test_a_copy_of_segments_is_looked_at_anew(cuda: FakeDriver) -> None:
     segments, q = fixed(), make_query()
     launch_attention(q, segments, 1.0, 1)
     for copied in (copy.deepcopy(segments), pickle.loads(pickle.dumps(segments))):
-        assert type(copied) is FixedSegments and copied.facts is None
+        assert type(copied) is FixedSegments and not copied.bound
         launch_attention(q, copied, 1.0, 1)
         _, parts = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
         assert parts[0]["k_rows"] == copied[0].k_rows.data_ptr()
@@ -587,17 +588,15 @@ def test_threads_launch_the_same_segments(cuda: FakeDriver) -> None:
     assert not failed and len(cuda.launched) == 800
 
 
-def test_facts_of_segments_do_not_pile_up(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runtime, "MOST_LAUNCHES", 5)
-    for capacity in range(1, 20):
-        segments = FixedSegments([make_segment(capacity=capacity)])
+def test_few_launches_are_bound_to_segments(cuda: FakeDriver) -> None:
+    segments = fixed()
+    for heads in range(2, 4 * MOST_KINDS, 2):
         for _ in range(2):
-            launch_attention(make_query(), segments, 1.0, None)
-            _, (one,) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
-            assert one["capacity"] == capacity
-        assert len(launch._fixed) <= 5
+            out, _ = launch_attention(make_query(2, heads), segments, 1.0, None)
+            common, (one, *_) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
+            assert common["num_q_heads"] == heads == out.shape[1]
+            assert one["k_rows"] == segments[0].k_rows.data_ptr()
+        assert 1 <= len(segments.bound) <= MOST_KINDS
 
 
 def make_queries(q_len: int, batch: int = 2, heads: int = 8) -> torch.Tensor:

@@ -652,7 +652,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 def attend(case: MlaCase, **options: Any) -> Any:
     """What the launcher gives."""
     queries = case.q_latent, case.q_rope
-    fields = {"q_lens": case.q_lens, **options}
+    fields = {"return_lse": True, "q_lens": case.q_lens, **options}
     return launching.attend(LatentCall(*queries, case.segments, case.sm_scale, **fields))
 
 

@@ -37,10 +37,13 @@ def test_every_field_is_naturally_aligned() -> None:
 
 def test_packed_constants_stand_where_their_names_do() -> None:
     constants = {"count": 3, "k.stride": 4, "k.ring": 5, "v.stride": 6, "v.ring": 7, "other": 8}
-    layout, packed = Example().pack(constants)
-    assert [count for count, _ in packed] == [2, 3, 4]
-    (first, second, third) = (data for _, data in packed)
-    data = struct.pack(layout, 10, 20, first, 30, second, 40, third)
+    pieces = Example().pack(constants)
+    assert [piece for piece in pieces if isinstance(piece, int)] == [0, 1, 2, 3]
+    layout, values = "@", list[int | bytes]()
+    for piece in pieces:
+        layout += "P" if isinstance(piece, int) else f"{len(piece)}s"
+        values.append(10 + 10 * piece if isinstance(piece, int) else piece)
+    data = struct.pack(layout, *values)
     assert struct.unpack(layout_of(TABLE), data) == (10, 20, 3, 30, 4, 5, 40, 6, 7)
     assert (Example().threads, Example().shared_bytes) == (64, 0)
     with pytest.raises(KeyError, match=r"v\.ring"):

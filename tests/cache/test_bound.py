@@ -1,12 +1,18 @@
-"""Appends of caches on CUDA that are made again by the same launches, at other addresses."""
+"""Launches that are bound to a cache: what is launched, when others are, frames of a warm call."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,15 +29,17 @@ from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.slots.launch import SlotSpec
-from kvquant.ops.append import MOST_KINDS, append_again
+from kvquant.ops.append import bind_append
 from kvquant.paged.batch import PagedBatch
 from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.bound import MOST_KINDS
 from kvquant.rows.call import AppendCall
 from kvquant.rows.rotation import Rope
+from kvquant.rows.variant import AttentionVariant
 
 OFFSET = torch.ones(HEADS, DIM)
 BASES = [LayerBasis(Basis(OFFSET, "hadamard"), Basis(OFFSET))] * 2
-ROOM = ("room", "packed", "exact", "evicted")  # what is new in every call
+ROOM = ("room", "packed", "exact", "evicted")  # what they share
 
 
 class Calls(TorchDispatchMode):
@@ -69,16 +77,17 @@ def launched(cuda: FakeDriver, call: Callable[..., None], *given: Any) -> list[d
 
 @contextmanager
 def counted(at: LayerCache) -> Iterator[list[bool]]:
-    """Whether each append was made again."""
-    again, found = at._append_again, list[bool]()
+    """Whether each append was by bound launches."""
+    find, found = at.bound.find, list[bool]()
 
-    def note(*call: Any) -> bool:
-        found.append(again(*call))
-        return found[-1]
+    def note(*new: torch.Tensor) -> Any:
+        launches = find(*new)
+        found.append(launches is not None)
+        return launches
 
-    at._append_again = note  # type: ignore[assignment, method-assign]
+    at.bound.find = note  # type: ignore[method-assign]
     yield found
-    del at._append_again
+    del at.bound.find
 
 
 @pytest.mark.parametrize(
@@ -108,7 +117,7 @@ def test_an_append_like_the_last_one_is_the_same_two_launches(
     assert again == [True] * 3 and not calls.names and at.longest == 4
     assert made[0] != made[1], "they come from elsewhere"
     for new, found in zip(given, made, strict=True):
-        at._again.clear()
+        at.bound.clear()
         assert launched(cuda, cache.append, 0, *new) == found
         assert len(found) == 2
 
@@ -186,24 +195,42 @@ def test_what_is_not_possible_is_refused_as_the_first_time(cuda: FakeDriver) -> 
     assert not cuda.launched
 
 
+class Noted:
+    """Stands for a bound launch."""
+
+    def __init__(self, launch: Callable[[], None] = lambda: None) -> None:
+        self.launched, self._launch = 0, launch
+
+    def at(self, addresses: Any) -> None:
+        self.launched += 1
+        self._launch()
+
+
 def test_not_in_a_graph_nor_in_debug_mode_nor_without_room(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, (k, v) = make(), tokens(1)
-    at = cache.layers[0]
+    at, noted = cache.layers[0], Noted()
     cache.append(0, k, v)
-    counters = cache.bad_rows, cache.overflow_tokens
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert not at._append_again(k, v, *counters)
-    with monkeypatch.context() as patch:
-        patch.setattr(debug, "enabled", True)
-        assert not at._append_again(k, v, *counters)
-    for longest in (None, at.max_seq_len):
-        at.longest = longest
-        assert not at._append_again(k, v, *counters)
-    at.longest = at.max_seq_len - 1
-    assert at._append_again(k, v, *counters) and at.longest == at.max_seq_len
+    ((kind, bound),) = at.bound.items()
+    bound = bound._replace(place=noted, write=noted)
+    for module, name, value in (
+        (torch.cuda, "is_current_stream_capturing", lambda: True),
+        (debug, "enabled", True),
+        (at, "longest", None),
+    ):
+        at.bound[kind] = bound
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            cache.append(0, k, v)
+        assert not noted.launched
+    at.bound[kind], at.longest = bound, at.max_seq_len - 1
+    cache.append(0, k, v)
+    assert noted.launched == 2 and at.longest == at.max_seq_len
+    at.seq_lens.fill_(at.max_seq_len)
+    with pytest.raises(ShapeError, match="would grow to 25 tokens"):
+        cache.append(0, k, v)
+    assert noted.launched == 2
 
 
 def test_lengths_are_taken_back_if_rows_cannot_be_written(cuda: FakeDriver) -> None:
@@ -213,17 +240,16 @@ def test_lengths_are_taken_back_if_rows_cannot_be_written(cuda: FakeDriver) -> N
         cache.append(0, k, v)
         at.begin(torch.tensor([20, 13, 0]), torch.tensor([15, 6, 0]))
         before = {name: tensor.clone() for name, tensor in at.tensors().items()}
-        ((kind, (_, write)),) = at._again.items()
+        ((kind, bound),) = at.bound.items()
 
-        def place(overflow: int, at: LayerCache = at) -> torch.Tensor:
+        def place(at: LayerCache = at, room: torch.Tensor = bound.room) -> None:
             lens = [at.seq_lens, at.packed_lens, at.seq_lens if at.window is None else at.firsts]
-            room = torch.stack(lens).long()
+            room[:, BATCH:] = torch.stack(lens)
             for one in at.lens:
                 if one is not None:
                     one += 3
-            return torch.cat([torch.zeros(3, BATCH, dtype=torch.int64), room], 1)
 
-        at._again[kind] = place, write
+        at.bound[kind] = bound._replace(place=Noted(place))
         cuda.fails["cuLaunchKernelEx"] = [700]
         with pytest.raises(DeviceError, match="launch"):
             cache.append(0, k, v)
@@ -253,7 +279,71 @@ def test_few_kinds_are_remembered(cuda: FakeDriver) -> None:
         padded = torch.zeros(BATCH, HEADS, 1, DIM + 8 * width).bfloat16()[..., :DIM]
         cache.append(0, padded, padded)
         cache.crop(0)
-        assert 1 <= len(cache.layers[0]._again) <= MOST_KINDS
+        assert 1 <= len(cache.layers[0].bound) <= MOST_KINDS
+
+
+@mock.patch.object(torch.Tensor, "is_cuda", True)
+def test_a_step_that_was_taken_before_is_three_launches(cuda: FakeDriver) -> None:
+    cache, (k, v), q = make(), tokens(1), torch.zeros(BATCH, 2 * HEADS, DIM).bfloat16()
+    at, calls = cache.layers[0], list[Any]()
+    at.check_query = calls.append  # type: ignore[method-assign, assignment]
+    for steps in range(1, 4):
+        cuda.launched.clear()
+        cache.step(0, q, k, v)
+        assert len(calls) == 1 and len(cuda.launched) == 3 and at.longest == steps
+    cache.step(0, q[:, :HEADS], k, v)
+    cache.step(0, q, k, v, variant=AttentionVariant(soft_cap=30.0))
+    assert len(calls) == 3
+    cache.step(0, q, k, v, sm_scale=0.5)
+    assert len(calls) == 3
+    for options in ({"return_lse": 1}, {"sm_scale": math.inf}, {"num_splits": 0}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} (is )?"):
+            cache.step(0, q, k, v, **options)
+    assert at.longest == 6 and len(cuda.launched) == 12
+
+
+# Frames from the public call to the kernel, warm
+
+
+def frames_at(call: Callable[[], object], of: str) -> set[int]:
+    """How many functions of a call are open when one of this name is called."""
+    found, outside = set[int](), len(inspect.stack())
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_qualname == of:
+            found.add(len(inspect.getouterframes(frame)) - outside)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified names")
+@mock.patch.object(torch.Tensor, "is_cuda", True)
+def test_frames_to_a_kernel_of_cuda(cuda: FakeDriver) -> None:
+    cache, (k, v), q = make(), tokens(1), torch.zeros(BATCH, 2 * HEADS, DIM).bfloat16()
+    for expected, call in (
+        ({4}, partial(cache.append, 0, k, v)),
+        ({5}, partial(cache.attend, 0, q)),
+        ({4, 5}, partial(cache.step, 0, q, k, v)),
+    ):
+        call()
+        assert frames_at(call, "Launcher.__call__") == expected
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified names")
+def test_frames_to_a_kernel_of_the_cpu() -> None:
+    cache, (k, v), q = make(), tokens(1), torch.zeros(BATCH, 2 * HEADS, DIM).bfloat16()
+    for expected, call in (
+        ({5}, partial(cache.append, 0, k, v)),
+        ({6}, partial(cache.attend, 0, q)),
+        ({5, 6}, partial(cache.step, 0, q, k, v)),
+    ):
+        call()
+        assert frames_at(call, "run") == expected
 
 
 # A paged cache
@@ -280,15 +370,15 @@ def test_a_step_of_a_paged_cache_appends_again(
 
     def note(call: AppendCall) -> Any:
         prepared.append(call)
-        return append_again(call)
+        return bind_append(call)
 
-    monkeypatch.setattr("kvquant.paged.batch.append_again", note)
+    monkeypatch.setattr("kvquant.paged.batch.bind_append", note)
     for _ in range(3):
         rows = new_rows(2)
         with Calls() as calls:
             found = launched(cuda, step, batch, rows)
         assert not prepared and {*calls.names} <= {"clone", "unbind"}, "once a step"
-        for kinds in batch._again:
+        for kinds in batch._bound:
             kinds.clear()
         assert [write["k.x"] for write in found] == [rows[0].data_ptr()] * 2
         assert launched(cuda, step, batch, rows) == found
@@ -370,7 +460,7 @@ def test_paged_rows_are_those_of_other_appends() -> None:
                 for index in range(one.cache.num_layers):
                     one.append(index, *rows)
                 outs.append(one.attend(0, q))
-        for again in other._again:
+        for again in other._bound:
             again.clear()
         assert torch.equal(*outs)
     for stacks, expected in zip(caches[0].rows.pages, caches[1].rows.pages, strict=True):

@@ -1,0 +1,66 @@
+"""Launches that are bound to tensors which stay, such as those of a cache.
+
+What a launch depends on is looked at and checked once, in the first call of a kind. The next call
+of this kind finds the launch, gives it the addresses of what is new, and that is all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from .. import debug
+
+ALIGNMENT = 16  # bytes that kernels read at a time
+MOST_KINDS = 16  # of calls whose launches an owner remembers
+
+
+class Bound(dict[Hashable, Any]):
+    """The bound launches of an owner of tensors, by the kind of what is new in a call.
+
+    A copy begins without: its tensors lie elsewhere.
+    """
+
+    def find(self, *new: torch.Tensor) -> Any:
+        """What was kept for tensors of this kind; None where values have to be read, or in a graph.
+
+        torch.compile must not trace this.
+        """
+        if not self or debug.enabled:
+            return None
+        found = self.get(kind_of(*new))
+        return None if found is None or torch.cuda.is_current_stream_capturing() else found
+
+    def keep(self, kind: Hashable, launches: Any) -> None:
+        """Remember launches for this kind of call, unless there are none."""
+        if launches is None:
+            return
+        if len(self) >= MOST_KINDS:
+            self.clear()
+        self[kind] = launches
+
+    def __reduce__(self) -> tuple[type[Bound], tuple[()]]:
+        return Bound, ()
+
+
+def kind_of(*new: torch.Tensor) -> Hashable:
+    """All of new tensors that a call to the same rows depends on; None if they are no tensors."""
+    try:
+        return tuple(
+            [
+                (
+                    type(x),
+                    x.shape,
+                    x.is_contiguous() or x.stride(),
+                    x.dtype,
+                    x.device,
+                    x.data_ptr() % ALIGNMENT,
+                    x.is_neg(),
+                )
+                for x in new
+            ]
+        )
+    except (AttributeError, TypeError, RuntimeError):  # of torch: their values lie nowhere
+        return None
