@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 
@@ -17,7 +17,7 @@ from ..rows.arguments import check_flag, check_size, check_tensors
 from ..rows.basis import LayerBasis
 from ..rows.call import AttentionCall
 from ..rows.codec import check_exact_format
-from ..rows.format import RowFormat, check_head_dims
+from ..rows.kind import LATENT
 from ..rows.quantize import check_dtype
 from ..rows.segment import Segment
 from ..rows.variant import AttentionVariant
@@ -52,6 +52,20 @@ if TYPE_CHECKING:
         device: Devices
         windows: Sequence[int | None] | None
         rollback_len: int
+
+    class StepOptions(TypedDict, total=False):
+        """Options of a step, but for return_lse."""
+
+        variant: AttentionVariant | None
+        sm_scale: float | None
+        num_splits: int | None
+        backend: str | None
+
+    class AttendOptions(StepOptions, total=False):
+        """Those of attend. LatentKVCache has q_rope in the place of q_lens, so the name is here."""
+
+        q_lens: torch.Tensor | None
+        in_step: bool
 
     class CacheOptions(PlanOptions, total=False):
         """All options of KVCache."""
@@ -125,7 +139,7 @@ class KVCache:
         torch.Size([2, 32, 128])
     """
 
-    latent = False  # whether K and V are the parts of latent rows
+    LAYER: ClassVar[type[LayerCache]] = LayerCache
 
     @torch.inference_mode(False)  # else what is made inside it could not be changed outside
     def __init__(
@@ -157,7 +171,7 @@ class KVCache:
         check_exact_format(exact_format)
         k_formats = per_layer("k_format", k_format, num_layers, head_dim)
         v_formats = per_layer("v_format", v_format, num_layers, head_dim)
-        self._check_formats(*k_formats, *v_formats)
+        self.LAYER.row_kind.check_formats([*k_formats, *v_formats])
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.max_seq_len = max_seq_len
@@ -223,6 +237,11 @@ class KVCache:
         parts.append(f"{exact}: {self.sink_len} and {self.recent_len}")
         parts += ["bases"] * bool(self.bases) + ["windows"] * any(self.windows)
         return f"KVCache({', '.join(parts)}, on {self._where})"
+
+    @property
+    def latent(self) -> bool:
+        """Whether K and V are the parts of latent rows."""
+        return self.LAYER.row_kind is LATENT
 
     @property
     def is_spread(self) -> bool:
@@ -295,13 +314,10 @@ class KVCache:
         layer: int,
         q: torch.Tensor,
         q_lens: torch.Tensor | None = ...,
+        /,
         *,
-        variant: AttentionVariant | None = ...,
-        in_step: bool = ...,
-        sm_scale: float | None = ...,
         return_lse: Literal[False] = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[AttendOptions],
     ) -> torch.Tensor: ...
     @overload
     def attend(
@@ -309,13 +325,10 @@ class KVCache:
         layer: int,
         q: torch.Tensor,
         q_lens: torch.Tensor | None = ...,
+        /,
         *,
-        variant: AttentionVariant | None = ...,
-        in_step: bool = ...,
-        sm_scale: float | None = ...,
         return_lse: Literal[True],
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[AttendOptions],
     ) -> State: ...
     @overload
     def attend(
@@ -323,13 +336,10 @@ class KVCache:
         layer: int,
         q: torch.Tensor,
         q_lens: torch.Tensor | None = ...,
+        /,
         *,
-        variant: AttentionVariant | None = ...,
-        in_step: bool = ...,
-        sm_scale: float | None = ...,
         return_lse: bool = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[AttendOptions],
     ) -> torch.Tensor | State: ...
     def attend(
         self,
@@ -459,11 +469,8 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
         return_lse: Literal[False] = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[StepOptions],
     ) -> torch.Tensor: ...
     @overload
     def step(
@@ -473,11 +480,8 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
         return_lse: Literal[True],
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[StepOptions],
     ) -> State: ...
     @overload
     def step(
@@ -487,11 +491,8 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
         return_lse: bool = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[StepOptions],
     ) -> torch.Tensor | State: ...
     def step(
         self,
@@ -846,12 +847,9 @@ class KVCache:
                 hint = ". Give it to a transformers model as kvquant.QuantizedCache(cache)"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
-    def _check_formats(self, *formats: RowFormat) -> None:
-        check_head_dims(*formats)
-
     def _make_layer(self, batch: int, max_seq_len: int, kind: Kind) -> LayerCache:
         k_format, v_format, basis, window, device = kind
-        return LayerCache(
+        return self.LAYER(
             batch,
             self.num_kv_heads,
             max_seq_len,
@@ -935,28 +933,35 @@ class KVCache:
 
     def like(self, batch: int, device: Devices) -> KVCache:
         """An empty cache of so many sequences on a device, or several, else like this one."""
-        other = KVCache(
-            self.num_layers,
-            batch,
-            self.num_kv_heads,
-            self.head_dim,
-            self.max_seq_len,
-            k_format=[layer.k_format for layer in self.layers],
-            v_format=[layer.v_format for layer in self.layers],
+        other = self._made(
+            num_layers=self.num_layers,
+            batch=batch,
+            max_seq_len=self.max_seq_len,
             sink_len=self.sink_len,
             recent_len=self.recent_len,
             exact_format=self.exact_format,
             device=device,
             bases=self.bases,
-            windows=self.windows,
             rollback_len=self.rollback_len,
         )
         other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         return other
 
+    def _made(self, **options: Any) -> KVCache:
+        """A cache with rows like these, and other options as given."""
+        return KVCache(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            k_format=[layer.k_format for layer in self.layers],
+            v_format=[layer.v_format for layer in self.layers],
+            windows=self.windows,
+            **options,
+        )
+
     def likely_q_heads(self) -> tuple[int, ...]:
         """Numbers of query heads to compile kernels for: the one that is known, or else a guess."""
-        return (self.num_q_heads or self.num_kv_heads,)
+        known = self.num_q_heads
+        return (known,) if known else self.LAYER.row_kind.likely_q_heads(self.num_kv_heads)
 
     def rehearse_step(
         self, layer: int, queries: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor

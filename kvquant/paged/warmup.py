@@ -12,7 +12,7 @@ import torch
 from ..cache.warmup import new_queries, new_rows, present_in, warm_up
 from ..errors import KVQuantError
 from ..rows.rotation import Rope
-from .batch import PagedBatch
+from .batch import PagedBatch, StepBatch
 from .cache import PagedKVCache
 
 
@@ -39,7 +39,7 @@ class BatchCalls:
     batches: tuple[int, ...]
     rotary_dim: tuple[int, bool] | None = None
     num_q_heads: int | None = None
-    kind: type[PagedBatch] = PagedBatch
+    kind: type[StepBatch] = PagedBatch
     shared_prefix: bool | None = False
 
     def __call__(self) -> None:
@@ -60,9 +60,9 @@ class BatchCalls:
                         queries = [new_queries((count, heads), x) for x in (k, v)]
                         batch.rehearse_step(layer, queries, k, v, members, **self._rope(count))
                     else:
-                        batch.append(layer, k, v, **self._rope(count))
+                        batch.rehearse_append(layer, k, v, **self._rope(count))
 
-    def _sharing(self, batch: PagedBatch) -> Iterator[tuple[int, int, int]]:
+    def _sharing(self, batch: StepBatch) -> Iterator[tuple[int, int, int]]:
         """Steps that read a prefix once: sequences, query heads, and members.
 
         What they launch depends on the queries of a KV head, all members' together, and not on the
@@ -92,7 +92,7 @@ class BatchCalls:
         return {"rope": Rope(cos, sin, interleaved)}
 
 
-def warm_up_batch(batch: PagedBatch, k: object, rope: Rope | None, num_ids: int) -> None:
+def warm_up_batch(batch: StepBatch, k: object, rope: Rope | None, num_ids: int) -> None:
     """Compile what a batch on CUDA that was not appended to yet will need.
 
     Args:

@@ -21,11 +21,11 @@ from kvquant.bench.report import render_machine
 from kvquant.bench.timer import GraphTimer, describe_machine
 from kvquant.cache.warmup import warm_up
 from kvquant.ops.attention import attend
-from kvquant.ops.mla import attend_latents, latent_segment
+from kvquant.ops.mla import attend_latents
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.paged.shared_prefix import pays, pays_of_latents
 from kvquant.rows.call import AttentionCall, LatentCall, LatentPrefix
-from kvquant.rows.segment import Segment
+from kvquant.rows.segment import Segment, latent_segment
 
 OWN, PAGE, HEAD_DIM = 256, 64, 128
 # sequences, tokens of the prefix, query heads, KV heads

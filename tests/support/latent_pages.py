@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from kvquant import LatentPagedBatch, LatentPagedKVCache
+from kvquant import LatentPagedBatch, LatentPagedKVCache, PagedBatch
 from kvquant.io.plan import CachePlan
-from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 from kvquant.paged.pool import SequenceId
 
@@ -61,7 +60,7 @@ def queries(*shape: int, device: str | torch.device = "cpu") -> Pair:
 
 
 def extend(
-    batch: PagedBatch,
+    batch: PagedBatch | LatentPagedBatch,
     ids: Sequence[SequenceId],
     counts: int | Sequence[int] = 1,
     tokens: Sequence[int] | None = None,
@@ -77,7 +76,7 @@ def extend(
 
 
 def begin(
-    batch: PagedBatch, name: SequenceId, count: int, tokens: Sequence[int] | None = None
+    batch: LatentPagedBatch, name: SequenceId, count: int, tokens: Sequence[int] | None = None
 ) -> Pair:
     """A new sequence of so many tokens, none of them present."""
     assert batch.cache.allocate(name) == 0
