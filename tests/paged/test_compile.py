@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 from paged_cases import DIM, LAYERS, begin, make, new_rows, same, values
+from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant.errors import ConfigError
 from kvquant.paged.batch import PagedBatch
 
+WAYS = [(lengths, compiler) for lengths in ((3, 5), (0, 0)) for compiler in ("eager", "aot_eager")]
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("lengths", [(3, 5), (0, 0)], ids=str)
-def test_append_and_attend_are_one_graph_for_all_steps(
-    lengths: tuple[int, int], compiler: str
-) -> None:
+
+@pytest.mark.parametrize("way", mark_slow(WAYS, [WAYS[1], WAYS[2]]), ids=str)
+def test_append_and_attend_are_one_graph_for_all_steps(way: tuple[tuple[int, int], str]) -> None:
+    lengths, compiler = way
     torch._dynamo.reset()
     batch, other = (
         PagedBatch(make(sink_len=lengths[0], recent_len=lengths[1]), 4, 100) for _ in range(2)
@@ -40,11 +41,11 @@ def test_append_and_attend_are_one_graph_for_all_steps(
         torch.manual_seed(1)
         begin(at, "a", 30)
         begin(at, "b", 2)
-    for step in range(20):
-        if step == 9:
+    for step in range(12):
+        if step == 5:
             for at in (batch, other):
                 at.cache.fork("a", "c")
-        ids = ["a", "b", "c"][: 2 + step // 10]
+        ids = ["a", "b", "c"][: 2 + step // 6]
         rows, q = new_rows(4), torch.randn(4, 4, DIM)
         with batch.extend(ids):
             outs = compiled(batch, rows[0], rows[1], q)

@@ -24,6 +24,7 @@ from latent_pages import (
 )
 from latent_plans import latent_plan, random_basis
 from paged_cases import same, seen, values
+from slow_cases import mark_slow
 
 from kvquant import (
     Basis,
@@ -252,7 +253,7 @@ def test_flash_mla_reads_the_pages_of_a_cache() -> None:
         batch.cache.pages(2)
 
 
-@pytest.mark.parametrize("in_basis", [False, True])
+@pytest.mark.parametrize("in_basis", mark_slow([False, True], [False]))
 def test_compiled_steps_are_one_graph(in_basis: bool) -> None:
     torch._dynamo.reset()
     bases = [random_basis()] * 2 if in_basis else None

@@ -203,10 +203,14 @@ class LatentPages(RuleBasedStateMachine):
         for i, tokens in self.tokens.items():
             assert self.ours.length(i) == self.theirs.length(i) == len(tokens)
             assert same(values(self.ours, i), values(self.theirs, i))
+        assert self.ours.bad_rows.tolist() == [0, 0]
+
+    @precondition(lambda self: self.tokens)
+    @rule()
+    def attend(self) -> None:
         ids = [i for i, tokens in self.tokens.items() if tokens]
         with self.batch.extend(ids, 0):
             assert_attends(self.batch, len(ids) % LAYERS, ids, [0] * len(ids), new_queries(4, 3))
-        assert self.ours.bad_rows.tolist() == [0, 0]
 
 
 LatentPages.TestCase.settings = settings(
