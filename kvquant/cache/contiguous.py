@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -35,6 +36,7 @@ from .checks import (
     check_windows,
     devices_of,
     per_layer,
+    row_format,
     whole_numbers,
 )
 from .layer import ROLLBACK, SPARE, Kind, LayerCache, packed_row_bytes, rooms_of
@@ -169,8 +171,9 @@ class KVCache:
         recent_len = check_size("recent_len", recent_len)
         rollback_len = check_size("rollback_len", rollback_len)
         check_exact_format(exact_format)
-        k_formats = per_layer("k_format", k_format, num_layers, head_dim)
-        v_formats = per_layer("v_format", v_format, num_layers, head_dim)
+        parse = partial(row_format, head_dim=head_dim)
+        k_formats = per_layer("k_format", k_format, num_layers, parse)
+        v_formats = per_layer("v_format", v_format, num_layers, parse)
         self.LAYER.row_kind.check_formats([*k_formats, *v_formats])
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim

@@ -8,6 +8,7 @@ that row whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
 import torch
@@ -24,11 +25,10 @@ from .checks import (
     Counts,
     Devices,
     Plan,
-    check_num_layers,
-    check_one_each,
     check_options,
     check_plan_options,
     devices_of,
+    per_layer,
 )
 from .contiguous import KVCache
 from .layer import ROLLBACK, LayerCache
@@ -57,18 +57,9 @@ LatentFormats = str | LatentFormat | Sequence[str | LatentFormat]
 def latent_formats(
     fmt: LatentFormats, num_layers: int, latent_dim: int, rope_dim: int
 ) -> list[LatentFormat]:
-    """One format for each layer.
-
-    Raises:
-        ConfigError: a format does not exist, is of other sizes, or there are more or fewer than
-            layers, or more layers than there is memory for.
-    """
-    check_num_layers(num_layers)
-    if isinstance(fmt, str | LatentFormat) or not isinstance(fmt, Sequence):
-        return [LatentFormat.parse(fmt, latent_dim, rope_dim)] * num_layers
-    formats = [LatentFormat.parse(one, latent_dim, rope_dim) for one in fmt]
-    check_one_each("fmt", formats, num_layers)
-    return formats
+    """One format for each layer; errors as of per_layer, and for a format of other sizes."""
+    parse = partial(LatentFormat.parse, latent_dim=latent_dim, rope_dim=rope_dim)
+    return per_layer("fmt", fmt, num_layers, parse)
 
 
 def planned_options(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:

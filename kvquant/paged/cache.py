@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from ..cache.checks import (
     check_plan_options,
     check_windows,
     per_layer,
+    row_format,
 )
 from ..cache.copying import NotCopied
 from ..cache.memory import check_room
@@ -160,8 +162,9 @@ class PagedKVCache(NotCopied):
         kept = min(self.rollback_len, split.recent_len)  # without recent rows none are changed
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
         self.device = check_device(device)
-        k_formats = per_layer("k_format", k_format, num_layers, head_dim)
-        v_formats = per_layer("v_format", v_format, num_layers, head_dim)
+        parse = partial(row_format, head_dim=head_dim)
+        k_formats = per_layer("k_format", k_format, num_layers, parse)
+        v_formats = per_layer("v_format", v_format, num_layers, parse)
         self.row_kind.check_formats([*k_formats, *v_formats])
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         sides = k_formats, v_formats, [basis and basis.to(self.device) for basis in checked]

@@ -16,9 +16,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from latent_pages import DIMS, FORMATS, LAYERS, assert_attends, extend, make, new_rows, poison
+from latent_pages import DIMS, FORMATS, LAYERS, assert_attends, make, new_rows, poison
 from latent_pages import queries as new_queries
-from paged_cases import same, values
+from paged_cases import extend, same, values
 
 from kvquant import LatentFormat, LatentPagedBatch, RowFormat
 from kvquant.errors import OutOfPagesError
