@@ -22,7 +22,6 @@ from latent_pages import (
 )
 from latent_plans import latent_plan, random_basis
 from paged_cases import begin, extend, same, seen, values
-from slow_cases import mark_slow
 
 from kvquant import (
     Basis,
@@ -231,32 +230,6 @@ def test_flash_mla_reads_the_pages_of_a_cache() -> None:
         assert float((out[place] - wanted).norm() / wanted.norm()) < 1e-5
     with pytest.raises(ConfigError, match="layer 2"):
         batch.cache.pages(2)
-
-
-@pytest.mark.parametrize("in_basis", mark_slow([False, True], [False]))
-def test_compiled_steps_are_one_graph(in_basis: bool) -> None:
-    torch._dynamo.reset()
-    bases = [random_basis()] * 2 if in_basis else None
-    batches = [LatentPagedBatch(make(bases=bases), 4, 100) for _ in range(2)]
-
-    def step(batch: LatentPagedBatch, *given: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            batch.step(layer, given[0], given[1], given[2], given[3], sm_scale=SCALE)
-            for layer in range(LAYERS)
-        ]
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for batch in batches:
-        torch.manual_seed(1)
-        begin(batch, "a", 30)
-        begin(batch, "b", 2)
-    for i in range(6):
-        ids, given = ["a", "b"][: 1 + i % 2], (*queries(4, 6), *new_rows(4))
-        with batches[0].extend(ids):
-            outs = compiled(batches[0], *given)
-        with batches[1].extend(ids):
-            torch.testing.assert_close(outs, step(batches[1], *given))
-    assert in_basis or same(*(values(batch.cache, "b") for batch in batches))
 
 
 def test_what_does_not_fit_is_refused() -> None:

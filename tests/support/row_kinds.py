@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import latent_pages
 import paged_cases
 import torch
 from latent_plans import random_basis
+from paged_plans import PLANS, make_paged
 
 from kvquant import LatentPagedBatch, PagedBatch
 
@@ -49,3 +51,8 @@ KINDS = {
     "latents": RowKind(latent_pages.make, *_OF_LATENTS),
     "latents in a basis": RowKind(_in_a_basis, *_OF_LATENTS),
 }
+
+
+def planned(name: str) -> RowKind:
+    """Heads in the bases of a plan."""
+    return RowKind(partial(make_paged, PLANS[name]), PagedBatch, _queries)
