@@ -696,10 +696,9 @@ class PagedBatch(StepBatch):
     ) -> torch.Tensor | State:
         """Append k and v [num_tokens, heads, dim], and attend with q of each sequence.
 
-        K and V have no axis of sequences, and q has one. It is what append and attend give, bit for
-        bit. In a plan's basis it is sooner on CUDA, where each
-        sequence has one new token: queries are brought into the basis by the launch that does it
-        with the new rows.
+        K and V have no axis of sequences, and q has one. The result is that of append and attend,
+        bit for bit. With a plan, on CUDA and with one new token of each sequence, step is faster:
+        one launch brings the queries and the new rows into the basis.
 
         Args:
             layer: index of the layer.
