@@ -15,14 +15,14 @@ import torch
 
 from ..errors import ConfigError, KVQuantError
 from ..ops.attention import attend
-from ..ops.mla import attend_latents, latent_segment
+from ..ops.mla import attend_latents
 from ..ops.quantize import quantize_rows
 from ..rows.call import AttentionCall, LatentCall
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat, LatentFormat
 from ..rows.quantize import exact_codec
 from ..rows.reference import reference_over_segments
-from ..rows.segment import PAGE_SIZES, Segment
+from ..rows.segment import PAGE_SIZES, Segment, latent_segment
 from ..rows.spacing import spaced_len
 from ..rows.variant import AttentionVariant
 

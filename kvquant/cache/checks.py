@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ LAYER_BYTES = 8192  # of the host, about, for the objects of a layer
 Devices = torch.device | str | Sequence[torch.device | str]
 Formats = str | RowFormat | Sequence[str | RowFormat]
 Counts: TypeAlias = "torch.Tensor | Sequence[int] | NDArray[np.integer[Any]]"
+Format = TypeVar("Format")
 DEFAULT_FORMAT = "int4-g4"
 
 
@@ -234,20 +235,30 @@ def check_num_layers(num_layers: int) -> None:
         check_room(nbytes, torch.device("cpu"), what, "use fewer layers")
 
 
-def per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> list[RowFormat]:
+def per_layer(
+    name: str, formats: object, num_layers: int, parse: Callable[..., Format]
+) -> list[Format]:
     """One format for each layer.
+
+    Args:
+        name: of the argument.
+        formats: one for all layers, or a list of one for each.
+        parse: makes a format of what is given as one, or refuses it.
 
     Raises:
         ConfigError: a format does not exist, there are more or fewer than layers, or more layers
             than there is memory for.
     """
     check_num_layers(num_layers)
-    if isinstance(formats, RowFormat):
-        return [formats] * num_layers
-    if isinstance(formats, str) or not isinstance(formats, Sequence):  # parse refuses the latter
-        return [RowFormat.parse(formats, head_dim)] * num_layers
+    if isinstance(formats, str) or not isinstance(formats, Sequence):
+        return [parse(formats)] * num_layers
     check_one_each(name, formats, num_layers)
-    return [f if isinstance(f, RowFormat) else RowFormat.parse(f, head_dim) for f in formats]
+    return [parse(one) for one in formats]
+
+
+def row_format(fmt: str | RowFormat, head_dim: int) -> RowFormat:
+    """The format of this name; one that is a RowFormat may have a head_dim of its own."""
+    return fmt if isinstance(fmt, RowFormat) else RowFormat.parse(fmt, head_dim)
 
 
 def check_one_each(name: str, formats: Sequence[object], num_layers: int) -> None:

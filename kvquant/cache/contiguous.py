@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 
@@ -18,7 +19,7 @@ from ..rows.basis import LayerBasis
 from ..rows.bound import kind_of
 from ..rows.call import AttentionCall
 from ..rows.codec import check_exact_format
-from ..rows.format import RowFormat, check_head_dims
+from ..rows.kind import LATENT
 from ..rows.quantize import check_dtype
 from ..rows.segment import Segment
 from ..rows.variant import AttentionVariant
@@ -36,6 +37,7 @@ from .checks import (
     check_windows,
     devices_of,
     per_layer,
+    row_format,
     whole_numbers,
 )
 from .layer import ROLLBACK, SPARE, Kind, LayerCache, packed_row_bytes, rooms_of
@@ -53,6 +55,20 @@ if TYPE_CHECKING:
         device: Devices
         windows: Sequence[int | None] | None
         rollback_len: int
+
+    class StepOptions(TypedDict, total=False):
+        """Options of a step, but for return_lse."""
+
+        variant: AttentionVariant | None
+        sm_scale: float | None
+        num_splits: int | None
+        backend: str | None
+
+    class AttendOptions(StepOptions, total=False):
+        """Those of attend. LatentKVCache has q_rope in the place of q_lens, so the name is here."""
+
+        q_lens: torch.Tensor | None
+        in_step: bool
 
     class CacheOptions(PlanOptions, total=False):
         """All options of KVCache."""
@@ -126,7 +142,7 @@ class KVCache:
         torch.Size([2, 32, 128])
     """
 
-    latent = False  # whether K and V are the parts of latent rows
+    LAYER: ClassVar[type[LayerCache]] = LayerCache
 
     @torch.inference_mode(False)  # else what is made inside it could not be changed outside
     def __init__(
@@ -156,9 +172,10 @@ class KVCache:
         recent_len = check_size("recent_len", recent_len)
         rollback_len = check_size("rollback_len", rollback_len)
         check_exact_format(exact_format)
-        k_formats = per_layer("k_format", k_format, num_layers, head_dim)
-        v_formats = per_layer("v_format", v_format, num_layers, head_dim)
-        self._check_formats(*k_formats, *v_formats)
+        parse = partial(row_format, head_dim=head_dim)
+        k_formats = per_layer("k_format", k_format, num_layers, parse)
+        v_formats = per_layer("v_format", v_format, num_layers, parse)
+        self.LAYER.row_kind.check_formats([*k_formats, *v_formats])
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.max_seq_len = max_seq_len
@@ -224,6 +241,11 @@ class KVCache:
         parts.append(f"{exact}: {self.sink_len} and {self.recent_len}")
         parts += ["bases"] * bool(self.bases) + ["windows"] * any(self.windows)
         return f"KVCache({', '.join(parts)}, on {self._where})"
+
+    @property
+    def latent(self) -> bool:
+        """Whether K and V are the parts of latent rows."""
+        return self.LAYER.row_kind is LATENT
 
     @property
     def is_spread(self) -> bool:
@@ -296,13 +318,10 @@ class KVCache:
         layer: int,
         q: torch.Tensor,
         q_lens: torch.Tensor | None = ...,
+        /,
         *,
-        variant: AttentionVariant | None = ...,
-        in_step: bool = ...,
-        sm_scale: float | None = ...,
         return_lse: Literal[False] = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[AttendOptions],
     ) -> torch.Tensor: ...
     @overload
     def attend(
@@ -310,13 +329,10 @@ class KVCache:
         layer: int,
         q: torch.Tensor,
         q_lens: torch.Tensor | None = ...,
+        /,
         *,
-        variant: AttentionVariant | None = ...,
-        in_step: bool = ...,
-        sm_scale: float | None = ...,
         return_lse: Literal[True],
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[AttendOptions],
     ) -> State: ...
     @overload
     def attend(
@@ -324,13 +340,10 @@ class KVCache:
         layer: int,
         q: torch.Tensor,
         q_lens: torch.Tensor | None = ...,
+        /,
         *,
-        variant: AttentionVariant | None = ...,
-        in_step: bool = ...,
-        sm_scale: float | None = ...,
         return_lse: bool = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[AttendOptions],
     ) -> torch.Tensor | State: ...
     def attend(
         self,
@@ -460,11 +473,8 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
         return_lse: Literal[False] = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[StepOptions],
     ) -> torch.Tensor: ...
     @overload
     def step(
@@ -474,11 +484,8 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
         return_lse: Literal[True],
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[StepOptions],
     ) -> State: ...
     @overload
     def step(
@@ -488,11 +495,8 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
         return_lse: bool = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[StepOptions],
     ) -> torch.Tensor | State: ...
     def step(
         self,
@@ -851,12 +855,9 @@ class KVCache:
                 hint = ". Give it to a transformers model as kvquant.QuantizedCache(cache)"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
-    def _check_formats(self, *formats: RowFormat) -> None:
-        check_head_dims(*formats)
-
     def _make_layer(self, batch: int, max_seq_len: int, kind: Kind) -> LayerCache:
         k_format, v_format, basis, window, device = kind
-        return LayerCache(
+        return self.LAYER(
             batch,
             self.num_kv_heads,
             max_seq_len,
@@ -940,24 +941,30 @@ class KVCache:
 
     def like(self, batch: int, device: Devices) -> KVCache:
         """An empty cache of so many sequences on a device, or several, else like this one."""
-        other = KVCache(
-            self.num_layers,
-            batch,
-            self.num_kv_heads,
-            self.head_dim,
-            self.max_seq_len,
-            k_format=[layer.k_format for layer in self.layers],
-            v_format=[layer.v_format for layer in self.layers],
+        other = self._made(
+            num_layers=self.num_layers,
+            batch=batch,
+            max_seq_len=self.max_seq_len,
             sink_len=self.sink_len,
             recent_len=self.recent_len,
             exact_format=self.exact_format,
             device=device,
             bases=self.bases,
-            windows=self.windows,
             rollback_len=self.rollback_len,
         )
         other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         return other
+
+    def _made(self, **options: Any) -> KVCache:
+        """A cache with rows like these, and other options as given."""
+        return KVCache(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            k_format=[layer.k_format for layer in self.layers],
+            v_format=[layer.v_format for layer in self.layers],
+            windows=self.windows,
+            **options,
+        )
 
     def _taken(self, index: torch.Tensor) -> KVCache:
         """A new cache with the sequences at these places."""

@@ -8,57 +8,58 @@ that row whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
 import torch
 
-from ..errors import ConfigError, ShapeError, UnsupportedError
+from ..errors import ConfigError, ShapeError, UnsupportedError, shown
 from ..ops.attention import State
-from ..ops.mla import attend_latents, check_call, check_kernels, check_queries, latent_segment
+from ..ops.mla import attend_latents, check_call, check_kernels, check_queries
 from ..rows.arguments import check_flag, check_size, check_tensors
-from ..rows.basis import Encoding, LayerBasis, transform_rows
+from ..rows.basis import LayerBasis
 from ..rows.call import LatentCall
-from ..rows.format import RowFormat
+from ..rows.kind import LATENT
 from ..rows.latent import LatentFormat
-from ..rows.segment import Segment
 from .checks import (
     Counts,
     Devices,
     Plan,
-    check_num_layers,
-    check_one_each,
     check_options,
     check_plan_options,
     devices_of,
+    per_layer,
 )
 from .contiguous import KVCache
-from .layer import ROLLBACK, Encodings, Kind, LayerCache, Rows, rows_of
+from .layer import ROLLBACK, LayerCache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .contiguous import PlanOptions
+    from ..rows.variant import AttentionVariant
+    from .contiguous import PlanOptions, StepOptions
+
+    class LatentStepOptions(StepOptions, total=False):
+        """Options of a step, but for return_lse."""
+
+        in_basis: bool
+
+    class LatentAttendOptions(LatentStepOptions, total=False):
+        """Those of attend."""
+
+        in_step: bool
+
 
 DEFAULT_FORMAT = "int8-g4"
-LIKELY_Q_HEADS = 16, 128  # of DeepSeek's small and large models: kernels differ by their number
 LatentFormats = str | LatentFormat | Sequence[str | LatentFormat]
 
 
 def latent_formats(
     fmt: LatentFormats, num_layers: int, latent_dim: int, rope_dim: int
 ) -> list[LatentFormat]:
-    """One format for each layer.
-
-    Raises:
-        ConfigError: a format does not exist, is of other sizes, or there are more or fewer than
-            layers, or more layers than there is memory for.
-    """
-    check_num_layers(num_layers)
-    if isinstance(fmt, str | LatentFormat) or not isinstance(fmt, Sequence):
-        return [LatentFormat.parse(fmt, latent_dim, rope_dim)] * num_layers
-    formats = [LatentFormat.parse(one, latent_dim, rope_dim) for one in fmt]
-    check_one_each("fmt", formats, num_layers)
-    return formats
+    """One format for each layer; errors as of per_layer, and for a format of other sizes."""
+    parse = partial(LatentFormat.parse, latent_dim=latent_dim, rope_dim=rope_dim)
+    return per_layer("fmt", fmt, num_layers, parse)
 
 
 def planned_options(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,18 +93,11 @@ def check_no_feedback(bases: Sequence[LayerBasis] | None) -> None:
             )
 
 
-def transformed_parts(
-    latent: torch.Tensor, rope: torch.Tensor, basis: LayerBasis
-) -> tuple[Rows, Encodings]:
-    """New rows [num_tokens, 1, elements] in a basis, and what is left to do where they are written.
-
-    Transformed by torch: kernels that multiply rows have not such widths.
-    """
-    encodings = basis.k.encoding, basis.v.encoding
-    k, v = (transform_rows(x, one) for x, one in zip((latent, rope), encodings, strict=True))
-    if k.dtype != v.dtype:
-        k, v = k.float(), v.float()
-    return (k, v), (Encoding(clip=encodings[0].clip), Encoding(clip=encodings[1].clip))
+def _refuse_options(variant: object) -> NoReturn:
+    """Raise for a variant, or where sm_scale is left out."""
+    if variant is not None:
+        raise UnsupportedError(f"variant is {shown(variant)}: latent rows have none, leave it out")
+    raise ConfigError("sm_scale is None: give the model's, latents do not tell it")
 
 
 class LatentLayerCache(LayerCache):
@@ -115,46 +109,10 @@ class LatentLayerCache(LayerCache):
         exact_rows: [batch, 1, sink_len + ring_len, 16-bit row bytes], likewise.
     """
 
-    latent = True
-    sides = "latent", "rope"
-
-    def _make_rows(self, batch: int, num_kv_heads: int, device: torch.device) -> None:
-        self.fmt = LatentFormat(self.k_format, self.v_format)
-        self.exact = LatentFormat(self.k_exact, self.v_exact)
-        self.packed = rows_of(batch, num_kv_heads, self.packed_len, self.fmt, device)
-        self.exact_rows = rows_of(batch, num_kv_heads, self.split.exact_len, self.exact, device)
-
-    @property
-    def k_packed(self) -> torch.Tensor:  # type: ignore[override]
-        """[batch, 1, packed_len, latent bytes], of packed."""
-        return self.packed[..., : self.k_format.row_bytes]
-
-    @property
-    def v_packed(self) -> torch.Tensor:  # type: ignore[override]
-        """[batch, 1, packed_len, RoPE bytes], of packed."""
-        return self.packed[..., self.k_format.row_bytes :]
-
-    @property
-    def k_exact_rows(self) -> torch.Tensor:  # type: ignore[override]
-        """[batch, 1, exact_len, 16-bit latent bytes], of exact_rows."""
-        return self.exact_rows[..., : self.k_exact.row_bytes]
-
-    @property
-    def v_exact_rows(self) -> torch.Tensor:  # type: ignore[override]
-        """[batch, 1, exact_len, 16-bit RoPE bytes], of exact_rows."""
-        return self.exact_rows[..., self.k_exact.row_bytes :]
-
-    def _to_write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Rows, Encodings]:
-        """As LayerCache."""
-        if self.basis is None:
-            return (k, v), (Encoding(), Encoding())
-        return transformed_parts(k, v, self.basis)
-
-    def _packed_segment(self, lens: torch.Tensor, starts: torch.Tensor | None) -> Segment:
-        return latent_segment(self.packed, lens, self.fmt, starts)
-
-    def _exact_segment(self, lens: torch.Tensor, starts: torch.Tensor | None) -> Segment:
-        return latent_segment(self.exact_rows, lens, self.exact, starts, sinks=self.sink_len)
+    row_kind = LATENT
+    sides = LATENT.sides
+    packed: torch.Tensor
+    exact_rows: torch.Tensor
 
 
 class LatentKVCache(KVCache):
@@ -205,7 +163,7 @@ class LatentKVCache(KVCache):
         torch.Size([2, 16, 512])
     """
 
-    latent = True
+    LAYER = LatentLayerCache
     folded: list[Any]  # of each layer, what a model reads it with (hf/models/latent.py), or None
 
     def __init__(
@@ -312,59 +270,48 @@ class LatentKVCache(KVCache):
         """
         super().append(layer, latent, rope, new_lens)
 
-    @overload  # type: ignore[override]
+    @overload
     def attend(
         self,
         layer: int,
         q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
+        q_rope: torch.Tensor | None = ...,
         q_lens: torch.Tensor | None = ...,
         *,
-        sm_scale: float,
-        in_step: bool = ...,
-        in_basis: bool = ...,
         return_lse: Literal[False] = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentAttendOptions],
     ) -> torch.Tensor: ...
     @overload
     def attend(
         self,
         layer: int,
         q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
+        q_rope: torch.Tensor | None = ...,
         q_lens: torch.Tensor | None = ...,
         *,
-        sm_scale: float,
-        in_step: bool = ...,
-        in_basis: bool = ...,
         return_lse: Literal[True],
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentAttendOptions],
     ) -> State: ...
     @overload
     def attend(
         self,
         layer: int,
         q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
+        q_rope: torch.Tensor | None = ...,
         q_lens: torch.Tensor | None = ...,
         *,
-        sm_scale: float,
-        in_step: bool = ...,
-        in_basis: bool = ...,
         return_lse: bool = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentAttendOptions],
     ) -> torch.Tensor | State: ...
     def attend(
         self,
         layer: int,
         q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
+        q_rope: torch.Tensor | None = None,
         q_lens: torch.Tensor | None = None,
         *,
-        sm_scale: float,
+        variant: AttentionVariant | None = None,
+        sm_scale: float | None = None,
         in_step: bool = False,
         in_basis: bool = False,
         return_lse: bool = False,
@@ -379,7 +326,10 @@ class LatentKVCache(KVCache):
 
         Args:
             layer: index of the layer; append these tokens' rows to it first.
-            q_latent, q_rope, q_lens, sm_scale: as in mla_decode_attention.
+            q_latent, q_rope, q_lens, sm_scale: as in mla_decode_attention. Only q_lens may be left
+                out: the others have a default because KVCache.attend has one argument for queries,
+                and knows sm_scale.
+            variant: None: latent rows have none.
             in_step: let all queries see the rows as the first of them saw them: see step.
             in_basis: queries come as M^T q_latent and N^T q_rope of the layer's basis, and results
                 stay as they are stored, for the caller to make M out + offset of them; lse is of
@@ -395,8 +345,11 @@ class LatentKVCache(KVCache):
             and the host knows how many tokens there are.
         """
         check_tensors(q_latent=q_latent, q_rope=q_rope)
+        assert q_rope is not None
         check_flag("in_step", in_step)
         check_flag("in_basis", in_basis)
+        if variant is not None or sm_scale is None:
+            _refuse_options(variant)
         if q_lens is not None:
             check_tensors(q_lens=q_lens)
         at = self._layer(layer)
@@ -418,60 +371,52 @@ class LatentKVCache(KVCache):
         out, lse = attend_latents(call, None if in_basis else at.basis, at.seq_lens)
         return out if lse is None else (out, lse)
 
-    @overload  # type: ignore[override]
+    @overload
     def step(
         self,
         layer: int,
         q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
+        q_rope: torch.Tensor | None = ...,
+        latent: torch.Tensor | None = ...,
+        rope: torch.Tensor | None = ...,
         *,
-        sm_scale: float,
-        in_basis: bool = ...,
         return_lse: Literal[False] = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentStepOptions],
     ) -> torch.Tensor: ...
     @overload
     def step(
         self,
         layer: int,
         q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
+        q_rope: torch.Tensor | None = ...,
+        latent: torch.Tensor | None = ...,
+        rope: torch.Tensor | None = ...,
         *,
-        sm_scale: float,
-        in_basis: bool = ...,
         return_lse: Literal[True],
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentStepOptions],
     ) -> State: ...
     @overload
     def step(
         self,
         layer: int,
         q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
+        q_rope: torch.Tensor | None = ...,
+        latent: torch.Tensor | None = ...,
+        rope: torch.Tensor | None = ...,
         *,
-        sm_scale: float,
-        in_basis: bool = ...,
         return_lse: bool = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentStepOptions],
     ) -> torch.Tensor | State: ...
     def step(
         self,
         layer: int,
         q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
+        q_rope: torch.Tensor | None = None,
+        latent: torch.Tensor | None = None,
+        rope: torch.Tensor | None = None,
         *,
-        sm_scale: float,
+        variant: AttentionVariant | None = None,
+        sm_scale: float | None = None,
         in_basis: bool = False,
         return_lse: bool = False,
         num_splits: int | None = None,
@@ -486,9 +431,11 @@ class LatentKVCache(KVCache):
             layer: index of the layer.
             q_latent: [batch, num_heads, latent_dim], or [batch, new_tokens, num_heads, latent_dim].
             q_rope: the same but for its last axis, rope_dim.
-            latent, rope: as in append; one token where q_latent has three axes.
+            latent, rope: as in append; one token where q_latent has three axes. None of the tensors
+                may be left out.
+            variant, sm_scale: as in attend.
             in_basis: as in attend; latent and rope come as ever.
-            sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
+            return_lse, num_splits, backend: as in mla_decode_attention.
 
         Returns:
             As mla_decode_attention.
@@ -508,11 +455,15 @@ class LatentKVCache(KVCache):
         """
         at = self._layer(layer)
         check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
+        assert q_rope is not None and latent is not None and rope is not None
         at.check_step(q_latent, latent, "q_latent")
         at.check_query(q_latent)
-        assert isinstance(at, LatentLayerCache)
-        check_queries(q_latent, q_rope, at.fmt)
-        check_call(q_latent, [at.fmt, at.exact], sm_scale, backend)
+        fmt, exact = *at.formats, *at.exact_formats
+        assert isinstance(fmt, LatentFormat) and isinstance(exact, LatentFormat)
+        check_queries(q_latent, q_rope, fmt)
+        if variant is not None or sm_scale is None:
+            _refuse_options(variant)
+        check_call(q_latent, [fmt, exact], sm_scale, backend)
         check_options(q_latent, sm_scale, return_lse, num_splits, backend)
         check_flag("in_basis", in_basis)
         self.append(layer, latent, rope)
@@ -536,41 +487,7 @@ class LatentKVCache(KVCache):
         """
         check_kernels(self.formats, query)
 
-    def like(self, batch: int, device: Devices) -> LatentKVCache:
-        """An empty cache of so many sequences on a device, or several, else like this one."""
+    def _made(self, **options: Any) -> KVCache:
         fmt = self.formats[0]
-        other = LatentKVCache(
-            self.num_layers,
-            batch,
-            self.max_seq_len,
-            fmt=self.formats,
-            latent_dim=fmt.latent_dim,
-            rope_dim=fmt.rope_dim,
-            sink_len=self.sink_len,
-            recent_len=self.recent_len,
-            exact_format=self.exact_format,
-            device=device,
-            bases=self.bases,
-            rollback_len=self.rollback_len,
-        )
-        other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
-        return other
-
-    def _check_formats(self, *formats: RowFormat) -> None:
-        """LatentFormat has checked them."""
-
-    def _make_layer(self, batch: int, max_seq_len: int, kind: Kind) -> LayerCache:
-        k_format, v_format, basis, _, device = kind
-        return LatentLayerCache(
-            batch,
-            1,
-            max_seq_len,
-            k_format,
-            v_format,
-            self.sink_len,
-            self.recent_len,
-            self.exact_format,
-            device,
-            basis and basis.to(device),
-            rollback_len=self.rollback_len,
-        )
+        options |= {"latent_dim": fmt.latent_dim, "rope_dim": fmt.rope_dim}
+        return LatentKVCache(fmt=self.formats, **options)

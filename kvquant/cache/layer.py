@@ -22,14 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
 from .. import debug
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, UnsupportedError
 from ..ops.append import bind_append, write_rows
-from ..ops.append_checks import K_AND_V, Names, check_call
+from ..ops.append_checks import check_call
 from ..ops.quantize import dequantize_segment
 from ..ops.slots import (
     Lens,
@@ -48,6 +48,7 @@ from ..rows.basis import Encoding, LayerBasis, Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide
 from ..rows.format import RowFormat
+from ..rows.kind import KEY_VALUE, LATENT, KeyValue
 from ..rows.latent import AnyFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
@@ -72,11 +73,11 @@ SPARE = 512  # tokens before its window that a layer with one keeps: as many can
 ROLLBACK = 64  # tokens before the recent ones that are kept in 16 bit, too
 
 
+_K_AND_V = "k_packed", "v_packed", "k_exact_rows", "v_exact_rows"
+
 # formats of K and of V, basis, window and device: what may differ from layer to layer
 Kind = tuple[RowFormat, RowFormat, "LayerBasis | None", "int | None", torch.device]
 LensAndStarts = tuple[torch.Tensor, "torch.Tensor | None"]
-Rows = tuple[torch.Tensor, torch.Tensor]  # of K and of V, as the next
-Encodings = tuple[Encoding, Encoding]
 
 
 class Rooms(NamedTuple):
@@ -179,12 +180,18 @@ class LayerCache:
         lens, sizes: the lengths, and how tokens are split, as ops.slots.place_tokens takes them.
         longest: no sequence has more tokens, as far as the host knows; None once an append is part
             of a graph, which the host does not see replayed (hf's CapturedStep counts its replays).
-        latent: whether K and V are the parts of latent rows.
+        row_kind: of what kind its rows are.
         sides: what messages call K and V.
+        formats, exact_formats: of the packed and of the 16-bit rows as they lie in memory, one for
+            each tensor.
     """
 
-    latent = False
-    sides: Names = K_AND_V
+    row_kind: ClassVar[KeyValue] = KEY_VALUE
+    sides: ClassVar[tuple[str, str]] = KEY_VALUE.sides
+    k_packed: torch.Tensor
+    v_packed: torch.Tensor
+    k_exact_rows: torch.Tensor
+    v_exact_rows: torch.Tensor
 
     def __init__(
         self,
@@ -201,7 +208,7 @@ class LayerCache:
         window: int | None = None,
         rollback_len: int = ROLLBACK,
     ) -> None:
-        row_bytes = packed_row_bytes(k_format, v_format, latent=self.latent)
+        row_bytes = packed_row_bytes(k_format, v_format, latent=self.row_kind is LATENT)
         rooms = rooms_of(max_seq_len, sink_len, recent_len, window, rollback_len, row_bytes)
         self.sink_len, self.packed_len, self.recent_len, rollback_len = rooms
         page_size = max(self.packed_len, 1)
@@ -216,7 +223,12 @@ class LayerCache:
             min(fmt.max_abs, exact.max_abs)
             for fmt, exact in ((k_format, self.k_exact), (v_format, self.v_exact))
         )
-        self._make_rows(batch, num_kv_heads, device)
+        self.formats = self.row_kind.stored(k_format, v_format)
+        self.exact_formats = self.row_kind.stored(self.k_exact, self.v_exact)
+        kinds = (self.packed_len, self.formats), (self.split.exact_len, self.exact_formats)
+        for names, (length, formats) in zip(self.row_kind.stores, kinds, strict=True):
+            for name, fmt in zip(names, formats, strict=True):
+                setattr(self, name, rows_of(batch, num_kv_heads, length, fmt, device))
         self.seq_lens, self.packed_lens, self.exact_lens, self.starts, self.exact_firsts = (
             torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(5)
         )
@@ -232,21 +244,31 @@ class LayerCache:
         self.lens = Lens(*lens, *seen)
         sizes = self.sink_len, self.packed_len, self.recent_len, self.split.ring_len
         self.sizes = Sizes(*sizes, max_seq_len, hides or 0)
-        self._segments, self.bound = FixedSegments(self._make_segments()), Bound()
+        self.bound = Bound()
+        self._find_views()
 
-    def _make_rows(self, batch: int, num_kv_heads: int, device: torch.device) -> None:
-        """Allocate the rows."""
-
-        def rows(length: int, fmt: RowFormat) -> torch.Tensor:
-            return rows_of(batch, num_kv_heads, length, fmt, device)
-
-        exact_len = self.split.exact_len
-        self.k_exact_rows, self.v_exact_rows = (
-            rows(exact_len, fmt) for fmt in (self.k_exact, self.v_exact)
+    def _find_views(self) -> None:
+        """Name what shares memory with the tensors: K and V, and the segments."""
+        self._stored = tuple(
+            tuple(getattr(self, n) for n in names) for names in self.row_kind.stores
         )
-        self.k_packed, self.v_packed = (
-            rows(self.packed_len, fmt) for fmt in (self.k_format, self.v_format)
-        )
+        packed, exact = self._stored
+        self.k_packed, self.v_packed = self.row_kind.k_and_v(packed, self.k_format)
+        self.k_exact_rows, self.v_exact_rows = self.row_kind.k_and_v(exact, self.k_exact)
+        self._segments = FixedSegments(self._make_segments())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has; views of a copy are found anew, as a pickle would part them."""
+        return {n: value for n, value in vars(self).items() if n not in self._views()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._find_views()
+
+    def _views(self) -> set[str]:
+        """Names of attributes that share memory with others."""
+        own = {name for names in self.row_kind.stores for name in names}
+        return {*_K_AND_V, "_stored", "_segments"} - own
 
     @property
     def device(self) -> torch.device:
@@ -285,10 +307,11 @@ class LayerCache:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the layer by its name; all have the batch as their first axis."""
-        found = {n: value for n, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        views = self._views()
         if self.window is None:
-            del found["seen_lens"]  # another name of packed_lens
-        return found
+            views.add("seen_lens")  # another name of packed_lens
+        given = vars(self).items()
+        return {n: x for n, x in given if isinstance(x, torch.Tensor) and n not in views}
 
     def segments(self) -> Sequence[Segment]:
         """The rows in use as segments; kinds without room left out."""
@@ -403,21 +426,15 @@ class LayerCache:
         """The segments, of packed and of 16-bit rows: those that one query sees, or others."""
         packed_lens, packed_starts = packed or (self.seen_lens, self.seen_starts)
         exact_lens, starts = exact or (self.exact_lens, self.starts)
-        if not self.split.exact_len:
-            return [self._packed_segment(packed_lens, packed_starts)]
-        kept = self._exact_segment(exact_lens, starts if self.recent_len else None)
-        if not self.packed_len:
-            return [kept]
-        return [self._packed_segment(packed_lens, packed_starts), kept]
-
-    def _packed_segment(self, lens: torch.Tensor, starts: torch.Tensor | None) -> Segment:
-        """The packed rows as attention reads them."""
-        return Segment(self.k_packed, self.v_packed, lens, self.k_format, self.v_format, starts)
-
-    def _exact_segment(self, lens: torch.Tensor, starts: torch.Tensor | None) -> Segment:
-        """The 16-bit rows, sinks and ring."""
-        rows = self.k_exact_rows, self.v_exact_rows
-        return Segment(*rows, lens, self.k_exact, self.v_exact, starts, sinks=self.sink_len)
+        (packed_rows, exact_rows), segment = self._stored, self.row_kind.segment
+        found: list[Segment] = []
+        if self.packed_len or not self.split.exact_len:
+            found = [segment(packed_rows, self.formats, packed_lens, packed_starts)]
+        if self.split.exact_len:  # sinks and ring
+            starts = starts if self.recent_len else None
+            kept = segment(exact_rows, self.exact_formats, exact_lens, starts, sinks=self.sink_len)
+            found.append(kept)
+        return found
 
     def segments_in_order(self) -> list[Segment]:
         """The same rows, sinks and recent ones apart, in the order of the tokens."""
@@ -575,7 +592,7 @@ class LayerCache:
         if k.dtype != v.dtype:
             k, v = k.float(), v.float()
         # copied, or more, before slots are found: see write_rows
-        by_token, transforms = self._to_write(_by_token(k), _by_token(v))
+        by_token, transforms = self.row_kind.to_write(_by_token(k), _by_token(v), self.basis)
         placed = None
         if takes_one_launch(self.seq_lens, recorded):
             placed = place_tokens(self.lens, self.sizes, counts, new_tokens, overflow_tokens)
@@ -610,12 +627,6 @@ class LayerCache:
         if placed is not None and counts is None and not (recorded or k.is_meta):
             self._bind(given, call, placed)
         return multiplied
-
-    def _to_write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Rows, Encodings]:
-        """New rows, and what is done to them where they are written."""
-        if self.basis is None:
-            return (k, v), (Encoding(), Encoding())
-        return (k, v), (self.basis.k.encoding, self.basis.v.encoding)
 
     def _bind(
         self, given: tuple[torch.Tensor, torch.Tensor], call: AppendCall, placed: Placed

@@ -16,7 +16,6 @@ from ..errors import KVQuantError
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES
-from .latent import LIKELY_Q_HEADS
 from .layer import LayerCache
 
 if TYPE_CHECKING:
@@ -66,10 +65,9 @@ class Calls:
 
 
 def likely_q_heads(cache: KVCache) -> tuple[int, ...]:
-    """Numbers of query heads to compile kernels for: the one that is known, or else a guess, of
-    latents those of DeepSeek's small and large models."""
-    guess = LIKELY_Q_HEADS if cache.latent else (cache.num_kv_heads,)
-    return (cache.num_q_heads,) if cache.num_q_heads else guess
+    """Numbers of query heads to compile kernels for: the one that is known, or else a guess."""
+    known = cache.num_q_heads
+    return (known,) if known else cache.LAYER.row_kind.likely_q_heads(cache.num_kv_heads)
 
 
 def new_rows(

@@ -34,7 +34,7 @@ from .compile.captured import CapturedStep
 from .models.configs import (
     CacheLayers,
     cache_layers,
-    check_attends,
+    check_has_attention,
     input_device,
     layer_devices,
     layer_windows,
@@ -117,7 +117,7 @@ class CachedModel:
         self.exact_format = exact_format or exact_codec(model.dtype)
         self.config = model.config.get_text_config(decoder=True)
         # what no method serves is refused here; layers that no KVCache holds can be observed
-        check_attends(self.config)
+        check_has_attention(self.config)
         check_decoder(model, gives_logits=True)
         with attending(model, ATTENTION):
             pass

@@ -52,6 +52,7 @@ from ..rows.segment import (
     check_q_len_values,
     check_segment_values,
     check_segments,
+    latent_segment,
     visible_tokens,
 )
 from .attention import Result, State, cpu_kernel
@@ -197,22 +198,6 @@ def mla_decode_attention(
     )
     out, lse = attend_latents(call)
     return out if lse is None else (out, lse)
-
-
-def latent_segment(
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    fmt: LatentFormat,
-    starts: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    sinks: int = 0,
-    seq_slots: torch.Tensor | None = None,
-) -> Segment:
-    """Latent rows [batch, 1, capacity, row_bytes], or pages of them, as rows of one KV head."""
-    latents = rows[..., : fmt.latent.row_bytes]
-    # a LatentFormat is the format of K here, and nowhere else
-    places = starts, block_table, sinks, seq_slots
-    return Segment(rows, latents, seq_lens, fmt, fmt.latent, *places)  # type: ignore[arg-type]
 
 
 def attend_latents(

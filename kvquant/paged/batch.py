@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, NoReturn, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, overload
 
 import numpy as np
 import torch
@@ -15,8 +15,6 @@ from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
 from ..ops.append import bind_append, write_rows
 from ..ops.append_checks import (
-    K_AND_V,
-    Names,
     check_call,
     check_new,
     check_new_types,
@@ -40,6 +38,11 @@ from .shared_prefix import Numbers, find_prefix, pays
 from .staged_tensors import StagedTensors
 from .state import Step, for_each, listed
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..cache.contiguous import StepOptions
+
 
 class _Parts(NamedTuple):
     """The rows of a layer, for some places of the batch: whole, and beside a shared prefix."""
@@ -49,58 +52,11 @@ class _Parts(NamedTuple):
     own: Sequence[Segment]
 
 
-class PagedBatch(NotCopied):
-    """Places of a batch, given to other sequences or lengths before each step.
+class StepBatch(NotCopied):
+    """Places of a batch, and the tensors of its steps: what batches of both kinds of rows have.
 
-    append and attend read lengths, pages and slots from tensors on the device, so a CUDA graph that
-    has captured them is replayed for every step. Unused places have length 0, and unused tokens no
-    slots: capture in an empty step, with q, k and v of the size that is to be replayed.
-
-        with batch.extend([]), torch.cuda.graph(graph):
-            ...  # in every layer batch.append, batch.attend
-        with batch.extend(ids, tokens=tokens):
-            graph.replay()
-
-    A step with new tokens appends to every layer once. What is appended by Python is known, and a
-    layer that was left out, or comes twice, is an error; a replay or compiled code is not seen: a
-    layer that a graph of this batch has captured may have been written by it, and in a step in
-    which compiled code has appended any layer may.
-
-    Args:
-        cache: the cache.
-        max_batch: sequences of a step.
-        max_tokens: new tokens of a step; max_batch when None.
-        shared_prefix: whether pages that sequences have in common are read once for all of them
-            (kvquant/ops/shared_prefix.py). None: in each step in which this pays, but for code that
-            is captured in a CUDA graph or compiled: that reads them once in every step or in none,
-            so say True.
-
-    Raises:
-        ConfigError: a size that is not possible.
-
-    Example:
-        >>> import torch
-        >>> from kvquant import PagedBatch, PagedKVCache
-        >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=256)
-        >>> batch = PagedBatch(paged, max_batch=2, max_tokens=64)
-        >>> present = [paged.allocate(name) for name in ("a", "b")]
-        >>> with batch.extend(["a", "b"], [3, 5]):  # 3 new tokens of a, then 5 of b
-        ...     batch.append(0, torch.randn(8, 8, 128), torch.randn(8, 8, 128))
-        >>> with batch.extend(["a", "b"], [1, 1]):
-        ...     batch.append(0, torch.randn(2, 8, 128), torch.randn(2, 8, 128))
-        ...     out = batch.attend(0, torch.randn(2, 32, 128))  # of one query for each sequence
-        >>> out.shape
-        torch.Size([2, 32, 128])
-        >>> with batch.extend(["a", "b"], [4, 2]):  # drafted tokens, say: a query for each
-        ...     batch.append(0, torch.randn(6, 8, 128), torch.randn(6, 8, 128))
-        ...     out = batch.attend(0, torch.randn(2, 4, 32, 128))
-        >>> out.shape
-        torch.Size([2, 4, 32, 128])
+    PagedBatch and LatentPagedBatch append to it, attend to it, and say what it is for.
     """
-
-    # what messages call K and V, and queries
-    sides: Names = K_AND_V
-    query = "q"
 
     @torch.inference_mode(False)  # else what is made inside it could not be changed outside
     def __init__(
@@ -112,6 +68,7 @@ class PagedBatch(NotCopied):
         shared_prefix: bool | None = None,
     ) -> None:
         self._check_cache(cache)
+        self.sides, self.query = cache.row_kind.sides, cache.row_kind.query  # in messages
         if shared_prefix is not None:
             check_flag("shared_prefix", shared_prefix)
         self.cache, self.shared_prefix = cache, shared_prefix
@@ -166,9 +123,7 @@ class PagedBatch(NotCopied):
     @staticmethod
     def _check_cache(cache: PagedKVCache) -> None:
         """Raise ConfigError unless this kind of batch serves a cache."""
-        check_kind("cache", cache, PagedKVCache, "give a PagedKVCache")
-        if isinstance(cache, LatentPagedKVCache):
-            raise ConfigError("cache has latent rows: make a LatentPagedBatch of it")
+        raise NotImplementedError
 
     @property
     def positions(self) -> torch.Tensor:
@@ -261,28 +216,6 @@ class PagedBatch(NotCopied):
         self.cache.hold_step(opened)
         return opened
 
-    def append(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None = None
-    ) -> None:
-        """Append the step's tokens, k and v of [num_tokens, num_kv_heads, head_dim], to a layer.
-
-        The tokens of all sequences follow one another, without an axis of sequences. Tokens come
-        before heads. What has the heads first is refused, but not where num_tokens equals
-        num_kv_heads: there both orders have the same shape.
-
-        Args:
-            layer: index of the layer.
-            k: [num_tokens, num_kv_heads, head_dim], bfloat16 or float16 (on the CPU float32 too),
-                sequence after sequence; what comes after the tokens of the step is not read.
-            v: as k.
-            rope: the rotary embedding of K, if K comes without it.
-
-        Raises:
-            ShapeError, ConfigError, DeviceError: as append_rows, fewer rows than new tokens,
-                outside of a step, or a layer for the second time in a step.
-        """
-        self._append(layer, k, v, rope, None)
-
     def _append(
         self,
         layer: int,
@@ -370,154 +303,6 @@ class PagedBatch(NotCopied):
         """The call with what is left to do with the new rows of a layer where they are written."""
         return call
 
-    def step(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        rope: Rope | None = None,
-        **options: Any,
-    ) -> torch.Tensor | State:
-        """Append k and v [num_tokens, heads, dim], and attend with q of each sequence.
-
-        K and V have no axis of sequences, and q has one. It is what append and attend give, bit for
-        bit. In a plan's basis it is sooner on CUDA, where each
-        sequence has one new token: queries are brought into the basis by the launch that does it
-        with the new rows.
-
-        Args:
-            layer: index of the layer.
-            q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim], as in
-                attend.
-            k, v: [num_tokens, num_kv_heads, head_dim], as in append.
-            rope: as in append, of k; q comes with its rotary embedding.
-            options: as in attend.
-
-        Returns:
-            As attend.
-
-        Raises:
-            As append and attend.
-
-        Example:
-            >>> import torch
-            >>> from kvquant import PagedBatch, PagedKVCache
-            >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=256)
-            >>> batch = PagedBatch(paged, max_batch=2, max_tokens=64)
-            >>> present = [paged.allocate(name) for name in ("a", "b")]
-            >>> k, v = torch.randn(2, 5, 8, 128)  # [num_tokens, num_kv_heads, head_dim] each
-            >>> q = torch.randn(2, 4, 32, 128)  # [batch, q_len, num_q_heads, head_dim]
-            >>> with batch.extend(["a", "b"], [4, 1]):  # 4 new tokens of a, then one of b
-            ...     out = batch.step(0, q, k, v)  # 4 queries of a, one of b and 3 rows of padding
-            >>> out.shape
-            torch.Size([2, 4, 32, 128])
-        """
-        self.cache.check_layer(layer)
-        check_tensors(q=q, k=k, v=v)
-        basis, given = self.cache.rows.layers[layer].basis, None
-        sm_scale, backend = options.get("sm_scale"), options.get("backend")
-        one_each = q.ndim == 3 and len(q) == len(k)
-        if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
-            given = queries_of(q, basis, sm_scale, backend)
-        found = self._append(layer, k, v, rope, None if given is None else given[0])
-        transformed = None if found is None or given is None else (found, given[1])
-        return self._attend(layer, q, transformed, options)
-
-    @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
-        return_lse: Literal[False] = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
-    ) -> torch.Tensor: ...
-    @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
-        return_lse: Literal[True],
-        num_splits: int | None = ...,
-        backend: str | None = ...,
-    ) -> State: ...
-    @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
-        return_lse: bool = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
-    ) -> torch.Tensor | State: ...
-    def attend(self, layer: int, q: torch.Tensor, **options: Any) -> torch.Tensor | State:
-        """Attend with q [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim].
-
-        One query belongs to the last token of a sequence. Several queries are those of the step's
-        new tokens, each of which sees the tokens before it and itself (new_lens are their q_lens,
-        so a CUDA graph serves steps with any counts of them). Every query sees the rows as they are
-        now: tokens that left the recent window in this step are packed for all of them.
-
-        Args:
-            layer: index of the layer; append the step's K and V to it first.
-            q: [batch, num_q_heads, head_dim], a row for each sequence at least: the query of its
-                last token. Or [batch, q_len, num_q_heads, head_dim]: those of its new tokens, in
-                the first rows of its q_len; what stands in the others is not read.
-            options: variant, sm_scale, return_lse, num_splits, backend, as in decode_attention. A
-                layer's own window needs no variant. Shared prefixes are not read once there, nor
-                with a window, ALiBi or key_bias, which count each sequence's own positions; with a
-                soft cap, score offsets or a tree only where shared_prefix is True.
-
-        Returns:
-            As decode_attention; zeros for places without a sequence, and rows without a new token.
-
-        Raises:
-            As decode_attention; ShapeError if there are fewer rows than sequences, or than new
-            tokens of one, or no sequence of the step has a token; ConfigError outside of a step,
-            and where it is known that the step's tokens were not appended to the layer.
-        """
-        return self._attend(layer, q, None, options)
-
-    def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        transformed: Transformed | None,
-        options: Mapping[str, Any],
-    ) -> torch.Tensor | State:
-        """Attend; transformed: q in the layer's basis, if an append has found it."""
-        parts, q_lens, fixed = self._seen_by(layer, q)
-        tensors, members = self._staged.tensors, None
-        variant = options.get("variant")
-        window = self.cache.windows[layer]
-        if window is not None:
-            options = {**options, "variant": within(variant, window)}
-        elif self._reads_once(fixed):
-            if self.shared_prefix:
-                members = tensors["members"][: q.shape[0]] if is_shareable(variant) else None
-            elif set(names_of(variant)) <= {"sink_logits"}:  # it pays by the plain kernels' times
-                members = tensors["members"][: self._num_members]
-        basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
-        segments = parts.whole if members is None else parts.own
-        call, stored = AttentionCall(q, segments, q_lens=q_lens, **options), (basis, seq_lens)
-        if members is None:
-            out, lse = attend(call, *stored, transformed)
-        else:
-            assert parts.prefix is not None
-            out, lse = attend_shared(call, parts.prefix, members, *stored, transformed)
-        return out if lse is None else (out, lse)
-
     def _reads_once(self, fixed: bool) -> bool:
         """Whether a call reads a shared prefix once; fixed: whether it is kept for other steps,
         which have other prefixes, or none."""
@@ -566,7 +351,7 @@ class PagedBatch(NotCopied):
             tokens: of the prefix.
             ratio: queries on a KV head of a sequence.
         """
-        return pays(num_members, tokens, self.cache.num_kv_heads, ratio)
+        raise NotImplementedError
 
     def check_open(self, step: Step | None = None) -> None:
         """Raise ConfigError unless a step of this batch is open, and this one if any is given."""
@@ -755,7 +540,7 @@ def _copy_pages(
 class _OpenStep:
     """A step whose rows are being written."""
 
-    def __init__(self, batch: PagedBatch, step: Step) -> None:
+    def __init__(self, batch: StepBatch, step: Step) -> None:
         self._batch, self._step = batch, step
 
     def __enter__(self) -> None:
@@ -777,3 +562,251 @@ class _OpenStep:
                 written = True
         finally:
             batch.cache.end_step(written=written)
+
+
+class PagedBatch(StepBatch):
+    """Places of a batch, given to other sequences or lengths before each step.
+
+    append and attend read lengths, pages and slots from tensors on the device, so a CUDA graph that
+    has captured them is replayed for every step. Unused places have length 0, and unused tokens no
+    slots: capture in an empty step, with q, k and v of the size that is to be replayed.
+
+        with batch.extend([]), torch.cuda.graph(graph):
+            ...  # in every layer batch.append, batch.attend
+        with batch.extend(ids, tokens=tokens):
+            graph.replay()
+
+    A step with new tokens appends to every layer once. What is appended by Python is known, and a
+    layer that was left out, or comes twice, is an error; a replay or compiled code is not seen: a
+    layer that a graph of this batch has captured may have been written by it, and in a step in
+    which compiled code has appended any layer may.
+
+    Args:
+        cache: the cache.
+        max_batch: sequences of a step.
+        max_tokens: new tokens of a step; max_batch when None.
+        shared_prefix: whether pages that sequences have in common are read once for all of them
+            (kvquant/ops/shared_prefix.py). None: in each step in which this pays, but for code that
+            is captured in a CUDA graph or compiled: that reads them once in every step or in none,
+            so say True.
+
+    Raises:
+        ConfigError: a size that is not possible.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import PagedBatch, PagedKVCache
+        >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=256)
+        >>> batch = PagedBatch(paged, max_batch=2, max_tokens=64)
+        >>> present = [paged.allocate(name) for name in ("a", "b")]
+        >>> with batch.extend(["a", "b"], [3, 5]):  # 3 new tokens of a, then 5 of b
+        ...     batch.append(0, torch.randn(8, 8, 128), torch.randn(8, 8, 128))
+        >>> with batch.extend(["a", "b"], [1, 1]):
+        ...     batch.append(0, torch.randn(2, 8, 128), torch.randn(2, 8, 128))
+        ...     out = batch.attend(0, torch.randn(2, 32, 128))  # of one query for each sequence
+        >>> out.shape
+        torch.Size([2, 32, 128])
+        >>> with batch.extend(["a", "b"], [4, 2]):  # drafted tokens, say: a query for each
+        ...     batch.append(0, torch.randn(6, 8, 128), torch.randn(6, 8, 128))
+        ...     out = batch.attend(0, torch.randn(2, 4, 32, 128))
+        >>> out.shape
+        torch.Size([2, 4, 32, 128])
+    """
+
+    @staticmethod
+    def _check_cache(cache: PagedKVCache) -> None:
+        """Raise ConfigError unless this kind of batch serves a cache."""
+        check_kind("cache", cache, PagedKVCache, "give a PagedKVCache")
+        if isinstance(cache, LatentPagedKVCache):
+            raise ConfigError("cache has latent rows: make a LatentPagedBatch of it")
+
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None = None
+    ) -> None:
+        """Append the step's tokens, k and v of [num_tokens, num_kv_heads, head_dim], to a layer.
+
+        The tokens of all sequences follow one another, without an axis of sequences. Tokens come
+        before heads. What has the heads first is refused, but not where num_tokens equals
+        num_kv_heads: there both orders have the same shape.
+
+        Args:
+            layer: index of the layer.
+            k: [num_tokens, num_kv_heads, head_dim], bfloat16 or float16 (on the CPU float32 too),
+                sequence after sequence; what comes after the tokens of the step is not read.
+            v: as k.
+            rope: the rotary embedding of K, if K comes without it.
+
+        Raises:
+            ShapeError, ConfigError, DeviceError: as append_rows, fewer rows than new tokens,
+                outside of a step, or a layer for the second time in a step.
+        """
+        self._append(layer, k, v, rope, None)
+
+    def step(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        rope: Rope | None = None,
+        variant: AttentionVariant | None = None,
+        sm_scale: float | None = None,
+        return_lse: bool = False,
+        num_splits: int | None = None,
+        backend: str | None = None,
+    ) -> torch.Tensor | State:
+        """Append k and v [num_tokens, heads, dim], and attend with q of each sequence.
+
+        K and V have no axis of sequences, and q has one. The result is that of append and attend,
+        bit for bit. With a plan, on CUDA and with one new token of each sequence, step is faster:
+        one launch brings the queries and the new rows into the basis.
+
+        Args:
+            layer: index of the layer.
+            q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim], as in
+                attend.
+            k, v: [num_tokens, num_kv_heads, head_dim], as in append.
+            rope: as in append, of k; q comes with its rotary embedding.
+            variant, sm_scale, return_lse, num_splits, backend: as in attend.
+
+        Returns:
+            As attend.
+
+        Raises:
+            As append and attend.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import PagedBatch, PagedKVCache
+            >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=256)
+            >>> batch = PagedBatch(paged, max_batch=2, max_tokens=64)
+            >>> present = [paged.allocate(name) for name in ("a", "b")]
+            >>> k, v = torch.randn(2, 5, 8, 128)  # [num_tokens, num_kv_heads, head_dim] each
+            >>> q = torch.randn(2, 4, 32, 128)  # [batch, q_len, num_q_heads, head_dim]
+            >>> with batch.extend(["a", "b"], [4, 1]):  # 4 new tokens of a, then one of b
+            ...     out = batch.step(0, q, k, v)  # 4 queries of a, one of b and 3 rows of padding
+            >>> out.shape
+            torch.Size([2, 4, 32, 128])
+        """
+        self.cache.check_layer(layer)
+        check_tensors(q=q, k=k, v=v)
+        basis, given = self.cache.rows.layers[layer].basis, None
+        one_each = q.ndim == 3 and len(q) == len(k)
+        if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
+            given = queries_of(q, basis, sm_scale, backend)
+        found = self._append(layer, k, v, rope, None if given is None else given[0])
+        transformed = None if found is None or given is None else (found, given[1])
+        options = sm_scale, num_splits, return_lse, backend
+        return self._attend(layer, q, transformed, variant, *options)
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        return_lse: Literal[False] = ...,
+        **options: Unpack[StepOptions],
+    ) -> torch.Tensor: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[StepOptions],
+    ) -> State: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        return_lse: bool = ...,
+        **options: Unpack[StepOptions],
+    ) -> torch.Tensor | State: ...
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        variant: AttentionVariant | None = None,
+        sm_scale: float | None = None,
+        return_lse: bool = False,
+        num_splits: int | None = None,
+        backend: str | None = None,
+    ) -> torch.Tensor | State:
+        """Attend with q [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim].
+
+        One query belongs to the last token of a sequence. Several queries are those of the step's
+        new tokens, each of which sees the tokens before it and itself (new_lens are their q_lens,
+        so a CUDA graph serves steps with any counts of them). Every query sees the rows as they are
+        now: tokens that left the recent window in this step are packed for all of them.
+
+        Args:
+            layer: index of the layer; append the step's K and V to it first.
+            q: [batch, num_q_heads, head_dim], a row for each sequence at least: the query of its
+                last token. Or [batch, q_len, num_q_heads, head_dim]: those of its new tokens, in
+                the first rows of its q_len; what stands in the others is not read.
+            variant: see AttentionVariant. A layer's own window needs none. Shared prefixes are not
+                read once there, nor with a window, ALiBi or key_bias, which count each sequence's
+                own positions; with a soft cap, score offsets or a tree only where shared_prefix is
+                True.
+            sm_scale, return_lse, num_splits, backend: as in decode_attention.
+
+        Returns:
+            As decode_attention; zeros for places without a sequence, and rows without a new token.
+
+        Raises:
+            As decode_attention; ShapeError if there are fewer rows than sequences, or than new
+            tokens of one, or no sequence of the step has a token; ConfigError outside of a step,
+            and where it is known that the step's tokens were not appended to the layer.
+        """
+        options = sm_scale, num_splits, return_lse, backend
+        return self._attend(layer, q, None, variant, *options)
+
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        transformed: Transformed | None,
+        variant: AttentionVariant | None,
+        sm_scale: float | None,
+        num_splits: int | None,
+        return_lse: bool,
+        backend: str | None,
+    ) -> torch.Tensor | State:
+        """Attend; transformed: q in the layer's basis, if an append has found it."""
+        parts, q_lens, fixed = self._seen_by(layer, q)
+        tensors, members = self._staged.tensors, None
+        window = self.cache.windows[layer]
+        if window is not None:
+            variant = within(variant, window)
+        elif self._reads_once(fixed):
+            if self.shared_prefix:
+                members = tensors["members"][: q.shape[0]] if is_shareable(variant) else None
+            elif set(names_of(variant)) <= {"sink_logits"}:  # it pays by the plain kernels' times
+                members = tensors["members"][: self._num_members]
+        basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
+        segments, stored = parts.whole if members is None else parts.own, (basis, seq_lens)
+        options = sm_scale, num_splits, return_lse, q_lens, variant, backend
+        call = AttentionCall(q, segments, *options)
+        if members is None:
+            out, lse = attend(call, *stored, transformed)
+        else:
+            assert parts.prefix is not None
+            out, lse = attend_shared(call, parts.prefix, members, *stored, transformed)
+        return out if lse is None else (out, lse)
+
+    def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
+        """Whether reading a prefix once saves more time than it costs.
+
+        Args:
+            batch: sequences of the step.
+            num_members: those that share the prefix.
+            tokens: of the prefix.
+            ratio: queries on a KV head of a sequence.
+        """
+        return pays(num_members, tokens, self.cache.num_kv_heads, ratio)

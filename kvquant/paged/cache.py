@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from ..cache.checks import (
     check_plan_options,
     check_windows,
     per_layer,
+    row_format,
 )
 from ..cache.copying import NotCopied
 from ..cache.memory import check_room
@@ -27,7 +29,7 @@ from ..errors import ConfigError, NonFiniteError, shown
 from ..rows.arguments import check_device, check_flag, check_size
 from ..rows.basis import LayerBasis
 from ..rows.codec import check_exact_format
-from ..rows.format import RowFormat, check_head_dims
+from ..rows.kind import KEY_VALUE, KeyValue
 from ..rows.quantize import check_dtype
 from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
@@ -114,7 +116,7 @@ class PagedKVCache(NotCopied):
         20
     """
 
-    ROWS: ClassVar[type[PagedRows]] = PagedRows
+    row_kind: ClassVar[KeyValue] = KEY_VALUE
 
     @torch.inference_mode(False)  # else what is made inside it could not be changed outside
     def __init__(
@@ -160,9 +162,10 @@ class PagedKVCache(NotCopied):
         kept = min(self.rollback_len, split.recent_len)  # without recent rows none are changed
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
         self.device = check_device(device)
-        k_formats = per_layer("k_format", k_format, num_layers, head_dim)
-        v_formats = per_layer("v_format", v_format, num_layers, head_dim)
-        self._check_formats(*k_formats, *v_formats)
+        parse = partial(row_format, head_dim=head_dim)
+        k_formats = per_layer("k_format", k_format, num_layers, parse)
+        v_formats = per_layer("v_format", v_format, num_layers, parse)
+        self.row_kind.check_formats([*k_formats, *v_formats])
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         sides = k_formats, v_formats, [basis and basis.to(self.device) for basis in checked]
         # the host has a table for each sequence slot, and lists of pages and sequence slots
@@ -172,7 +175,7 @@ class PagedKVCache(NotCopied):
         what = f"the bookkeeping of {num_pages} pages and {max_num_seqs} sequence slots"
         check_room(bookkeeping, torch.device("cpu"), what, "use fewer, or a smaller max_seq_len")
         sizes = num_kv_heads, num_pages, max_num_seqs
-        self.rows = self.ROWS(*sides, exact_format, *sizes, split, kept, self.device)
+        self.rows = PagedRows(self.row_kind, *sides, exact_format, *sizes, split, kept, self.device)
         self.windows = list(check_windows(windows, num_layers))
         all_have = [window for window in self.windows if window is not None]
         largest = max(all_have) if len(all_have) == num_layers else None
@@ -683,30 +686,33 @@ class PagedKVCache(NotCopied):
     ) -> PagedKVCache:
         """An empty cache with layers like these, of so many pages and sequence slots, on a device,
         else like this one."""
-        kinds = [self.rows.layers[layer] for layer in layers]
-        bases = [at.basis for at in kinds if at.basis is not None]
-        return PagedKVCache(
-            len(kinds),
-            self.num_kv_heads,
-            kinds[0].k_format.head_dim,
-            num_pages,
+        bases = self.bases
+        return self._made(
+            layers,
+            num_layers=len(layers),
+            num_pages=num_pages,
             max_num_seqs=max_num_seqs,
             max_seq_len=self.max_seq_len,
             page_size=self.rows.split.page_size,
-            k_format=[at.k_format for at in kinds],
-            v_format=[at.v_format for at in kinds],
             sink_len=self.sink_len,
             recent_len=self.recent_len,
             exact_format=self.exact_format,
             rollback_len=self.rollback_len,
             device=device,
-            bases=bases or None,
-            windows=[self.windows[layer] for layer in layers],
+            bases=bases and [bases[layer] for layer in layers],
         )
 
-    def _check_formats(self, *formats: RowFormat) -> None:
-        """Raise ConfigError unless K and V can have rows of these formats."""
-        check_head_dims(*formats)
+    def _made(self, layers: Sequence[int], **options: Any) -> PagedKVCache:
+        """A cache with rows like those of these layers, and other options as given."""
+        kinds = [self.rows.layers[layer] for layer in layers]
+        return PagedKVCache(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=kinds[0].k_format.head_dim,
+            k_format=[at.k_format for at in kinds],
+            v_format=[at.v_format for at in kinds],
+            windows=[self.windows[layer] for layer in layers],
+            **options,
+        )
 
     def check_layer(self, layer: int) -> None:
         """Raise ConfigError unless there is this layer."""

@@ -8,7 +8,7 @@ memory, in a page as in a sequence slot, and attention reads that row whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -20,51 +20,17 @@ from ..cache.latent import (
     latent_formats,
     planned_options,
 )
-from ..cache.row_stacks import RowStacks
-from ..ops.mla import check_kernels, latent_segment
+from ..ops.mla import check_kernels
 from ..rows.arguments import check_device, check_size
 from ..rows.basis import LayerBasis
-from ..rows.format import RowFormat
-from ..rows.latent import AnyFormat, LatentFormat
-from ..rows.segment import Segment
+from ..rows.kind import LATENT
+from ..rows.latent import LatentFormat
 from .cache import PagedKVCache
-from .storage import PagedRows, Sides
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .cache import PlanOptions
-
-
-class LatentPagedRows(PagedRows):
-    """Latent rows of all layers: one stack holds both parts, of which k and v are views."""
-
-    def _stacked(self, sides: Sides) -> Sequence[Sequence[AnyFormat]]:
-        return ([LatentFormat(*parts) for parts in zip(*sides, strict=True)],)
-
-    def _k_and_v(
-        self, stacks: Sequence[RowStacks], k_formats: Sequence[RowFormat]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        (whole,) = stacks
-        pairs = list(zip(whole.layers, k_formats, strict=True))
-        latents = [rows[..., : fmt.row_bytes] for rows, fmt in pairs]
-        return latents, [rows[..., fmt.row_bytes :] for rows, fmt in pairs]
-
-    def segments(self, layer: int, *tensors: torch.Tensor) -> list[Segment]:
-        """As of PagedRows; rows are whole, with their latents as V."""
-        rows = self.pages[0].layers[layer], self.exact[0].layers[layer]
-        return [
-            latent_segment(
-                whole,
-                one.seq_lens,
-                LatentFormat(one.k_format, one.v_format),
-                one.starts,
-                one.block_table,
-                one.sinks,
-                one.seq_slots,
-            )
-            for whole, one in zip(rows, super().segments(layer, *tensors), strict=False)
-        ]
 
 
 class LatentPagedKVCache(PagedKVCache):
@@ -107,7 +73,7 @@ class LatentPagedKVCache(PagedKVCache):
         20
     """
 
-    ROWS: ClassVar[type[PagedRows]] = LatentPagedRows
+    row_kind = LATENT
 
     def __init__(
         self,
@@ -198,27 +164,7 @@ class LatentPagedKVCache(PagedKVCache):
         self.check_layer(layer)
         return self.rows.pages[0].layers[layer].transpose(1, 2)
 
-    def like(
-        self, layers: Sequence[int], num_pages: int, max_num_seqs: int, device: torch.device | str
-    ) -> LatentPagedKVCache:
-        """As of PagedKVCache."""
-        formats, bases = [self.formats[layer] for layer in layers], self.bases
-        return LatentPagedKVCache(
-            len(formats),
-            num_pages,
-            fmt=formats,
-            latent_dim=formats[0].latent_dim,
-            rope_dim=formats[0].rope_dim,
-            max_num_seqs=max_num_seqs,
-            max_seq_len=self.max_seq_len,
-            page_size=self.rows.split.page_size,
-            sink_len=self.sink_len,
-            recent_len=self.recent_len,
-            exact_format=self.exact_format,
-            rollback_len=self.rollback_len,
-            device=device,
-            bases=bases and [bases[layer] for layer in layers],
-        )
-
-    def _check_formats(self, *formats: RowFormat) -> None:
-        """LatentFormat has checked them."""
+    def _made(self, layers: Sequence[int], **options: Any) -> LatentPagedKVCache:
+        formats = [self.formats[layer] for layer in layers]
+        options |= {"latent_dim": formats[0].latent_dim, "rope_dim": formats[0].rope_dim}
+        return LatentPagedKVCache(fmt=formats, **options)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from ..cache.latent import transformed_parts
 from ..ops.append_checks import check_tokens
 from ..ops.attention import State
 from ..ops.mla import attend_latents
 from ..rows.arguments import check_kind, check_tensors
 from ..rows.call import AppendCall, LatentCall, LatentPrefix
-from .batch import PagedBatch
+from .batch import StepBatch
 from .cache import PagedKVCache
 from .latent import LatentPagedKVCache
 from .shared_prefix import pays_of_latents
 
+if TYPE_CHECKING:
+    from typing_extensions import Required, TypedDict, Unpack
 
-class LatentPagedBatch(PagedBatch):
+    class LatentOptions(TypedDict, total=False):
+        """Options of attend and step, but for return_lse."""
+
+        sm_scale: Required[float]
+        num_splits: int | None
+        backend: str | None
+
+
+class LatentPagedBatch(StepBatch):
     """A PagedBatch over latent rows: extend, positions and CUDA graphs are as there.
 
     Args:
@@ -48,25 +57,13 @@ class LatentPagedBatch(PagedBatch):
     """
 
     cache: LatentPagedKVCache
-    sides = "latent", "rope"
-    query = "q_latent"
-
-    def __init__(
-        self,
-        cache: LatentPagedKVCache,
-        max_batch: int,
-        max_tokens: int | None = None,
-        *,
-        shared_prefix: bool | None = None,
-    ) -> None:
-        super().__init__(cache, max_batch, max_tokens, shared_prefix=shared_prefix)
 
     @staticmethod
     def _check_cache(cache: PagedKVCache) -> None:
         how = "give a LatentPagedKVCache; PagedBatch takes a PagedKVCache of keys and values"
         check_kind("cache", cache, LatentPagedKVCache, how)
 
-    def append(self, layer: int, latent: torch.Tensor, rope: torch.Tensor) -> None:  # type: ignore[override]
+    def append(self, layer: int, latent: torch.Tensor, rope: torch.Tensor) -> None:
         """Append the step's new tokens, rows of [num_tokens, 1, dim], to a layer.
 
         Tokens of all sequences follow one another. Errors are those of PagedBatch.append.
@@ -86,21 +83,19 @@ class LatentPagedBatch(PagedBatch):
             return call
         check_tokens(call, self.sides)  # before torch transforms them
         k, v, *_ = call
-        (latent, rope), (of_k, of_v) = transformed_parts(k.x, v.x, basis)
+        (latent, rope), (of_k, of_v) = self.cache.row_kind.to_write(k.x, v.x, basis)
         k, v = k._replace(x=latent, transform=of_k), v._replace(x=rope, transform=of_v)
         return call._replace(k=k, v=v)
 
-    @overload  # type: ignore[override]
+    @overload
     def attend(
         self,
         layer: int,
         q_latent: torch.Tensor,
         q_rope: torch.Tensor,
         *,
-        sm_scale: float,
         return_lse: Literal[False] = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentOptions],
     ) -> torch.Tensor: ...
     @overload
     def attend(
@@ -109,10 +104,8 @@ class LatentPagedBatch(PagedBatch):
         q_latent: torch.Tensor,
         q_rope: torch.Tensor,
         *,
-        sm_scale: float,
         return_lse: Literal[True],
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentOptions],
     ) -> State: ...
     @overload
     def attend(
@@ -121,10 +114,8 @@ class LatentPagedBatch(PagedBatch):
         q_latent: torch.Tensor,
         q_rope: torch.Tensor,
         *,
-        sm_scale: float,
         return_lse: bool = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentOptions],
     ) -> torch.Tensor | State: ...
     def attend(
         self,
@@ -170,7 +161,7 @@ class LatentPagedBatch(PagedBatch):
         out, lse = attend_latents(call, basis, seq_lens)
         return out if lse is None else (out, lse)
 
-    @overload  # type: ignore[override]
+    @overload
     def step(
         self,
         layer: int,
@@ -179,10 +170,8 @@ class LatentPagedBatch(PagedBatch):
         latent: torch.Tensor,
         rope: torch.Tensor,
         *,
-        sm_scale: float,
         return_lse: Literal[False] = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentOptions],
     ) -> torch.Tensor: ...
     @overload
     def step(
@@ -193,10 +182,8 @@ class LatentPagedBatch(PagedBatch):
         latent: torch.Tensor,
         rope: torch.Tensor,
         *,
-        sm_scale: float,
         return_lse: Literal[True],
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentOptions],
     ) -> State: ...
     @overload
     def step(
@@ -207,10 +194,8 @@ class LatentPagedBatch(PagedBatch):
         latent: torch.Tensor,
         rope: torch.Tensor,
         *,
-        sm_scale: float,
         return_lse: bool = ...,
-        num_splits: int | None = ...,
-        backend: str | None = ...,
+        **options: Unpack[LatentOptions],
     ) -> torch.Tensor | State: ...
     def step(
         self,

@@ -15,13 +15,13 @@ from ..cache.row_stacks import RowStacks, to_device
 from ..ops.quantize import dequantize_segment
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
-from ..rows.latent import AnyFormat, parts_of
+from ..rows.kind import KEY_VALUE, KeyValue
+from ..rows.latent import parts_of
 from ..rows.quantize import full_precision, is_nan_row, nan_bytes
 from ..rows.segment import Segment
 from ..rows.slots import Split
 from .state import RingTokens
 
-Sides = tuple[Sequence[RowFormat], Sequence[RowFormat]]  # formats of K and of V of each layer
 _CHUNK = 256  # pages whose rows are looked through at a time
 
 
@@ -51,6 +51,7 @@ class PagedRows(NotCopied):
     """Rows of all layers.
 
     Args:
+        kind: of what kind the rows are.
         k_formats, v_formats: formats of the packed rows of each layer.
         bases: what the rows of each layer are stored as.
         exact_format: "bf16" or "fp16".
@@ -69,6 +70,7 @@ class PagedRows(NotCopied):
 
     def __init__(
         self,
+        kind: KeyValue,
         k_formats: Sequence[RowFormat],
         v_formats: Sequence[RowFormat],
         bases: Sequence[LayerBasis | None],
@@ -86,7 +88,10 @@ class PagedRows(NotCopied):
         )
         exact = k_exact, v_exact
         self.split, self.rollback_len, self.device = split, rollback_len, device
-        of_pages, of_slots = self._stacked(packed), self._stacked(exact)
+        self.kind = kind
+        of_pages, of_slots = (  # of each tensor that holds rows
+            list(zip(*map(kind.stored, *sides), strict=True)) for sides in (packed, exact)
+        )
         kinds = (
             (of_pages, num_pages, split.page_size),
             (of_slots, max_num_seqs, split.exact_len),
@@ -107,21 +112,13 @@ class PagedRows(NotCopied):
             [RowStacks(side, units, num_kv_heads, length, device) for side in sides]
             for sides, units, length in kinds
         )
-        views = *self._k_and_v(self.pages, k_formats), *self._k_and_v(self.exact, k_exact)
-        self.layers = [
-            LayerRows(*rows) for rows in zip(*views, *packed, *exact, bases, strict=True)
-        ]
-
-    def _stacked(self, sides: Sides) -> Sequence[Sequence[AnyFormat]]:
-        """The formats of rows of K and of V as they lie in stacks: apart."""
-        return sides
-
-    def _k_and_v(
-        self, stacks: Sequence[RowStacks], k_formats: Sequence[RowFormat]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """K and V of each layer in the stacks of such rows."""
-        k, v = stacks
-        return k.layers, v.layers
+        self.layers: list[LayerRows] = []
+        for layer, basis in enumerate(bases):
+            k_format, v_format = k_formats[layer], v_formats[layer]
+            pages = kind.k_and_v(_rows_of(self.pages, layer), k_format)
+            slots = kind.k_and_v(_rows_of(self.exact, layer), k_exact[layer])
+            formats = k_format, v_format, k_exact[layer], v_exact[layer]
+            self.layers.append(LayerRows(*pages, *slots, *formats, basis))
 
     @property
     def nbytes(self) -> int:
@@ -137,26 +134,23 @@ class PagedRows(NotCopied):
         exact_lens: torch.Tensor,
         starts: torch.Tensor,
         seq_slots: torch.Tensor,
+        *,
+        apart: bool = False,
     ) -> list[Segment]:
-        """The rows of sequences in a layer as attention reads them, packed ones first; exact ones
-        if there are any."""
-        at, split = self.layers[layer], self.split
-        packed = Segment(
-            at.k_pages, at.v_pages, packed_lens, at.k_format, at.v_format, block_table=block_table
-        )
+        """The rows of sequences in a layer as attention reads them, or K and V apart; packed ones
+        first, then exact ones if there are any."""
+        at, split, kind = self.layers[layer], self.split, self.kind
+        pages, slots = _rows_of(self.pages, layer), _rows_of(self.exact, layer)
+        if apart:
+            kind, pages, slots = KEY_VALUE, at[:2], at[2:4]
+        formats = kind.stored(at.k_format, at.v_format)
+        packed = kind.segment(pages, formats, packed_lens, None, block_table)
         if not split.exact_len:
             return [packed]
-        exact = Segment(
-            at.k_exact,
-            at.v_exact,
-            exact_lens,
-            at.k_exact_format,
-            at.v_exact_format,
-            starts if split.recent_len else None,
-            sinks=split.sink_len,
-            seq_slots=seq_slots,
-        )
-        return [packed, exact]
+        formats = kind.stored(at.k_exact_format, at.v_exact_format)
+        starts_in_ring = starts if split.recent_len else None
+        places = exact_lens, starts_in_ring, None, split.sink_len, seq_slots
+        return [packed, kind.segment(slots, formats, *places)]
 
     def dequantized(
         self,
@@ -179,7 +173,7 @@ class PagedRows(NotCopied):
             torch.tensor(one, dtype=torch.int32, device="cpu").to(self.device)
             for one in ([table], numbers)
         )
-        segments = PagedRows.segments(self, layer, pages, *counts)  # K and V apart
+        segments = self.segments(layer, pages, *counts, apart=True)
         basis = self.layers[layer].basis
         stored = torch.float32 if basis else dtype
         parts = [dequantize_segment(segment, 0, stored) for segment in segments]
@@ -287,6 +281,11 @@ def nan_rows(
 def _stacks(sides: Iterable[RowStacks]) -> list[torch.Tensor]:
     """The stacks of K and of V."""
     return [stack for side in sides for stack in side.stacks]
+
+
+def _rows_of(sides: Iterable[RowStacks], layer: int) -> tuple[torch.Tensor, ...]:
+    """The rows of a layer in the tensors that hold them."""
+    return tuple(side.layers[layer] for side in sides)
 
 
 def _in_order(parts: Sequence[torch.Tensor], sinks: int) -> torch.Tensor:

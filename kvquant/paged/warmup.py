@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ..cache.latent import LIKELY_Q_HEADS
 from ..cache.warmup import new_queries, new_rows, present_in
 from ..errors import KVQuantError
 from ..rows.rotation import Rope
-from .batch import PagedBatch
+from .batch import PagedBatch, StepBatch
 from .cache import PagedKVCache
 from .latent_batch import LatentPagedBatch
 
@@ -42,7 +41,7 @@ class BatchCalls:
     batches: tuple[int, ...]
     rotary_dim: tuple[int, bool] | None = None
     num_q_heads: int | None = None
-    kind: type[PagedBatch] = PagedBatch
+    kind: type[StepBatch] = PagedBatch
     shared_prefix: bool | None = False
 
     def __call__(self) -> None:
@@ -51,11 +50,12 @@ class BatchCalls:
         cache = _like(self.cache, most)
         batch = self.kind(cache, most, max(self.num_tokens, most))
         is_latent = isinstance(batch, LatentPagedBatch)
-        step: Callable[..., object] = batch.step  # latents come with two queries
+        # latents come with two queries, and without a Rope
+        append, step = cast(Any, batch).append, cast(Any, batch).step
         for name in range(most):
             cache.allocate(name)
         prompt = self.num_tokens, 0, 0
-        plain = itertools.product(self.batches, self._q_heads(batch, (1,)), (0,))
+        plain = itertools.product(self.batches, self._q_heads((1,)), (0,))
         for count, heads, members in (prompt, *plain, *self._sharing(batch)):
             with suppress(KVQuantError), batch.extend(range(min(count, most))):
                 for layer, at in enumerate(cache.rows.layers):
@@ -69,9 +69,9 @@ class BatchCalls:
                         batch._num_members = members
                         step(layer, *queries, k, v, **options)  # kernels are of any scale
                     else:
-                        batch.append(layer, k, v, **self._rope(count))
+                        append(layer, k, v, **self._rope(count))
 
-    def _sharing(self, batch: PagedBatch) -> Iterator[tuple[int, int, int]]:
+    def _sharing(self, batch: StepBatch) -> Iterator[tuple[int, int, int]]:
         """Steps that read a prefix once: sequences, query heads, and members.
 
         What they launch depends on the queries of a KV head, all members' together, and not on the
@@ -82,7 +82,7 @@ class BatchCalls:
             return
         kv_heads, split = self.cache.num_kv_heads, self.cache.state.split
         tokens = self.cache.state.tables.shape[1] * split.page_size
-        q_heads = self._q_heads(batch, (1, 2, 4, 8))
+        q_heads = self._q_heads((1, 2, 4, 8))
         for most in self.batches:
             seen: set[int] = set()
             members = [1 << i for i in range(1, most.bit_length()) if 1 << i < most]
@@ -92,14 +92,12 @@ class BatchCalls:
                     seen.add(count * heads)
                     yield most, heads, count
 
-    def _q_heads(self, batch: PagedBatch, ratios: Sequence[int]) -> tuple[int, ...]:
+    def _q_heads(self, ratios: Sequence[int]) -> tuple[int, ...]:
         """Query heads of steps: as given, or else likely ones, so many on a KV head. A kernel
         serves up to 8 of them; those of latents differ by their number."""
         if self.num_q_heads:
             return (self.num_q_heads,)
-        if isinstance(batch, LatentPagedBatch):
-            return LIKELY_Q_HEADS
-        return tuple(ratio * self.cache.num_kv_heads for ratio in ratios)
+        return self.cache.row_kind.likely_q_heads(self.cache.num_kv_heads, ratios)
 
     def _rope(self, count: int) -> dict[str, Rope]:
         """The option of that name, if it comes."""
@@ -110,7 +108,7 @@ class BatchCalls:
         return {"rope": Rope(cos, sin, interleaved)}
 
 
-def likely_batches(batch: PagedBatch, num_ids: int) -> tuple[int, ...]:
+def likely_batches(batch: StepBatch, num_ids: int) -> tuple[int, ...]:
     """Sequences of steps that kernels are compiled for ahead, those of the first among them.
 
     Fewer sequences of latents have more parts, and a kernel that combines as many. From one number
@@ -124,7 +122,7 @@ def likely_batches(batch: PagedBatch, num_ids: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def warm_up_batch(batch: PagedBatch, k: object, rope: Rope | None, num_ids: int) -> None:
+def warm_up_batch(batch: StepBatch, k: object, rope: Rope | None, num_ids: int) -> None:
     """Compile what a batch on CUDA that was not appended to yet will need.
 
     Args:

@@ -66,7 +66,7 @@ class LatentCall(NamedTuple):
         q_latent: [batch, num_heads, latent_dim], or [batch, q_len, num_heads, latent_dim]: W_UK^T q
             of each head; float32, bfloat16 or float16.
         q_rope: the same shape but for its last axis, rope_dim, and the same dtype.
-        segments: of ops.mla.latent_segment; of several queries in the order that AttentionCall
+        segments: of rows.segment.latent_segment; of several queries in the order that AttentionCall
             states, and on CUDA at most two of them. There each is a launch, cut into num_splits,
             and another one combines them.
         sm_scale: factor on the scores.

@@ -13,6 +13,7 @@ from ..errors import ConfigError, DeviceError, ShapeError, shown
 from .arguments import check_tensors
 from .bound import Bound
 from .format import RowFormat, check_head_dims
+from .latent import LatentFormat
 from .quantize import check_rows, dequantize
 from .slots import Split
 
@@ -90,6 +91,22 @@ class Segment(NamedTuple):
         """
         k = dequantize(self.rows(sequence, "k"), self.k_format)
         return k, dequantize(self.rows(sequence, "v"), self.v_format)
+
+
+def latent_segment(
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    fmt: LatentFormat,
+    starts: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    sinks: int = 0,
+    seq_slots: torch.Tensor | None = None,
+) -> Segment:
+    """Latent rows [batch, 1, capacity, row_bytes], or pages of them, as rows of one KV head."""
+    latents = rows[..., : fmt.latent.row_bytes]
+    # a LatentFormat is the format of K here, and nowhere else
+    places = starts, block_table, sinks, seq_slots
+    return Segment(rows, latents, seq_lens, fmt, fmt.latent, *places)  # type: ignore[arg-type]
 
 
 class FixedSegments(tuple[Segment, ...]):

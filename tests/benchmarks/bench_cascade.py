@@ -21,11 +21,11 @@ from kvquant.bench.cases import LATENT_SCALE
 from kvquant.bench.timer import GraphTimer
 from kvquant.kernels.cuda.runtime.warmup import warm_up
 from kvquant.ops.attention import attend
-from kvquant.ops.mla import attend_latents, latent_segment
+from kvquant.ops.mla import attend_latents
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.paged.shared_prefix import pays, pays_of_latents
 from kvquant.rows.call import AttentionCall, LatentCall, LatentPrefix
-from kvquant.rows.segment import Segment
+from kvquant.rows.segment import Segment, latent_segment
 
 OWN, PAGE, HEAD_DIM = 256, 64, 128
 # sequences, tokens of the prefix, query heads, KV heads

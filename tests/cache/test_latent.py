@@ -14,6 +14,7 @@ from latent_plans import latent_plan, random_basis, with_outliers
 from msgspec.structs import replace
 
 from kvquant import (
+    AttentionVariant,
     Basis,
     ContextParallelCache,
     KVCache,
@@ -223,6 +224,18 @@ def test_options_of_attention_are_checked() -> None:
         cache.attend(0, *queries, [2, 1], **options)  # type: ignore[call-overload]
     with pytest.raises(ConfigError, match="in_step is 'no'"):
         cache.attend(0, *queries, **(options | {"in_step": "no"}))
+    # what KVCache.attend and step take
+    with pytest.raises(ConfigError, match="q_rope is of type NoneType"):
+        cache.attend(0, queries[0])
+    with pytest.raises(ConfigError, match="sm_scale is None: give the model's"):
+        cache.attend(0, *queries)
+    soft = AttentionVariant(soft_cap=30.0)
+    with pytest.raises(UnsupportedError, match=r"variant is .*: latent rows have none"):
+        cache.attend(0, *queries, variant=soft, sm_scale=SCALE)
+    rows = torch.randn(2, 1, 2, 512), torch.randn(2, 1, 2, 64)
+    with pytest.raises(UnsupportedError, match="latent rows have none"):
+        cache.step(0, *queries, *rows, variant=soft, sm_scale=SCALE)
+    assert cache.seq_lens.tolist() == [3, 3]
 
 
 def test_what_does_not_fit_is_refused() -> None:

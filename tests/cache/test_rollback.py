@@ -9,7 +9,14 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from slow_cases import mark_slow
 
 from kvquant import AttentionVariant, KVCache, load_cache, quantize_rows, save_cache
 from kvquant.cache import layer
@@ -121,8 +128,11 @@ class Rollback(RuleBasedStateMachine):
             cache.reset()
 
 
-Rollback.TestCase.settings = settings(max_examples=12, stateful_step_count=8, deadline=None)
-TestRollback: Any = Rollback.TestCase
+@pytest.mark.parametrize("examples", mark_slow([6, 24], [6]))
+def test_drafts_that_are_taken_back_leave_nothing(examples: int) -> None:
+    run_state_machine_as_test(
+        Rollback, settings=settings(max_examples=examples, stateful_step_count=8)
+    )
 
 
 def draft_and_crop(kind: str, device: str) -> None:

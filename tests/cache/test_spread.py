@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from devices import is_on
+from slow_cases import mark_slow
 
 from kvquant import KVCache, LatentKVCache, load_cache, save_cache
 from kvquant.cache import contiguous
@@ -56,7 +57,7 @@ def assert_alike(spread: KVCache, single: KVCache, where: list[str]) -> None:
 
 
 @several
-@pytest.mark.parametrize("windows", [None, [30, None, 30]], ids=["full", "windows"])
+@pytest.mark.parametrize("windows", mark_slow([None, [30, None, 30]], [None]), ids=str)
 def test_all_calls_do_what_they_do_on_one(
     devices: list[str], windows: list[int | None] | None
 ) -> None:

@@ -93,7 +93,7 @@ def test_queries_of_tokens_whose_window_is_gone_are_refused() -> None:
         cache.attend(0, torch.randn(BATCH, 4, 4, DIM))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_a_window_shows_the_last_tokens_of_an_unlimited_layer(data: st.DataObject) -> None:
     """Beside it a layer without a window, whose sinks are none, is given the same."""

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from latent_pages import FORMATS, begin, extend, from_plan, make, new_rows
+from latent_pages import FORMATS, from_plan, make, new_rows
 from latent_plans import latent_plan
+from paged_cases import begin, extend, same, values
 from paged_cases import make as make_plain
-from paged_cases import same, values
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

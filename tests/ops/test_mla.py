@@ -25,6 +25,7 @@ from kvquant import (
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.ops import mla
 from kvquant.rows.call import LatentPrefix
+from kvquant.rows.segment import latent_segment
 
 SCALE = 192**-0.5
 LENGTHS = (0, 1, 17, 700, 3)
@@ -205,8 +206,8 @@ def test_a_prefix_is_seen_by_the_sequences_that_share_it(backend: str, q_len: in
     if q_lens is not None:
         case.q_latent[torch.arange(2) >= q_lens[:, None]] = math.nan
     prefix_lens = torch.tensor([33], dtype=torch.int32)
-    prefix = LatentPrefix(mla.latent_segment(first[:, None], prefix_lens, fmt), shares)
-    segments = [mla.latent_segment(case.rows[:, None], case.seq_lens, fmt)]
+    prefix = LatentPrefix(latent_segment(first[:, None], prefix_lens, fmt), shares)
+    segments = [latent_segment(case.rows[:, None], case.seq_lens, fmt)]
     call: Any = {"prefix": prefix, "q_lens": q_lens, "sm_scale": SCALE, "return_lse": True}
     call["backend"] = backend
     queries = case.q_latent, case.q_rope
@@ -364,7 +365,7 @@ def test_cuda_launches_one_kernel_for_all_heads(q_len: int | None, gpu: FakeDriv
 def test_cuda_launches_one_kernel_for_each_segment(gpu: FakeDriver) -> None:
     fmt = LatentFormat.parse("int4-g8+fp8-g4")
     case = make_case(fmt, 16, None, torch.bfloat16)
-    one = mla.latent_segment(case.rows[:, None], case.seq_lens, fmt)
+    one = latent_segment(case.rows[:, None], case.seq_lens, fmt)
     for count in (1, 2, 3):
         done = len(gpu.launched)
         out = attend_latents(
@@ -396,7 +397,7 @@ def test_calls_on_cuda_are_checked(gpu: FakeDriver) -> None:
         given = case._asdict() | {"fmt": fmt, "sm_scale": SCALE} | change
         with pytest.raises(error, match=message):
             mla_decode_attention(**given)
-    segments = [mla.latent_segment(case.rows[:, None], case.seq_lens, fmt)] * 3
+    segments = [latent_segment(case.rows[:, None], case.seq_lens, fmt)] * 3
     queries = case.q_latent[:, None], case.q_rope[:, None]
     with pytest.raises(UnsupportedError, match="no CUDA kernel attends several queries"):
         attend_latents(*queries, segments, sm_scale=SCALE, q_lens=torch.zeros(5, dtype=torch.int32))

@@ -303,6 +303,7 @@ def test_rope_is_that_of_append_rows() -> None:
     "options, message",
     [
         ({"page_size": 20}, "page_size 20 does not exist"),
+        ({"page_size": 16.0}, "page_size .* use a whole number"),
         ({"exact_format": "int8"}, "exact_format 'int8' does not exist"),
         ({"max_num_seqs": 0}, "max_num_seqs 0"),
         ({"num_pages": 0}, "num_pages 0"),

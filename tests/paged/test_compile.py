@@ -6,56 +6,64 @@ from typing import Any
 
 import pytest
 import torch
-from paged_cases import DIM, LAYERS, begin, make, new_rows, same, values
+from paged_cases import DIM, begin, make, new_rows, rows_of, same, values
+from row_kinds import KINDS, RowKind, planned
+from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant.errors import ConfigError
 from kvquant.paged.batch import PagedBatch
 
+# kind, options of the cache, compiler, shared_prefix
+CASES: dict[str, tuple[RowKind, dict[str, Any], str, bool | None]] = {
+    "heads": (KINDS["heads"], {}, "aot_eager", None),
+    "packed": (KINDS["heads"], {"sink_len": 0, "recent_len": 0}, "eager", None),
+    "plan": (planned("hadamard"), {}, "eager", False),
+    "shared plan": (planned("matrix clip feedback"), {}, "eager", True),
+    "latents": (KINDS["latents"], {}, "aot_eager", None),
+    "latents in a basis": (KINDS["latents in a basis"], {}, "aot_eager", None),
+}
+USUAL = "heads", "packed", "plan", "latents"
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("lengths", [(3, 5), (0, 0)], ids=str)
-def test_append_and_attend_are_one_graph_for_all_steps(
-    lengths: tuple[int, int], compiler: str
-) -> None:
+
+@pytest.mark.parametrize("name", mark_slow(CASES, USUAL))
+def test_append_and_attend_are_one_graph_for_all_steps(name: str) -> None:
     torch._dynamo.reset()
-    batch, other = (
-        PagedBatch(make(sink_len=lengths[0], recent_len=lengths[1]), 4, 100) for _ in range(2)
-    )
+    kind, options, compiler, shared = CASES[name]
+    batches = [
+        kind.batch(kind.make(num_pages=20, **options), 4, 100, shared_prefix=shared)
+        for _ in range(2)
+    ]
+    batch, other = batches
 
-    def layers(
-        batch: PagedBatch, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor
-    ) -> list[torch.Tensor]:
-        outs = []
-        for layer in range(LAYERS):
-            batch.append(layer, k, v)
-            out = batch.attend(layer, q)
-            assert isinstance(out, torch.Tensor)
-            outs.append(out)
+    def layers(batch: Any, q: tuple[torch.Tensor, ...], rows: Any) -> list[torch.Tensor]:
+        outs = [batch.step(0, *q, rows[0], rows[1], **kind.options)]
+        for layer in range(1, batch.cache.num_layers):
+            batch.append(layer, rows[0], rows[1])
+            outs += kind.attend(batch, layer, q, return_lse=True)
         return outs
 
     counter = CompileCounterWithBackend(compiler)
     compiled = torch.compile(layers, fullgraph=True, backend=counter)
-    for at in (batch, other):
+    for at in batches:
         torch.manual_seed(1)
-        begin(at, "a", 30)
-        begin(at, "b", 2)
-    for step in range(20):
-        if step == 9:
-            for at in (batch, other):
-                at.cache.fork("a", "c")
-        ids = ["a", "b", "c"][: 2 + step // 10]
-        rows, q = new_rows(4), torch.randn(4, 4, DIM)
+        begin(at, "a", 60)
+        at.cache.fork("a", "b")
+        begin(at, "z", 2)
+    for step in range(10):
+        if step == 5:
+            for at in batches:
+                at.cache.fork("z", "c")
+        ids, rows, q = [*"abzc"][: 3 + step // 5], rows_of(batch.cache, 4), kind.queries(4, 6)
         with batch.extend(ids):
-            outs = compiled(batch, rows[0], rows[1], q)
+            outs = compiled(batch, q, rows)
         with other.extend(ids):
-            expected = layers(other, rows[0], rows[1], q)
-        assert same(outs, expected)
-    for name in "abc":
-        assert same(values(batch.cache, name), values(other.cache, name))
+            torch.testing.assert_close(outs, layers(other, q, rows))
+    for i in "abzc":
+        torch.testing.assert_close(values(batch.cache, i), values(other.cache, i))
     assert counter.frame_count == 1
     with pytest.raises(ConfigError, match="were not appended to"), batch.extend(["a"]):
-        batch.append(0, *new_rows(1))  # compiled code is seen in the steps that it runs in
+        batch.append(0, *rows_of(batch.cache, 1))  # compiled code is seen where it runs
 
 
 def test_compiled_code_outside_of_a_step_is_refused() -> None:

@@ -244,12 +244,6 @@ def test_what_cannot_be_an_id_is_no_sequence(call: Callable[[PagedKVCache, Any],
     assert seen(cache) == before
 
 
-@pytest.mark.parametrize("page_size", [16.0, "16", True])
-def test_a_page_size_is_a_whole_number(page_size: Any) -> None:
-    with pytest.raises(ConfigError, match=r"page_size .* use a whole number"):
-        make(page_size=page_size)
-
-
 def test_lack_of_pages_or_seats_says_who_is_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make(num_pages=3, max_num_seqs=2)
     batch = PagedBatch(cache, 2, 90)

@@ -14,16 +14,14 @@ from latent_pages import (
     LAYERS,
     SCALE,
     assert_attends,
-    begin,
     compare,
-    extend,
     from_plan,
     make,
     new_rows,
     queries,
 )
 from latent_plans import latent_plan, random_basis
-from paged_cases import same, seen, values
+from paged_cases import begin, extend, same, seen, values
 
 from kvquant import (
     Basis,
@@ -85,24 +83,6 @@ def test_attention_is_that_over_the_dequantized_rows(lengths: tuple[int, int], d
                 assert_attends(batch, layer, "cab", given, pair)
     cache.check()
     cache.check_invariants()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_step_is_an_append_and_an_attend(device: str) -> None:
-    batches = [LatentPagedBatch(make(device), 4, 100) for _ in range(2)]
-    for batch in batches:
-        torch.manual_seed(0)
-        begin(batch, "a", 40)
-    for shape, count in (((4, 6), 1), ((4, 3, 6), 3)):
-        pair, rows, outs = queries(*shape, device=device), new_rows(count, device), []
-        with batches[0].extend(["a"], count):
-            for layer in range(LAYERS):
-                outs.append(batches[0].step(layer, *pair, *rows, sm_scale=SCALE))
-        with batches[1].extend(["a"], count):
-            for layer in range(LAYERS):
-                batches[1].append(layer, *rows)
-                assert torch.equal(outs[layer], batches[1].attend(layer, *pair, sm_scale=SCALE))
-    assert same(*(values(batch.cache, "a") for batch in batches))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -252,32 +232,6 @@ def test_flash_mla_reads_the_pages_of_a_cache() -> None:
         batch.cache.pages(2)
 
 
-@pytest.mark.parametrize("in_basis", [False, True])
-def test_compiled_steps_are_one_graph(in_basis: bool) -> None:
-    torch._dynamo.reset()
-    bases = [random_basis()] * 2 if in_basis else None
-    batches = [LatentPagedBatch(make(bases=bases), 4, 100) for _ in range(2)]
-
-    def step(batch: LatentPagedBatch, *given: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            batch.step(layer, given[0], given[1], given[2], given[3], sm_scale=SCALE)
-            for layer in range(LAYERS)
-        ]
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for batch in batches:
-        torch.manual_seed(1)
-        begin(batch, "a", 30)
-        begin(batch, "b", 2)
-    for i in range(6):
-        ids, given = ["a", "b"][: 1 + i % 2], (*queries(4, 6), *new_rows(4))
-        with batches[0].extend(ids):
-            outs = compiled(batches[0], *given)
-        with batches[1].extend(ids):
-            torch.testing.assert_close(outs, step(batches[1], *given))
-    assert in_basis or same(*(values(batch.cache, "b") for batch in batches))
-
-
 def test_what_does_not_fit_is_refused() -> None:
     cache = make(rollback_len=1)
     batch = LatentPagedBatch(cache, 4, 100)
@@ -294,14 +248,8 @@ def test_what_does_not_fit_is_refused() -> None:
         make(bases=[LayerBasis(fed, Basis(torch.zeros(1, 32)))] * 2)
     with pytest.raises(ConfigError, match="plan is of keys and values of heads"):
         LatentPagedKVCache.from_plan(example_plan(), 4)
-    with pytest.raises(ConfigError, match="latent rows have no windows"):
-        LatentPagedKVCache.from_plan(latent_plan(), 4, windows=[8, 8])
     with pytest.raises(ConfigError, match=r"plan is of latent rows.*use LatentKVCache.from_plan"):
         PagedKVCache.from_plan(latent_plan(), 4)
-    with pytest.raises(ConfigError, match="fmt lists 1 formats for 2 layers"):
-        make(fmt=["bf16"])
-    with pytest.raises(ConfigError, match="format 'int5' does not exist"):
-        make(fmt="int5")
     latent, rope = new_rows(1)
     for rows, message in (
         ((latent, rope[..., :16]), r"rope is \[1, 1, 16\]: rows of the cache have 32 elements"),
@@ -327,8 +275,6 @@ def test_what_does_not_fit_is_refused() -> None:
             batch.attend(0, *pair, sm_scale=SCALE)
     with pytest.raises(ConfigError, match="no step of this batch is open"):
         batch.attend(0, q_latent, q_rope, sm_scale=SCALE)
-    with pytest.raises(ConfigError, match="shared_prefix is 3"):
-        LatentPagedBatch(cache, 4, shared_prefix=3)  # type: ignore[arg-type]
     assert seen(cache) == before
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8, 12 pages" in repr(cache)
     with (

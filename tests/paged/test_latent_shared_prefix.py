@@ -8,20 +8,15 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
-from latent_pages import DIMS, LAYERS, SCALE, begin, extend, make, new_rows, queries
-from latent_plans import random_basis
-from torch._dynamo.testing import CompileCounterWithBackend
+from latent_pages import DIMS, LAYERS, SCALE, make
+from paged_cases import begin
 
 from kvquant import LatentPagedBatch, LatentPagedKVCache
 from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import mla
-from kvquant.ops.mla import attend_latents
-from kvquant.paged import shared_prefix as sharedprefix
-from kvquant.paged.shared_prefix import pays_of_latents
 from kvquant.paged.warmup import BatchCalls, likely_batches
-from kvquant.rows.call import LatentCall
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -34,112 +29,6 @@ def sequences(batch: LatentPagedBatch) -> None:
     batch.cache.fork("a", "b")
     batch.cache.fork("a", "c")
     begin(batch, "z", 20)
-
-
-def test_it_pays_with_few_heads_and_many_sequences() -> None:
-    assert pays_of_latents(64, 64, 8192, 16) and pays_of_latents(64, 60, 8192, 16)
-    assert not pays_of_latents(64, 64, 1024, 16) and not pays_of_latents(64, 20, 8192, 16)
-    assert not pays_of_latents(2, 2, 8192, 16)
-    assert not pays_of_latents(64, 64, 1 << 20, 128), "as many products"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("in_basis", [False, True])
-@pytest.mark.parametrize("lengths", [(0, 0), (3, 5)], ids=str)
-def test_results_are_those_without_it(
-    relative_l2: Measure, lengths: tuple[int, int], in_basis: bool, device: str
-) -> None:
-    """Of one query and of several, of unequal numbers; rows and places not in use are NaN."""
-    full = (70 - sum(lengths)) // 16 * 16  # tokens in full pages when the others were forked
-    bases = [random_basis()] * LAYERS if in_basis else None
-    batches = []
-    for shared in (True, False):
-        torch.manual_seed(0)
-        options: dict[str, Any] = {"sink_len": lengths[0], "recent_len": lengths[1]}
-        cache = make(device, num_pages=40, bases=bases, **options)
-        batch = LatentPagedBatch(cache, 5, 70, shared_prefix=shared)
-        sequences(batch)
-        batches.append(batch)
-    for ids, counts in (
-        (["c", "z", "a", "b"], [1, 1, 1, 1]),
-        (["z"], [1]),
-        (["b", "a"], [0, 0]),
-        (["b", "z", "a"], [3, 2, 1]),
-        ([], []),
-    ):
-        many = max(counts, default=1) > 1
-        shape = (len(ids) + 1, max(counts), 6) if many else (len(ids) + 1, 6)
-        pair, rows = queries(*shape, device=device), new_rows(sum(counts), device)
-        for x in pair:  # padding
-            x[len(ids) :] = torch.nan
-            for place, count in enumerate(counts if many else []):
-                x[place, count:] = torch.nan
-        results = []
-        for batch in batches:
-            with batch.extend(ids, counts):
-                for layer in range(LAYERS if sum(counts) else 0):
-                    batch.append(layer, *rows)
-                results.append(batch.attend(1, *pair, sm_scale=SCALE, return_lse=True))
-        (ours, our_lse), (theirs, their_lse) = results
-        empty = their_lse == -torch.inf
-        assert torch.equal(our_lse == -torch.inf, empty) and not ours[empty].any()
-        if ids:
-            # queries in a basis are rounded to 16 bit again, alike for both
-            assert relative_l2(ours, theirs) < LIMITS[device]
-            torch.testing.assert_close(our_lse, their_lse, atol=1e-3, rtol=1e-4)
-        wanted = full if sum(x in "abc" for x in ids) > 1 else 0
-        assert int(batches[0]._staged.tensors["prefix_lens"]) == wanted
-
-
-def test_it_is_used_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = LatentPagedBatch(make(num_pages=40), 4, 70)
-    sequences(batch)
-    pair = queries(3, 6)
-    prefix_len, asked = batch._staged.tensors["prefix_lens"], []
-
-    def noted(call: LatentCall, *stored: Any) -> Any:
-        asked.append(call.prefix is not None)
-        return attend_latents(call, *stored)
-
-    monkeypatch.setattr("kvquant.paged.latent_batch.attend_latents", noted)
-    monkeypatch.setattr(sharedprefix, "MANY", 1.0)
-    monkeypatch.setattr(sharedprefix, "FIXED_LATENT", 0.0)
-    monkeypatch.setattr(sharedprefix, "FEW", 1.0)
-    for expected in (0, 48):  # at first it is not known how many query heads there are
-        with batch.extend(["a", "b", "c"], 0):
-            batch.attend(0, *pair, sm_scale=SCALE)
-            assert prefix_len.tolist() == [expected]
-    with batch.extend(["z"], 0):
-        batch.attend(0, *pair, sm_scale=SCALE)
-        assert not prefix_len.any()
-    assert asked == [False, True, False]
-
-
-@pytest.mark.parametrize("shared", [None, True, False])
-def test_compiled_code_serves_all_steps(relative_l2: Measure, shared: bool | None) -> None:
-    torch._dynamo.reset()
-    batch = LatentPagedBatch(make(num_pages=40), 3, 70, shared_prefix=shared)
-    plain = LatentPagedBatch(batch.cache, 3, 70, shared_prefix=False)
-    sequences(batch)
-    pair = queries(3, 2, 6)
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def attend(*pair: torch.Tensor) -> torch.Tensor:
-        return batch.attend(0, pair[0], pair[1], sm_scale=SCALE)
-
-    compiled = torch.compile(attend, backend=counter, fullgraph=True)
-    for ids in (["a", "b", "c"], ["z"], ["c", "a"]):
-        extend(batch, ids)
-        with batch.extend(ids, 2):
-            for layer in range(LAYERS):
-                batch.append(layer, *new_rows(2 * len(ids)))
-            found = compiled(*pair)
-            expected = batch.attend(0, *pair, sm_scale=SCALE)
-        assert relative_l2(found[: len(ids)], expected[: len(ids)]) < 1e-5
-        assert bool(found[: len(ids)].any()) and not found[len(ids) :].any()
-    assert counter.frame_count == 1
-    with plain.extend(["a"], 0):
-        plain.attend(0, *queries(1, 6), sm_scale=SCALE)
 
 
 @pytest.mark.extra("cuda")

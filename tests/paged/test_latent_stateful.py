@@ -7,6 +7,7 @@ whose K and V are latents and RoPE parts is the model: all values must be the sa
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,16 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from latent_pages import DIMS, FORMATS, LAYERS, assert_attends, extend, make, new_rows, poison
+from latent_pages import DIMS, FORMATS, LAYERS, assert_attends, make, new_rows, poison
 from latent_pages import queries as new_queries
-from paged_cases import same, values
+from paged_cases import extend, same, values
 
 from kvquant import LatentFormat, LatentPagedBatch, RowFormat
 from kvquant.errors import OutOfPagesError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
+from kvquant.rows.kind import KeyValue
 
 PAGES, SEQ_SLOTS, MAX, MOST = 12, 4, 70, 4
 LENGTHS = [(3, 5), (0, 0), (3, 0), (0, 5)]
@@ -31,11 +33,17 @@ SIZES: dict[str, Any] = {"max_num_seqs": SEQ_SLOTS, "max_seq_len": MAX, "page_si
 numbers = st.integers(0, 2**16)
 
 
+class AnyFormats(KeyValue):
+    """Keys and values that may have the formats of parts of latent rows."""
+
+    def check_formats(self, formats: Sequence[RowFormat]) -> None:
+        pass
+
+
 class Apart(PagedKVCache):
     """Latents and RoPE parts as K and V of one head, each in memory of its own."""
 
-    def _check_formats(self, *formats: RowFormat) -> None:
-        """Any."""
+    row_kind = AnyFormats()
 
 
 class LatentPages(RuleBasedStateMachine):
@@ -53,7 +61,7 @@ class LatentPages(RuleBasedStateMachine):
         self.caches = self.ours, self.theirs
         self.batch = LatentPagedBatch(self.ours, SEQ_SLOTS, SEQ_SLOTS * MAX)
         plain = PagedBatch(self.theirs, SEQ_SLOTS, SEQ_SLOTS * MAX, shared_prefix=False)
-        self.batches: tuple[PagedBatch, ...] = self.batch, plain
+        self.batches: tuple[PagedBatch | LatentPagedBatch, ...] = self.batch, plain
         self.tokens: dict[int, list[int]] = {}
         self.swapped: dict[int, list[int]] = {}
         self.rows: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -195,10 +203,14 @@ class LatentPages(RuleBasedStateMachine):
         for i, tokens in self.tokens.items():
             assert self.ours.length(i) == self.theirs.length(i) == len(tokens)
             assert same(values(self.ours, i), values(self.theirs, i))
+        assert self.ours.bad_rows.tolist() == [0, 0]
+
+    @precondition(lambda self: self.tokens)
+    @rule()
+    def attend(self) -> None:
         ids = [i for i, tokens in self.tokens.items() if tokens]
         with self.batch.extend(ids, 0):
             assert_attends(self.batch, len(ids) % LAYERS, ids, [0] * len(ids), new_queries(4, 3))
-        assert self.ours.bad_rows.tolist() == [0, 0]
 
 
 LatentPages.TestCase.settings = settings(

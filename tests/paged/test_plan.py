@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from paged_cases import DIM, HEADS, begin, extend, make, new_rows, same, seen, values
-from paged_plans import PLAN_LAYERS, PLANS, make_contiguous, make_paged, packed_rows, step_of
-from torch._dynamo.testing import CompileCounterWithBackend
+from paged_plans import PLAN_LAYERS, PLANS, make_contiguous, make_paged, packed_rows
 
 from kvquant import KVCache
 from kvquant.errors import CheckpointError, ConfigError, ShapeError
@@ -267,31 +266,3 @@ def test_rows_with_nan_are_counted_and_decode_to_nan() -> None:
         k, v = batch.cache.dequantized("a", layer)
         assert bool(k[1, 10].isnan().all()) and int(k.isnan().sum()) == DIM
         assert not bool(v.isnan().any())
-
-
-@pytest.mark.parametrize(
-    "name, shared",
-    [("hadamard", False), pytest.param("matrix clip feedback", True, marks=pytest.mark.slow)],
-    ids=["own", "shared"],
-)
-def test_append_and_attend_are_one_compiled_graph_for_all_steps(name: str, shared: bool) -> None:
-    torch._dynamo.reset()
-    batch, other = (
-        PagedBatch(make_paged(PLANS[name]), 4, 100, shared_prefix=shared) for _ in range(2)
-    )
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(step_of, fullgraph=True, backend=counter)
-    for at in (batch, other):
-        torch.manual_seed(1)
-        begin(at, "a", 60)
-        at.cache.fork("a", "b")
-    for _ in range(8):
-        rows, q = new_rows(4), torch.randn(4, 4, DIM)
-        with batch.extend(["a", "b"]):
-            outs = compiled(batch, rows[0], rows[1], q)
-        with other.extend(["a", "b"]):
-            expected = step_of(other, rows[0], rows[1], q)
-        assert same(outs, expected)
-    for sequence in "ab":
-        assert same(values(batch.cache, sequence), values(other.cache, sequence))
-    assert counter.frame_count == 1

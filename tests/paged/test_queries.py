@@ -6,8 +6,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from paged_cases import DIM, HEADS, LAYERS, PAGE, begin, extend, make, new_rows
-from paged_plans import PLAN_LAYERS, PLANS, make_paged
+from paged_cases import (
+    DIM,
+    HEADS,
+    LAYERS,
+    PAGE,
+    begin,
+    extend,
+    make,
+    new_rows,
+    rows_of,
+    same,
+    values,
+)
+from paged_plans import PLANS, make_paged
+from row_kinds import KINDS
 from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -100,22 +113,27 @@ def test_each_query_is_like_one_alone(
         assert int(many._num_members > 1) == int(shared and "b" in ids)
 
 
-def test_a_step_is_append_and_attend() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_append_and_attend(kind: str, device: str) -> None:
+    of = KINDS[kind]
     batches = []
     for _ in range(2):
         torch.manual_seed(0)
-        batch = PagedBatch(make_paged(PLANS["matrix"]), 2, 40)
+        is_planned = kind == "heads" and device == "cpu"
+        cache = make_paged(PLANS["matrix"]) if is_planned else of.make(device=device)
+        batch = of.batch(cache, 2, 40)
         begin(batch, "a", 30)
         batches.append(batch)
     one, other = batches
-    rows, q = new_rows(3), torch.randn(1, 3, 6, DIM)
-    with one.extend(["a"], 3), other.extend(["a"], 3):
-        for layer in range(PLAN_LAYERS):
-            found = one.step(layer, q, *rows)
-            other.append(layer, *rows)
-            expected = other.attend(layer, q)
-            assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
-            assert torch.equal(found, expected)
+    for axes, count in (((1, 6), 1), ((1, 3, 6), 3)):
+        q, rows = of.queries(*axes, device=device), rows_of(one.cache, count)
+        with one.extend(["a"], count), other.extend(["a"], count):
+            for layer in range(one.cache.num_layers):
+                found = one.step(layer, *q, *rows, **of.options)
+                other.append(layer, *rows)
+                assert torch.equal(found, of.attend(other, layer, q))
+    assert same(values(one.cache, "a"), values(other.cache, "a"))
 
 
 @pytest.mark.parametrize("shared", mark_slow([False, True], [True]))

@@ -10,9 +10,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from paged_cases import DIM, HEADS, begin, extend, make, new_rows, same, values
 from paged_plans import PLANS, make_paged
+from slow_cases import mark_slow
 
 from kvquant.errors import ConfigError
 from kvquant.paged.batch import PagedBatch
@@ -163,10 +171,15 @@ class Rollback(RuleBasedStateMachine):
             assert same(*outs)
 
 
-Rollback.TestCase.settings = settings(
-    max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestRollback = Rollback.TestCase
+@pytest.mark.parametrize("examples", mark_slow([5, 20], [5]))
+def test_drafts_that_are_taken_back_leave_nothing(examples: int) -> None:
+    health = list(HealthCheck)
+    run_state_machine_as_test(
+        Rollback,
+        settings=settings(
+            max_examples=examples, stateful_step_count=18, suppress_health_check=health
+        ),
+    )
 
 
 def test_the_pool_is_as_if_nothing_had_been() -> None:

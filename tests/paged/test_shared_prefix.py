@@ -9,19 +9,24 @@ import numpy as np
 import pytest
 import torch
 from attend import attend_segments
-from paged_cases import DIM, HEADS, begin, extend, make, new_rows
+from paged_cases import DIM, HEADS, LAYERS, begin, extend, make, new_rows, rows_of
+from row_kinds import KINDS, RowKind
 from torch._dynamo.testing import CompileCounterWithBackend
 from variant_cases import variant_with
 
-from kvquant import AttentionVariant
+from kvquant import AttentionVariant, LatentPagedBatch
 from kvquant.errors import ConfigError, ShapeError
+from kvquant.ops.mla import attend_latents
+from kvquant.ops.shared_prefix import attend_shared
 from kvquant.paged import shared_prefix as sharedprefix
 from kvquant.paged.batch import PagedBatch
-from kvquant.paged.shared_prefix import find_prefix, pays
+from kvquant.paged.shared_prefix import find_prefix, pays, pays_of_latents
+from kvquant.rows.call import LatentCall
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 POSITIONAL = ("window",), ("alibi_slopes",), ("key_bias",)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LIMITS = {"cpu": 1e-5, "cuda": 4e-3}  # of relative errors: queries and results of 32 and 16 bit
 
 
 def test_the_longest_common_pages_of_the_most_sequences_are_found() -> None:
@@ -51,7 +56,14 @@ def test_it_pays_with_many_sequences_and_long_prefixes() -> None:
     assert not pays(64, 64, 8, 4) and not pays(2, 1024, 8, 4) and not pays(2, 1 << 20, 8, 4)
 
 
-def sequences(batch: PagedBatch) -> None:
+def test_it_pays_with_few_heads_and_many_sequences() -> None:
+    assert pays_of_latents(64, 64, 8192, 16) and pays_of_latents(64, 60, 8192, 16)
+    assert not pays_of_latents(64, 64, 1024, 16) and not pays_of_latents(64, 20, 8192, 16)
+    assert not pays_of_latents(2, 2, 8192, 16)
+    assert not pays_of_latents(64, 64, 1 << 20, 128), "as many products"
+
+
+def sequences(batch: PagedBatch | LatentPagedBatch) -> None:
     """Three of a common prompt, forked at 70 tokens, and one of its own."""
     begin(batch, "a", 70)
     batch.cache.fork("a", "b")
@@ -60,32 +72,50 @@ def sequences(batch: PagedBatch) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("lengths", [(0, 0), (3, 5)], ids=str)
 def test_results_are_those_without_it(
-    relative_l2: Measure, lengths: tuple[int, int], device: str
+    relative_l2: Measure, lengths: tuple[int, int], kind: RowKind, device: str
 ) -> None:
+    """Of one query and of several, of unequal numbers; rows and places not in use are NaN."""
     full = (70 - sum(lengths)) // 16 * 16  # tokens in full pages when the others were forked
     batches = []
     for shared in (True, False):
         torch.manual_seed(0)
-        cache = make(sink_len=lengths[0], recent_len=lengths[1], num_pages=40, device=device)
-        batch = PagedBatch(cache, 5, 70, shared_prefix=shared)
+        options: dict[str, Any] = {"sink_len": lengths[0], "recent_len": lengths[1]}
+        cache = kind.make(device=device, num_pages=40, **options)
+        batch = kind.batch(cache, 5, 70, shared_prefix=shared)
         sequences(batch)
         batches.append(batch)
-    for ids in (["c", "z", "a", "b"], ["z"], ["b", "a"], []):
-        rows = torch.randn(2, len(ids), HEADS, DIM, device=device).bfloat16()
-        q = torch.randn(len(ids) + 1, 2 * HEADS, DIM, device=device).bfloat16()
+    for ids, counts in (
+        (["c", "z", "a", "b"], [1, 1, 1, 1]),
+        (["z"], [1]),
+        (["b", "a"], [0, 0]),
+        (["b", "z", "a"], [3, 2, 1]),
+        ([], []),
+    ):
+        many = max(counts, default=1) > 1
+        shape = (len(ids) + 1, max(counts), 6) if many else (len(ids) + 1, 6)
+        q, rows = kind.queries(*shape, device=device), rows_of(batches[0].cache, sum(counts))
+        for x in q:  # padding
+            x[len(ids) :] = torch.nan
+            for place, count in enumerate(counts if many else []):
+                x[place, count:] = torch.nan
         results = []
         for batch in batches:
-            extend(batch, ids, rows=rows)
-            with batch.extend(ids, 0):
-                results.append(batch.attend(1, q, return_lse=True))
+            with batch.extend(ids, counts):
+                for layer in range(LAYERS if sum(counts) else 0):
+                    batch.append(layer, *rows)
+                results.append(kind.attend(batch, 1, q, return_lse=True))
         (ours, our_lse), (theirs, their_lse) = results
-        assert not ours[len(ids) :].any() and bool((our_lse[len(ids) :] == -torch.inf).all())
+        empty = their_lse == -torch.inf
+        assert torch.equal(our_lse == -torch.inf, empty) and not ours[empty].any()
         if ids:
-            assert relative_l2(ours[: len(ids)], theirs[: len(ids)]) < 4e-3
-            assert relative_l2(our_lse[: len(ids)], their_lse[: len(ids)]) < 1e-3
-        assert int(batches[0]._staged.tensors["prefix_lens"]) == (full if len(ids) > 1 else 0)
+            # queries in a basis are rounded to 16 bit again, alike for both
+            assert relative_l2(ours, theirs) < LIMITS[device]
+            torch.testing.assert_close(our_lse, their_lse, atol=1e-3, rtol=1e-4)
+        wanted = full if sum(x in "abc" for x in ids) > 1 else 0
+        assert int(batches[0]._staged.tensors["prefix_lens"]) == wanted
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,34 +144,54 @@ def test_variants_are_those_without_it(relative_l2: Measure, device: str) -> Non
         assert relative_l2(our_lse[seen], lse[seen]) < 1e-3
 
 
-def test_it_is_used_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = PagedBatch(make(num_pages=40), 4, 70)
+COSTS = {"heads": {"PREFIX": 0, "FIXED": 0}, "latents": {"MANY": 1, "FIXED_LATENT": 0, "FEW": 1}}
+
+
+@pytest.mark.parametrize("kind", COSTS)
+def test_it_is_used_where_it_pays(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, read = KINDS[kind], []
+    batch, q = of.batch(of.make(num_pages=40), 4, 70), of.queries(3, 2 * HEADS)
     sequences(batch)
-    q = torch.randn(3, 2 * HEADS, DIM)
-    prefix_len = batch._staged.tensors["prefix_lens"]
-    monkeypatch.setattr(sharedprefix, "PREFIX", 0.0)
-    monkeypatch.setattr(sharedprefix, "FIXED", 0.0)
-    for expected in (0, 48):  # at first it is not known how many query heads there are
-        with batch.extend(["a", "b", "c"], 0):
-            batch.attend(0, q)
-            assert prefix_len.tolist() == [expected]
-    with batch.extend(["z"], 0):
-        batch.attend(0, q)
-        assert not prefix_len.any()
+
+    def shared(*given: Any) -> Any:
+        read.append(True)
+        return attend_shared(*given)
+
+    def latents(call: LatentCall, *stored: Any) -> Any:
+        read.extend([True] * (call.prefix is not None))
+        return attend_latents(call, *stored)
+
+    monkeypatch.setattr("kvquant.paged.batch.attend_shared", shared)
+    monkeypatch.setattr("kvquant.paged.latent_batch.attend_latents", latents)
+    for name, value in COSTS[kind].items():
+        monkeypatch.setattr(sharedprefix, name, value)
+    # at first it is not known how many query heads there are
+    for ids, expected in (("abc", 0), ("abc", 48), ("z", 0)):
+        with batch.extend([*ids], 0):
+            of.attend(batch, 0, q)
+            assert batch._staged.tensors["prefix_lens"].tolist() == [expected]
+        assert len(read) == (expected > 0 or ids == "z")
 
 
 @pytest.mark.parametrize("shared", [None, True, False])
-def test_compiled_code_serves_all_steps(relative_l2: Measure, shared: bool | None) -> None:
-    batch = PagedBatch(make(num_pages=40), 3, 70, shared_prefix=shared)
+@pytest.mark.parametrize("kind", ["heads", "latents"])
+def test_compiled_code_serves_all_steps(
+    relative_l2: Measure, kind: str, shared: bool | None
+) -> None:
+    torch._dynamo.reset()
+    of = KINDS[kind]
+    batch = of.batch(of.make(num_pages=40), 3, 70, shared_prefix=shared)
     sequences(batch)
-    q = torch.randn(3, 2 * HEADS, DIM)
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(lambda q: batch.attend(0, q), backend=counter, fullgraph=True)
+    q = of.queries(3, 2, 2 * HEADS)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *q: of.attend(batch, 0, q), backend=counter, fullgraph=True)
     for ids in (["a", "b", "c"], ["z"], ["c", "a"]):
-        with batch.extend(ids, 0):
-            found, expected = compiled(q), batch.attend(0, q)
-        assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
+        with batch.extend(ids, 2):
+            for layer in range(LAYERS):
+                batch.append(layer, *rows_of(batch.cache, 2 * len(ids)))
+            found, expected = compiled(*q), of.attend(batch, 0, q)
         assert relative_l2(found[: len(ids)], expected[: len(ids)]) < 1e-5
+        assert bool(found[: len(ids)].any()) and not found[len(ids) :].any()
     assert counter.frame_count == 1
 
 

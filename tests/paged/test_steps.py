@@ -61,6 +61,17 @@ def test_a_layer_is_appended_to_once_in_a_step() -> None:
         batch.append(0, *rows)  # nothing is written: as when a graph is warmed up
 
 
+def test_a_step_with_an_unknown_option_appends_nothing() -> None:
+    batch, wrong = PagedBatch(make(), 4, 100), {"scale": 1.0}
+    begin(batch, "a", 20)
+    with batch.extend(["a"]):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+            batch.step(0, torch.randn(1, 4, DIM), *new_rows(1), **wrong)  # type: ignore[arg-type]
+        for layer in range(LAYERS):  # twice would be an error
+            batch.step(layer, torch.randn(1, 4, DIM), *new_rows(1), sm_scale=1.0)
+    assert batch.cache.length("a") == 21
+
+
 def test_attention_before_the_append_of_a_step_is_refused() -> None:
     """The step's lengths count tokens whose rows are not written yet."""
     batch, q = PagedBatch(make(), 4, 100), torch.randn(4, 4, DIM)

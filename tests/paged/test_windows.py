@@ -10,6 +10,7 @@ import pytest
 import torch
 from paged_cases import DIM, HEADS, PAGE, begin, extend, make, new_rows, same, values
 from paged_plans import PLANS, make_paged
+from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant import AttentionVariant
@@ -42,17 +43,20 @@ def states(batch: PagedBatch, ids: list[str], q: torch.Tensor, windows: Any) -> 
     return found
 
 
+CASES = [(x, y) for x in ("no plan", "hadamard clip feedback") for y in ((3, 5), (0, 0))]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("lengths", [(3, 5), (0, 0)], ids=str)
-@pytest.mark.parametrize("kind", ["no plan", "hadamard clip feedback"])
+@pytest.mark.parametrize("case", mark_slow(CASES, [CASES[1], CASES[2]]), ids=str)
 def test_each_layer_sees_its_window_whatever_free_pages_hold(
-    relative_l2: Measure, kind: str, lengths: tuple[int, int], device: str
+    relative_l2: Measure, case: tuple[str, tuple[int, int]], device: str
 ) -> None:
     """Beside a cache that keeps all pages, whose attention is told the windows."""
+    (kind, lengths), limit = case, 1e-5 if device == "cpu" else 6e-3
     plan = PLANS.get(kind)
     windows = WINDOWS if plan is None else [40, 20, 33]
     kept: dict[str, Any] = {**LONG, "sink_len": lengths[0], "recent_len": lengths[1]}
-    kept["device"], limit = device, 1e-5 if device == "cpu" else 6e-3
+    kept["device"] = device
     batches = [
         PagedBatch(make(**one) if plan is None else make_paged(plan, **one), 4, 600)
         for one in (kept, kept | {"windows": windows})

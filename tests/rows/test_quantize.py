@@ -1,4 +1,4 @@
-"""The contract of the formats, by properties of the reference; 10 s."""
+"""The contract of the formats, by properties of the reference; 4 s."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def bound(
     return scale * (0.5 + 2**-12) + rounding
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(inputs())
 @example(
     (torch.full((1, 64), 2**-149).index_fill(1, torch.tensor([3]), 0.0), RowFormat("int8", 1, 64))
@@ -92,37 +92,24 @@ def bound(
     (torch.full((1, 64), 2**-142).index_fill(1, torch.tensor([3]), 0.0), RowFormat("fp8", 1, 64))
 )
 @example((torch.linspace(-FP16_MAX, FP16_MAX, 80)[None], RowFormat("int4", 8, 80)))
-def test_every_element_comes_back_within_the_bound(case: tuple[torch.Tensor, RowFormat]) -> None:
+def test_elements_come_back_within_the_bound_none_is_clamped_and_again_the_same(
+    case: tuple[torch.Tensor, RowFormat],
+) -> None:
     x, fmt = case
     rows = quantize(x, fmt)
     values = dequantize(rows, fmt)
     error = (x.double() - values.double()).abs()
     excess = error - bound(x, values, rows, fmt)
     assert bool((excess <= 0).all()), f"over the bound by {excess.max():.3g} in {fmt}"
-
-
-@settings(max_examples=200)
-@given(inputs())
-def test_parameters_are_rounded_outwards_so_that_no_element_is_clamped(
-    case: tuple[torch.Tensor, RowFormat],
-) -> None:
-    x, fmt = case
-    scale, shift = parameters(quantize(x, fmt), fmt)
+    # parameters are rounded outwards, so that no element is clamped
+    scale, shift = parameters(rows, fmt)
     assert bool((scale >= 0).all())
     least, greatest = {"int4": (0, 15), "int8": (0, 255)}.get(fmt.codec, (-448, 448))
     slack = 2**-21 * (greatest - least) * scale + 2**-140
     distance = x.double() - shift
     assert bool((distance >= least * scale - slack).all())
     assert bool((distance <= greatest * scale + slack).all())
-
-
-@settings(max_examples=200)
-@given(inputs())
-def test_quantizing_values_again_moves_them_no_further_than_the_bound(
-    case: tuple[torch.Tensor, RowFormat],
-) -> None:
-    x, fmt = case
-    values = dequantize(quantize(x, fmt), fmt)
+    # quantized again, values move no further than the bound
     values = values.clamp(-FP16_MAX, FP16_MAX)  # the last code may lie a step over
     rows = quantize(values, fmt)
     again = dequantize(rows, fmt)

@@ -10,7 +10,6 @@ import torch
 
 from kvquant import LatentPagedBatch, LatentPagedKVCache
 from kvquant.io.plan import CachePlan
-from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 from kvquant.paged.pool import SequenceId
 
@@ -58,30 +57,6 @@ def queries(*shape: int, device: str | torch.device = "cpu") -> Pair:
     dtype = torch.float32 if str(device) == "cpu" else torch.bfloat16
     q_latent, q_rope = (torch.randn(*shape, dim).to(device, dtype) for dim in DIMS.values())
     return q_latent, q_rope
-
-
-def extend(
-    batch: PagedBatch,
-    ids: Sequence[SequenceId],
-    counts: int | Sequence[int] = 1,
-    tokens: Sequence[int] | None = None,
-    rows: Pair | None = None,
-) -> Pair:
-    """One step, the same rows in every layer; return them."""
-    with batch.extend(ids, counts, tokens):
-        total = counts * len(ids) if isinstance(counts, int) else sum(counts)
-        rows = new_rows(total, batch.cache.device) if rows is None else rows
-        for layer in range(LAYERS):
-            batch.append(layer, *rows)
-    return rows
-
-
-def begin(
-    batch: PagedBatch, name: SequenceId, count: int, tokens: Sequence[int] | None = None
-) -> Pair:
-    """A new sequence of so many tokens, none of them present."""
-    assert batch.cache.allocate(name) == 0
-    return extend(batch, [name], [count], tokens)
 
 
 def assert_attends(

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvquant import LatentFormat, dequantize_rows, quantize_rows
-from kvquant.ops.mla import latent_segment
-from kvquant.rows.segment import Segment
+from kvquant.rows.segment import Segment, latent_segment
 
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
 NAN = 0xFF  # bytes of NaN

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvquant import LatentPagedBatch, LatentPagedKVCache
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 from kvquant.paged.pool import SequenceId
@@ -34,25 +35,36 @@ def new_rows(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
     return torch.randn(2, count, HEADS, DIM).bfloat16().to(device)
 
 
+def rows_of(cache: PagedKVCache, count: int) -> torch.Tensor | list[torch.Tensor]:
+    """New tokens of a cache: as new_rows, or latents and RoPE parts."""
+    if not isinstance(cache, LatentPagedKVCache):
+        return new_rows(count, cache.device)
+    dims = cache.formats[0].latent_dim, cache.formats[0].rope_dim
+    return [torch.randn(count, 1, dim).bfloat16().to(cache.device) for dim in dims]
+
+
 def extend(
-    batch: PagedBatch,
+    batch: PagedBatch | LatentPagedBatch,
     ids: Sequence[SequenceId],
     counts: int | Sequence[int] = 1,
     tokens: Sequence[int] | None = None,
-    rows: torch.Tensor | None = None,
-) -> torch.Tensor:
+    rows: Any = None,
+) -> Any:
     """One step, the same rows in every layer; return them."""
     with batch.extend(ids, counts, tokens):
         total = counts * len(ids) if isinstance(counts, int) else sum(counts)
-        rows = new_rows(total, batch.cache.device) if rows is None else rows
+        rows = rows_of(batch.cache, total) if rows is None else rows
         for layer in range(batch.cache.num_layers):
             batch.append(layer, *rows)
     return rows
 
 
 def begin(
-    batch: PagedBatch, name: SequenceId, count: int, tokens: Sequence[int] | None = None
-) -> torch.Tensor:
+    batch: PagedBatch | LatentPagedBatch,
+    name: SequenceId,
+    count: int,
+    tokens: Sequence[int] | None = None,
+) -> Any:
     """A new sequence of so many tokens, none of them present."""
     assert batch.cache.allocate(name) == 0
     return extend(batch, [name], [count], tokens)

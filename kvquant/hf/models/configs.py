@@ -125,7 +125,7 @@ class CacheLayers:
             )
 
 
-def check_attends(config: Any) -> None:
+def check_has_attention(config: Any) -> None:
     """Raise UnsupportedModelError for a model with an encoder, or without a layer that attends.
 
     Args:
@@ -164,7 +164,7 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
     Raises:
         UnsupportedModelError: a KVCache holds none of the model's layers.
     """
-    check_attends(config)
+    check_has_attention(config)
     config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     count: int = config.num_hidden_layers
     kinds = list(getattr(config, "layer_types", None) or [None] * count)

@@ -39,9 +39,9 @@ from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec
 from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.ops import append as append_ops
 from kvquant.ops import mla as mla_ops
-from kvquant.ops.mla import latent_segment
 from kvquant.rows.call import LatentCall, LatentPrefix
 from kvquant.rows.codec import CODECS
+from kvquant.rows.segment import latent_segment
 
 if SIMULATED:
     from kvquant.kernels.cuda.mla.wgmma import kernel as wide_kernel

@@ -1,0 +1,136 @@
+"""The kinds of rows that a cache holds: keys and values of heads, or latent rows.
+
+A cache, its layers, its pages and its batches are written once, for K and V. What differs between
+the kinds is asked of KEY_VALUE or LATENT:
+
+    KEY_VALUE   K and V are two rows, each in a tensor of its own
+    LATENT      K is the latent, V the RoPE part, of one KV head: both parts lie side by side in one
+                row of one tensor, and attention reads that row whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .basis import Encoding, LayerBasis, transform_rows
+from .format import RowFormat, check_head_dims
+from .latent import AnyFormat, LatentFormat
+from .segment import Segment, latent_segment
+
+Rows = tuple[torch.Tensor, torch.Tensor]  # of K and of V
+Encodings = tuple[Encoding, Encoding]  # likewise
+
+LIKELY_Q_HEADS = 16, 128  # of DeepSeek's small and large models: kernels differ by their number
+
+
+class KeyValue:
+    """Keys and values of heads.
+
+    Attributes:
+        sides: what messages call K and V.
+        query: what messages call queries.
+        stores: names of the tensors of a layer that hold its packed rows, and its 16-bit rows.
+    """
+
+    sides = "k", "v"
+    query = "q"
+    stores: tuple[tuple[str, ...], tuple[str, ...]] = (
+        ("k_packed", "v_packed"),
+        ("k_exact_rows", "v_exact_rows"),
+    )
+
+    def check_formats(self, formats: Sequence[RowFormat]) -> None:
+        """Raise ConfigError unless K and V can have rows of these formats."""
+        check_head_dims(*formats)
+
+    def stored(self, k_format: RowFormat, v_format: RowFormat) -> tuple[AnyFormat, ...]:
+        """The formats of the rows as they lie in memory, one for each tensor."""
+        return k_format, v_format
+
+    def k_and_v(self, tensors: Sequence[torch.Tensor], k_format: RowFormat) -> Rows:
+        """K and V in the tensors that hold them, as views."""
+        k, v = tensors
+        return k, v
+
+    def segment(
+        self,
+        tensors: Sequence[torch.Tensor],
+        formats: Sequence[AnyFormat],
+        lens: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        block_table: torch.Tensor | None = None,
+        sinks: int = 0,
+        seq_slots: torch.Tensor | None = None,
+    ) -> Segment:
+        """The rows in these tensors, of formats that `stored` gives, as attention reads them."""
+        (k, v), (k_format, v_format) = tensors, formats
+        assert isinstance(k_format, RowFormat) and isinstance(v_format, RowFormat)
+        return Segment(k, v, lens, k_format, v_format, starts, block_table, sinks, seq_slots)
+
+    def to_write(
+        self, k: torch.Tensor, v: torch.Tensor, basis: LayerBasis | None
+    ) -> tuple[Rows, Encodings]:
+        """New rows [num_tokens, heads, elements], and what is left to do where they are written."""
+        if basis is None:
+            return (k, v), (Encoding(), Encoding())
+        return (k, v), (basis.k.encoding, basis.v.encoding)
+
+    def likely_q_heads(self, num_kv_heads: int, ratios: Sequence[int] = (1,)) -> tuple[int, ...]:
+        """Query heads of a model to compile kernels for: one serves up to 8 on a KV head."""
+        return tuple(ratio * num_kv_heads for ratio in ratios)
+
+
+class Latent(KeyValue):
+    """Latent rows."""
+
+    sides = "latent", "rope"
+    query = "q_latent"
+    stores = ("packed",), ("exact_rows",)
+
+    def check_formats(self, formats: Sequence[RowFormat]) -> None:
+        """LatentFormat has checked them."""
+
+    def stored(self, k_format: RowFormat, v_format: RowFormat) -> tuple[AnyFormat, ...]:
+        """One format for both parts."""
+        return (LatentFormat(k_format, v_format),)
+
+    def k_and_v(self, tensors: Sequence[torch.Tensor], k_format: RowFormat) -> Rows:
+        """Latents and RoPE parts."""
+        (rows,) = tensors
+        return rows[..., : k_format.row_bytes], rows[..., k_format.row_bytes :]
+
+    def segment(
+        self,
+        tensors: Sequence[torch.Tensor],
+        formats: Sequence[AnyFormat],
+        lens: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        block_table: torch.Tensor | None = None,
+        sinks: int = 0,
+        seq_slots: torch.Tensor | None = None,
+    ) -> Segment:
+        """Latent rows [batch, 1, capacity, row_bytes], or pages of them, as rows of one KV head."""
+        (rows,), (fmt,) = tensors, formats
+        assert isinstance(fmt, LatentFormat)
+        return latent_segment(rows, lens, fmt, starts, block_table, sinks, seq_slots)
+
+    def to_write(
+        self, k: torch.Tensor, v: torch.Tensor, basis: LayerBasis | None
+    ) -> tuple[Rows, Encodings]:
+        """As of KeyValue; torch transforms: kernels that multiply rows have not such widths."""
+        if basis is None:
+            return super().to_write(k, v, basis)
+        encodings = basis.k.encoding, basis.v.encoding
+        k, v = (transform_rows(x, one) for x, one in zip((k, v), encodings, strict=True))
+        if k.dtype != v.dtype:
+            k, v = k.float(), v.float()
+        return (k, v), (Encoding(clip=encodings[0].clip), Encoding(clip=encodings[1].clip))
+
+    def likely_q_heads(self, num_kv_heads: int, ratios: Sequence[int] = (1,)) -> tuple[int, ...]:
+        """Those of DeepSeek's models."""
+        return LIKELY_Q_HEADS
+
+
+KEY_VALUE, LATENT = KeyValue(), Latent()
