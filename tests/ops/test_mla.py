@@ -87,7 +87,7 @@ def assert_near(out: torch.Tensor, lse: torch.Tensor, wanted: torch.Tensor, boun
     [
         ("int4-g8+fp8-g4", (512, 64), 16, None, torch.bfloat16),
         ("bf16", (512, 64), 16, None, torch.float16),
-        ("fp8", (512, 64), 20, None, torch.float32),  # two blocks of heads
+        ("fp8", (512, 64), 24, None, torch.float32),  # two blocks of heads
         ("int8-g4+int8-g8", (256, 32), 4, 3, torch.float32),  # groups of 4, 4 tokens a block
     ],
 )
@@ -114,7 +114,7 @@ def test_the_kernel_attends_as_the_formula_says(
             ("int4-g8+fp8-g4", "int4-g8+int8-g4", "int8-g4", "fp8-g4+fp16", "fp8", "bf16"),
             [(512, 64), (512, 32), (256, 64), (256, 32)],
         ),
-        [("int4-g8+int8-g4", (512, 64)), ("fp8", (512, 64)), ("fp8", (256, 32))],
+        [("int4-g8+int8-g4", (512, 64)), ("fp8", (256, 32))],
     ),
     ids=str,
 )
@@ -135,10 +135,11 @@ def test_one_to_four_queries_of_all_formats_and_sizes(rows: tuple[str, tuple[int
         assert_near(out, lse, expected(case, fmt, q_lens), 1e-5)
 
 
+# 12 columns a block, here and below: a kernel takes seconds to compile
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e8])
 def test_rows_of_flash_mla_may_have_scales_of_any_size(scale: float) -> None:
     fmt = LatentFormat.parse("fp8")
-    case = make_case(fmt, 4)
+    case = make_case(fmt, 12)
     x = torch.randn(5, 700, 576)
     x[..., :512] *= scale
     for b, length in enumerate(LENGTHS):
@@ -191,7 +192,7 @@ def test_a_row_with_nan_makes_all_results_nan() -> None:
 def test_a_prefix_is_seen_by_the_sequences_that_share_it(backend: str, q_len: int | None) -> None:
     """As if it stood before their own rows; padding sees nothing."""
     fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
-    case = make_case(fmt, 4, q_len)
+    case = make_case(fmt, 12 // (q_len or 1), q_len)
     shares = torch.tensor([0, 1, 1, 0, 1], dtype=torch.int32)
     q_lens = None if q_len is None else torch.tensor([0, 1, 2, 2, 0], dtype=torch.int32)
     first = quantize_rows(torch.randn(1, 40, fmt.head_dim), fmt)
