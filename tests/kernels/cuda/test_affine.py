@@ -147,6 +147,11 @@ def test_encoded_rows_of_any_strides_are_those_of_float64() -> None:
 @in_simulator
 def test_rows_without_a_product_get_their_offset() -> None:
     simulate(make(words="offset lens"))
+
+
+@pytest.mark.slow
+@in_simulator
+def test_rows_of_any_strides_get_their_offset() -> None:
     simulate(make(80, 9, (1, 1), torch.float16, "offset strided"), warps=8)
 
 

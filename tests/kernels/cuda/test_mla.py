@@ -218,7 +218,8 @@ def test_several_queries() -> None:
 @needs_numba_cuda
 @in_simulator
 def test_sinks_packed_and_recent_rows() -> None:
-    simulate(make_mla(AIM, 3, (60, 0, 3), exact="bf16", sinks=2, recent=(20, 5, 9)))
+    recent: dict[str, Any] = {"sinks": 2, "recent": (9, 5, 4), "dims": (256, 32)}
+    simulate(make_mla("int8-g4", 3, (30, 0, 3), exact="bf16", **recent))
 
 
 @pytest.mark.slow
@@ -228,6 +229,7 @@ def test_several_segments() -> None:
     simulate(make_mla("int8-g4", 16, (90, 40, 5, 70), **recent), 3, stages=2)  # type: ignore[arg-type]
     simulate(make_mla("fp8", 5, (70, 9), exact="fp16", recent=(40, 9)), stages=2, teams=2)
     simulate(make_mla(AIM, 5, (70, 2), exact="bf16", sinks=3, page_size=16), stages=2)
+    simulate(make_mla(AIM, 3, (60, 0, 3), exact="bf16", sinks=2, recent=(20, 5, 9)))
     case = make_mla("int4-g4+fp16", 5, (70, 9), exact="fp16", recent=(40, 9), dims=(256, 32))
     simulate(case, 2, backwards=True)
 

@@ -89,7 +89,7 @@ def test_members_and_two_blocks_of_queries_a_warp() -> None:
     simulate(case, 2, members=[2, -1, 0, 1, 4], backwards=True, warps=1, blocks=2)
 
 
-@needs_numba_cuda
+@pytest.mark.slow
 @in_simulator
 def test_tiles_in_parts_and_rows_in_a_run() -> None:
     case = make_prefix("fp8/int4", 80, 3, (4, 1), 70, page_size=0, dtype=torch.float16)

@@ -68,14 +68,14 @@ def compare(split: Split, seed: int) -> None:
 
 @in_simulator
 def test_slots_and_lengths_are_those_of_torch() -> None:
-    for seed, split in [*enumerate(SPLITS.values())][::2]:
+    for seed, split in [*enumerate(SPLITS.values())][::4]:
         compare(split, seed)
 
 
 @pytest.mark.slow
 @in_simulator
-def test_those_of_other_splits_are_too() -> None:
-    for seed, split in [*enumerate(SPLITS.values())][1::2]:
+def test_those_of_all_splits_are_too() -> None:
+    for seed, split in enumerate(SPLITS.values()):
         compare(split, seed)
 
 
