@@ -87,7 +87,7 @@ def test_prompts_that_attend_to_rows_do_not_show_how_they_were_read(own: Any) ->
     small = {"max_model_len": 352, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 100}
     with engine(rows, **small) as llm:
         check_alike(generate(llm, prompts, tokens), wanted, SAME_ROWS)
-        assert counter(llm, "num_preemptions") > 5
+        assert counter(llm, "num_preemptions") > 2
 
 
 def test_int4_requests_together_are_those_one_at_a_time(own: Any) -> None:
