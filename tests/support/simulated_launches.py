@@ -51,14 +51,23 @@ class Simulation:
                 self.note(*value)
 
     def noted(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The same function, whose result kernels may use; unwritten numbers are NaN."""
+        """The same function, whose result kernels may use."""
 
         def make_and_note(*given: Any, **options: Any) -> torch.Tensor:
             made = make(*given, **options)
-            self.note(made.fill_(torch.nan) if made.is_floating_point() else made)
+            self.note(made)
             return made
 
         return make_and_note
+
+    def unwritten(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The same of a function that allocates; numbers that nobody writes are NaN."""
+
+        def make_and_spoil(*given: Any, **options: Any) -> torch.Tensor:
+            made = make(*given, **options)
+            return made.fill_(torch.nan) if made.is_floating_point() else made
+
+        return self.noted(make_and_spoil)
 
     def take(self, stream: int, counters: int, partial: int) -> SimpleNamespace:
         """A workspace, in place of those of runtime/workspace.py."""
@@ -106,7 +115,7 @@ def simulated(*given: Any, gpu: GPU = ONE_SM, backwards: bool = False) -> Iterat
         "kernel_of": lambda spec, *_: SimpleNamespace(spec=spec, registers=REGISTERS),
         "current_device": lambda: CPU,
         "current_stream": lambda index: 0,
-        "empty_strided": simulation.noted(empty_strided),
+        "empty_strided": simulation.unwritten(empty_strided),
         "workspaces_of": lambda device: simulation,
         "_gpus": {CPU: gpu},
         "_launches": {},
@@ -115,5 +124,5 @@ def simulated(*given: Any, gpu: GPU = ONE_SM, backwards: bool = False) -> Iterat
         for module in (runtime, decode, mla, slots):
             of_module = {name: value for name, value in changes.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **of_module))
-        stack.enter_context(mock.patch.object(torch, "empty", simulation.noted(torch.empty)))
+        stack.enter_context(mock.patch.object(torch, "empty", simulation.unwritten(torch.empty)))
         yield simulation
