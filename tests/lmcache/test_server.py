@@ -49,7 +49,8 @@ def command_of(text: str, storage: Path) -> list[str]:
 
 def test_what_one_engine_stored_as_rows_another_reads(tmp_path: Path) -> None:
     from vllm.config import KVTransferConfig
-    from vllm_engines import check_tokens, counter, engine, generate, passages
+    from vllm_engines import counter, engine, generate, passages
+    from vllm_texts import check_alike
 
     storage, log, port = tmp_path / "storage", tmp_path / "log", free_port()
     storage.mkdir()
@@ -74,7 +75,7 @@ def test_what_one_engine_stored_as_rows_another_reads(tmp_path: Path) -> None:
                 time.sleep(0.2)
             for _ in range(2):
                 with engine(kv_transfer_config=config, dtype="bfloat16") as llm:
-                    found.append(generate(llm, passages(llm, 1, 900), 12, logprobs=5))
+                    found.append(generate(llm, passages(llm, 1, 900), 12))
                     while len([*storage.glob("*.data")]) < 3:  # of 256 tokens each
                         assert time.monotonic() < last, log.read_text()[-3000:]
                         time.sleep(0.2)
@@ -86,7 +87,8 @@ def test_what_one_engine_stored_as_rows_another_reads(tmp_path: Path) -> None:
             finally:
                 server.kill()
     assert hits == 768
-    # logits of 8 to 16 have a unit of 2**-4 in bfloat16, and two of them differ by some units
-    check_tokens(found[1], found[0], most_gap=4 * 2**-4)
+    # Logits of 8 to 16 have a unit of 2**-4 in bfloat16, and two of them differ by some units. So
+    # the text may part at once: for sure the log-probabilities of its first step are compared.
+    check_alike(found[1], found[0], 6 * 2**-4, least_sure=0)
     # 4 layers with one KV head, whose K and V have rows of 132 bytes
     assert {path.stat().st_size for path in storage.glob("*.data")} == {32 + 256 * 4 * 2 * 132}

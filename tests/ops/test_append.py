@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from slow_cases import mark_slow
 
 from kvquant import (
     Basis,
@@ -27,6 +28,7 @@ SEQ_SLOTS, EXACT_LEN = 3, 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = [f"{codec}{groups}" for codec in ("int4", "int8", "fp8") for groups in ("", "-g4", "-g8")]
 NAMES += ["bf16", "fp16"]
+USUAL = ("int4", "int4-g4", "int8-g8", "fp8", "bf16", "fp16")  # of them
 TRANSFORMS = {
     "as it comes": (False, False, False),
     "offset": (True, False, False),
@@ -189,7 +191,7 @@ def test_rope_turns_pairs_and_keeps_scores_relative(rotary_dim: int, interleaved
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mark_slow(NAMES, USUAL))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_contiguous_cache_and_pages_get_the_same_rows(name: str, head_dim: int) -> None:
     fmt = RowFormat.parse(name, head_dim)
@@ -210,7 +212,7 @@ def test_a_contiguous_cache_and_pages_get_the_same_rows(name: str, head_dim: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mark_slow(NAMES, USUAL))
 def test_values_come_back_from_their_slots(name: str, dtype: torch.dtype) -> None:
     fmt = RowFormat.parse(name, 64)
     rows = storage(fmt)
@@ -245,7 +247,7 @@ def test_nothing_in_gives_nothing() -> None:
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mark_slow(NAMES, USUAL))
 def test_a_row_that_cannot_be_held_is_nan_throughout_and_counted(
     name: str, value: float, backend: str | None
 ) -> None:
@@ -301,7 +303,7 @@ def test_a_row_that_cannot_be_held_is_nan_throughout_and_counted(
                         assert torch.equal(written, row(good[side], slot)[head])
 
 
-@pytest.mark.parametrize("name", [*NAMES, "int4-g2"])
+@pytest.mark.parametrize("name", mark_slow([*NAMES, "int4-g2"], USUAL))
 def test_nan_rows_are_told_by_their_first_number_in_every_backend(name: str) -> None:
     fmt = RowFormat.parse(name, 64)
     x = torch.randn(6, 64)

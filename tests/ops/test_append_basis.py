@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import (
-    KVCache,
-    RowFormat,
-    append_rows,
-    dequantize_rows,
-    quantize_rows,
-    slots_of,
-)
+from kvquant import KVCache, RowFormat, append_rows, dequantize_rows, quantize_rows, slots_of
 from kvquant.ops.quantize import quantize_calibrated
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix, is_nan_row
@@ -90,13 +83,7 @@ class Cache:
         """Add tokens [batch, heads, tokens, dim] to all sequences."""
         (sink_len, recent_len), new = self.windows, k.shape[2]
         slots = slots_of(
-            self.seq_lens,
-            self.packed_lens,
-            None,
-            new,
-            30,
-            sink_len=sink_len,
-            recent_len=recent_len,
+            self.seq_lens, self.packed_lens, None, new, 30, sink_len=sink_len, recent_len=recent_len
         )
         has_exact = slots.exact is not None
         append_rows(

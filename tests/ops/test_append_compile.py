@@ -89,14 +89,7 @@ def test_a_projection_and_an_append_make_one_graph_for_all_shapes(compiler: str)
         k, v, out = compiled(x, slots, rope, written)
         # the same k and v: a compiled projection may differ in its last bits
         append_rows(
-            k,
-            v,
-            **expected,
-            slots=slots,
-            k_format=INT4,
-            v_format=FP8,
-            k_transform=basis,
-            rope=rope,
+            k, v, **expected, slots=slots, k_format=INT4, v_format=FP8, k_transform=basis, rope=rope
         )
         for name, rows in expected.items():
             assert torch.equal(written[name], rows), name

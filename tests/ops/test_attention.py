@@ -385,7 +385,7 @@ def test_a_settled_call_is_not_checked_again_but_any_other_is(
         (good, {"seq_lens": good.seq_lens[:1]}, ShapeError, "seq_lens is [1]"),
         (good, {"seq_lens": good.seq_lens.long()}, ConfigError, "seq_lens is torch.int64"),
         (good, {"k_format": "int8"}, ShapeError, "the 132 bytes of a row of int8"),
-        (good, {"v_format": ["int4"]}, ConfigError, "format ['int4'] is not possible"),
+        (good, {"v_format": ["int4"]}, ConfigError, "the format is ['int4']: give a name"),
         (good, {"num_splits": True}, ConfigError, "num_splits True is not possible"),
         (good, {"num_splits": [1]}, ConfigError, "num_splits [1] is not possible"),
         (paged, {"block_table": None}, ShapeError, "seq_lens is [2]: it must be [8]"),

@@ -81,9 +81,7 @@ def test_a_projection_and_attention_make_one_graph_for_all_shapes(compiler: str)
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
-    "dtype",
-    mark_slow([torch.float32, torch.bfloat16, torch.float16], [torch.bfloat16]),
-    ids=str,
+    "dtype", mark_slow([torch.float32, torch.bfloat16, torch.float16], [torch.bfloat16]), ids=str
 )
 def test_every_option_means_the_same_in_a_graph(dtype: torch.dtype, dynamic: bool) -> None:
     q, arguments = torch.randn(3, 4, 64).to(dtype), packed(3, 20, INT8)

@@ -62,7 +62,7 @@ LENGTHS = st.sampled_from([0, 1, 2, 3, 7, 15, 16, 17, 33, 40])
 
 KINDS = ("linear", "pages", "ring", "cache")
 EACH = [*itertools.product(KINDS, (1, 2, 3, 8), ((1, 64), (4, 128), (5, 64)))]
-USUAL = [(kind, 3, (4, 128)) for kind in KINDS] + [("cache", 1, (5, 64)), ("pages", 8, (1, 64))]
+USUAL = [*((kind, 3, (4, 128)) for kind in KINDS), ("pages", 8, (1, 64))]
 
 
 @pytest.mark.parametrize("case", mark_slow(EACH, USUAL), ids=str)

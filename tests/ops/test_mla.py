@@ -88,7 +88,7 @@ def assert_near(out: torch.Tensor, lse: torch.Tensor, wanted: torch.Tensor, boun
     [
         ("int4-g8+fp8-g4", (512, 64), 16, None, torch.bfloat16),
         ("bf16", (512, 64), 16, None, torch.float16),
-        ("fp8", (512, 64), 20, None, torch.float32),  # two blocks of heads
+        ("fp8", (512, 64), 24, None, torch.float32),  # two blocks of heads
         ("int8-g4+int8-g8", (256, 32), 4, 3, torch.float32),  # groups of 4, 4 tokens a block
     ],
 )
@@ -115,7 +115,7 @@ def test_the_kernel_attends_as_the_formula_says(
             ("int4-g8+fp8-g4", "int4-g8+int8-g4", "int8-g4", "fp8-g4+fp16", "fp8", "bf16"),
             [(512, 64), (512, 32), (256, 64), (256, 32)],
         ),
-        [("int4-g8+int8-g4", (512, 64)), ("fp8", (512, 64)), ("fp8", (256, 32))],
+        [("int4-g8+int8-g4", (512, 64)), ("fp8", (256, 32))],
     ),
     ids=str,
 )
@@ -136,10 +136,11 @@ def test_one_to_four_queries_of_all_formats_and_sizes(rows: tuple[str, tuple[int
         assert_near(out, lse, expected(case, fmt, q_lens), 1e-5)
 
 
+# 12 columns a block, here and below: a kernel takes seconds to compile
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e8])
 def test_rows_of_flash_mla_may_have_scales_of_any_size(scale: float) -> None:
     fmt = LatentFormat.parse("fp8")
-    case = make_case(fmt, 4)
+    case = make_case(fmt, 12)
     x = torch.randn(5, 700, 576)
     x[..., :512] *= scale
     for b, length in enumerate(LENGTHS):
@@ -192,7 +193,7 @@ def test_a_row_with_nan_makes_all_results_nan() -> None:
 def test_a_prefix_is_seen_by_the_sequences_that_share_it(backend: str, q_len: int | None) -> None:
     """As if it stood before their own rows; padding sees nothing."""
     fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
-    case = make_case(fmt, 4, q_len)
+    case = make_case(fmt, 12 // (q_len or 1), q_len)
     shares = torch.tensor([0, 1, 1, 0, 1], dtype=torch.int32)
     q_lens = None if q_len is None else torch.tensor([0, 1, 2, 2, 0], dtype=torch.int32)
     first = quantize_rows(torch.randn(1, 40, fmt.head_dim), fmt)
@@ -233,7 +234,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["int4-g8+int8-g4", "fp8", "bf16"])
+@pytest.mark.parametrize(
+    "name", mark_slow(["int4-g8+int8-g4", "fp8", "bf16"], ["int4-g8+int8-g4", "fp8"])
+)
 def test_an_engine_writes_pages_of_its_own_and_reads_them_back(name: str, device: str) -> None:
     """Two views of one tensor [pages, tokens, bytes]: what kvquant/ops/README.md tells."""
     fmt = LatentFormat.parse(name)
@@ -260,7 +263,7 @@ def test_an_engine_writes_pages_of_its_own_and_reads_them_back(name: str, device
     table = torch.tensor([[3, 4]], dtype=torch.int32, device=device)
     lens = torch.tensor([108], dtype=torch.int32, device=device)
     pool[3, :8] = pool[3, 8:16]  # tokens of an earlier step
-    q_latent, q_rope = (torch.randn(1, 4, n, device=device).bfloat16() for n in (512, 64))
+    q_latent, q_rope = (torch.randn(1, 12, n, device=device).bfloat16() for n in (512, 64))
     options: Any = {"fmt": fmt, "sm_scale": SCALE, "block_table": table}
     out = mla_decode_attention(q_latent, q_rope, pool, lens, **options)
     exact = mla_decode_attention(

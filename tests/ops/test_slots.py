@@ -126,7 +126,7 @@ def assert_same_packed(
         assert torch.equal(rows[b, :, :count], packed[b, :, :count])
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.data())
 def test_rows_are_those_of_a_kv_cache_after_any_chunks(data: st.DataObject) -> None:
     batch = data.draw(st.integers(1, 3), "batch")
@@ -173,7 +173,7 @@ def test_rows_are_those_of_a_kv_cache_after_any_chunks(data: st.DataObject) -> N
         assert torch.equal(store.exact_rows("v"), layer.v_exact_rows)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.data())
 def test_chunks_do_not_change_the_bytes(data: st.DataObject) -> None:
     sink_len = data.draw(st.sampled_from([0, 2, 5]), "sink_len")

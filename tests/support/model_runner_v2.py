@@ -14,10 +14,10 @@ os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}  # befo
 
 
 def main() -> None:
-    """Print the runner, and of each engine the tokens, and how many were drafted and accepted."""
+    """Print the runner, and of each engine the texts, and how many were drafted and accepted."""
     import triton.backends
     import vllm_engines
-    from vllm_engines import BF16, MODEL, counter, engine, generate, passages, tokens_of
+    from vllm_engines import BF16, MODEL, counter, engine, generate, passages
 
     driver = SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
@@ -34,12 +34,12 @@ def main() -> None:
                 {"prompt_token_ids": one["prompt_token_ids"][:length]}
                 for one, length in zip(passages(llm, 5, 150), (1, 5, 33, 90, 150), strict=True)
             ]
-            tokens = tokens_of(generate(llm, prompts, 12))
+            texts = generate(llm, prompts, 12)
             worker = llm.llm_engine.model_executor.driver_worker.worker
             kinds = [kind.__module__ for kind in type(worker.model_runner).__mro__]
             names = "draft_tokens", "accepted_tokens"
             counts = [counter(llm, f"spec_decode_num_{name}") for name in names]
-            print("FOUND", json.dumps([kinds, tokens, counts]), flush=True)
+            print("FOUND", json.dumps([kinds, texts, counts]), flush=True)
 
 
 if __name__ == "__main__":

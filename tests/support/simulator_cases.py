@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -15,6 +16,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CASES_PER_PROCESS = 16  # a process takes three seconds to start
+
+
+def of(words: str) -> dict[str, Any]:
+    """What differs from the usual case, such as "k=int4 heads=[4,2] lens=[33,70]"."""
+    return {name: _value(text) for name, text in (word.split("=") for word in words.split())}
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except ValueError:  # the name of a format, or of a place
+        return text
 
 
 def run_selected(

@@ -24,9 +24,10 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(scope="session")
-def own() -> tuple[list[Any], list[Any]]:
-    """Prompts of mixed lengths, and the outputs of vLLM's own attention for them."""
-    from vllm_engines import LENGTHS, TOKENS, engine, generate, passages
+def of_own_attention() -> dict[str, Any]:
+    """What vLLM's own attention gives, from one engine: texts of prompts of mixed lengths, logits
+    of windows, and how many pages it has."""
+    from vllm_engines import LENGTHS, TOKENS, engine, generate, logits_of, passages, window_prompts
 
     with engine() as llm:
         given = passages(llm, len(LENGTHS), max(LENGTHS))
@@ -34,7 +35,17 @@ def own() -> tuple[list[Any], list[Any]]:
             {"prompt_token_ids": one["prompt_token_ids"][:length]}
             for one, length in zip(given, LENGTHS, strict=True)
         ]
-        return prompts, generate(llm, prompts, TOKENS, logprobs=5)
+        return {
+            "own": (prompts, generate(llm, prompts, TOKENS)),
+            "logits": logits_of(llm, *window_prompts()),
+            "pages": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
+        }
+
+
+@pytest.fixture(scope="session")
+def own(of_own_attention: dict[str, Any]) -> Any:
+    """Prompts of mixed lengths, and the texts of vLLM's own attention for them."""
+    return of_own_attention["own"]
 
 
 @pytest.fixture(scope="session")

@@ -17,27 +17,28 @@ from transformers import (
 )
 from vllm_engines import (
     BF16,
+    CONTEXT,
     INT4,
     LENGTHS,
     MODEL,
-    MOST_GAP,
+    MOST_MOVE,
+    SAME_ROWS,
     SIZES,
     TOKENS,
-    check_tokens,
     counter,
     engine,
     generate,
     held_out_windows,
     logits_of,
     random_model,
-    tokens_of,
+    window_prompts,
 )
+from vllm_texts import Text, check_alike
 
 from kvquant import CachedModel, CachePlan, ConfigError, UnsupportedError
 from kvquant.calibration.fidelity import Planned, Reference, Scheme
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
-CONTEXT, SCORED = 256, 64  # tokens of a passage
 
 
 @pytest.fixture(autouse=True)
@@ -57,63 +58,53 @@ def test_16_bit_rows_give_what_vllms_own_attention_gives(
             sizes = calls.page_size, calls.max_model_len, calls.max_num_seqs, calls.most_queries
             assert sizes == (32, 1024, 16, 1) and calls.num_q_heads == 4
         assert len(told) == 4
-        found = generate(llm, prompts, TOKENS, logprobs=0)
-        same = check_tokens(found, wanted)
-        for ours, theirs, is_same in zip(found, wanted, same, strict=True):
-            error = abs(ours.cumulative_logprob - theirs.cumulative_logprob)
-            assert not is_same or error < MOST_GAP * TOKENS
+        check_alike(generate(llm, prompts, TOKENS), wanted, MOST_MOVE)
         # the prompts are there still: all but what stands in their last pages is found
         again = generate(llm, prompts, TOKENS)
         assert counter(llm, "prefix_cache_hits") >= sum((n - 1) // 32 * 32 for n in LENGTHS)
-        check_tokens(again, wanted)
+        check_alike(again, wanted, MOST_MOVE)
 
 
 @pytest.mark.parametrize("chunk", [48, 150], ids=["from rows", "from dequantized rows"])
-def test_a_prompt_in_chunks_is_the_same_prompt(own: Any, chunk: int) -> None:
+def test_prompts_in_chunks_and_preempted_requests_are_the_same(own: Any, chunk: int) -> None:
     prompts, wanted = own
-    with engine(BF16, max_num_batched_tokens=chunk) as llm:
-        found = generate(llm, prompts[-3:], TOKENS)
-    check_tokens(found, wanted[-3:])
-
-
-def test_preempted_requests_begin_again(own: Any) -> None:
-    prompts, wanted = own
-    with engine(BF16, max_model_len=512, num_gpu_blocks_override=20) as llm:  # 640 tokens
-        found = generate(llm, prompts, TOKENS)
+    small = {"max_model_len": 352, "num_gpu_blocks_override": 12}  # 384 tokens
+    with engine(BF16, max_num_batched_tokens=chunk, **small) as llm:
+        check_alike(generate(llm, prompts[-3:], TOKENS), wanted[-3:], MOST_MOVE)
+        check_alike(generate(llm, prompts, TOKENS), wanted, MOST_MOVE)
         assert counter(llm, "num_preemptions") > 0
-    check_tokens(found, wanted)
 
 
 def test_prompts_that_attend_to_rows_do_not_show_how_they_were_read(own: Any) -> None:
     """Not the prefixes that are there already, not preemption, not chunks; in 16 bit they show."""
     ids = own[0][-1]["prompt_token_ids"]
     prompts = [{"prompt_token_ids": ids[9 * i :][: 60 + 20 * (i % 4)]} for i in range(16)]
-    rows, tokens = {**INT4, "prompts": "rows"}, 100
+    rows, tokens = {**INT4, "prompts": "rows"}, 32
     with engine(rows) as llm:
-        wanted = tokens_of(generate(llm, prompts, tokens))
-        assert tokens_of(generate(llm, prompts, tokens)) == wanted
+        wanted = generate(llm, prompts, tokens)
+        check_alike(generate(llm, prompts, tokens), wanted, SAME_ROWS)
         assert counter(llm, "prefix_cache_hits") > 800
-    small = {"max_model_len": 512, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 100}
+    small = {"max_model_len": 352, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 100}
     with engine(rows, **small) as llm:
-        assert tokens_of(generate(llm, prompts, tokens)) == wanted
-        assert counter(llm, "num_preemptions") > 5
+        check_alike(generate(llm, prompts, tokens), wanted, SAME_ROWS)
+        assert counter(llm, "num_preemptions") > 2
 
 
 def test_int4_requests_together_are_those_one_at_a_time(own: Any) -> None:
     prompts, _ = own
     sampled = {"temperature": 1.0, "ignore_eos": True}
     with engine(INT4, enable_prefix_caching=False) as llm:
-        together = tokens_of(generate(llm, prompts, TOKENS))
-        alone = [tokens_of(generate(llm, [one], TOKENS))[0] for one in prompts]
-        assert together == alone
-        three = tokens_of(generate(llm, prompts[12:13], TOKENS, n=3, seed=7, **sampled))
-        ones = [generate(llm, prompts[12:13], TOKENS, seed=7 + i, **sampled) for i in range(3)]
-        assert three == [tokens_of(one)[0] for one in ones]
-        assert three[0] != three[1]
+        together = generate(llm, prompts, TOKENS)
+        alone = [generate(llm, [one], TOKENS)[0] for one in prompts[1::2]]
+        check_alike(alone, together[1::2], SAME_ROWS)
+        three = generate(llm, prompts[12:13], TOKENS, n=3, seed=7, **sampled)
+        ones = [generate(llm, prompts[12:13], TOKENS, seed=7 + i, **sampled)[0] for i in range(3)]
+        check_alike(three, ones, SAME_ROWS, sampled=True)
+        assert three[0].ids != three[1].ids
         _abort_one(llm, prompts[10:14], together[10:14])
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     with engine(INT4, enable_prefix_caching=False, speculative_config=drafts) as llm:
-        assert tokens_of(generate(llm, prompts, TOKENS)) == together
+        check_alike(generate(llm, prompts, TOKENS), together, SAME_ROWS)
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
 
 
@@ -135,7 +126,7 @@ def test_pages_saved_by_one_engine_are_loaded_by_another(own: Any, tmp_path: Pat
         found = generate(llm, prompts, TOKENS)
         assert counter(llm, "prefix_cache_hits") == 0
         assert counter(llm, "external_prefix_cache_hits") == 128 + 192 + 288
-    assert tokens_of(found) == tokens_of(wanted)
+    check_alike(found, wanted, SAME_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -154,50 +145,51 @@ def test_offloaded_pages_come_back(own: Any, rows: dict[str, str]) -> None:
     prompts = [prompt for prompt, n in zip(own[0], LENGTHS, strict=True) if n in (150, 200, 300)]
     with engine(rows, kv_transfer_config=offloading) as llm:
         generate(llm, prompts, TOKENS)
-        wanted = tokens_of(generate(llm, prompts, TOKENS))  # from its own pages
+        wanted = generate(llm, prompts, TOKENS)  # from its own pages
         assert counter(llm, "external_prefix_cache_hits") == 0
         llm.reset_prefix_cache()
-        assert tokens_of(generate(llm, prompts, TOKENS)) == wanted
+        check_alike(generate(llm, prompts, TOKENS), wanted, SAME_ROWS)
         assert counter(llm, "external_prefix_cache_hits") == 128 + 192 + 288
 
 
-def _abort_one(llm: Any, prompts: list[Any], wanted: list[list[int]]) -> None:
+def _abort_one(llm: Any, prompts: list[Any], wanted: list[Text]) -> None:
     """Abort the second of four requests in the middle: the others do not notice."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=5)
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(f"request {i}", prompt, params)
-    found: dict[str, list[int]] = {}
+    found: dict[str, Text] = {}
     for step in range(100):
         for request in llm.llm_engine.step():
-            found[request.request_id] = list(request.outputs[0].token_ids)
+            found[request.request_id] = Text.of(request.outputs[0])
         if step == 5:
             llm.llm_engine.abort_request(["request 1"])
         if not llm.llm_engine.has_unfinished_requests():
             break
-    assert len(found["request 1"]) < TOKENS
-    for i in (0, 2, 3):
-        assert found[f"request {i}"] == wanted[i]
+    assert len(found["request 1"].ids) < TOKENS
+    left = [0, 2, 3]
+    check_alike(
+        [found[f"request {i}"] for i in left], [wanted[i] for i in left], SAME_ROWS, least_sure=0.2
+    )
     assert counter(llm, "kv_cache_usage_perc") == 0
 
 
-def test_predictions_are_as_good_as_calibrate_says(plan: str) -> None:
+def test_predictions_are_as_good_as_calibrate_says(
+    plan: str, of_own_attention: dict[str, Any]
+) -> None:
     """The same passages and plan by the function that calibrate measures with: it reads a context
     in 16 bit, as the first chunk of a prompt is read here, and what follows attends to rows."""
-    windows = held_out_windows(8, CONTEXT + SCORED + 1)
-    reference = Reference(CachedModel.from_pretrained(MODEL), windows, CONTEXT)
+    reference = Reference(CachedModel.from_pretrained(MODEL), held_out_windows(), CONTEXT)
     schemes: dict[str, Any] = {"int8": Scheme("int8", "int8"), "int4": Scheme("int4-g4", "int4-g4")}
     schemes |= {"plan": Planned(CachePlan.load(plan))}
-    given = {"own": None, "int8": {"k_format": "int8"}, "int4": INT4, "plan": {"plan": plan}}
-    logits, rooms = {}, {}
-    prompts = [{"prompt_token_ids": window[:-1].tolist()} for window in windows]
+    given = {"int8": {"k_format": "int8"}, "int4": INT4, "plan": {"plan": plan}}
+    kl, rooms = {}, {}
+    exact = of_own_attention["logits"].log_softmax(-1)
     for name, rows in given.items():
-        with engine(rows, max_num_batched_tokens=CONTEXT, dtype="float32") as llm:
-            logits[name] = logits_of(llm, prompts, SCORED).log_softmax(-1)
+        with engine(rows, max_num_batched_tokens=CONTEXT) as llm:
+            found = logits_of(llm, *window_prompts()).log_softmax(-1)
             rooms[name] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    exact, kl = logits.pop("own"), {}
-    for name, found in logits.items():
         told = reference.measure(schemes[name])
         assert told.kl_error is not None and told.top1_error is not None
         kl[name] = float((exact.exp() * (exact - found)).sum(-1).mean())
@@ -207,7 +199,9 @@ def test_predictions_are_as_good_as_calibrate_says(plan: str) -> None:
         assert abs(top1 - told.top1) < 2 * told.top1_error + 0.005, (name, top1, told)
     assert kl["int8"] < 0.02 * kl["int4"] and kl["plan"] < 0.7 * kl["int4"]
     assert rooms["int4"] == rooms["plan"]
-    assert rooms["int4"] / rooms["own"] == pytest.approx(2 * 3.2, rel=0.001)  # float32 pages
+    assert rooms["int4"] / of_own_attention["pages"] == pytest.approx(
+        2 * 3.2, rel=0.001
+    )  # float32 pages
 
 
 @pytest.mark.parametrize(
@@ -223,16 +217,15 @@ def test_what_models_change_in_attention(
 ) -> None:
     """Every second layer has a window, too."""
     model, found = random_model(tmp_path, config), []
-    prompt = {"prompt_token_ids": [7 * i * i % 256 for i in range(190)]}
+    # in chunks of 100, 100 and 60 tokens: the second one's past is dequantized, the last one
+    # attends to rows
+    prompt = {"prompt_token_ids": [7 * i * i % 256 for i in range(260)]}
+    options = {"max_num_batched_tokens": 100, "skip_tokenizer_init": True}
     for rows in (None, {"k_format": "fp16"}):
-        # in chunks of 100 and 90 tokens, whose past is dequantized, and of 50 that attend to rows
-        for chunk in (100, 50):
-            options = {"max_num_batched_tokens": chunk, "skip_tokenizer_init": True}
-            if rows or chunk == 100:
-                with engine(rows, model=model, **options) as llm:
-                    found.append(logits_of(llm, [prompt], 140, detokenize=False))
-    for ours in found[1:]:
-        assert relative_l2(ours, found[0]) < 0.003
+        with engine(rows, model=model, **options) as llm:
+            found.append(logits_of(llm, [prompt], 200, detokenize=False)[0])
+    for part in (slice(0, 140), slice(140, 200)):
+        assert relative_l2(found[1][part], found[0][part]) < 0.003
 
 
 def test_layers_that_attend_within_local_chunks(
@@ -249,19 +242,19 @@ def test_layers_that_attend_within_local_chunks(
     note = "kvquant.vllm.backend.warm_up_layers"
     monkeypatch.setattr(note, lambda device, calls: told.extend(calls))
     model, found = random_model(tmp_path, config), []
-    prompts = [{"prompt_token_ids": [7 * i * i % 256 for i in range(n)]} for n in (190, 64, 63)]
+    # the last chunk of the first one, of 60 tokens, attends to rows, and begins another local chunk
+    prompts = [{"prompt_token_ids": [7 * i * i % 256 for i in range(n)]} for n in (260, 64, 63)]
+    options = {"max_num_batched_tokens": 100, "skip_tokenizer_init": True}
     for rows in (None, {"k_format": "fp16"}, {"k_format": "fp16", "prompts": "rows"}):
-        for chunk in (100, 50):
-            options = {"max_num_batched_tokens": chunk, "skip_tokenizer_init": True}
-            if rows or chunk == 100:
-                with engine(rows, model=model, **options) as llm:
-                    logits = logits_of(llm, prompts[:1], 140, detokenize=False)
-                    done = generate(llm, prompts, 70, detokenize=False, logprobs=5)
-                    found.append((logits, done))
+        with engine(rows, model=model, **options) as llm:
+            logits = logits_of(llm, prompts[:1], 200, detokenize=False)[0]
+            found.append((logits, generate(llm, prompts, 70, detokenize=False)))
     assert sorted({calls.max_model_len for calls in told}) == [64, 1024]
     for logits, done in found[1:]:
-        assert relative_l2(logits, found[0][0]) < 0.003
-        check_tokens(done, found[0][1])
+        for part in (slice(0, 140), slice(140, 200)):
+            assert relative_l2(logits[part], found[0][0][part]) < 0.003
+        # a model with random weights is seldom sure; rows of fp16 move it less
+        check_alike(done, found[0][1], 0.01, least_sure=0.25)
 
 
 def test_a_second_engine_in_a_process_is_told_of_the_firsts_rows(

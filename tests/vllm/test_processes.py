@@ -21,7 +21,8 @@ import pytest
 import torch
 from example_plan import example_plan
 from transformers import AutoConfig, LlamaConfig
-from vllm_engines import MODEL, ROOT, SIZES, engine, generate, random_model, tokens_of
+from vllm_engines import MODEL, MOST_MOVE, ROOT, SAME_ROWS, SIZES, engine, generate, random_model
+from vllm_texts import Text, check_alike
 
 from kvquant import CachePlan
 from kvquant.io.model_id import model_identity
@@ -33,6 +34,7 @@ PATIENCE = 600  # seconds to start, and to stop, on slow cores that others use t
 GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
+from vllm_texts import Text
 
 def bases_of(model):
     rows = [one.impl.rows for one in model.modules() if hasattr(one, "impl")]
@@ -42,9 +44,9 @@ if __name__ == "__main__":
     from generate import bases_of  # this file: vLLM sends functions by their names
 
     options, prompts, tokens = json.loads(sys.argv[1])
-    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+    how = dict(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=5, detokenize=False)
     llm = LLM(**options)
-    done = [list(request.outputs[0].token_ids) for request in llm.generate(prompts, params)]
+    done = [Text.of(request.outputs[0]) for request in llm.generate(prompts, SamplingParams(**how))]
     print("FOUND", json.dumps([done, llm.apply_model(bases_of)]))
 """
 
@@ -114,17 +116,26 @@ def test_the_server_streams_to_two_clients_at_once(tmp_path: Path) -> None:
     with server(*rows, *size, log=log) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=PATIENCE)
 
-        def stream(prompt: str) -> list[str]:
+        def stream(prompt: str) -> tuple[list[str], Text]:
             given = {"model": "demo", "prompt": prompt, "max_tokens": 16, "temperature": 0}
-            parts = client.completions.create(**given, stream=True)
-            return [part.choices[0].text for part in parts]
+            parts = [
+                part.choices[0]
+                for part in client.completions.create(**given, logprobs=5, stream=True)
+            ]
+            told = [part.logprobs for part in parts if part.logprobs]
+            text = Text(
+                [token for one in told for token in one.tokens],
+                [step for one in told for step in one.top_logprobs],
+            )
+            return [part.text for part in parts], text
 
         alone = [stream(prompt) for prompt in PROMPTS]
         with ThreadPoolExecutor(2) as pool:
             together = list(pool.map(stream, PROMPTS))
         models = [model.id for model in client.models.list()]
-    assert ["".join(parts) for parts in together] == ["".join(parts) for parts in alone]
-    assert all(len(parts) > 8 and "".join(parts).strip() for parts in together)
+    check_alike([text for _, text in together], [text for _, text in alone], SAME_ROWS)
+    for parts, text in together:
+        assert len(parts) > 8 and "".join(parts) == "".join(text.ids)
     assert models == ["demo"]
     assert "kvquant: K rows int4-g4, V rows int4-g4" in log.read_text()
 
@@ -138,11 +149,14 @@ def test_the_second_model_runner_gives_what_its_own_attention_gives(tmp_path: Pa
     printed = log.read_text()
     assert code == 0, printed[-3000:]
     lines = [line.partition("FOUND ")[2] for line in printed.splitlines() if "FOUND" in line]
-    kinds, tokens, counts = zip(*map(json.loads, lines), strict=True)
+    kinds, texts, counts = zip(*map(json.loads, lines), strict=True)
     assert all("vllm.v1.worker.gpu.model_runner" in one for one in kinds)
-    assert tokens[0] == tokens[1] == tokens[2]
+    wanted, *others = ([Text.parse(one) for one in of_engine] for of_engine in texts)
+    for found in others:
+        check_alike(found, wanted, MOST_MOVE)
     drafted, accepted = counts[2]
-    assert drafted == accepted > 30  # the model drafts for itself
+    # the model drafts for itself, and drafts other tokens than it chooses at near ties alone
+    assert drafted > 30 and accepted > 0.8 * drafted
 
 
 def test_two_ranks_have_the_bases_of_their_heads_and_give_what_one_gives(tmp_path: Path) -> None:
@@ -164,7 +178,7 @@ def test_two_ranks_have_the_bases_of_their_heads_and_give_what_one_gives(tmp_pat
     prompts = [{"prompt_token_ids": [7 * i * i % 256 for i in range(n)]} for n in (90, 33)]
     tokens, log, script = 8, tmp_path / "log", tmp_path / "generate.py"
     with engine(rows, **options) as llm:
-        one = tokens_of(generate(llm, prompts, tokens, detokenize=False))
+        one = generate(llm, prompts, tokens, detokenize=False)
     script.write_text(GENERATE)
     options |= {"tensor_parallel_size": 2, "additional_config": {"kvquant": rows}}
     command = [sys.executable, str(script), json.dumps([options, prompts, tokens])]
@@ -174,7 +188,7 @@ def test_two_ranks_have_the_bases_of_their_heads_and_give_what_one_gives(tmp_pat
     assert code == 0, printed[-3000:]
     (line,) = [line for line in printed.splitlines() if "FOUND" in line]
     found, bases = json.loads(line.partition("FOUND ")[2])
-    assert found == one
+    assert [Text.parse(text).ids for text in found] == [text.ids for text in one]
     heads = [CachePlan.load(tmp_path / "plan").of_heads([head]).layers for head in range(2)]
     assert bases == [[[basis.fingerprint for basis in layer] for layer in own] for own in heads]
     assert bases[0] != bases[1]

@@ -46,6 +46,22 @@ FORMATS = [
         ("fp8_ds_mla", 4, 512),
     )
 ]
+# each codec, and groups of both kinds; a kernel takes half a second to compile
+USUAL = [
+    RowFormat(codec, groups, head_dim)
+    for codec, groups, head_dim in (
+        ("int4", 1, 64),
+        ("int4", 4, 128),
+        ("int4", 8, 80),
+        ("int8", 1, 80),
+        ("int8", 4, 80),
+        ("fp8", 4, 64),
+        ("fp8", 8, 80),
+        ("bf16", 1, 80),
+        ("fp16", 1, 112),
+        ("fp8_ds_mla", 4, 512),
+    )
+]
 
 
 def label(fmt: RowFormat) -> str:
@@ -107,7 +123,7 @@ def hostile(head_dim: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", mark_slow(DTYPES, [torch.bfloat16]), ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=label)
+@pytest.mark.parametrize("fmt", mark_slow(FORMATS, USUAL), ids=label)
 def test_rows_are_those_of_torch(fmt: RowFormat, dtype: torch.dtype) -> None:
     rows = assert_same_rows(hostile(fmt.head_dim, dtype), fmt)
     assert_same_values(rows, fmt)
@@ -115,7 +131,7 @@ def test_rows_are_those_of_torch(fmt: RowFormat, dtype: torch.dtype) -> None:
         assert_same_rows(torch.randn(count, fmt.head_dim).to(dtype), fmt)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=label)
+@pytest.mark.parametrize("fmt", mark_slow(FORMATS, USUAL), ids=label)
 def test_any_bytes_decode_as_in_torch(fmt: RowFormat) -> None:
     rows = torch.randint(0, 256, (600, fmt.row_bytes), dtype=torch.uint8)
     assert_same_values(rows, fmt)  # NaN codes of E4M3, NaN and Inf as scale and shift
@@ -159,9 +175,12 @@ def test_every_16_bit_number_is_quantized_as_in_torch(codec: str, dtype: torch.d
     assert_same_rows(spread.to(dtype), fmt)
 
 
+@pytest.mark.parametrize(
+    "formats", [USUAL[:4], pytest.param(FORMATS, marks=pytest.mark.slow)], ids=["", "all"]
+)
 @settings(max_examples=150)
 @given(
-    st.sampled_from(FORMATS),
+    st.data(),
     st.integers(0, 2**32),
     st.floats(-46, 4.8),
     st.floats(-9, 4.8),
@@ -169,8 +188,15 @@ def test_every_16_bit_number_is_quantized_as_in_torch(codec: str, dtype: torch.d
     st.booleans(),
 )
 def test_rows_of_any_magnitude_are_those_of_torch(
-    fmt: RowFormat, seed: int, magnitude: float, offset: float, sign: float, coarse: bool
+    formats: list[RowFormat],
+    data: st.DataObject,
+    seed: int,
+    magnitude: float,
+    offset: float,
+    sign: float,
+    coarse: bool,
 ) -> None:
+    fmt = data.draw(st.sampled_from(formats))
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(9, fmt.head_dim, generator=generator, dtype=torch.float64)
     x = (x * 4).round() / 8 if coarse else x
@@ -200,7 +226,7 @@ def without_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rows_kernels, name, getattr(rows_kernels, name).__wrapped__)
 
 
-@pytest.mark.parametrize("name", ["fp16", "int4-g4", "fp8"])
+@pytest.mark.parametrize("name", mark_slow(["fp16", "int4-g4", "fp8"], ["fp16", "int4-g4"]))
 def test_old_processors_give_the_same_bytes(name: str, without_half: None) -> None:
     """Virtual machines hide F16C and FMA; each fp16 number and those between are rounded alike."""
     fmt = RowFormat.parse(name, 64)

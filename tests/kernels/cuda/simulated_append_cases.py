@@ -7,11 +7,10 @@ kernels are launched by their own launchers, so that what these pack is tested, 
 from __future__ import annotations
 
 import json
-import struct
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,63 +28,19 @@ from append_cases import (
     make_pages,
     results,
 )
-from fake_cuda import CPU, arguments_of
-from in_simulator import typed
 from made_up_codec import INT5
+from simulated_launches import Simulation, simulated
 
 from kvquant.kernels.cuda.affine import launch as transforming
 from kvquant.kernels.cuda.affine.launch import AffineSpec
 from kvquant.kernels.cuda.append import launch as appending
-from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec, StepSpec
+from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec
 from kvquant.kernels.cuda.dequantize import launch as dequantizing
 from kvquant.kernels.cuda.dequantize.launch import DequantizeSpec
-from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import tensors
-from kvquant.kernels.cuda.runtime.spec import Spec
-from kvquant.kernels.cuda.simulator import simulator
+from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.rows.basis import Queries, transform_rows
 from kvquant.rows.codec import CODECS
-
-memory: list[tuple[int, int]] = []  # of the tensors of a call
-alive: list[torch.Tensor] = []  # these, so that no others get their memory
-backwards = False
-
-
-class Launcher:
-    """Runs a kernel in the simulator, in place of driver.Launcher."""
-
-    def __init__(self, spec: Spec, grid: Sequence[int], layout: str, **_: Any) -> None:
-        self.spec, self.grid, self.layout = spec, grid, layout
-
-    def __call__(self, stream: int, values: Sequence[Any]) -> None:
-        given = arguments_of(self.spec, struct.pack(self.layout, *values))
-        if isinstance(self.spec, AffineSpec):  # where it writes, in a tensor of the launcher's
-            size = 4 * given["num_rows"] * given["num_heads"] * self.spec.head_dim
-            memory.append((given["y"], size))
-        if isinstance(self.spec, StepSpec) and self.spec.query:
-            heads = given["num_heads"] * given["step.ratio"]
-            size = 2 * given["num_tokens"] * heads * self.spec.k.fmt.head_dim
-            memory.append((given["step.q_out"], size))
-        simulator.launch(
-            self.spec.build(),
-            self.grid,
-            self.spec.threads,
-            self.spec.shared_bytes,
-            typed(self.spec, list(given.values())),
-            memory,
-            backwards=backwards,
-        )
-
-
-def note(values: Iterable[Any]) -> None:
-    """Note where tensors lie."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            memory.append((storage.data_ptr(), storage.nbytes()))
-            alive.append(value)
-        elif isinstance(value, tuple):
-            note(value)
 
 
 def make_queries(case: Case) -> Queries:
@@ -111,47 +66,36 @@ def check_queries(got: torch.Tensor | None, queries: Queries) -> None:
     assert bool(((got.double() - wanted).abs() <= limit).all())
 
 
-def run_append(case: Case) -> None:
+def run_append(case: Case, simulation: Simulation) -> None:
     """Compare bytes with those of the meaning."""
     call = make_call(case)
     wanted = expected(call)
-    note(call.values())
+    simulation.note(call)
     if case.queries:
         queries = make_queries(case)
-        note(queries)
+        simulation.note(queries)
         check_queries(launch_append(**call, queries=queries), queries)
-    elif case.matrix or case.feedback:
-        launch_append(**call)
     else:
         launch_append(**call)
     problem = differences(results(call), wanted)
     assert not problem, problem
 
 
-def run_dequantize(case: Case) -> None:
+def run_dequantize(case: Case, simulation: Simulation) -> None:
     """Compare values with those of the meaning."""
     pages, fmt, slots = make_pages(case)
     dtype = DTYPES[case.source]
     wanted = expected_values(pages, fmt, slots, dtype)
     out = torch.full_like(wanted, 7.0)
-    note((pages, slots, out))
+    simulation.note(pages, slots, out)
     dequantizing.dequantize(pages, fmt, slots, out)
     torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def noted(make: Any) -> Any:
-    """The same function, whose result kernels may read."""
-
-    def make_and_note(*args: Any) -> torch.Tensor:
-        made: torch.Tensor = make(*args)
-        note([made])
-        return made
-
-    return make_and_note
-
-
 @contextmanager
-def simulated(converts_fp8: bool, shares: bool, is_step: bool) -> Iterator[None]:
+def one_warp_blocks(
+    converts_fp8: bool, shares: bool, is_step: bool, backwards: bool
+) -> Iterator[Simulation]:
     """Let the launchers launch in the simulator, one warp a block: each takes its time.
 
     shares: whether several lanes round a row with feedback.
@@ -164,37 +108,28 @@ def simulated(converts_fp8: bool, shares: bool, is_step: bool) -> Iterator[None]
     def alone(side: FeedbackSide) -> FeedbackSide:
         return replace(side, warps=1)
 
-    capability = (9, 0) if converts_fp8 else (8, 6)
-    changes: dict[str, Any] = {
-        "Launcher": Launcher,
-        "kernel_of": lambda spec, index: spec,
-        "current_device": lambda: CPU,
-        "current_stream": lambda index: 0,
-        "_gpus": {CPU: runtime.GPU("one SM", capability, 1, 0, 0)},
-        "_launches": {},
-    }
+    gpu = replace(GPUS["sm_90" if converts_fp8 else "sm_86"], sm_count=1)
     of_append: dict[str, Any] = {
         "AppendSpec": one_warp(AppendSpec),
         "make_feedback_spec": lambda sides: FeedbackSpec(tuple(map(alone, sides))),
         "ROWS_PER_SM": 64 if shares else 0,
         "BLOCKS_PER_SM": 12 if is_step else 0,
         "WITH_FEEDBACK": 100 if is_step else 0,
-        "transform_rows": noted(transform_rows),
     }
     of_affine: Any = {"AffineSpec": lambda *args: replace(AffineSpec(*args), warps=4)}
     with (
-        mock.patch.multiple(runtime, **changes),
-        mock.patch.multiple(tensors, aligned_copy=noted(tensors.aligned_copy)),
+        simulated(gpu=gpu, backwards=backwards) as simulation,
+        mock.patch.multiple(tensors, aligned_copy=simulation.noted(tensors.aligned_copy)),
+        mock.patch.multiple(appending, transform_rows=simulation.noted(transform_rows)),
         mock.patch.multiple(appending, **of_append),
         mock.patch.multiple(transforming, **of_affine),
         mock.patch.multiple(dequantizing, DequantizeSpec=one_warp(DequantizeSpec)),
     ):
-        yield
+        yield simulation
 
 
 def main() -> None:
     """Answer every line of stdin."""
-    global backwards
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     CODECS[INT5.name] = INT5
@@ -202,14 +137,16 @@ def main() -> None:
         task = json.loads(line)
         result = {"name": task["name"], "problem": ""}
         try:
-            run = run_dequantize if task["name"].startswith("dequantize") else run_append
-            for backwards in (False, True):  # noqa: B007  # the Launcher's
-                memory.clear()
-                alive.clear()
-                name = task["name"]
-                is_step = not name.startswith("feedback,") and "prompt" not in name
-                with simulated("before sm_89" not in name, "a lane a row" not in name, is_step):
-                    run(Case(**task["case"]))
+            name = task["name"]
+            run = run_dequantize if name.startswith("dequantize") else run_append
+            how = (
+                "before sm_89" not in name,
+                "a lane a row" not in name,
+                not name.startswith("feedback,") and "prompt" not in name,
+            )
+            for backwards in (False, True):
+                with one_warp_blocks(*how, backwards) as simulation:
+                    run(Case(**task["case"]), simulation)
         except BaseException:
             result["problem"] = traceback.format_exc()
         print(json.dumps(result), flush=True)

@@ -11,27 +11,28 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from made_up_codec import INT5
 from query_cases import make_variant
+from simulated_launches import simulated
 
 from kvquant import RowFormat, quantize_rows
-from kvquant.kernels.cuda.decode.plan import fit
-from kvquant.kernels.cuda.decode.spec import POSITIONAL, SEGMENT, DecodeSpec, Path
+from kvquant.kernels.cuda.decode import launch as launching
+from kvquant.kernels.cuda.decode.plan import Plan
+from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.runtime.launch import GPU
-from kvquant.kernels.cuda.simulator import simulator
+from kvquant.rows.call import AttentionCall
 from kvquant.rows.codec import CODECS
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
-from kvquant.rows.variant import AttentionVariant
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 A_GPU = GPU("H200", (9, 0), 132, 233472, 232448)
 NAN = 0xFF  # bytes of NaN: rows and pages that are not in use
-Fields = dict[str, Any]  # of a segment's arguments: tensors and numbers
 
 
 @dataclass
@@ -91,39 +92,11 @@ class Case:
 def run_case(case: Case) -> dict[str, float]:
     """Errors against the reference: of out, relative, in L2, and of the lse, absolute."""
     torch.manual_seed(0)
-    batch, (num_q_heads, num_kv_heads), dim = len(case.lens), case.heads, case.head_dim
-    v_dim = case.v_head_dim or dim
-    formats = RowFormat.parse(case.k, dim), RowFormat.parse(case.v or case.k, v_dim)
-    first = Path(*formats, case.place, case.layout == "heads")
-    paths, lens, second = [first], [case.lens], None
-    if case.exact:
-        second = Path(RowFormat.parse(case.exact, dim), RowFormat.parse(case.exact, v_dim), "ring")
-        paths, lens = [first, second, second], [case.lens, *case.exact_lens]
-    spec = DecodeSpec(
-        first,
-        second,
-        case.query,
-        case.warps,
-        case.stages,
-        case.without,
-        case.columns,
-        case.sharers,
-        causal=case.q_len > 0 or bool(POSITIONAL & {*case.variant}),
-        variant=tuple(sorted(case.variant)),
-    )
-
-    segments: list[Segment] = []
-    fields: list[Fields] = []
-    for path, of_path, splits in zip(paths, lens, case.splits, strict=True):
-        segment, made = make_segment(case, path, of_path)
-        segments += [segment] if splits else []
-        fields.append({**made, "splits": splits} if splits else {"splits": 0})
-
+    batch, num_q_heads, dim = len(case.lens), case.heads[0], case.head_dim
+    plain, segments = make_segments(case)
     dtype = DTYPES[case.query]
-    shape: tuple[int, ...] = (batch, num_q_heads)
     around = torch.full((batch, num_q_heads + 2, dim), torch.nan, dtype=dtype)
     if case.q_len:
-        shape = (batch, case.q_len, num_q_heads)
         around = around[:, None].repeat(1, case.q_len, 1, 1)
     q = around[..., 1:-1, :]
     q.copy_(torch.randn(q.shape) * case.q_scale)
@@ -131,131 +104,99 @@ def run_case(case: Case) -> dict[str, float]:
     if case.q_len:
         q_lens = torch.tensor(case.q_lens or [case.q_len] * batch, dtype=torch.int32)
         q[torch.arange(case.q_len) >= q_lens[:, None]] = torch.nan
-    variant = make_variant(case.variant, q, segments, q_lens)
-    expected, expected_lse = reference_over_segments(q, segments, None, q_lens, variant)
-    fields_of_queries = {
-        "q_lens": q_lens if case.q_lens else 0,
-        "q_stride_query": 2 * q.stride(1) if case.q_len else 0,
-        "q_len": max(case.q_len, 1),
-    }
+    variant = make_variant(case.variant, q, plain, q_lens)
+    expected, expected_lse = reference_over_segments(q, plain, None, q_lens, variant)
 
-    ratio, parts = num_q_heads // num_kv_heads, sum(case.splits)
-    head_blocks = -(-ratio * max(case.q_len, 1) // spec.block_columns)
-    columns = num_kv_heads * head_blocks
-    units = batch * columns
-    places = max(units * parts, case.workers + units * spec.segments)
+    def with_columns(spec: DecodeSpec, gpu: GPU) -> DecodeSpec:
+        return replace(spec, columns=case.columns, sharers=case.sharers)
+
+    splits = tuple(n for n in case.splits if n)
+    chosen = Plan(splits, case.warps, case.stages, case.workers)
+    call = AttentionCall(
+        q, segments, None, None, case.want_lse, q_lens if case.q_lens else None, variant
+    )
     outs = []
     for backwards in (False, True):
-        out = torch.full((*shape, v_dim), torch.nan, dtype=dtype)
-        lse = torch.full(shape, torch.nan)
-        counters = torch.zeros(units, dtype=torch.int32)
-        common = {
-            "q": q,
-            "out": out,
-            "lse": lse if case.want_lse else 0,
-            "partial": torch.full((places * spec.block_columns * (v_dim + 1),), torch.nan),
-            "counters": counters,
-            "q_stride_batch": 2 * q.stride(0),
-            "q_stride_head": 2 * q.stride(-2),
-            "num_q_heads": num_q_heads,
-            "ratio": ratio,
-            "head_blocks": head_blocks,
-            "batch": batch,
-            "columns": columns,
-            "parts": parts,
-            "places": places,
-            "workers": case.workers,
-            "most_parts": fit(spec, A_GPU).most_parts,
-            "score_scale": dim**-0.5 * math.log2(math.e),
-            **fields_of_queries,
-            **arguments_of(variant),
-        }
-        if parts == 1 and not case.workers:
-            common |= {"partial": 0, "counters": 0}
-        launch(
-            spec, common, fields, (columns, batch, max(parts, -(-case.workers // units))), backwards
-        )
-        assert not counters.any(), "counters are not 0 after the launch"
+        with (
+            simulated(call, gpu=A_GPU, backwards=backwards) as simulation,
+            mock.patch.object(launching, "narrow", with_columns),
+            launching.override_plan(chosen, case.without),
+        ):
+            out, lse = launching.attend(call)
+        assert not any(one.any() for one in simulation.counters), "not 0 after the launch"
         outs.append(out)
     assert torch.equal(outs[0], outs[1]), "the result depends on the order of blocks and lanes"
     empty = expected_lse == -math.inf
     assert not out[empty].any(), "no tokens, but the output is not 0"
-    if case.want_lse:
-        assert bool((lse[empty] == -math.inf).all()), "no tokens, but the lse is not -inf"
     error = (out.double() - expected).norm() / expected.norm()
-    lse_error = (lse.double() - expected_lse)[~empty].abs().max() if case.want_lse else 0.0
-    return {"out": float(error), "lse": float(lse_error)}
+    if lse is None:
+        return {"out": float(error), "lse": 0.0}
+    assert bool((lse[empty] == -math.inf).all()), "no tokens, but the lse is not -inf"
+    return {"out": float(error), "lse": float((lse.double() - expected_lse)[~empty].abs().max())}
 
 
-def make_segment(case: Case, path: Path, lens: Sequence[int]) -> tuple[Segment, Fields]:
-    """Random rows: as a plain segment for the reference, and as the kernel finds them."""
-    page_size = case.page_size if path.place == "paged" else 1
+def make_segments(case: Case) -> tuple[list[Segment], list[Segment]]:
+    """Those that have splits: as plain ones for the reference, and as the launcher gets them."""
+    v_dim = case.v_head_dim or case.head_dim
+    kinds = [(case.k, case.v or case.k, case.place, case.lens)]
+    if case.exact:
+        kinds += [(case.exact, case.exact, "ring", lens) for lens in case.exact_lens]
+    made = [
+        make_segment(
+            case, RowFormat.parse(k, case.head_dim), RowFormat.parse(v, v_dim), place, lens
+        )
+        for (k, v, place, lens), splits in zip(kinds, case.splits, strict=True)
+        if splits
+    ]
+    plain, segments = zip(*made, strict=True)
+    return list(plain), list(segments)
+
+
+def make_segment(
+    case: Case, k_format: RowFormat, v_format: RowFormat, place: str, lens: Sequence[int]
+) -> tuple[Segment, Segment]:
+    """Random rows: in order for the reference, and where the kernel finds them."""
+    page_size = case.page_size if place == "paged" else 1
     room = max([1, *lens]) + (0 if case.overlong else 5)
-    unit = page_size if path.place == "paged" else 16
+    unit = page_size if place == "paged" else 16
     capacity = -(-room // unit) * unit + (case.layout == "odd heads")
     max_pages = capacity // page_size
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    plain: list[torch.Tensor] = []
-    for fmt in (path.k_format, path.v_format):
+    rows: list[torch.Tensor] = []
+    for fmt in (k_format, v_format):
         values = torch.randn(len(lens), case.heads[1], capacity, fmt.head_dim) * 1.5 + 0.5
-        rows = quantize_rows(values, fmt)
+        rows.append(quantize_rows(values, fmt))
         for b, seq_len in enumerate(lens):
-            rows[b, :, seq_len:] = NAN
-        plain.append(rows)
-    told = (
-        torch.where(seq_lens == capacity, capacity + 1000, seq_lens) if case.overlong else seq_lens
-    )
-    fields: Fields = dict.fromkeys((name for name, _ in SEGMENT), 0)
-    fields |= {"seq_lens": told, "capacity": capacity}
-    if path.place == "ring":
-        sinks = min(case.sinks, capacity - 1)
+            rows[-1][b, :, seq_len:] = NAN
+    told = seq_lens
+    if case.overlong:
+        told = torch.where(seq_lens == capacity, capacity + 1000, seq_lens)
+    sinks = min(case.sinks, capacity - 1) if place == "ring" else 0
+    # these rows are in order, but come before other segments
+    plain = Segment(rows[0], rows[1], seq_lens, k_format, v_format, sinks=sinks)
+    starts = table = seq_slots = None
+    if place == "ring":
         starts = torch.randint(0, capacity - sinks, (len(lens),), dtype=torch.int32)
-        fields |= {"index": starts, "sinks": sinks, "ring": capacity - sinks}
-        moved = [rows.clone() for rows in plain]
-        for rows in moved:
-            for row, start in zip(rows, starts.tolist(), strict=True):
+        rows = [one.clone() for one in rows]
+        for one in rows:
+            for row, start in zip(one, starts.tolist(), strict=True):
                 row[:, sinks:] = row[:, sinks:].roll(start, 1)
         if case.seated:
             seq_slots = torch.randperm(len(lens) + 2, dtype=torch.int32)[: len(lens)]
-            fields["seq_slots"] = seq_slots
-            moved = [seq_slot(rows, seq_slots) for rows in moved]
-    elif path.place == "paged":
-        used = -(-seq_lens // page_size)
+            rows = [seq_slot(one, seq_slots) for one in rows]
+    elif place == "paged":
         table = torch.randperm(len(lens) * max_pages, dtype=torch.int32).view(len(lens), -1)
-        moved = [to_pages(rows, page_size, table) for rows in plain]
-        table = torch.where(torch.arange(max_pages) < used[:, None], table, -1)  # never looked up
-        fields |= {"index": table.to(torch.int32), "table_stride": max_pages}
-        fields["page_shift"] = page_size.bit_length() - 1
-        window = case.variant.get("window", 0)
-        if window:  # pages before it may be freed
-            numbers = torch.tensor(case.q_lens or [max(case.q_len, 1)] * len(lens))
-            begin = (seq_lens - numbers - window + 1).clamp(min=0)
-            table = torch.where(torch.arange(max_pages) < begin[:, None] // page_size, -1, table)
-            fields["index"] = table.to(torch.int32)
-    else:
-        moved = plain
-    for side, rows in zip("kv", moved, strict=True):
-        if case.layout == "tokens":
-            rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
-        fields[f"{side}_rows"] = rows
-        outer, head, row, _ = rows.stride()
-        fields |= {f"{side}_stride_outer": outer, f"{side}_stride_head": head}
-        fields[f"{side}_stride_row"] = row
-    k_rows, v_rows = plain
-    sinks = fields["sinks"]  # these rows are in order, but come before other segments
-    made = Segment(k_rows, v_rows, seq_lens, path.k_format, path.v_format, sinks=sinks)
-    return made, fields
-
-
-def arguments_of(variant: AttentionVariant) -> Fields:
-    """A variant as the kernel takes it."""
-    given = {name: value for name, value in variant._asdict().items() if value is not None}
-    if "soft_cap" in given:
-        given["soft_cap"] *= math.log2(math.e)
-    if "key_bias" in given:
-        given["key_bias_stride"] = 4 * given["key_bias"].stride(0)
-        given["key_bias_len"] = given["key_bias"].shape[1]
-    return given
+        rows = [to_pages(one, page_size, table) for one in rows]
+        # pages that are not in use, and those before a window, are never looked up
+        numbers = torch.tensor(case.q_lens or [max(case.q_len, 1)] * len(lens))
+        begin = (seq_lens - numbers - case.variant.get("window", 1 << 30) + 1).clamp(min=0)
+        page, end = torch.arange(max_pages), -(-seq_lens // page_size)
+        used = (page < end[:, None]) & (page >= begin[:, None] // page_size)
+        table = torch.where(used, table, -1)
+    if case.layout == "tokens":
+        rows = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in rows]
+    found = rows[0], rows[1], told, k_format, v_format, starts, table, sinks, seq_slots
+    return plain, Segment(*found)
 
 
 def seq_slot(rows: torch.Tensor, seq_slots: torch.Tensor) -> torch.Tensor:
@@ -273,30 +214,6 @@ def to_pages(rows: torch.Tensor, page_size: int, table: torch.Tensor) -> torch.T
     return pages
 
 
-def launch(
-    spec: DecodeSpec, common: Fields, fields: list[Fields], grid: tuple[int, ...], backwards: bool
-) -> None:
-    """Launch in the simulator, with the arguments in the order of the tables."""
-    memory = []
-
-    def cast(kind: Any, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return kind(value)
-        storage = value.untyped_storage()
-        memory.append((storage.data_ptr(), storage.nbytes()))
-        return kind(value.data_ptr())
-
-    arguments = []
-    tables = [spec.places, *[[name for name, _ in SEGMENT]] * spec.segments]
-    for given, names, kind in zip([common, *fields], tables, spec.signature(), strict=True):
-        pairs = zip(kind.types, (given.get(name, 0) for name in names), strict=True)
-        arguments.append(tuple(cast(*pair) for pair in pairs))
-    kernel = spec.build()
-    simulator.launch(
-        kernel, grid, 32 * spec.warps, spec.shared_bytes, arguments, memory, backwards=backwards
-    )
-
-
 def main() -> None:
     """Answer every line {"name": ..., "case": {...}} by {"name": ..., errors or "problem"}."""
     warnings.simplefilter("error")
@@ -305,7 +222,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            result: Fields = dict(run_case(Case(**request["case"])))
+            result: dict[str, Any] = dict(run_case(Case(**request["case"])))
         except Exception:
             result = {"problem": traceback.format_exc()}
         print(json.dumps({"name": request["name"], **result}), flush=True)

@@ -3,7 +3,6 @@ code, its launches, and on a GPU (-m gpu)."""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -11,18 +10,17 @@ from unittest import mock
 import pytest
 import torch
 from fake_cuda import CPU, STREAM, arguments_of, install, loaded_specs, note_devices
-from in_simulator import SIMULATED, in_simulator, typed
+from in_simulator import SIMULATED, in_simulator
 
 from kvquant.errors import ConfigError, DeviceError, KVQuantError, ShapeError
 from kvquant.kernels.cuda.affine import launch as launching
 from kvquant.kernels.cuda.affine.launch import AffineSpec
-from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.ops.transform import affine_rows_op, check_affine, takes_one_launch
 from kvquant.rows.format import HEAD_DIMS
 
 if SIMULATED:
-    from kvquant.kernels.cuda.simulator import simulator
+    from simulated_launches import simulated
 
 needs_numba_cuda = pytest.mark.extra("cuda")
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -104,48 +102,19 @@ def check_encoded(y: torch.Tensor, given: Arguments) -> None:
 # In the simulator
 
 
-class Launcher:
-    """Takes the arguments of a launch and runs the kernel, backwards too."""
-
-    given: Arguments
-
-    def __init__(self, spec: AffineSpec, grid: tuple[int, int, int], layout: str, **_: Any) -> None:
-        self.spec, self.grid, self.layout = spec, grid, layout
-
-    def __call__(self, stream: int, values: Any) -> None:
-        given = arguments_of(self.spec, struct.pack(self.layout, *values))
-        arguments = typed(self.spec, list(given.values()))
-        storages = [x.untyped_storage() for x in self.given if x is not None]
-        memory = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
-        memory.append((given["y"], (4 if self.spec.encodes else 2) * self.given[0].numel()))
-        kernel, shared = self.spec.build(), self.spec.shared_bytes
-        for backwards in (False, True):
-            simulator.launch(
-                kernel, self.grid, self.spec.threads, shared, arguments, memory, backwards=backwards
-            )
-
-
 def simulate(given: Arguments, warps: int = 4, *, encodes: bool = False) -> None:
     """Turn or encode rows in the simulator, by as few warps as can."""
-    changes: dict[str, Any] = {
-        "Launcher": Launcher,
-        "kernel_of": lambda spec, index: spec,
-        "current_device": lambda: CPU,
-        "current_stream": lambda index: 0,
-        "_gpus": {CPU: runtime.GPU("one SM", (9, 0), 1, 0, 0)},
-        "_launches": {},
-    }
-    Launcher.given = given
 
     def few_warps(*args: Any) -> AffineSpec:
         return replace(AffineSpec(*args), warps=warps)
 
-    few = mock.patch.object(launching, "AffineSpec", few_warps)
-    with few, mock.patch.multiple(runtime, **changes):
-        if encodes:
-            check_encoded(launching.encode_rows(*given[:3]), given)
-        else:
-            check_result(launching.affine_rows(*given), given)
+    for backwards in (False, True):
+        few = mock.patch.object(launching, "AffineSpec", few_warps)
+        with few, simulated(*given, backwards=backwards):
+            if encodes:
+                check_encoded(launching.encode_rows(*given[:3]), given)
+            else:
+                check_result(launching.affine_rows(*given), given)
 
 
 @needs_numba_cuda
@@ -178,6 +147,11 @@ def test_encoded_rows_of_any_strides_are_those_of_float64() -> None:
 @in_simulator
 def test_rows_without_a_product_get_their_offset() -> None:
     simulate(make(words="offset lens"))
+
+
+@pytest.mark.slow
+@in_simulator
+def test_rows_of_any_strides_get_their_offset() -> None:
     simulate(make(80, 9, (1, 1), torch.float16, "offset strided"), warps=8)
 
 
@@ -219,32 +193,16 @@ def test_machine_code_spills_nothing(spec: AffineSpec, arch: str) -> None:
 # Launches
 
 
-def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_cut_by_slices_heads_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install(monkeypatch)
-    x, matrix, offset, lens = given = make(80, 65, (8, 2))
-    assert matrix is not None and offset is not None and lens is not None
-    y = launching.affine_rows(*given)
-    assert y.shape == x.shape and y.data_ptr() != x.data_ptr()
-    note = cuda.launched[-1]
-    assert (note.block, note.stream, note.shared) == ((256, 1, 1), STREAM, 32 * (80 + 256))
-    assert note.grid == (3, 2, 33)  # 260 rows of each KV head
-    assert arguments_of(AffineSpec(80), note.arguments) == {
-        "x": x.data_ptr(),
-        "y": y.data_ptr(),
-        "matrix": matrix.data_ptr(),
-        "offset": offset.data_ptr(),
-        "seq_lens": lens.data_ptr(),
-        "x_stride_batch": 2 * 8 * 80,
-        "x_stride_head": 2 * 80,
-        "matrix_stride": 4 * 80 * 80,
-        "lens_stride": 8,
-        "num_heads": 8,
-        "ratio": 4,
-        "ratio_factor": 1 << 31,
-        "ratio_shift": 33,
-        "num_rows": 260,
-        "rows_of_block": 8,
-    }
+    given = make(80, 65, (8, 2))
+    assert launching.affine_rows(*given).data_ptr() != given[0].data_ptr()
+    launching.affine_rows(*make(128, 256, (32, 8), words="shared"))
+    small, large = cuda.launched
+    assert (small.block, small.stream, small.shared) == ((256, 1, 1), STREAM, 32 * (80 + 256))
+    assert small.grid == (3, 2, 33)  # 260 rows of each KV head
+    assert large.grid == (2, 8, 16)  # of 1024 rows, 64 each; lanes of two columns
+    assert large.shared == 32 * (128 + 512)
 
 
 def test_encoding_is_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,20 +213,9 @@ def test_encoding_is_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(2):
         y = launching.encode_rows(x, matrix, offset)
         assert y.dtype == torch.float32 and y.shape == x.shape
-    values = tuple(arguments_of(AffineSpec(64), cuda.launched[-1].arguments).values())
-    assert values[:5] == (x.data_ptr(), y.data_ptr(), matrix.data_ptr(), offset.data_ptr(), 0)
     assert [spec.encodes for spec in loaded_specs()] == [False, True]
     assert launching.encode_rows(x[:0], matrix, offset).dtype == torch.float32
     assert len(cuda.launched) == 3
-
-
-def test_large_batches_have_few_blocks_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install(monkeypatch)
-    launching.affine_rows(*make(128, 256, (32, 8), words="shared"))
-    assert cuda.launched[-1].grid == (2, 8, 16)  # of 1024 rows, 64 each; lanes of two columns
-    assert cuda.launched[-1].shared == 32 * (128 + 512)
-    values = tuple(arguments_of(AffineSpec(128), cuda.launched[-1].arguments).values())
-    assert values[3:5] == (0, 0) and values[7:9] == (0, 0) and values[-1] == 64
 
 
 def test_launches_are_cached_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:

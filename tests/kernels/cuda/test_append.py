@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import struct
 
 import pytest
 import torch
@@ -21,23 +20,13 @@ from append_cases import (
     make_pages,
     results,
 )
-from fake_cuda import (
-    CPU,
-    STREAM,
-    FakeDriver,
-    arguments_of,
-    install,
-    loaded_specs,
-    note_devices,
-)
+from fake_cuda import CPU, STREAM, FakeDriver, arguments_of, install, loaded_specs, note_devices
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.errors import ConfigError, UnsupportedError
-from kvquant.kernels.cuda.append.spec import AppendSpec, Side
 from kvquant.kernels.cuda.dequantize import launch as dequantizing
 from kvquant.kernels.cuda.device.row_layout import divisor, lanes_of, unit_of
 from kvquant.kernels.cuda.runtime import launch as runtime
-from kvquant.kernels.cuda.runtime.spec import layout_of
 from kvquant.ops.append import append_rows
 from kvquant.ops.rows_at import dequantize_pages
 from kvquant.rows.basis import Encoding
@@ -188,14 +177,6 @@ def test_a_launch_goes_to_the_device_of_its_tensors(
     pages, fmt, slots = make_pages(Case())
     dequantizing.dequantize(pages, fmt, slots, torch.zeros(6, 1, 128))
     assert entered == [CPU, CPU] and len(cuda.launched) == 2
-
-
-def test_arguments_fill_the_struct(cuda: FakeDriver) -> None:
-    side = Side(RowFormat.parse("int4", 128))
-    spec = AppendSpec(side, side)
-    launch_append(**make_call(Case(k="int4")))
-    assert len(cuda.launched[0].arguments) == struct.calcsize(layout_of(spec.arguments))
-    assert (cuda.launched[0].block, cuda.launched[0].shared) == ((128, 1, 1), spec.shared_bytes)
 
 
 # On a GPU

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from append_cases import LATENTS, latent_case
-from simulator_cases import run_selected
+from simulator_cases import of, run_selected
 from slow_cases import mark_slow
 
 pytestmark = pytest.mark.extra("cuda")
@@ -50,12 +50,7 @@ CASES |= {
     "RoPE of neighbours": {"rotary_dim": 128, "interleaved": True},
     "RoPE of a part of neighbours": {"rotary_dim": 36, "interleaved": True},
     "RoPE of odd halves": {"rotary_dim": 20, "head_dim": 80, "k": "int4"},
-    "RoPE of odd halves, float32": {
-        "rotary_dim": 20,
-        "head_dim": 80,
-        "k": "int4",
-        "source": "fp32",
-    },
+    "RoPE of odd halves, float32": of("rotary_dim=20 head_dim=80 k=int4 source=fp32"),
     "RoPE, offset and rotation": {"rotary_dim": 128, "offset": "k", "rotate": "k", "k": "int8"},
     "16-bit rows": {"exact": "bf16", "tokens": 8, "heads": 2},
     "16-bit rows with NaN": {"exact": "bf16", "tokens": 14, "hostile": True, "rotate": "k"},
@@ -70,130 +65,51 @@ CASES |= {
     "clipped, 16-bit rows": {"k": "int4-g8", "clip": "k", "exact": "bf16", "tokens": 8},
     "feedback, a lane a row": {"feedback": "k", "head_dim": 64, "heads": 2, "skip": True},
     "feedback of both": {"feedback": "kv", "head_dim": 64, "v_head_dim": 80, "v": "int4-g8"},
-    "feedback, hostile rows": {
-        "feedback": "k",
-        "clip": "k",
-        "head_dim": 64,
-        "tokens": 14,
-        "hostile": True,
-        "k": "int8",
-    },
-    "feedback, 16-bit rows": {
-        "feedback": "k",
-        "clip": "k",
-        "head_dim": 64,
-        "tokens": 9,
-        "exact": "bf16",
-        "k": "int4",
-        "hostile": True,
-        "source": "fp32",
-    },
-    "feedback, 16-bit rows, a lane a row": {
-        "feedback": "v",
-        "v": "int8-g4",
-        "head_dim": 64,
-        "tokens": 9,
-        "exact": "fp16",
-        "skip": True,
-        "heads": 2,
-    },
-    "feedback, RoPE, offset and rotation": {
-        "feedback": "k",
-        "head_dim": 64,
-        "tokens": 4,
-        "offset": "k",
-        "rotate": "k",
-        "clip": "v",
-        "rotary_dim": 64,
-        "layout": "fused",
-        "heads": 2,
-        "pages": "tokens",
-        "page_size": 5,
-    },
-    "feedback, odd halves": {
-        "feedback": "k",
-        "head_dim": 80,
-        "tokens": 4,
-        "rotary_dim": 20,
-        "source": "fp32",
-        "k": "int4",
-        "layout": "odd",
-    },
+    "feedback, hostile rows": of("feedback=k clip=k head_dim=64 tokens=14 hostile=True k=int8"),
+    "feedback, 16-bit rows": of(
+        "feedback=k clip=k head_dim=64 tokens=9 exact=bf16 k=int4 hostile=True source=fp32"
+    ),
+    "feedback, 16-bit rows, a lane a row": of(
+        "feedback=v v=int8-g4 head_dim=64 tokens=9 exact=fp16 skip=True heads=2"
+    ),
+    "feedback, RoPE, offset and rotation": of(
+        "feedback=k head_dim=64 tokens=4 offset=k rotate=k clip=v rotary_dim=64 layout=fused "
+        "heads=2 pages=tokens page_size=5"
+    ),
+    "feedback, odd halves": of(
+        "feedback=k head_dim=80 tokens=4 rotary_dim=20 source=fp32 k=int4 layout=odd"
+    ),
     "matrices": {"matrix": "kv", "feedback": "k", "head_dim": 64, "heads": 2, "v": "fp8"},
     "matrices and offsets": {"matrix": "kv", "offset": "kv", "head_dim": 80, "layout": "fused"},
     "matrices of odd rows": {"matrix": "kv", "offset": "v", "head_dim": 64, "layout": "odd"},
-    "matrices, NaN and 16-bit rows": {
-        "matrix": "kv",
-        "head_dim": 64,
-        "tokens": 14,
-        "hostile": True,
-        "source": "fp16",
-        "exact": "bf16",
-    },
+    "matrices, NaN and 16-bit rows": of(
+        "matrix=kv head_dim=64 tokens=14 hostile=True source=fp16 exact=bf16"
+    ),
     "feedback in a step": {"feedback": "kv", "clip": "k", "tokens": 9, "heads": 2, "k": "int4-g2"},
-    "feedback in a step, 16-bit rows": {
-        "feedback": "kv",
-        "exact": "bf16",
-        "rotate": "k",
-        "offset": "kv",
-        "tokens": 11,
-        "hostile": True,
-        "k": "int8-g8",
-        "v": "int4-g4",
-    },
-    "feedback and matrices in a step": {
-        "feedback": "kv",
-        "matrix": "k",
-        "offset": "kv",
-        "exact": "fp16",
-        "head_dim": 80,
-        "tokens": 5,
-        "queries": 1,
-        "k": "int4",
-        "v": "int8",
-    },
+    "feedback in a step, 16-bit rows": of(
+        "feedback=kv exact=bf16 rotate=k offset=kv tokens=11 hostile=True k=int8-g8 v=int4-g4"
+    ),
+    "feedback and matrices in a step": of(
+        "feedback=kv matrix=k offset=kv exact=fp16 head_dim=80 tokens=5 queries=1 k=int4 v=int8"
+    ),
     "feedback and a matrix": {"feedback": "k", "matrix": "kv", "head_dim": 112, "hostile": True},
     "feedback, head_dim 192": {"feedback": "k", "head_dim": 192, "tokens": 3, "k": "int8"},
     "matrices of a prompt": {"matrix": "kv", "feedback": "v", "offset": "k", "head_dim": 64},
-    "matrices of unlike head_dims": {
-        "matrix": "kv",
-        "v_head_dim": 192,
-        "v": "int8-g4",
-        "tokens": 3,
-    },
+    "matrices of unlike head_dims": of("matrix=kv v_head_dim=192 v=int8-g4 tokens=3"),
     "a matrix of V alone": {"matrix": "v", "heads": 2, "rotary_dim": 64, "clip": "kv", "tokens": 9},
     "matrices and queries": {"matrix": "kv", "offset": "k", "tokens": 3, "heads": 2, "queries": 1},
-    "queries and a rotation": {
-        "rotate": "kv",
-        "offset": "kv",
-        "head_dim": 64,
-        "queries": 2,
-        "exact": "bf16",
-        "skip": True,
-    },
+    "queries and a rotation": of("rotate=kv offset=kv head_dim=64 queries=2 exact=bf16 skip=True"),
     "queries, head_dim 256": {"head_dim": 256, "queries": 1, "tokens": 2, "source": "fp16"},
     "queries of many tokens": {"matrix": "k", "head_dim": 64, "queries": 2, "tokens": 17},
-    "matrices and queries, groups of tokens": {
-        "matrix": "kv",
-        "exact": "bf16",
-        "head_dim": 64,
-        "queries": 4,
-        "tokens": 19,
-    },
-    "matrices, head_dim 256, groups of tokens": {
-        "matrix": "k",
-        "head_dim": 256,
-        "queries": 4,
-        "tokens": 18,
-        "k": "int8",
-    },
-    "queries in a part of a wider tensor": {
-        "matrix": "k",
-        "layout": "fused",
-        "head_dim": 80,
-        "queries": 2,
-        "tokens": 9,
-    },
+    "matrices and queries, groups of tokens": of(
+        "matrix=kv exact=bf16 head_dim=64 queries=4 tokens=19"
+    ),
+    "matrices, head_dim 256, groups of tokens": of(
+        "matrix=k head_dim=256 queries=4 tokens=18 k=int8"
+    ),
+    "queries in a part of a wider tensor": of(
+        "matrix=k layout=fused head_dim=80 queries=2 tokens=9"
+    ),
     "a matrix after RoPE": {"matrix": "k", "rotary_dim": 64, "head_dim": 64},
     "a matrix after a rotation": {"matrix": "kv", "rotate": "k", "head_dim": 64},
     "a matrix of float32": {"matrix": "k", "source": "fp32", "head_dim": 64},

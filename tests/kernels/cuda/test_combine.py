@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from in_simulator import SIMULATED, in_simulator, typed
+from in_simulator import SIMULATED, in_simulator
 
+from kvquant.kernels.cuda.prefix import launch as launching
 from kvquant.kernels.cuda.prefix.spec import CombineSpec
 from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.ops.merge import merge_states
 
 if SIMULATED:
-    from kvquant.kernels.cuda.simulator import simulator
+    from simulated_launches import simulated
 
 pytestmark = pytest.mark.extra("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,15 +52,12 @@ def run(spec: Any, batch: int, members: torch.Tensor | None, backwards: bool) ->
     merged = merge_states((out[places], lse[places]), *parts)
     expected = out.index_copy(0, places, merged[0]), lse.index_copy(0, places, merged[1])
 
-    tensors = [out, lse, prefix_out, prefix_lse, *([] if members is None else [members])]
-    values = [x.data_ptr() for x in tensors] + [0] * (members is None)
-    values += [prefix_out.stride(0) * prefix_out.element_size(), 4 * prefix_lse.stride(0)]
-    values += [batch, num_heads, ratio, splits, count * num_heads]
-    arguments = typed(spec, values)
-    memory = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
-    grid = (-(-count * num_heads // spec.warps), 1, 1)
-    kernel = spec.build()
-    simulator.launch(kernel, grid, spec.threads, 0, arguments, memory, backwards=backwards)
+    given = out, lse, prefix_out.flatten(2, 3), prefix_lse.flatten(2, 3), members
+    with (
+        simulated(*given, backwards=backwards),
+        mock.patch.object(launching, "CombineSpec", lambda *_: spec),
+    ):
+        launching.combine(*given)
     rounding = {"bf16": 2**-8, "fp16": 2**-11}[spec.query]
     torch.testing.assert_close(out, expected[0], rtol=2.02 * rounding, atol=1e-6)
     torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)

@@ -34,13 +34,7 @@ from kvquant.kernels.cuda.decode.spec import (
     columns_of,
 )
 from kvquant.kernels.cuda.runtime import compile as compiling
-from kvquant.kernels.cuda.runtime.compile import (
-    Cubin,
-    Report,
-    compile_spec,
-    cubin_key,
-    load_cubin,
-)
+from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec, cubin_key, load_cubin
 from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.kernels.disk_cache import seal
 from kvquant.rows.format import RowFormat
@@ -142,11 +136,7 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
 
 @pytest.mark.slow
 @needs_numba_cuda
-@pytest.mark.parametrize(
-    ("name", "unrolled"),
-    [("int4-g4", 5), ("bf16", 16)],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "unrolled"), [("int4-g4", 5), ("bf16", 16)], ids=str)
 def test_loads_are_unrolled_unless_it_is_measured_without(name: str, unrolled: int) -> None:
     spec = replace(make_spec(name), warps=4, stages=2)
     rolled = replace(spec, without="unrolled loads")

@@ -33,8 +33,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "name",
-    "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 fp16".split(),
+    "name", "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 fp16".split()
 )
 def test_every_format(relative_l2: Measure, name: str, dtype: str) -> None:
     segment = linear(name, LENS, 1)
@@ -146,9 +145,7 @@ def test_pages_in_the_order_of_tokens_and_strided_tables(relative_l2: Measure) -
     wide[:, : segment.block_table.shape[1]] = segment.block_table
     table = wide[:, : segment.block_table.shape[1]]
     compare(
-        relative_l2,
-        query(segment, 8),
-        [segment._replace(k_rows=k, v_rows=v, block_table=table)],
+        relative_l2, query(segment, 8), [segment._replace(k_rows=k, v_rows=v, block_table=table)]
     )
 
 

@@ -221,9 +221,7 @@ def test_a_cached_launch_on_other_devices_is_refused() -> None:
 
 
 @pytest.mark.gpu(2)
-def test_tensors_on_another_gpu(
-    relative_l2: Callable[[torch.Tensor, torch.Tensor], float],
-) -> None:
+def test_tensors_on_another_gpu(relative_l2: Callable[[torch.Tensor, torch.Tensor], float]) -> None:
     call = Call(device="cuda:1")
     out = call()
     assert torch.cuda.current_device() == 0

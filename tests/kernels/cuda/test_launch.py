@@ -1,4 +1,7 @@
-"""Launching decode kernels: what is packed, refused and cached. No GPU is needed."""
+"""Launching decode kernels: what is refused, copied and cached. No GPU is needed.
+
+Arguments are packed as the kernel reads them: test_simulated.py launches by the same launcher.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,6 @@ from kvquant.kernels.cuda.runtime.tensors import facts_of
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
 from kvquant.rows.bound import MOST_KINDS
 from kvquant.rows.call import AttentionCall
-from kvquant.rows.reference import LOG2E
 from kvquant.rows.segment import FixedSegments, Segment, check_segments
 from kvquant.rows.variant import AttentionVariant
 
@@ -46,82 +48,31 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return install(monkeypatch)
 
 
-def test_arguments_land_where_the_kernel_reads_them(cuda: FakeDriver) -> None:
-    q, segment = make_query(), make_segment("int8-g4/int4")
-    out, lse = launch_attention(q, [segment], 0.125, 3)
-    (note,) = cuda.launched
-    spec = loaded_specs()[-1]
+def make_queries(q_len: int, batch: int = 2, heads: int = 8) -> torch.Tensor:
+    """Queries of zeros [batch, q_len, heads, 128]."""
+    return torch.zeros(batch, q_len, heads, 128, dtype=torch.bfloat16)
+
+
+def counts(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("q", [make_query(), make_queries(3)], ids=["one query", "several"])
+def test_num_splits_are_those_of_the_launch(cuda: FakeDriver, q: torch.Tensor) -> None:
+    _, lse = launch_attention(q, [make_segment("int8-g4/int4")], 0.125, 3)
+    (note,), spec = cuda.launched, loaded_specs()[-1]
     common, (one,) = unpack(spec, note.arguments)
-    assert lse is not None
-    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (2, 8), torch.float32)
-    assert common["q"] == q.data_ptr() and common["out"] == out.data_ptr()
-    assert common["lse"] == lse.data_ptr()
+    assert lse is not None and common["lse"] == lse.data_ptr()
+    assert note.grid == (2, 2, 3) and note.block == (32 * spec.warps, 1, 1)
+    assert (note.shared, note.stream, one["splits"]) == (spec.shared_bytes, STREAM, 3)
+    assert common["score_scale"] == pytest.approx(0.125 * launch.LOG2_E)
     space = workspaces_of(q.device)._of_stream[STREAM]
     assert common["counters"] == space.counters.data_ptr() and not space.counters.any()
     assert common["partial"] == space.partial.data_ptr()
-    assert space.partial.numel() == 4 * 3 * MMA_COLUMNS * (128 + 1)
-    assert (common["q_stride_batch"], common["q_stride_head"]) == (8 * 256, 256)
-    assert (common["num_q_heads"], common["ratio"], common["head_blocks"]) == (8, 4, 1)
-    assert common["score_scale"] == pytest.approx(0.125 * 1.4426950408889634)
-    assert one == {
-        "k_rows": segment.k_rows.data_ptr(),
-        "v_rows": segment.v_rows.data_ptr(),
-        "seq_lens": segment.seq_lens.data_ptr(),
-        "index": 0,
-        "k_stride_outer": 2 * 1000 * 144,
-        "k_stride_head": 1000 * 144,
-        "v_stride_outer": 2 * 1000 * 68,
-        "v_stride_head": 1000 * 68,
-        "k_stride_row": 144,
-        "v_stride_row": 68,
-        "capacity": 1000,
-        "seq_slots": 0,
-        "sinks": 0,
-        "ring": 1000,
-        "page_shift": 0,
-        "table_stride": 0,
-        "splits": 3,
-    }
-    assert note.grid == (2, 2, 3) and note.block == (32 * spec.warps, 1, 1)
-    assert (note.shared, note.stream) == (spec.shared_bytes, STREAM)
-
-
-def test_pages_and_their_table(cuda: FakeDriver) -> None:
-    segment = make_segment(capacity=640, page_size=64)
-    assert segment.block_table is not None
-    wide = torch.zeros(2, 16, dtype=torch.int32)[:, :10]
-    launch_attention(make_query(), [segment._replace(block_table=wide)], 1.0, None)
-    _, (one,) = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
-    assert loaded_specs()[-1].first.place == "paged"
-    assert (one["index"], one["table_stride"]) == (wide.data_ptr(), 16)
-    assert (one["page_shift"], one["capacity"]) == (6, 640)
-    assert (one["k_stride_outer"], one["k_stride_head"]) == (2 * 64 * 80, 64 * 80)
-
-
-def test_a_ring_starts_where_it_says(cuda: FakeDriver) -> None:
-    segment = make_segment("bf16", 128, starts=True)
-    assert segment.starts is not None
-    launch_attention(make_query(), [segment], 1.0, None)
-    _, (one,) = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
-    assert one["index"] == segment.starts.data_ptr()
-    assert (loaded_specs()[-1].first.place, loaded_specs()[-1].first.dense) == ("ring", False)
-    assert (one["seq_slots"], one["sinks"], one["ring"]) == (0, 0, 128)
-
-
-def test_seats_and_sinks_of_a_ring_are_told(cuda: FakeDriver) -> None:
-    seq_slots = torch.tensor([4, 9, 2, 9], dtype=torch.int32)
-    segment = make_segment("bf16", 132, batch=5, starts=True)._replace(sinks=4)
-    lens = segment.seq_lens[:4]
-    for given in (seq_slots[:4], seq_slots.repeat_interleave(2)[::2]):
-        one = segment._replace(seq_lens=lens, starts=lens * 0, seq_slots=given)
-        launch_attention(make_query(batch=4), [make_segment(batch=4), one], 1.0, None)
-    for note in cuda.launched:
-        _, (_, told, none) = unpack(loaded_specs()[-1], note.arguments)
-        assert (told["sinks"], told["ring"], told["capacity"]) == (4, 128, 132)
-        assert none["splits"] == 0
-    first, second = (unpack(loaded_specs()[-1], note.arguments)[1][1] for note in cuda.launched)
-    assert first["seq_slots"] == seq_slots.data_ptr() != second["seq_slots"] != 0
-    assert loaded_specs()[-1].second is not None
+    assert space.partial.numel() == 4 * 3 * spec.block_columns * (128 + 1)
+    launch_attention(q, [make_segment()], 1.0, 1, False)
+    common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
+    assert common["lse"] == common["partial"] == common["counters"] == 0
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -141,21 +92,13 @@ def test_exact_segments_come_second_whatever_their_order(
     assert loaded_specs()[-1].second is not None
 
 
-def test_two_segments_leave_the_third_out(cuda: FakeDriver) -> None:
-    launch_attention(make_query(), [make_segment("bf16", 4), make_segment()], 1.0, None)
-    _, parts = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
-    assert [part["capacity"] for part in parts] == [1000, 4, 0]
-    assert set(parts[2].values()) == {0}
-
-
 def test_segments_without_room_are_left_out(cuda: FakeDriver) -> None:
     launch_attention(make_query(), [make_segment("bf16", 0), make_segment()], 1.0, None)
     assert loaded_specs()[-1].second is None
 
 
 @pytest.mark.parametrize(
-    "names",
-    ["int4 int8 bf16", "bf16 bf16 bf16 bf16", "int4 int4:paged bf16:paged"],
+    "names", ["int4 int8 bf16", "bf16 bf16 bf16 bf16", "int4 int4:paged bf16:paged"]
 )
 def test_segments_without_a_kernel_are_refused(cuda: FakeDriver, names: str) -> None:
     segments = [
@@ -167,18 +110,13 @@ def test_segments_without_a_kernel_are_refused(cuda: FakeDriver, names: str) -> 
     assert not cuda.launched
 
 
-def test_rows_with_gaps_and_other_orders_of_axes(cuda: FakeDriver) -> None:
-    by_token = make_segment("int4-g4", 64)
-    rows = torch.zeros(2, 64, 2, 80, dtype=torch.uint8).transpose(1, 2)
-    launch_attention(make_query(), [by_token._replace(k_rows=rows, v_rows=rows)], 1.0, None)
-    _, (one,) = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
-    assert (one["k_stride_head"], one["k_stride_row"]) == (80, 160)
-    assert not loaded_specs()[-1].first.dense
+def test_rows_with_gaps_are_not_dense(cuda: FakeDriver) -> None:
+    segment = make_segment("int4-g4", 64)
     repeated = torch.zeros(2, 2, 1, 80, dtype=torch.uint8).expand(2, 2, 64, 80)
-    launch_attention(make_query(), [by_token._replace(k_rows=repeated)], 1.0, None)
-    assert not loaded_specs()[-1].first.dense
-    launch_attention(make_query(), [by_token], 1.0, None)
-    assert loaded_specs()[-1].first.dense
+    by_token = torch.zeros(2, 64, 2, 80, dtype=torch.uint8).transpose(1, 2)
+    for rows, is_dense in ((repeated, False), (by_token, False), (segment.k_rows, True)):
+        launch_attention(make_query(), [segment._replace(k_rows=rows)], 1.0, None)
+        assert loaded_specs()[-1].first.dense is is_dense
 
 
 def test_rows_that_start_between_16_bytes_are_not_dense(cuda: FakeDriver) -> None:
@@ -204,76 +142,89 @@ def test_strides_of_axes_with_one_element_do_not_matter(cuda: FakeDriver) -> Non
     assert common["q"] == q.data_ptr()
 
 
-def test_queries_are_copied_only_if_they_must_be(cuda: FakeDriver) -> None:
-    segment = make_segment()
-    strided = make_query(2, 16)[:, ::2]
-    launch_attention(strided, [segment], 1.0, 1)
+IN_PLACE = {
+    "every second head": make_query(2, 16)[:, ::2],
+    "heads before queries": torch.zeros(2, 8, 3, 128).bfloat16().transpose(1, 2),
+    "inside": torch.zeros(2, 5, 10, 256).bfloat16()[:, 1:4, 1:9, 128:],
+}
+POOL = torch.zeros(2 * 3 * 8 * 128 + 8, dtype=torch.bfloat16)
+COPIED = {
+    "not aligned": POOL[1 : 1 + 2 * 8 * 128].view(2, 8, 128),
+    "not aligned, several": POOL[1:-7].view(2, 3, 8, 128),
+    "gaps": torch.zeros(2, 3 * 8 * 128 + 4).bfloat16()[:, :-4].unflatten(1, (3, 8, 128)),
+    "elements apart": torch.zeros(2, 128, 8).bfloat16().transpose(1, 2),
+    "elements apart, several": torch.zeros(2, 128, 3, 8).bfloat16().permute(0, 2, 3, 1),
+}
+
+
+@pytest.mark.parametrize("name", [*IN_PLACE, *COPIED])
+def test_queries_are_copied_only_if_they_must_be(cuda: FakeDriver, name: str) -> None:
+    q = {**IN_PLACE, **COPIED}[name].detach().requires_grad_()
+    out, lse = launch_attention(q, [make_segment()], None, 1)
     common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
-    assert (common["q"], common["q_stride_head"]) == (strided.data_ptr(), 512)
-    pool = torch.zeros(2 * 8 * 128 + 8, dtype=torch.bfloat16)
-    crooked = pool[1 : 1 + 2 * 8 * 128].view(2, 8, 128)
-    by_dim = torch.zeros(2, 128, 8, dtype=torch.bfloat16).transpose(1, 2)
-    for q in (crooked, by_dim):
-        out, _ = launch_attention(q, [segment], 1.0, 1)
-        common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
-        assert common["q"] != q.data_ptr()
-        assert (common["q_stride_batch"], common["q_stride_head"]) == (8 * 256, 256)
-        assert out.is_contiguous()
+    axes = ("batch", "query", "head") if q.ndim == 4 else ("batch", "head")
+    strides = tuple(common[f"q_stride_{axis}"] // 2 for axis in axes)
+    assert (common["q"] == q.data_ptr()) is (name in IN_PLACE)
+    assert strides == (q.stride() if name in IN_PLACE else q.contiguous().stride())[:-1]
+    assert lse is not None and (common["out"], common["lse"]) == (out.data_ptr(), lse.data_ptr())
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
+        q.shape,
+        q.dtype,
+        q.shape[:-1],
+        torch.float32,
+    )
+    assert out.is_contiguous() and lse.is_contiguous()
+    assert not (out.requires_grad or lse.requires_grad)
+    assert common["score_scale"] == pytest.approx(128**-0.5 * launch.LOG2_E)
 
 
-def test_lengths_starts_and_tables_with_gaps_are_copied(cuda: FakeDriver) -> None:
+def test_lengths_starts_slots_and_tables_with_gaps_are_copied(cuda: FakeDriver) -> None:
     lens = torch.zeros(2, 3, dtype=torch.int32)[:, 1]
-    ring = make_segment("bf16", 128)._replace(seq_lens=lens, starts=lens)
+    ring = make_segment("bf16", 128)._replace(seq_lens=lens, starts=lens, seq_slots=lens)
     launch_attention(make_query(), [ring], 1.0, None)
     _, (one,) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
-    assert lens.data_ptr() not in (one["seq_lens"], one["index"])
-    table = torch.zeros(4, 2, dtype=torch.int32).t()
-    paged = make_segment(capacity=64, page_size=16)._replace(block_table=table)
-    launch_attention(make_query(), [paged], 1.0, None)
-    _, (one,) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
-    assert one["index"] != table.data_ptr() and one["table_stride"] == 4
-
-
-@pytest.mark.parametrize("heads", [1, 8, 9, 16, 34, 71, 129, 300])
-def test_query_heads_go_by_blocks_of_columns(cuda: FakeDriver, heads: int) -> None:
-    launch_attention(make_query(heads=2 * heads), [make_segment()], 1.0, 1)
-    spec = loaded_specs()[-1]
-    common, _ = unpack(spec, cuda.launched[0].arguments)
-    assert (spec.columns, spec.sharers) == columns_of(heads, RowFormat.parse("int4-g4", 128))
-    blocks = -(-heads // spec.block_columns)
-    assert (common["ratio"], common["head_blocks"]) == (heads, blocks)
-    assert cuda.launched[0].grid == (2 * blocks, 2, 1)
-
-
-def test_results_are_plain_and_the_usual_scale_goes_by_the_head_dim(cuda: FakeDriver) -> None:
-    by_dim = torch.zeros(2, 128, 8, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2)
-    for q in (make_query().requires_grad_(), by_dim, make_query(2, 16)[:, ::2]):
-        out, lse = launch_attention(q, [make_segment()], None, None)
-        common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
-        assert lse is not None
-        assert common["score_scale"] == pytest.approx(128**-0.5 * launch.LOG2_E)
-        assert (common["out"], common["lse"]) == (out.data_ptr(), lse.data_ptr())
-        assert out.is_contiguous() and lse.is_contiguous()
-        assert not (out.requires_grad or lse.requires_grad)
-
-
-def test_one_part_needs_no_workspace(cuda: FakeDriver) -> None:
-    _, lse = launch_attention(make_query(), [make_segment()], 1.0, 1, False)
-    common, _ = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
-    assert lse is None
-    assert common["lse"] == common["partial"] == common["counters"] == 0
+    told = one["seq_lens"], one["index"], one["seq_slots"]
+    assert 0 not in told and lens.data_ptr() not in told
+    paged = make_segment(capacity=640, page_size=64)
+    assert paged.block_table is not None
+    wide = torch.zeros(2, 16, dtype=torch.int32)[:, :10]  # read in place
+    for table, stride in ((wide, 16), (paged.block_table.t().contiguous().t(), 10)):
+        launch_attention(make_query(), [paged._replace(block_table=table)], 1.0, None)
+        _, (one,) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
+        assert (one["index"] == table.data_ptr()) is (table is wide)
+        assert one["table_stride"] == stride
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "capacity"), [(0, 8, 100), (2, 0, 100), (2, 8, 0)], ids=str
+    ("heads", "q_len"),
+    [*((2 * n, 0) for n in (1, 8, 9, 16, 34, 71, 129, 300)), (8, 2), (8, 16), (2, 9), (142, 2)],
+    ids=str,
 )
-def test_nothing_to_do_launches_nothing(
-    cuda: FakeDriver, batch: int, heads: int, capacity: int
-) -> None:
-    segment = make_segment(capacity=capacity, batch=batch)
-    out, lse = launch_attention(make_query(batch, heads), [segment], 1.0, None)
-    assert out.shape == (batch, heads, 128) and out.dtype == torch.bfloat16 and not out.any()
-    assert lse is not None and lse.shape == (batch, heads) and bool((lse == -torch.inf).all())
+def test_columns_are_query_heads_of_all_queries(cuda: FakeDriver, heads: int, q_len: int) -> None:
+    q = make_queries(q_len, heads=heads) if q_len else make_query(heads=heads)
+    launch_attention(q, [make_segment()], 1.0, 1)
+    spec, count = loaded_specs()[-1], heads // 2 * max(q_len, 1)
+    assert (spec.columns, spec.sharers) == columns_of(count, RowFormat.parse("int4-g4", 128))
+    assert cuda.launched[0].grid == (2 * -(-count // spec.block_columns), 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("q", "capacity"),
+    [
+        (make_query(0), 100),
+        (make_query(heads=0), 100),
+        (make_query(), 0),
+        (make_queries(3, batch=0), 9),
+        (make_queries(0), 9),
+        (make_queries(3), 0),
+    ],
+    ids=lambda one: str([*one.shape]) if isinstance(one, torch.Tensor) else str(one),
+)
+def test_nothing_to_do_launches_nothing(cuda: FakeDriver, q: torch.Tensor, capacity: int) -> None:
+    segment = make_segment(capacity=capacity, batch=len(q))
+    out, lse = launch_attention(q, [segment], 1.0, None)
+    assert out.shape == q.shape and out.dtype == torch.bfloat16 and not out.any()
+    assert lse is not None and lse.shape == q.shape[:-1] and bool((lse == -torch.inf).all())
     assert not cuda.launched
 
 
@@ -599,49 +550,6 @@ def test_few_launches_are_bound_to_segments(cuda: FakeDriver) -> None:
         assert 1 <= len(segments.bound) <= MOST_KINDS
 
 
-def make_queries(q_len: int, batch: int = 2, heads: int = 8) -> torch.Tensor:
-    """Queries of zeros [batch, q_len, heads, 128]."""
-    return torch.zeros(batch, q_len, heads, 128, dtype=torch.bfloat16)
-
-
-def counts(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def test_arguments_of_several_queries(cuda: FakeDriver) -> None:
-    q, segment, q_lens = make_queries(3), make_segment(), counts(3, 2)
-    out, lse = launch_attention(q, [segment], 1.0, 3, q_lens=q_lens)
-    spec = loaded_specs()[-1]
-    assert spec.causal and (spec.columns, spec.sharers) == (16, 1)
-    common, (one,) = unpack(spec, cuda.launched[-1].arguments)
-    assert lse is not None and out.is_contiguous() and lse.is_contiguous()
-    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
-    assert (common["q"], common["q_lens"]) == (q.data_ptr(), q_lens.data_ptr())
-    strides = [common[f"q_stride_{axis}"] for axis in ("batch", "query", "head")]
-    assert strides == [3 * 8 * 256, 8 * 256, 256]
-    shape = [common[name] for name in ("q_len", "num_q_heads", "ratio", "head_blocks", "batch")]
-    assert shape == [3, 8, 4, 1, 2]
-    assert (one["k_rows"], one["splits"]) == (segment.k_rows.data_ptr(), 3)
-    assert cuda.launched[-1].grid == (2, 2, 3)
-    space = workspaces_of(q.device)._of_stream[STREAM]
-    assert space.partial.numel() == 4 * 3 * 16 * (128 + 1)
-
-
-@pytest.mark.parametrize(("heads", "q_len"), [(8, 2), (8, 16), (2, 9), (142, 2), (8, 100)], ids=str)
-def test_columns_are_query_heads_of_all_queries(cuda: FakeDriver, heads: int, q_len: int) -> None:
-    launch_attention(make_queries(q_len, heads=heads), [make_segment()], 1.0, 1)
-    spec, count = loaded_specs()[-1], heads // 2 * q_len
-    assert (spec.columns, spec.sharers) == columns_of(count, RowFormat.parse("int4-g4", 128))
-    common, _ = unpack(spec, cuda.launched[0].arguments)
-    blocks = -(-count // spec.block_columns)
-    assert (common["ratio"], common["head_blocks"], common["columns"]) == (
-        heads // 2,
-        blocks,
-        2 * blocks,
-    )
-    assert cuda.launched[0].grid == (2 * blocks, 2, 1)
-
-
 def test_counts_are_those_of_the_call(cuda: FakeDriver) -> None:
     q, segments = make_queries(3), fixed()
     wide = torch.zeros(2, 2, dtype=torch.int32)
@@ -669,27 +577,6 @@ def test_the_check_is_told_of_the_counts(cuda: FakeDriver) -> None:
     assert given == [(None, q_lens, None), (2, None, None)]
     with pytest.raises(ShapeError, match=r"q must be \[batch, q_len, num_q_heads, head_dim\]"):
         launch_attention(make_query(), [make_segment()], 1.0, None, q_lens=q_lens)
-
-
-def test_queries_of_any_strides_are_read_in_place(cuda: FakeDriver) -> None:
-    segment = make_segment()
-    by_head = torch.zeros(2, 8, 3, 128, dtype=torch.bfloat16).transpose(1, 2)
-    inside = torch.zeros(2, 5, 10, 256, dtype=torch.bfloat16)[:, 1:4, 1:9, 128:]
-    for q in (by_head, inside):
-        out, _ = launch_attention(q, [segment], 1.0, 1)
-        common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
-        strides = tuple(common[f"q_stride_{axis}"] // 2 for axis in ("batch", "query", "head"))
-        assert common["q"] == q.data_ptr() and strides == q.stride()[:3]
-        assert out.is_contiguous()
-    pool = torch.zeros(2 * 3 * 8 * 128 + 8, dtype=torch.bfloat16)
-    crooked = pool[1 : 1 + 2 * 3 * 8 * 128].view(2, 3, 8, 128)
-    gaps = torch.zeros(2, 3 * 8 * 128 + 4, dtype=torch.bfloat16)[:, :-4].unflatten(1, (3, 8, 128))
-    by_dim = torch.zeros(2, 128, 3, 8, dtype=torch.bfloat16).permute(0, 2, 3, 1)
-    for q in (crooked, gaps, by_dim):
-        launch_attention(q, [segment], 1.0, 1)
-        common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
-        strides = tuple(common[f"q_stride_{axis}"] // 2 for axis in ("batch", "query", "head"))
-        assert common["q"] != q.data_ptr() and strides == (3 * 8 * 128, 8 * 128, 128)
 
 
 def test_one_query_with_an_axis_takes_the_plain_kernel(cuda: FakeDriver) -> None:
@@ -735,17 +622,7 @@ def test_too_many_columns_for_one_launch_are_refused(cuda: FakeDriver) -> None:
         launch_attention(q, [make_segment()], 1.0, None)
 
 
-@pytest.mark.parametrize(("batch", "q_len", "capacity"), [(0, 3, 9), (2, 0, 9), (2, 3, 0)], ids=str)
-def test_no_queries_or_no_rows_launch_nothing(
-    cuda: FakeDriver, batch: int, q_len: int, capacity: int
-) -> None:
-    segment = make_segment(capacity=capacity, batch=batch)
-    out, lse = launch_attention(make_queries(q_len, batch), [segment], 1.0, None)
-    assert lse is not None and (out.shape, lse.shape) == ((batch, q_len, 8, 128), (batch, q_len, 8))
-    assert not out.any() and bool((lse == -torch.inf).all()) and not cuda.launched
-
-
-def test_the_fields_of_a_variant_are_packed(cuda: FakeDriver) -> None:
+def test_tensors_of_a_variant_are_copied_only_if_they_must_be(cuda: FakeDriver) -> None:
     segment = make_segment(capacity=8192)
     wide, sinks = torch.zeros(2, 9000), torch.zeros(16)[::2]
     variant = AttentionVariant(soft_cap=2.0, window=512, key_bias=wide[:, :8192], sink_logits=sinks)
@@ -753,11 +630,8 @@ def test_the_fields_of_a_variant_are_packed(cuda: FakeDriver) -> None:
         launch_attention(make_query(), [segment], 1.0, None, variant=variant)
     spec, note = loaded_specs()[-1], cuda.launched[-1]
     common, _ = unpack(spec, note.arguments)
-    assert spec.variant == ("key_bias", "sink_logits", "soft_cap", "window") and spec.causal
-    assert common["key_bias"] == wide.data_ptr()
-    assert (common["key_bias_stride"], common["key_bias_len"]) == (36_000, 8192)
+    assert (common["key_bias"], common["key_bias_stride"]) == (wide.data_ptr(), 36_000)
     assert common["sink_logits"] not in (0, sinks.data_ptr())
-    assert common["soft_cap"] == pytest.approx(2 * LOG2E) and common["window"] == 512
     assert len(launch._launches) == 1
     launch_attention(make_query(), [segment], 1.0, None)
     plain = cuda.launched[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 import torch
 from attend import attend_latents
 from fake_cuda import CPU, FakeDriver, arguments_of, install, loaded_specs
-from in_simulator import SIMULATED, in_simulator, typed
+from in_simulator import SIMULATED, in_simulator
 from machine_code import (
     SHARE_OF_REGISTERS,
     SPILLS,
@@ -44,12 +43,13 @@ from kvquant.rows.codec import CODECS
 from kvquant.rows.segment import latent_segment
 
 if SIMULATED:
+    from simulated_launches import simulated
+
     from kvquant.kernels.cuda.mla.wgmma import kernel as wide_kernel
     from kvquant.kernels.cuda.mla.wgmma import rows as wide_rows
     from kvquant.kernels.cuda.mla.wgmma import scores as wide_scores
     from kvquant.kernels.cuda.mla.wgmma import spec as wide_spec
     from kvquant.kernels.cuda.mla.wgmma import values as wide_values
-    from kvquant.kernels.cuda.simulator import simulator
     from kvquant.kernels.cuda.simulator.memory import Fault
 
 needs_numba_cuda = pytest.mark.extra("cuda")
@@ -65,52 +65,26 @@ OF_SIZES = "int4-g4+bf16", "int4-g8+fp16", "int8-g4+bf16", "bf16"
 # In the simulator
 
 
-class Launcher:
-    """Runs a kernel in the simulator, in place of driver.Launcher."""
-
-    def __init__(self, spec: Any, grid: Sequence[int], layout: str, **_: Any) -> None:
-        self.spec, self.grid, self.layout = spec, grid, layout
-
-    def __call__(self, stream: int, values: Sequence[Any]) -> None:
-        given = arguments_of(self.spec, struct.pack(self.layout, *values))
-        simulator.launch(
-            self.spec.build(),
-            self.grid,
-            self.spec.threads,
-            self.spec.shared_bytes,
-            typed(self.spec, list(given.values())),
-            [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in memory],
-            backwards=backwards,
-        )
-
-
 WIDE = 1e-3, 5e-3  # tolerances of lse where K becomes fp16: 2**-12 of a score, for each element
-SIMULATED_GPU = runtime.GPU("one SM", (8, 6), 1, 0, 0)
+SIMULATED_GPU = replace(GPUS["sm_86"], sm_count=1)
 # lets the launcher take the kernel for many heads whatever the call
 OF_MANY: dict[str, Any] = {
     "NARROW": dict.fromkeys(launching.NARROW, 0),
     "LEAST": 1,
     "WARPGROUPS": SIMULATED_GPU.capability,
 }
-memory: list[torch.Tensor] = []  # of a call
-backwards = False
 
 
 def simulate(
     case: MlaCase,
     splits: int = 1,
     *,
-    is_backwards: bool = False,
+    backwards: bool = False,
     tolerances: Sequence[float] = (),
     **shape: Any,
 ) -> None:
     """Compare with float64; tolerances: of compare; shape: teams, stages and blocks of the spec."""
-    global backwards
-    backwards = is_backwards
-    memory[:] = [case.q_latent, case.q_rope, *([] if case.q_lens is None else [case.q_lens])]
-    for segment in case.segments:
-        memory.extend(one for one in segment if isinstance(one, torch.Tensor))
-    with simulated(**shape):
+    with in_shape(*vars(case).values(), backwards=backwards, **shape):
         out, lse = attend(case, num_splits=splits)
     compare(case, out, lse, *tolerances)
 
@@ -122,30 +96,15 @@ def simulate_wide(case: MlaCase, splits: int = 1, **options: Any) -> None:
 
 
 @contextmanager
-def simulated(**shape: Any) -> Iterator[None]:
-    """Let kernels be launched in the simulator; what is allocated meanwhile they may read."""
-    empty = torch.empty
-
-    def noted(*size: Any, **options: Any) -> torch.Tensor:
-        memory.append(empty(*size, **options))
-        return memory[-1]
+def in_shape(*given: Any, backwards: bool = False, **shape: Any) -> Iterator[None]:
+    """Let kernels of this shape be launched in the simulator; these tensors they may use."""
 
     def fit(spec: MlaSpec, *_: int) -> tuple[MlaSpec, int]:
         return replace(spec, **{"teams": 1, "stages": 3, "blocks": 1} | shape), 128
 
-    changes: dict[str, Any] = {
-        "Launcher": Launcher,
-        "kernel_of": lambda spec, index: spec,
-        "current_device": lambda: CPU,
-        "current_stream": lambda index: 0,
-        "_gpus": {CPU: SIMULATED_GPU},
-        "_launches": {},
-    }
     with (
-        mock.patch.multiple(runtime, **changes),
+        simulated(*given, gpu=SIMULATED_GPU, backwards=backwards),
         mock.patch.object(launching, "_fit", fit),
-        mock.patch.object(launching, "kernel_of", lambda spec, index: Report(128, 0)),
-        mock.patch.object(torch, "empty", noted),
     ):
         yield
 
@@ -242,7 +201,7 @@ def test_rows_of_other_sizes() -> None:
 @pytest.mark.slow
 @in_simulator
 def test_pages_splits_and_teams() -> None:
-    simulate(make_mla(AIM, 3, (150, 0, 1, 64), page_size=64), 3, is_backwards=True)
+    simulate(make_mla(AIM, 3, (150, 0, 1, 64), page_size=64), 3, backwards=True)
     simulate(make_mla(AIM, 5, (150, 20), page_size=16), 2, teams=2)
     simulate(make_mla("bf16", 5, (90,), page_size=16), 2, stages=2)
     simulate(make_mla(AIM, 5, (500,)), 2, teams=3, stages=4)
@@ -259,7 +218,8 @@ def test_several_queries() -> None:
 @needs_numba_cuda
 @in_simulator
 def test_sinks_packed_and_recent_rows() -> None:
-    simulate(make_mla(AIM, 3, (60, 0, 3), exact="bf16", sinks=2, recent=(20, 5, 9)))
+    recent: dict[str, Any] = {"sinks": 2, "recent": (9, 5, 4), "dims": (256, 32)}
+    simulate(make_mla("int8-g4", 3, (30, 0, 3), exact="bf16", **recent))
 
 
 @pytest.mark.slow
@@ -269,8 +229,9 @@ def test_several_segments() -> None:
     simulate(make_mla("int8-g4", 16, (90, 40, 5, 70), **recent), 3, stages=2)  # type: ignore[arg-type]
     simulate(make_mla("fp8", 5, (70, 9), exact="fp16", recent=(40, 9)), stages=2, teams=2)
     simulate(make_mla(AIM, 5, (70, 2), exact="bf16", sinks=3, page_size=16), stages=2)
+    simulate(make_mla(AIM, 3, (60, 0, 3), exact="bf16", sinks=2, recent=(20, 5, 9)))
     case = make_mla("int4-g4+fp16", 5, (70, 9), exact="fp16", recent=(40, 9), dims=(256, 32))
-    simulate(case, 2, is_backwards=True)
+    simulate(case, 2, backwards=True)
 
 
 @pytest.mark.slow
@@ -312,8 +273,8 @@ def test_a_cache_steps_as_on_the_cpu() -> None:
         exact = [x.float() for x in q]
         how: dict[str, Any] = {"sm_scale": 0.07, "return_lse": True}
         wanted = here.attend(0, *exact, lens, **how, backend="reference")
-        memory[:] = [*there._tensors(), there.bad_rows, there.overflow_tokens, lens, *new, *q]
-        with simulated(stages=2), as_on_cuda():
+        tensors = [*there._tensors(), there.bad_rows, there.overflow_tokens, lens, *new, *q]
+        with in_shape(tensors, stages=2), as_on_cuda():
             there.append(0, *new, lens)
             found = there.attend(0, *q, lens, **how, num_splits=1)
         out, lse = (x.double() for x in wanted)
@@ -344,9 +305,8 @@ def test_a_paged_cache_steps_as_on_the_cpu() -> None:
             here.append(0, *new)
             exact = [x.float() for x in q]
             wanted = here.attend(0, exact[0], exact[1], **how, backend="reference")
-        memory[:] = [*stacks_of(there.cache), *there._staged.tensors.values()]
-        memory[:] += [there.cache.bad_rows, *new, *q]
-        with there.extend(["a", "b"], counts), simulated(stages=2), as_on_cuda():
+        tensors = stacks_of(there.cache), there._staged.tensors, there.cache.bad_rows, new, q
+        with there.extend(["a", "b"], counts), in_shape(*tensors, stages=2), as_on_cuda():
             there.append(0, *new)
             found = there.attend(0, q[0], q[1], **how, num_splits=1)
         out, lse = (x.double() for x in wanted)
@@ -398,10 +358,9 @@ def test_a_shared_prefix_is_attended_to_as_on_the_cpu() -> None:
                 wanted: Any = attend_latents(
                     exact[0], exact[1], whole, q_lens=lens, **call, backend="reference"
                 )
-                memory[:] = [*stacks_of(cache), *batch._staged.tensors.values(), *q]
                 with (
                     mock.patch.multiple(launching, **how) if how else nullcontext(),
-                    simulated(stages=2),
+                    in_shape(stacks_of(cache), batch._staged.tensors, q, stages=2),
                     as_on_cuda(),
                 ):
                     found = batch.attend(0, q[0], q[1], **call, num_splits=2)
@@ -446,7 +405,7 @@ def test_a_ring_of_packed_rows() -> None:
 @in_simulator
 def test_more_heads_than_an_mma_has_columns() -> None:
     simulate(make_mla("int8-g4+bf16", 32, (40, 3)), blocks=2, teams=2)
-    simulate(make_mla(AIM, 20, (40,)), is_backwards=True)
+    simulate(make_mla(AIM, 20, (40,)), backwards=True)
     simulate(make_mla("bf16", 40, (40,)), stages=2, blocks=2)
 
 
@@ -454,7 +413,7 @@ def test_more_heads_than_an_mma_has_columns() -> None:
 @in_simulator
 def test_many_heads() -> None:
     simulate_wide(make_mla(AIM, 64, (70,)))
-    simulate_wide(make_mla("bf16", 40, (200, 0), page_size=16), 2, is_backwards=True)
+    simulate_wide(make_mla("bf16", 40, (200, 0), page_size=16), 2, backwards=True)
 
 
 @pytest.mark.slow
@@ -656,34 +615,14 @@ def attend(case: MlaCase, **options: Any) -> Any:
     return launching.attend(LatentCall(*queries, case.segments, case.sm_scale, **fields))
 
 
-def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
+def test_splits_are_launches_and_one_that_combines_them(cuda: FakeDriver) -> None:
     case = make_mla(AIM, 16, (700, 30), page_size=64, q_lens=(2, 1))
-    out, lse = attend(case)
+    attend(case)
     note, second = cuda.launched
-    spec, following = loaded_specs()
+    spec, _ = loaded_specs()
     assert (spec.blocks, spec.run, spec.place, spec.causal) == (2, 32, "paged", True)
-    given = arguments_of(spec, note.arguments)
-    (segment,) = case.segments
-    assert segment.block_table is not None and case.q_lens is not None
-    tensors = {"q_latent": case.q_latent, "q_rope": case.q_rope, "rows": segment.k_rows, "out": out}
-    tensors |= {"lse": lse, "seq_lens": segment.seq_lens, "q_lens": case.q_lens}
-    tensors["index"] = segment.block_table
-    assert {name: given[name] for name in tensors} == {
-        name: tensor.data_ptr() for name, tensor in tensors.items()
-    }
-    steps = [given[f"latent_stride_{axis}"] for axis in ("batch", "query", "head")]
-    assert steps == [2 * 16 * 512 * 2, 16 * 512 * 2, 512 * 2]
-    assert given["rope_stride_head"] == 64 * 2 and given["stride_outer"] == 64 * 368
-    assert (given["capacity"], given["page_shift"], given["table_stride"]) == (768, 6, 12)
-    assert (given["other_lens"], given["first_part"], given["parts"]) == (0, 0, 6)
-    assert (given["num_heads"], given["q_len"]) == (16, 2)
-    assert given["score_scale"] == pytest.approx(case.sm_scale * math.log2(math.e))
     assert note.grid == (1, 2, 6) and note.shared == spec.shared_bytes
     assert spec.overlapped and second.overlaps and not note.overlaps
-    combined = arguments_of(following, second.arguments)
-    for name in ("out", "lse", "part_out", "part_lse"):
-        assert combined[name] == given[name] != 0
-    assert combined["parts"] == 6
     assert second.grid == (64, 1, 1) and second.block == (128, 1, 1)
     attend(case, num_splits=1, return_lse=False)
     assert [note.grid for note in cuda.launched[2:]] == [(1, 2, 1)]
@@ -741,28 +680,12 @@ def test_queries_that_cannot_be_read_are_copied(cuda: FakeDriver) -> None:
 def test_segments_are_launched_apart_and_combined_at_once(cuda: FakeDriver) -> None:
     """Two launches leave their splits to one."""
     case = make_mla(AIM, 16, (900, 30), exact="bf16", sinks=4, recent=(60, 9), q_lens=(2, 1))
-    out, _ = attend(case, num_splits=3)
-    packed, exact, combine = loaded_specs_by_call(cuda)
+    attend(case, num_splits=3)
     assert [note.grid for note in cuda.launched] == [(1, 2, 3), (1, 2, 3), (64, 1, 1)]
-    one, two = case.segments
-    assert two.starts is not None
-    assert (packed["rows"], exact["rows"]) == (one.k_rows.data_ptr(), two.k_rows.data_ptr())
-    assert (packed["index"], exact["index"]) == (0, two.starts.data_ptr())
-    assert packed["other_lens"] == exact["seq_lens"] == two.seq_lens.data_ptr()
-    assert exact["other_lens"] == packed["seq_lens"] == one.seq_lens.data_ptr()
-    assert (packed["other_capacity"], exact["other_capacity"]) == (67, 905)
-    assert (packed["is_second"], exact["is_second"]) == (0, 1)
-    assert (exact["sinks"], exact["ring_len"], exact["capacity"]) == (4, 63, 67)
-    assert packed["second_sinks"] == exact["second_sinks"] == 4
-    assert [given["first_part"] for given in (packed, exact)] == [0, 3]
-    assert packed["parts"] == exact["parts"] == combine["parts"] == 6
-    assert packed["part_out"] == exact["part_out"] == combine["part_out"] != 0
-    assert combine["out"] == out.data_ptr()
     assert [spec.place for spec in loaded_specs()[:2]] == ["linear", "ring"]
 
 
 def test_a_shared_prefix_is_a_launch_whose_columns_are_all_queries(cuda: FakeDriver) -> None:
-    """Its parts come first; the others' are as without it."""
     case = make_mla(
         AIM, 16, (900, 30, 5), exact="bf16", sinks=4, recent=(60, 9, 1), q_lens=(2, 1, 1)
     )
@@ -773,24 +696,7 @@ def test_a_shared_prefix_is_a_launch_whose_columns_are_all_queries(cuda: FakeDri
     assert [note.grid for note in (first, packed, exact)] == [(2, 1, 2), (1, 3, 2), (1, 3, 2)]
     assert combine.grid == (96, 1, 1) and combine.overlaps
     specs = {type(spec): spec for spec in loaded_specs()}
-    kinds = WideMlaSpec, MlaSpec, MlaSpec, MlaCombineSpec
-    given = [
-        arguments_of(specs[kind], note.arguments)
-        for kind, note in zip(kinds, cuda.launched, strict=True)
-    ]
-    combined = given.pop()
-    assert specs[MlaCombineSpec].shared
-    assert [one["first_part"] for one in given] == [0, 2, 4]
-    assert {one["parts"] for one in (*given, combined)} == {6}
-    assert [one["q_len"] for one in given] == [6, 2, 2]
-    assert [one["other_lens"] != 0 for one in given] == [False, True, True]
-    assert [one["is_second"] for one in given] == [0, 0, 1]
-    assert given[0]["rows"] == prefix.k_rows.data_ptr()
-    assert given[0]["seq_lens"] == prefix.seq_lens.data_ptr()
-    assert given[0]["latent_stride_query"] == 16 * 512 * 2
-    assert (combined["prefix_parts"], combined["num_heads"], combined["q_len"]) == (2, 16, 2)
-    assert combined["shares"] == shares.data_ptr() and case.q_lens is not None
-    assert combined["q_lens"] == case.q_lens.data_ptr()
+    assert specs.keys() == {WideMlaSpec, MlaSpec, MlaCombineSpec} and specs[MlaCombineSpec].shared
     apart = torch.zeros(3, 4, 16, 512, dtype=torch.bfloat16)[:, :2]  # not as one sequence's
     attend(replace(case, q_latent=apart), prefix=LatentPrefix(prefix, shares), num_splits=2)
     copied = arguments_of(specs[WideMlaSpec], cuda.launched[4].arguments)
@@ -799,26 +705,6 @@ def test_a_shared_prefix_is_a_launch_whose_columns_are_all_queries(cuda: FakeDri
     table = torch.zeros(1, 0, dtype=torch.int32)
     attend(case, prefix=LatentPrefix(prefix._replace(block_table=table), shares), num_splits=2)
     assert len(cuda.launched) - done == 3, "a prefix without room is none"
-
-
-def test_sequence_slots_lead_to_a_kernel_that_reads_by_them(cuda: FakeDriver) -> None:
-    for recent in ((9, 3), None):  # a ring, or sinks alone
-        case = make_mla(AIM, 16, (70, 3), exact="bf16", sinks=2, recent=recent, in_slots=True)
-        attend(case)
-        packed, exact, _ = loaded_specs_by_call(cuda)
-        seq_slots = case.segments[1].seq_slots
-        assert seq_slots is not None
-        assert (packed["seq_slots"], exact["seq_slots"]) == (0, seq_slots.data_ptr())
-        assert (exact["index"] == 0) == (recent is None)
-        assert [spec.place for spec in loaded_specs()[:2]] == ["linear", "slots"]
-        cuda.launched.clear()
-
-
-def loaded_specs_by_call(cuda: FakeDriver) -> list[dict[str, Any]]:
-    """The arguments of the launches of a call, of a kernel each."""
-    first, second, combine = loaded_specs()
-    pairs = zip((first, second, combine), cuda.launched, strict=True)
-    return [arguments_of(spec, note.arguments) for spec, note in pairs]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from attend import attend_shared
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
-from in_simulator import SIMULATED, in_simulator, typed
+from in_simulator import SIMULATED, in_simulator
 from made_up_codec import INT5
 from prefix_cases import PrefixCase, make_prefix, nothing_of_its_own
 
@@ -24,13 +24,12 @@ from kvquant.kernels.cuda.prefix import spec as prefix_spec
 from kvquant.kernels.cuda.prefix.spec import SHAPES, PrefixSpec, blocks_per_sm, fit, worth_splits
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
-from kvquant.kernels.cuda.runtime.tensors import strides
 from kvquant.ops import shared_prefix
 from kvquant.rows.codec import CODECS
 from kvquant.rows.format import HEAD_DIMS
 
 if SIMULATED:
-    from kvquant.kernels.cuda.simulator import simulator
+    from simulated_launches import simulated
 
 needs_numba_cuda = pytest.mark.extra("cuda")
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g8 fp8 fp8-g4 bf16 fp16".split()
@@ -52,47 +51,23 @@ def simulate(
     **shape: Any,
 ) -> None:
     """Compare with float64; shape: warps, blocks, tokens and span of the spec."""
-    segment, q = case.prefix, case.q
-    k, v, table = segment.k_rows, segment.v_rows, segment.block_table
-    num_kv_heads, page_size = k.shape[1:3]
-    ratio = q.shape[1] // num_kv_heads
-    query = {torch.bfloat16: "bf16", torch.float16: "fp16"}[q.dtype]
-    spec = PrefixSpec(segment.k_format, segment.v_format, query, table is not None)
+    places = torch.arange(len(case.q)) if members is None else torch.tensor(members)
     plain: dict[str, Any] = {"warps": 2, "blocks": 1, "tokens": 32, "span": 32}
-    spec = replace(spec, **plain | shape)
-    places = torch.arange(len(q)) if members is None else torch.tensor(members)
-    rows = len(places) * ratio
-    out = torch.full((splits, num_kv_heads, rows, segment.v_format.head_dim), torch.nan)
-    lse = torch.full((splits, num_kv_heads, rows), torch.nan)
-    tensors = [q, places, out, lse, k, v, segment.seq_lens]
-    values = [x.data_ptr() for x in tensors] + [0 if table is None else table.data_ptr()]
-    if members is None:
-        values[1] = 0
-    values += strides(q) + strides(k) + strides(v)
-    shift = 0 if table is None else page_size.bit_length() - 1
-    scale = q.shape[2] ** -0.5 * math.log2(math.e)
-    numbers = [*values, segment.capacity, shift, len(places), len(q), ratio, scale]
-    arguments = typed(spec, numbers)
-    tensors += [] if table is None else [table]
-    simulator.launch(
-        spec.build(),
-        (-(-rows // spec.rows), num_kv_heads, splits),
-        spec.threads,
-        spec.shared_bytes,
-        arguments,
-        [(x.data_ptr(), x.nbytes) for x in tensors],
-        backwards=backwards,
-    )
-    weights = lse.double().softmax(0)
-    found = (weights[..., None] * out.double().nan_to_num()).sum(0)
-    lse = lse.double().logsumexp(0)
-    shared = (places >= 0) & (places < len(q))
-    by_member = (num_kv_heads, len(places), ratio)
-    found = found.view(*by_member, -1).transpose(0, 1).flatten(1, 2)[shared]
-    lse = lse.view(by_member).transpose(0, 1).flatten(1, 2)[shared]
-    wanted, wanted_lse = case.out[places[shared]], case.lse[places[shared]]
-    assert float((found - wanted).norm() / wanted.norm()) < 8e-4
-    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-3)
+
+    def fit(spec: PrefixSpec, *_: int) -> PrefixSpec:
+        return replace(spec, **plain | shape)
+
+    out = torch.zeros(*case.q.shape[:2], case.prefix.v_format.head_dim, dtype=case.q.dtype)
+    lse = torch.full(case.q.shape[:2], -math.inf)  # nothing before
+    given = case.q, case.prefix, None if members is None else places, out, lse
+    with simulated(*given, backwards=backwards), mock.patch.object(launching, "fit", fit):
+        launching.add_prefix(*given, case.q.shape[2] ** -0.5, splits)
+    shared = (places >= 0) & (places < len(case.q))
+    at = places[shared]
+    assert float((out[at] - case.out[at]).norm() / case.out[at].norm()) < LIMITS[case.q.dtype]
+    torch.testing.assert_close(lse[at].double(), case.lse[at], rtol=1e-4, atol=1e-3)
+    others = torch.ones(len(case.q)).bool().index_fill(0, at, False)
+    assert not out[others].any() and bool((lse[others] == -math.inf).all())
 
 
 @pytest.mark.slow
@@ -114,7 +89,7 @@ def test_members_and_two_blocks_of_queries_a_warp() -> None:
     simulate(case, 2, members=[2, -1, 0, 1, 4], backwards=True, warps=1, blocks=2)
 
 
-@needs_numba_cuda
+@pytest.mark.slow
 @in_simulator
 def test_tiles_in_parts_and_rows_in_a_run() -> None:
     case = make_prefix("fp8/int4", 80, 3, (4, 1), 70, page_size=0, dtype=torch.float16)
@@ -219,30 +194,18 @@ def launch(case: PrefixCase, members: torch.Tensor | None = None, **options: Any
     )
 
 
-def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
+def test_a_prefix_is_cut_into_splits(cuda: FakeDriver) -> None:
     case = make_prefix("int4/int8", 64, 40, (8, 2), 700, page_size=64)
     members = torch.arange(40)
     launch(case, members)
-    first, merge = cuda.launched
-    (spec,) = (one for one in loaded_specs() if isinstance(one, PrefixSpec))
-    assert spec.rows == 64
-    given = arguments_of(spec, first.arguments)
-    k, v = case.prefix.k_rows, case.prefix.v_rows
-    assert case.prefix.block_table is not None
-    assert given["k_rows"] == k.data_ptr() and given["v_rows"] == v.data_ptr()
-    assert given["q"] == case.q.data_ptr() and given["members"] == members.data_ptr()
-    assert given["table"] == case.prefix.block_table.data_ptr()
-    assert (given["q_stride_batch"], given["q_stride_head"]) == (8 * 64 * 2, 64 * 2)
-    assert (given["k_stride_page"], given["k_stride_head"], given["k_stride_row"]) == k.stride()[:3]
-    assert (given["capacity"], given["page_shift"]) == (704, 6)
-    assert (given["num_members"], given["batch"], given["ratio"]) == (40, 40, 4)
-    assert given["score_scale"] == pytest.approx(0.25 * math.log2(math.e))
-    assert first.grid == (3, 2, 22) and first.block == (128, 1, 1)  # a split a tile
-    assert first.shared == spec.shared_bytes and merge.grid == (80, 1, 1)
     launch(case, members, num_splits=3)
     launch(case, members[:0])
     launch(case._replace(q=case.q[:0]))
-    assert [note.grid for note in cuda.launched[2:]] == [(3, 2, 3), (80, 1, 1)]
+    (spec,) = (one for one in loaded_specs() if isinstance(one, PrefixSpec))
+    grids = [note.grid for note in cuda.launched]
+    assert grids == [(3, 2, 22), (80, 1, 1), (3, 2, 3), (80, 1, 1)]  # at most a split a tile
+    first = cuda.launched[0]
+    assert first.block == (128, 1, 1) and first.shared == spec.shared_bytes and spec.rows == 64
 
 
 def test_the_op_launches_as_the_call_does(cuda: FakeDriver) -> None:
@@ -356,9 +319,7 @@ def test_blocks_of_all_sizes(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "scales",
-    [(6e4, 1e-5, 1e-5), (1e-4, 1e4, 1e4), (1e-4, 1e-5, 1e4), (1.0, 1.0, 1e-6)],
-    ids=str,
+    "scales", [(6e4, 1e-5, 1e-5), (1e-4, 1e4, 1e4), (1e-4, 1e-5, 1e4), (1.0, 1.0, 1e-6)], ids=str
 )
 @pytest.mark.parametrize("name", ["int4-g4", "fp8", "int8"])
 def test_tiny_and_large_scales(

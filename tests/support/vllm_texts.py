@@ -1,0 +1,77 @@
+"""Texts that engines of vLLM generate, and how two of them are compared. Without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Text(NamedTuple):
+    """A generated text.
+
+    Attributes:
+        ids: its tokens.
+        known: at each step the log-probabilities of the likeliest tokens and of the chosen one.
+    """
+
+    ids: list[Any]
+    known: list[dict[Any, float]]
+
+    @classmethod
+    def of(cls, output: Any) -> Text:
+        """Read an output of vllm.LLM that was asked for logprobs."""
+        known = [{token: one.logprob for token, one in step.items()} for step in output.logprobs]
+        return cls(list(output.token_ids), known)
+
+    @classmethod
+    def parse(cls, given: Any) -> Text:
+        """Read what json.dumps made of one, whose keys are strings."""
+        ids, known = given
+        return cls(ids, [{int(token): value for token, value in step.items()} for step in known])
+
+    def sure_steps(self, margin: float) -> int:
+        """Tokens before the first step whose likeliest token leads by less than the margin."""
+        for at, known in enumerate(self.known):
+            first, second = sorted(known.values(), reverse=True)[:2]
+            if first - second < margin:
+                return at
+        return len(self.ids)
+
+
+def check_alike(
+    found: Sequence[Text],
+    wanted: Sequence[Text],
+    limit: float,
+    *,
+    least_sure: float = 1 / 3,
+    sampled: bool = False,
+) -> None:
+    """Compare log-probabilities, of each text as long as the tokens before are the same.
+
+    Where the two likeliest tokens are nearer than both may move, either may come, and the text goes
+    on otherwise. So no text is compared word for word: the margin is checked where two part.
+
+    Args:
+        found, wanted: texts of the same prompts.
+        limit: how far the log-probabilities of the two likeliest tokens may move.
+        least_sure: share of all tokens that stand before the first step of their text whose margin
+            is too small: they are compared on any processor.
+        sampled: tokens were drawn, so that a text may part anywhere, and rarely does; least_sure is
+            then the share of tokens that were compared.
+    """
+    sure = total = 0
+    for ours, theirs in zip(found, wanted, strict=True):
+        total += len(theirs.ids)
+        sure += 0 if sampled else theirs.sure_steps(2 * limit)
+        steps = zip(ours.ids, theirs.ids, ours.known, theirs.known, strict=True)
+        for at, (token, other, here, there) in enumerate(steps):
+            # the likeliest, and what was drawn: what is less likely moves more, and never comes
+            likely = {*sorted(there, key=there.__getitem__)[-2:], other}
+            errors = [abs(here[one] - there[one]) for one in likely & here.keys()]
+            assert errors and max(errors) < limit, (at, here, there)
+            if token != other:
+                gap = there[other] - there.get(token, -float("inf"))
+                assert sampled or gap < 2 * limit, (at, here, there)
+                break
+            sure += sampled
+    assert sure >= least_sure * total, f"only {sure} of {total} tokens are sure to be compared"
