@@ -16,7 +16,9 @@ from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_
 from kvquant.rows.format import RowFormat
 
 pytestmark = pytest.mark.filterwarnings("default")  # LMCache's own
-serde = pytest.importorskip("kvquant.lmcache.serde", exc_type=ModuleNotFoundError)
+pytest.importorskip("lmcache")
+from kvquant.lmcache import serde  # noqa: E402
+
 LAYERS, TOKENS, HEADS, DIM = 3, 40, 4, 64
 
 
