@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvquant.hf.model import CachedModel
 
 AGREEMENT = (32, 128, 512, 2048)  # tokens after which texts are compared
-NGRAM, DRAFTED = 3, 8  # of prompt lookup: the last tokens that are searched, tokens drafted
+NGRAM, DRAFTED = 3, 10  # of prompt lookup: the last tokens that are searched, tokens drafted
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,9 @@ def summary(exact: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> d
 def accepted(context: Sequence[int], text: Sequence[int]) -> float:
     """Tokens that a step of greedy decoding with prompt lookup adds, on average.
 
-    The last NGRAM tokens are searched in all before them; the DRAFTED tokens behind the latest
-    place are the draft. What the model accepts of it is what it would have written: the text.
+    The last NGRAM tokens are searched in all before them; the DRAFTED tokens behind the first place
+    are the draft, as in transformers. What the model accepts of it is what it would have written:
+    the text.
 
     Example:
         >>> accepted([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2])
@@ -134,7 +135,7 @@ def accepted(context: Sequence[int], text: Sequence[int]) -> float:
 
 def _draft(known: list[int]) -> list[int]:
     last = known[-NGRAM:]
-    for start in range(len(known) - NGRAM - 1, -1, -1):
+    for start in range(len(known) - NGRAM):
         if known[start : start + NGRAM] == last:
             return known[start + NGRAM : start + NGRAM + DRAFTED]
     return []

@@ -142,14 +142,19 @@ def overwritten(rng: Random, count: int) -> Sheet:
     return Sheet(lines, questions)
 
 
+MIXED = 4  # chains whose steps stand among one another
+
+
 def variables(rng: Random, count: int) -> Sheet:
-    """Chains of assignments, shuffled so that each step stands behind the one that it reads."""
+    """Chains of assignments; each step stands behind the one that it reads."""
     names = [f"x{i}" for i in rng.sample(range(10, 10 + 10 * count), count)]
     chains: list[list[str]] = []
     while names:
         chains.append([names.pop() for _ in range(min(rng.randint(3, 7), len(names)))])
-    order = [chain for chain in chains for _ in chain]
-    rng.shuffle(order)  # whose next step each line is
+    order: list[list[str]] = []  # whose next step each line is
+    for at in range(0, count, MIXED):
+        mixed = [chain for chain in chains[at : at + MIXED] for _ in chain]
+        order += rng.sample(mixed, len(mixed))
     lines: list[str] = []
     numbers: dict[str, str] = {}
     places: dict[str, list[int]] = {}
