@@ -38,7 +38,9 @@ class QuickWriter(Writer):
     """Calls the tokenizer's Rust directly: ten times as fast."""
 
     def _plain(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.backend_tokenizer.encode(
+            text, add_special_tokens=False
+        ).ids
         return ids
 
 

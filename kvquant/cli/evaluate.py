@@ -54,7 +54,9 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
 @click.option("--batch", type=COUNT, default=4, show_default=True, help="Prompts at a time.")
 @click.option("--chunk", type=COUNT, help="Tokens of a prompt that are computed at a time.")
 @click.option("--prompts-from-rows", is_flag=True, help="Chunks attend to packed rows before them.")
-@click.option("--chat/--no-chat", default=None, help="Chat template; where there is one by default.")
+@click.option(
+    "--chat/--no-chat", default=None, help="Chat template; where there is one by default."
+)
 @click.option("--max-drop", type=POSITIVE, help="Points of accuracy that a cache may lose.")
 @click.option("--seed", type=WHOLE, default=0, show_default=True, help="Of what is drawn.")
 @click.option("--device", type=DEVICE, default="cpu", show_default=True, help="Or cuda:N.")
@@ -120,9 +122,7 @@ def evaluate(
     options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat}
     options |= {} if retrieval is None else {"retrieval": _names(retrieval)}
     options |= {} if pattern is None else {"pattern": pattern}
-    sizes = Sizes(
-        lengths, samples, questions, samples, scored, new_tokens, batch=batch, seed=seed
-    )
+    sizes = Sizes(lengths, samples, questions, samples, scored, new_tokens, batch=batch, seed=seed)
     task, reading = Task(**options), Reading(chunk, prompts_from_rows)
     reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
     given = [] if examples is None else _examples(examples, reader)
@@ -168,8 +168,8 @@ def _examples(path: Path, reader: Any) -> list[Any]:
         answer = one.get("answer") if isinstance(one, Mapping) else None
         if not isinstance(prompt, str) or not isinstance(answer, str | None):
             raise ConfigError(
-                f'{path}, line {number}: write {{"prompt": "...", "answer": "..."}}; the answer may '
-                "be left out"
+                f'{path}, line {number}: write {{"prompt": "...", "answer": "..."}}, or leave the '
+                "answer out"
             )
         found.append(Example(_prompt_tokens(prompt, reader), answer))
     if not found:

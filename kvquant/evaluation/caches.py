@@ -1,9 +1,9 @@
 """Caches as a user writes them: K[/V][,sinks=N][,recent=N], or a plan's file in place of formats.
 
-    int4-g4                              K and V alike, the default 16-bit window
-    int8/int4-g4,sinks=4,recent=128      K in int8, V in int4-g4
-    int4-g8+int8-g4                      latents and RoPE parts (multi-head latent attention)
-    plan.safetensors,recent=0            the formats and transforms of a plan
+int4-g4                              K and V alike, the default 16-bit window
+int8/int4-g4,sinks=4,recent=128      K in int8, V in int4-g4
+int4-g8+int8-g4                      latents and RoPE parts (multi-head latent attention)
+plan.safetensors,recent=0            the formats and transforms of a plan
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def parse_cache(text: str, *, latent: bool = False) -> Scheme | Planned:
         >>> parse_cache("int8/int4-g4,recent=64")
         Scheme(k_format='int8', v_format='int4-g4', sink_len=4, recent_len=64)
     """
-    what, *options = text.strip().split(",")
+    what, *options = (part.strip() for part in text.split(","))
     lengths = dict(OPTIONS)
     for option in options:
-        name, _, value = option.strip().partition("=")
+        name, _, value = option.partition("=")
         if name not in OPTIONS or not (value.isascii() and value.isdecimal()):
             raise ConfigError(f"cache {text!r:.80}: {option!r:.40} is no option: write {GRAMMAR}")
         lengths[name] = int(value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from kvquant.cache.contiguous import KVCache
     from kvquant.hf.model import CachedModel
 
-Choice = Scheme | Planned
+Choice: TypeAlias = Scheme | Planned
+A_QUESTION = 8  # tokens at least, of which stepper chooses a graph
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,11 @@ class Caches:
         scheme = Scheme(model.exact_format, model.exact_format)
         self.exact, self.logits = self._read(scheme, self.length + new_tokens)
 
-    def copy(self, choice: Choice) -> tuple[KVCache, torch.Tensor]:
+    def copy(self, choice: Choice) -> KVCache:
+        """A cache of the prompts."""
+        return self.copy_and_logits(choice)[0]
+
+    def copy_and_logits(self, choice: Choice) -> tuple[KVCache, torch.Tensor]:
         """A cache of the prompts, and the logits behind them: with from_rows its own."""
         if self._reading.from_rows:
             return self._read(choice, self.exact.max_seq_len)
@@ -90,26 +96,22 @@ def ask_all(
         [prompts][questions], right or not: of the 16-bit cache, then of each choice.
     """
     longest = max(len(one.question) + len(one.answer) for each in prompts for one in each.asked)
-    tokens = torch.tensor([one.context for one in prompts])
+    tokens = torch.tensor([one.context for one in prompts], device="cpu")
     caches = Caches(model, tokens, longest, reading)
-    yield _answers(model, prompts, caches.exact, lambda: caches.exact)
+    yield _answers(model, prompts, lambda: caches.exact)
     for choice in choices:
-        cache, _ = caches.copy(choice)
-        yield _answers(model, prompts, cache, lambda choice=choice: caches.copy(choice)[0])
-        del cache
+        yield _answers(model, prompts, partial(caches.copy, choice))
 
 
 def _answers(
-    model: CachedModel,
-    prompts: Sequence[Prompt],
-    cache: KVCache,
-    again: Callable[[], KVCache],
+    model: CachedModel, prompts: Sequence[Prompt], make: Callable[[], KVCache]
 ) -> list[list[bool]]:
-    """What a cache answers; again gives one of the same prompts, where cropping is not exact."""
+    """What a cache answers; make gives one of these prompts, again where cropping is not exact."""
     length = len(prompts[0].context)
     most = max(len(one.asked) for one in prompts)
     found: list[list[bool]] = [[] for _ in prompts]
-    step = model.stepper(cache, most * 8)
+    cache = make()
+    step = model.stepper(cache, most * A_QUESTION)
     for at in range(most):
         # a prompt with fewer questions repeats its first one, which is not counted twice
         asked = [one.asked[at] if at < len(one.asked) else one.asked[0] for one in prompts]
@@ -121,8 +123,9 @@ def _answers(
                 found[place].append(one)
         cache.check()
         if cache.recent_len and fed.shape[1] > cache.rollback_len:
-            cache = again()
-            step = model.stepper(cache, most * 8)
+            del cache, step  # before there is another one
+            cache = make()
+            step = model.stepper(cache, most * A_QUESTION)
         else:
             cache.crop(length)
     return found
@@ -132,9 +135,8 @@ def _fed(asked: Sequence[Asked]) -> tuple[torch.Tensor, torch.Tensor]:
     """[batch, tokens]: questions and answers, and whether a token is part of an answer."""
     rows = [[*one.question, *one.answer] for one in asked]
     width = max(map(len, rows))
-    fed = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows])
-    place = torch.arange(width)
-    starts = torch.tensor([len(one.question) for one in asked])[:, None]
-    ends = torch.tensor([len(row) for row in rows])[:, None]
+    fed = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], device="cpu")
+    place = torch.arange(width, device="cpu")
+    starts = torch.tensor([len(one.question) for one in asked], device="cpu")[:, None]
+    ends = torch.tensor([len(row) for row in rows], device="cpu")[:, None]
     return fed, (place >= starts) & (place < ends)
-

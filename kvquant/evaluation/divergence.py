@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,7 @@ def diverge(
     expected = predict(model, caches.exact, fed)  # [scored, passages, vocabulary]
     caches.exact.crop(context)
     for choice in choices:
-        cache, _ = caches.copy(choice)
+        cache = caches.copy(choice)
         given = predict(model, cache, fed)
         cache.check()
         kl = [
@@ -71,7 +72,7 @@ def summary(scores: Scores) -> dict[str, Any]:
         "top1_error": standard_error(means["top1"]),
         "by_position": [
             sum(sum(one[a:b]) for one in kl) / (len(kl) * (b - a))
-            for a, b in zip(edges, edges[1:], strict=False)
+            for a, b in pairwise(edges)
             if b > a
         ],
         "tokens": len(flat),

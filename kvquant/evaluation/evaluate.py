@@ -35,6 +35,7 @@ KINDS = ("kl", "generation", "retrieval")
 HELD_OUT = Path(__file__).with_name("held_out.txt")
 MARGIN = 64  # tokens behind the context of a prompt that a model has positions for
 LENGTH = 4096  # of contexts, or as many as the model has
+READING = Reading()
 Progress = Callable[[str, int], None]  # what is done, and of how many such parts
 
 
@@ -111,15 +112,18 @@ class Task:
         generation.answer_of("", self.pattern)
 
 
+TASK, SIZES = Task(), Sizes()
+
+
 def evaluate(
     model: CachedModel,
     caches: Sequence[str | Choice],
     *,
-    task: Task = Task(),
-    sizes: Sizes = Sizes(),
+    task: Task = TASK,
+    sizes: Sizes = SIZES,
     text: str | None = None,
     examples: Sequence[Example] = (),
-    reading: Reading = Reading(),
+    reading: Reading = READING,
     state: Path | None = None,
     progress: Progress = lambda what, parts: None,
 ) -> dict[str, Any]:
@@ -173,7 +177,8 @@ class _Run:
         self.tokens = self._encoded() if needs_text else []
         self._check_text()
         self.writers = {length: self._writer(length) for length in self.lengths}
-        self.costs = [self._cost(choice) for choice in (self._exact, *self.choices)]
+        self.costs = [self._cost("16 bit", self._exact)]
+        self.costs += [self._cost(str(choice), choice) for choice in self.choices]
         self._check_memory()
         self.records = Records(self.state, self._settings())
 
@@ -231,7 +236,7 @@ class _Run:
     def _seed(self, name: str, at: int) -> str:
         return f"{self.sizes.seed} {name} {at}"
 
-    def _cost(self, choice: Choice) -> dict[str, Any]:
+    def _cost(self, name: str, choice: Choice) -> dict[str, Any]:
         """What a cache costs, by one on no device."""
         capacity = max(self.lengths) + max(MARGIN, self.sizes.scored, self.sizes.new_tokens)
         meta = torch.device("meta")
@@ -243,7 +248,7 @@ class _Run:
             )
         a_token = made.nbytes / capacity
         return {
-            "cache": "16 bit" if choice == self._exact else str(choice),
+            "cache": name,
             "bits": stored_bits(made, exact),
             "bytes_a_token": a_token,
             "tokens_per_gib": int(2**30 / a_token),
@@ -329,9 +334,7 @@ class _Run:
         assert writer is not None
         found = {}
         for name in self.task.retrieval:
-            prompts = [
-                writer.write(name, self._seed(name, at)) for at in range(self.sizes.prompts)
-            ]
+            prompts = [writer.write(name, self._seed(name, at)) for at in range(self.sizes.prompts)]
             answers: list[list[list[bool]]] = [[] for _ in self.costs]
             for batch in self._batches(len(prompts)):
 
@@ -369,7 +372,7 @@ class _Run:
             for place, group in enumerate(groups):
 
                 def measure(group: Any = group, sampling: Sampling = sampling) -> Any:
-                    tokens = torch.tensor([one.tokens for one in group])
+                    tokens = torch.tensor([one.tokens for one in group], device="cpu")
                     count, model = self.sizes.new_tokens, self.model
                     return list(
                         generation.free_run(

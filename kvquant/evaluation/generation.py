@@ -1,4 +1,4 @@
-"""Free-running generation: where texts part from the 16-bit cache's, and whether answers stay right.
+"""Free-running generation: where texts part from the 16-bit cache's, and if answers stay right.
 
 Greedy texts part at the first token whose margin is smaller than the error of the cache. Sampled
 ones use the same random numbers for every cache (a Gumbel number for each token of the vocabulary
@@ -57,7 +57,7 @@ def free_run(
     yield _continued(model, caches.exact, caches.logits, num_tokens, sampling)
     caches.exact.crop(caches.length)
     for choice in choices:
-        cache, logits = caches.copy(choice)
+        cache, logits = caches.copy_and_logits(choice)
         yield _continued(model, cache, logits, num_tokens, sampling)
         del cache
 
@@ -71,7 +71,7 @@ def _continued(
     while True:
         scores = logits.float()
         if sampling.temperature is not None:
-            noise = torch.rand(scores.shape, generator=random, dtype=torch.float64)
+            noise = torch.rand(scores.shape, generator=random, dtype=torch.float64, device="cpu")
             gumbel = -(-noise.clamp(1e-300).log()).log()
             scores = scores / sampling.temperature + gumbel.to(scores)
         found.append(scores.argmax(-1))
@@ -150,7 +150,9 @@ def answer_of(text: str, pattern: str) -> str:
     try:
         found = list(re.finditer(pattern, text))
     except re.error as error:
-        raise ConfigError(f"the pattern {pattern!r} of answers is no regular expression: {error}") from error
+        raise ConfigError(
+            f"the pattern {pattern!r} of answers is no regular expression: {error}"
+        ) from error
     if not found:
         return ""
     one = found[-1]

@@ -102,8 +102,8 @@ class Writer:
                 return found
             if count < 4:
                 raise ConfigError(
-                    f"{self._length} tokens have no room for the task {task} and a 16-bit window of "
-                    f"{self._window}: give a longer --length, or caches with a smaller recent"
+                    f"{self._length} tokens have no room for the task {task} and a 16-bit window "
+                    f"of {self._window}: give a longer --length, or caches with a smaller recent"
                 )
             count -= max(count // 32, 1)
 

@@ -25,7 +25,10 @@ def render(found: Mapping[str, Any]) -> str:
 
 
 def _costs(caches: Sequence[Mapping[str, Any]]) -> str:
-    columns = (Column("cache", left=True), *map(Column, ("bits", "bytes\na token", "tokens\na GiB")))
+    columns = (
+        Column("cache", left=True),
+        *map(Column, ("bits", "bytes\na token", "tokens\na GiB")),
+    )
     rows = [
         [
             one["cache"],
@@ -93,13 +96,16 @@ def _retrieval(length: str, names: Sequence[str], tasks: Mapping[str, Any]) -> s
     columns = [(name, one["caches"]) for name, one in tasks.items() if not one["fails"]]
     least = min(one["least_distance"] for one in tasks.values())
     head = (
-        f"Right answers in contexts of {int(length):,} tokens, %; behind the 16-bit row, points lost "
-        f"± standard error. What is asked for lies {least} tokens and more before the end:"
+        f"Right answers in contexts of {int(length):,} tokens, in %, and below the first row the "
+        f"change in points ± its standard error. Answers stand at least {least} tokens before the "
+        "end:"
     )
     return f"{head}\n{_accuracy(names, columns)}" if columns else head
 
 
-def _accuracy(names: Sequence[str], tasks: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> str:
+def _accuracy(
+    names: Sequence[str], tasks: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
+) -> str:
     columns = (Column("cache", left=True), *(Column(name) for name, _ in tasks))
     cells = [["16 bit", *(f"{POINTS * pairs[0]['exact']:.1f}" for _, pairs in tasks)]]
     for at, name in enumerate(names[1:]):
@@ -108,7 +114,7 @@ def _accuracy(names: Sequence[str], tasks: Sequence[tuple[str, Sequence[Mapping[
 
 
 def _points(one: Mapping[str, Any]) -> str:
-    return f"{-POINTS * one['drop']:+.1f} ± {POINTS * one['error']:.1f}"
+    return f"{0.0 - POINTS * one['drop']:+.1f} ± {POINTS * one['error']:.1f}"
 
 
 def _or_dash(value: float | None, form: str) -> str:
@@ -118,8 +124,8 @@ def _or_dash(value: float | None, form: str) -> str:
 def failures(found: Mapping[str, Any]) -> list[str]:
     """A sentence for each task that the model fails with its 16-bit cache."""
     return [
-        f"The model answers {POINTS * one['exact']:.0f} % of `{name}` in contexts of {int(length):,} "
-        "tokens with its 16-bit cache: this is not a test of the cache."
+        f"With its 16-bit cache the model answers {POINTS * one['exact']:.0f} % of `{name}` in "
+        f"contexts of {int(length):,} tokens: this is not a test of the cache."
         for length, tasks in found.get("retrieval", {}).items()
         for name, one in tasks.items()
         if one["fails"]

@@ -74,8 +74,10 @@ def _words(rng: Random, pool: Sequence[str], count: int) -> list[str]:
 
 def _with_example(lines: list[str], questions: list[Question]) -> Sheet:
     """A sheet whose last question is answered at its end, where there is another one to ask."""
-    *asked, shown = questions if len(questions) > 1 else (*questions, None)
-    return Sheet(lines, asked, () if shown is None else (f"{shown.begun} {shown.answer}.",))
+    if len(questions) < 2:
+        return Sheet(lines, questions)
+    *asked, shown = questions
+    return Sheet(lines, asked, (f"{shown.begun} {shown.answer}.",))
 
 
 def _digits(rng: Random, count: int) -> str:

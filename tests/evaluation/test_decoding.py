@@ -10,11 +10,11 @@ import torch
 
 from kvquant import KVCache
 from kvquant.calibration.fidelity import Scheme
+from kvquant.errors import ConfigError
 from kvquant.evaluation.decoding import Reading, ask_all
 from kvquant.evaluation.generation import Sampling, accepted, answer_of, first_divergence, free_run
 from kvquant.evaluation.generation import summary as texts_agree
 from kvquant.evaluation.prompts import Asked, Prompt
-from kvquant.errors import ConfigError
 
 VOCABULARY, DIM = 50, 64
 
@@ -38,9 +38,7 @@ class Counting:
         cache.append(0, rows, rows)
         return self._logits(cache, tokens[:, -1])
 
-    def stepper(
-        self, cache: KVCache, num_tokens: int
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def step(tokens: torch.Tensor) -> torch.Tensor:
             self.read.append(int(cache.seq_lens.max()))
             return self.prefill(cache, tokens[:, None])

@@ -1,4 +1,4 @@
-"""Sheets as tokens: exact lengths, known distances, questions and answers that decode to the text."""
+"""Sheets as tokens: exact lengths, known distances, questions and answers as in the text."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def test_nothing_is_asked_of_the_16_bit_window(tokenizer: Any) -> None:
             assert min(one.distance for one in made.write(task, str(seed)).asked) >= 300
 
 
-def test_what_cannot_be_written_is_refused(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="needs the model's tokenizer"):
         Writer(None, 500, [1], window=0, sinks=0)
     with pytest.raises(ConfigError, match="no chat template"):

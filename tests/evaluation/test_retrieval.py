@@ -64,7 +64,9 @@ def test_answers_follow_from_the_lines(task: str, count: int) -> None:
             assert re.fullmatch(r"[a-z0-9, ]+", question.answer)
         lines = {line for question in sheet.questions for line in question.lines}
         assert all(0 <= line < count for line in lines)
-        assert not any(one.begun in example for one in sheet.questions for example in sheet.examples)
+        assert not any(
+            one.begun in example for one in sheet.questions for example in sheet.examples
+        )
 
 
 def test_lines_that_hold_an_answer_are_named() -> None:
