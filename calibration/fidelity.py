@@ -163,7 +163,7 @@ def _exact_cache(
 ) -> KVCache:
     """An empty cache of 16-bit rows for prompts of so many tokens, and more."""
     exact = Scheme(model.exact_format, model.exact_format)
-    options |= _options_of(exact, is_latent=getattr(model, "has_latents", False))
+    options |= options_of(exact, is_latent=getattr(model, "has_latents", False))
     return model.new_cache(batch, tokens + new_tokens, **options)
 
 
@@ -207,11 +207,11 @@ def _empty_copy(
     model: DecodingModel, exact: KVCache, scheme: Scheme | Planned, device: Devices
 ) -> KVCache:
     """A cache of a scheme, of the capacity of another."""
-    options = _options_of(scheme, is_latent=isinstance(exact, LatentKVCache))
+    options = options_of(scheme, is_latent=isinstance(exact, LatentKVCache))
     return model.new_cache(exact.batch, exact.max_seq_len, device=device, **options)
 
 
-def _options_of(scheme: Scheme | Planned, *, is_latent: bool) -> dict[str, Any]:
+def options_of(scheme: Scheme | Planned, *, is_latent: bool) -> dict[str, Any]:
     """A scheme as options of new_cache."""
     lengths = {"sink_len": scheme.sink_len, "recent_len": scheme.recent_len}
     if isinstance(scheme, Planned):

@@ -31,8 +31,9 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
     "vllm": f"{BASE} rows engine",
     "lmcache": f"{BASE} rows ops io engine",
     "calibration": f"{BASE} text rows ops cache io hf",
+    "evaluation": f"{BASE} text rows cache io hf calibration",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
-    "cli": f"version {BASE} text rows cache io hf calibration",
+    "cli": f"version {BASE} text rows cache io hf calibration evaluation",
     "__init__": "errors version",
     "__main__": "",
     "kernels.disk_cache": "errors",
@@ -244,7 +245,7 @@ def test_help_and_completion_load_nothing_but_click() -> None:
     code = "from kvquant.cli.main import main; "
     code += "[main([*name, '--help'], standalone_mode=False) for name in ([], *zip(main.commands))]"
     printed, loaded = loaded_by(code)
-    assert printed.count("Example:") == 9
+    assert printed.count("Example:") == 10
     assert loaded <= light
     asked = {"COMP_WORDS": "kvquant bench --format int8/int4-g", "COMP_CWORD": "3"}
     code = "from kvquant.cli.main import main; main(prog_name='kvquant')"

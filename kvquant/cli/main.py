@@ -29,6 +29,7 @@ from .console import (
     warn_of_length,
     write_json,
 )
+from .evaluate import evaluate
 from .report import report
 from .warmup import warmup
 
@@ -226,6 +227,7 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
 
 main.add_command(bench)
 main.add_command(calibrate)
+main.add_command(evaluate)
 main.add_command(report)
 main.add_command(warmup)
 

@@ -1,0 +1,189 @@
+"""The command kvquant evaluate."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import ConfigError
+from .console import (
+    COUNT,
+    DEVICE,
+    FILE,
+    FOLDER,
+    FORMATS,
+    NEW_FILE,
+    POSITIVE,
+    WHOLE,
+    check_device,
+    check_output,
+    enough_memory,
+    read_text,
+    write_json,
+)
+
+EXCEEDED, UNKNOWN = 3, 4  # exit codes
+
+
+@click.command(epilog=FORMATS)
+@click.argument("model", type=FOLDER)
+@click.option(
+    "--cache",
+    "caches",
+    multiple=True,
+    required=True,
+    help="K[/V][,sinks=N][,recent=N], or a plan's file for the formats. Give one or more.",
+)
+@click.option("--tasks", default="kl,generation,retrieval", show_default=True, help="Of these.")
+@click.option("--retrieval", help="Some retrieval tasks, with commas; all by default.")
+@click.option(
+    "--length", "lengths", type=COUNT, multiple=True, help="Of contexts; 4,096 by default. Repeat."
+)
+@click.option("--text", type=FILE, help="Held-out text; a packaged one by default.")
+@click.option("--prompts", "examples", type=FILE, help="JSON lines: prompt, answer (if any).")
+@click.option("--pattern", help="Regular expression that finds the answer in a generated text.")
+@click.option("--samples", type=COUNT, default=8, show_default=True, help="Prompts of each task.")
+@click.option("--questions", type=COUNT, default=8, show_default=True, help="Of each prompt.")
+@click.option("--scored", type=COUNT, default=128, show_default=True, help="Tokens of a passage.")
+@click.option("--new-tokens", type=COUNT, default=128, show_default=True, help="To generate.")
+@click.option("--batch", type=COUNT, default=4, show_default=True, help="Prompts at a time.")
+@click.option("--chunk", type=COUNT, help="Tokens of a prompt that are computed at a time.")
+@click.option("--prompts-from-rows", is_flag=True, help="Chunks attend to packed rows before them.")
+@click.option(
+    "--chat/--no-chat", default=None, help="Chat template; where there is one by default."
+)
+@click.option("--max-drop", type=POSITIVE, help="Points of accuracy that a cache may lose.")
+@click.option("--seed", type=WHOLE, default=0, show_default=True, help="Of what is drawn.")
+@click.option("--device", type=DEVICE, default="cpu", show_default=True, help="Or cuda:N.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of weights and arithmetic; 16 bit for large models.",
+)
+@click.option("--json", "json_file", type=NEW_FILE, help="Write all figures here.")
+@enough_memory("--length, --batch or --dtype")
+def evaluate(
+    model: Path,
+    caches: tuple[str, ...],
+    tasks: str,
+    retrieval: str | None,
+    lengths: tuple[int, ...],
+    text: Path | None,
+    examples: Path | None,
+    pattern: str | None,
+    samples: int,
+    questions: int,
+    scored: int,
+    new_tokens: int,
+    batch: int,
+    chunk: int | None,
+    prompts_from_rows: bool,
+    chat: bool | None,
+    max_drop: float | None,
+    seed: int,
+    device: str,
+    dtype: str,
+    json_file: Path | None,
+) -> None:
+    """Compare a model's answers with quantized caches and with its 16-bit cache.
+
+    Each prompt is read once. Its 16-bit keys and values are quantized into each cache, and every
+    task decodes from there: predictions of a held-out text (kl), free-running texts (generation),
+    and facts among near-identical ones (retrieval). An interrupted run with --json goes on where it
+    was.
+
+    The exit code is 3 if a cache loses more than --max-drop points beyond two standard errors, and
+    4 if there are not enough samples to say so.
+
+    \b
+    Example:
+      kvquant evaluate examples/llama-demo-5m --cache int8 --cache int4-g4,recent=64 \\
+          --length 512 --samples 4 --json evaluation.json
+    """
+    check_output(json_file, model, text, examples, endings=(".json",))
+    state = None if json_file is None else json_file.with_name(f".{json_file.name}.partial")
+    import torch
+
+    from ..evaluation.decoding import Reading
+    from ..evaluation.evaluate import Sizes, Task
+    from ..evaluation.evaluate import evaluate as run
+    from ..evaluation.report import against_limit, render
+    from ..hf.model import CachedModel
+    from ..text import paragraph, progress
+
+    check_device(device)
+    options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat}
+    options |= {} if retrieval is None else {"retrieval": _names(retrieval)}
+    options |= {} if pattern is None else {"pattern": pattern}
+    sizes = Sizes(lengths, samples, questions, samples, scored, new_tokens, batch=batch, seed=seed)
+    task, reading = Task(**options), Reading(chunk, prompts_from_rows)
+    reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
+    given = [] if examples is None else _examples(examples, reader)
+    with progress(100, "Evaluating") as update:
+        found = run(
+            reader,
+            caches,
+            task=task,
+            sizes=sizes,
+            text=None if text is None else read_text(text),
+            examples=given,
+            reading=reading,
+            state=state,
+            progress=lambda what, parts: update(100 // parts, what),
+        )
+    click.echo(render(found))
+    write_json(json_file, found)
+    if max_drop is not None:
+        verdict, reasons = against_limit(found, max_drop)
+        for reason in reasons:
+            click.echo(paragraph(reason), err=True)
+        if verdict != "met":
+            sys.exit(EXCEEDED if verdict == "exceeded" else UNKNOWN)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(one.strip() for one in text.split(",") if one.strip())
+
+
+def _examples(path: Path, reader: Any) -> list[Any]:
+    """The prompts of a file of JSON lines."""
+    from ..evaluation.evaluate import Example
+
+    found = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            one = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}, is no JSON: {error}") from None
+        prompt = one.get("prompt") if isinstance(one, Mapping) else None
+        answer = one.get("answer") if isinstance(one, Mapping) else None
+        if not isinstance(prompt, str) or not isinstance(answer, str | None):
+            raise ConfigError(
+                f'{path}, line {number}: write {{"prompt": "...", "answer": "..."}}, or leave the '
+                "answer out"
+            )
+        found.append(Example(_prompt_tokens(prompt, reader), answer))
+    if not found:
+        raise ConfigError(f"{path} has no prompts: write one JSON object a line")
+    return found
+
+
+def _prompt_tokens(prompt: str, reader: Any) -> list[int]:
+    """A prompt as tokens; with the chat template, where the tokenizer has one."""
+    tokenizer = reader.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        ids: list[int] = reader.encode(prompt)
+        return ids
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    chat: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return chat

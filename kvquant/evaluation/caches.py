@@ -1,0 +1,66 @@
+"""Caches as a user writes them: K[/V][,sinks=N][,recent=N], or a plan's file in place of formats.
+
+int4-g4                              K and V alike, the default 16-bit window
+int8/int4-g4,sinks=4,recent=128      K in int8, V in int4-g4
+int4-g8+int8-g4                      latents and RoPE parts (multi-head latent attention)
+plan.safetensors,recent=0            the formats and transforms of a plan
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvquant.calibration.fidelity import Planned, Scheme
+from kvquant.errors import ConfigError
+from kvquant.io.plan import CachePlan
+from kvquant.rows.format import NAMES
+
+OPTIONS = {"sinks": 4, "recent": 128}  # as of KVCache
+GRAMMAR = "K[/V][,sinks=N][,recent=N] or PLAN.safetensors[,sinks=N][,recent=N]"
+
+
+def parse_cache(text: str, *, latent: bool = False) -> Scheme | Planned:
+    """Read a cache's settings.
+
+    Args:
+        text: as above.
+        latent: whether the model's rows are latents and RoPE parts. One format alone is then that
+            of the latents, and RoPE parts stay in 16 bit.
+
+    Returns:
+        What calibration/fidelity.py makes caches of.
+
+    Raises:
+        ConfigError: the text is no such cache, or none of this kind of model.
+        CheckpointError: the file is no plan.
+
+    Example:
+        >>> parse_cache("int8/int4-g4,recent=64")
+        Scheme(k_format='int8', v_format='int4-g4', sink_len=4, recent_len=64)
+    """
+    what, *options = (part.strip() for part in text.split(","))
+    lengths = dict(OPTIONS)
+    for option in options:
+        name, _, value = option.partition("=")
+        if name not in OPTIONS or not (value.isascii() and value.isdecimal()):
+            raise ConfigError(f"cache {text!r:.80}: {option!r:.40} is no option: write {GRAMMAR}")
+        lengths[name] = int(value)
+    sinks, recent = lengths["sinks"], lengths["recent"]
+    if what.endswith(".safetensors"):
+        plan = CachePlan.load(what)
+        return Planned(plan, Path(what).stem, sinks, recent)
+    separator, other = ("+", "/") if latent else ("/", "+")
+    if other in what:
+        kind = "latents and RoPE parts (LATENTS+ROPE)" if latent else "K and V of heads (K/V)"
+        raise ConfigError(f"cache {text!r:.80}: this model keeps {kind}, not {what!r:.40}")
+    formats = what.split(separator)
+    for one in formats:
+        if one not in NAMES:
+            raise ConfigError(
+                f"cache {text!r:.80}: {one!r:.40} is no format: write {GRAMMAR}, with formats of "
+                f"{', '.join(NAMES)}"
+            )
+    if len(formats) > 2:
+        raise ConfigError(f"cache {text!r:.80} has {len(formats)} formats: write {GRAMMAR}")
+    second = formats[-1] if len(formats) == 2 or not latent else "bf16"
+    return Scheme(formats[0], second, sinks, recent)

@@ -1,0 +1,142 @@
+"""Prompts in caches: read once in 16 bit, quantized into each cache, and decoded from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from kvquant.calibration.fidelity import (
+    Planned,
+    Scheme,
+    options_of,
+    quantized_copy,
+    stored_bits,
+)
+
+from .prompts import Asked, Prompt
+
+if TYPE_CHECKING:
+    from kvquant.cache.contiguous import KVCache
+    from kvquant.hf.model import CachedModel
+
+Choice: TypeAlias = Scheme | Planned
+A_QUESTION = 8  # tokens at least, of which stepper chooses a graph
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How prompts come into caches.
+
+    Attributes:
+        chunk: tokens of a prompt that are computed at a time; CachedModel.prefill's when None.
+        from_rows: whether each cache reads the prompt itself, so that later chunks attend to its
+            packed rows, as a server's do. Else the prompt is read once with exact attention.
+    """
+
+    chunk: int | None = None
+    from_rows: bool = False
+
+
+class Caches:
+    """The caches of one batch of prompts, one after another: the 16-bit one, then the others.
+
+    Args:
+        model: decodes.
+        tokens: [batch, tokens], prompts of one length.
+        new_tokens: how many will be decoded behind them.
+        reading: how they are read.
+    """
+
+    def __init__(
+        self, model: CachedModel, tokens: torch.Tensor, new_tokens: int, reading: Reading
+    ) -> None:
+        self.model, self._tokens, self._reading = model, tokens, reading
+        self.length = tokens.shape[1]
+        scheme = Scheme(model.exact_format, model.exact_format)
+        self.exact, self.logits = self._read(scheme, self.length + new_tokens)
+
+    def copy(self, choice: Choice) -> KVCache:
+        """A cache of the prompts."""
+        return self.copy_and_logits(choice)[0]
+
+    def copy_and_logits(self, choice: Choice) -> tuple[KVCache, torch.Tensor]:
+        """A cache of the prompts, and the logits behind them: with from_rows its own."""
+        if self._reading.from_rows:
+            return self._read(choice, self.exact.max_seq_len)
+        return quantized_copy(self.model, self.exact, choice), self.logits
+
+    def _read(self, choice: Choice, max_seq_len: int) -> tuple[KVCache, torch.Tensor]:
+        options = options_of(choice, is_latent=self.model.has_latents)
+        cache = self.model.new_cache(len(self._tokens), max_seq_len, **options)
+        logits = self.model.prefill(cache, self._tokens, chunk=self._reading.chunk)
+        return cache, logits
+
+    def bits(self, cache: KVCache) -> float:
+        """Bits per element of K and V, of a cache of these prompts' capacity."""
+        return stored_bits(cache, self.exact)
+
+
+def ask_all(
+    model: CachedModel,
+    prompts: Sequence[Prompt],
+    choices: Sequence[Choice],
+    reading: Reading,
+) -> Iterator[list[list[bool]]]:
+    """Ask the questions of prompts of one length.
+
+    Questions are decoded token by token, and answers too: an answer is right if each of its tokens
+    is the likeliest one behind the question and the answer so far, which is what greedy decoding
+    would have written.
+
+    Yields:
+        [prompts][questions], right or not: of the 16-bit cache, then of each choice.
+    """
+    longest = max(len(one.question) + len(one.answer) for each in prompts for one in each.asked)
+    tokens = torch.tensor([one.context for one in prompts], device="cpu")
+    caches = Caches(model, tokens, longest, reading)
+    yield _answers(model, prompts, lambda: caches.exact)
+    for choice in choices:
+        yield _answers(model, prompts, partial(caches.copy, choice))
+
+
+def _answers(
+    model: CachedModel, prompts: Sequence[Prompt], make: Callable[[], KVCache]
+) -> list[list[bool]]:
+    """What a cache answers; make gives one of these prompts, again where cropping is not exact."""
+    length = len(prompts[0].context)
+    most = max(len(one.asked) for one in prompts)
+    found: list[list[bool]] = [[] for _ in prompts]
+    cache = make()
+    step = model.stepper(cache, most * A_QUESTION)
+    for at in range(most):
+        # a prompt with fewer questions repeats its first one, which is not counted twice
+        asked = [one.asked[at] if at < len(one.asked) else one.asked[0] for one in prompts]
+        fed, is_answer = _fed(asked)
+        likeliest = torch.stack([step(column).argmax(-1) for column in fed[:, :-1].unbind(1)], 1)
+        right = (likeliest.cpu() == fed[:, 1:]) | ~is_answer[:, 1:]
+        for place, one in enumerate(right.all(1).tolist()):
+            if at < len(prompts[place].asked):
+                found[place].append(one)
+        cache.check()
+        if cache.recent_len and fed.shape[1] > cache.rollback_len:
+            del cache, step  # before there is another one
+            cache = make()
+            step = model.stepper(cache, most * A_QUESTION)
+        else:
+            cache.crop(length)
+    return found
+
+
+def _fed(asked: Sequence[Asked]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[batch, tokens]: questions and answers, and whether a token is part of an answer."""
+    rows = [[*one.question, *one.answer] for one in asked]
+    width = max(map(len, rows))
+    fed = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], device="cpu")
+    place = torch.arange(width, device="cpu")
+    starts = torch.tensor([len(one.question) for one in asked], device="cpu")[:, None]
+    ends = torch.tensor([len(row) for row in rows], device="cpu")[:, None]
+    return fed, (place >= starts) & (place < ends)

@@ -1,0 +1,80 @@
+"""How far predictions move: KL to the 16-bit cache's, token by token of a held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvquant.calibration.fidelity import predict
+
+from .decoding import Caches, Choice, Reading
+from .statistics import quantile, standard_error
+
+if TYPE_CHECKING:
+    from kvquant.hf.model import CachedModel
+
+Scores = dict[str, list[list[float]]]  # "kl" and "top1", [passages][scored tokens]
+TAIL = 0.999
+PARTS = 4  # of the scored tokens, by position
+
+
+def diverge(
+    model: CachedModel,
+    windows: torch.Tensor,
+    context: int,
+    choices: Sequence[Choice],
+    reading: Reading,
+) -> Iterator[Scores]:
+    """Decode passages from each cache; their tokens are given.
+
+    Args:
+        model: decodes.
+        windows: [passages, context + scored], int64.
+        context: tokens of the prompt.
+        choices: of caches.
+        reading: how prompts are read.
+
+    Yields:
+        Of each choice the KL divergence of each prediction from the 16-bit cache's, in nats, and
+        whether both think the same token likeliest (1 or 0).
+    """
+    fed = windows[:, context:]
+    caches = Caches(model, windows[:, :context], fed.shape[1], reading)
+    expected = predict(model, caches.exact, fed)  # [scored, passages, vocabulary]
+    caches.exact.crop(context)
+    for choice in choices:
+        cache = caches.copy(choice)
+        given = predict(model, cache, fed)
+        cache.check()
+        kl = [
+            (p.exp() * (p - q).masked_fill(p == -torch.inf, 0.0)).sum(-1).double()
+            for p, q in zip(expected, given, strict=True)
+        ]
+        same = (expected.argmax(-1) == given.argmax(-1)).double()
+        yield {"kl": torch.stack(kl, 1).tolist(), "top1": same.t().tolist()}
+
+
+def summary(scores: Scores) -> dict[str, Any]:
+    """Means over all tokens, with standard errors over passages, the tail, and by position."""
+    kl, top1 = scores["kl"], scores["top1"]
+    flat = [one for passage in kl for one in passage]
+    means = {name: [sum(one) / len(one) for one in scores[name]] for name in scores}
+    scored = len(kl[0])
+    edges = [round(scored * part / PARTS) for part in range(PARTS + 1)]
+    return {
+        "kl": sum(flat) / len(flat),
+        "kl_error": standard_error(means["kl"]),
+        "kl_tail": quantile(flat, TAIL),
+        "top1": sum(means["top1"]) / len(top1),
+        "top1_error": standard_error(means["top1"]),
+        "by_position": [
+            sum(sum(one[a:b]) for one in kl) / (len(kl) * (b - a))
+            for a, b in pairwise(edges)
+            if b > a
+        ],
+        "tokens": len(flat),
+        "passages": len(kl),
+    }

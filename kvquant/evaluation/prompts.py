@@ -1,0 +1,182 @@
+"""Sheets and texts as tokens of a model: contexts of an exact length, questions behind them.
+
+Lines are tokenized one by one, each behind a line break, so the place of every fact is known. The
+front is filled with tokens of a text until a context has its length: all contexts of a task are
+then one batch, and a fact's distance to the end is what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from kvquant.errors import ConfigError
+
+from .retrieval import TASKS, Question, Sheet
+
+Encode = Callable[[str], list[int]]
+BREAK = "\n"
+TRIAL = 16  # lines, by which the number that fits is guessed
+SLOT = "\x1e"  # stands for a chat's text while its template is applied
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as tokens.
+
+    Attributes:
+        question: behind the context.
+        answer: that is right.
+        distance: tokens between the last line that holds the answer and the end of the context.
+    """
+
+    question: list[int]
+    answer: list[int]
+    distance: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A context and what is asked of it."""
+
+    context: list[int]
+    asked: list[Asked]
+
+
+class Writer:
+    """Writes sheets as prompts of one length.
+
+    Args:
+        tokenizer: of transformers, or None, which is refused.
+        length: tokens of a context.
+        filler: tokens of a text, for the front.
+        window: tokens at the end of which nothing is asked: as many as any cache keeps in 16 bit.
+        sinks: the same of the front.
+        num_questions: of a prompt, at most.
+        chat: whether to apply the chat template; where there is one, when None.
+
+    Raises:
+        ConfigError: there is no tokenizer, it cannot write letters and digits, it has no chat
+            template, or length has no room beyond the window.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        length: int,
+        filler: Sequence[int],
+        *,
+        window: int,
+        sinks: int,
+        num_questions: int = 8,
+        chat: bool | None = None,
+    ) -> None:
+        if tokenizer is None:
+            raise ConfigError(
+                "retrieval needs the model's tokenizer, and the folder has none: save it there, or "
+                "leave retrieval out of --tasks"
+            )
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if chat and not has_template:
+            raise ConfigError("this tokenizer has no chat template: leave --chat out")
+        self._tokenizer, self._length, self._filler = tokenizer, length, list(filler)
+        self._window, self._sinks, self._num_questions = window, sinks, num_questions
+        self.is_chat = has_template if chat is None else chat
+        self._anchor = self._plain(BREAK)
+        self._check_characters()
+        before, after = self._around()
+        self._before, self._after = self._plain(before), after
+        if not self.is_chat and getattr(tokenizer, "bos_token_id", None) is not None:
+            first = tokenizer("a")["input_ids"][:1]
+            self._before = first if first == [tokenizer.bos_token_id] else []
+
+    def write(self, task: str, seed: str) -> Prompt:
+        """A prompt of a task, the same for the same seed."""
+        make, count = TASKS[task], self._count_of(task)
+        while True:
+            sheet = make(Random(seed), count)
+            found = self._fitted(sheet, seed)
+            if found is not None:
+                return found
+            if count < 4:
+                raise ConfigError(
+                    f"{self._length} tokens have no room for the task {task} and a 16-bit window "
+                    f"of {self._window}: give a longer --length, or caches with a smaller recent"
+                )
+            count -= max(count // 32, 1)
+
+    def _count_of(self, task: str) -> int:
+        """Lines that a context has room for, or a few more."""
+        trial = TASKS[task](Random(0), TRIAL)
+        tokens = sum(len(self._line(one)) for one in trial.lines)
+        return max(4, round(1.05 * TRIAL * self._length / tokens))
+
+    def _fitted(self, sheet: Sheet, seed: str) -> Prompt | None:
+        """The sheet at its length; None if it is longer."""
+        lines = [self._line(one) for one in sheet.lines]
+        tail = [token for one in sheet.examples for token in self._line(one)]
+        missing = self._length - len(self._before) - sum(map(len, lines)) - len(tail)
+        if missing < 0:
+            return None
+        fill = (self._filler * (1 + missing // len(self._filler)))[:missing]
+        starts, place = [], len(self._before) + len(fill)
+        for line in lines:
+            starts.append(place)
+            place += len(line)
+        context = [*self._before, *fill, *(token for line in lines for token in line), *tail]
+        ends = [start + len(line) for start, line in zip(starts, lines, strict=True)]
+
+        def distance(one: Question) -> int:
+            if not one.lines:  # the whole context
+                return self._length
+            is_exact = min(starts[at] for at in one.lines) < self._sinks
+            return 0 if is_exact else self._length - max(ends[at] for at in one.lines)
+
+        far = [one for one in sheet.questions if distance(one) >= self._window]
+        if not far:
+            return None
+        chosen = Random(f"{seed} questions").sample(far, min(self._num_questions, len(far)))
+        return Prompt(context, [self._asked(one, distance(one)) for one in chosen])
+
+    def _asked(self, one: Question, distance: int) -> Asked:
+        if self.is_chat:
+            question = f"{one.asked}{self._after}"
+            whole = question + one.answer
+        else:
+            question = one.begun
+            whole = f"{question} {one.answer}"
+        known, found = self._line(question, ends=False), self._line(whole, ends=False)
+        same = 0
+        while same < min(len(known), len(found) - 1) and known[same] == found[same]:
+            same += 1
+        return Asked(found[:same], found[same:], distance)
+
+    def _line(self, text: str, *, ends: bool = True) -> list[int]:
+        """The tokens of a line that stands behind another one."""
+        anchor = self._anchor
+        found = self._plain(f"{BREAK}{text}{BREAK if ends else ''}")
+        return found[len(anchor) :] if found[: len(anchor)] == anchor else found
+
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _around(self) -> tuple[str, str]:
+        """What a chat has before and behind the user's text."""
+        if not self.is_chat:
+            return "", ""
+        text = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": SLOT}], tokenize=False, add_generation_prompt=True
+        )
+        before, _, after = text.partition(SLOT)
+        return before, after
+
+    def _check_characters(self) -> None:
+        sample = "The code of the blue fox is 0123456789, x1 = x2."
+        if "".join(self._tokenizer.decode(self._plain(sample)).split()) != "".join(sample.split()):
+            raise ConfigError(
+                "this tokenizer does not give back letters, digits and commas, of which the "
+                "retrieval tasks are made: leave retrieval out of --tasks"
+            )

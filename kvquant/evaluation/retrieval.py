@@ -1,0 +1,232 @@
+"""Retrieval tasks: facts among near-identical ones, made from a seed, for any tokenizer.
+
+A sheet is lines of text with facts, and questions to it. What breaks first in a quantized cache is
+exact retrieval among neighbours, so a key has two words, of which neither suffices. The definitions
+follow RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv 2402.01032:
+
+    single       one fact in a text
+    keys         a code for each of many keys of two words
+    values       several codes of one key, to be told in order
+    overwritten  half of the keys get a second code; updates stand among the first codes, so the
+                 last lines alone do not tell
+    variables    chains x1 = 417, x5 = x1, ... of 2 to 6 steps, among chains of decoys
+    phonebook    names of two words, numbers of seven digits
+    copy         random words; a few of them are given again, and what follows is asked for
+    frequent     the most frequent of words whose counts fall off
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from .words import ADJECTIVES, NOUNS
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        begun: a line that a base model completes; without the space before the answer.
+        asked: the same for an instruct model.
+        answer: of letters, digits, commas and spaces.
+        lines: that hold the answer, by their places on the sheet.
+    """
+
+    begun: str
+    asked: str
+    answer: str
+    lines: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Lines with facts, and questions to them.
+
+    Attributes:
+        lines: of the context, in order.
+        questions: more than will be asked: those whose lines lie in the 16-bit window are not.
+        examples: lines at the end that show a base model how to answer; their keys are not asked.
+    """
+
+    lines: list[str]
+    questions: list[Question]
+    examples: tuple[str, ...] = ()
+
+
+def _keys(rng: Random, count: int) -> list[str]:
+    """Different keys of two words: all pairs of few words, so each has many neighbours."""
+    side = 2
+    while side * side < count:
+        side += 1
+    lefts, rights = (_words(rng, pool, side) for pool in (ADJECTIVES, NOUNS))
+    pairs = [f"{left} {right}" for left in lefts for right in rights]
+    return rng.sample(pairs, count)
+
+
+def _words(rng: Random, pool: Sequence[str], count: int) -> list[str]:
+    """Different words of a pool; where they are too few, some have a number behind them."""
+    rounds = range(2, 2 + count // len(pool))
+    return rng.sample([*pool, *(f"{one}{i}" for i in rounds for one in pool)], count)
+
+
+def _with_example(lines: list[str], questions: list[Question]) -> Sheet:
+    """A sheet whose last question is answered at its end, where there is another one to ask."""
+    if len(questions) < 2:
+        return Sheet(lines, questions)
+    *asked, shown = questions
+    return Sheet(lines, asked, (f"{shown.begun} {shown.answer}.",))
+
+
+def _digits(rng: Random, count: int) -> str:
+    return "".join(str(rng.randrange(10)) for _ in range(count))
+
+
+def _code(key: str, code: str) -> str:
+    return f"The code of the {key} is {code}."
+
+
+def _code_question(key: str, code: str, at: int) -> Question:
+    asked = f"What is the code of the {key}? Answer with the code alone."
+    return Question(f"The code of the {key} is", asked, code, (at,))
+
+
+def single(rng: Random, count: int) -> Sheet:
+    """One fact among sentences that say nothing."""
+    lines = [f"The {one} lies beside the {rng.choice(NOUNS)}." for one in _keys(rng, count)]
+    key, code, at = f"secret {rng.choice(NOUNS)}", _digits(rng, 4), rng.randrange(count)
+    lines[at] = _code(key, code)
+    return Sheet(lines, [_code_question(key, code, at)])
+
+
+def keys(rng: Random, count: int) -> Sheet:
+    """A code for each key."""
+    pairs = [(key, _digits(rng, 4)) for key in _keys(rng, count)]
+    questions = [_code_question(key, code, at) for at, (key, code) in enumerate(pairs)]
+    return Sheet([_code(*pair) for pair in pairs], questions)
+
+
+def values(rng: Random, count: int) -> Sheet:
+    """Three codes for some keys; their lines stand anywhere."""
+    names = _keys(rng, count)  # a fifth of them three times
+    owners = [*names[: count // 5] * 3, *names[count // 5 :]][:count]
+    rng.shuffle(owners)
+    places: dict[str, list[int]] = {}
+    codes = [_digits(rng, 3) for _ in owners]
+    for at, key in enumerate(owners):
+        places.setdefault(key, []).append(at)
+    lines = [_code(key, code) for key, code in zip(owners, codes, strict=True)]
+    questions = [
+        Question(
+            f"In order, the codes of the {key} are",
+            f"What are the codes of the {key}, in the order of the text? Answer with them alone, "
+            "separated by commas.",
+            ", ".join(codes[at] for at in found),
+            tuple(found),
+        )
+        for key, found in places.items()
+        if len(found) == 3
+    ]
+    return _with_example(lines, questions)
+
+
+def overwritten(rng: Random, count: int) -> Sheet:
+    """Half of the keys are told twice, and the last code counts."""
+    names = _keys(rng, max(2 * count // 3, 1))
+    told = [*names, *names[: count - len(names)]]
+    rng.shuffle(told)
+    codes = [_digits(rng, 4) for _ in told]
+    last = {key: at for at, key in enumerate(told)}
+    questions = [_code_question(key, codes[at], at) for key, at in last.items()]
+    lines = [_code(key, code) for key, code in zip(told, codes, strict=True)]
+    return Sheet(lines, questions)
+
+
+MIXED = 4  # chains whose steps stand among one another
+
+
+def variables(rng: Random, count: int) -> Sheet:
+    """Chains of assignments; each step stands behind the one that it reads."""
+    names = [f"x{i}" for i in rng.sample(range(10, 10 + 10 * count), count)]
+    chains: list[list[str]] = []
+    while names:
+        chains.append([names.pop() for _ in range(min(rng.randint(3, 7), len(names)))])
+    order: list[list[str]] = []  # whose next step each line is
+    for at in range(0, count, MIXED):
+        mixed = [chain for chain in chains[at : at + MIXED] for _ in chain]
+        order += rng.sample(mixed, len(mixed))
+    lines: list[str] = []
+    numbers: dict[str, str] = {}
+    places: dict[str, list[int]] = {}
+    for at, chain in enumerate(order):
+        last = chain[-1]
+        done = places.setdefault(last, [])
+        given = chain[len(done) - 1] if done else numbers.setdefault(last, _digits(rng, 3))
+        lines.append(f"{chain[len(done)]} = {given}")
+        done.append(at)
+    questions = [
+        Question(
+            f"Written out, {last} has the number",
+            f"Which number does {last} stand for? Answer with the number alone.",
+            numbers[last],
+            tuple(found),
+        )
+        for last, found in places.items()
+        if len(found) > 2  # two steps and more
+    ]
+    return _with_example(lines, questions)
+
+
+def phonebook(rng: Random, count: int) -> Sheet:
+    """Names and numbers."""
+    lines, questions = [], []
+    for at, name in enumerate(_keys(rng, count)):
+        number = f"{_digits(rng, 3)}{_digits(rng, 4)}"
+        lines.append(f"{name.title()}: {number}")
+        asked = f"What is the phone number of {name.title()}? Answer with the number alone."
+        questions.append(Question(f"{name.title()}:", asked, number, (at,)))
+    return Sheet(lines, questions)
+
+
+GIVEN, FOLLOWING = 3, 4  # words of `copy`
+
+
+def copy(rng: Random, count: int) -> Sheet:
+    """Random words, eight to a line; what follows three of them is asked for."""
+    lines = [" ".join(rng.choice(NOUNS) for _ in range(8)) for _ in range(count)]
+    questions, seen = [], set()
+    for at, line in enumerate(lines):
+        words = line.split()
+        begun, answer = " ".join(words[:GIVEN]), " ".join(words[GIVEN : GIVEN + FOLLOWING])
+        if begun not in seen:
+            asked = f'Which {FOLLOWING} words follow "{begun}"? Answer with these words alone.'
+            questions.append(Question(begun, asked, answer, (at,)))
+        seen.add(begun)
+    return Sheet(lines, questions)
+
+
+def frequent(rng: Random, count: int) -> Sheet:
+    """Words whose counts fall as 1/rank; every line may hold the most frequent one."""
+    ranked = rng.sample(NOUNS, len(NOUNS))
+    weights = [1 / (rank + 1) for rank in range(len(ranked))]
+    words = rng.choices(ranked, weights, k=8 * count)
+    counts = sorted(((words.count(one), one) for one in set(words)), reverse=True)
+    if len(counts) > 1 and counts[0][0] == counts[1][0]:  # two are: make one of them more frequent
+        words[words.index(counts[1][1])] = counts[0][1]
+    lines = [" ".join(words[8 * at : 8 * at + 8]) for at in range(count)]
+    asked = "Which word is the most frequent one? Answer with this word alone."
+    begun = "Of all words above the most frequent one is"
+    return Sheet(lines, [Question(begun, asked, counts[0][1], ())])
+
+
+TASKS: dict[str, Callable[[Random, int], Sheet]] = {
+    task.__name__: task
+    for task in (single, keys, values, overwritten, variables, phonebook, copy, frequent)
+}
+
+
+def names_of(given: Sequence[str] | None) -> list[str]:
+    """The tasks of these names; all of them when None."""
+    return list(TASKS) if given is None else list(given)

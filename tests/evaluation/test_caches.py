@@ -1,0 +1,60 @@
+"""The one grammar of caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_plan import example_plan
+
+from kvquant.calibration.fidelity import Planned, Scheme
+from kvquant.errors import CheckpointError, ConfigError
+from kvquant.evaluation.caches import parse_cache
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("int8", Scheme("int8", "int8", 4, 128)),
+        ("int8/int4-g4", Scheme("int8", "int4-g4", 4, 128)),
+        (" int4-g4 , recent=0, sinks=0", Scheme("int4-g4", "int4-g4")),
+        ("bf16,recent=64", Scheme("bf16", "bf16", 4, 64)),
+    ],
+)
+def test_caches_of_heads(text: str, wanted: Scheme) -> None:
+    assert parse_cache(text) == wanted
+
+
+def test_caches_of_latents() -> None:
+    assert parse_cache("int4-g8+int8-g4", latent=True) == Scheme("int4-g8", "int8-g4", 4, 128)
+    assert parse_cache("int4-g8,sinks=1", latent=True) == Scheme("int4-g8", "bf16", 1, 128)
+
+
+def test_a_plan_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.safetensors"
+    example_plan(2, 2, 64).save(path)
+    found = parse_cache(f"{path},recent=16")
+    assert isinstance(found, Planned)
+    assert (found.name, found.sink_len, found.recent_len) == ("mine", 4, 16)
+    path.write_bytes(b"no plan")
+    with pytest.raises(CheckpointError):
+        parse_cache(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("int5", {}, r"'int5' is no format: write K\[/V\].*int4-g4"),
+        ("", {}, "'' is no format"),
+        ("int4/int8/int8", {}, "has 3 formats"),
+        ("int4,last=3", {}, "'last=3' is no option"),
+        ("int4,recent=-1", {}, "'recent=-1' is no option"),
+        ("int4,recent", {}, "'recent' is no option"),
+        ("int4+int8", {}, r"this model keeps K and V of heads \(K/V\)"),
+        ("int4/int8", {"latent": True}, "this model keeps latents and RoPE parts"),
+    ],
+)
+def test_what_is_no_cache_is_refused(text: str, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_cache(text, **options)

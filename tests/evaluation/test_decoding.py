@@ -1,0 +1,126 @@
+"""Questions are decoded from the cache one token after another, and leave no trace in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import KVCache
+from kvquant.calibration.fidelity import Scheme
+from kvquant.errors import ConfigError
+from kvquant.evaluation.decoding import Reading, ask_all
+from kvquant.evaluation.generation import Sampling, accepted, answer_of, first_divergence, free_run
+from kvquant.evaluation.generation import summary as texts_agree
+from kvquant.evaluation.prompts import Asked, Prompt
+
+VOCABULARY, DIM = 50, 64
+
+
+class Counting:
+    """A model whose next token is one more than the last, while its cache holds int8 or better.
+
+    The keys of a token are its number; with int4 rows each step answers two more.
+    """
+
+    exact_format, has_latents, dtype = "bf16", False, torch.float32
+
+    def __init__(self) -> None:
+        self.read: list[int] = []  # lengths of caches before each step
+
+    def new_cache(self, batch: int, max_seq_len: int, **options: Any) -> KVCache:
+        return KVCache(1, batch, 1, DIM, max_seq_len, **options)
+
+    def prefill(self, cache: KVCache, tokens: torch.Tensor, **_: Any) -> torch.Tensor:
+        rows = tokens[:, None, :, None].expand(-1, -1, -1, DIM).float()
+        cache.append(0, rows, rows)
+        return self._logits(cache, tokens[:, -1])
+
+    def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            self.read.append(int(cache.seq_lens.max()))
+            return self.prefill(cache, tokens[:, None])
+
+        return step
+
+    def _logits(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+        more = 2 if cache.layers[0].k_format.row_bytes < DIM else 1
+        return torch.nn.functional.one_hot((tokens + more) % VOCABULARY, VOCABULARY).float()
+
+
+def asked(question: list[int], answer: list[int]) -> Asked:
+    return Asked(question, answer, 100)
+
+
+PROMPTS = [
+    Prompt([1] * 200, [asked([4], [5, 6]), asked([4, 9], [10]), asked([7], [9])]),
+    Prompt([2] * 200, [asked([8, 8, 8], [9]), asked([3], [5, 7])]),
+]
+CHOICES = [Scheme("int8", "int8", 4, 32), Scheme("int4", "int4", 4, 32)]
+
+
+@pytest.mark.parametrize("reading", [Reading(), Reading(64, from_rows=True)])
+def test_answers_of_each_cache(reading: Reading) -> None:
+    model: Any = Counting()
+    exact, int8, int4 = ask_all(model, PROMPTS, CHOICES, reading)
+    assert exact == int8 == [[True, True, False], [True, False]]
+    assert int4 == [[False, False, True], [False, True]]
+    # each question begins behind the context alone
+    assert set(model.read) == {200, 201, 202} and model.read.count(200) == 3 * 3
+
+
+def test_a_question_longer_than_crop_can_take_back_gets_a_new_copy() -> None:
+    """Cropping it would leave tokens packed that were in the 16-bit window."""
+    model: Any = Counting()
+    long = asked([4] * 70, [5])
+    prompts = [Prompt([*range(20)] * 10, [long, long])]
+    made: list[KVCache] = []
+
+    def new_cache(batch: int, max_seq_len: int, **options: Any) -> KVCache:
+        made.append(KVCache(1, batch, 1, DIM, max_seq_len, **options))
+        return made[-1]
+
+    model.new_cache = new_cache
+    exact, int8 = ask_all(model, prompts, CHOICES[:1], Reading())
+    assert exact == int8 == [[True, True]]
+    assert len(made) > 2 and {one.recent_len for one in made[1:]} == {32}
+    contents = [one.dequantized(0)[0][0, 0, :200, 0] for one in made[1:]]
+    assert all(torch.equal(one, contents[0]) for one in contents)
+
+
+def test_texts_run_freely_from_each_cache() -> None:
+    model: Any = Counting()
+    tokens = torch.tensor([[1] * 20, [2] * 20])
+    exact, int8, int4 = free_run(model, tokens, 5, CHOICES, Reading(), Sampling())
+    assert exact == int8 == [[2, 3, 4, 5, 6], [3, 4, 5, 6, 7]]
+    # the first token is the prompt's, which every cache shares
+    assert int4 == [[2, 4, 6, 8, 10], [3, 5, 7, 9, 11]]
+    found = texts_agree(exact, int4)
+    assert found["first_divergence"] == [1, 1] and found["agreement"]["5"]["share"] == 0
+
+
+def test_samples_of_all_caches_use_the_same_numbers() -> None:
+    model: Any = Counting()
+    tokens = torch.tensor([[1] * 20] * 4)
+    warm = Sampling(temperature=20.0, seed=3)
+    first = list(free_run(model, tokens, 9, CHOICES[:1], Reading(), warm))
+    assert first[0] == first[1] and len({tuple(one) for one in first[0]}) == 4
+    assert first == list(free_run(model, tokens, 9, CHOICES[:1], Reading(), warm))
+    other = Sampling(temperature=20.0, seed=4)
+    assert first != list(free_run(model, tokens, 9, CHOICES[:1], Reading(), other))
+
+
+def test_where_texts_part_and_what_drafts_bring() -> None:
+    assert first_divergence([1, 2], [1, 2]) is None and first_divergence([1, 2], [3, 2]) == 0
+    assert accepted([1, 2, 3], [4, 5, 6]) == 1.0  # nothing to look up
+    assert accepted([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2, 9, 9]) == 3.0
+    assert accepted([7, 7, 7, 7], [7, 7, 7, 7, 7]) == 2.5
+
+
+def test_answers_are_found_by_a_pattern() -> None:
+    assert answer_of("so 3 and 4, thus 1,234.5.", r"[-+]?[\d.,]*\d") == "1,234.5"
+    assert answer_of("#### 17 done", r"#### (\d+)") == "17" and answer_of("none", r"\d") == ""
+    with pytest.raises(ConfigError, match="no regular expression"):
+        answer_of("", "(")

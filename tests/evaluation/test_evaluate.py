@@ -1,0 +1,194 @@
+"""Whole evaluations of the demo's model, in Python and by the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("transformers")
+from kvquant.cli.demo import MODEL
+from kvquant.cli.main import main
+from kvquant.errors import ConfigError
+from kvquant.evaluation.evaluate import Example, Sizes, Task, evaluate
+from kvquant.hf.model import CachedModel
+
+CACHES = ["bf16,sinks=0,recent=0", "int8/int4-g4,recent=16", "int4,sinks=0,recent=0"]
+SIZES = Sizes((160,), prompts=2, questions=2, passages=2, scored=8, new_tokens=12, batch=2)
+TASK = Task(retrieval=("keys", "copy"))
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    return CachedModel.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def found(model: CachedModel) -> dict[str, Any]:
+    return evaluate(model, CACHES, task=TASK, sizes=SIZES)
+
+
+def test_a_copy_in_16_bit_loses_nothing(found: dict[str, Any]) -> None:
+    exact, *_ = found["kl"]["160"]
+    assert exact["kl"] == exact["kl_tail"] == 0 and exact["top1"] == 1
+    greedy, sampled = (found["generation"]["160"][way][0] for way in ("greedy", "sampled"))
+    assert greedy["first_divergence"] == sampled["first_divergence"] == [None, None]
+    assert greedy["agreement"] == {"12": {"share": 1.0, "error": 0.0}}
+    for task in found["retrieval"]["160"].values():
+        assert task["caches"][0]["lost"] == task["caches"][0]["won"] == 0
+
+
+def test_fewer_bits_cost_more(found: dict[str, Any]) -> None:
+    _, mixed, int4 = found["kl"]["160"]
+    assert 0 < mixed["kl"] < int4["kl"] and int4["kl_tail"] > int4["kl"]
+    assert int4["tokens"] == 16 and int4["passages"] == 2 and len(int4["by_position"]) == 4
+    assert sum(int4["by_position"]) / 4 == pytest.approx(int4["kl"])
+    costs = found["caches"]
+    assert [one["cache"] for one in costs][:2] == ["16 bit", "bf16"]
+    assert costs[0]["bits"] == costs[1]["bits"] == 16 and costs[3]["bits"] == 4.25
+    assert costs[3]["bits"] < costs[2]["bits"] < 16
+    assert costs[3]["tokens_per_gib"] > 3 * costs[0]["tokens_per_gib"]
+
+
+def test_what_is_asked_for_lies_beyond_the_window(found: dict[str, Any]) -> None:
+    assert all(task["least_distance"] >= 16 for task in found["retrieval"]["160"].values())
+
+
+def test_an_interrupted_run_goes_on(
+    model: CachedModel, found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    parts: list[str] = []
+
+    def stop(what: str, _: int) -> None:
+        parts.append(what)
+        if what == "generation":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, CACHES, task=TASK, sizes=SIZES, state=state, progress=stop)
+    assert parts == ["kl", "generation"] and state.exists()
+    calls = counted(model, monkeypatch)
+    again = evaluate(model, CACHES, task=TASK, sizes=SIZES, state=state)
+    assert len(calls) == 2  # of the two retrieval tasks
+    assert json.dumps(again) == json.dumps(found)  # and the same seed gives the same JSON
+    assert not state.exists()
+
+
+def test_other_settings_do_not_go_on(
+    model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    few = Sizes((64,), prompts=1, passages=1, scored=4)
+    kl = Task(kinds=("kl",))
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for sizes in (few, Sizes((64,), prompts=1, passages=1, scored=5)):
+        calls = counted(model, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(model, ["int8"], task=kl, sizes=sizes, state=state, progress=stop)
+        assert len(calls) == 1
+
+
+def counted(model: CachedModel, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The prompts that the model reads from now on."""
+    calls: list[Any] = []
+    prefill = CachedModel.prefill
+
+    def noted(self: CachedModel, cache: Any, tokens: Any, **options: Any) -> Any:
+        calls.append(tokens)
+        return prefill(self, cache, tokens, **options)
+
+    monkeypatch.setattr(CachedModel, "prefill", noted)
+    return calls
+
+
+def test_prompts_with_answers_are_scored(model: CachedModel) -> None:
+    tokens = model.encode("The city of Manila was founded in")
+    kind = Task(kinds=("generation",), pattern=r"(\w+)")
+    plain = evaluate(model, ["bf16"], task=kind, sizes=SIZES, examples=[Example(tokens)])
+    assert set(plain["generation"]) == {"0"} and "greedy_answers" not in plain["generation"]["0"]
+    cache = model.new_cache(1, 64)
+    import torch
+
+    text = model.decode(model.generate(cache, model.prefill(cache, torch.tensor([tokens])), 12)[0])
+    last = text.split()[-1].strip(".,")
+    both = [Example(tokens, last), Example(tokens, "never")]
+    found = evaluate(model, ["bf16"], task=kind, sizes=SIZES, examples=both)
+    (pair,) = found["generation"]["0"]["greedy_answers"]
+    assert pair["exact"] == 0.5 and pair["drop"] == 0 and pair["answers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"caches": []}, "no cache is named"),
+        ({"caches": ["int5"]}, "'int5' is no format"),
+        ({"sizes": Sizes((4090,))}, r"beyond the 4096 positions.*--length of 3968 or less"),
+        ({"text": "short"}, r"the text has \d+ tokens, and one passage needs 288"),
+        ({"sizes": Sizes((40,))}, "no room for the task"),
+    ],
+)
+def test_bad_input_is_refused_before_work_begins(
+    model: CachedModel, given: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = counted(model, monkeypatch)
+    options = {"caches": ["int8"], "sizes": Sizes((160,))} | given
+    with pytest.raises(ConfigError, match=message):
+        evaluate(model, **options)
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Task(kinds=("speed",)), "tasks: 'speed' is none of them; there are kl"),
+        (lambda: Task(retrieval=()), "retrieval: nothing is named"),
+        (lambda: Task(pattern="("), "no regular expression"),
+        (lambda: Sizes((0,)), "lengths has 0"),
+        (lambda: Sizes(prompts=0), "prompts has 0"),
+        (lambda: Sizes(seed=-1), "seed has -1"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+SMALL = ["--length", "64", "--samples", "1", "--scored", "4", "--new-tokens", "4"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    arguments = [str(MODEL), "--cache", "int4,recent=0,sinks=0", "--cache", "int8,recent=16"]
+    arguments += ["--tasks", "kl,retrieval", "--retrieval", "copy", *SMALL, "--json", str(path)]
+    done = CliRunner().invoke(main, ["evaluate", *arguments, "--max-drop", "5"])
+    assert done.exit_code == 4, done.output
+    assert "fails all of them in 16 bit" in done.output
+    assert "is not a test of the cache" in done.output and "int8 + 4 sinks, 16" in done.output
+    kept = json.loads(path.read_text())
+    assert set(kept) == {"settings", "caches", "kl", "retrieval"}
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 1, is no JSON"),
+        ('{"answer": "3"}', 'line 1: write {"prompt"'),
+        ('{"prompt": "3", "answer": 4}', 'line 1: write {"prompt"'),
+        ("\n", "has no prompts"),
+    ],
+)
+def test_files_of_prompts(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    arguments = ["evaluate", str(MODEL), "--cache", "int8", "--prompts", str(path)]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2 and message in done.output

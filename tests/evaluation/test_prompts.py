@@ -1,0 +1,68 @@
+"""Sheets as tokens: exact lengths, known distances, questions and answers as in the text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+from kvquant.cli.demo import MODEL  # noqa: E402
+from kvquant.errors import ConfigError  # noqa: E402
+from kvquant.evaluation.evaluate import HELD_OUT  # noqa: E402
+from kvquant.evaluation.prompts import Writer  # noqa: E402
+from kvquant.evaluation.retrieval import TASKS  # noqa: E402
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(MODEL)
+
+
+def writer(tokenizer: Any, length: int = 500, **options: Any) -> Writer:
+    filler = tokenizer(HELD_OUT.read_text(encoding="utf-8")[:4000])["input_ids"]
+    return Writer(tokenizer, length, filler, **{"window": 128, "sinks": 4} | options)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("task", TASKS)
+def test_prompts_have_their_length_and_their_answers(
+    tokenizer: Any, task: str, chat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT if chat else None)
+    made = writer(tokenizer, num_questions=3)
+    prompt = made.write(task, "0")
+    assert prompt == made.write(task, "0") != made.write(task, "1")
+    assert len(prompt.context) == 500 and 1 <= len(prompt.asked) <= 3
+    context = tokenizer.decode(prompt.context)
+    assert context.startswith("<user>") == chat
+    for one in prompt.asked:
+        assert one.distance >= 128
+        text = tokenizer.decode(one.question)
+        assert ("<assistant>" in text) == chat and "\n" not in text.strip()
+        answer = tokenizer.decode(one.answer).strip()
+        assert tokenizer.decode([*one.question, *one.answer]).endswith(answer)
+        if task in ("keys", "phonebook"):  # it stands in the context, that far from its end
+            assert answer in context
+            assert answer not in tokenizer.decode(prompt.context[-one.distance :])
+
+
+def test_nothing_is_asked_of_the_16_bit_window(tokenizer: Any) -> None:
+    for task in TASKS:
+        made = writer(tokenizer, window=300, num_questions=99)
+        for seed in range(3):
+            assert min(one.distance for one in made.write(task, str(seed)).asked) >= 300
+
+
+def test_what_cannot_be_written_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="needs the model's tokenizer"):
+        Writer(None, 500, [1], window=0, sinks=0)
+    with pytest.raises(ConfigError, match="no chat template"):
+        writer(tokenizer, chat=True)
+    with pytest.raises(ConfigError, match="no room for the task keys"):
+        writer(tokenizer, 150).write("keys", "0")
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: "The code of")
+    with pytest.raises(ConfigError, match="does not give back letters, digits"):
+        writer(tokenizer)

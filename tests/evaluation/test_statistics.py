@@ -1,0 +1,73 @@
+"""Paired differences and their errors; a limit that holds, is exceeded, or cannot be known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from kvquant.evaluation.report import against_limit, render
+from kvquant.evaluation.statistics import paired, quantile, standard_error
+
+
+def test_a_difference_is_paired_and_prompts_are_observations() -> None:
+    exact = [[True] * 10 for _ in range(40)]
+    given = [[True] * 10 if at % 4 else [False] * 10 for at in range(40)]
+    found = paired(exact, given)
+    assert (found.exact, found.given, found.drop) == (1.0, 0.75, 0.25)
+    assert (found.lost, found.won, found.answers, found.prompts) == (100, 0, 400, 40)
+    drops = [0.0 if at % 4 else 1.0 for at in range(40)]
+    assert found.error == standard_error(drops) == pytest.approx(math.sqrt(0.1875 / 39))
+
+
+def test_equal_answers_are_no_proof() -> None:
+    found = paired([[True] * 4] * 5, [[True] * 4] * 5)
+    assert found.drop == 0 and found.error == pytest.approx(math.sqrt(1 / 22 / 20))
+    assert paired([[True]], [[False]]).error == pytest.approx(math.sqrt(2 / 3))
+
+
+def test_what_is_won_counts_against_what_is_lost() -> None:
+    found = paired([[True, False]] * 9, [[False, True]] * 9)
+    assert (found.drop, found.lost, found.won) == (0, 9, 9) and found.error > 0.2
+
+
+def test_quantiles_and_errors_of_few() -> None:
+    assert quantile([3.0, 1.0, 2.0], 0.999) == 3.0 and quantile([5.0], 0.5) == 5.0
+    assert standard_error([1.0]) is None and standard_error([1.0, 1.0]) == 0
+
+
+def found_of(exact: list[list[bool]], given: list[list[bool]], **changes: Any) -> dict[str, Any]:
+    pair = asdict(paired(exact, given))
+    task = {"exact": pair["exact"], "fails": pair["exact"] < 0.5, "least_distance": 200}
+    costs = [
+        {"cache": name, "bits": bits, "bytes_a_token": 1.0, "tokens_per_gib": 1}
+        for name, bits in (("16 bit", 16.0), ("int4", 4.25))
+    ]
+    return {"caches": costs, "retrieval": {"512": {"keys": task | {"caches": [pair]}}}} | changes
+
+
+YES, NO = [[True] * 10] * 100, [[False] * 10] * 100
+
+
+def test_a_limit_is_met_exceeded_or_not_known() -> None:
+    assert against_limit(found_of(YES, YES), 1.0) == ("met", [])
+    verdict, (reason,) = against_limit(found_of(YES, NO), 1.0)
+    assert verdict == "exceeded" and "int4 loses 100.0" in reason and "keys, 512" in reason
+    few = [[True] * 10] * 2
+    verdict, (reason,) = against_limit(found_of(few, few), 1.0)
+    assert verdict == "unknown" and reason.startswith("not enough samples: int4")
+    # a drop within two errors of the limit does not exceed it
+    half = [[True] * 10] * 97 + [[False] * 10] * 3
+    assert against_limit(found_of(YES, half), 1.0)[0] == "unknown"
+    assert against_limit(found_of(YES, half), 6.0)[0] == "met"
+
+
+def test_a_model_that_fails_in_16_bit_tests_no_cache() -> None:
+    found = found_of(NO, NO)
+    verdict, (reason,) = against_limit(found, 1.0)
+    assert verdict == "unknown" and "fails all of them in 16 bit" in reason
+    text = render(found)
+    assert "answers 0 % of `keys`" in text and "this is not a test of the cache" in text
+    assert "0.0 ±" not in text  # never shown as a loss of 0
