@@ -117,6 +117,7 @@ def test_the_commands_run_one_after_the_other(
 NEEDED = {
     "calibrate": ("hf", "transformers"),
     "demo": ("hf", "transformers"),
+    "evaluate": ("hf", "transformers"),
     "quantize": ("hf", "transformers"),
     "report": ("report", "matplotlib"),
     "warmup": ("cuda", "numba_cuda"),
@@ -135,7 +136,9 @@ def test_a_command_without_its_extra_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, module, None)
     if extra == "hf":  # what imports transformers is imported anew
         for name in [*sys.modules]:
-            if name.startswith(("kvquant.hf", "kvquant.calibration", "kvquant.cli.demo")):
+            if name.startswith(
+                ("kvquant.hf", "kvquant.calibration", "kvquant.evaluation", "kvquant.cli.demo")
+            ):
                 monkeypatch.delitem(sys.modules, name)
     line = next(line for line in SHELL if shlex.split(line)[1] == command)
     if command == "warmup":

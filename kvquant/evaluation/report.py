@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvquant.text import Column, render_table
+from kvquant.text import Column, paragraph, render_table
 
 ENOUGH = 3.0  # a standard error is at most the limit over this
 POINTS = 100.0  # of a share
@@ -21,7 +21,7 @@ def render(found: Mapping[str, Any]) -> str:
         parts += _generation(length, names, task)
     for length, tasks in found.get("retrieval", {}).items():
         parts.append(_retrieval(length, names, tasks))
-    return "\n\n".join([*parts, *failures(found)])
+    return "\n\n".join([*filter(None, parts), *map(paragraph, failures(found))])
 
 
 def _costs(caches: Sequence[Mapping[str, Any]]) -> str:
@@ -62,7 +62,7 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
         f"Predictions of {rows[0]['tokens']} tokens, decoded behind {int(length):,}, compared with "
         "those of the 16-bit cache:"
     )
-    return f"{head}\n{render_table(columns, cells)}"
+    return f"{paragraph(head)}\n{render_table(columns, cells)}"
 
 
 def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> Iterator[str]:
@@ -87,20 +87,22 @@ def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> I
             for row, accepted in zip(cells, task["accepted"], strict=True):
                 row.append(f"{accepted:.2f}")
         head = f"{way.capitalize()} texts {behind}, of {rows[0]['prompts']} prompts:"
-        yield f"{head}\n{render_table(columns, cells)}"
+        yield f"{paragraph(head)}\n{render_table(columns, cells)}"
         if (answers := task.get(f"{way}_answers")) is not None:
             yield f"Their answers:\n{_accuracy(names, [('right', answers)])}"
 
 
 def _retrieval(length: str, names: Sequence[str], tasks: Mapping[str, Any]) -> str:
     columns = [(name, one["caches"]) for name, one in tasks.items() if not one["fails"]]
+    if not columns:
+        return ""
     least = min(one["least_distance"] for one in tasks.values())
     head = (
         f"Right answers in contexts of {int(length):,} tokens, in %, and below the first row the "
         f"change in points ± its standard error. Answers stand at least {least} tokens before the "
         "end:"
     )
-    return f"{head}\n{_accuracy(names, columns)}" if columns else head
+    return f"{paragraph(head)}\n{_accuracy(names, columns)}"
 
 
 def _accuracy(
