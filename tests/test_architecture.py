@@ -31,7 +31,7 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
     "vllm": f"{BASE} rows engine",
     "lmcache": f"{BASE} rows ops io engine",
     "calibration": f"{BASE} text rows ops cache io hf",
-    "evaluation": f"{BASE} text rows cache io hf calibration",
+    "evaluation": f"version {BASE} text rows cache io hf calibration",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
     "cli": f"version {BASE} text rows cache io hf calibration evaluation",
     "__init__": "errors version",

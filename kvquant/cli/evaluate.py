@@ -39,7 +39,9 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     required=True,
     help="K[/V][,sinks=N][,recent=N], or a plan's file for the formats. Give one or more.",
 )
-@click.option("--tasks", default="kl,generation,retrieval", show_default=True, help="Of these.")
+@click.option(
+    "--tasks", default="kl,generation,retrieval", show_default=True, help="Some of these."
+)
 @click.option("--retrieval", help="Some retrieval tasks, with commas; all by default.")
 @click.option(
     "--length", "lengths", type=COUNT, multiple=True, help="Of contexts; 4,096 by default. Repeat."
@@ -48,7 +50,9 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
 @click.option("--prompts", "examples", type=FILE, help="JSON lines: prompt, answer (if any).")
 @click.option("--pattern", help="Regular expression that finds the answer in a generated text.")
 @click.option("--samples", type=COUNT, default=8, show_default=True, help="Prompts of each task.")
-@click.option("--questions", type=COUNT, default=8, show_default=True, help="Of each prompt.")
+@click.option(
+    "--questions", type=COUNT, default=8, show_default=True, help="Of each prompt, at most."
+)
 @click.option("--scored", type=COUNT, default=128, show_default=True, help="Tokens of a passage.")
 @click.option("--new-tokens", type=COUNT, default=128, show_default=True, help="To generate.")
 @click.option("--batch", type=COUNT, default=4, show_default=True, help="Prompts at a time.")
@@ -125,7 +129,13 @@ def evaluate(
     sizes = Sizes(lengths, samples, questions, samples, scored, new_tokens, batch=batch, seed=seed)
     task, reading = Task(**options), Reading(chunk, prompts_from_rows)
     reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
-    given = [] if examples is None else _examples(examples, reader)
+    given = [] if examples is None else _examples(examples, reader, chat)
+    if (
+        max_drop is not None
+        and "retrieval" not in task.kinds
+        and not any(one.answer is not None for one in given)
+    ):
+        raise ConfigError("--max-drop needs the task retrieval, or prompts with answers")
     with progress(100, "Evaluating") as update:
         found = run(
             reader,
@@ -138,8 +148,10 @@ def evaluate(
             state=state,
             progress=lambda what, parts: update(100 // parts, what),
         )
-    click.echo(render(found))
     write_json(json_file, found)
+    if state is not None:
+        state.unlink(missing_ok=True)
+    click.echo(render(found))
     if max_drop is not None:
         verdict, reasons = against_limit(found, max_drop)
         for reason in reasons:
@@ -152,7 +164,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(one.strip() for one in text.split(",") if one.strip())
 
 
-def _examples(path: Path, reader: Any) -> list[Any]:
+def _examples(path: Path, reader: Any, chat: bool | None) -> list[Any]:
     """The prompts of a file of JSON lines."""
     from ..evaluation.evaluate import Example
 
@@ -166,24 +178,24 @@ def _examples(path: Path, reader: Any) -> list[Any]:
             raise ConfigError(f"{path}, line {number}, is no JSON: {error}") from None
         prompt = one.get("prompt") if isinstance(one, Mapping) else None
         answer = one.get("answer") if isinstance(one, Mapping) else None
-        if not isinstance(prompt, str) or not isinstance(answer, str | None):
+        if not isinstance(prompt, str) or not prompt or not isinstance(answer, str | None):
             raise ConfigError(
                 f'{path}, line {number}: write {{"prompt": "...", "answer": "..."}}, or leave the '
                 "answer out"
             )
-        found.append(Example(_prompt_tokens(prompt, reader), answer))
+        found.append(Example(_prompt_tokens(prompt, reader, chat), answer))
     if not found:
         raise ConfigError(f"{path} has no prompts: write one JSON object a line")
     return found
 
 
-def _prompt_tokens(prompt: str, reader: Any) -> list[int]:
+def _prompt_tokens(prompt: str, reader: Any, chat: bool | None) -> list[int]:
     """A prompt as tokens; with the chat template, where the tokenizer has one."""
     tokenizer = reader.tokenizer
-    if not getattr(tokenizer, "chat_template", None):
+    if chat is False or not getattr(tokenizer, "chat_template", None):
         ids: list[int] = reader.encode(prompt)
         return ids
     messages = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    chat: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return chat
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens

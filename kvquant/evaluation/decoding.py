@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,6 +17,7 @@ from kvquant.calibration.fidelity import (
     quantized_copy,
     stored_bits,
 )
+from kvquant.errors import ConfigError
 
 from .prompts import Asked, Prompt
 
@@ -40,6 +42,13 @@ class Reading:
     chunk: int | None = None
     from_rows: bool = False
 
+    def __post_init__(self) -> None:
+        if self.from_rows and self.chunk is None:
+            raise ConfigError(
+                "prompts from rows need --chunk, fewer tokens than a prompt: what is computed at "
+                "once does not read rows"
+            )
+
 
 class Caches:
     """The caches of one batch of prompts, one after another: the 16-bit one, then the others.
@@ -56,8 +65,17 @@ class Caches:
     ) -> None:
         self.model, self._tokens, self._reading = model, tokens, reading
         self.length = tokens.shape[1]
-        scheme = Scheme(model.exact_format, model.exact_format)
-        self.exact, self.logits = self._read(scheme, self.length + new_tokens)
+        self._exact = Scheme(model.exact_format, model.exact_format)
+        self.exact, self.logits = self._read(self._exact, self.length + new_tokens)
+
+    @contextmanager
+    def decoding(self) -> Iterator[KVCache]:
+        """The 16-bit cache to decode from; afterwards it holds the prompts alone again."""
+        if self.model.windows():  # layers that forget cannot be cropped by many tokens
+            yield self.copy(self._exact)
+            return
+        yield self.exact
+        self.exact.crop(self.length)
 
     def copy(self, choice: Choice) -> KVCache:
         """A cache of the prompts."""

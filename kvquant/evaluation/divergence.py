@@ -11,7 +11,7 @@ import torch
 from kvquant.calibration.fidelity import predict
 
 from .decoding import Caches, Choice, Reading
-from .statistics import quantile, standard_error
+from .statistics import least_error, quantile, standard_error
 
 if TYPE_CHECKING:
     from kvquant.hf.model import CachedModel
@@ -43,8 +43,8 @@ def diverge(
     """
     fed = windows[:, context:]
     caches = Caches(model, windows[:, :context], fed.shape[1], reading)
-    expected = predict(model, caches.exact, fed)  # [scored, passages, vocabulary]
-    caches.exact.crop(context)
+    with caches.decoding() as cache:
+        expected = predict(model, cache, fed)  # [scored, passages, vocabulary]
     for choice in choices:
         cache = caches.copy(choice)
         given = predict(model, cache, fed)
@@ -54,7 +54,9 @@ def diverge(
             for p, q in zip(expected, given, strict=True)
         ]
         same = (expected.argmax(-1) == given.argmax(-1)).double()
-        yield {"kl": torch.stack(kl, 1).tolist(), "top1": same.t().tolist()}
+        found = {"kl": torch.stack(kl, 1).tolist(), "top1": same.t().tolist()}
+        del cache, given  # before the next one is made
+        yield found
 
 
 def summary(scores: Scores) -> dict[str, Any]:
@@ -69,7 +71,10 @@ def summary(scores: Scores) -> dict[str, Any]:
         "kl_error": standard_error(means["kl"]),
         "kl_tail": quantile(flat, TAIL),
         "top1": sum(means["top1"]) / len(top1),
-        "top1_error": standard_error(means["top1"]),
+        "top1_error": max(
+            standard_error(means["top1"]) or 0.0,
+            least_error(round(len(flat) - sum(map(sum, top1))), len(flat)),
+        ),
         "by_position": [
             sum(sum(one[a:b]) for one in kl) / (len(kl) * (b - a))
             for a, b in pairwise(edges)

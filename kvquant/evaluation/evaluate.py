@@ -6,6 +6,8 @@ a paired difference to it: the same prompts, the same questions, the same random
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvquant.calibration.fidelity import Scheme, options_of, stored_bits
+from kvquant.calibration.fidelity import Planned, Scheme, options_of, stored_bits
 from kvquant.calibration.windows import spread
 from kvquant.errors import ConfigError
 from kvquant.rehearsal import rehearse
 from kvquant.rows.arguments import is_whole
+from kvquant.version import __version__
 
 from . import divergence, generation
 from .caches import parse_cache
 from .decoding import Choice, Reading, ask_all
 from .generation import Sampling
-from .prompts import Writer
+from .prompts import Prompt, Writer
 from .records import Records
 from .retrieval import TASKS
 from .statistics import FAILS, paired
@@ -137,7 +140,7 @@ def evaluate(
         text: held-out text, for kl and generation; a packaged one when None.
         examples: prompts of generation in place of the text.
         reading: how prompts come into caches.
-        state: a file that keeps what is measured until the run is over.
+        state: a file that keeps what is measured; the caller removes it when results are safe.
         progress: called after each part.
 
     Returns:
@@ -172,24 +175,64 @@ class _Run:
         self.choices = [
             parse_cache(one, latent=latent) if isinstance(one, str) else one for one in self.given
         ]
+        self._check_examples()
         self._choose_lengths()
+        self._check_packed()
         needs_text = bool({"kl", "retrieval"} & {*self.task.kinds}) or not self.examples
         self.tokens = self._encoded() if needs_text else []
         self._check_text()
-        self.writers = {length: self._writer(length) for length in self.lengths}
+        self.written = {length: self._written(length) for length in self.lengths}
         self.costs = [self._cost("16 bit", self._exact)]
         self.costs += [self._cost(str(choice), choice) for choice in self.choices]
         self._check_memory()
-        self.records = Records(self.state, self._settings())
+        self.records = Records(self.state, self._settings() | self._inputs())
+        ends = getattr(self.model.model.generation_config, "eos_token_id", None)
+        self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends or ())
 
     @property
     def _exact(self) -> Scheme:
         return Scheme(self.model.exact_format, self.model.exact_format)
 
+    @property
+    def _behind(self) -> int:
+        """Tokens that the tasks decode behind a context."""
+        of_kind = {"kl": self.sizes.scored, "generation": self.sizes.new_tokens}
+        return max(MARGIN, *(of_kind.get(kind, 0) for kind in self.task.kinds))
+
+    def _check_examples(self) -> None:
+        """Raise unless the model has positions for each prompt and the text behind it."""
+        most, new = self.model.max_positions, self.sizes.new_tokens
+        if self.examples and "generation" not in self.task.kinds:
+            raise ConfigError("prompts are for generation, which tasks do not name")
+        for number, one in enumerate(self.examples, 1):
+            count = len(one.tokens)
+            if not count:
+                raise ConfigError(f"prompt {number} is empty: give one or more tokens")
+            if most is not None and count + new > most:
+                raise ConfigError(
+                    f"prompt {number} has {count} tokens, and {new} behind them are beyond the "
+                    f"{most} positions of the model: give a shorter prompt or fewer --new-tokens"
+                )
+
+    def _check_packed(self) -> None:
+        """Raise if a cache would keep a whole prompt in 16 bit: nothing would be measured."""
+        counts = [len(one.tokens) for one in self.examples] or [*self.lengths]
+        counts += self.lengths if {"kl", "retrieval"} & {*self.task.kinds} else ()
+        for choice in self.choices:
+            if choice.sink_len + choice.recent_len >= min(counts):
+                raise ConfigError(
+                    f"the cache {choice} keeps a prompt of {min(counts)} tokens in 16 bit: give a "
+                    "longer --length or longer prompts, or a smaller recent"
+                )
+
     def _choose_lengths(self) -> None:
-        most = self.model.max_positions
-        behind = max(MARGIN, self.sizes.scored, self.sizes.new_tokens)
+        most, behind = self.model.max_positions, self._behind
         default = LENGTH if most is None else min(LENGTH, most - behind)
+        if default < 1:
+            raise ConfigError(
+                f"{behind} tokens behind a context leave no room for one in the {most} positions "
+                "of the model: give fewer --scored or --new-tokens"
+            )
         self.lengths = self.sizes.lengths or (default,)
         for length in self.lengths:
             if most is not None and length + behind > most:
@@ -199,8 +242,17 @@ class _Run:
                 )
 
     def _encoded(self) -> list[int]:
+        """The text, without the tokens that a tokenizer puts before one."""
         text = HELD_OUT.read_text(encoding="utf-8") if self.text is None else self.text
-        return self.model.encode(text)
+        self.before = self.model.encode("")  # such as BOS
+        tokens = self.model.encode(text)
+        count = len(self.before)
+        return tokens[count:] if tokens[:count] == self.before else tokens
+
+    def _windows(self, count: int, size: int) -> torch.Tensor:
+        """[count, size]: passages of the text, each with what the tokenizer puts before a text."""
+        before = torch.tensor(self.before, dtype=torch.int64, device="cpu").expand(count, -1)
+        return torch.cat([before, spread(self.tokens, count, size - before.shape[1])], 1)
 
     def _check_text(self) -> None:
         needed = 0
@@ -216,10 +268,10 @@ class _Run:
                 "longer --text, or a shorter --length"
             )
 
-    def _writer(self, length: int) -> Writer | None:
-        """What writes prompts of a length; each task is tried before work begins."""
+    def _written(self, length: int) -> dict[str, list[Prompt]]:
+        """The prompts of each retrieval task, before work begins: what has no room is refused."""
         if "retrieval" not in self.task.kinds:
-            return None
+            return {}
         writer = Writer(
             self.model.tokenizer,
             length,
@@ -229,16 +281,17 @@ class _Run:
             num_questions=self.sizes.questions,
             chat=self.task.chat,
         )
-        for name in self.task.retrieval:
-            writer.write(name, self._seed(name, 0))
-        return writer
-
-    def _seed(self, name: str, at: int) -> str:
-        return f"{self.sizes.seed} {name} {at}"
+        return {
+            name: [
+                writer.write(name, f"{self.sizes.seed} {name} {at}")
+                for at in range(self.sizes.prompts)
+            ]
+            for name in self.task.retrieval
+        }
 
     def _cost(self, name: str, choice: Choice) -> dict[str, Any]:
         """What a cache costs, by one on no device."""
-        capacity = max(self.lengths) + max(MARGIN, self.sizes.scored, self.sizes.new_tokens)
+        capacity = max(self.lengths) + self._behind
         meta = torch.device("meta")
         latent = self.model.has_latents
         with rehearse(None):  # caches on the meta device have sizes and no memory
@@ -258,7 +311,7 @@ class _Run:
         device = self.model.model.device
         if device.type != "cuda":
             return
-        capacity = max(self.lengths) + max(MARGIN, self.sizes.scored, self.sizes.new_tokens)
+        capacity = max(self.lengths) + self._behind
         exact, *others = (one["bytes_a_token"] * capacity * self.sizes.batch for one in self.costs)
         needed, free = exact + max(others), torch.cuda.mem_get_info(device)[0]
         if needed > free:
@@ -276,8 +329,21 @@ class _Run:
             "task": asdict(self.task),
             "sizes": asdict(replace(self.sizes, lengths=tuple(self.lengths))),
             "reading": asdict(self.reading),
-            "text": "packaged" if self.text is None else f"{hash_of(self.text)}",
+            "text": "packaged" if self.text is None else hash_of(self.text),
             "examples": len(self.examples),
+        }
+
+    def _inputs(self) -> dict[str, Any]:
+        """What else a run that goes on must have in common: prompts, plans, weights, device."""
+        plans = [one.plan for one in self.choices if isinstance(one, Planned)]
+        tensors = [x.double().sum().item() for plan in plans for x in plan.tensors.values()]
+        weights = [x.flatten()[:64].double().sum().item() for x in self.model.model.parameters()]
+        given = [(one.tokens, one.answer) for one in self.examples]
+        return {
+            "version": __version__,
+            "device": str(self.model.model.device),
+            "inputs": hash_of(json.dumps([given, [str(one.facts) for one in plans], tensors])),
+            "weights": hash_of(json.dumps(weights)),
         }
 
     def all(self) -> dict[str, Any]:
@@ -299,7 +365,6 @@ class _Run:
                 found[kind][str(length)] = measures[kind](length)
                 if kind != "retrieval":
                     self.progress(kind, parts)
-        self.records.forget()
         return found
 
     def _parts(self) -> int:
@@ -314,7 +379,7 @@ class _Run:
     def _kl(self, length: int) -> list[dict[str, Any]]:
         size = length + self.sizes.scored
         count = min(self.sizes.passages, len(self.tokens) // size)
-        windows = spread(self.tokens, count, size)
+        windows = self._windows(count, size)
         scores: list[divergence.Scores] = [{"kl": [], "top1": []} for _ in self.choices]
         for batch in self._batches(count):
 
@@ -330,11 +395,8 @@ class _Run:
         return [divergence.summary(one) for one in scores]
 
     def _retrieval(self, length: int) -> dict[str, Any]:
-        writer = self.writers[length]
-        assert writer is not None
         found = {}
-        for name in self.task.retrieval:
-            prompts = [writer.write(name, self._seed(name, at)) for at in range(self.sizes.prompts)]
+        for name, prompts in self.written[length].items():
             answers: list[list[list[bool]]] = [[] for _ in self.costs]
             for batch in self._batches(len(prompts)):
 
@@ -362,14 +424,17 @@ class _Run:
             groups = [[one] for one in self.examples]
         else:
             count = min(self.sizes.prompts, len(self.tokens) // length)
-            windows = spread(self.tokens, count, length).tolist()
+            windows = self._windows(count, length).tolist()
             each = [Example(tokens) for tokens in windows]
             groups = [[each[at] for at in batch] for batch in self._batches(count)]
         ways = {"greedy": Sampling(), "sampled": Sampling(self.task.temperature, self.sizes.seed)}
         found: dict[str, Any] = {}
         for way, sampling in ways.items():
             texts: list[list[list[int]]] = [[] for _ in self.costs]
+            first = 0
             for place, group in enumerate(groups):
+                sampling = replace(sampling, first=first)
+                first += len(group)
 
                 def measure(group: Any = group, sampling: Sampling = sampling) -> Any:
                     tokens = torch.tensor([one.tokens for one in group], device="cpu")
@@ -383,6 +448,7 @@ class _Run:
                 parts = self.records.get(f"{way} {length} {place}", measure)
                 for whole, part in zip(texts, parts, strict=True):
                     whole += part
+            texts = [[generation.ended(one, self.ends) for one in each] for each in texts]
             exact, *others = texts
             found[way] = [generation.summary(exact, one) for one in others]
             prompts = [one for group in groups for one in group]
@@ -400,17 +466,19 @@ class _Run:
                     ]
                     for each in texts
                 ]
-                found[f"{way}_answers"] = [asdict(paired(right[0], one)) for one in right[1:]]
+                pairs = [asdict(paired(right[0], one)) for one in right[1:]]
+                share = pairs[0]["exact"]
+                told = {"exact": share, "fails": share < FAILS, "caches": pairs}
+                found[f"{way}_answers"] = told
         return found
 
     def _is_right(self, example: Example, text: Sequence[int]) -> bool:
         assert example.answer is not None
+        text = [token for token in text if token not in self.ends]
         found = generation.answer_of(self.model.decode(text), self.task.pattern)
         return found.strip() == example.answer.strip()
 
 
 def hash_of(text: str) -> str:
     """Which text it was."""
-    import hashlib
-
     return hashlib.sha256(text.encode()).hexdigest()[:16]

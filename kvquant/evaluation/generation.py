@@ -34,10 +34,12 @@ class Sampling:
     Attributes:
         temperature: of the softmax; None: the likeliest token.
         seed: of the random numbers, the same for all caches.
+        first: the number of the first prompt: each has random numbers of its own.
     """
 
     temperature: float | None = None
     seed: int = 0
+    first: int = 0
 
 
 def free_run(
@@ -54,8 +56,8 @@ def free_run(
         [prompts][num_tokens] token ids: of the 16-bit cache, then of each choice.
     """
     caches = Caches(model, tokens, num_tokens, reading)
-    yield _continued(model, caches.exact, caches.logits, num_tokens, sampling)
-    caches.exact.crop(caches.length)
+    with caches.decoding() as cache:
+        yield _continued(model, cache, caches.logits, num_tokens, sampling)
     for choice in choices:
         cache, logits = caches.copy_and_logits(choice)
         yield _continued(model, cache, logits, num_tokens, sampling)
@@ -65,13 +67,18 @@ def free_run(
 def _continued(
     model: CachedModel, cache: KVCache, logits: torch.Tensor, num_tokens: int, sampling: Sampling
 ) -> list[list[int]]:
-    random = torch.Generator("cpu").manual_seed(sampling.seed)
+    drawn = [
+        torch.Generator("cpu").manual_seed((sampling.seed << 20) + sampling.first + row)
+        for row in range(len(logits))
+    ]
     step = model.stepper(cache, num_tokens - 1)
     found: list[torch.Tensor] = []
     while True:
         scores = logits.float()
         if sampling.temperature is not None:
-            noise = torch.rand(scores.shape, generator=random, dtype=torch.float64, device="cpu")
+            width, real = scores.shape[1], torch.float64
+            numbers = [torch.rand(width, generator=one, dtype=real, device="cpu") for one in drawn]
+            noise = torch.stack(numbers)
             gumbel = -(-noise.clamp(1e-300).log()).log()
             scores = scores / sampling.temperature + gumbel.to(scores)
         found.append(scores.argmax(-1))
@@ -81,6 +88,17 @@ def _continued(
     cache.check()
     rows: list[list[int]] = torch.stack(found, 1).tolist()
     return rows
+
+
+def ended(text: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """A text whose tokens behind the first end are ends as well.
+
+    Example:
+        >>> ended([5, 6, 2, 7], [2])
+        [5, 6, 2, 2]
+    """
+    place = next((at for at, token in enumerate(text) if token in ends), len(text))
+    return [*text[:place], *([text[place]] * (len(text) - place) if place < len(text) else [])]
 
 
 def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:

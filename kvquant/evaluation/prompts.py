@@ -19,7 +19,7 @@ from .retrieval import TASKS, Question, Sheet
 Encode = Callable[[str], list[int]]
 BREAK = "\n"
 TRIAL = 16  # lines, by which the number that fits is guessed
-SLOT = "\x1e"  # stands for a chat's text while its template is applied
+SLOT = "KVQUANTSLOT"  # stands for a chat's text while its template is applied
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ class Writer:
                 "retrieval needs the model's tokenizer, and the folder has none: save it there, or "
                 "leave retrieval out of --tasks"
             )
+        if not filler:
+            raise ConfigError("the text is empty: give a longer --text")
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if chat and not has_template:
             raise ConfigError("this tokenizer has no chat template: leave --chat out")
@@ -121,6 +123,8 @@ class Writer:
         if missing < 0:
             return None
         fill = (self._filler * (1 + missing // len(self._filler)))[:missing]
+        if len(fill) > len(self._anchor):  # the first fact begins a line
+            fill[len(fill) - len(self._anchor) :] = self._anchor
         starts, place = [], len(self._before) + len(fill)
         for line in lines:
             starts.append(place)
@@ -129,8 +133,6 @@ class Writer:
         ends = [start + len(line) for start, line in zip(starts, lines, strict=True)]
 
         def distance(one: Question) -> int:
-            if not one.lines:  # the whole context
-                return self._length
             is_exact = min(starts[at] for at in one.lines) < self._sinks
             return 0 if is_exact else self._length - max(ends[at] for at in one.lines)
 
@@ -168,8 +170,16 @@ class Writer:
         if not self.is_chat:
             return "", ""
         text = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": SLOT}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": SLOT}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=False,  # of templates that know it: answers come at once
         )
+        if text.count(SLOT) != 1:
+            raise ConfigError(
+                f"this tokenizer's chat template repeats the user's text {text.count(SLOT)} times: "
+                "give --no-chat"
+            )
         before, _, after = text.partition(SLOT)
         return before, after
 

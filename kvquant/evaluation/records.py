@@ -37,8 +37,3 @@ class Records:
                 kept = {"settings": self._settings, "found": self._found}
                 save_text(self._path, json.dumps(kept))
         return self._found[name]
-
-    def forget(self) -> None:
-        """Take the file away: the run is over."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)

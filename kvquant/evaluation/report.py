@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvquant.text import Column, paragraph, render_table
+from kvquant.text import Column, count_text, paragraph, render_table
 
 ENOUGH = 3.0  # a standard error is at most the limit over this
 POINTS = 100.0  # of a share
@@ -50,7 +50,7 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
     cells += [
         [
             name,
-            f"{one['kl']:.5f}",
+            f"{max(one['kl'], 0.0):.5f}",  # rounding may leave less than 0
             _or_dash(one["kl_error"], "{:.5f}"),
             f"{one['kl_tail']:.4f}",
             f"{POINTS * one['top1']:.1f}",
@@ -58,9 +58,10 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
         ]
         for name, one in zip(names[1:], rows, strict=True)
     ]
+    passages = count_text(rows[0]["passages"], "passage")
     head = (
-        f"Predictions of {rows[0]['tokens']} tokens, decoded behind {int(length):,}, compared with "
-        "those of the 16-bit cache:"
+        f"Predictions of {rows[0]['tokens']} tokens in {passages}, "
+        f"decoded behind {int(length):,} tokens, compared with those of the 16-bit cache:"
     )
     return f"{paragraph(head)}\n{render_table(columns, cells)}"
 
@@ -89,7 +90,8 @@ def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> I
         head = f"{way.capitalize()} texts {behind}, of {rows[0]['prompts']} prompts:"
         yield f"{paragraph(head)}\n{render_table(columns, cells)}"
         if (answers := task.get(f"{way}_answers")) is not None:
-            yield f"Their answers:\n{_accuracy(names, [('right', answers)])}"
+            if not answers["fails"]:
+                yield f"Their answers:\n{_accuracy(names, [('right', answers['caches'])])}"
 
 
 def _retrieval(length: str, names: Sequence[str], tasks: Mapping[str, Any]) -> str:
@@ -125,7 +127,14 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def failures(found: Mapping[str, Any]) -> list[str]:
     """A sentence for each task that the model fails with its 16-bit cache."""
-    return [
+    found_of_texts = [
+        f"With its 16-bit cache the model gives {POINTS * one['exact']:.0f} % of the right answers "
+        f"in {way} texts: this is not a test of the cache."
+        for task in found.get("generation", {}).values()
+        for way in ("greedy", "sampled")
+        if (one := task.get(f"{way}_answers")) and one["fails"]
+    ]
+    return found_of_texts + [
         f"With its 16-bit cache the model answers {POINTS * one['exact']:.0f} % of `{name}` in "
         f"contexts of {int(length):,} tokens: this is not a test of the cache."
         for length, tasks in found.get("retrieval", {}).items()
@@ -158,7 +167,8 @@ def against_limit(found: Mapping[str, Any], limit: float) -> tuple[str, list[str
         (f"{way} answers", name, one)
         for task in found.get("generation", {}).values()
         for way in ("greedy", "sampled")
-        for name, one in zip(names, task.get(f"{way}_answers", []), strict=False)
+        if (answers := task.get(f"{way}_answers")) and not answers["fails"]
+        for name, one in zip(names, answers["caches"], strict=True)
     ]
     exceeded = [
         f"{name} loses {POINTS * one['drop']:.1f} ± {POINTS * one['error']:.1f} points of {task}: "
@@ -172,7 +182,7 @@ def against_limit(found: Mapping[str, Any], limit: float) -> tuple[str, list[str
         return "unknown", ["no task tests the caches: the model fails all of them in 16 bit"]
     wide = [
         f"not enough samples: {name} has a standard error of {POINTS * one['error']:.1f} points of "
-        f"{task}, above a third of the limit; give more --prompts"
+        f"{task}, above a third of the limit; give more --samples, or more lines in --prompts"
         for task, name, one in pairs
         if POINTS * one["error"] > limit / ENOUGH
     ]

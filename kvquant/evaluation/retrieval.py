@@ -17,6 +17,7 @@ follow RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -196,29 +197,33 @@ GIVEN, FOLLOWING = 3, 4  # words of `copy`
 def copy(rng: Random, count: int) -> Sheet:
     """Random words, eight to a line; what follows three of them is asked for."""
     lines = [" ".join(rng.choice(NOUNS) for _ in range(8)) for _ in range(count)]
-    questions, seen = [], set()
+    all_words = " ".join(lines).split()
+    given = Counter(zip(all_words, all_words[1:], all_words[2:], strict=False))
+    questions = []
     for at, line in enumerate(lines):
         words = line.split()
         begun, answer = " ".join(words[:GIVEN]), " ".join(words[GIVEN : GIVEN + FOLLOWING])
-        if begun not in seen:
+        if given[words[0], words[1], words[2]] == 1:
             asked = f'Which {FOLLOWING} words follow "{begun}"? Answer with these words alone.'
             questions.append(Question(begun, asked, answer, (at,)))
-        seen.add(begun)
     return Sheet(lines, questions)
 
 
 def frequent(rng: Random, count: int) -> Sheet:
-    """Words whose counts fall as 1/rank; every line may hold the most frequent one."""
+    """Words whose counts fall as 1/rank; the last third of the lines lacks the most frequent one,
+    so its own words alone give another answer."""
     ranked = rng.sample(NOUNS, len(NOUNS))
     weights = [1 / (rank + 1) for rank in range(len(ranked))]
-    words = rng.choices(ranked, weights, k=8 * count)
-    counts = sorted(((words.count(one), one) for one in set(words)), reverse=True)
-    if len(counts) > 1 and counts[0][0] == counts[1][0]:  # two are: make one of them more frequent
-        words[words.index(counts[1][1])] = counts[0][1]
+    told = max(2 * count // 3, 1)
+    words = rng.choices(ranked, weights, k=8 * told)
+    words += rng.choices(ranked[1:], weights[1:], k=8 * (count - told))
+    most = Counter(words).most_common(2)
+    if most[0][0] != ranked[0] or most[0][1] == most[1][1]:  # of few words: make it so
+        words[: 4 * told] = [ranked[0]] * (4 * told)
     lines = [" ".join(words[8 * at : 8 * at + 8]) for at in range(count)]
     asked = "Which word is the most frequent one? Answer with this word alone."
     begun = "Of all words above the most frequent one is"
-    return Sheet(lines, [Question(begun, asked, counts[0][1], ())])
+    return Sheet(lines, [Question(begun, asked, ranked[0], (told - 1,))])
 
 
 TASKS: dict[str, Callable[[Random, int], Sheet]] = {

@@ -48,11 +48,17 @@ def paired(exact: Sequence[Sequence[bool]], given: Sequence[Sequence[bool]]) -> 
     count = len(flat)
     lost = sum(a and not b for a, b in flat)
     won = sum(b and not a for a, b in flat)
-    means = [sum(a - b for a, b in one) / len(one) for one in pairs]
-    least = math.sqrt((lost + won + 1) / (count + 2) / count)
-    error = max(standard_error(means) or 0.0, least)
     right, ours = sum(a for a, _ in flat) / count, sum(b for _, b in flat) / count
-    return Paired(right, ours, right - ours, error, lost, won, count, len(pairs))
+    drop, size = right - ours, count / len(pairs)
+    # prompts may have more or fewer questions: what each adds to the mean of all of them
+    shares = [(sum(a - b for a, b in one) - drop * len(one)) / size for one in pairs]
+    error = max(standard_error(shares) or 0.0, least_error(lost + won, count))
+    return Paired(right, ours, drop, error, lost, won, count, len(pairs))
+
+
+def least_error(differing: int, count: int) -> float:
+    """The standard error of a share of independent pairs, one differing pair added to them."""
+    return math.sqrt((differing + 1) / (count + 2) / count)
 
 
 def standard_error(means: Sequence[float]) -> float | None:

@@ -12,7 +12,14 @@ from kvquant import KVCache
 from kvquant.calibration.fidelity import Scheme
 from kvquant.errors import ConfigError
 from kvquant.evaluation.decoding import Reading, ask_all
-from kvquant.evaluation.generation import Sampling, accepted, answer_of, first_divergence, free_run
+from kvquant.evaluation.generation import (
+    Sampling,
+    accepted,
+    answer_of,
+    ended,
+    first_divergence,
+    free_run,
+)
 from kvquant.evaluation.generation import summary as texts_agree
 from kvquant.evaluation.prompts import Asked, Prompt
 
@@ -38,6 +45,9 @@ class Counting:
         cache.append(0, rows, rows)
         return self._logits(cache, tokens[:, -1])
 
+    def windows(self) -> dict[int, int]:
+        return {}
+
     def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def step(tokens: torch.Tensor) -> torch.Tensor:
             self.read.append(int(cache.seq_lens.max()))
@@ -59,6 +69,11 @@ PROMPTS = [
     Prompt([2] * 200, [asked([8, 8, 8], [9]), asked([3], [5, 7])]),
 ]
 CHOICES = [Scheme("int8", "int8", 4, 32), Scheme("int4", "int4", 4, 32)]
+
+
+def test_prompts_from_rows_come_in_chunks() -> None:
+    with pytest.raises(ConfigError, match="need --chunk"):
+        Reading(from_rows=True)
 
 
 @pytest.mark.parametrize("reading", [Reading(), Reading(64, from_rows=True)])
@@ -108,6 +123,9 @@ def test_samples_of_all_caches_use_the_same_numbers() -> None:
     first = list(free_run(model, tokens, 9, CHOICES[:1], Reading(), warm))
     assert first[0] == first[1] and len({tuple(one) for one in first[0]}) == 4
     assert first == list(free_run(model, tokens, 9, CHOICES[:1], Reading(), warm))
+    # a prompt has numbers of its own, whichever batch it is in
+    (part,) = free_run(model, tokens[2:], 9, [], Reading(), Sampling(20.0, 3, first=2))
+    assert part == first[0][2:]
     other = Sampling(temperature=20.0, seed=4)
     assert first != list(free_run(model, tokens, 9, CHOICES[:1], Reading(), other))
 
@@ -117,6 +135,10 @@ def test_where_texts_part_and_what_drafts_bring() -> None:
     assert accepted([1, 2, 3], [4, 5, 6]) == 1.0  # nothing to look up
     assert accepted([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2, 9, 9]) == 3.0
     assert accepted([7, 7, 7, 7], [7, 7, 7, 7, 7]) == 2.5
+
+
+def test_texts_end_at_the_first_end() -> None:
+    assert ended([5, 2, 7, 8], [2, 3]) == [5, 2, 2, 2] and ended([5, 6], [2]) == [5, 6]
 
 
 def test_answers_are_found_by_a_pattern() -> None:

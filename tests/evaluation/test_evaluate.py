@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 pytest.importorskip("transformers")
@@ -76,20 +77,40 @@ def test_an_interrupted_run_goes_on(
     again = evaluate(model, CACHES, task=TASK, sizes=SIZES, state=state)
     assert len(calls) == 2  # of the two retrieval tasks
     assert json.dumps(again) == json.dumps(found)  # and the same seed gives the same JSON
-    assert not state.exists()
+
+
+def test_other_prompts_do_not_go_on(model: CachedModel, tmp_path: Path) -> None:
+    state, kind, few = tmp_path / "state", Task(kinds=("generation",)), Sizes(new_tokens=4)
+    found = [
+        evaluate(
+            model,
+            ["int8,sinks=0,recent=0"],
+            task=kind,
+            sizes=few,
+            examples=[Example(model.encode(text))],
+            state=state,
+        )
+        for text in ("The city of Manila", "In the 1860s the navy")
+    ]
+    kept = json.loads(state.read_text())["found"]
+    assert found[0]["settings"] == found[1]["settings"] and len(kept) == 2
+    tokens = model.encode("In the 1860s the navy")
+    cache = model.new_cache(1, 64)
+    logits = model.prefill(cache, torch.tensor([tokens]))
+    assert kept["greedy 0 0"][0] == model.generate(cache, logits, 4).tolist()
 
 
 def test_other_settings_do_not_go_on(
     model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = tmp_path / "state"
-    few = Sizes((64,), prompts=1, passages=1, scored=4)
+    few = Sizes((160,), prompts=1, passages=1, scored=4)
     kl = Task(kinds=("kl",))
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for sizes in (few, Sizes((64,), prompts=1, passages=1, scored=5)):
+    for sizes in (few, Sizes((160,), prompts=1, passages=1, scored=5)):
         calls = counted(model, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             evaluate(model, ["int8"], task=kl, sizes=sizes, state=state, progress=stop)
@@ -112,16 +133,17 @@ def counted(model: CachedModel, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_prompts_with_answers_are_scored(model: CachedModel) -> None:
     tokens = model.encode("The city of Manila was founded in")
     kind = Task(kinds=("generation",), pattern=r"(\w+)")
-    plain = evaluate(model, ["bf16"], task=kind, sizes=SIZES, examples=[Example(tokens)])
+    caches = ["bf16,sinks=0,recent=0"]
+    plain = evaluate(model, caches, task=kind, sizes=SIZES, examples=[Example(tokens)])
     assert set(plain["generation"]) == {"0"} and "greedy_answers" not in plain["generation"]["0"]
     cache = model.new_cache(1, 64)
-    import torch
-
     text = model.decode(model.generate(cache, model.prefill(cache, torch.tensor([tokens])), 12)[0])
     last = text.split()[-1].strip(".,")
     both = [Example(tokens, last), Example(tokens, "never")]
-    found = evaluate(model, ["bf16"], task=kind, sizes=SIZES, examples=both)
-    (pair,) = found["generation"]["0"]["greedy_answers"]
+    found = evaluate(model, caches, task=kind, sizes=SIZES, examples=both)
+    answers = found["generation"]["0"]["greedy_answers"]
+    (pair,) = answers["caches"]
+    assert answers["exact"] == pair["exact"] == 0.5 and not answers["fails"]
     assert pair["exact"] == 0.5 and pair["drop"] == 0 and pair["answers"] == 2
 
 
@@ -132,7 +154,12 @@ def test_prompts_with_answers_are_scored(model: CachedModel) -> None:
         ({"caches": ["int5"]}, "'int5' is no format"),
         ({"sizes": Sizes((4090,))}, r"beyond the 4096 positions.*--length of 3968 or less"),
         ({"text": "short"}, r"the text has \d+ tokens, and one passage needs 288"),
-        ({"sizes": Sizes((40,))}, "no room for the task"),
+        ({"sizes": Sizes((140,))}, "no room for the task"),
+        ({"sizes": Sizes((40,))}, "keeps a prompt of 40 tokens in 16 bit"),
+        ({"sizes": Sizes(new_tokens=4096)}, "leave no room for one in the 4096 positions"),
+        ({"examples": [Example([])]}, "prompt 1 is empty"),
+        ({"examples": [Example([1] * 4000)]}, "prompt 1 has 4000 tokens, and 128 behind"),
+        ({"examples": [Example([1])], "task": Task(kinds=("kl",))}, "prompts are for generation"),
     ],
 )
 def test_bad_input_is_refused_before_work_begins(
@@ -161,7 +188,7 @@ def test_settings_that_mean_nothing_are_refused(make: Callable[[], Any], message
         make()
 
 
-SMALL = ["--length", "64", "--samples", "1", "--scored", "4", "--new-tokens", "4"]
+SMALL = ["--length", "100", "--samples", "1", "--scored", "4", "--new-tokens", "4"]
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -177,6 +204,12 @@ def test_the_command(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 
+def test_a_limit_needs_answers() -> None:
+    arguments = ["evaluate", str(MODEL), "--cache", "int8", "--tasks", "kl", "--max-drop", "1"]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2 and "--max-drop needs the task retrieval" in done.output
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -184,6 +217,7 @@ def test_the_command(tmp_path: Path) -> None:
         ('{"answer": "3"}', 'line 1: write {"prompt"'),
         ('{"prompt": "3", "answer": 4}', 'line 1: write {"prompt"'),
         ("\n", "has no prompts"),
+        ('{"prompt": ""}', 'line 1: write {"prompt"'),
     ],
 )
 def test_files_of_prompts(tmp_path: Path, text: str, message: str) -> None:

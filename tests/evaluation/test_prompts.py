@@ -13,7 +13,7 @@ from kvquant.evaluation.evaluate import HELD_OUT  # noqa: E402
 from kvquant.evaluation.prompts import Writer  # noqa: E402
 from kvquant.evaluation.retrieval import TASKS  # noqa: E402
 
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}<assistant>"
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def test_prompts_have_their_length_and_their_answers(
 
 def test_nothing_is_asked_of_the_16_bit_window(tokenizer: Any) -> None:
     for task in TASKS:
-        made = writer(tokenizer, window=300, num_questions=99)
+        made = writer(tokenizer, window=150, num_questions=99)
         for seed in range(3):
-            assert min(one.distance for one in made.write(task, str(seed)).asked) >= 300
+            assert min(one.distance for one in made.write(task, str(seed)).asked) >= 150
 
 
 def test_what_cannot_be_written_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +63,12 @@ def test_what_cannot_be_written_is_refused(tokenizer: Any, monkeypatch: pytest.M
         writer(tokenizer, chat=True)
     with pytest.raises(ConfigError, match="no room for the task keys"):
         writer(tokenizer, 150).write("keys", "0")
+    with pytest.raises(ConfigError, match="the text is empty"):
+        Writer(tokenizer, 500, [], window=0, sinks=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "chat_template", "<assistant>")
+        with pytest.raises(ConfigError, match="repeats the user's text 0 times"):
+            writer(tokenizer)
     monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: "The code of")
     with pytest.raises(ConfigError, match="does not give back letters, digits"):
         writer(tokenizer)

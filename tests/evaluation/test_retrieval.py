@@ -48,6 +48,7 @@ def solve(task: str, sheet: Sheet, question: Question) -> str:
     assert task == "frequent"
     (first, most), (_, less) = Counter(" ".join(sheet.lines).split()).most_common(2)
     assert most > less
+    assert first not in " ".join(sheet.lines[question.lines[0] + 1 :]).split()
     return first
 
 

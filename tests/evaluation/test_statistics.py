@@ -22,6 +22,14 @@ def test_a_difference_is_paired_and_prompts_are_observations() -> None:
     assert found.error == standard_error(drops) == pytest.approx(math.sqrt(0.1875 / 39))
 
 
+def test_prompts_of_many_questions_count_more() -> None:
+    found = paired([[True] * 8, [True]] * 4, [[True] * 8, [False]] * 4)
+    assert found.drop == pytest.approx(1 / 9)
+    # each prompt adds (lost - drop * questions) / (questions of a prompt on average)
+    shares = [(0 - 8 / 9) / 4.5, (1 - 1 / 9) / 4.5] * 4
+    assert found.error == pytest.approx(standard_error(shares))
+
+
 def test_equal_answers_are_no_proof() -> None:
     found = paired([[True] * 4] * 5, [[True] * 4] * 5)
     assert found.drop == 0 and found.error == pytest.approx(math.sqrt(1 / 22 / 20))
@@ -62,6 +70,18 @@ def test_a_limit_is_met_exceeded_or_not_known() -> None:
     half = [[True] * 10] * 97 + [[False] * 10] * 3
     assert against_limit(found_of(YES, half), 1.0)[0] == "unknown"
     assert against_limit(found_of(YES, half), 6.0)[0] == "met"
+
+
+def test_answers_that_16_bit_fails_test_no_cache() -> None:
+    pairs = [asdict(paired(NO, NO))]
+    answers = {"exact": 0.0, "fails": True, "caches": pairs}
+    agreement = {"8": {"share": 1.0, "error": 0.0}}
+    texts = [{"first_divergence": [None], "agreement": agreement, "prompts": 1}]
+    task = {"greedy": texts, "sampled": texts, "accepted": [1.0, 1.0], "greedy_answers": answers}
+    found = found_of(YES, YES, retrieval={}, generation={"0": task})
+    assert against_limit(found, 100.0)[0] == "unknown"
+    text = render(found)
+    assert "0 % of the right answers in greedy" in text and "Their answers" not in text
 
 
 def test_a_model_that_fails_in_16_bit_tests_no_cache() -> None:
