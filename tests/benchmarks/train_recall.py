@@ -1,6 +1,6 @@
 """Train a small Llama that finds facts in its context: a model that a bad cache makes fail.
 
-    python examples/train_recall.py FOLDER [--seconds 300] [--length 2048]
+    python tests/benchmarks/train_recall.py FOLDER [--seconds 300] [--length 2048]
 
 It learns the retrieval tasks of `kvquant evaluate` on a GPU, from sheets made by the same code and
 other seeds, at mixed lengths. The tokenizer is that of examples/llama-demo-5m. Afterwards
@@ -26,7 +26,7 @@ from kvquant.evaluation.evaluate import HELD_OUT
 from kvquant.evaluation.prompts import Writer
 from kvquant.evaluation.retrieval import TASKS
 
-TOKENIZER = Path(__file__).parent / "llama-demo-5m"
+TOKENIZER = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 ROOM = 20  # tokens of a question and its answer; they are a third of a sheet
 AGAIN = 2  # steps for each new batch, one of an earlier one: sheets take longer to write
 KEPT = 100  # batches for that
