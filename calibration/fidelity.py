@@ -360,11 +360,16 @@ def compare_passages(
     """As compare, of each passage: [3, batch], float64 on the CPU."""
     kl = torch.zeros(expected.shape[1], dtype=torch.float64, device=expected.device)
     for p, q in zip(expected, given, strict=True):  # by token, to spare memory
-        # what is impossible by both adds nothing, and is no NaN
-        kl += (p.exp() * (p - q).masked_fill(p == -torch.inf, 0.0)).sum(-1).double()
+        kl += divergence(p, q)
     top1 = (expected.argmax(-1) == given.argmax(-1)).double().mean(0)
     nll = -given.gather(-1, targets).double().mean((0, 2))
     return torch.stack([kl / len(expected), top1, nll]).cpu()
+
+
+def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) in nats of log probabilities [..., vocabulary]: [...], float64."""
+    # what is impossible by both adds nothing, and is no NaN
+    return (p.exp() * (p - q).masked_fill(p == -torch.inf, 0.0)).sum(-1).double()
 
 
 def standard_errors(parts: torch.Tensor, scored: int) -> tuple[float | None, float | None]:

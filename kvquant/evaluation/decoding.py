@@ -15,7 +15,6 @@ from kvquant.calibration.fidelity import (
     Scheme,
     options_of,
     quantized_copy,
-    stored_bits,
 )
 from kvquant.errors import ConfigError
 
@@ -92,10 +91,6 @@ class Caches:
         cache = self.model.new_cache(len(self._tokens), max_seq_len, **options)
         logits = self.model.prefill(cache, self._tokens, chunk=self._reading.chunk)
         return cache, logits
-
-    def bits(self, cache: KVCache) -> float:
-        """Bits per element of K and V, of a cache of these prompts' capacity."""
-        return stored_bits(cache, self.exact)
 
 
 def ask_all(

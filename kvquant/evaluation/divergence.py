@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvquant.calibration.fidelity import predict
+from kvquant.calibration.fidelity import divergence, predict
 
 from .decoding import Caches, Choice, Reading
 from .statistics import least_error, quantile, standard_error
@@ -49,10 +49,7 @@ def diverge(
         cache = caches.copy(choice)
         given = predict(model, cache, fed)
         cache.check()
-        kl = [
-            (p.exp() * (p - q).masked_fill(p == -torch.inf, 0.0)).sum(-1).double()
-            for p, q in zip(expected, given, strict=True)
-        ]
+        kl = [divergence(p, q) for p, q in zip(expected, given, strict=True)]
         same = (expected.argmax(-1) == given.argmax(-1)).double()
         found = {"kl": torch.stack(kl, 1).tolist(), "top1": same.t().tolist()}
         del cache, given  # before the next one is made

@@ -230,8 +230,3 @@ TASKS: dict[str, Callable[[Random, int], Sheet]] = {
     task.__name__: task
     for task in (single, keys, values, overwritten, variables, phonebook, copy, frequent)
 }
-
-
-def names_of(given: Sequence[str] | None) -> list[str]:
-    """The tasks of these names; all of them when None."""
-    return list(TASKS) if given is None else list(given)

@@ -127,7 +127,7 @@ def train(model: Any, length: int, seconds: float, workers: int, seed: int) -> N
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
-    start, shown, losses = time.monotonic(), 0.0, []
+    start, shown, losses = time.monotonic(), 0.0, list[torch.Tensor]()
     kept: list[Any] = []
     rng = random.Random(seed)
     for new in data:
@@ -169,7 +169,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(given.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = made_model(given.width, given.length).to(device)
+    model: Any = made_model(given.width, given.length).to(device)
     print(f"{sum(one.numel() for one in model.parameters()) / 1e6:.1f} million parameters")
     train(model, given.length, given.seconds, given.workers, given.seed)
     model.to(torch.bfloat16).save_pretrained(given.folder)
