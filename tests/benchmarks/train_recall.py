@@ -98,7 +98,7 @@ def _row(
     return (row + ending[-1:] * missing)[:length], (mask + [False] * missing)[:length]
 
 
-def made_model(width: int, length: int) -> LlamaForCausalLM:
+def made_model(width: int, length: int) -> Any:
     """A Llama of 4 layers, 4 query heads of 128 on one KV head for each 512 of width or less."""
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     heads = max(4, width // 64)
@@ -169,7 +169,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(given.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = made_model(given.width, given.length).to(device)
+    model = made_model(given.width, given.length).to(device)
     print(f"{sum(one.numel() for one in model.parameters()) / 1e6:.1f} million parameters")
     train(model, given.length, given.seconds, given.workers, given.seed)
     model.to(torch.bfloat16).save_pretrained(given.folder)
