@@ -48,7 +48,7 @@ from ..rows.basis import Encoding, LayerBasis, Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide
 from ..rows.format import RowFormat
-from ..rows.kind import KEY_VALUE, LATENT, KeyValue
+from ..rows.kind import KEY_VALUE, LATENT, KeyValue, Rows
 from ..rows.latent import AnyFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
@@ -252,10 +252,15 @@ class LayerCache:
         self._stored = tuple(
             tuple(getattr(self, n) for n in names) for names in self.row_kind.stores
         )
-        packed, exact = self._stored
-        self.k_packed, self.v_packed = self.row_kind.k_and_v(packed, self.k_format)
-        self.k_exact_rows, self.v_exact_rows = self.row_kind.k_and_v(exact, self.k_exact)
+        (self.k_packed, self.v_packed), exact_rows = self._k_and_v()
+        self.k_exact_rows, self.v_exact_rows = exact_rows
         self._segments = FixedSegments(self._make_segments())
+
+    def _k_and_v(self) -> tuple[Rows, Rows]:
+        """K and V of the packed and of the 16-bit rows, as views."""
+        formats = self.k_format, self.k_exact
+        packed, exact = map(self.row_kind.k_and_v, self._stored, formats)
+        return packed, exact
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has; views of a copy are found anew, as a pickle would part them."""
@@ -604,11 +609,15 @@ class LayerCache:
             ring, at_once = self.window is not None, self.packed_len > 0
             lens = self.seq_lens, self.packed_lens, counts
             slots = find_slots(SlotsCall(*lens, *sizes, ring=ring, at_once=at_once))
-        has_exact = slots.exact is not None
-        exact_k = self.k_exact_rows if has_exact else None
-        exact_v = self.v_exact_rows if has_exact else None
-        side_k = AppendSide(by_token[0], self.k_packed, self.k_format, exact_k, transforms[0])
-        side_v = AppendSide(by_token[1], self.v_packed, self.v_format, exact_v, transforms[1])
+        packed_rows = self.k_packed, self.v_packed
+        exact_rows = self.k_exact_rows, self.v_exact_rows
+        if torch.compiler.is_compiling():
+            # a graph makes these views itself: where two inputs of a graph share memory, torch
+            # captures no CUDA graph
+            packed_rows, exact_rows = self._k_and_v()
+        exact_k, exact_v = exact_rows if slots.exact is not None else (None, None)
+        side_k = AppendSide(by_token[0], packed_rows[0], self.k_format, exact_k, transforms[0])
+        side_v = AppendSide(by_token[1], packed_rows[1], self.v_format, exact_v, transforms[1])
         call = AppendCall(side_k, side_v, slots, self.k_exact.codec, None, bad_rows)
         try:
             # slots are right, and rows fit: proved again in debug mode only

@@ -289,16 +289,20 @@ def test_beams_of_a_compiled_model(llama: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", pytest.param("DeepseekV3", marks=needs_latents)])
 def test_graphs_read_rows_where_they_lie(family: str) -> None:
-    """Else each step of a CUDA graph would copy them."""
+    """Else each step of a CUDA graph would copy them; and of inputs that share memory, of which one
+    is written, torch makes no CUDA graph."""
     model = model_of(family)
     sizes: list[int] = []
+    storages: list[int] = []
 
     def note(graph: Any, inputs: Any) -> Any:
         for node in graph.graph.find_nodes(op="placeholder"):
             value, marks = node.meta["example_value"], node.meta.get("tensor_dict", {})
             is_weight = isinstance(value, torch.nn.Parameter) or value.is_floating_point()
-            if not is_weight and "_dynamo_static_input_type" not in marks:
-                sizes.append(value.numel())
+            if not is_weight:
+                storages.append(value.untyped_storage()._cdata)
+                if "_dynamo_static_input_type" not in marks:
+                    sizes.append(value.numel())
         return graph.forward
 
     cache = QuantizedCache(model, **ROWS)
@@ -307,6 +311,7 @@ def test_graphs_read_rows_where_they_lie(family: str) -> None:
     step(tokens(3, 1), **caching(cache), position_ids=24 - PADS[:, None])
     cache.check()
     assert sizes == [3, 3]  # tokens and positions
+    assert len(storages) == len(set(storages)) > 10
 
 
 @needs_latents

@@ -42,8 +42,7 @@ def keep_in_place(kv: KVCache, *others: torch.Tensor) -> None:
     _in_place.add(kv)
     tensors = [*others, kv.start_positions, kv.bad_rows, kv.overflow_tokens]
     for layer in kv.layers:
-        # views of latent rows, too: graphs read the parts by these
-        tensors += [one for one in vars(layer).values() if isinstance(one, torch.Tensor)]
+        tensors += layer.tensors().values()
         for side in layer.basis or ():
             tensors += [one for one in vars(side).values() if isinstance(one, torch.Tensor)]
             tensors += [one for one in side.encoding if isinstance(one, torch.Tensor)]
