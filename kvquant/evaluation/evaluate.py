@@ -327,6 +327,8 @@ class _Run:
             return
         capacity = max(self.lengths) + self._behind
         exact, *others = (one["bytes_a_token"] * capacity * self.sizes.batch for one in self.costs)
+        if any(not isinstance(one, Scheme | Planned) for one in self.choices):
+            others.append(exact)  # what is simulated lies in 16 bit
         needed, free = exact + max(others), torch.cuda.mem_get_info(device)[0]
         if needed > free:
             raise ConfigError(

@@ -18,7 +18,6 @@ tables mean.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,8 +28,9 @@ from typing import Any
 
 import click
 import torch
-from evaluations import TEST, draw, of_models, read_runs, tables
+from evaluations import TEST, draw, of_models, read_runs, tables, text_of
 from peer_schemes import PeerCache, peers
+from results import PICTURED
 
 from kvquant.calibration.calibrate import Goal, calibrate
 from kvquant.calibration.calibrate import Sizes as Amounts
@@ -54,7 +54,6 @@ WINDOWS = ("4/128", "0/0", "64/256")
 ASKED = ("keys", "values", "overwritten", "variables", "phonebook", "copy")
 LEAST_PACKED = 64  # tokens of a prompt between those in 16 bit
 OBSERVED, SCORED = 32768, 16  # tokens of sheets for plans, and decoded to see what a plan keeps
-PICTURED = (4, 128)  # the window of the picture
 Caches = Sequence[str | Planned | PeerCache]  # without a window
 
 
@@ -83,7 +82,7 @@ class Amount:
         seeds: how many; of the first, tasks are chosen.
         prompts, questions: of each seed, task and length, and of each prompt.
         least: what the 16-bit cache must answer of a task.
-        seconds: no run begins later.
+        seconds: from the beginning of the work on a model; no run begins later.
         with_kl: whether the KL on the packaged text is measured, too.
     """
 
@@ -94,7 +93,7 @@ class Amount:
     prompts: int = 44
     questions: int = 8
     least: float = TEST
-    seconds: float = 170.0
+    seconds: float = 175.0
     with_kl: bool = False
 
 
@@ -106,19 +105,21 @@ def with_window(cache: str | Planned | PeerCache, window: tuple[int, int]) -> Ch
     return replace(cache, sink_len=sinks, recent_len=recent)
 
 
-def runs(model: CachedModel, caches: Caches, amount: Amount) -> Iterator[dict[str, Any]]:
+def runs(
+    model: CachedModel, caches: Caches, amount: Amount, start: float
+) -> Iterator[dict[str, Any]]:
     """Measure.
 
     Args:
         model: decodes.
         caches: to be compared.
         amount: how much.
+        start: when the work on this model began, by time.monotonic.
 
     Yields:
         What evaluate returns: for each length first what the 16-bit cache answers, then, by seed,
         window and length, what all caches do in the tasks that are left.
     """
-    start = time.monotonic()
 
     def run(given: Sequence[Choice], length: int, tasks: Sequence[str], seed: int) -> Any:
         kinds = ("kl", "retrieval") if amount.with_kl and len(given) > 1 else ("retrieval",)
@@ -214,9 +215,9 @@ def pairs(_: Any, __: Any, given: tuple[str, ...]) -> tuple[tuple[int, int], ...
         raise click.BadParameter("write SINKS/RECENT, such as 4/128") from None
 
 
-def show(path_or_runs: Sequence[Any]) -> None:
+def show(found: Sequence[Any]) -> None:
     """Print all tables."""
-    for one in of_models(path_or_runs):
+    for one in of_models(found):
         for heading, (titles, rows) in tables(one):
             columns = [Column(title, left=not at) for at, title in enumerate(titles)]
             click.echo(f"\n{paragraph(heading)}\n{render_table(columns, rows)}")
@@ -234,7 +235,7 @@ def show(path_or_runs: Sequence[Any]) -> None:
 @click.option("--seeds", type=COUNT, default=3, show_default=True)
 @click.option("--prompts", type=COUNT, default=44, show_default=True, help="Of a seed.")
 @click.option("--questions", type=COUNT, default=8, show_default=True, help="Of a prompt.")
-@click.option("--seconds", default=170.0, show_default=True, help="For each model.")
+@click.option("--seconds", default=175.0, show_default=True, help="For each model.")
 @click.option("--least", default=TEST, show_default=True, help="Of 16 bit, in a task to ask.")
 @click.option("--kl", "with_kl", is_flag=True, help="Measure it, too, on the packaged text.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -269,12 +270,13 @@ def main(
         click.echo(f"{name}: {len(caches)} caches made in {time.monotonic() - start:.0f} s")
         others = [] if json_file is None else read_runs(json_file)
         found += [one for one in others if one["model"]["name"] != name]
-        for run in runs(model, caches, replace(amount, lengths=lengths)):
+        for run in runs(model, caches, replace(amount, lengths=lengths), start):
+            del run["settings"]["config"]  # has the folder's path; facts tell what counts
             found.append({"model": facts(model, name), **run})
             if json_file is not None:
                 date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-                text = json.dumps({"machine": {"date": date}, "runs": found}, indent=1)
-                json_file.write_text(text + "\n", encoding="utf-8")
+                text = text_of({"machine": {"date": date}}, found)
+                json_file.write_text(text, encoding="utf-8")
     show(found)
     if picture is not None:
         draw(of_models(found), PICTURED, picture)

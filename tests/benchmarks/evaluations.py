@@ -118,29 +118,52 @@ class Evaluations:
         self.kl = {key: _mean_kl(rows) for key, rows in kl.items()}
 
     @property
+    def _known(self) -> set[tuple[Window, str]]:
+        """Windows and caches."""
+        return {(key[0], key[1]) for key in self.cells} | {(key[0], key[1]) for key in self.kl}
+
+    @property
     def windows(self) -> list[Window]:
         """Sinks and recent tokens of caches, smallest first."""
-        return sorted({key[0] for key in [*self.cells, *self.kl]})
+        return sorted({window for window, _ in self._known})
 
     def caches(self, window: Window) -> list[str]:
         """Names of the caches with this window, most bits first."""
-        names = {key[1] for key in [*self.cells, *self.kl] if key[0] == window}
+        names = [name for each, name in self._known if each == window]
         return sorted(names, key=lambda name: (-self.bits[name], name))
 
+    def exact(self) -> Table:
+        """What the 16-bit cache answers of each task, by the tokens of contexts."""
+        places = {key[2:]: one for key, one in sorted(self.cells.items(), key=_by_answers)}
+        lengths = sorted({length for _, length in places})
+        rows = []
+        for task in dict.fromkeys(task for task, _ in places):
+            row = [task]
+            for length in lengths:
+                one = places.get((task, length))
+                mark = "" if one is None or one.is_test else ", not a test"
+                row.append("-" if one is None else f"{100 * one.exact:.1f} %{mark}")
+            rows.append(row)
+        return ["16 bit", *(f"{one:,} tokens" for one in lengths)], rows
+
     def accuracy(self, window: Window) -> Table:
-        """Points lost in each task, at the longest contexts where it is a test."""
-        places = self._places(window)
-        titles = ["cache", "bits"] + [f"{task}, {length:,}" for task, length in places]
-        exact = [self._exact(window, *place) for place in places]
-        marks = ["" if one >= TEST else " (not a test)" for one in exact]
-        first = [f"{100 * one:.1f} %{mark}" for one, mark in zip(exact, marks, strict=True)]
-        rows = [["16 bit", "16.00", *first]]
-        for name in self.caches(window):
-            found = (self.cells.get((window, name, *place)) for place in places)
-            cells = [str(one) if one is not None and one.is_test else "-" for one in found]
-            if set(cells) != {"-"}:
-                rows.append([name, f"{self.bits[name]:.2f}", *cells])
-        return titles, rows
+        """Points won or lost in each task, at the longest contexts where it is a test."""
+        longest: dict[str, int] = {}
+        for key, one in self.cells.items():
+            if key[0] == window and one.is_test:
+                longest[key[2]] = max(key[3], longest.get(key[2], 0))
+        names = [n for n in self.caches(window) if self._tests(window, n)]
+        rows = [["16 bit", "16.00"]]
+        for task, length in longest.items():
+            found = [self.cells.get((window, name, task, length)) for name in names]
+            best = max(filter(None, found), key=lambda one: one.answers)
+            rows[0].append(f"{100 * best.exact:.1f} %")
+        for name in names:
+            cells = (self.cells.get((window, name, *place)) for place in longest.items())
+            rows.append(
+                [name, f"{self.bits[name]:.2f}", *("-" if c is None else str(c) for c in cells)]
+            )
+        return ["cache", "bits", *(f"{task}, {length:,}" for task, length in longest.items())], rows
 
     def capacity(self, window: Window) -> Table:
         """The most facts, and steps, that each cache keeps."""
@@ -170,30 +193,15 @@ class Evaluations:
 
     def lost(self, window: Window) -> dict[str, float]:
         """Points that each cache loses, the mean of all tasks and lengths that are a test."""
-        found = {}
-        for name in self.caches(window):
-            cells = [c for key, c in self.cells.items() if key[:2] == (window, name) and c.is_test]
-            if cells:
-                found[name] = 100 * sum(one.exact - one.given for one in cells) / len(cells)
-        return found
+        tests = {name: self._tests(window, name) for name in self.caches(window)}
+        return {
+            name: 100 * sum(one.exact - one.given for one in cells) / len(cells)
+            for name, cells in tests.items()
+            if cells
+        }
 
-    def _places(self, window: Window) -> list[tuple[str, int]]:
-        """Each task at the longest contexts where it is a test; else at the shortest."""
-        known = [key for key in self.cells if key[0] == window]
-        places = []
-        for task in dict.fromkeys(key[2] for key in [*known, *self.cells]):
-            lengths = sorted({key[3] for key in self.cells if key[2] == task})
-            tests = [one for one in lengths if self._exact(window, task, one) >= TEST]
-            places.append((task, tests[-1] if tests else lengths[0]))
-        return places
-
-    def _exact(self, window: Window, task: str, length: int) -> float:
-        """Of the 16-bit cache, by the questions that most caches got."""
-        cells = [one for key, one in self.cells.items() if key[2:] == (task, length)]
-        here = [
-            one for key, one in self.cells.items() if key[0] == window and key[2:] == (task, length)
-        ]
-        return max(here or cells, key=lambda one: one.answers).exact
+    def _tests(self, window: Window, name: str) -> list[Cell]:
+        return [c for key, c in self.cells.items() if key[:2] == (window, name) and c.is_test]
 
     def _counts(self, window: Window, name: str) -> dict[str, dict[int, Cell]]:
         """By task, what was answered of each number of facts, where the 16-bit cache keeps 99 %."""
@@ -213,6 +221,10 @@ class Evaluations:
     def _most(self, window: Window, names: Sequence[str], task: str) -> str:
         counts = [max(cells) for name in names if (cells := self._counts(window, name)[task])]
         return str(max(counts, default=0) or "-")
+
+
+def _by_answers(item: tuple[Any, Cell]) -> int:
+    return item[1].answers
 
 
 def _leading(cells: Mapping[int, Cell], share: str) -> Iterator[tuple[int, Cell]]:
@@ -271,24 +283,46 @@ def read_runs(path: Path) -> list[Run]:
     return runs
 
 
+def text_of(facts: Mapping[str, Any], runs: Iterable[Run]) -> str:
+    """A file of runs, each in one line."""
+    head = json.dumps({**facts, "runs": []}, indent=1).removesuffix("]\n}")
+    lines = ",\n".join(json.dumps(run) for run in runs)
+    return f"{head}\n{lines}\n ]\n}}\n"
+
+
 def tables(one: Evaluations) -> Iterator[tuple[str, Table]]:
-    """A heading and a table, for each window and kind of table."""
+    """A heading and a table: what 16 bit answers, then of each window what caches lose and keep."""
+    if one.cells:
+        yield f"Right answers with the 16-bit cache; {one.name}", one.exact()
     for window in one.windows:
         sinks, recent = window
         tokens = f"the first {sinks} and the last {recent} tokens in 16 bit"
         where = tokens if sinks or recent else "no token of the prompt in 16 bit"
         for what, table in (
-            ("Points of right answers lost or won ± the standard error", one.accuracy(window)),
-            ("Facts, and steps, that are answered to 99 %", one.capacity(window)),
+            ("Points won or lost ± the standard error", one.accuracy(window)),
+            (
+                "The most facts, and steps, that are answered to 99 %, of those that the 16-bit "
+                "cache answers to 99 %",
+                one.capacity(window),
+            ),
             ("KL to the 16-bit cache", one.divergence(window)),
         ):
-            if len(table[1]) > 1:
+            if len(table[0]) > 2 and table[1]:
                 yield f"{what}; {one.name}, {where}", table
 
 
+def points(one: Evaluations, window: Window) -> dict[tuple[float, float], list[str]]:
+    """What the picture shows of a model: names of caches by bits and points lost, rounded."""
+    found: dict[tuple[float, float], list[str]] = {}
+    for name, lost in one.lost(window).items():
+        if one.bits[name] < 16:
+            found.setdefault((round(one.bits[name], 1), round(lost, 1)), []).append(name)
+    return found
+
+
 def labels(models: Sequence[Evaluations], window: Window) -> list[str]:
-    """What the picture names."""
-    return [name for one in models for name in one.lost(window)]
+    """The texts of the picture."""
+    return [", ".join(names) for one in models for names in points(one, window).values()]
 
 
 def draw(models: Sequence[Evaluations], window: Window, path: Path) -> None:
@@ -299,20 +333,30 @@ def draw(models: Sequence[Evaluations], window: Window, path: Path) -> None:
     style = {"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 9}
     style |= dict.fromkeys(("text.color", "xtick.color", "ytick.color", "axes.labelcolor"), GREY)
     style["axes.edgecolor"] = GREY
+    shown = [(one.name, found) for one in models if (found := points(one, window))]
     with matplotlib.rc_context(style):
-        page = Figure(figsize=(9.4, 0.6 + 3.2 * len(models)), layout="constrained")
-        panels = page.subplots(len(models), 1, squeeze=False)[:, 0]
-        for panel, one in zip(panels, models, strict=True):
-            for name, points in one.lost(window).items():
-                colour = THEIRS if name.startswith(PEERS) else OURS
-                place = one.bits[name], points
-                panel.plot(*place, "o", color=colour)
+        page = Figure(figsize=(9.4, 0.6 + 3.6 * len(shown)), layout="constrained")
+        panels = page.subplots(max(len(shown), 1), 1, squeeze=False)[:, 0]
+        for panel, (title, found) in zip(panels, shown, strict=False):
+            for (bits, lost), names in found.items():
+                colours = {THEIRS if name.startswith(PEERS) else OURS for name in names}
+                colour = GREY if len(colours) > 1 else min(colours)
+                panel.plot(bits, lost, "o", color=colour)
                 panel.annotate(
-                    name, place, xytext=(4, 3), textcoords="offset points", color=colour, size=7
+                    ", ".join(names),
+                    (bits, lost),
+                    xytext=(2, 5),
+                    textcoords="offset points",
+                    color=colour,
+                    size=7,
+                    rotation=40,
                 )
-            panel.set_title(one.name, loc="left")
+            most = max(max(lost for _, lost in found), 1.0)
+            panel.set_ylim(1.05 * most, -0.7 * most)  # room for names above
+            panel.set_yticks([one for one in panel.get_yticks() if 0 <= one <= most])
+            panel.set_xlim(1.8, 10)
+            panel.set_title(title, loc="left")
             panel.set_xlabel("bits of an element, all parameters included")
             panel.set_ylabel("points lost")
             panel.spines[["top", "right"]].set_visible(False)
-            panel.invert_yaxis()
         page.savefig(path, transparent=True, metadata={"Date": None})

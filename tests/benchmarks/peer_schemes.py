@@ -174,8 +174,9 @@ def oscar(model: CachedModel, windows: torch.Tensor, head_dim: int) -> PeerCache
     def read_side(side: str, layer: int, x: torch.Tensor) -> torch.Tensor:
         turn = rotations[layer][side].to(x.device)
         y = x @ turn  # [batch, num_kv_heads, tokens, head_dim]
-        most = y.abs().quantile(OSCAR_CLIP[side], dim=-1, keepdim=True)
-        found = rounded(torch.minimum(torch.maximum(y, -most), most), 2, dim=-1)
+        place = math.ceil(OSCAR_CLIP[side] * y.shape[-1])
+        most = y.abs().kthvalue(place, dim=-1, keepdim=True).values
+        found = rounded(y.clamp(-most, most), 2, dim=-1)
         return found @ turn.transpose(-1, -2)
 
     def read(layer: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
