@@ -37,7 +37,7 @@ def measured(*options: str, path: Path) -> str:
 def test_each_seed_and_window_is_a_run(tmp_path: Path) -> None:
     path = tmp_path / "recall.json"
     path.write_text(text_of({}, [run_of("another", 64, {"keys": [0.5]})]))
-    printed = measured("--seeds", "2", "--least", "0", path=path)
+    printed = measured("--seeds", "2", "--least", "0", "--kl", path=path)
     other, screened, *others = read_runs(path)
     assert other["model"]["name"] == "another"  # runs of other models stay
     assert [one["cache"] for one in screened["caches"]] == ["16 bit", "bf16"]
@@ -49,6 +49,7 @@ def test_each_seed_and_window_is_a_run(tmp_path: Path) -> None:
     ]
     asked = ["keys", "variables"]
     assert found == [(seed, sinks, asked) for seed in (0, 1) for sinks in (0, 4)]
+    assert ["kl" in run for run in others] == [True, True, False, False]
     for run in others:
         assert [one["packed_bits"] for one in run["caches"]] == [16, 8.25, 4.25]
         keys = run["retrieval"]["256"]["keys"]
@@ -82,7 +83,13 @@ def test_plans_and_peers_are_made_on_the_spot(monkeypatch: pytest.MonkeyPatch) -
 
 
 def run_of(
-    name: str, length: int, given: dict[str, list[float]], exact: float = 1.0, facts: int = 10
+    name: str,
+    length: int,
+    given: dict[str, list[float]],
+    *,
+    exact: float = 1.0,
+    facts: int = 10,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """A run of 100 answers, with caches of 16, 8, 7, ... bits and the shares given by task."""
 
@@ -102,7 +109,13 @@ def run_of(
         tasks["variables"]["by_lines"] = {"3": tasks["variables"]["caches"]}
     exact_cache = {"cache": "16 bit", "packed_bits": 16.0, "sink_len": 0, "recent_len": 0}
     retrieval = {str(length): tasks}
-    return {"model": {"name": name}, "caches": [exact_cache, *caches], "retrieval": retrieval}
+    settings = {"text": "packaged", "sizes": {"seed": seed}}
+    return {
+        "model": {"name": name},
+        "settings": settings,
+        "caches": [exact_cache, *caches],
+        "retrieval": retrieval,
+    }
 
 
 def test_seeds_are_put_together_as_one_sample_of_all_prompts() -> None:
@@ -142,12 +155,27 @@ def test_points_are_shown_where_16_bit_can_do_it() -> None:
     one = Evaluations("m", runs)
     assert one.exact() == (
         ["16 bit", "128 tokens", "256 tokens"],
-        [["keys", "96.0 %", "60.0 %, not a test"], ["copy", "96.0 %", "-"]],
+        [
+            ["keys", "96.0 % of 100", "60.0 % of 100, not a test"],
+            ["copy", "96.0 % of 100", "-"],
+        ],
     )
     titles, rows = one.accuracy((0, 0))
     assert titles[2:] == ["keys, 128", "copy, 128"]
     assert rows[0][2:] == ["96.0 %"] * 2 and rows[2][2:] == ["-6.0 ± 1.0", "-56.0 ± 1.0"]
     assert one.lost((0, 0)) == pytest.approx({"c0": 21.0, "c1": 31.0})
+
+
+def test_seeds_are_added_and_repeats_are_not() -> None:
+    kl = {"kl": 0.01, "kl_error": 0.001, "kl_tail": 0.1, "top1": 0.99, "tokens": 100}
+    runs = [
+        {**run_of("m", 128, {"keys": [share]}, seed=seed), "kl": {"128": [kl]}}
+        for seed, share in ((0, 0.9), (1, 1.0), (1, 1.0))
+    ]
+    one = Evaluations("m", runs)
+    (cell,) = one.cells.values()
+    assert cell.answers == 200 and cell.given == pytest.approx(0.95)
+    assert one.kl[(0, 0), "c0", 128] == kl  # the text is the same for all seeds
 
 
 def test_the_page_and_the_picture_show_all_models(

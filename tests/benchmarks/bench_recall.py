@@ -122,7 +122,8 @@ def runs(
     """
 
     def run(given: Sequence[Choice], length: int, tasks: Sequence[str], seed: int) -> Any:
-        kinds = ("kl", "retrieval") if amount.with_kl and len(given) > 1 else ("retrieval",)
+        with_kl = amount.with_kl and len(given) > 1 and not seed  # the text has none
+        kinds = ("kl", "retrieval") if with_kl else ("retrieval",)
         sizes = Sizes(
             (length,),
             prompts=amount.prompts,

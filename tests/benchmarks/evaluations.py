@@ -92,11 +92,13 @@ class Evaluations:
 
     def __post_init__(self) -> None:
         self.bits: dict[str, float] = {}
-        found: dict[tuple[Window, str, str, int], list[Any]] = {}
-        steps: dict[tuple[Window, str, int], list[Any]] = {}
-        kl: dict[tuple[Window, str, int], list[Any]] = {}
+        # by seed, and by text: what was measured twice counts once
+        found: dict[tuple[Window, str, str, int], dict[Any, Any]] = {}
+        steps: dict[tuple[Window, str, int], dict[Any, Any]] = {}
+        kl: dict[tuple[Window, str, int], dict[Any, Any]] = {}
         self.facts: dict[tuple[str, int], int] = {}
         for run in self.runs:
+            seed, text = run["settings"]["sizes"]["seed"], run["settings"]["text"]
             caches = [(_window(one), _plain_name(one)) for one in run["caches"][1:]]
             self.bits |= {_plain_name(one): one["packed_bits"] for one in run["caches"][1:]}
             for length, tasks in run.get("retrieval", {}).items():
@@ -104,18 +106,18 @@ class Evaluations:
                     place = task, int(length)
                     self.facts[place] = min(one["facts"], self.facts.get(place, one["facts"]))
                     for cache, pair in zip(caches, one["caches"], strict=True):
-                        found.setdefault((*cache, *place), []).append(pair)
+                        found.setdefault((*cache, *place), {})[seed] = pair
                     if task != CHAINS:
                         continue
                     for lines, pairs in one.get("by_lines", {}).items():
                         for cache, pair in zip(caches, pairs, strict=True):
-                            steps.setdefault((*cache, int(lines) - 1), []).append(pair)
+                            steps.setdefault((*cache, int(lines) - 1), {})[seed, length] = pair
             for length, rows in run.get("kl", {}).items():
                 for cache, row in zip(caches, rows, strict=True):
-                    kl.setdefault((*cache, int(length)), []).append(row)
-        self.cells = {key: together(pairs) for key, pairs in found.items()}
-        self.steps = {key: together(pairs) for key, pairs in steps.items()}
-        self.kl = {key: _mean_kl(rows) for key, rows in kl.items()}
+                    kl.setdefault((*cache, int(length)), {})[text] = row
+        self.cells = {key: together([*pairs.values()]) for key, pairs in found.items()}
+        self.steps = {key: together([*pairs.values()]) for key, pairs in steps.items()}
+        self.kl = {key: _mean_kl([*rows.values()]) for key, rows in kl.items()}
 
     @property
     def _known(self) -> set[tuple[Window, str]]:
@@ -133,7 +135,8 @@ class Evaluations:
         return sorted(names, key=lambda name: (-self.bits[name], name))
 
     def exact(self) -> Table:
-        """What the 16-bit cache answers of each task, by the tokens of contexts."""
+        """What the 16-bit cache answers of how many questions of each task, by the tokens of
+        contexts."""
         places = {key[2:]: one for key, one in sorted(self.cells.items(), key=_by_answers)}
         lengths = sorted({length for _, length in places})
         rows = []
@@ -142,7 +145,8 @@ class Evaluations:
             for length in lengths:
                 one = places.get((task, length))
                 mark = "" if one is None or one.is_test else ", not a test"
-                row.append("-" if one is None else f"{100 * one.exact:.1f} %{mark}")
+                share = "-" if one is None else f"{100 * one.exact:.1f} % of {one.answers:,}"
+                row.append(share + mark)
             rows.append(row)
         return ["16 bit", *(f"{one:,} tokens" for one in lengths)], rows
 
@@ -253,7 +257,7 @@ def _plain_name(cache: Mapping[str, Any]) -> str:
 
 
 def _mean_kl(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of several seeds; the tail is their mean."""
+    """Of several texts; the tail is the mean of theirs."""
     count = sum(one["tokens"] for one in rows)
     means = {
         name: sum(one[name] * one["tokens"] for one in rows) / count
