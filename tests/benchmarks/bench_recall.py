@@ -28,7 +28,7 @@ from typing import Any
 
 import click
 import torch
-from evaluations import TEST, draw, of_models, read_runs, tables, text_of
+from evaluations import TEST, as_run, draw, of_models, read_runs, tables, text_of
 from peer_schemes import PeerCache, peers
 from results import PICTURED
 
@@ -272,8 +272,7 @@ def main(
         others = [] if json_file is None else read_runs(json_file)
         found += [one for one in others if one["model"]["name"] != name]
         for run in runs(model, caches, replace(amount, lengths=lengths), start):
-            del run["settings"]["config"]  # has the folder's path; facts tell what counts
-            found.append({"model": facts(model, name), **run})
+            found.append(as_run(facts(model, name), run))
             if json_file is not None:
                 date = datetime.now(timezone.utc).isoformat(timespec="seconds")
                 text = text_of({"machine": {"date": date}}, found)

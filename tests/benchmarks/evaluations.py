@@ -287,6 +287,13 @@ def read_runs(path: Path) -> list[Run]:
     return runs
 
 
+def as_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """What evaluate returned, as a run of a model with these facts; its config is left out, which
+    has the path of the model's folder."""
+    settings = {name: one for name, one in found["settings"].items() if name != "config"}
+    return {"model": dict(model), **found, "settings": settings}
+
+
 def text_of(facts: Mapping[str, Any], runs: Iterable[Run]) -> str:
     """A file of runs, each in one line."""
     head = json.dumps({**facts, "runs": []}, indent=1).removesuffix("]\n}")
