@@ -129,22 +129,29 @@ def test_turboquant_has_the_error_that_its_paper_proves(bits: int, error: float)
     assert torch.allclose(norms, torch.full_like(norms, 7.0), rtol=1e-3)
 
 
-def test_oscar_spreads_what_queries_ask_for(model: CachedModel, windows: torch.Tensor) -> None:
-    moments: dict[int, torch.Tensor] = {}
+def test_oscar_spreads_what_attention_asks_for(model: CachedModel, windows: torch.Tensor) -> None:
+    """A Hadamard matrix of eigenvectors: no element of a turned row is asked for more than another,
+    of K by queries, of V by how much its token's scores weigh."""
+    seen: dict[int, list[torch.Tensor]] = {}
 
-    def see(layer: int, q: torch.Tensor, k: torch.Tensor, *_: Any) -> None:
-        rows = q.double().unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 3)
-        moments[layer] = moments.get(layer, 0) + rows.mT @ rows
+    def see(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> None:
+        assert k.shape[1] == 1  # the demo's model has one KV head
+        rows = [x[0].flatten(0, 1).double() for x in (q, k, v)]
+        known = seen.get(layer, [x[:0] for x in rows])
+        seen[layer] = [torch.cat(both) for both in zip(known, rows, strict=True)]
 
     for window in windows:
         model.observe(window[None], see)
-    for layer, turn in enumerate(oscar_rotations(model, windows)):
-        for side in "kv":
-            eye = torch.eye(turn[side].shape[-1]).expand_as(turn[side])
-            assert torch.allclose(turn[side] @ turn[side].mT, eye, atol=1e-5)
-        turned = turn["k"].double().mT @ moments[layer] @ turn["k"].double()
-        diagonal = turned.diagonal(dim1=-2, dim2=-1)
-        assert torch.allclose(diagonal, diagonal.mean(-1, keepdim=True).expand_as(diagonal), 1e-3)
+    for layer, turns in enumerate(oscar_rotations(model, windows)):
+        q, k, v = seen[layer]
+        weights = (k @ q.T).square().sum(1)  # of a token by all queries
+        moments = {"k": q.T @ q, "v": (v.T * weights) @ v}
+        for side, (turn,) in turns.items():
+            assert torch.allclose(turn @ turn.T, torch.eye(DIM), atol=1e-5)
+            diagonal = (turn.double().T @ moments[side] @ turn.double()).diagonal()
+            assert torch.allclose(diagonal, diagonal.mean().expand(DIM), rtol=1e-3)
+            plain = moments[side].diagonal()
+            assert float(plain.max() / plain.mean()) > 1.5  # as it comes it is uneven
 
 
 def test_oscar_clips_what_few_elements_of_a_row_exceed(
