@@ -1,11 +1,13 @@
 """How many facts caches keep: formats, plans and other projects' schemes, by `kvquant evaluate`.
 
 For models that train_recall.py has trained. Sheets of facts fill contexts of several lengths, so
-longer ones have more facts. Each task that the model can do with its 16-bit cache (95 % of one
-seed's answers) is asked of every cache, and with each number of first and last tokens in 16 bit.
-What stays of other projects' caches is written out in peer_schemes.py. All that is decoded behind
-the prompt is read in 16 bit there; ours packs what leaves its recent tokens, so with 0/0 the
-question, too: other projects have that advantage.
+longer contexts have more facts. First the 16-bit cache answers each task. A task that it answers to
+95 % is then asked of every cache, with each number of first and last tokens in 16 bit.
+
+Other projects' schemes are those of peer_schemes.py. They read the question, which is decoded
+behind the prompt, in 16 bit. Ours packs each token that leaves the recent ones; with 0/0 that is
+the question, too. So compare at 4/128 or 64/256, where few tokens leave; 0/0 favours
+the others.
 
 Plans, and OSCAR's rotations, are made on the spot from sheets of other seeds.
 
