@@ -49,8 +49,7 @@ class Scheme:
     def __str__(self) -> str:
         same = self.k_format == self.v_format
         name = self.k_format if same else f"K {self.k_format}, V {self.v_format}"
-        exact = f" + {self.sink_len} sinks, {self.recent_len} recent"
-        return name + exact if self.sink_len or self.recent_len else name
+        return with_window(name, self.sink_len, self.recent_len)
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,18 @@ class Planned:
     recent_len: int = 0
 
     def __str__(self) -> str:
-        exact = f" + {self.sink_len} sinks, {self.recent_len} recent"
-        return self.name + exact if self.sink_len or self.recent_len else self.name
+        return with_window(self.name, self.sink_len, self.recent_len)
+
+
+def with_window(name: str, sink_len: int, recent_len: int) -> str:
+    """The name of a cache, and how many tokens it keeps in 16 bit, if any.
+
+    Example:
+        >>> with_window("int8", 4, 128)
+        'int8 + 4 sinks, 128 recent'
+    """
+    exact = f" + {sink_len} sinks, {recent_len} recent"
+    return name + exact if sink_len or recent_len else name
 
 
 FORMATS = ("bf16", "int8", "fp8", "int8-g4", "fp8-g4", "int4-g8", "int4-g4", "int4")

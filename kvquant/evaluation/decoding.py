@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -17,6 +17,7 @@ from kvquant.calibration.fidelity import (
     quantized_copy,
 )
 from kvquant.errors import ConfigError
+from kvquant.rows.quantize import EXACT_DTYPES
 
 from .prompts import Asked, Prompt
 
@@ -24,7 +25,41 @@ if TYPE_CHECKING:
     from kvquant.cache.contiguous import KVCache
     from kvquant.hf.model import CachedModel
 
-Choice: TypeAlias = Scheme | Planned
+
+class Simulated(Protocol):
+    """A cache of another kind, by what attention would read from it.
+
+    The prompt's tokens between the first sink_len and the last recent_len are read as apply gives
+    them, rounded to 16 bit. All others are read in 16 bit, and so is what is decoded behind the
+    prompt. A cache of kvquant's has as much in 16 bit while nothing leaves its recent window.
+
+    Attributes:
+        sink_len, recent_len: tokens of the prompt in 16 bit, as in KVCache.
+        bits: of an element of the others, all parameters included.
+    """
+
+    @property
+    def sink_len(self) -> int: ...
+    @property
+    def recent_len(self) -> int: ...
+    @property
+    def bits(self) -> float: ...
+
+    def apply(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is read of a layer's K and V.
+
+        Args:
+            layer: as in KVCache.
+            keys, values: [batch, num_kv_heads, tokens, head_dim], 16 bit, K after RoPE.
+
+        Returns:
+            Both, of the same shapes and dtypes.
+        """
+
+
+Choice: TypeAlias = Scheme | Planned | Simulated
 A_QUESTION = 8  # tokens at least, of which stepper chooses a graph
 
 
@@ -47,6 +82,15 @@ class Reading:
                 "prompts from rows need --chunk, fewer tokens than a prompt: what is computed at "
                 "once does not read rows"
             )
+
+
+def check_simulated(model: CachedModel, reading: Reading) -> None:
+    """Raise ConfigError if caches of another kind cannot be evaluated."""
+    why = "latent rows" if model.has_latents else "sliding windows" if model.windows() else ""
+    if why:
+        raise ConfigError(f"the model has {why}: only caches of kvquant can be evaluated")
+    if reading.from_rows:
+        raise ConfigError("prompts from rows: only caches of kvquant read them")
 
 
 class Caches:
@@ -82,11 +126,27 @@ class Caches:
 
     def copy_and_logits(self, choice: Choice) -> tuple[KVCache, torch.Tensor]:
         """A cache of the prompts, and the logits behind them: with from_rows its own."""
+        if not isinstance(choice, Scheme | Planned):
+            return self._simulated(choice), self.logits
         if self._reading.from_rows:
             return self._read(choice, self.exact.max_seq_len)
         return quantized_copy(self.model, self.exact, choice), self.logits
 
-    def _read(self, choice: Choice, max_seq_len: int) -> tuple[KVCache, torch.Tensor]:
+    def _simulated(self, choice: Simulated) -> KVCache:
+        """A 16-bit cache that holds what a cache of another kind would give."""
+        options = options_of(self._exact, is_latent=False)
+        cache = self.model.new_cache(self.exact.batch, self.exact.max_seq_len, **options)
+        packed = slice(choice.sink_len, self.length - choice.recent_len)
+        dtype = EXACT_DTYPES[self.model.exact_format]
+        for layer in range(self.exact.num_layers):
+            keys, values = self.exact.dequantized(layer, dtype)
+            found = choice.apply(layer, keys[:, :, packed], values[:, :, packed])
+            keys[:, :, packed], values[:, :, packed] = found
+            cache.append(layer, keys, values)
+        cache.check()
+        return cache
+
+    def _read(self, choice: Scheme | Planned, max_seq_len: int) -> tuple[KVCache, torch.Tensor]:
         options = options_of(choice, is_latent=self.model.has_latents)
         cache = self.model.new_cache(len(self._tokens), max_seq_len, **options)
         logits = self.model.prefill(cache, self._tokens, chunk=self._reading.chunk)

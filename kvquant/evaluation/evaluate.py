@@ -24,12 +24,12 @@ from kvquant.version import __version__
 
 from . import divergence, generation
 from .caches import parse_cache
-from .decoding import Choice, Reading, ask_all
+from .decoding import Choice, Reading, ask_all, check_simulated
 from .generation import Sampling
 from .prompts import Prompt, Writer
 from .records import Records
 from .retrieval import TASKS
-from .statistics import FAILS, paired
+from .statistics import FAILS, chosen, paired
 
 if TYPE_CHECKING:
     from kvquant.hf.model import CachedModel
@@ -144,7 +144,8 @@ def evaluate(
         progress: called after each part.
 
     Returns:
-        Plain data, for json: "caches" (what each costs), "kl", "generation" and "retrieval", each
+        Plain data, for json: "caches" (what each costs: "bits" of an element with its 16-bit tokens
+        in a full cache, "packed_bits" without them, ...), "kl", "generation" and "retrieval", each
         by the length of contexts. The same seed gives the same data on one machine.
 
     Raises:
@@ -175,6 +176,8 @@ class _Run:
         self.choices = [
             parse_cache(one, latent=latent) if isinstance(one, str) else one for one in self.given
         ]
+        if not all(isinstance(one, Scheme | Planned) for one in self.choices):
+            check_simulated(self.model, self.reading)
         self._check_examples()
         self._choose_lengths()
         self._check_packed()
@@ -294,15 +297,26 @@ class _Run:
         capacity = max(self.lengths) + self._behind
         meta = torch.device("meta")
         latent = self.model.has_latents
+        stored = choice if isinstance(choice, Scheme | Planned) else self._exact
         with rehearse(None):  # caches on the meta device have sizes and no memory
             made, exact = (
                 self.model.new_cache(1, capacity, device=meta, **options_of(one, is_latent=latent))
-                for one in (choice, self._exact)
+                for one in (stored, self._exact)
             )
-        a_token = made.nbytes / capacity
+        if isinstance(choice, Scheme | Planned):
+            formats = [fmt for at in made.layers for fmt in (at.k_format, at.v_format)]
+            packed = 8 * sum(f.row_bytes for f in formats) / sum(f.head_dim for f in formats)
+            bits, a_token = stored_bits(made, exact), made.nbytes / capacity
+        else:
+            packed = choice.bits
+            bits = packed + (16 - packed) * (choice.sink_len + choice.recent_len) / capacity
+            a_token = exact.nbytes / capacity * bits / 16
         return {
             "cache": name,
-            "bits": stored_bits(made, exact),
+            "bits": bits,
+            "packed_bits": packed,
+            "sink_len": choice.sink_len,
+            "recent_len": choice.recent_len,
             "bytes_a_token": a_token,
             "tokens_per_gib": int(2**30 / a_token),
         }
@@ -313,6 +327,8 @@ class _Run:
             return
         capacity = max(self.lengths) + self._behind
         exact, *others = (one["bytes_a_token"] * capacity * self.sizes.batch for one in self.costs)
+        if any(not isinstance(one, Scheme | Planned) for one in self.choices):
+            others.append(exact)  # what is simulated lies in 16 bit
         needed, free = exact + max(others), torch.cuda.mem_get_info(device)[0]
         if needed > free:
             raise ConfigError(
@@ -414,8 +430,18 @@ class _Run:
                 "exact": pairs[0].exact,
                 "fails": pairs[0].exact < FAILS,
                 "least_distance": min(distances),
+                "facts": min(one.facts for one in prompts),
                 "caches": [asdict(one) for one in pairs],
             }
+            lines = [[one.lines for one in each.asked] for each in prompts]
+            if len(counts := sorted({one for each in lines for one in each})) > 1:
+                found[name]["by_lines"] = {
+                    str(count): [
+                        asdict(paired(chosen(exact, lines, count), chosen(one, lines, count)))
+                        for one in others
+                    ]
+                    for count in counts
+                }
             self.progress(f"retrieval, {name}", self._parts())
         return found
 

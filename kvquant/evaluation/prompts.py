@@ -30,19 +30,28 @@ class Asked:
         question: behind the context.
         answer: that is right.
         distance: tokens between the last line that holds the answer and the end of the context.
+        lines: that hold the answer: of a chain of three, two steps lead to it.
     """
 
     question: list[int]
     answer: list[int]
     distance: int
+    lines: int = 1
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A context and what is asked of it."""
+    """A context and what is asked of it.
+
+    Attributes:
+        context: tokens.
+        asked: the questions.
+        facts: lines of the sheet.
+    """
 
     context: list[int]
     asked: list[Asked]
+    facts: int = 0
 
 
 class Writer:
@@ -140,7 +149,8 @@ class Writer:
         if not far:
             return None
         chosen = Random(f"{seed} questions").sample(far, min(self._num_questions, len(far)))
-        return Prompt(context, [self._asked(one, distance(one)) for one in chosen])
+        asked = [self._asked(one, distance(one)) for one in chosen]
+        return Prompt(context, asked, facts=len(lines))
 
     def _asked(self, one: Question, distance: int) -> Asked:
         if self.is_chat:
@@ -153,7 +163,7 @@ class Writer:
         same = 0
         while same < min(len(known), len(found) - 1) and known[same] == found[same]:
             same += 1
-        return Asked(found[:same], found[same:], distance)
+        return Asked(found[:same], found[same:], distance, lines=len(one.lines))
 
     def _line(self, text: str, *, ends: bool = True) -> list[int]:
         """The tokens of a line that stands behind another one."""

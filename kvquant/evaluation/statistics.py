@@ -56,6 +56,19 @@ def paired(exact: Sequence[Sequence[bool]], given: Sequence[Sequence[bool]]) -> 
     return Paired(right, ours, drop, error, lost, won, count, len(pairs))
 
 
+def chosen(
+    answers: Sequence[Sequence[bool]], kinds: Sequence[Sequence[int]], kind: int
+) -> list[list[bool]]:
+    """The answers to questions of one kind, of the prompts that have such.
+
+    Example:
+        >>> chosen([[True, False], [True]], [[3, 4], [4]], 4)
+        [[False], [True]]
+    """
+    pairs = [list(zip(*both, strict=True)) for both in zip(answers, kinds, strict=True)]
+    return [found for one in pairs if (found := [given for given, each in one if each == kind])]
+
+
 def least_error(differing: int, count: int) -> float:
     """The standard error of a share of independent pairs, one differing pair added to them."""
     return math.sqrt((differing + 1) / (count + 2) / count)

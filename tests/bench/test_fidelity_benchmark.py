@@ -23,10 +23,9 @@ from fidelity_peers import (
     KiviLayer,
     Peer,
     SeparateLayer,
-    kivi_keys,
-    kivi_values,
 )
 from fidelity_record import Record
+from peer_schemes import kivi_keys, kivi_values
 
 from kvquant.cache.contiguous import KVCache
 from kvquant.calibration.fidelity import compare, predict, read_prompt

@@ -5,8 +5,7 @@
                    itself recommends. Without the rest it quantizes everything again at every step:
                    hardly a change for quanto, whose groups lie within a token, but too slow to
                    measure with HQQ. quanto's other axis refuses most lengths.
-    KIVI           written out here (https://arxiv.org/abs/2402.02750): K per channel in groups of
-                   32 tokens, V per token in groups of 32 channels, fp16 scale and minimum
+    KIVI           as peer_schemes.py has it, in groups of 32
 
 Every cache is given keys and values that are rounded to the model's 16-bit format but have the
 model's dtype, so with a float32 model a peer's own arithmetic and parameters are float32: its
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peer_schemes import kivi_keys, kivi_values
 from transformers.cache_utils import Cache, DynamicLayer, QuantizedCache
 
 from kvquant.cache.contiguous import KVCache
@@ -27,7 +27,6 @@ from kvquant.hf.model import CachedModel
 from kvquant.rows.quantize import EXACT_DTYPES
 
 KIVI_GROUP = 32
-KIVI_LEVELS = 15
 KIVI_BITS = 4 + 32 / KIVI_GROUP
 HF_BITS = 4 + 32 / 64  # codes, and 16 bits each for the scale and the zero point of 64 elements
 
@@ -77,26 +76,6 @@ class KiviLayer(DynamicLayer):
         if not self.is_initialized:
             return 0
         return self.packed_values.shape[2] + self.exact_values.shape[2]
-
-
-def kivi_keys(x: torch.Tensor) -> torch.Tensor:
-    """Quantize and dequantize [..., tokens, channels] per channel, by 32 tokens; the last fewer."""
-    return torch.cat([_rounded(group, dim=-2) for group in x.split(KIVI_GROUP, dim=-2)], dim=-2)
-
-
-def kivi_values(x: torch.Tensor) -> torch.Tensor:
-    """Quantize and dequantize [..., tokens, channels] per token, by 32 channels."""
-    return _rounded(x.unflatten(-1, (-1, KIVI_GROUP)), dim=-1).flatten(-2)
-
-
-def _rounded(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Round the elements along an axis to 16 levels from their least to their greatest."""
-    if not x.numel():
-        return x
-    least, greatest = x.aminmax(dim=dim, keepdim=True)
-    least, scale = least.half().to(x), ((greatest - least) / KIVI_LEVELS).half().to(x)
-    steps = ((x - least) / torch.where(scale > 0, scale, 1)).round().clamp(0, KIVI_LEVELS)
-    return steps * scale + least
 
 
 class SeparateLayer(DynamicLayer):

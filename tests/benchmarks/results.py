@@ -11,6 +11,7 @@ measured and the date:
     h200-step                               tests/benchmarks/bench_model.py
     zen4-decode                             kvquant bench --device cpu
     fidelity                                tests/benchmarks/fidelity.py
+    recall, code                            tests/benchmarks/bench_recall.py, bench_code.py
 
 zen4-decode is the one of two runs, one after the other, whose ratios to torch are less favourable.
 Its record of the machine was added by hand: the command did not write one yet.
@@ -30,6 +31,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from evaluations import labels, of_models, read_runs, tables, text_of
 
 from kvquant import KVCache, RowFormat
 from kvquant.bench import cpu
@@ -60,7 +63,9 @@ def keep(name: str, path: Path) -> None:
     written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc)
     facts = {"commit": subprocess.check_output(head, text=True).strip()}
     facts["date"] = figures.get("machine", {}).get("date") or written.isoformat(timespec="seconds")
+    runs = figures.pop("runs", None)
     text = json.dumps(facts | figures, indent=1) + "\n"
+    text = text if runs is None else text_of(facts | figures, runs)
     (RESULTS / f"{name}.json").write_text(text, encoding="utf-8")
 
 
@@ -79,6 +84,7 @@ def shown() -> dict[str, list[str]]:
             *(fidelity_about(), fidelity(README_CACHES)),
         ],
         "calibration/README.md": [fidelity_about(), fidelity(CACHES)],
+        **evaluated(),
         "kernels/FACTS.md": [peers(), latent_rows(), latent_peers(), variants()],
         "kvquant/bench/README.md": [
             *(cpu_about(), cpu_decode(), cpu_rows(), gpu_about(), decode_cases()),
@@ -492,6 +498,26 @@ def fidelity(caches: Mapping[str, str]) -> str:
         found = [f"{kl_of(mean)} ({100 * mean['top1']:.1f} %)" for mean in means]
         rows.append([name, f"{means[-1]['bits']:.2f}", *found])
     return table(["cache", "bits per element", *MODELS.values()], rows)
+
+
+PICTURED = 4, 128  # first and last tokens in 16 bit
+
+
+def evaluated() -> dict[str, list[str]]:
+    """The tables of calibration/FIDELITY.md and the names in its picture, once there are any.
+
+    bench_recall.py draws the picture: --from recall.json --from code.json --picture.
+    """
+    files = [RESULTS / f"{name}.json" for name in ("recall", "code")]
+    models = of_models(run for path in files for run in read_runs(path))
+    if not models:
+        return {}
+    parts = [part for one in models for part in tables(one)]
+    texts = [text for heading, found in parts for text in (heading, table(*found))]
+    return {
+        "calibration/FIDELITY.md": [*texts, fidelity_about(), fidelity(CACHES)],
+        "calibration/fidelity.svg": [f">{one}</text>" for one in labels(models, PICTURED)],
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,210 @@
+"""tests/benchmarks/bench_recall.py in small, and the tables that are made of its file (30 s)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import bench_recall
+import results
+from evaluations import Evaluations, draw, labels, of_models, read_runs, tables, text_of, together
+
+from kvquant.cli.demo import MODEL
+from kvquant.evaluation.statistics import paired
+from kvquant.hf.model import CachedModel
+from kvquant.io.plan import CachePlan
+
+SMALL = ["--format", "int8", "--format", "int4", "--no-plans", "--no-peers", "--length", "256"]
+SMALL += ["--window", "0/0", "--window", "4/64", "--task", "keys", "--task", "variables"]
+SMALL += ["--prompts", "2", "--questions", "2", "--device", "cpu", "--seconds", "600"]
+
+
+def measured(*options: str, path: Path) -> str:
+    given = [str(MODEL), *SMALL, *options, "--json", str(path)]
+    done = CliRunner().invoke(bench_recall.main, given, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_each_seed_and_window_is_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "recall.json"
+    path.write_text(text_of({}, [run_of("another", 64, {"keys": [0.5]})]))
+    printed = measured("--seeds", "2", "--least", "0", "--kl", path=path)
+    other, screened, *others = read_runs(path)
+    assert other["model"]["name"] == "another"  # runs of other models stay
+    assert [one["cache"] for one in screened["caches"]] == ["16 bit", "bf16"]
+    of_keys = screened["retrieval"]["256"]["keys"]
+    assert of_keys["caches"][0]["lost"] == of_keys["caches"][0]["won"] == 0
+    found = [
+        (one["settings"]["sizes"]["seed"], one["caches"][1]["sink_len"], [*one["retrieval"]["256"]])
+        for one in others
+    ]
+    asked = ["keys", "variables"]
+    assert found == [(seed, sinks, asked) for seed in (0, 1) for sinks in (0, 4)]
+    assert ["kl" in run for run in others] == [True, True, False, False]
+    for run in others:
+        assert [one["packed_bits"] for one in run["caches"]] == [16, 8.25, 4.25]
+        keys = run["retrieval"]["256"]["keys"]
+        assert 10 < keys["facts"] < 30 and keys["caches"][0]["answers"] == 4
+    assert "not a test" in printed and str(MODEL) not in path.read_text()
+    assert json.loads(path.read_text())["machine"]["date"].startswith("20")
+
+
+def test_what_the_model_cannot_do_is_asked_of_no_cache(tmp_path: Path) -> None:
+    printed = measured("--seeds", "1", path=tmp_path / "recall.json")  # the demo's knows no keys
+    (screened,) = read_runs(tmp_path / "recall.json")
+    assert screened["retrieval"]["256"]["keys"]["exact"] < 0.95
+    assert printed.count("seed 0") == 1
+
+
+def test_no_run_begins_when_time_is_over(tmp_path: Path) -> None:
+    printed = measured("--seconds", "0", "--least", "0", path=tmp_path / "recall.json")
+    assert printed.count("left out, 0 s are over") == 6  # of 3 seeds and 2 windows
+
+
+@pytest.mark.slow
+def test_plans_and_peers_are_made_on_the_spot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_recall, "OBSERVED", 1500)
+    model = CachedModel.from_pretrained(MODEL)
+    found = bench_recall.all_caches(model, ["int8"], ["int4", "int8"], 256, True)
+    assert [str(one) for one in found][:3] == ["int8", "plan int4", "plan int8"]
+    plan: CachePlan = found[1].plan  # type: ignore[union-attr]
+    assert plan.bits == 4.25 and plan.facts["observed_tokens"] <= 1500
+    windows = {str(bench_recall.with_window(one, (4, 64))).partition(" + ")[2] for one in found}
+    assert windows == {"4 sinks, 64 recent"} and len(found) == 11
+
+
+def run_of(
+    name: str,
+    length: int,
+    given: dict[str, list[float]],
+    *,
+    exact: float = 1.0,
+    facts: int = 10,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """A run of 100 answers, with caches of 16, 8, 7, ... bits and the shares given by task."""
+
+    def pair(share: float) -> dict[str, Any]:
+        return {"exact": exact, "given": share, "error": 0.01, "answers": 100}
+
+    count = len(next(iter(given.values())))
+    caches = [
+        {"cache": f"c{at}", "packed_bits": 8.0 - at, "sink_len": 0, "recent_len": 0}
+        for at in range(count)
+    ]
+    tasks = {
+        task: {"facts": facts, "caches": [pair(one) for one in shares]}
+        for task, shares in given.items()
+    }
+    if "variables" in given:
+        tasks["variables"]["by_lines"] = {"3": tasks["variables"]["caches"]}
+    exact_cache = {"cache": "16 bit", "packed_bits": 16.0, "sink_len": 0, "recent_len": 0}
+    retrieval = {str(length): tasks}
+    settings = {"text": "packaged", "sizes": {"seed": seed}}
+    return {
+        "model": {"name": name},
+        "settings": settings,
+        "caches": [exact_cache, *caches],
+        "retrieval": retrieval,
+    }
+
+
+def test_seeds_are_put_together_as_one_sample_of_all_prompts() -> None:
+    answers = [[[True] * 3, [True, False, True]], [[True], [True]], [[False, True]]]
+    ours = [[[True, False, True], [True, False, True]], [[True], [False]], [[False, True]]]
+    parts = [vars(paired(a, b)) for a, b in zip(answers, ours, strict=True)]
+    whole = paired([*chain(*answers)], [*chain(*ours)])
+    found = together(parts)
+    assert found.exact == pytest.approx(whole.exact) and found.answers == whole.answers
+    assert found.given == pytest.approx(whole.given)
+    same = together([parts[0]] * 4)
+    assert same.error == pytest.approx(parts[0]["error"] / 2)
+
+
+def test_capacity_is_the_largest_count_that_is_kept_as_are_all_smaller_ones() -> None:
+    runs = [
+        run_of("m", 128, {"keys": [1.0, 1.0, 0.98]}, facts=9),
+        run_of("m", 256, {"keys": [1.0, 0.97, 1.0], "variables": [1.0, 0.5, 0.5]}, facts=18),
+        run_of("m", 512, {"keys": [0.99, 0.995, 0.9]}, facts=36),
+        run_of("m", 1024, {"keys": [0.9, 0.9, 0.9]}, exact=0.97, facts=72),  # 16 bit loses, too
+    ]
+    titles, rows = Evaluations("m", runs).capacity((0, 0))
+    assert titles == ["cache", "bits", "keys", "steps of variables"]
+    assert rows == [
+        ["16 bit", "16.00", "36", "2"],
+        ["c0", "8.00", "36", "2"],
+        ["c1", "7.00", "9", "< 2"],
+        ["c2", "6.00", "< 9", "< 2"],
+    ]
+
+
+def test_points_are_shown_where_16_bit_can_do_it() -> None:
+    runs = [
+        run_of("m", 128, {"keys": [1.0, 0.9], "copy": [0.5, 0.4]}, exact=0.96),
+        run_of("m", 256, {"keys": [0.3, 0.2]}, exact=0.6),
+    ]
+    one = Evaluations("m", runs)
+    assert one.exact() == (
+        ["16 bit", "128 tokens", "256 tokens"],
+        [
+            ["keys", "96.0 % of 100", "60.0 % of 100, not a test"],
+            ["copy", "96.0 % of 100", "-"],
+        ],
+    )
+    titles, rows = one.accuracy((0, 0))
+    assert titles[2:] == ["keys, 128", "copy, 128"]
+    assert rows[0][2:] == ["96.0 %"] * 2 and rows[2][2:] == ["-6.0 ± 1.0", "-56.0 ± 1.0"]
+    assert one.lost((0, 0)) == pytest.approx({"c0": 21.0, "c1": 31.0})
+
+
+def test_seeds_are_added_and_repeats_are_not() -> None:
+    kl = {"kl": 0.01, "kl_error": 0.001, "kl_tail": 0.1, "top1": 0.99, "tokens": 100}
+    runs = [
+        {**run_of("m", 128, {"keys": [share]}, seed=seed), "kl": {"128": [kl]}}
+        for seed, share in ((0, 0.9), (1, 1.0), (1, 1.0))
+    ]
+    one = Evaluations("m", runs)
+    (cell,) = one.cells.values()
+    assert cell.answers == 200 and cell.given == pytest.approx(0.95)
+    assert one.kl[(0, 0), "c0", 128] == kl  # the text is the same for all seeds
+
+
+def test_the_page_and_the_picture_show_all_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(results, "PICTURED", (0, 0))
+    monkeypatch.setattr("subprocess.check_output", lambda *_, **__: "0123abc\n")
+    written = tmp_path / "measured.json"
+    kl = {"kl": 0.01, "kl_error": 0.001, "kl_tail": 0.1, "top1": 0.99, "tokens": 100}
+    recall = [run_of(name, 128, {"keys": [1.0, 0.9]}) for name in ("small", "large")]
+    code = [{**run_of("code", 64, {"keys": [1.0, 0.5]}), "kl": {"64": [kl, kl]}}]
+    kept = tmp_path / "results"
+    kept.mkdir()
+    (kept / "fidelity.json").write_text((results.RESULTS / "fidelity.json").read_text())
+    monkeypatch.setattr(results, "RESULTS", kept)
+    assert results.evaluated() == {}
+    for name, runs in (("recall", recall), ("code", code)):
+        written.write_text(text_of({"machine": {"date": "2026-11-26T01:01:39+00:00"}}, runs))
+        results.keep(name, written)
+        assert read_runs(kept / f"{name}.json") == runs
+        assert results.read(name)["commit"] == "0123abc"
+    found = results.evaluated()
+    page = "\n".join(found["calibration/FIDELITY.md"])
+    for text in ("| c1 | 7.00 | -10.0 ± 1.0 |", "| c1 | 7.00 | -50.0 ± 1.0 |", "0.01000", "large"):
+        assert text in page
+    models = of_models([*recall, *code])
+    draw(models, (0, 0), tmp_path / "lost.svg")
+    picture = (tmp_path / "lost.svg").read_text()
+    assert len(labels(models, (0, 0))) == 6
+    assert all(one in picture for one in found["calibration/fidelity.svg"])
+    assert [heading for one in models for heading, _ in tables(one)][-1].startswith("KL to the")
