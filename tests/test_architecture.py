@@ -57,7 +57,7 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
 }
 # inside functions and for the type checker only
 ALLOWED_LATE = {
-    "__init__": "rows ops cache paged io hf",
+    "__init__": "rows ops cache paged io hf evaluation",
     "__main__": "cli",
     "ops": (
         "kernels.cpu kernels.cuda.affine kernels.cuda.append kernels.cuda.decode "

@@ -13,11 +13,13 @@ import click
 from ..errors import ConfigError
 from .console import (
     COUNT,
-    DEVICE,
+    DTYPE,
     FILE,
-    FOLDER,
     FORMATS,
+    JSON,
+    MODEL,
     NEW_FILE,
+    ON_DEVICE,
     POSITIVE,
     WHOLE,
     check_device,
@@ -31,7 +33,7 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
 
 
 @click.command(epilog=FORMATS)
-@click.argument("model", type=FOLDER)
+@MODEL
 @click.option(
     "--cache",
     "caches",
@@ -61,17 +63,13 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
 @click.option(
     "--chat/--no-chat", default=None, help="Chat template; where there is one by default."
 )
+@click.option("--draft", is_flag=True, help="Count the tokens that a prompt lookup gets accepted.")
 @click.option("--max-drop", type=POSITIVE, help="Points of accuracy that a cache may lose.")
 @click.option("--seed", type=WHOLE, default=0, show_default=True, help="Of what is drawn.")
-@click.option("--device", type=DEVICE, default="cpu", show_default=True, help="Or cuda:N.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default="float32",
-    show_default=True,
-    help="Of weights and arithmetic; 16 bit for large models.",
-)
-@click.option("--json", "json_file", type=NEW_FILE, help="Write all figures here.")
+@ON_DEVICE
+@DTYPE
+@JSON
+@click.option("--report", type=NEW_FILE, help="Write an HTML page with figures here too.")
 @enough_memory("--length, --batch or --dtype")
 def evaluate(
     model: Path,
@@ -90,11 +88,13 @@ def evaluate(
     chunk: int | None,
     prompts_from_rows: bool,
     chat: bool | None,
+    draft: bool,
     max_drop: float | None,
     seed: int,
     device: str,
     dtype: str,
     json_file: Path | None,
+    report: Path | None,
 ) -> None:
     """Compare a model's answers with quantized caches and with its 16-bit cache.
 
@@ -112,18 +112,24 @@ def evaluate(
           --length 512 --samples 4 --json evaluation.json
     """
     check_output(json_file, model, text, examples, endings=(".json",))
+    check_output(report, model, text, examples, endings=(".html", ".htm"))
     state = None if json_file is None else json_file.with_name(f".{json_file.name}.partial")
     import torch
 
     from ..evaluation.decoding import Reading
     from ..evaluation.evaluate import Sizes, Task
     from ..evaluation.evaluate import evaluate as run
+    from ..evaluation.html_report import render as render_page
     from ..evaluation.report import against_limit, render
     from ..hf.model import CachedModel
+    from ..html.page import check_libraries
+    from ..io.atomic import save_text
     from ..text import paragraph, progress
 
     check_device(device)
-    options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat}
+    if report is not None:
+        check_libraries("kvquant evaluate --report")
+    options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat, "draft": draft}
     options |= {} if retrieval is None else {"retrieval": _names(retrieval)}
     options |= {} if pattern is None else {"pattern": pattern}
     sizes = Sizes(lengths, samples, questions, samples, scored, new_tokens, batch=batch, seed=seed)
@@ -149,6 +155,10 @@ def evaluate(
             progress=lambda what, parts: update(100 // parts, what),
         )
     write_json(json_file, found)
+    if report is not None:
+        inputs = {"model": model, "text": text, "prompts": examples}
+        names = {what: path.resolve().name for what, path in inputs.items() if path is not None}
+        save_text(report, render_page(found, names, max_drop))
     if state is not None:
         state.unlink(missing_ok=True)
     click.echo(render(found))

@@ -27,7 +27,7 @@ def diverge(
     context: int,
     choices: Sequence[Choice],
     reading: Reading,
-) -> Iterator[Scores]:
+) -> Iterator[Scores | None]:
     """Decode passages from each cache; their tokens are given.
 
     Args:
@@ -38,13 +38,14 @@ def diverge(
         reading: how prompts are read.
 
     Yields:
-        Of each choice the KL divergence of each prediction from the 16-bit cache's, in nats, and
-        whether both think the same token likeliest (1 or 0).
+        None of the 16-bit cache. Then of each choice: the KL divergence of each prediction from the
+        16-bit cache's, in nats, and whether the likeliest token of both is the same (1 or 0).
     """
     fed = windows[:, context:]
     caches = Caches(model, windows[:, :context], fed.shape[1], reading)
     with caches.decoding() as cache:
         expected = predict(model, cache, fed)  # [scored, passages, vocabulary]
+    yield None
     for choice in choices:
         cache = caches.copy(choice)
         given = predict(model, cache, fed)

@@ -95,6 +95,7 @@ class Task:
         pattern: a regular expression; the last place where it holds in a text is the answer.
         temperature: of sampled texts, which come beside greedy ones.
         chat: whether retrieval applies the chat template; where there is one, when None.
+        draft: whether generation also tells how many tokens of a prompt lookup are accepted.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -102,6 +103,7 @@ class Task:
     pattern: str = r"[-+]?[\d.,]*\d"
     temperature: float = 1.0
     chat: bool | None = None
+    draft: bool = False
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -112,6 +114,8 @@ class Task:
             if wrong or not given:
                 words = f"{wrong[0]!r:.40} is none of them" if wrong else "nothing is named"
                 raise ConfigError(f"{name}: {words}; there are {', '.join(known)}")
+        if self.draft and "generation" not in self.kinds:
+            raise ConfigError("drafts are for generation, which tasks do not name")
         generation.answer_of("", self.pattern)
 
 
@@ -119,7 +123,7 @@ TASK, SIZES = Task(), Sizes()
 
 
 def evaluate(
-    model: CachedModel,
+    model: CachedModel | torch.nn.Module | str | Path,
     caches: Sequence[str | Choice],
     *,
     task: Task = TASK,
@@ -130,11 +134,14 @@ def evaluate(
     state: Path | None = None,
     progress: Progress = lambda what, parts: None,
 ) -> dict[str, Any]:
-    """Compare caches with the 16-bit cache of the same model.
+    """Compare what a model does with quantized caches and with its 16-bit cache.
 
     Args:
-        model: decodes; on a CPU or a GPU.
-        caches: settings, as kvquant/evaluation/caches.py has them: "int4-g4,recent=64".
+        model: a CachedModel, on a CPU or a GPU. Or a folder, which CachedModel.from_pretrained
+            loads on the CPU in float32. Or a model of transformers, if neither a text nor
+            retrieval needs a tokenizer: give CachedModel(model, tokenizer) where one does.
+        caches: settings as text, K[/V][,sinks=N][,recent=N] or a plan's file in place of K/V:
+            "int8/int4-g4,recent=64".
         task: what is evaluated.
         sizes: how much.
         text: held-out text, for kl and generation; a packaged one when None.
@@ -145,12 +152,31 @@ def evaluate(
 
     Returns:
         Plain data, for json: "caches" (what each costs), "kl", "generation" and "retrieval", each
-        by the length of contexts. The same seed gives the same data on one machine.
+        by the length of contexts. The same seed gives the same data on one machine, apart from
+        "seconds": how long each task took, for each cache. Those of the 16-bit cache are with
+        reading the prompts.
 
     Raises:
         ConfigError: caches, sizes or a text that cannot be evaluated, before work begins.
         UnsupportedModelError: no KVCache serves the model.
+
+    Example:
+        >>> from kvquant import evaluate
+        >>> from kvquant.cli.demo import MODEL  # a folder with a model
+        >>> from kvquant.evaluation import Sizes, Task
+        >>> sizes = Sizes(lengths=(128,), passages=2, scored=8)
+        >>> found = evaluate(MODEL, ["int8,recent=16"], task=Task(kinds=("kl",)), sizes=sizes)
+        >>> [one["cache"] for one in found["caches"]]
+        ['16 bit', 'int8 + 4 sinks, 16 recent']
+        >>> found["kl"]["128"][0]["kl"] < 0.01  # nats a token
+        True
     """
+    from kvquant.hf.model import CachedModel
+
+    if isinstance(model, (str, Path)):
+        model = CachedModel.from_pretrained(model)
+    elif not isinstance(model, CachedModel):
+        model = CachedModel(model)
     run = _Run(model, caches, task, sizes, text, examples, reading, state, progress)
     return run.all()
 
@@ -302,6 +328,7 @@ class _Run:
         a_token = made.nbytes / capacity
         return {
             "cache": name,
+            "recent": choice.recent_len,
             "bits": stored_bits(made, exact),
             "bytes_a_token": a_token,
             "tokens_per_gib": int(2**30 / a_token),
@@ -365,7 +392,7 @@ class _Run:
                 found[kind][str(length)] = measures[kind](length)
                 if kind != "retrieval":
                     self.progress(kind, parts)
-        return found
+        return found | {"seconds": self.records.seconds()}
 
     def _parts(self) -> int:
         """Calls of progress: each length of kl and generation, each task of retrieval."""
@@ -383,12 +410,11 @@ class _Run:
         scores: list[divergence.Scores] = [{"kl": [], "top1": []} for _ in self.choices]
         for batch in self._batches(count):
 
-            def measure(batch: range = batch) -> list[divergence.Scores]:
+            def measure(batch: range = batch) -> Any:
                 part = windows[batch.start : batch.stop]
-                found = divergence.diverge(self.model, part, length, self.choices, self.reading)
-                return list(found)
+                return divergence.diverge(self.model, part, length, self.choices, self.reading)
 
-            parts = self.records.get(f"kl {length} {batch.start}", measure)
+            _, *parts = self.records.get(f"kl {length} {batch.start}", measure)
             for whole, part in zip(scores, parts, strict=True):
                 for name in whole:
                     whole[name] += part[name]
@@ -402,7 +428,7 @@ class _Run:
 
                 def measure(batch: range = batch, prompts: Any = prompts) -> Any:
                     part = prompts[batch.start : batch.stop]
-                    return list(ask_all(self.model, part, self.choices, self.reading))
+                    return ask_all(self.model, part, self.choices, self.reading)
 
                 parts = self.records.get(f"{name} {length} {batch.start}", measure)
                 for whole, part in zip(answers, parts, strict=True):
@@ -439,10 +465,8 @@ class _Run:
                 def measure(group: Any = group, sampling: Sampling = sampling) -> Any:
                     tokens = torch.tensor([one.tokens for one in group], device="cpu")
                     count, model = self.sizes.new_tokens, self.model
-                    return list(
-                        generation.free_run(
-                            model, tokens, count, self.choices, self.reading, sampling
-                        )
+                    return generation.free_run(
+                        model, tokens, count, self.choices, self.reading, sampling
                     )
 
                 parts = self.records.get(f"{way} {length} {place}", measure)
@@ -452,10 +476,10 @@ class _Run:
             exact, *others = texts
             found[way] = [generation.summary(exact, one) for one in others]
             prompts = [one for group in groups for one in group]
-            if way == "greedy":
-                found["accepted"] = [
-                    sum(map(generation.accepted, [one.tokens for one in prompts], text)) / len(text)
-                    for text in texts
+            if way == "greedy" and self.task.draft:
+                contexts = [one.tokens for one in prompts]
+                found["drafts"] = [
+                    asdict(generation.looked_up(contexts, each, self.ends)) for each in texts
                 ]
             if any(one.answer is not None for one in prompts):
                 right = [

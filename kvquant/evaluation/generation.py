@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,35 +128,69 @@ def summary(exact: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> d
     return {"first_divergence": parted, "agreement": agreement, "prompts": len(parted)}
 
 
-def accepted(context: Sequence[int], text: Sequence[int]) -> float:
-    """Tokens that a step of greedy decoding with prompt lookup adds, on average.
+@dataclass(frozen=True)
+class Drafts:
+    """What prompt lookup brings to greedy decoding.
 
-    The last NGRAM tokens are searched in all before them; the DRAFTED tokens behind the first place
-    are the draft, as in transformers. What the model accepts of it is what it would have written:
-    the text.
+    Attributes:
+        drafted: tokens that were looked up.
+        accepted: those of them that the model itself would have written.
+        steps: calls of the model. Each adds the accepted tokens of its draft, and one of its own.
+        tokens: that were written.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Drafts) -> Drafts:
+        return Drafts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def looked_up(
+    contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], ends: Sequence[int] = ()
+) -> Drafts:
+    """Prompt lookup in contexts and the texts that greedy decoding wrote behind them.
+
+    The last NGRAM tokens are searched in all tokens before them. The DRAFTED tokens behind the
+    first place where they stand are the draft. The model accepts of it what it would have written,
+    which is the text. No model runs for that.
+
+    Args:
+        contexts: token ids of each prompt.
+        texts: of each prompt what the model wrote; what follows the first end is not counted.
+        ends: tokens that end a text.
 
     Example:
-        >>> accepted([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2])
-        4.0
+        >>> looked_up([[1, 2, 3, 4, 5, 1, 2, 3]], [[4, 5, 1, 2]])
+        Drafts(drafted=4, accepted=4, steps=1, tokens=4)
     """
-    known, done, steps = list(context), 0, 0
-    while done < len(text):
-        draft = _draft(known)
+    found = Drafts()
+    for context, text in zip(contexts, texts, strict=True):
+        end = next((at + 1 for at, token in enumerate(text) if token in ends), len(text))
+        found += _looked_up(context, text[:end])
+    return found
+
+
+def _looked_up(context: Sequence[int], text: Sequence[int]) -> Drafts:
+    known = [*context, *text]
+    first: dict[tuple[int, ...], int] = {}  # where what follows NGRAM tokens first stands
+    place, seen, found = len(context), 0, Drafts()
+    while place < len(known):
+        for start in range(seen, place - NGRAM):
+            first.setdefault(tuple(known[start : start + NGRAM]), start + NGRAM)
+        seen = max(seen, place - NGRAM)
+        begin = first.get(tuple(known[max(place - NGRAM, 0) : place]), place)
+        most = min(DRAFTED, len(known) - place)  # no draft is longer than the rest of the text
+        draft = known[begin : min(begin + most, place)]
         same = 0
-        while same < len(draft) and done + same < len(text) and draft[same] == text[done + same]:
+        while same < len(draft) and draft[same] == known[place + same]:
             same += 1
-        new = min(same + 1, len(text) - done)  # the model adds a token of its own
-        known += text[done : done + new]
-        done, steps = done + new, steps + 1
-    return len(text) / max(steps, 1)
-
-
-def _draft(known: list[int]) -> list[int]:
-    last = known[-NGRAM:]
-    for start in range(len(known) - NGRAM):
-        if known[start : start + NGRAM] == last:
-            return known[start + NGRAM : start + NGRAM + DRAFTED]
-    return []
+        new = min(same + 1, len(known) - place)
+        found += Drafts(len(draft), same, 1, new)
+        place += new
+    return found
 
 
 def answer_of(text: str, pattern: str) -> str:

@@ -50,7 +50,7 @@ def found_of(exact: list[list[bool]], given: list[list[bool]], **changes: Any) -
     pair = asdict(paired(exact, given))
     task = {"exact": pair["exact"], "fails": pair["exact"] < 0.5, "least_distance": 200}
     costs = [
-        {"cache": name, "bits": bits, "bytes_a_token": 1.0, "tokens_per_gib": 1}
+        {"cache": name, "recent": 0, "bits": bits, "bytes_a_token": 1.0, "tokens_per_gib": 1}
         for name, bits in (("16 bit", 16.0), ("int4", 4.25))
     ]
     return {"caches": costs, "retrieval": {"512": {"keys": task | {"caches": [pair]}}}} | changes
@@ -77,11 +77,11 @@ def test_answers_that_16_bit_fails_test_no_cache() -> None:
     answers = {"exact": 0.0, "fails": True, "caches": pairs}
     agreement = {"8": {"share": 1.0, "error": 0.0}}
     texts = [{"first_divergence": [None], "agreement": agreement, "prompts": 1}]
-    task = {"greedy": texts, "sampled": texts, "accepted": [1.0, 1.0], "greedy_answers": answers}
+    task = {"greedy": texts, "sampled": texts, "greedy_answers": answers}
     found = found_of(YES, YES, retrieval={}, generation={"0": task})
     assert against_limit(found, 100.0)[0] == "unknown"
     text = render(found)
-    assert "0 % of the right answers in greedy" in text and "Their answers" not in text
+    assert "0 % of the right answers in greedy" in text and "Right answers" not in text
 
 
 def test_a_model_that_fails_in_16_bit_tests_no_cache() -> None:
