@@ -1,7 +1,7 @@
-"""Whether a model still answers, reasons and finds things with a quantized cache.
+"""kvquant.evaluate: compare what a model does with quantized caches and with its 16-bit cache.
 
-Every task decodes from the packed cache. The 16-bit cache is the first row, and every other row is
-a paired difference to it: the same prompts, the same questions, the same random numbers.
+Every task decodes from the packed cache. The 16-bit cache comes first. Every other cache gets the
+same prompts, questions and random numbers, and its result is the difference to the 16-bit cache.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 KINDS = ("kl", "generation", "retrieval")
 HELD_OUT = Path(__file__).with_name("held_out.txt")
-MARGIN = 64  # tokens behind the context of a prompt that a model has positions for
-LENGTH = 4096  # of contexts, or as many as the model has
+MARGIN = 64  # positions behind a context that are kept free for a question and its answer
+LENGTH = 4096  # tokens of a context, where the model has positions for them
 READING = Reading()
-Progress = Callable[[str, int], None]  # what is done, and of how many such parts
+Progress = Callable[[str, int], None]  # of the part that is done: its task, and how many there are
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,15 @@ class Sizes:
     """How much is measured.
 
     Attributes:
-        lengths: tokens of contexts; 4,096, or as many as the model has, when empty.
-        prompts: of each retrieval task, and of generation.
-        questions: of each prompt, at most.
-        passages, scored: of `kl`: how many passages, and decoded tokens of each.
-        new_tokens: of each generated text.
-        batch: prompts that are decoded together.
-        seed: of everything that is drawn.
+        lengths: of contexts, in tokens. When empty, one of 4,096 or as many as the model has
+            positions for.
+        prompts: how many prompts each retrieval task has, and generation.
+        questions: how many questions a retrieval prompt has, at most.
+        passages: how many passages of the text kl has.
+        scored: how many tokens of a passage kl compares.
+        new_tokens: how many tokens of text generation adds to a prompt.
+        batch: how many prompts are decoded together.
+        seed: the same seed makes the same retrieval prompts and samples the same random numbers.
     """
 
     lengths: tuple[int, ...] = ()
@@ -74,11 +76,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt of a user.
+    """A prompt of your own, for generation.
 
     Attributes:
-        tokens: of the prompt, with the chat template applied.
-        answer: that is right, or None.
+        tokens: token ids of the prompt, with the chat template applied if the model needs one.
+        answer: the right answer, as Task.pattern finds it in the generated text; None if there is
+            none to compare.
     """
 
     tokens: list[int]
@@ -90,12 +93,13 @@ class Task:
     """What is evaluated.
 
     Attributes:
-        kinds: some of KINDS.
-        retrieval: some of TASKS.
-        pattern: a regular expression; the last place where it holds in a text is the answer.
-        temperature: of sampled texts, which come beside greedy ones.
-        chat: whether retrieval applies the chat template; where there is one, when None.
-        draft: whether generation also tells how many tokens of a prompt lookup are accepted.
+        kinds: of tasks: "kl", "generation", "retrieval", or some of them.
+        retrieval: names of retrieval tasks, which kvquant/evaluation/retrieval.py defines.
+        pattern: a regular expression. Its last match in a generated text is the answer; if it has
+            a group, the first group. By default it matches numbers.
+        temperature: at which texts are sampled. Greedy texts are generated as well.
+        chat: whether retrieval applies the tokenizer's chat template; when None, if there is one.
+        draft: whether generation counts how many tokens of a prompt lookup would be accepted.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -143,21 +147,24 @@ def evaluate(
         caches: settings as text, K[/V][,sinks=N][,recent=N] or a plan's file in place of K/V:
             "int8/int4-g4,recent=64".
         task: what is evaluated.
-        sizes: how much.
-        text: held-out text, for kl and generation; a packaged one when None.
-        examples: prompts of generation in place of the text.
+        sizes: how much is measured.
+        text: held-out text for kl and generation, and the filler of retrieval contexts; a packaged
+            one when None.
+        examples: prompts for generation, in place of passages of the text.
         reading: how prompts come into caches.
-        state: a file that keeps what is measured; the caller removes it when results are safe.
-        progress: called after each part.
+        state: a file that keeps the results so far. A run with the same settings continues from it.
+            Remove it when you have saved what is returned.
+        progress: called with the name of a part and the number of parts, when it is done.
 
     Returns:
-        Plain data, for json: "caches" (what each costs), "kl", "generation" and "retrieval", each
-        by the length of contexts. The same seed gives the same data on one machine, apart from
-        "seconds": how long each task took, for each cache. Those of the 16-bit cache are with
-        reading the prompts.
+        Plain data that json can write. "settings"; "caches": what each cache costs, the 16-bit
+        cache first; "kl", "generation" and "retrieval": results by the length of the context, in
+        lists of the quantized caches; "seconds": how long each task took with each cache, where the
+        time of the 16-bit cache includes reading the prompts. Apart from "seconds" the same seed
+        gives the same data on one machine.
 
     Raises:
-        ConfigError: caches, sizes or a text that cannot be evaluated, before work begins.
+        ConfigError: a cache, size or text that cannot be evaluated, raised before work begins.
         UnsupportedModelError: no KVCache serves the model.
 
     Example:

@@ -50,8 +50,8 @@ def render(found: Mapping[str, Any], names: Mapping[str, str], limit: float | No
     """Write the page.
 
     Args:
-        found: of evaluate.
-        names: of what was read: "model", and "text" and "prompts" if they were files.
+        found: what evaluate returned.
+        names: of the inputs: "model", and "text" and "prompts" if they were files.
         limit: points of accuracy that a cache may lose, for a verdict.
 
     Returns:

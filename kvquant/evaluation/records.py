@@ -1,4 +1,4 @@
-"""What a run has measured so far, kept on the disk: an interrupted run goes on where it was."""
+"""The results of a run so far, kept in a file: an interrupted run continues from there."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvquant.io.atomic import save_text
 
 
 class Records:
-    """Results and their times, by the name of the work.
+    """Results and their times, by name.
 
-    The first word of a name is the task; what follows tells its parts from one another.
+    The first word of a name is a task; the rest tells the parts of the task from one another.
 
     Args:
-        path: of the file; nothing is kept when None.
-        settings: of the run, plain data. What a run with other settings has kept is not used.
+        path: of the file; nothing is kept on the disk when None.
+        settings: of the run, plain data. A file that a run with other settings left is not used.
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ class Records:
                 pass  # of a run that another version began: measured again
 
     def get(self, name: str, measure: Callable[[], Iterable[Any]]) -> list[Any]:
-        """The results of this name, one for each cache: measured, unless an earlier run did."""
+        """The results of this name, one for each cache; measure is called if there are none yet."""
         if name not in self._measured:
             results, seconds = [], []
             start = time.perf_counter()
@@ -50,7 +50,7 @@ class Records:
         return self._measured[name]["results"]
 
     def seconds(self) -> dict[str, list[float]]:
-        """How long each task took, for each cache."""
+        """The seconds that each task took with each cache."""
         found: dict[str, list[float]] = {}
         for name, one in self._measured.items():
             task = name.split()[0]

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvquant.text import Column, count_text, paragraph, render_table
 
-ENOUGH = 3.0  # a standard error is at most the limit over this
-POINTS = 100.0  # of a share
+ENOUGH = 3.0  # the limit must be so many times the standard error
+POINTS = 100.0  # of accuracy: a share of 1
 WAYS = "greedy", "sampled"
 
 
@@ -195,16 +195,16 @@ def failures(found: Mapping[str, Any]) -> list[str]:
 
 
 def against_limit(found: Mapping[str, Any], limit: float) -> tuple[str, list[str]]:
-    """Hold accuracies against a limit.
+    """Compare the loss of accuracy of each cache and task with a limit.
 
     Args:
-        found: of evaluate.
+        found: what evaluate returned.
         limit: points of accuracy that a cache may lose.
 
     Returns:
-        "met", "exceeded" (a cache loses more, beyond two standard errors) or "unknown" (a standard
-        error is above a third of the limit, or no task tests the cache), and a sentence for each
-        reason.
+        A word, and a sentence for each reason. "exceeded": a cache loses more than the limit and
+        two standard errors. "unknown": a standard error is above a third of the limit, or the model
+        fails all tasks in 16 bit. "met": neither.
     """
     names = [one["cache"] for one in found["caches"]][1:]
     pairs = [
