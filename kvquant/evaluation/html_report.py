@@ -39,6 +39,7 @@ TASKS = (
         figures.agreement,
     ),
 )
+MOST = 4  # reasons of a verdict that are shown, beside the first
 VERDICTS = {
     "met": ("good", "Within the limit."),
     "exceeded": ("bad", "Limit exceeded."),
@@ -65,8 +66,11 @@ def render(found: Mapping[str, Any], names: Mapping[str, str], limit: float | No
     verdict = None
     if limit is not None:
         result, reasons = against_limit(found, limit)
-        met = f"No cache is known to lose more than {limit:g} points of any task."
-        verdict = Verdict(*VERDICTS[result], reasons[0] if reasons else met, reasons[1:])
+        met = f"No cache loses more than {limit:g} points of a task, beyond two standard errors."
+        first, *others = reasons or [met]
+        if len(others) > MOST:
+            others = [*others[:MOST], f"{len(others) - MOST} more: see the tables."]
+        verdict = Verdict(*VERDICTS[result], first, others)
     name = names["model"]
     return page.render(
         page.Page(
@@ -90,13 +94,27 @@ def _tasks(found: Mapping[str, Any]) -> Iterator[Section]:
     for kind, title, words, draw in TASKS:
         if found.get(kind):
             shown = [_table(one) for one in tables(found) if one.kind == kind]
+            shown += [_by_position(found)] if kind == "kl" else []
             yield Section(title, words, drawn=draw(found), tables=shown)
 
 
 def _table(one: Shown) -> Table:
     titles = [column.title.replace("\n", " ") for column in one.columns]
     head = one.head.rstrip(":")
-    return Table("As a table", [titles, *one.rows], f"{head}.")
+    return Table(f"Table: {one.title}", [titles, *one.rows], f"{head}.")
+
+
+def _by_position(found: Mapping[str, Any]) -> Table:
+    names = [one["cache"] for one in found["caches"]][1:]
+    parts = len(next(iter(found["kl"].values()))[0]["by_position"])
+    rows = [["cache", "tokens of context", *(f"part {at + 1}" for at in range(parts))]]
+    for length, caches in found["kl"].items():
+        for name, one in zip(names, caches, strict=True):
+            rows.append([name, f"{int(length):,}", *(f"{kl:.5f}" for kl in one["by_position"])])
+    caption = (
+        "Mean KL, nats a token, in each part of the scored tokens, from the first to the last."
+    )
+    return Table("Table: by position", rows, caption)
 
 
 def _costs(found: Mapping[str, Any]) -> Section:

@@ -19,12 +19,14 @@ class Shown:
 
     Attributes:
         kind: "costs", "kl", "generation" or "retrieval".
+        title: a few words that tell tables of a kind from one another.
         head: a sentence that tells how to read it.
         columns: the titles.
         rows: a cell for each column.
     """
 
     kind: str
+    title: str
     head: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
@@ -57,7 +59,9 @@ def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
             "what any cache keeps in 16 bit:"
         )
         if passed:
-            yield Shown("retrieval", head, *_accuracy(names, passed))
+            yield Shown(
+                "retrieval", f"contexts of {int(length):,} tokens", head, *_accuracy(names, passed)
+            )
 
 
 def _costs(caches: Sequence[Mapping[str, Any]]) -> Shown:
@@ -74,7 +78,7 @@ def _costs(caches: Sequence[Mapping[str, Any]]) -> Shown:
         ]
         for one in caches
     ]
-    return Shown("costs", "What a cache of the longest context takes:", columns, rows)
+    return Shown("costs", "caches", "What a cache of the longest context takes:", columns, rows)
 
 
 def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Shown:
@@ -96,10 +100,10 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
     ]
     passages = count_text(rows[0]["passages"], "passage")
     head = (
-        f"Predictions of {rows[0]['tokens']} tokens in {passages}, "
+        f"Predictions of {rows[0]['tokens']:,} tokens in {passages}, "
         f"decoded behind {int(length):,} tokens, compared with those of the 16-bit cache:"
     )
-    return Shown("kl", head, columns, cells)
+    return Shown("kl", place_of(length), head, columns, cells)
 
 
 def place_of(length: str) -> str:
@@ -124,13 +128,14 @@ def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> I
             shares = [f"{POINTS * share['share']:.0f} %" for share in one["agreement"].values()]
             cells.append([name, "never" if median is None else str(median), *shares])
         head = f"{way.capitalize()} texts {place_of(length)}, of {rows[0]['prompts']} prompts:"
-        yield Shown("generation", head, columns, cells)
+        yield Shown("generation", f"{way}, {place_of(length)}", head, columns, cells)
         answers = task.get(f"{way}_answers")
         if answers is not None and not answers["fails"]:
             head = (
                 f"Right answers in {way} texts {place_of(length)}, in %, and the change in points:"
             )
-            yield Shown("generation", head, *_accuracy(names, [("right", answers["caches"])]))
+            accuracy = _accuracy(names, [("right", answers["caches"])])
+            yield Shown("generation", f"answers, {way}, {place_of(length)}", head, *accuracy)
     if "drafts" in task:
         yield _drafts(length, names, task["drafts"])
 
@@ -155,7 +160,8 @@ def _drafts(length: str, names: Sequence[str], rows: Sequence[Mapping[str, int]]
         for name, one in zip(names, rows, strict=True)
     ]
     head = f"Greedy texts {place_of(length)} with drafts that are looked up in prompt and text:"
-    return Shown("generation", head, (Column("cache", left=True), *map(Column, titles)), cells)
+    columns = Column("cache", left=True), *map(Column, titles)
+    return Shown("generation", f"prompt lookup, {place_of(length)}", head, columns, cells)
 
 
 def _accuracy(
@@ -177,21 +183,25 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def failures(found: Mapping[str, Any]) -> list[str]:
-    """A sentence for each task that the model fails with its 16-bit cache."""
-    found_of_texts = [
-        f"With its 16-bit cache the model gives {POINTS * one['exact']:.0f} % of the right answers "
-        f"in {way} texts: this is not a test of the cache."
-        for task in found.get("generation", {}).values()
-        for way in WAYS
-        if (one := task.get(f"{way}_answers")) and one["fails"]
-    ]
-    return found_of_texts + [
-        f"With its 16-bit cache the model answers {POINTS * one['exact']:.0f} % of `{name}` in "
-        f"contexts of {int(length):,} tokens: this is not a test of the cache."
-        for length, tasks in found.get("retrieval", {}).items()
-        for name, one in tasks.items()
-        if one["fails"]
-    ]
+    """A sentence for each length of which the model fails tasks with its 16-bit cache."""
+    groups = []
+    for length, task in found.get("generation", {}).items():
+        answers = [(f"{way} answers", task.get(f"{way}_answers")) for way in WAYS]
+        groups.append((place_of(length), [(name, one) for name, one in answers if one]))
+    for length, tasks in found.get("retrieval", {}).items():
+        named = [(f"`{name}`", one) for name, one in tasks.items()]
+        groups.append((f"in contexts of {int(length):,} tokens", named))
+    sentences = []
+    for where, tasks in groups:
+        failed = [
+            f"{name} ({POINTS * one['exact']:.0f} % right)" for name, one in tasks if one["fails"]
+        ]
+        if failed:
+            sentences.append(
+                f"With its 16-bit cache the model fails {', '.join(failed)} {where}: this is not a "
+                "test of the cache."
+            )
+    return sentences
 
 
 def against_limit(found: Mapping[str, Any], limit: float) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""The page of an evaluation: its figures, its words, the command that writes it."""
+"""The page of an evaluation: its figures, its words, the command that writes it (30 s)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_the_page_stands_alone_and_has_every_figure(page: str) -> None:
 def test_what_the_page_says(page: str) -> None:
     text = words(page)
     assert text.index("Limit exceeded.") < text.index("Finding facts") < text.index("Texts")
-    assert "loses 40.0" in text and "more than 5" in text
+    assert "loses 40.0" in text and "more than 5" in text and "1 more: see the tables" not in text
+    assert "part 4" in text and "Table: contexts of 2,048 tokens" in text
     assert "What a <model> loses" in text and "seed 7" in text and "packaged, held_out.txt" in text
     assert "-40.0 ± " in text and "at least 36 before what any cache keeps in 16 bit" in text
     assert "the last 64 tokens, the most that one of the caches keeps" in text
@@ -107,12 +108,22 @@ def test_what_the_page_says(page: str) -> None:
 
 
 def test_a_task_that_16_bit_fails_is_marked(page: str) -> None:
-    assert "answers 20 % of `copy` in contexts of 2,048 tokens: this is not a test" in words(page)
+    assert "fails `copy` (20 % right) in contexts of 2,048 tokens: this is not" in words(page)
     for svg in accuracy(an_evaluation()):
         assert svg in page and svg.count("not a test") == 1  # in the panel of copy
     passes = an_evaluation(retrieval={"512": {"keys": answers(1.0, 1.0, 1.0)}})
     assert "this is not a test of the cache" not in words(render(passes, {"model": ""}))
     assert "not a test" not in accuracy(passes)[0]
+
+
+@pytest.mark.extra("report")
+def test_a_verdict_names_a_few_reasons() -> None:
+    tasks = {f"task{at}": answers(1.0, 0.0, 0.0) for at in range(4)}
+    text = words(render(an_evaluation(retrieval={"512": tasks}), {"model": "m"}, 5.0))
+    before = text[: text.index("Finding facts")]
+    assert before.count(" loses 100.0 ") == 5 and "4 more: see the tables." in before
+    good = an_evaluation(retrieval={"512": {"keys": answers(1.0, 1.0, 1.0)}}, generation={})
+    assert "Within the limit." in words(render(good, {"model": "m"}, 50.0))
 
 
 @pytest.mark.extra("report")

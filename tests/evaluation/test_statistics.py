@@ -81,7 +81,8 @@ def test_answers_that_16_bit_fails_test_no_cache() -> None:
     found = found_of(YES, YES, retrieval={}, generation={"0": task})
     assert against_limit(found, 100.0)[0] == "unknown"
     text = render(found)
-    assert "0 % of the right answers in greedy" in text and "Right answers" not in text
+    assert "fails greedy answers (0 % right) behind the prompts" in " ".join(text.split())
+    assert "sampled answers" not in text and "Right answers" not in text
 
 
 def test_a_model_that_fails_in_16_bit_tests_no_cache() -> None:
@@ -89,5 +90,5 @@ def test_a_model_that_fails_in_16_bit_tests_no_cache() -> None:
     verdict, (reason,) = against_limit(found, 1.0)
     assert verdict == "unknown" and "fails all of them in 16 bit" in reason
     text = render(found)
-    assert "answers 0 % of `keys`" in text and "this is not a test of the cache" in text
+    assert "fails `keys` (0 % right)" in text and "this is not a test of the cache" in text
     assert "0.0 ±" not in text  # never shown as a loss of 0
