@@ -335,8 +335,9 @@ class _Run:
         a_token = made.nbytes / capacity
         return {
             "cache": name,
-            "recent": choice.recent_len,
             "bits": stored_bits(made, exact),
+            "sink_len": choice.sink_len,
+            "recent_len": choice.recent_len,
             "bytes_a_token": a_token,
             "tokens_per_gib": int(2**30 / a_token),
         }

@@ -86,7 +86,10 @@ def render(found: Mapping[str, Any], names: Mapping[str, str], limit: float | No
 
 
 def _text(settings: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    return names.get("text", f"{settings['text']}, held_out.txt")
+    """Which held-out text it was: its file, else the hash of a text."""
+    if settings["text"] == "packaged":
+        return "packaged, held_out.txt"
+    return names.get("text", f"given, hash {settings['text']}")
 
 
 def _tasks(found: Mapping[str, Any]) -> Iterator[Section]:
@@ -128,7 +131,7 @@ def _costs(found: Mapping[str, Any]) -> Section:
 
 def _method(found: Mapping[str, Any], names: Mapping[str, str]) -> Section:
     settings = found["settings"]
-    window = max(one["recent"] for one in found["caches"])
+    window = max(one["recent_len"] for one in found["caches"])
     words = (
         "Each prompt is read once with exact attention. Its 16-bit keys and values are quantized "
         "into each cache in turn, and every task decodes from there."
@@ -138,7 +141,8 @@ def _method(found: Mapping[str, Any], names: Mapping[str, str]) -> Section:
             f"Each cache reads the prompts itself, {settings['reading']['chunk']} tokens at a "
             "time: later chunks attend to packed rows."
         )
-    rows = [["setting", "value"], *([what, name] for what, name in names.items())]
+    inputs = {**names, "text": _text(settings, names)}
+    rows = [["setting", "value"], *map(list, inputs.items())]
     for part in ("sizes", "task", "reading"):
         rows += [[name, _words(value)] for name, value in settings[part].items()]
     far = [

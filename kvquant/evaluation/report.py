@@ -48,7 +48,7 @@ def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
         yield _kl(length, names, rows)
     for length, task in found.get("generation", {}).items():
         yield from _generation(length, names, task)
-    window = max(one["recent"] for one in found["caches"])
+    window = max(one["recent_len"] for one in found["caches"])
     for length, tasks in found.get("retrieval", {}).items():
         passed = [(name, one["caches"]) for name, one in tasks.items() if not one["fails"]]
         least = min(one["least_distance"] for one in tasks.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvquant.errors import missing_extra
@@ -88,7 +88,7 @@ class Page:
     verdict: Verdict | None = None
     tiles: Sequence[tuple[str, str, str]] = ()
     notes: Sequence[str] = ()
-    sections: Sequence[Section] = field(default=())
+    sections: Sequence[Section] = ()
 
 
 def check_libraries(what: str) -> None:

@@ -52,7 +52,13 @@ def kl(mean: float) -> dict[str, Any]:
 
 def an_evaluation(**changes: Any) -> dict[str, Any]:
     costs = [
-        {"cache": name, "recent": recent, "bits": 4.25, "bytes_a_token": 512.0, "tokens_per_gib": 7}
+        {
+            "cache": name,
+            "recent_len": recent,
+            "bits": 4.25,
+            "bytes_a_token": 512.0,
+            "tokens_per_gib": 7,
+        }
         for name, recent in zip(NAMES, (0, 0, 64), strict=True)
     ]
     drafts = [{"drafted": 40, "accepted": 10, "steps": 54, "tokens": 64}] * 3
@@ -114,6 +120,22 @@ def test_a_task_that_16_bit_fails_is_marked(page: str) -> None:
     passes = an_evaluation(retrieval={"512": {"keys": answers(1.0, 1.0, 1.0)}})
     assert "this is not a test of the cache" not in words(render(passes, {"model": ""}))
     assert "not a test" not in accuracy(passes)[0]
+
+
+@pytest.mark.extra("report")
+@pytest.mark.parametrize(
+    ("text", "names", "told"),
+    [
+        ("packaged", {}, "text: packaged, held_out.txt"),
+        ("0123", {"text": "mine.txt"}, "text: mine.txt"),
+        ("0123", {}, "text: given, hash 0123"),
+    ],
+)
+def test_the_text_is_named(text: str, names: dict[str, str], told: str) -> None:
+    nothing: dict[str, Any] = {"kl": {}, "generation": {}, "retrieval": {}}
+    found = an_evaluation(**nothing)
+    found["settings"]["text"] = text
+    assert told in words(render(found, {"model": "m", **names}))
 
 
 @pytest.mark.extra("report")

@@ -50,7 +50,7 @@ def found_of(exact: list[list[bool]], given: list[list[bool]], **changes: Any) -
     pair = asdict(paired(exact, given))
     task = {"exact": pair["exact"], "fails": pair["exact"] < 0.5, "least_distance": 200}
     costs = [
-        {"cache": name, "recent": 0, "bits": bits, "bytes_a_token": 1.0, "tokens_per_gib": 1}
+        {"cache": name, "recent_len": 0, "bits": bits, "bytes_a_token": 1.0, "tokens_per_gib": 1}
         for name, bits in (("16 bit", 16.0), ("int4", 4.25))
     ]
     return {"caches": costs, "retrieval": {"512": {"keys": task | {"caches": [pair]}}}} | changes
