@@ -78,6 +78,8 @@ def test_an_interrupted_run_goes_on(
     assert len(calls) == 2  # of the two retrieval tasks
     # and the same seed gives the same JSON, times apart
     assert json.dumps(without_times(again)) == json.dumps(without_times(found))
+    first = json.loads(state.read_text())["measured"]
+    assert again["seconds"]["kl"] == first["kl 160 0"]["seconds"]  # of the interrupted run
 
 
 def without_times(found: dict[str, Any]) -> dict[str, Any]:
