@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvquant.evaluation import records
 from kvquant.evaluation.records import Records
 
 
 def test_each_cache_has_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(records.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
     def measure(*steps: float) -> Iterator[float]:
         for step in steps:
