@@ -1,27 +1,18 @@
-"""The figures of a plan's report, as SVG that follows the page's light or dark colours.
-
-Matplotlib draws text and axes in two marked colours; the SVG has the page's CSS variables in their
-place. What shows data is a mid-tone with enough contrast on both backgrounds, and no figure needs
-colour alone to be read.
-"""
+"""The figures of a plan's report."""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
 import torch
 
+from kvquant.html.figure import BLUE, INK, ORANGE, figure, log_axis, plain_ticks
 from kvquant.io.plan import CachePlan
 from kvquant.rows.codec import EXACT_CODECS
 
-INK, RULE = "#010203", "#040506"  # stand for --ink and --rule
-K_COLOUR, V_COLOUR = "#3b82c4", "#d9730d"
-SIDES = (("k", "K", K_COLOUR), ("v", "V", V_COLOUR))
+SIDES = (("k", "K", BLUE), ("v", "V", ORANGE))
 NAMES = {
     "plain": "as it is",
     "offset": "centred",
@@ -31,68 +22,6 @@ NAMES = {
     "feedback": "+ feedback",
     "plan": "the plan",
 }
-STYLE = {
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # names may have dollars
-    "text.color": INK,
-    "axes.edgecolor": RULE,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": RULE,
-    "grid.alpha": 0.5,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
-    "legend.frameon": False,
-}
-WIDTH, NARROW = 9.4, 4.4  # inches; the page scales figures to its own width, or that of a phone
-Draw = Callable[..., Any]
-
-
-def figure(
-    height: Callable[[CachePlan], float], *, stacked: bool = False
-) -> Callable[[Draw], Callable[..., str]]:
-    """Make a function that draws on a new figure one that returns SVG, narrow if asked for.
-
-    Args:
-        height: inches, of a plan.
-        stacked: whether panels that stand beside each other stand below each other in a narrow one.
-    """
-
-    def decorate(draw: Draw) -> Callable[..., str]:
-        @wraps(draw)
-        def render(plan: CachePlan, *, narrow: bool = False) -> str:
-            import matplotlib
-            from matplotlib.figure import Figure
-
-            name = f"{draw.__name__}-narrow" if narrow else draw.__name__
-            salt = {"svg.hashsalt": name}  # ids differ from those of the other figures
-            size = (NARROW, height(plan) * (2 if stacked else 1)) if narrow else None
-            with matplotlib.rc_context(STYLE | salt):
-                page = Figure(figsize=size or (WIDTH, height(plan)), layout="constrained")
-                draw(page, plan, narrow)
-                text = io.StringIO()
-                page.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-            return _inline(text.getvalue(), name)
-
-        return render
-
-    return decorate
-
-
-def _inline(svg: str, name: str) -> str:
-    """An SVG file as an element of a page: no prologue, the page's colours, ids of its own."""
-    svg = svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(RULE, "var(--rule)")
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", svg)
-    return re.sub(r'(<svg [^>]*?) width="[^"]*"|height="[^"]*pt" ', r"\1", svg, count=2).strip()
 
 
 def _two_panels(page: Any, narrow: bool, **options: Any) -> Any:
@@ -100,11 +29,11 @@ def _two_panels(page: Any, narrow: bool, **options: Any) -> Any:
     return page.subplots(2, 1, **options) if narrow else page.subplots(1, 2, **options)
 
 
-@figure(lambda plan: 3.2)
+@figure(lambda plan, narrow: 3.2)
 def comparison(page: Any, plan: CachePlan, narrow: bool) -> None:
     """KL against bits of every format, with the plan and without."""
     axes = page.subplots()
-    shown = [(False, "o", "without a plan", V_COLOUR), (True, "D", "with its transforms", K_COLOUR)]
+    shown = [(False, "o", "without a plan", ORANGE), (True, "D", "with its transforms", BLUE)]
     for with_plan, marker, label, colour in shown:
         rows = [row for row in plan.facts["comparison"] if bool(row["plan"]) == with_plan]
         points = sorted(
@@ -140,7 +69,7 @@ def comparison(page: Any, plan: CachePlan, narrow: bool) -> None:
     limit = plan.facts["limit"]["max_kl"]
     if limit is not None:
         axes.axhline(limit, color=INK, linewidth=1, linestyle=":", label=f"limit {limit:g}")
-    _log_axis(axes)
+    log_axis(axes)
     axes.set_xlabel("bits per element")
     axes.set_ylabel("KL, nats per token (lower is better)")
     axes.margins(x=0.09, y=0.12)
@@ -148,7 +77,7 @@ def comparison(page: Any, plan: CachePlan, narrow: bool) -> None:
     axes.legend()
 
 
-@figure(lambda plan: 2.9, stacked=True)
+@figure(lambda plan, narrow: 5.8 if narrow else 2.9)
 def steps(page: Any, plan: CachePlan, narrow: bool) -> None:
     """The error after each transform: a line for every KV head, and the median."""
     names = error_names(plan)
@@ -161,7 +90,7 @@ def steps(page: Any, plan: CachePlan, narrow: bool) -> None:
             median = rows.quantile(0.5, dim=1).numpy()
             axes.plot(median, color=colour, linewidth=2.4, marker="o", label="median head")
             axes.legend()
-        _log_axis(axes)
+        log_axis(axes)
         axes.set_title(f"{label}, {rows.shape[1]} KV heads")
         axes.set_xticks(range(len(names)), [NAMES.get(name, name) for name in names])
         for text in axes.get_xticklabels():
@@ -171,7 +100,7 @@ def steps(page: Any, plan: CachePlan, narrow: bool) -> None:
         axes.set_ylabel("weighted relative error")
 
 
-def _heads_height(plan: CachePlan) -> float:
+def _heads_height(plan: CachePlan, narrow: bool) -> float:
     return 2 * min(max(0.7 + 0.13 * plan.num_layers, 1.3), 4.5)
 
 
@@ -197,7 +126,7 @@ def heads(page: Any, plan: CachePlan, narrow: bool) -> None:
     _colour_bar(page, image, panels, "weighted relative error")
 
 
-def _channels_height(plan: CachePlan) -> float:
+def _channels_height(plan: CachePlan, narrow: bool) -> float:
     rows = plan.num_layers * plan.num_kv_heads
     return 2 * min(max(0.6 + 0.07 * rows, 1.3), 4.5)
 
@@ -224,7 +153,7 @@ def channels(page: Any, plan: CachePlan, narrow: bool) -> None:
     _colour_bar(page, image, panels, "root mean square / typical deviation")
 
 
-@figure(lambda plan: 2.9, stacked=True)
+@figure(lambda plan, narrow: 5.8 if narrow else 2.9)
 def layers(page: Any, plan: CachePlan, narrow: bool) -> None:
     """Bits of every layer, and what quantizing only that layer costs."""
     count, width = plan.num_layers, 0.38
@@ -247,7 +176,7 @@ def layers(page: Any, plan: CachePlan, narrow: bool) -> None:
         series.setdefault(name, []).append((row["layer"], _positive(row["kl"])))
     for marker, (name, points) in zip(cycle("osD^vPX*<>h8"), series.items(), strict=False):
         costs.plot(*zip(*sorted(points), strict=True), marker=marker, linewidth=1, label=name)
-    _log_axis(costs)
+    log_axis(costs)
     costs.set_xlabel("layer that alone is quantized")
     costs.set_ylabel("KL, nats per token")
     costs.grid(axis="y")
@@ -320,22 +249,7 @@ def _heat(axes: Any, values: torch.Tensor, scale: Any) -> Any:
 
 def _colour_bar(page: Any, image: Any, panels: Any, label: str) -> None:
     bar = page.colorbar(image, ax=panels, label=label, aspect=30, pad=0.01)
-    _plain_ticks(bar.ax.yaxis, image.norm.vmin, image.norm.vmax)
-
-
-def _log_axis(axes: Any) -> None:
-    axes.set_yscale("log")
-    _plain_ticks(axes.yaxis, *axes.get_ylim())
-
-
-def _plain_ticks(axis: Any, low: float, high: float) -> None:
-    """Label a log axis 0.02, not 2 x 10^-2; with 2 and 5 where it spans few powers of ten."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    few = high < 300 * low
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_locator(NullLocator())
+    plain_ticks(bar.ax.yaxis, image.norm.vmin, image.norm.vmax)
 
 
 def _quantized_sides(k_format: str, v_format: str) -> str:

@@ -7,25 +7,21 @@ the same numbers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from kvquant.errors import missing_extra
+from kvquant.html import page
+from kvquant.html.figure import Drawn
+from kvquant.html.page import Section, Table, Verdict
 from kvquant.io.plan import CachePlan
 
 from . import figures
 from .text_report import SIDES, warnings
 from .verdict import kl_text, next_steps, number, percent, top1_error, verdict
 
-Section = tuple[str, str, Callable[..., str], str]  # title, sentence, figure, tensor needed
-Table = dict[str, Any]  # "rows", of words, the first is the head; "caption"
-
-# names may hold them: what no page may, and what turns the order of the text that follows
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-TEMPLATE = Path(__file__).with_name("report.html.jinja")
-SECTIONS: Sequence[Section] = (
+# title, words, figure, the tensor that it needs
+Figure = tuple[str, str, Callable[[CachePlan], Drawn], str]
+FIGURES: Sequence[Figure] = (
     (
         "Formats compared",
         "The same held-out text decoded from caches of one format for all layers. Lower is better, "
@@ -67,21 +63,6 @@ SECTIONS: Sequence[Section] = (
 )
 
 
-def check_libraries() -> None:
-    """Raise before a report is begun that could not be written.
-
-    Raises:
-        UnsupportedError: matplotlib or jinja2 is not installed.
-    """
-    try:
-        import jinja2  # noqa: F401  # only whether they are there
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise missing_extra(
-            "kvquant report needs matplotlib and jinja2", "report", error
-        ) from error
-
-
 def render(plan: CachePlan, name: str) -> str:
     """Write the report.
 
@@ -95,46 +76,40 @@ def render(plan: CachePlan, name: str) -> str:
     Raises:
         UnsupportedError: matplotlib or jinja2 is not installed.
     """
-    check_libraries()
-    import jinja2
-    from markupsafe import Markup
-
-    kind, mark, sentence, further = verdict(plan)
+    page.check_libraries("kvquant report")
     model = plan.facts["model"]
-    sections = [
-        {
-            "title": title,
-            "words": words,
-            "wide": Markup(draw(plan)),
-            "narrow": Markup(draw(plan, narrow=True)),
-            "table": _comparison_table(plan) if draw is figures.comparison else None,
-        }
-        for title, words, draw, needed in SECTIONS
+    shape = f"{plan.num_layers} layers, {plan.num_kv_heads} KV heads of {plan.head_dim} channels"
+    figures_of_plan = [
+        Section(
+            title,
+            words,
+            drawn=draw(plan),
+            tables=[_comparison_table(plan)] if draw is figures.comparison else (),
+        )
+        for title, words, draw, needed in FIGURES
         if not needed or needed in plan.tensors
     ]
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        name=name,
-        model=model["type"],
-        identity=str(model["sha256"])[:12],
-        shape=f"{plan.num_layers} layers, {plan.num_kv_heads} KV heads of {plan.head_dim} channels",
-        kind=kind,
-        mark=mark,
-        sentence=sentence,
-        further=further,
-        tiles=_tiles(plan),
-        notes=warnings(plan),
-        steps=next_steps(plan, name),
-        sections=sections,
-        layers=_layer_table(plan),
-        method=_method(plan),
-        settings={
-            "rows": [["setting", "value"], *map(list, plan.facts["settings"].items())],
-            "caption": "Settings",
-        },
+    settings = [["setting", "value"], *map(list, plan.facts["settings"].items())]
+    return page.render(
+        page.Page(
+            f"kvquant report: {name}",
+            f"KV cache plan for a {model['type']} model",
+            f"{shape} · {name} · model {str(model['sha256'])[:12]}",
+            Verdict(*verdict(plan)),
+            _tiles(plan),
+            warnings(plan),
+            [
+                Section("What to do next", steps=next_steps(plan, name)),
+                *figures_of_plan,
+                Section("What was decided", tables=[_layer_table(plan)]),
+                Section(
+                    "How it was measured",
+                    _method(plan),
+                    tables=[Table("Settings", settings, "Settings")] if len(settings) > 1 else (),
+                ),
+            ],
+        )
     )
-    page = CONTROLS.sub("\N{REPLACEMENT CHARACTER}", page)
-    return page.encode("utf-8", "replace").decode()  # names may hold what no file can
 
 
 def _tiles(plan: CachePlan) -> list[tuple[str, str, str]]:
@@ -183,7 +158,7 @@ def _comparison_table(plan: CachePlan) -> Table:
         "One format for all layers, without a plan → with its transforms; ± standard error, by "
         "passages"
     )
-    return {"rows": rows, "caption": caption}
+    return Table("As a table", rows, caption)
 
 
 def _arrow(pair: Sequence[str | None]) -> str:
@@ -211,7 +186,7 @@ def _layer_table(plan: CachePlan) -> Table:
             f" Not in the cache: layers {', '.join(others)}. The figures count the layers of the "
             "cache from 0."
         )
-    return {"rows": rows, "caption": words}
+    return Table("Every layer", rows, words, is_open=len(rows) <= 17)
 
 
 def _side_words(side: Mapping[str, Any], has_basis: bool) -> str:

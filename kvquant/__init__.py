@@ -1,9 +1,10 @@
 """Quantized KV caches for PyTorch decode loops.
 
 Names are loaded when they are first asked for, and with them the operators torch.ops.kvquant:
-`import kvquant` and `kvquant --help` do not wait for torch. Three names need the hf extra. `from
-kvquant import *` takes them where it is installed, and leaves them out elsewhere. `import
-kvquant.hf`, or any of the three, makes attn_implementation="kvquant" known to transformers.
+`import kvquant` and `kvquant --help` do not wait for torch. Four names need the hf extra:
+CachedModel, CapturedStep, QuantizedCache and evaluate. `from kvquant import *` takes them where it
+is installed, and leaves them out elsewhere. `import kvquant.hf`, or any of the first three, makes
+attn_implementation="kvquant" known to transformers.
 """
 
 import importlib
@@ -29,6 +30,7 @@ if typing.TYPE_CHECKING:
     from .cache.context_parallel import ContextParallelCache
     from .cache.contiguous import KVCache
     from .cache.latent import LatentKVCache
+    from .evaluation.evaluate import evaluate
     from .hf.cache import QuantizedCache
     from .hf.compile.captured import CapturedStep
     from .hf.model import CachedModel
@@ -86,6 +88,7 @@ __all__ = [
     "decode_attention",
     "dequantize_pages",
     "dequantize_rows",
+    "evaluate",
     "load_cache",
     "load_sequences",
     "merge_states",
@@ -119,6 +122,7 @@ _HOMES = {
     "decode_attention": "ops.attention",
     "dequantize_pages": "ops.rows_at",
     "dequantize_rows": "ops.quantize",
+    "evaluate": "evaluation.evaluate",
     "load_cache": "io.checkpoint",
     "load_sequences": "io.sequences",
     "merge_states": "ops.merge",
@@ -156,4 +160,5 @@ if not typing.TYPE_CHECKING:  # else a type checker would take any name for a kn
         except (importlib.metadata.PackageNotFoundError, ValueError):
             found = ()
         has_hf = found >= _TRANSFORMERS and importlib.util.find_spec("transformers") is not None
-        return [name for name in _NAMES if has_hf or not _HOMES.get(name, "").startswith("hf.")]
+        needs_hf = "hf.", "evaluation."
+        return [name for name in _NAMES if has_hf or not _HOMES.get(name, "").startswith(needs_hf)]

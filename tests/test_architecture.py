@@ -26,14 +26,15 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
     "cache": f"{BASE} rows ops",
     "paged": f"{BASE} rows ops cache",
     "io": f"version {BASE} text rows ops cache paged",
+    "html": "errors",
     "hf": f"{BASE} rows ops cache io",
     "engine": f"{BASE} rows ops cache io",
     "vllm": f"{BASE} rows engine",
     "lmcache": f"{BASE} rows ops io engine",
-    "calibration": f"{BASE} text rows ops cache io hf",
-    "evaluation": f"version {BASE} text rows cache io hf calibration",
+    "calibration": f"{BASE} text html rows ops cache io hf",
+    "evaluation": f"version {BASE} text html rows cache io hf calibration",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
-    "cli": f"version {BASE} text rows cache io hf calibration evaluation",
+    "cli": f"version {BASE} text html rows cache io hf calibration evaluation",
     "__init__": "errors version",
     "__main__": "",
     "kernels.disk_cache": "errors",
@@ -56,7 +57,7 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
 }
 # inside functions and for the type checker only
 ALLOWED_LATE = {
-    "__init__": "rows ops cache paged io hf",
+    "__init__": "rows ops cache paged io hf evaluation",
     "__main__": "cli",
     "ops": (
         "kernels.cpu kernels.cuda.affine kernels.cuda.append kernels.cuda.decode "
@@ -81,9 +82,9 @@ LIBRARIES = {
     "llvmlite": {name for name in ALLOWED if name.startswith("kernels.")},
     "click": {"cli"},
     "rich": {"text"},
-    "jinja2": {"calibration"},
-    "markupsafe": {"calibration"},
-    "matplotlib": {"bench", "calibration"},
+    "jinja2": {"html"},
+    "markupsafe": {"html"},
+    "matplotlib": {"bench", "calibration", "html"},
     "platformdirs": {"kernels.disk_cache"},
 }
 

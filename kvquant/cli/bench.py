@@ -16,6 +16,7 @@ from .console import (
     COUNT,
     FORMATS,
     HEAD_DIM,
+    JSON,
     NEW_FILE,
     PAIR,
     POSITIVE,
@@ -86,7 +87,7 @@ MODES = "ragged", "wide", "short", "queries", "variants", "mla", "tune", "ablate
 )
 @click.option("--tune", is_flag=True, help="Measure and keep the best launch plans instead.")
 @click.option("--ablate", is_flag=True, help="Measure what each technique brings instead.")
-@click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
+@JSON
 @click.option(
     "--plot", "plot_file", type=NEW_FILE, help="Draw the share of peak bandwidth, as PNG."
 )

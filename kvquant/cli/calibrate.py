@@ -13,12 +13,14 @@ import click
 from ..errors import ConfigError, DeviceError, KVQuantError
 from .console import (
     COUNT,
-    DEVICE,
+    DTYPE,
     FILE,
-    FOLDER,
     FORMATS,
+    JSON,
     LATENT,
-    NEW_FILE,
+    MODEL,
+    ON_DEVICE,
+    OUTPUT,
     POSITIVE,
     check_device,
     check_output,
@@ -33,7 +35,7 @@ NOT_MET = 3  # exit code
 
 
 @click.command(epilog=FORMATS)
-@click.argument("model", type=FOLDER)
+@MODEL
 @click.option("--text", type=FILE, help="Text to observe; its last quarter is held out.")
 @click.option("--held", type=FILE, help="Another text to score on, instead of the last quarter.")
 @click.option("--max-kl", type=POSITIVE, help="Fewest bits that keep this KL, nats per token.")
@@ -57,16 +59,10 @@ NOT_MET = 3  # exit code
 @click.option("--windows", type=COUNT, default=8, show_default=True, help="Passages to score.")
 @click.option("--context", type=COUNT, default=1024, show_default=True, help="Tokens before them.")
 @click.option("--scored", type=COUNT, default=64, show_default=True, help="Tokens of each scored.")
-@click.option("--device", type=DEVICE, default="cpu", show_default=True, help="Or cuda:N.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default="float32",
-    show_default=True,
-    help="Of weights and arithmetic; 16 bit for large models.",
-)
-@click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
-@click.option("--json", "json_file", type=NEW_FILE, help="Write figures and verdict here too.")
+@ON_DEVICE
+@DTYPE
+@OUTPUT
+@JSON
 @enough_memory("--length, --windows, --context or --dtype")
 def calibrate(
     model: Path,

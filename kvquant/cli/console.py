@@ -120,6 +120,24 @@ DEVICE = Device(["cpu", "cuda"])
 FORMAT, POSITIVE = Format(NAMES), Positive()
 PAIR, LATENT, EITHER = Pair("/"), Pair("+"), Pair("/+")  # of latent rows: see LatentFormat
 
+# options that several commands have
+OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+JSON = click.option(
+    "--json", "json_file", type=NEW_FILE, help="Write the figures to this file too."
+)
+# what a command decodes with: its folder, where it runs, and in which dtype
+MODEL = click.argument("model", type=FOLDER)
+ON_DEVICE = click.option(
+    "--device", type=DEVICE, default="cpu", show_default=True, help="Or cuda:N."
+)
+DTYPE = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of weights and arithmetic; 16 bit for large models.",
+)
+
 
 class Failure(click.ClickException):
     """An error that is no wrong use of the command line: one line, exit code 2."""

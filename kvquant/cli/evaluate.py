@@ -13,11 +13,13 @@ import click
 from ..errors import ConfigError
 from .console import (
     COUNT,
-    DEVICE,
+    DTYPE,
     FILE,
-    FOLDER,
     FORMATS,
+    JSON,
+    MODEL,
     NEW_FILE,
+    ON_DEVICE,
     POSITIVE,
     WHOLE,
     check_device,
@@ -31,47 +33,60 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
 
 
 @click.command(epilog=FORMATS)
-@click.argument("model", type=FOLDER)
+@MODEL
 @click.option(
     "--cache",
     "caches",
     multiple=True,
     required=True,
-    help="K[/V][,sinks=N][,recent=N], or a plan's file for the formats. Give one or more.",
+    help="K[/V][,sinks=N][,recent=N], K and V each a FORMAT, or a plan's file in place of both. "
+    "Repeat it for more caches.",
 )
 @click.option(
-    "--tasks", default="kl,generation,retrieval", show_default=True, help="Some of these."
+    "--tasks", default="kl,generation,retrieval", show_default=True, help="Tasks, with commas."
 )
-@click.option("--retrieval", help="Some retrieval tasks, with commas; all by default.")
+@click.option("--retrieval", help="Retrieval tasks, with commas; all by default.")
 @click.option(
-    "--length", "lengths", type=COUNT, multiple=True, help="Of contexts; 4,096 by default. Repeat."
+    "--length",
+    "lengths",
+    type=COUNT,
+    multiple=True,
+    help="Tokens of a context; 4096 by default. Repeat it for more lengths.",
 )
 @click.option("--text", type=FILE, help="Held-out text; a packaged one by default.")
-@click.option("--prompts", "examples", type=FILE, help="JSON lines: prompt, answer (if any).")
-@click.option("--pattern", help="Regular expression that finds the answer in a generated text.")
-@click.option("--samples", type=COUNT, default=8, show_default=True, help="Prompts of each task.")
 @click.option(
-    "--questions", type=COUNT, default=8, show_default=True, help="Of each prompt, at most."
+    "--prompts", "examples", type=FILE, help='JSON lines: {"prompt": "...", "answer": "..."}.'
 )
-@click.option("--scored", type=COUNT, default=128, show_default=True, help="Tokens of a passage.")
-@click.option("--new-tokens", type=COUNT, default=128, show_default=True, help="To generate.")
-@click.option("--batch", type=COUNT, default=4, show_default=True, help="Prompts at a time.")
-@click.option("--chunk", type=COUNT, help="Tokens of a prompt that are computed at a time.")
-@click.option("--prompts-from-rows", is_flag=True, help="Chunks attend to packed rows before them.")
+@click.option("--pattern", help="Regular expression: its last match in a text is the answer.")
 @click.option(
-    "--chat/--no-chat", default=None, help="Chat template; where there is one by default."
+    "--samples", type=COUNT, default=8, show_default=True, help="Prompts or passages of a task."
+)
+@click.option(
+    "--questions", type=COUNT, default=8, show_default=True, help="Most of a retrieval prompt."
+)
+@click.option(
+    "--scored", type=COUNT, default=128, show_default=True, help="Tokens of a passage of kl."
+)
+@click.option(
+    "--new-tokens", type=COUNT, default=128, show_default=True, help="Tokens of a generated text."
+)
+@click.option("--batch", type=COUNT, default=4, show_default=True, help="Prompts decoded together.")
+@click.option("--chunk", type=COUNT, help="Tokens of a prompt that are read at a time.")
+@click.option(
+    "--prompts-from-rows", is_flag=True, help="Chunks attend to the packed rows before them."
+)
+@click.option(
+    "--chat/--no-chat", default=None, help="Apply the chat template; by default if there is one."
+)
+@click.option(
+    "--draft", is_flag=True, help="Count the tokens of a prompt lookup that would be accepted."
 )
 @click.option("--max-drop", type=POSITIVE, help="Points of accuracy that a cache may lose.")
-@click.option("--seed", type=WHOLE, default=0, show_default=True, help="Of what is drawn.")
-@click.option("--device", type=DEVICE, default="cpu", show_default=True, help="Or cuda:N.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default="float32",
-    show_default=True,
-    help="Of weights and arithmetic; 16 bit for large models.",
-)
-@click.option("--json", "json_file", type=NEW_FILE, help="Write all figures here.")
+@click.option("--seed", type=WHOLE, default=0, show_default=True, help="Of tasks and samples.")
+@ON_DEVICE
+@DTYPE
+@JSON
+@click.option("--report", type=NEW_FILE, help="Write an HTML page with figures here too.")
 @enough_memory("--length, --batch or --dtype")
 def evaluate(
     model: Path,
@@ -90,40 +105,48 @@ def evaluate(
     chunk: int | None,
     prompts_from_rows: bool,
     chat: bool | None,
+    draft: bool,
     max_drop: float | None,
     seed: int,
     device: str,
     dtype: str,
     json_file: Path | None,
+    report: Path | None,
 ) -> None:
-    """Compare a model's answers with quantized caches and with its 16-bit cache.
+    """Compare what a model does with quantized caches and with its 16-bit cache.
 
     Each prompt is read once. Its 16-bit keys and values are quantized into each cache, and every
     task decodes from there: predictions of a held-out text (kl), free-running texts (generation),
-    and facts among near-identical ones (retrieval). An interrupted run with --json goes on where it
-    was.
+    and facts among near-identical ones (retrieval). With --json an interrupted run continues where
+    it was if you start it again.
 
-    The exit code is 3 if a cache loses more than --max-drop points beyond two standard errors, and
-    4 if there are not enough samples to say so.
+    With --max-drop the exit code is 3 if a cache loses more points, beyond two standard errors. It
+    is 4 if there are too few samples to know.
 
     \b
     Example:
       kvquant evaluate examples/llama-demo-5m --cache int8 --cache int4-g4,recent=64 \\
-          --length 512 --samples 4 --json evaluation.json
+          --length 512 --samples 4 --json evaluation.json --report evaluation.html
     """
     check_output(json_file, model, text, examples, endings=(".json",))
+    check_output(report, model, text, examples, endings=(".html", ".htm"))
     state = None if json_file is None else json_file.with_name(f".{json_file.name}.partial")
     import torch
 
     from ..evaluation.decoding import Reading
     from ..evaluation.evaluate import Sizes, Task
     from ..evaluation.evaluate import evaluate as run
+    from ..evaluation.html_report import render as render_page
     from ..evaluation.report import against_limit, render
     from ..hf.model import CachedModel
+    from ..html.page import check_libraries
+    from ..io.atomic import save_text
     from ..text import paragraph, progress
 
     check_device(device)
-    options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat}
+    if report is not None:
+        check_libraries("kvquant evaluate --report")
+    options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat, "draft": draft}
     options |= {} if retrieval is None else {"retrieval": _names(retrieval)}
     options |= {} if pattern is None else {"pattern": pattern}
     sizes = Sizes(lengths, samples, questions, samples, scored, new_tokens, batch=batch, seed=seed)
@@ -149,6 +172,10 @@ def evaluate(
             progress=lambda what, parts: update(100 // parts, what),
         )
     write_json(json_file, found)
+    if report is not None:
+        inputs = {"model": model, "text": text, "prompts": examples}
+        names = {what: path.resolve().name for what, path in inputs.items() if path is not None}
+        save_text(report, render_page(found, names, max_drop))
     if state is not None:
         state.unlink(missing_ok=True)
     click.echo(render(found))

@@ -17,8 +17,10 @@ from .console import (
     FOLDER,
     FORMAT,
     FORMATS,
+    JSON,
     LATENT,
     NEW_FILE,
+    OUTPUT,
     WHOLE,
     Commands,
     check_output,
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
 DEFAULT_FORMAT = "int4-g4"
 CACHE = NEW_FILE  # its shards may be there alone
-OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -203,7 +204,7 @@ def inspect(file: Path, as_json: bool) -> None:
 @click.option("--model", type=FOLDER, help="A Hugging Face model; the bundled one by default.")
 @click.option("--text", type=FILE, help="What it reads; the bundled text by default.")
 @click.option("--context", type=COUNT, default=3072, show_default=True, help="Tokens of a prompt.")
-@click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
+@JSON
 @enough_memory("--context")
 def demo(model: Path | None, text: Path | None, context: int, json_file: Path | None) -> None:
     """Let a small model decode from caches of several formats.

@@ -25,13 +25,14 @@ def report(plan: Path, output: Path) -> None:
       kvquant report plan.safetensors -o report.html
     """
     check_output(output, plan, endings=(".html", ".htm"))
-    from ..calibration.html_report import check_libraries, render
+    from ..calibration.html_report import render
     from ..calibration.verdict import verdict
+    from ..html.page import check_libraries
     from ..io.atomic import save_text
     from ..io.plan import CachePlan
     from ..text import paragraph
 
-    check_libraries()
+    check_libraries("kvquant report")
     found = CachePlan.load(plan)
     try:
         page = render(found, plan.name)

@@ -1,9 +1,9 @@
-"""Caches as a user writes them: K[/V][,sinks=N][,recent=N], or a plan's file in place of formats.
+"""A cache as text: K[/V][,sinks=N][,recent=N], or a plan's file in place of the formats.
 
-int4-g4                              K and V alike, the default 16-bit window
-int8/int4-g4,sinks=4,recent=128      K in int8, V in int4-g4
+int4-g4                              K and V in int4-g4; the first 4 and last 128 tokens in 16 bit
+int8/int4-g4,sinks=0,recent=64       K in int8, V in int4-g4; the last 64 tokens in 16 bit
 int4-g8+int8-g4                      latents and RoPE parts (multi-head latent attention)
-plan.safetensors,recent=0            the formats and transforms of a plan
+plan.safetensors,recent=0            a plan's formats and transforms; the first 4 tokens in 16 bit
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from kvquant.errors import ConfigError
 from kvquant.io.plan import CachePlan
 from kvquant.rows.format import NAMES
 
-OPTIONS = {"sinks": 4, "recent": 128}  # as of KVCache
+OPTIONS = {"sinks": 4, "recent": 128}  # tokens in 16 bit: what KVCache keeps by default
 GRAMMAR = "K[/V][,sinks=N][,recent=N] or PLAN.safetensors[,sinks=N][,recent=N]"
 
 
 def parse_cache(text: str, *, latent: bool = False) -> Scheme | Planned:
-    """Read a cache's settings.
+    """Read the text of a cache.
 
     Args:
-        text: as above.
-        latent: whether the model's rows are latents and RoPE parts. One format alone is then that
-            of the latents, and RoPE parts stay in 16 bit.
+        text: in the grammar at the top of this file.
+        latent: whether the model caches latents and RoPE parts in place of K and V. A single
+            format is then that of the latents, and RoPE parts stay in 16 bit.
 
     Returns:
-        What calibration/fidelity.py makes caches of.
+        A Planned if the text names a plan's file, else a Scheme.
 
     Raises:
-        ConfigError: the text is no such cache, or none of this kind of model.
+        ConfigError: the text does not follow the grammar, names no known format, or is for the
+            other kind of model.
         CheckpointError: the file is no plan.
 
     Example:

@@ -1,4 +1,4 @@
-"""Prompts in caches: read once in 16 bit, quantized into each cache, and decoded from there."""
+"""Prompts are read once in 16 bit and quantized into each cache; tasks decode from there."""
 
 from __future__ import annotations
 
@@ -68,9 +68,11 @@ class Reading:
     """How prompts come into caches.
 
     Attributes:
-        chunk: tokens of a prompt that are computed at a time; CachedModel.prefill's when None.
-        from_rows: whether each cache reads the prompt itself, so that later chunks attend to its
-            packed rows, as a server's do. Else the prompt is read once with exact attention.
+        chunk: how many tokens of a prompt the model computes at a time; when None, as many as
+            CachedModel.prefill takes.
+        from_rows: if true, the model reads each prompt once for each cache, and later chunks attend
+            to packed rows, as in a server. If false, it reads each prompt once, with exact
+            attention, and the 16-bit rows are quantized into each cache.
     """
 
     chunk: int | None = None
@@ -79,8 +81,8 @@ class Reading:
     def __post_init__(self) -> None:
         if self.from_rows and self.chunk is None:
             raise ConfigError(
-                "prompts from rows need --chunk, fewer tokens than a prompt: what is computed at "
-                "once does not read rows"
+                "prompts from rows need --chunk, with fewer tokens than a prompt has: only a chunk "
+                "that follows another one reads packed rows"
             )
 
 

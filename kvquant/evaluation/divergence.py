@@ -1,4 +1,4 @@
-"""How far predictions move: KL to the 16-bit cache's, token by token of a held-out text."""
+"""The task kl: how far a cache moves the predictions of the tokens of a held-out text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from kvquant.hf.model import CachedModel
 
 Scores = dict[str, list[list[float]]]  # "kl" and "top1", [passages][scored tokens]
-TAIL = 0.999
-PARTS = 4  # of the scored tokens, by position
+TAIL = 0.999  # the share of tokens whose KL stays below kl_tail
+PARTS = 4  # that the scored tokens of a passage are cut into, for KL by position
 
 
 def diverge(
@@ -27,24 +27,25 @@ def diverge(
     context: int,
     choices: Sequence[Choice],
     reading: Reading,
-) -> Iterator[Scores]:
-    """Decode passages from each cache; their tokens are given.
+) -> Iterator[Scores | None]:
+    """Feed the tokens of passages to each cache one by one, and compare the predictions.
 
     Args:
         model: decodes.
-        windows: [passages, context + scored], int64.
-        context: tokens of the prompt.
-        choices: of caches.
-        reading: how prompts are read.
+        windows: [passages, context + scored] token ids, int64.
+        context: how many tokens of each passage are its prompt.
+        choices: the quantized caches.
+        reading: how prompts come into caches.
 
     Yields:
-        Of each choice the KL divergence of each prediction from the 16-bit cache's, in nats, and
-        whether both think the same token likeliest (1 or 0).
+        None for the 16-bit cache, then scores for each choice: the KL divergence of each prediction
+        from the 16-bit cache's, in nats, and whether both have the same likeliest token (1 or 0).
     """
     fed = windows[:, context:]
     caches = Caches(model, windows[:, :context], fed.shape[1], reading)
     with caches.decoding() as cache:
         expected = predict(model, cache, fed)  # [scored, passages, vocabulary]
+    yield None
     for choice in choices:
         cache = caches.copy(choice)
         given = predict(model, cache, fed)
@@ -57,7 +58,14 @@ def diverge(
 
 
 def summary(scores: Scores) -> dict[str, Any]:
-    """Means over all tokens, with standard errors over passages, the tail, and by position."""
+    """Summarize the scores of one cache.
+
+    Returns:
+        "kl", "top1": means over all tokens. "kl_error", "top1_error": their standard errors, with a
+        passage as one observation. "kl_tail": the KL that a share TAIL of the tokens stays below.
+        "by_position": the mean KL in each of PARTS parts of a passage, from the first to the last.
+        "tokens", "passages": how many there are.
+    """
     kl, top1 = scores["kl"], scores["top1"]
     flat = [one for passage in kl for one in passage]
     means = {name: [sum(one) / len(one) for one in scores[name]] for name in scores}

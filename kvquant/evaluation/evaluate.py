@@ -1,7 +1,7 @@
-"""Whether a model still answers, reasons and finds things with a quantized cache.
+"""kvquant.evaluate: compare what a model does with quantized caches and with its 16-bit cache.
 
-Every task decodes from the packed cache. The 16-bit cache is the first row, and every other row is
-a paired difference to it: the same prompts, the same questions, the same random numbers.
+Every task decodes from the packed cache. The 16-bit cache comes first. Every other cache gets the
+same prompts, questions and random numbers, and its result is the difference to the 16-bit cache.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 KINDS = ("kl", "generation", "retrieval")
 HELD_OUT = Path(__file__).with_name("held_out.txt")
-MARGIN = 64  # tokens behind the context of a prompt that a model has positions for
-LENGTH = 4096  # of contexts, or as many as the model has
+MARGIN = 64  # positions behind a context that are kept free for a question and its answer
+LENGTH = 4096  # tokens of a context, where the model has positions for them
 READING = Reading()
-Progress = Callable[[str, int], None]  # what is done, and of how many such parts
+Progress = Callable[[str, int], None]  # of the part that is done: its task, and how many there are
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,15 @@ class Sizes:
     """How much is measured.
 
     Attributes:
-        lengths: tokens of contexts; 4,096, or as many as the model has, when empty.
-        prompts: of each retrieval task, and of generation.
-        questions: of each prompt, at most.
-        passages, scored: of `kl`: how many passages, and decoded tokens of each.
-        new_tokens: of each generated text.
-        batch: prompts that are decoded together.
-        seed: of everything that is drawn.
+        lengths: of contexts, in tokens. When empty, one of 4,096 or as many as the model has
+            positions for.
+        prompts: how many prompts each retrieval task has, and generation.
+        questions: how many questions a retrieval prompt has, at most.
+        passages: how many passages of the text kl has.
+        scored: how many tokens of a passage kl compares.
+        new_tokens: how many tokens of text generation adds to a prompt.
+        batch: how many prompts are decoded together.
+        seed: the same seed makes the same retrieval prompts and samples the same random numbers.
     """
 
     lengths: tuple[int, ...] = ()
@@ -74,11 +76,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt of a user.
+    """A prompt of your own, for generation.
 
     Attributes:
-        tokens: of the prompt, with the chat template applied.
-        answer: that is right, or None.
+        tokens: token ids of the prompt, with the chat template applied if the model needs one.
+        answer: the right answer, as Task.pattern finds it in the generated text; None if there is
+            none to compare.
     """
 
     tokens: list[int]
@@ -90,11 +93,13 @@ class Task:
     """What is evaluated.
 
     Attributes:
-        kinds: some of KINDS.
-        retrieval: some of TASKS.
-        pattern: a regular expression; the last place where it holds in a text is the answer.
-        temperature: of sampled texts, which come beside greedy ones.
-        chat: whether retrieval applies the chat template; where there is one, when None.
+        kinds: of tasks: "kl", "generation", "retrieval", or some of them.
+        retrieval: names of retrieval tasks, which kvquant/evaluation/retrieval.py defines.
+        pattern: a regular expression. Its last match in a generated text is the answer; if it has
+            a group, the first group. By default it matches numbers.
+        temperature: at which texts are sampled. Greedy texts are generated as well.
+        chat: whether retrieval applies the tokenizer's chat template; when None, if there is one.
+        draft: whether generation counts how many tokens of a prompt lookup would be accepted.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -102,6 +107,7 @@ class Task:
     pattern: str = r"[-+]?[\d.,]*\d"
     temperature: float = 1.0
     chat: bool | None = None
+    draft: bool = False
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -112,6 +118,8 @@ class Task:
             if wrong or not given:
                 words = f"{wrong[0]!r:.40} is none of them" if wrong else "nothing is named"
                 raise ConfigError(f"{name}: {words}; there are {', '.join(known)}")
+        if self.draft and "generation" not in self.kinds:
+            raise ConfigError("drafts are for generation, which tasks do not name")
         generation.answer_of("", self.pattern)
 
 
@@ -119,7 +127,7 @@ TASK, SIZES = Task(), Sizes()
 
 
 def evaluate(
-    model: CachedModel,
+    model: CachedModel | torch.nn.Module | str | Path,
     caches: Sequence[str | Choice],
     *,
     task: Task = TASK,
@@ -130,28 +138,53 @@ def evaluate(
     state: Path | None = None,
     progress: Progress = lambda what, parts: None,
 ) -> dict[str, Any]:
-    """Compare caches with the 16-bit cache of the same model.
+    """Compare what a model does with quantized caches and with its 16-bit cache.
 
     Args:
-        model: decodes; on a CPU or a GPU.
-        caches: settings, as kvquant/evaluation/caches.py has them: "int4-g4,recent=64".
+        model: a CachedModel, on a CPU or a GPU. Or a folder, which CachedModel.from_pretrained
+            loads on the CPU in float32. Or a model of transformers, if neither a text nor
+            retrieval needs a tokenizer: give CachedModel(model, tokenizer) where one does.
+        caches: settings as text, K[/V][,sinks=N][,recent=N] or a plan's file in place of K/V:
+            "int8/int4-g4,recent=64".
         task: what is evaluated.
-        sizes: how much.
-        text: held-out text, for kl and generation; a packaged one when None.
-        examples: prompts of generation in place of the text.
+        sizes: how much is measured.
+        text: held-out text for kl and generation, and the filler of retrieval contexts; a packaged
+            one when None.
+        examples: prompts for generation, in place of passages of the text.
         reading: how prompts come into caches.
-        state: a file that keeps what is measured; the caller removes it when results are safe.
-        progress: called after each part.
+        state: a file that keeps the results so far. A run with the same settings continues from it.
+            Remove it when you have saved what is returned.
+        progress: called with the name of a part and the number of parts, when it is done.
 
     Returns:
-        Plain data, for json: "caches" (what each costs: "bits" of an element with its 16-bit tokens
-        in a full cache, "packed_bits" without them, ...), "kl", "generation" and "retrieval", each
-        by the length of contexts. The same seed gives the same data on one machine.
+        Plain data that json can write. "settings"; "caches": what each cache costs, the 16-bit
+        cache first ("bits" of an element with its 16-bit tokens in a full cache, "packed_bits"
+        without them, ...); "kl", "generation" and "retrieval": results by the length of the
+        context, in lists of the quantized caches; "seconds": how long each task took with each
+        cache, where the time of the 16-bit cache includes reading the prompts. Apart from "seconds"
+        the same seed gives the same data on one machine.
 
     Raises:
-        ConfigError: caches, sizes or a text that cannot be evaluated, before work begins.
+        ConfigError: a cache, size or text that cannot be evaluated, raised before work begins.
         UnsupportedModelError: no KVCache serves the model.
+
+    Example:
+        >>> from kvquant import evaluate
+        >>> from kvquant.cli.demo import MODEL  # a folder with a model
+        >>> from kvquant.evaluation import Sizes, Task
+        >>> sizes = Sizes(lengths=(128,), passages=2, scored=8)
+        >>> found = evaluate(MODEL, ["int8,recent=16"], task=Task(kinds=("kl",)), sizes=sizes)
+        >>> [one["cache"] for one in found["caches"]]
+        ['16 bit', 'int8 + 4 sinks, 16 recent']
+        >>> found["kl"]["128"][0]["kl"] < 0.01  # nats a token
+        True
     """
+    from kvquant.hf.model import CachedModel
+
+    if isinstance(model, (str, Path)):
+        model = CachedModel.from_pretrained(model)
+    elif not isinstance(model, CachedModel):
+        model = CachedModel(model)
     run = _Run(model, caches, task, sizes, text, examples, reading, state, progress)
     return run.all()
 
@@ -381,7 +414,7 @@ class _Run:
                 found[kind][str(length)] = measures[kind](length)
                 if kind != "retrieval":
                     self.progress(kind, parts)
-        return found
+        return found | {"seconds": self.records.seconds()}
 
     def _parts(self) -> int:
         """Calls of progress: each length of kl and generation, each task of retrieval."""
@@ -399,12 +432,11 @@ class _Run:
         scores: list[divergence.Scores] = [{"kl": [], "top1": []} for _ in self.choices]
         for batch in self._batches(count):
 
-            def measure(batch: range = batch) -> list[divergence.Scores]:
+            def measure(batch: range = batch) -> Any:
                 part = windows[batch.start : batch.stop]
-                found = divergence.diverge(self.model, part, length, self.choices, self.reading)
-                return list(found)
+                return divergence.diverge(self.model, part, length, self.choices, self.reading)
 
-            parts = self.records.get(f"kl {length} {batch.start}", measure)
+            _, *parts = self.records.get(f"kl {length} {batch.start}", measure)
             for whole, part in zip(scores, parts, strict=True):
                 for name in whole:
                     whole[name] += part[name]
@@ -418,7 +450,7 @@ class _Run:
 
                 def measure(batch: range = batch, prompts: Any = prompts) -> Any:
                     part = prompts[batch.start : batch.stop]
-                    return list(ask_all(self.model, part, self.choices, self.reading))
+                    return ask_all(self.model, part, self.choices, self.reading)
 
                 parts = self.records.get(f"{name} {length} {batch.start}", measure)
                 for whole, part in zip(answers, parts, strict=True):
@@ -465,10 +497,8 @@ class _Run:
                 def measure(group: Any = group, sampling: Sampling = sampling) -> Any:
                     tokens = torch.tensor([one.tokens for one in group], device="cpu")
                     count, model = self.sizes.new_tokens, self.model
-                    return list(
-                        generation.free_run(
-                            model, tokens, count, self.choices, self.reading, sampling
-                        )
+                    return generation.free_run(
+                        model, tokens, count, self.choices, self.reading, sampling
                     )
 
                 parts = self.records.get(f"{way} {length} {place}", measure)
@@ -478,10 +508,10 @@ class _Run:
             exact, *others = texts
             found[way] = [generation.summary(exact, one) for one in others]
             prompts = [one for group in groups for one in group]
-            if way == "greedy":
-                found["accepted"] = [
-                    sum(map(generation.accepted, [one.tokens for one in prompts], text)) / len(text)
-                    for text in texts
+            if way == "greedy" and self.task.draft:
+                contexts = [one.tokens for one in prompts]
+                found["drafts"] = [
+                    asdict(generation.looked_up(contexts, each, self.ends)) for each in texts
                 ]
             if any(one.answer is not None for one in prompts):
                 right = [

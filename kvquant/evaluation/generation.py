@@ -1,15 +1,15 @@
-"""Free-running generation: where texts part from the 16-bit cache's, and if answers stay right.
+"""The task generation: where the texts of a cache diverge from those of the 16-bit cache.
 
-Greedy texts part at the first token whose margin is smaller than the error of the cache. Sampled
-ones use the same random numbers for every cache (a Gumbel number for each token of the vocabulary
-at each step), so they part only where the distributions differ.
+A greedy text diverges at the first token whose margin over the second likeliest one is smaller than
+the cache's error. Sampled texts use the same random numbers with every cache (a Gumbel number for
+each token of the vocabulary at each step), so they diverge only where the distributions differ.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from kvquant.cache.contiguous import KVCache
     from kvquant.hf.model import CachedModel
 
-AGREEMENT = (32, 128, 512, 2048)  # tokens after which texts are compared
-NGRAM, DRAFTED = 3, 10  # of prompt lookup: the last tokens that are searched, tokens drafted
+AGREEMENT = (32, 128, 512, 2048)  # numbers of tokens after which texts are compared
+NGRAM = 3  # the last so many tokens are what prompt lookup searches
+DRAFTED = 10  # tokens of a draft, at most
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: of the softmax; None: the likeliest token.
-        seed: of the random numbers, the same for all caches.
-        first: the number of the first prompt: each has random numbers of its own.
+        temperature: of the softmax; the likeliest token is chosen when None.
+        seed: of the random numbers, which are the same for all caches.
+        first: the number of the batch's first prompt. Each prompt has its own random numbers.
     """
 
     temperature: float | None = None
@@ -50,10 +51,18 @@ def free_run(
     reading: Reading,
     sampling: Sampling,
 ) -> Iterator[list[list[int]]]:
-    """Continue prompts of one length from each cache.
+    """Generate texts from each cache.
+
+    Args:
+        model: decodes.
+        tokens: [prompts, tokens] token ids, int64: prompts of one length.
+        num_tokens: how many tokens each text gets.
+        choices: the quantized caches.
+        reading: how prompts come into caches.
+        sampling: how each token is chosen.
 
     Yields:
-        [prompts][num_tokens] token ids: of the 16-bit cache, then of each choice.
+        [prompts][num_tokens] token ids, for the 16-bit cache and then for each choice.
     """
     caches = Caches(model, tokens, num_tokens, reading)
     with caches.decoding() as cache:
@@ -91,7 +100,7 @@ def _continued(
 
 
 def ended(text: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """A text whose tokens behind the first end are ends as well.
+    """A text whose tokens after the first end token are replaced by that token.
 
     Example:
         >>> ended([5, 6, 2, 7], [2])
@@ -102,7 +111,7 @@ def ended(text: Sequence[int], ends: Sequence[int]) -> list[int]:
 
 
 def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The place of the first differing token; None where there is none.
+    """The index of the first token that differs; None if the texts are equal.
 
     Example:
         >>> first_divergence([5, 6, 7], [5, 6, 8])
@@ -113,11 +122,12 @@ def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def summary(exact: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """How texts of a cache agree with those of the 16-bit cache.
+    """Compare the texts of a cache with those of the 16-bit cache.
 
     Returns:
-        "first_divergence": of each prompt, None where texts are equal; "agreement": after so many
-        tokens the share of prompts whose texts are equal up to there, with its standard error.
+        "first_divergence": for each prompt the index of the first token that differs, or None.
+        "agreement": for numbers of tokens the share of prompts whose texts are equal up to there,
+        and its standard error. "prompts": how many there are.
     """
     parted = [first_divergence(*both) for both in zip(exact, given, strict=True)]
     length = len(exact[0])
@@ -128,42 +138,79 @@ def summary(exact: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> d
     return {"first_divergence": parted, "agreement": agreement, "prompts": len(parted)}
 
 
-def accepted(context: Sequence[int], text: Sequence[int]) -> float:
-    """Tokens that a step of greedy decoding with prompt lookup adds, on average.
+@dataclass(frozen=True)
+class Drafts:
+    """How much greedy decoding would gain from prompt lookup.
 
-    The last NGRAM tokens are searched in all before them; the DRAFTED tokens behind the first place
-    are the draft, as in transformers. What the model accepts of it is what it would have written:
-    the text.
+    Attributes:
+        drafted: how many tokens were drafted.
+        accepted: how many of these the model itself would have written.
+        steps: calls of the model. Each adds the accepted tokens of a draft and one of the model's.
+        tokens: how many tokens were written.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Drafts) -> Drafts:
+        return Drafts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def looked_up(
+    contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], ends: Sequence[int] = ()
+) -> Drafts:
+    """Count what prompt lookup would draft, and what the model would accept, for greedy texts.
+
+    Before each step, the last NGRAM tokens are searched in all tokens before them. What follows the
+    first match, up to DRAFTED tokens, is the draft. The model accepts the tokens that it would have
+    written itself. The text tells which these are, so no model runs here.
+
+    Args:
+        contexts: token ids of each prompt.
+        texts: token ids of what the model wrote after each; tokens after an end do not count.
+        ends: token ids that end a text.
 
     Example:
-        >>> accepted([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2])
-        4.0
+        >>> looked_up([[1, 2, 3, 4, 5, 1, 2, 3]], [[4, 5, 1, 2]])
+        Drafts(drafted=4, accepted=4, steps=1, tokens=4)
     """
-    known, done, steps = list(context), 0, 0
-    while done < len(text):
-        draft = _draft(known)
+    found = Drafts()
+    for context, text in zip(contexts, texts, strict=True):
+        end = next((at + 1 for at, token in enumerate(text) if token in ends), len(text))
+        found += _looked_up(context, text[:end])
+    return found
+
+
+def _looked_up(context: Sequence[int], text: Sequence[int]) -> Drafts:
+    known = [*context, *text]
+    first: dict[tuple[int, ...], int] = {}  # where what follows NGRAM tokens first stands
+    place, seen, found = len(context), 0, Drafts()
+    while place < len(known):
+        for start in range(seen, place - NGRAM):
+            first.setdefault(tuple(known[start : start + NGRAM]), start + NGRAM)
+        seen = max(seen, place - NGRAM)
+        begin = first.get(tuple(known[max(place - NGRAM, 0) : place]), place)
+        most = min(DRAFTED, len(known) - place)  # no draft is longer than the rest of the text
+        draft = known[begin : min(begin + most, place)]
         same = 0
-        while same < len(draft) and done + same < len(text) and draft[same] == text[done + same]:
+        while same < len(draft) and draft[same] == known[place + same]:
             same += 1
-        new = min(same + 1, len(text) - done)  # the model adds a token of its own
-        known += text[done : done + new]
-        done, steps = done + new, steps + 1
-    return len(text) / max(steps, 1)
-
-
-def _draft(known: list[int]) -> list[int]:
-    last = known[-NGRAM:]
-    for start in range(len(known) - NGRAM):
-        if known[start : start + NGRAM] == last:
-            return known[start + NGRAM : start + NGRAM + DRAFTED]
-    return []
+        new = min(same + 1, len(known) - place)
+        found += Drafts(len(draft), same, 1, new)
+        place += new
+    return found
 
 
 def answer_of(text: str, pattern: str) -> str:
-    """What a regular expression finds last in a text: its first group, or all of it.
+    """The last match of a regular expression in a text, or its first group if it has one.
+
+    Returns:
+        The match; "" if there is none.
 
     Raises:
-        ConfigError: it is no regular expression.
+        ConfigError: pattern is no regular expression.
     """
     try:
         found = list(re.finditer(pattern, text))

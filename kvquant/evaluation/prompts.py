@@ -1,8 +1,8 @@
-"""Sheets and texts as tokens of a model: contexts of an exact length, questions behind them.
+"""Retrieval sheets as token ids: contexts of an exact length, and the questions to them.
 
-Lines are tokenized one by one, each behind a line break, so the place of every fact is known. The
-front is filled with tokens of a text until a context has its length: all contexts of a task are
-then one batch, and a fact's distance to the end is what it says.
+Each line is tokenized alone, as it is tokenized after a line break, so the position of every fact
+is known. The front of a context is filled with tokens of a text until it has the length. So all
+contexts of a task fit one batch, and the distance of a fact to the end of its context is exact.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from .retrieval import TASKS, Question, Sheet
 
 Encode = Callable[[str], list[int]]
 BREAK = "\n"
-TRIAL = 16  # lines, by which the number that fits is guessed
+TRIAL = 16  # lines of a sheet that is tokenized to estimate how many lines fit
 SLOT = "KVQUANTSLOT"  # stands for a chat's text while its template is applied
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as tokens.
+    """A question as token ids.
 
     Attributes:
-        question: behind the context.
-        answer: that is right.
-        distance: tokens between the last line that holds the answer and the end of the context.
-        lines: that hold the answer: of a chain of three, two steps lead to it.
+        question: what follows the context.
+        answer: the right answer, which follows the question.
+        distance: tokens from the end of the last line that holds the answer to the end of the
+            context.
+        lines: how many lines hold the answer: two steps lead along a chain of three lines.
     """
 
     question: list[int]
@@ -41,12 +42,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A context and what is asked of it.
+    """A context and the questions to it.
 
     Attributes:
-        context: tokens.
+        context: token ids.
         asked: the questions.
-        facts: lines of the sheet.
+        facts: how many lines with facts the context has.
     """
 
     context: list[int]
@@ -55,16 +56,16 @@ class Prompt:
 
 
 class Writer:
-    """Writes sheets as prompts of one length.
+    """Makes prompts of one length of retrieval tasks.
 
     Args:
-        tokenizer: of transformers, or None, which is refused.
+        tokenizer: of transformers. None raises an error.
         length: tokens of a context.
-        filler: tokens of a text, for the front.
-        window: tokens at the end of which nothing is asked: as many as any cache keeps in 16 bit.
-        sinks: the same of the front.
-        num_questions: of a prompt, at most.
-        chat: whether to apply the chat template; where there is one, when None.
+        filler: token ids of a text, which fill the front of a context.
+        window: no answer stands in the last so many tokens: the most that a cache keeps in 16 bit.
+        sinks: no answer stands in the first so many tokens, either.
+        num_questions: questions to a context, at most.
+        chat: whether to apply the tokenizer's chat template; when None, if it has one.
 
     Raises:
         ConfigError: there is no tokenizer, it cannot write letters and digits, it has no chat
@@ -104,7 +105,7 @@ class Writer:
             self._before = first if first == [tokenizer.bos_token_id] else []
 
     def write(self, task: str, seed: str) -> Prompt:
-        """A prompt of a task, the same for the same seed."""
+        """Make a prompt of a task; the same seed makes the same prompt."""
         make, count = TASKS[task], self._count_of(task)
         while True:
             sheet = make(Random(seed), count)
@@ -119,13 +120,13 @@ class Writer:
             count -= max(count // 32, 1)
 
     def _count_of(self, task: str) -> int:
-        """Lines that a context has room for, or a few more."""
+        """About how many lines fit a context; rather a few too many."""
         trial = TASKS[task](Random(0), TRIAL)
         tokens = sum(len(self._line(one)) for one in trial.lines)
         return max(4, round(1.05 * TRIAL * self._length / tokens))
 
     def _fitted(self, sheet: Sheet, seed: str) -> Prompt | None:
-        """The sheet at its length; None if it is longer."""
+        """The sheet as a prompt; None if it is too long, or nothing lies outside of the window."""
         lines = [self._line(one) for one in sheet.lines]
         tail = [token for one in sheet.examples for token in self._line(one)]
         missing = self._length - len(self._before) - sum(map(len, lines)) - len(tail)
@@ -166,7 +167,7 @@ class Writer:
         return Asked(found[:same], found[same:], distance, lines=len(one.lines))
 
     def _line(self, text: str, *, ends: bool = True) -> list[int]:
-        """The tokens of a line that stands behind another one."""
+        """The tokens of a line that follows another line."""
         anchor = self._anchor
         found = self._plain(f"{BREAK}{text}{BREAK if ends else ''}")
         return found[len(anchor) :] if found[: len(anchor)] == anchor else found
@@ -176,7 +177,7 @@ class Writer:
         return ids
 
     def _around(self) -> tuple[str, str]:
-        """What a chat has before and behind the user's text."""
+        """What the chat template puts before and after the user's text."""
         if not self.is_chat:
             return "", ""
         text = self._tokenizer.apply_chat_template(

@@ -1,9 +1,10 @@
-"""What a run has measured so far, kept on the disk: an interrupted run goes on where it was."""
+"""The results of a run so far, kept in a file: an interrupted run continues from there."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,48 @@ from kvquant.io.atomic import save_text
 
 
 class Records:
-    """Results by the name of the work that gave them.
+    """Results and their times, by name.
+
+    The first word of a name is a task; the rest tells the parts of the task from one another.
 
     Args:
-        path: of the file; nothing is kept when None.
-        settings: of the run, plain data. What another run with other settings left is not used.
+        path: of the file; nothing is kept on the disk when None.
+        settings: of the run, plain data. A file that a run with other settings left is not used.
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
         self._path, self._settings = path, json.loads(json.dumps(settings))
-        self._found: dict[str, Any] = {}
+        self._measured: dict[str, dict[str, list[Any]]] = {}
         if path is not None and path.exists():
             try:
                 kept = json.loads(path.read_text(encoding="utf-8"))
                 if kept["settings"] == self._settings:
-                    self._found = dict(kept["found"])
+                    self._measured = dict(kept["measured"])
             except (ValueError, KeyError, TypeError):
                 pass  # of a run that another version began: measured again
 
-    def get(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The result of this name: measured, unless an earlier run did."""
-        if name not in self._found:
-            self._found[name] = json.loads(json.dumps(measure()))
+    def get(self, name: str, measure: Callable[[], Iterable[Any]]) -> list[Any]:
+        """The results of this name, one for each cache; measure is called if there are none yet."""
+        if name not in self._measured:
+            results, seconds = [], []
+            start = time.perf_counter()
+            for one in measure():
+                end = time.perf_counter()
+                results.append(one)
+                seconds.append(end - start)
+                start = end
+            found = {"results": results, "seconds": seconds}
+            self._measured[name] = json.loads(json.dumps(found))
             if self._path is not None:
-                kept = {"settings": self._settings, "found": self._found}
+                kept = {"settings": self._settings, "measured": self._measured}
                 save_text(self._path, json.dumps(kept))
-        return self._found[name]
+        return self._measured[name]["results"]
+
+    def seconds(self) -> dict[str, list[float]]:
+        """The seconds that each task took with each cache."""
+        found: dict[str, list[float]] = {}
+        for name, one in self._measured.items():
+            task = name.split()[0]
+            before = found.get(task, [0.0] * len(one["seconds"]))
+            found[task] = [sum(pair) for pair in zip(before, one["seconds"], strict=True)]
+        return found

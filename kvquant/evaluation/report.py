@@ -1,30 +1,70 @@
-"""What an evaluation found, for a terminal."""
+"""The tables of an evaluation, for a terminal and a page, and the verdict against a limit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvquant.text import Column, count_text, paragraph, render_table
 
-ENOUGH = 3.0  # a standard error is at most the limit over this
-POINTS = 100.0  # of a share
+ENOUGH = 3.0  # the limit must be so many times the standard error
+POINTS = 100.0  # of accuracy: a share of 1
+WAYS = "greedy", "sampled"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table of a task; a row is a cache, the 16-bit cache first.
+
+    Attributes:
+        kind: "costs", "kl", "generation" or "retrieval".
+        title: a few words that tell tables of a kind from one another.
+        head: a sentence that tells how to read it.
+        columns: the titles.
+        rows: a cell for each column.
+    """
+
+    kind: str
+    title: str
+    head: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """Tables of all tasks; the 16-bit cache is the first row."""
+    """All tables, and a sentence for each task that the model fails in 16 bit."""
+    parts = [
+        f"{paragraph(one.head)}\n{render_table(one.columns, one.rows)}" for one in tables(found)
+    ]
+    return "\n\n".join([*parts, *map(paragraph, failures(found))])
+
+
+def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
+    """The tables of all tasks, without those that the model fails in 16 bit."""
     names = [one["cache"] for one in found["caches"]]
-    parts = [_costs(found["caches"])]
+    yield _costs(found["caches"])
     for length, rows in found.get("kl", {}).items():
-        parts.append(_kl(length, names, rows))
+        yield _kl(length, names, rows)
     for length, task in found.get("generation", {}).items():
-        parts += _generation(length, names, task)
+        yield from _generation(length, names, task)
+    window = max(one["recent_len"] for one in found["caches"])
     for length, tasks in found.get("retrieval", {}).items():
-        parts.append(_retrieval(length, names, tasks))
-    return "\n\n".join([*filter(None, parts), *map(paragraph, failures(found))])
+        passed = [(name, one["caches"]) for name, one in tasks.items() if not one["fails"]]
+        least = min(one["least_distance"] for one in tasks.values())
+        head = (
+            f"Right answers in contexts of {int(length):,} tokens, in %, and below the first row "
+            "the change in points ± its standard error. Between an answer and the end of its "
+            f"context are {least} tokens or more, so it stands at least {least - window} before "
+            "what any cache keeps in 16 bit:"
+        )
+        if passed:
+            yield Shown(
+                "retrieval", f"contexts of {int(length):,} tokens", head, *_accuracy(names, passed)
+            )
 
 
-def _costs(caches: Sequence[Mapping[str, Any]]) -> str:
+def _costs(caches: Sequence[Mapping[str, Any]]) -> Shown:
     columns = (
         Column("cache", left=True),
         *map(Column, ("bits", "bytes\na token", "tokens\na GiB")),
@@ -38,10 +78,10 @@ def _costs(caches: Sequence[Mapping[str, Any]]) -> str:
         ]
         for one in caches
     ]
-    return render_table(columns, rows)
+    return Shown("costs", "caches", "What a cache of the longest context takes:", columns, rows)
 
 
-def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Shown:
     columns = (
         Column("cache", left=True),
         *map(Column, ("KL, nats\na token", "±", "99.9 % of\ntokens below", "top-1 %", "±")),
@@ -60,22 +100,25 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
     ]
     passages = count_text(rows[0]["passages"], "passage")
     head = (
-        f"Predictions of {rows[0]['tokens']} tokens in {passages}, "
+        f"Predictions of {rows[0]['tokens']:,} tokens in {passages}, "
         f"decoded behind {int(length):,} tokens, compared with those of the 16-bit cache:"
     )
-    return f"{paragraph(head)}\n{render_table(columns, cells)}"
+    return Shown("kl", place_of(length), head, columns, cells)
 
 
-def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> Iterator[str]:
-    behind = f"behind {int(length):,} tokens" if length != "0" else "behind the prompts"
-    for way in ("greedy", "sampled"):
+def place_of(length: str) -> str:
+    """Behind what a text was generated; 0 stands for prompts of lengths of their own."""
+    return f"behind {int(length):,} tokens" if length != "0" else "behind the prompts"
+
+
+def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> Iterator[Shown]:
+    for way in WAYS:
         rows = task[way]
         counts = list(rows[0]["agreement"])
         columns = (
             Column("cache", left=True),
             Column("first differing\ntoken, median"),
             *(Column(f"same after\n{count} tokens") for count in counts),
-            *([Column("tokens a step,\nprompt lookup")] if way == "greedy" else []),
         )
         cells = [["16 bit", "-", *["100 %"] * len(counts)]]
         for name, one in zip(names[1:], rows, strict=True):
@@ -84,37 +127,51 @@ def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> I
             median = parted[one["prompts"] // 2] if len(parted) > one["prompts"] // 2 else None
             shares = [f"{POINTS * share['share']:.0f} %" for share in one["agreement"].values()]
             cells.append([name, "never" if median is None else str(median), *shares])
-        if way == "greedy":
-            for row, accepted in zip(cells, task["accepted"], strict=True):
-                row.append(f"{accepted:.2f}")
-        head = f"{way.capitalize()} texts {behind}, of {rows[0]['prompts']} prompts:"
-        yield f"{paragraph(head)}\n{render_table(columns, cells)}"
-        if (answers := task.get(f"{way}_answers")) is not None:
-            if not answers["fails"]:
-                yield f"Their answers:\n{_accuracy(names, [('right', answers['caches'])])}"
+        head = f"{way.capitalize()} texts {place_of(length)}, of {rows[0]['prompts']} prompts:"
+        yield Shown("generation", f"{way}, {place_of(length)}", head, columns, cells)
+        answers = task.get(f"{way}_answers")
+        if answers is not None and not answers["fails"]:
+            head = (
+                f"Right answers in {way} texts {place_of(length)}, in %, and the change in points:"
+            )
+            accuracy = _accuracy(names, [("right", answers["caches"])])
+            yield Shown("generation", f"answers, {way}, {place_of(length)}", head, *accuracy)
+    if "drafts" in task:
+        yield _drafts(length, names, task["drafts"])
 
 
-def _retrieval(length: str, names: Sequence[str], tasks: Mapping[str, Any]) -> str:
-    columns = [(name, one["caches"]) for name, one in tasks.items() if not one["fails"]]
-    if not columns:
-        return ""
-    least = min(one["least_distance"] for one in tasks.values())
-    head = (
-        f"Right answers in contexts of {int(length):,} tokens, in %, and below the first row the "
-        f"change in points ± its standard error. Answers stand at least {least} tokens before the "
-        "end:"
+def _drafts(length: str, names: Sequence[str], rows: Sequence[Mapping[str, int]]) -> Shown:
+    titles = (
+        "tokens\nwritten",
+        "tokens\ndrafted",
+        "tokens\naccepted",
+        "accepted\n%",
+        "tokens\na step",
     )
-    return f"{paragraph(head)}\n{_accuracy(names, columns)}"
+    cells = [
+        [
+            name,
+            f"{one['tokens']:,}",
+            f"{one['drafted']:,}",
+            f"{one['accepted']:,}",
+            f"{POINTS * one['accepted'] / max(one['drafted'], 1):.0f}",
+            f"{one['tokens'] / one['steps']:.2f}",
+        ]
+        for name, one in zip(names, rows, strict=True)
+    ]
+    head = f"Greedy texts {place_of(length)} with drafts that are looked up in prompt and text:"
+    columns = Column("cache", left=True), *map(Column, titles)
+    return Shown("generation", f"prompt lookup, {place_of(length)}", head, columns, cells)
 
 
 def _accuracy(
     names: Sequence[str], tasks: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
-) -> str:
+) -> tuple[Sequence[Column], list[list[str]]]:
     columns = (Column("cache", left=True), *(Column(name) for name, _ in tasks))
     cells = [["16 bit", *(f"{POINTS * pairs[0]['exact']:.1f}" for _, pairs in tasks)]]
     for at, name in enumerate(names[1:]):
         cells.append([name, *(_points(pairs[at]) for _, pairs in tasks)])
-    return render_table(columns, cells)
+    return columns, cells
 
 
 def _points(one: Mapping[str, Any]) -> str:
@@ -126,34 +183,38 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def failures(found: Mapping[str, Any]) -> list[str]:
-    """A sentence for each task that the model fails with its 16-bit cache."""
-    found_of_texts = [
-        f"With its 16-bit cache the model gives {POINTS * one['exact']:.0f} % of the right answers "
-        f"in {way} texts: this is not a test of the cache."
-        for task in found.get("generation", {}).values()
-        for way in ("greedy", "sampled")
-        if (one := task.get(f"{way}_answers")) and one["fails"]
-    ]
-    return found_of_texts + [
-        f"With its 16-bit cache the model answers {POINTS * one['exact']:.0f} % of `{name}` in "
-        f"contexts of {int(length):,} tokens: this is not a test of the cache."
-        for length, tasks in found.get("retrieval", {}).items()
-        for name, one in tasks.items()
-        if one["fails"]
-    ]
+    """A sentence for each length of which the model fails tasks with its 16-bit cache."""
+    groups = []
+    for length, task in found.get("generation", {}).items():
+        answers = [(f"{way} answers", task.get(f"{way}_answers")) for way in WAYS]
+        groups.append((place_of(length), [(name, one) for name, one in answers if one]))
+    for length, tasks in found.get("retrieval", {}).items():
+        named = [(f"`{name}`", one) for name, one in tasks.items()]
+        groups.append((f"in contexts of {int(length):,} tokens", named))
+    sentences = []
+    for where, tasks in groups:
+        failed = [
+            f"{name} ({POINTS * one['exact']:.0f} % right)" for name, one in tasks if one["fails"]
+        ]
+        if failed:
+            sentences.append(
+                f"With its 16-bit cache the model fails {', '.join(failed)} {where}: this is not a "
+                "test of the cache."
+            )
+    return sentences
 
 
 def against_limit(found: Mapping[str, Any], limit: float) -> tuple[str, list[str]]:
-    """Hold accuracies against a limit.
+    """Compare the loss of accuracy of each cache and task with a limit.
 
     Args:
-        found: of evaluate.
+        found: what evaluate returned.
         limit: points of accuracy that a cache may lose.
 
     Returns:
-        "met", "exceeded" (a cache loses more, beyond two standard errors) or "unknown" (a standard
-        error is above a third of the limit, or no task tests the cache), and a sentence for each
-        reason.
+        A word, and a sentence for each reason. "exceeded": a cache loses more than the limit and
+        two standard errors. "unknown": a standard error is above a third of the limit, or the model
+        fails all tasks in 16 bit. "met": neither.
     """
     names = [one["cache"] for one in found["caches"]][1:]
     pairs = [
@@ -166,7 +227,7 @@ def against_limit(found: Mapping[str, Any], limit: float) -> tuple[str, list[str
     pairs += [
         (f"{way} answers", name, one)
         for task in found.get("generation", {}).values()
-        for way in ("greedy", "sampled")
+        for way in WAYS
         if (answers := task.get(f"{way}_answers")) and not answers["fails"]
         for name, one in zip(names, answers["caches"], strict=True)
     ]

@@ -1,18 +1,20 @@
 """Retrieval tasks: facts among near-identical ones, made from a seed, for any tokenizer.
 
-A sheet is lines of text with facts, and questions to it. What breaks first in a quantized cache is
-exact retrieval among neighbours, so a key has two words, of which neither suffices. The definitions
-follow RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv 2402.01032:
+Each task makes a sheet: lines of text that hold facts, and questions to them. A quantized cache
+first fails to tell a fact from its neighbours. So a key has two words, and other keys share each of
+them. The definitions follow RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book
+of arXiv 2402.01032:
 
     single       one fact in a text
-    keys         a code for each of many keys of two words
-    values       several codes of one key, to be told in order
-    overwritten  half of the keys get a second code; updates stand among the first codes, so the
-                 last lines alone do not tell
-    variables    chains x1 = 417, x5 = x1, ... of 2 to 6 steps, among chains of decoys
-    phonebook    names of two words, numbers of seven digits
-    copy         random words; a few of them are given again, and what follows is asked for
-    frequent     the most frequent of words whose counts fall off
+    keys         the code of a key of two words, among many such keys
+    values       the three codes of one key, in the order of the text
+    overwritten  the last code of a key. Half of the keys get a second code. Second codes stand
+                 among first ones, so it does not help to read the last lines alone
+    variables    the number at the end of a chain x1 = 417, x5 = x1, ... of 3 to 7 lines, which
+                 stand among the lines of other chains
+    phonebook    the number of seven digits of a name of two words
+    copy         the words that follow three given ones in a text of random words
+    frequent     the most frequent word of a text
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from .words import ADJECTIVES, NOUNS
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """A question to a sheet.
 
     Attributes:
-        begun: a line that a base model completes; without the space before the answer.
-        asked: the same for an instruct model.
-        answer: of letters, digits, commas and spaces.
-        lines: that hold the answer, by their places on the sheet.
+        begun: the beginning of a line, which a base model completes with a space and the answer.
+        asked: the same as a question to an instruct model.
+        answer: the right answer, of letters, digits, commas and spaces.
+        lines: indices of the sheet's lines that hold the answer.
     """
 
     begun: str
@@ -48,8 +50,9 @@ class Sheet:
 
     Attributes:
         lines: of the context, in order.
-        questions: more than will be asked: those whose lines lie in the 16-bit window are not.
-        examples: lines at the end that show a base model how to answer; their keys are not asked.
+        questions: to choose from. Those whose lines lie in the 16-bit window will not be asked.
+        examples: lines for the end of the context, which show a base model how to answer. Their
+            questions are not asked.
     """
 
     lines: list[str]
@@ -68,13 +71,13 @@ def _keys(rng: Random, count: int) -> list[str]:
 
 
 def _words(rng: Random, pool: Sequence[str], count: int) -> list[str]:
-    """Different words of a pool; where they are too few, some have a number behind them."""
+    """Different words of a pool; a number is put behind some of them if there are too few."""
     rounds = range(2, 2 + count // len(pool))
     return rng.sample([*pool, *(f"{one}{i}" for i in rounds for one in pool)], count)
 
 
 def _with_example(lines: list[str], questions: list[Question]) -> Sheet:
-    """A sheet whose last question is answered at its end, where there is another one to ask."""
+    """A sheet that answers its last question as an example, if another question is left to ask."""
     if len(questions) < 2:
         return Sheet(lines, questions)
     *asked, shown = questions
@@ -210,8 +213,8 @@ def copy(rng: Random, count: int) -> Sheet:
 
 
 def frequent(rng: Random, count: int) -> Sheet:
-    """Words whose counts fall as 1/rank; the last third of the lines lacks the most frequent one,
-    so its own words alone give another answer."""
+    """Words whose counts fall as 1/rank. The most frequent word is missing in the last third of the
+    lines, which alone would give another answer."""
     ranked = rng.sample(NOUNS, len(NOUNS))
     weights = [1 / (rank + 1) for rank in range(len(ranked))]
     told = max(2 * count // 3, 1)

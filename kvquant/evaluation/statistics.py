@@ -1,8 +1,8 @@
 """Paired differences to the 16-bit cache, with standard errors.
 
-Questions to one prompt are alike, so a prompt counts as one observation. A standard error is at
-least that of as many independent questions, one differing pair added to them: of 20 questions, all
-answered alike, the difference is 0 with an error of 4.7 points.
+Questions to one prompt are alike, so a prompt counts as one observation. Where no answer differs,
+that would give an error of 0. So the error is at least the one of as many independent questions of
+which one more differs: 20 questions that are all answered alike give 0 ± 4.7 points.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FAILS = 0.5  # a model that answers less with its 16-bit cache does not test another one
+FAILS = 0.5  # a task is no test of caches if the 16-bit cache has a smaller share of right answers
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Paired:
     """Answers of a cache beside those of the 16-bit cache.
 
     Attributes:
-        exact, given: shares of right answers, 0 to 1.
+        exact, given: shares of right answers with the 16-bit cache and with this one, 0 to 1.
         drop: exact - given.
         error: the standard error of drop.
         lost, won: answers that only the 16-bit cache, or only the other one, has right.
@@ -70,7 +70,8 @@ def chosen(
 
 
 def least_error(differing: int, count: int) -> float:
-    """The standard error of a share of independent pairs, one differing pair added to them."""
+    """The standard error of the share of differing pairs among independent ones, one pair added
+    that differs."""
     return math.sqrt((differing + 1) / (count + 2) / count)
 
 

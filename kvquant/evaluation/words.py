@@ -1,4 +1,4 @@
-"""Words of which the retrieval tasks make keys: short, common, of letters alone."""
+"""Words that the retrieval tasks make keys of: short and common, of letters only."""
 
 ADJECTIVES = (
     "amber bitter blue bold brave bright brown calm clean clever cold cool damp dark dry dull "

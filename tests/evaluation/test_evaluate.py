@@ -20,7 +20,7 @@ from kvquant.hf.model import CachedModel
 
 CACHES = ["bf16,sinks=0,recent=0", "int8/int4-g4,recent=16", "int4,sinks=0,recent=0"]
 SIZES = Sizes((160,), prompts=2, questions=2, passages=2, scored=8, new_tokens=12, batch=2)
-TASK = Task(retrieval=("keys", "copy"))
+TASK = Task(retrieval=("keys", "copy"), draft=True)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,47 @@ def test_an_interrupted_run_goes_on(
     calls = counted(model, monkeypatch)
     again = evaluate(model, CACHES, task=TASK, sizes=SIZES, state=state)
     assert len(calls) == 2  # of the two retrieval tasks
-    assert json.dumps(again) == json.dumps(found)  # and the same seed gives the same JSON
+    # and the same seed gives the same JSON, times apart
+    assert json.dumps(without_times(again)) == json.dumps(without_times(found))
+    first = json.loads(state.read_text())["measured"]
+    assert again["seconds"]["kl"] == first["kl 160 0"]["seconds"]  # of the interrupted run
+
+
+def without_times(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name != "seconds"}
+
+
+def test_times_of_each_task_and_cache(found: dict[str, Any]) -> None:
+    assert set(found["seconds"]) == {"kl", "greedy", "sampled", "keys", "copy"}
+    for seconds in found["seconds"].values():
+        assert len(seconds) == len(found["caches"]) and min(seconds) > 0
+    assert list(found)[-1] == "seconds"
+
+
+def test_drafts_are_counted_if_asked_for(model: CachedModel, found: dict[str, Any]) -> None:
+    drafts = found["generation"]["160"]["drafts"]
+    assert len(drafts) == len(found["caches"]) and drafts[0] == drafts[1]
+    for one in drafts:
+        # a step adds a token of its own, but for the last step of each of two texts
+        assert one["steps"] - 2 <= one["tokens"] - one["accepted"] <= one["steps"]
+        assert 0 <= one["accepted"] <= one["drafted"] and 0 < one["tokens"] <= 2 * 12
+    few = Sizes((160,), prompts=1, new_tokens=2)
+    plain = evaluate(model, CACHES[:1], task=Task(kinds=("generation",)), sizes=few)
+    assert "drafts" not in plain["generation"]["160"]
+
+
+def test_a_folder_and_a_model_of_transformers_serve_too(model: CachedModel) -> None:
+    kinds, few = Task(kinds=("generation",)), Sizes(new_tokens=2)
+    examples = [Example(model.encode("The city of Manila"))]
+    given: list[Any] = [model, MODEL, str(MODEL), model.model]
+    found = [
+        evaluate(one, ["int8,sinks=0,recent=0"], task=kinds, sizes=few, examples=examples)
+        for one in given
+    ]
+    settings = [without_times(one) | {"settings": one["settings"]["sizes"]} for one in found]
+    assert settings[0] == settings[1] == settings[2] == settings[3]
+    with pytest.raises(ConfigError, match=r"needs a tokenizer.*CachedModel\(model, tokenizer="):
+        evaluate(model.model, ["int8"])
 
 
 def test_other_prompts_do_not_go_on(model: CachedModel, tmp_path: Path) -> None:
@@ -92,12 +132,12 @@ def test_other_prompts_do_not_go_on(model: CachedModel, tmp_path: Path) -> None:
         )
         for text in ("The city of Manila", "In the 1860s the navy")
     ]
-    kept = json.loads(state.read_text())["found"]
+    kept = json.loads(state.read_text())["measured"]
     assert found[0]["settings"] == found[1]["settings"] and len(kept) == 2
     tokens = model.encode("In the 1860s the navy")
     cache = model.new_cache(1, 64)
     logits = model.prefill(cache, torch.tensor([tokens]))
-    assert kept["greedy 0 0"][0] == model.generate(cache, logits, 4).tolist()
+    assert kept["greedy 0 0"]["results"][0] == model.generate(cache, logits, 4).tolist()
 
 
 def test_other_settings_do_not_go_on(
@@ -178,6 +218,7 @@ def test_bad_input_is_refused_before_work_begins(
         (lambda: Task(kinds=("speed",)), "tasks: 'speed' is none of them; there are kl"),
         (lambda: Task(retrieval=()), "retrieval: nothing is named"),
         (lambda: Task(pattern="("), "no regular expression"),
+        (lambda: Task(kinds=("kl",), draft=True), "drafts are for generation"),
         (lambda: Sizes((0,)), "lengths has 0"),
         (lambda: Sizes(prompts=0), "prompts has 0"),
         (lambda: Sizes(seed=-1), "seed has -1"),
@@ -200,7 +241,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "fails all of them in 16 bit" in done.output
     assert "is not a test of the cache" in done.output and "int8 + 4 sinks, 16" in done.output
     kept = json.loads(path.read_text())
-    assert set(kept) == {"settings", "caches", "kl", "retrieval"}
+    assert set(kept) == {"settings", "caches", "kl", "retrieval", "seconds"}
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 

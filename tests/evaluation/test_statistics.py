@@ -50,7 +50,7 @@ def found_of(exact: list[list[bool]], given: list[list[bool]], **changes: Any) -
     pair = asdict(paired(exact, given))
     task = {"exact": pair["exact"], "fails": pair["exact"] < 0.5, "least_distance": 200}
     costs = [
-        {"cache": name, "bits": bits, "bytes_a_token": 1.0, "tokens_per_gib": 1}
+        {"cache": name, "recent_len": 0, "bits": bits, "bytes_a_token": 1.0, "tokens_per_gib": 1}
         for name, bits in (("16 bit", 16.0), ("int4", 4.25))
     ]
     return {"caches": costs, "retrieval": {"512": {"keys": task | {"caches": [pair]}}}} | changes
@@ -77,11 +77,12 @@ def test_answers_that_16_bit_fails_test_no_cache() -> None:
     answers = {"exact": 0.0, "fails": True, "caches": pairs}
     agreement = {"8": {"share": 1.0, "error": 0.0}}
     texts = [{"first_divergence": [None], "agreement": agreement, "prompts": 1}]
-    task = {"greedy": texts, "sampled": texts, "accepted": [1.0, 1.0], "greedy_answers": answers}
+    task = {"greedy": texts, "sampled": texts, "greedy_answers": answers}
     found = found_of(YES, YES, retrieval={}, generation={"0": task})
     assert against_limit(found, 100.0)[0] == "unknown"
     text = render(found)
-    assert "0 % of the right answers in greedy" in text and "Their answers" not in text
+    assert "fails greedy answers (0 % right) behind the prompts" in " ".join(text.split())
+    assert "sampled answers" not in text and "Right answers" not in text
 
 
 def test_a_model_that_fails_in_16_bit_tests_no_cache() -> None:
@@ -89,5 +90,5 @@ def test_a_model_that_fails_in_16_bit_tests_no_cache() -> None:
     verdict, (reason,) = against_limit(found, 1.0)
     assert verdict == "unknown" and "fails all of them in 16 bit" in reason
     text = render(found)
-    assert "answers 0 % of `keys`" in text and "this is not a test of the cache" in text
+    assert "fails `keys` (0 % right)" in text and "this is not a test of the cache" in text
     assert "0.0 ±" not in text  # never shown as a loss of 0

@@ -1,0 +1,185 @@
+"""The figures of an evaluation's page. Each cache has one colour and one marker in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+from kvquant.html.figure import BLUE, INK, ORANGE, figure, log_axis
+
+from .report import POINTS, WAYS, place_of
+
+COLOURS = BLUE, ORANGE, "#2f9e62", "#9b6bd3", "#d1495b", "#1f9aa8", "#a8763e", "#d16ba5"
+MARKERS = "osD^vPX"
+COLUMNS = 4  # panels beside each other on a wide page; half as many on a narrow one
+LEAST_KL = 1e-7  # on a log axis; rounding may give 0 or less
+NO_TEST = "not a test of the cache"
+
+
+def _panels(count: int, narrow: bool) -> tuple[int, int]:
+    """Rows and columns of panels."""
+    columns = min(count, COLUMNS // 2 if narrow else COLUMNS)
+    return -(-count // columns), columns
+
+
+def _axes(sheet: Any, count: int, columns: int, **options: Any) -> list[Any]:
+    """Axes of a grid, those behind the last panel left empty."""
+    grid = sheet.subplots(-(-count // columns), columns, squeeze=False, **options).flatten()
+    for axes in grid[count:]:
+        axes.set_visible(False)
+    return list(grid[:count])
+
+
+def _looks(found: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Each quantized cache, and how its marks look."""
+    names = [one["cache"] for one in found["caches"]][1:]
+    looks = zip(names, cycle(COLOURS), cycle(MARKERS), strict=False)
+    return [(name, {"color": colour, "marker": marker}) for name, colour, marker in looks]
+
+
+def _legend(sheet: Any, axes: Sequence[Any], narrow: bool) -> None:
+    """One legend below all panels: what each label means, once."""
+    known: dict[str, Any] = {}
+    for one in axes:
+        handles, labels = one.get_legend_handles_labels()
+        known |= dict(zip(labels, handles, strict=True))
+    columns = 1 if narrow else 3
+    sheet.legend(known.values(), known.keys(), loc="outside lower center", ncols=columns)
+
+
+def _legend_height(found: Mapping[str, Any], narrow: bool) -> float:
+    return 0.2 * -(-len(found["caches"]) // (1 if narrow else 3)) + 0.15
+
+
+def _tasks(found: Mapping[str, Any]) -> list[str]:
+    """The retrieval tasks: the same for each length."""
+    return list(next(iter(found["retrieval"].values())))
+
+
+def _accuracy_height(found: Mapping[str, Any], narrow: bool) -> float:
+    rows, _ = _panels(len(_tasks(found)), narrow)
+    return 2.1 * rows + _legend_height(found, narrow)
+
+
+@figure(_accuracy_height)
+def accuracy(sheet: Any, found: Mapping[str, Any], narrow: bool) -> None:
+    """Right answers against the length of contexts: a panel for each retrieval task."""
+    tasks, lengths = _tasks(found), sorted(found["retrieval"], key=int)
+    _, columns = _panels(len(tasks), narrow)
+    panels = _axes(sheet, len(tasks), columns, sharex=True, sharey=True)
+    looks, spread = _looks(found), 0.25 if len(lengths) > 1 else 0.6
+    for place, (axes, task) in enumerate(zip(panels, tasks, strict=True)):
+        cells = [found["retrieval"][length][task] for length in lengths]
+        exact = [POINTS * cell["exact"] for cell in cells]
+        xs = range(len(cells)) if len(cells) > 1 else (-0.5, 0.5)  # one length: a level line
+        exact = exact if len(cells) > 1 else 2 * exact
+        axes.plot(xs, exact, color=INK, linestyle="--", label="16 bit")
+        for x, cell in enumerate(cells):
+            if cell["fails"]:
+                axes.axvspan(x - 0.5, x + 0.5, color="#80808030", linewidth=0)
+        if any(cell["fails"] for cell in cells):
+            failed = [x for x, cell in enumerate(cells) if cell["fails"]]
+            middle = (failed[0] + failed[-1]) / 2
+            axes.text(middle, 52, NO_TEST.replace(" of ", "\nof "), ha="center", fontsize=8)
+        for at, (name, look) in enumerate(looks):
+            shift = spread * ((at + 0.5) / len(looks) - 0.5)  # else error bars cover one another
+            shown = [(x, cell["caches"][at]) for x, cell in enumerate(cells) if not cell["fails"]]
+            axes.errorbar(
+                [x + shift for x, _ in shown],
+                [POINTS * one["given"] for _, one in shown],
+                yerr=[POINTS * one["error"] for _, one in shown],
+                label=name,
+                markersize=4,
+                elinewidth=1,
+                linewidth=1,
+                **look,
+            )
+        axes.set_title(task)
+        axes.set_xticks(range(len(lengths)), [f"{int(length):,}" for length in lengths])
+        axes.set_xlim(-0.5, len(lengths) - 0.5)
+        axes.set_ylim(0, 104)
+        axes.grid(axis="y")
+        if place % columns == 0:
+            axes.set_ylabel("right answers, %")
+        if place + columns >= len(tasks):
+            axes.tick_params(labelbottom=True)
+            axes.set_xlabel("tokens of context")
+    _legend(sheet, panels, narrow)
+
+
+def _divergence_height(found: Mapping[str, Any], narrow: bool) -> float:
+    columns = _divergence_columns(found, narrow)
+    rows = -(-len(found["kl"]) // columns)
+    return rows * (0.8 + (0.36 if narrow else 0.26) * (len(found["caches"]) - 1)) + 0.4
+
+
+def _divergence_columns(found: Mapping[str, Any], narrow: bool) -> int:
+    return 1 if narrow else min(len(found["kl"]), COLUMNS // 2)
+
+
+@figure(_divergence_height)
+def divergence(sheet: Any, found: Mapping[str, Any], narrow: bool) -> None:
+    """Mean KL with its error, and the KL that 99.9 % of the tokens stay below."""
+    lengths, looks = sorted(found["kl"], key=int), _looks(found)
+    columns = _divergence_columns(found, narrow)
+    panels = _axes(sheet, len(lengths), columns, sharex=True, sharey=True)
+    for place, (axes, length) in enumerate(zip(panels, lengths, strict=True)):
+        for y, (one, (_, look)) in enumerate(zip(found["kl"][length], looks, strict=True)):
+            mean, tail = (max(one[name], LEAST_KL) for name in ("kl", "kl_tail"))
+            axes.plot([mean, tail], [y, y], color=look["color"], linewidth=1)
+            error = one["kl_error"] or 0.0
+            axes.errorbar(mean, y, xerr=[[min(error, 0.9 * mean)], [error]], capsize=3, **look)
+            axes.plot(tail, y, markerfacecolor="none", **look)
+        names = [name.replace(" + ", "\n+ ") if narrow else name for name, _ in looks]
+        axes.set_yticks(range(len(looks)), names)
+        axes.set_ylim(len(looks) - 0.5, -0.5)
+        log_axis(axes, "x")
+        axes.set_title(f"behind {int(length):,} tokens")
+        axes.grid(axis="x")
+        if place + columns >= len(lengths):
+            axes.tick_params(labelbottom=True)
+            axes.set_xlabel("KL, nats a token")
+    # what the marks of all caches mean
+    panels[0].plot([], [], "o", color=INK, label="mean")
+    panels[0].plot([], [], "o", color=INK, markerfacecolor="none", label="99.9 % are below")
+    sheet.legend(loc="outside lower center", ncols=2)
+
+
+def _agreement_height(found: Mapping[str, Any], narrow: bool) -> float:
+    return (5.0 if narrow else 2.6) * len(found["generation"]) + _legend_height(found, narrow)
+
+
+@figure(_agreement_height)
+def agreement(sheet: Any, found: Mapping[str, Any], narrow: bool) -> None:
+    """The share of texts that are still the 16-bit cache's, token by token."""
+    ways = [
+        (length, way, task[way]) for length, task in found["generation"].items() for way in WAYS
+    ]
+    panels = _axes(sheet, len(ways), 1 if narrow else 2, sharey=True)
+    for axes, (length, way, rows) in zip(panels, ways, strict=True):
+        for one, (name, look) in zip(rows, _looks(found), strict=True):
+            count, counts = one["prompts"], [int(number) for number in one["agreement"]]
+            parted = sorted(at for at in one["first_divergence"] if at is not None)
+            steps = [0, *parted, max(counts)]
+            same = [count, *(count - at for at in range(1, len(parted) + 1)), count - len(parted)]
+            colour = look["color"]
+            shares = [POINTS * left / count for left in same]
+            axes.plot(steps, shares, drawstyle="steps-post", color=colour, linewidth=1)
+            given = one["agreement"].values()
+            axes.errorbar(
+                counts,
+                [POINTS * share["share"] for share in given],
+                yerr=[POINTS * (share["error"] or 0.0) for share in given],
+                linestyle="",
+                elinewidth=1,
+                label=name,
+                **look,
+            )
+        axes.set_title(f"{way}, {place_of(length)}")
+        axes.set_xlabel("tokens of text")
+        axes.set_ylim(0, 104)
+        axes.grid(axis="y")
+    for axes in panels if narrow else panels[::2]:
+        axes.set_ylabel("same as with 16 bit, %")
+    _legend(sheet, panels, narrow)

@@ -1,0 +1,1 @@
+"""HTML pages that need no other files: figures, tables and words of one look."""

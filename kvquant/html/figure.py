@@ -1,0 +1,100 @@
+"""Figures as SVG elements of a page, in the page's light or dark colours.
+
+Matplotlib draws text and axes in two marked colours; the SVG has the page's CSS variables in their
+place. What shows data should be a mid-tone with enough contrast on both backgrounds, and no figure
+should need colour alone to be read.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeAlias
+
+INK, RULE = "#010203", "#040506"  # stand for the page's --ink and --rule
+BLUE, ORANGE = "#3b82c4", "#d9730d"  # seen on white and on black
+STYLE = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # names may have dollars
+    "text.color": INK,
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": RULE,
+    "grid.alpha": 0.5,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+}
+WIDTH, NARROW = 9.4, 4.4  # inches; the page scales figures to its own width, or that of a phone
+Draw: TypeAlias = Callable[[Any, Any, bool], None]  # on a matplotlib figure, of what, narrow or not
+Drawn: TypeAlias = tuple[str, str]  # SVG elements: wide, and narrow for a phone
+
+
+def figure(height: Callable[[Any, bool], float]) -> Callable[[Draw], Callable[[Any], Drawn]]:
+    """Make a function that draws one that returns SVG.
+
+    Args:
+        height: inches, of what is drawn, wide or narrow.
+
+    Returns:
+        A decorator of a function (matplotlib figure, what is drawn, narrow), which makes of it one
+        that takes what is drawn alone.
+    """
+
+    def decorate(draw: Draw) -> Callable[[Any], Drawn]:
+        def svg(subject: Any, narrow: bool) -> str:
+            import matplotlib
+            from matplotlib.figure import Figure
+
+            name = f"{draw.__name__}-narrow" if narrow else draw.__name__
+            size = NARROW if narrow else WIDTH, height(subject, narrow)
+            # the salt makes ids that differ from those of the other figures
+            with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
+                sheet = Figure(figsize=size, layout="constrained")
+                draw(sheet, subject, narrow)
+                text = io.StringIO()
+                sheet.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+            return _inline(text.getvalue(), name)
+
+        @wraps(draw)
+        def both(subject: Any) -> Drawn:
+            return svg(subject, False), svg(subject, True)
+
+        return both
+
+    return decorate
+
+
+def _inline(svg: str, name: str) -> str:
+    """An SVG file as an element of a page: no prologue, the page's colours, ids of its own."""
+    svg = svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(RULE, "var(--rule)")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", svg)
+    return re.sub(r'(<svg [^>]*?) width="[^"]*"|height="[^"]*pt" ', r"\1", svg, count=2).strip()
+
+
+def log_axis(axes: Any, name: str = "y") -> None:
+    """Make the x or the y axis logarithmic, with plain labels; after the data are drawn."""
+    axes.set(**{f"{name}scale": "log"})
+    plain_ticks(getattr(axes, f"{name}axis"), *getattr(axes, f"get_{name}lim")())
+
+
+def plain_ticks(axis: Any, low: float, high: float) -> None:
+    """Label a log axis 0.02, not 2 x 10^-2; with 2 and 5 where it spans few powers of ten."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    few = high < 300 * low
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
