@@ -372,7 +372,11 @@ class _Run:
     def _settings(self) -> dict[str, Any]:
         return {
             "model": str(getattr(self.model.config, "model_type", "")),
-            "config": {key: str(value) for key, value in self.model.config_dict.items()},
+            "config": {
+                name: str(value)
+                for name, value in self.model.config_dict.items()
+                if not name.startswith("_")  # the folder's path
+            },
             "dtype": str(self.model.dtype),
             "caches": [one["cache"] for one in self.costs],
             "task": asdict(self.task),

@@ -25,6 +25,7 @@ TEST, KEPT = 0.95, 0.99
 CHAINS = "variables"  # of which steps are counted, not lines
 COUNTED = ("keys", "values", "overwritten", "phonebook", CHAINS)
 GREY, OURS, THEIRS = "#808890", "#3b82c4", "#d9730d"  # readable on light and on dark pages
+TICKS = (0, 1, 2, 5, 10, 20, 50, 100)  # points
 PEERS = ("KIVI", "TurboQuant", "OSCAR", "KVarN")
 Run = Mapping[str, Any]
 Window = tuple[int, int]  # first and last tokens in 16 bit
@@ -195,14 +196,14 @@ class Evaluations:
                 rows.append([name, f"{self.bits[name]:.2f}", *cells, f"{100 * one['top1']:.1f}"])
         return titles, rows
 
-    def lost(self, window: Window) -> dict[str, float]:
-        """Points that each cache loses, the mean of all tasks and lengths that are a test."""
-        tests = {name: self._tests(window, name) for name in self.caches(window)}
-        return {
-            name: 100 * sum(one.exact - one.given for one in cells) / len(cells)
-            for name, cells in tests.items()
-            if cells
-        }
+    def lost(self, window: Window) -> dict[str, tuple[float, float]]:
+        """Points that each cache loses, mean and most of all tasks and lengths that are a test."""
+        found = {}
+        for name in self.caches(window):
+            points = [100 * (one.exact - one.given) for one in self._tests(window, name)]
+            if points:
+                found[name] = sum(points) / len(points), max(points)
+        return found
 
     def _tests(self, window: Window, name: str) -> list[Cell]:
         return [c for key, c in self.cells.items() if key[:2] == (window, name) and c.is_test]
@@ -322,52 +323,45 @@ def tables(one: Evaluations) -> Iterator[tuple[str, Table]]:
                 yield f"{what}; {one.name}, {where}", table
 
 
-def points(one: Evaluations, window: Window) -> dict[tuple[float, float], list[str]]:
-    """What the picture shows of a model: names of caches by bits and points lost, rounded."""
-    found: dict[tuple[float, float], list[str]] = {}
-    for name, lost in one.lost(window).items():
-        if one.bits[name] < 16:
-            found.setdefault((round(one.bits[name], 1), round(lost, 1)), []).append(name)
-    return found
-
-
 def labels(models: Sequence[Evaluations], window: Window) -> list[str]:
-    """The texts of the picture."""
-    return [", ".join(names) for one in models for names in points(one, window).values()]
+    """The rows of the picture."""
+    return [f"{n}, {one.bits[n]:.2f} bits" for one in models for n in _pictured(one, window)]
+
+
+def _pictured(one: Evaluations, window: Window) -> list[str]:
+    return [name for name in one.lost(window) if one.bits[name] < 16]
 
 
 def draw(models: Sequence[Evaluations], window: Window, path: Path) -> None:
-    """Points lost against bits of an element, a panel for each model."""
+    """Points lost by each cache, most bits first: the mean and the worst of all tasks and lengths
+    that are a test; a panel for each model."""
     import matplotlib
     from matplotlib.figure import Figure
 
     style = {"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 9}
     style |= dict.fromkeys(("text.color", "xtick.color", "ytick.color", "axes.labelcolor"), GREY)
     style["axes.edgecolor"] = GREY
-    shown = [(one.name, found) for one in models if (found := points(one, window))]
+    shown = [one for one in models if _pictured(one, window)]
+    heights = [len(_pictured(one, window)) for one in shown]
     with matplotlib.rc_context(style):
-        page = Figure(figsize=(9.4, 0.6 + 3.6 * len(shown)), layout="constrained")
-        panels = page.subplots(max(len(shown), 1), 1, squeeze=False)[:, 0]
-        for panel, (title, found) in zip(panels, shown, strict=False):
-            for (bits, lost), names in found.items():
-                colours = {THEIRS if name.startswith(PEERS) else OURS for name in names}
-                colour = GREY if len(colours) > 1 else min(colours)
-                panel.plot(bits, lost, "o", color=colour)
-                panel.annotate(
-                    ", ".join(names),
-                    (bits, lost),
-                    xytext=(2, 5),
-                    textcoords="offset points",
-                    color=colour,
-                    size=7,
-                    rotation=40,
-                )
-            most = max(max(lost for _, lost in found), 1.0)
-            panel.set_ylim(1.05 * most, -0.7 * most)  # room for names above
-            panel.set_yticks([one for one in panel.get_yticks() if 0 <= one <= most])
-            panel.set_xlim(1.8, 10)
-            panel.set_title(title, loc="left")
-            panel.set_xlabel("bits of an element, all parameters included")
-            panel.set_ylabel("points lost")
-            panel.spines[["top", "right"]].set_visible(False)
+        page = Figure(figsize=(8, 0.8 * len(shown) + 0.22 * sum(heights)), layout="constrained")
+        panels = page.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for panel, one in zip(panels, shown, strict=True):
+            lost = one.lost(window)
+            for place, name in enumerate(_pictured(one, window)):
+                mean, worst = (max(points, 0.0) for points in lost[name])
+                colour = THEIRS if name.startswith(PEERS) else OURS
+                panel.plot([mean, worst], [place, place], color=colour, linewidth=1)
+                panel.plot(worst, place, "o", color=colour, fillstyle="none")
+                panel.plot(mean, place, "o", color=colour)
+            panel.set_yticks(range(len(_pictured(one, window))), labels([one], window))
+            panel.invert_yaxis()
+            panel.set_xscale("symlog", linthresh=1)
+            panel.set_xticks(TICKS, [str(tick) for tick in TICKS])
+            panel.set_xlim(-0.1, 100)
+            panel.grid(axis="x", color=GREY, alpha=0.25)
+            panel.set_title(one.name, loc="left")
+            panel.spines[["top", "right", "left"]].set_visible(False)
+            panel.tick_params(left=False)
+        panels[-1].set_xlabel("points of right answers lost: mean of all tasks (full), worst (open)")
         page.savefig(path, transparent=True, metadata={"Date": None})

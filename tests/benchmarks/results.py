@@ -515,7 +515,7 @@ def evaluated() -> dict[str, list[str]]:
     parts = [part for one in models for part in tables(one)]
     texts = [text for heading, found in parts for text in (heading, table(*found))]
     return {
-        "calibration/FIDELITY.md": [*texts, fidelity_about(), fidelity(CACHES)],
+        "calibration/FIDELITY.md": texts,
         "calibration/fidelity.svg": [f">{one}</text>" for one in labels(models, PICTURED)],
     }
 
