@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, overload
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, overload
 
 import numpy as np
 import torch
 
 from .. import debug
+from ..cache.checks import check_options
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
 from ..ops.append import bind_append, write_rows
@@ -30,7 +31,7 @@ from ..rows.call import AppendCall, AppendSide, AttentionCall
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
-from ..rows.variant import AttentionVariant, names_of, within
+from ..rows.variant import AttentionVariant, check_variant, names_of, within
 from .cache import PagedKVCache
 from .latent import LatentPagedKVCache
 from .pool import SequenceId
@@ -39,9 +40,10 @@ from .staged_tensors import StagedTensors
 from .state import Step, for_each, listed
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..cache.contiguous import StepOptions
+    from ..rows.options import Either, No, PagedStepOptions, StepOptions, Yes
 
 
 class _Parts(NamedTuple):
@@ -642,6 +644,18 @@ class PagedBatch(StepBatch):
         """
         self._append(layer, k, v, rope, None)
 
+    @overload
+    def step(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[PagedStepOptions[No]]
+    ) -> Tensor: ...
+    @overload
+    def step(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[PagedStepOptions[Yes]]
+    ) -> State: ...
+    @overload
+    def step(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[PagedStepOptions[bool]]
+    ) -> Either: ...
     def step(
         self,
         layer: int,
@@ -674,7 +688,8 @@ class PagedBatch(StepBatch):
             As attend.
 
         Raises:
-            As append and attend.
+            As append and attend; nothing is appended where the variant or an option is not
+            possible.
 
         Example:
             >>> import torch
@@ -691,6 +706,11 @@ class PagedBatch(StepBatch):
         """
         self.cache.check_layer(layer)
         check_tensors(q=q, k=k, v=v)
+        is_plain = variant is None is sm_scale and num_splits is None is backend
+        if not (is_plain and type(return_lse) is bool and q.dtype is not torch.float32):
+            check_options(q, sm_scale, return_lse, num_splits, backend)
+            if variant is not None and names_of(variant):
+                check_variant(q, variant)
         basis, given = self.cache.rows.layers[layer].basis, None
         one_each = q.ndim == 3 and len(q) == len(k)
         if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
@@ -701,32 +721,11 @@ class PagedBatch(StepBatch):
         return self._attend(layer, q, transformed, variant, *options)
 
     @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        return_lse: Literal[False] = ...,
-        **options: Unpack[StepOptions],
-    ) -> torch.Tensor: ...
+    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[No]]) -> Tensor: ...
     @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        return_lse: Literal[True],
-        **options: Unpack[StepOptions],
-    ) -> State: ...
+    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[Yes]]) -> State: ...
     @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        return_lse: bool = ...,
-        **options: Unpack[StepOptions],
-    ) -> torch.Tensor | State: ...
+    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[bool]]) -> Either: ...
     def attend(
         self,
         layer: int,
