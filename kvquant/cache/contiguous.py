@@ -42,6 +42,7 @@ from .checks import (
 )
 from .layer import ROLLBACK, SPARE, Kind, LayerCache, packed_row_bytes, rooms_of
 from .memory import check_room
+from .warmup import warm_up_first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -872,8 +873,6 @@ class KVCache:
             return
         self.changes += 1
         if self.is_cold:
-            from .warmup import warm_up_first
-
             self.is_cold = False
             warm_up_first(self, k)
 

@@ -38,6 +38,7 @@ from .pool import SequenceId
 from .shared_prefix import Numbers, find_prefix, pays
 from .staged_tensors import StagedTensors
 from .state import Step, for_each, listed
+from .warmup import warm_up_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -250,8 +251,6 @@ class StepBatch(NotCopied):
             )
         is_fixed = self._is_fixed(compiling)
         if self._is_cold and not compiling:
-            from .warmup import warm_up_batch
-
             self._is_cold = False
             warm_up_batch(self, k, rope, self._num_ids)
         self.check_open()
