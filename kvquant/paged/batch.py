@@ -404,6 +404,11 @@ class StepBatch(NotCopied):
             hint += f"{name}.transpose(1, 2).flatten(0, 1)"
         raise ShapeError(f"{name} is {list(x.shape)}: it must be {axes}{hint}")
 
+    def _takes(self, q: torch.Tensor) -> bool:
+        """Whether there are kernels for queries of this dtype, one of those that check_options
+        knows."""
+        return not (self._on_cuda and q.dtype is torch.float32)
+
     def _is_fixed(self, compiling: bool) -> bool:
         """Whether what runs now is kept for other steps.
 
@@ -706,7 +711,7 @@ class PagedBatch(StepBatch):
         self.cache.check_layer(layer)
         check_tensors(q=q, k=k, v=v)
         is_plain = variant is None is sm_scale and num_splits is None is backend
-        if not (is_plain and type(return_lse) is bool and q.dtype is not torch.float32):
+        if not (is_plain and type(return_lse) is bool and self._takes(q)):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
                 check_variant(q, variant)

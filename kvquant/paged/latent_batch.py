@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, overload
 
 import torch
@@ -201,8 +202,11 @@ class LatentPagedBatch(StepBatch):
             As append and attend; nothing is appended where an option is not possible.
         """
         check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
-        check_call(q_latent, [], sm_scale, backend)
-        check_options(q_latent, sm_scale, return_lse, num_splits, backend)
+        is_plain = num_splits is None is backend and type(return_lse) is bool
+        is_scale = type(sm_scale) is float and 0 < sm_scale < math.inf
+        if not (is_plain and is_scale and self._takes(q_latent)):
+            check_call(q_latent, [], sm_scale, backend)
+            check_options(q_latent, sm_scale, return_lse, num_splits, backend)
         self.append(layer, latent, rope)
         return self.attend(
             layer,
