@@ -318,3 +318,11 @@ def test_no_place_tells_codecs_apart_by_name() -> None:
         if (count := len(re.findall(r"\.codec (?:[=!]=|in|not in) ", path.read_text("utf-8"))))
     }
     assert found == BY_NAME, "read a fact of the codec, or pick by its words: kvquant/rows/codec.py"
+
+
+def test_a_codec_with_two_of_the_words_of_a_choice_is_refused() -> None:
+    half_scales = Codec("e5", 8, "bytes", "fp16", "pairs", FP16_MAX, 1.0)
+    choice = partial(Codec.pick, bf16=1, fp16=2, pairs=3)
+    assert [choice(CODECS[name]) for name in ("bf16", "fp16", "int4")] == [1, 2, 3]
+    with pytest.raises(UnsupportedError, match=r"e5 rows .* code for fp16 and for pairs"):
+        choice(half_scales)

@@ -14,7 +14,7 @@ vLLM has it as decode context parallel.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,18 @@ from .. import debug
 from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedError, shown
 from ..ops.attention import State, attend
 from ..ops.merge import merge_by_kernels
-from ..rows.arguments import check_kind, check_scale, check_size, check_tensors
+from ..rows.arguments import check_kind, check_size, check_tensors
 from ..rows.call import AttentionCall
 from ..rows.variant import AttentionVariant, names_of
-from .checks import Counts, check_layer, whole_numbers
+from .checks import Counts, check_layer, check_options, whole_numbers
 from .contiguous import KVCache
 from .latent import LatentKVCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+    from ..rows.options import Either, No, RankOptions, Yes
 
 BLOCK_LEN = 256  # tokens
 ALIGNMENT = 16  # bytes, of what a rank gives: kernels read as many at a time
@@ -187,38 +193,11 @@ class ContextParallelCache:
         return counts.to(self._totals.device)
 
     @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
-        return_lse: Literal[False] = ...,
-        backend: str | None = ...,
-    ) -> torch.Tensor: ...
+    def attend(self, layer: int, q: Tensor, **options: Unpack[RankOptions[No]]) -> Tensor: ...
     @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
-        return_lse: Literal[True],
-        backend: str | None = ...,
-    ) -> State: ...
+    def attend(self, layer: int, q: Tensor, **options: Unpack[RankOptions[Yes]]) -> State: ...
     @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        variant: AttentionVariant | None = ...,
-        sm_scale: float | None = ...,
-        return_lse: bool = ...,
-        backend: str | None = ...,
-    ) -> torch.Tensor | State: ...
+    def attend(self, layer: int, q: Tensor, **options: Unpack[RankOptions[bool]]) -> Either: ...
     def attend(
         self,
         layer: int,
@@ -297,8 +276,7 @@ class ContextParallelCache:
             As append and attend; nothing is appended then, but where a rank's share has NaN.
         """
         self._check_query(layer, q, variant)
-        if sm_scale is not None:
-            check_scale(sm_scale)
+        check_options(q, sm_scale, False, None, backend)
         check_tensors(k=k, v=v)
         self.cache.layers[layer].check_step(q, k)
         self.append(layer, k, v)

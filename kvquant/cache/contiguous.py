@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 
@@ -42,9 +42,13 @@ from .checks import (
 )
 from .layer import ROLLBACK, SPARE, Kind, LayerCache, packed_row_bytes, rooms_of
 from .memory import check_room
+from .warmup import warm_up_first
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from typing_extensions import TypedDict, Unpack
+
+    from ..rows.options import AttendOptions, Either, Maybe, No, StepOptions, Yes
 
     class PlanOptions(TypedDict, total=False):
         """Options of KVCache that a plan does not decide."""
@@ -55,20 +59,6 @@ if TYPE_CHECKING:
         device: Devices
         windows: Sequence[int | None] | None
         rollback_len: int
-
-    class StepOptions(TypedDict, total=False):
-        """Options of a step, but for return_lse."""
-
-        variant: AttentionVariant | None
-        sm_scale: float | None
-        num_splits: int | None
-        backend: str | None
-
-    class AttendOptions(StepOptions, total=False):
-        """Those of attend. LatentKVCache has q_rope in the place of q_lens, so the name is here."""
-
-        q_lens: torch.Tensor | None
-        in_step: bool
 
     class CacheOptions(PlanOptions, total=False):
         """All options of KVCache."""
@@ -314,37 +304,16 @@ class KVCache:
 
     @overload
     def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        q_lens: torch.Tensor | None = ...,
-        /,
-        *,
-        return_lse: Literal[False] = ...,
-        **options: Unpack[AttendOptions],
-    ) -> torch.Tensor: ...
+        self, layer: int, q: Tensor, q_lens: Maybe = ..., /, **options: Unpack[AttendOptions[No]]
+    ) -> Tensor: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        q_lens: torch.Tensor | None = ...,
-        /,
-        *,
-        return_lse: Literal[True],
-        **options: Unpack[AttendOptions],
+        self, layer: int, q: Tensor, q_lens: Maybe = ..., /, **options: Unpack[AttendOptions[Yes]]
     ) -> State: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        q_lens: torch.Tensor | None = ...,
-        /,
-        *,
-        return_lse: bool = ...,
-        **options: Unpack[AttendOptions],
-    ) -> torch.Tensor | State: ...
+        self, layer: int, q: Tensor, q_lens: Maybe = ..., /, **options: Unpack[AttendOptions[bool]]
+    ) -> Either: ...
     def attend(
         self,
         layer: int,
@@ -467,37 +436,16 @@ class KVCache:
 
     @overload
     def step(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        return_lse: Literal[False] = ...,
-        **options: Unpack[StepOptions],
-    ) -> torch.Tensor: ...
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[StepOptions[No]]
+    ) -> Tensor: ...
     @overload
     def step(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        return_lse: Literal[True],
-        **options: Unpack[StepOptions],
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[StepOptions[Yes]]
     ) -> State: ...
     @overload
     def step(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        return_lse: bool = ...,
-        **options: Unpack[StepOptions],
-    ) -> torch.Tensor | State: ...
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[StepOptions[bool]]
+    ) -> Either: ...
     def step(
         self,
         layer: int,
@@ -925,8 +873,6 @@ class KVCache:
             return
         self.changes += 1
         if self.is_cold:
-            from .warmup import warm_up_first
-
             self.is_cold = False
             warm_up_first(self, k)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 
 import torch
 
@@ -34,20 +34,12 @@ from .contiguous import KVCache
 from .layer import ROLLBACK, LayerCache
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from typing_extensions import Unpack
 
+    from ..rows.options import Either, LatentAttendOptions, LatentStepOptions, Maybe, No, Yes
     from ..rows.variant import AttentionVariant
-    from .contiguous import PlanOptions, StepOptions
-
-    class LatentStepOptions(StepOptions, total=False):
-        """Options of a step, but for return_lse."""
-
-        in_basis: bool
-
-    class LatentAttendOptions(LatentStepOptions, total=False):
-        """Those of attend."""
-
-        in_step: bool
+    from .contiguous import PlanOptions
 
 
 DEFAULT_FORMAT = "int8-g4"
@@ -274,35 +266,29 @@ class LatentKVCache(KVCache):
     def attend(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor | None = ...,
-        q_lens: torch.Tensor | None = ...,
-        *,
-        return_lse: Literal[False] = ...,
-        **options: Unpack[LatentAttendOptions],
-    ) -> torch.Tensor: ...
+        q_latent: Tensor,
+        q_rope: Maybe = ...,
+        q_lens: Maybe = ...,
+        **options: Unpack[LatentAttendOptions[No]],
+    ) -> Tensor: ...
     @overload
     def attend(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor | None = ...,
-        q_lens: torch.Tensor | None = ...,
-        *,
-        return_lse: Literal[True],
-        **options: Unpack[LatentAttendOptions],
+        q_latent: Tensor,
+        q_rope: Maybe = ...,
+        q_lens: Maybe = ...,
+        **options: Unpack[LatentAttendOptions[Yes]],
     ) -> State: ...
     @overload
     def attend(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor | None = ...,
-        q_lens: torch.Tensor | None = ...,
-        *,
-        return_lse: bool = ...,
-        **options: Unpack[LatentAttendOptions],
-    ) -> torch.Tensor | State: ...
+        q_latent: Tensor,
+        q_rope: Maybe = ...,
+        q_lens: Maybe = ...,
+        **options: Unpack[LatentAttendOptions[bool]],
+    ) -> Either: ...
     def attend(
         self,
         layer: int,
@@ -375,38 +361,32 @@ class LatentKVCache(KVCache):
     def step(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor | None = ...,
-        latent: torch.Tensor | None = ...,
-        rope: torch.Tensor | None = ...,
-        *,
-        return_lse: Literal[False] = ...,
-        **options: Unpack[LatentStepOptions],
-    ) -> torch.Tensor: ...
+        q_latent: Tensor,
+        q_rope: Maybe = ...,
+        latent: Maybe = ...,
+        rope: Maybe = ...,
+        **options: Unpack[LatentStepOptions[No]],
+    ) -> Tensor: ...
     @overload
     def step(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor | None = ...,
-        latent: torch.Tensor | None = ...,
-        rope: torch.Tensor | None = ...,
-        *,
-        return_lse: Literal[True],
-        **options: Unpack[LatentStepOptions],
+        q_latent: Tensor,
+        q_rope: Maybe = ...,
+        latent: Maybe = ...,
+        rope: Maybe = ...,
+        **options: Unpack[LatentStepOptions[Yes]],
     ) -> State: ...
     @overload
     def step(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor | None = ...,
-        latent: torch.Tensor | None = ...,
-        rope: torch.Tensor | None = ...,
-        *,
-        return_lse: bool = ...,
-        **options: Unpack[LatentStepOptions],
-    ) -> torch.Tensor | State: ...
+        q_latent: Tensor,
+        q_rope: Maybe = ...,
+        latent: Maybe = ...,
+        rope: Maybe = ...,
+        **options: Unpack[LatentStepOptions[bool]],
+    ) -> Either: ...
     def step(
         self,
         layer: int,

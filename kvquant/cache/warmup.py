@@ -8,19 +8,18 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from ..errors import KVQuantError
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
+from ..rows.kind import KeyValue
 from ..rows.quantize import EXACT_DTYPES
 from .layer import LayerCache
 
-if TYPE_CHECKING:
-    from .contiguous import KVCache
-
+Cache = Any  # a KVCache, whose module imports this one
 _warm: set[Hashable] = set()  # caches whose kernels were compiled in this process
 
 
@@ -36,7 +35,7 @@ class Calls:
         steps: the same of KVCache.step.
     """
 
-    make: Callable[[], KVCache]
+    make: Callable[[], Cache]
     dtype: torch.dtype
     num_q_heads: int | None = None
     prompts: Sequence[int] = ()
@@ -64,10 +63,11 @@ class Calls:
                     step(layer, *queries, k, v, sm_scale=1.0)  # kernels are of any scale
 
 
-def likely_q_heads(cache: KVCache) -> tuple[int, ...]:
+def likely_q_heads(cache: Cache) -> tuple[int, ...]:
     """Numbers of query heads to compile kernels for: the one that is known, or else a guess."""
     known = cache.num_q_heads
-    return (known,) if known else cache.LAYER.row_kind.likely_q_heads(cache.num_kv_heads)
+    kind: KeyValue = cache.LAYER.row_kind
+    return (known,) if known else kind.likely_q_heads(cache.num_kv_heads)
 
 
 def new_rows(
@@ -87,7 +87,7 @@ def new_queries(shape: tuple[int, ...], k: torch.Tensor) -> torch.Tensor:
     return torch.empty(*shape, k.shape[-1], dtype=dtype, device="meta")
 
 
-def warm_up_first(cache: KVCache, k: object) -> None:
+def warm_up_first(cache: Cache, k: object) -> None:
     """The same for a cache that was not appended to yet: for these new rows, and for its steps.
 
     Args:
@@ -102,7 +102,7 @@ def warm_up_first(cache: KVCache, k: object) -> None:
 
 
 def warm_up_cache(
-    cache: KVCache, key: Hashable, calls: Callable[[Callable[[], KVCache]], Iterable[Calls]]
+    cache: Cache, key: Hashable, calls: Callable[[Callable[[], Cache]], Iterable[Calls]]
 ) -> None:
     """The same for a new cache whose calls are known; its first append compiles nothing then.
 

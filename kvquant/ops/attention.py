@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -51,6 +51,12 @@ from ..rows.variant import (
 from .dispatch import WRONG_TYPES, kernels_for, torch_op
 from .transform import missing_scores, restore_result, transform_query
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+    from ..rows.options import Either, No, OpOptions, Yes
+
 State = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, "torch.Tensor | None"]  # no lse where it was not asked for
 Transformed = tuple[torch.Tensor, "float | None"]
@@ -66,55 +72,16 @@ ATTEND_SEGMENTS = (
 
 @overload
 def decode_attention(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    k_format: str | RowFormat,
-    v_format: str | RowFormat,
-    block_table: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    num_splits: int | None = ...,
-    backend: str | None = ...,
-) -> torch.Tensor: ...
+    q: Tensor, k_rows: Tensor, v_rows: Tensor, seq_lens: Tensor, **options: Unpack[OpOptions[No]]
+) -> Tensor: ...
 @overload
 def decode_attention(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    k_format: str | RowFormat,
-    v_format: str | RowFormat,
-    block_table: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: Literal[True],
-    num_splits: int | None = ...,
-    backend: str | None = ...,
+    q: Tensor, k_rows: Tensor, v_rows: Tensor, seq_lens: Tensor, **options: Unpack[OpOptions[Yes]]
 ) -> State: ...
 @overload
 def decode_attention(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    k_format: str | RowFormat,
-    v_format: str | RowFormat,
-    block_table: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: bool = ...,
-    num_splits: int | None = ...,
-    backend: str | None = ...,
-) -> torch.Tensor | State: ...
+    q: Tensor, k_rows: Tensor, v_rows: Tensor, seq_lens: Tensor, **options: Unpack[OpOptions[bool]]
+) -> Either: ...
 def decode_attention(
     q: torch.Tensor,
     k_rows: torch.Tensor,

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -60,6 +60,12 @@ from .dispatch import WRONG_TYPES, kernels_for, torch_op
 from .merge import merge_states
 from .transform import takes_one_launch
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+    from ..rows.options import Either, MlaOptions, No, Yes
+
 ATTEND_LATENTS = (
     "(Tensor q_latent, Tensor q_rope, Tensor[] rows, Tensor[] seq_lens, str[] formats, "
     "Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, Tensor? q_lens, "
@@ -69,49 +75,28 @@ ATTEND_LATENTS = (
 
 @overload
 def mla_decode_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    fmt: str | LatentFormat,
-    sm_scale: float,
-    block_table: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    num_splits: int | None = ...,
-    backend: str | None = ...,
-) -> torch.Tensor: ...
+    q_latent: Tensor,
+    q_rope: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    **options: Unpack[MlaOptions[No]],
+) -> Tensor: ...
 @overload
 def mla_decode_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    fmt: str | LatentFormat,
-    sm_scale: float,
-    block_table: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    return_lse: Literal[True],
-    num_splits: int | None = ...,
-    backend: str | None = ...,
+    q_latent: Tensor,
+    q_rope: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    **options: Unpack[MlaOptions[Yes]],
 ) -> State: ...
 @overload
 def mla_decode_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    fmt: str | LatentFormat,
-    sm_scale: float,
-    block_table: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    return_lse: bool = ...,
-    num_splits: int | None = ...,
-    backend: str | None = ...,
-) -> torch.Tensor | State: ...
+    q_latent: Tensor,
+    q_rope: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    **options: Unpack[MlaOptions[bool]],
+) -> Either: ...
 def mla_decode_attention(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,

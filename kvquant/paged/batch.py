@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, overload
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, overload
 
 import numpy as np
 import torch
 
 from .. import debug
+from ..cache.checks import check_options
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
 from ..ops.append import bind_append, write_rows
@@ -30,18 +31,20 @@ from ..rows.call import AppendCall, AppendSide, AttentionCall
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
-from ..rows.variant import AttentionVariant, names_of, within
+from ..rows.variant import AttentionVariant, check_variant, names_of, within
 from .cache import PagedKVCache
 from .latent import LatentPagedKVCache
 from .pool import SequenceId
 from .shared_prefix import Numbers, find_prefix, pays
 from .staged_tensors import StagedTensors
 from .state import Step, for_each, listed
+from .warmup import warm_up_batch
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..cache.contiguous import StepOptions
+    from ..rows.options import Either, No, PagedStepOptions, StepOptions, Yes
 
 
 class _Parts(NamedTuple):
@@ -248,8 +251,6 @@ class StepBatch(NotCopied):
             )
         is_fixed = self._is_fixed(compiling)
         if self._is_cold and not compiling:
-            from .warmup import warm_up_batch
-
             self._is_cold = False
             warm_up_batch(self, k, rope, self._num_ids)
         self.check_open()
@@ -402,6 +403,11 @@ class StepBatch(NotCopied):
             hint = ", the tokens of all sequences one after another: give "
             hint += f"{name}.transpose(1, 2).flatten(0, 1)"
         raise ShapeError(f"{name} is {list(x.shape)}: it must be {axes}{hint}")
+
+    def _takes(self, q: torch.Tensor) -> bool:
+        """Whether there are kernels for queries of this dtype, one of those that check_options
+        knows."""
+        return not (self._on_cuda and q.dtype is torch.float32)
 
     def _is_fixed(self, compiling: bool) -> bool:
         """Whether what runs now is kept for other steps.
@@ -642,6 +648,18 @@ class PagedBatch(StepBatch):
         """
         self._append(layer, k, v, rope, None)
 
+    @overload
+    def step(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[PagedStepOptions[No]]
+    ) -> Tensor: ...
+    @overload
+    def step(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[PagedStepOptions[Yes]]
+    ) -> State: ...
+    @overload
+    def step(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[PagedStepOptions[bool]]
+    ) -> Either: ...
     def step(
         self,
         layer: int,
@@ -674,7 +692,8 @@ class PagedBatch(StepBatch):
             As attend.
 
         Raises:
-            As append and attend.
+            As append and attend; nothing is appended where the variant or an option is not
+            possible.
 
         Example:
             >>> import torch
@@ -691,6 +710,11 @@ class PagedBatch(StepBatch):
         """
         self.cache.check_layer(layer)
         check_tensors(q=q, k=k, v=v)
+        is_plain = variant is None is sm_scale and num_splits is None is backend
+        if not (is_plain and type(return_lse) is bool and self._takes(q)):
+            check_options(q, sm_scale, return_lse, num_splits, backend)
+            if variant is not None and names_of(variant):
+                check_variant(q, variant)
         basis, given = self.cache.rows.layers[layer].basis, None
         one_each = q.ndim == 3 and len(q) == len(k)
         if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
@@ -701,32 +725,11 @@ class PagedBatch(StepBatch):
         return self._attend(layer, q, transformed, variant, *options)
 
     @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        return_lse: Literal[False] = ...,
-        **options: Unpack[StepOptions],
-    ) -> torch.Tensor: ...
+    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[No]]) -> Tensor: ...
     @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        return_lse: Literal[True],
-        **options: Unpack[StepOptions],
-    ) -> State: ...
+    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[Yes]]) -> State: ...
     @overload
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        return_lse: bool = ...,
-        **options: Unpack[StepOptions],
-    ) -> torch.Tensor | State: ...
+    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[bool]]) -> Either: ...
     def attend(
         self,
         layer: int,

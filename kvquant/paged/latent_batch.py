@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+import math
+from typing import TYPE_CHECKING, overload
 
 import torch
 
+from ..cache.checks import check_options
 from ..ops.append_checks import check_tokens
 from ..ops.attention import State
-from ..ops.mla import attend_latents
+from ..ops.mla import attend_latents, check_call
 from ..rows.arguments import check_kind, check_tensors
 from ..rows.call import AppendCall, LatentCall, LatentPrefix
 from .batch import StepBatch
@@ -17,14 +19,10 @@ from .latent import LatentPagedKVCache
 from .shared_prefix import pays_of_latents
 
 if TYPE_CHECKING:
-    from typing_extensions import Required, TypedDict, Unpack
+    from torch import Tensor
+    from typing_extensions import Unpack
 
-    class LatentOptions(TypedDict, total=False):
-        """Options of attend and step, but for return_lse."""
-
-        sm_scale: Required[float]
-        num_splits: int | None
-        backend: str | None
+    from ..rows.options import Either, LatentOptions, No, Yes
 
 
 class LatentPagedBatch(StepBatch):
@@ -89,34 +87,16 @@ class LatentPagedBatch(StepBatch):
 
     @overload
     def attend(
-        self,
-        layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        *,
-        return_lse: Literal[False] = ...,
-        **options: Unpack[LatentOptions],
-    ) -> torch.Tensor: ...
+        self, layer: int, q_latent: Tensor, q_rope: Tensor, **options: Unpack[LatentOptions[No]]
+    ) -> Tensor: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        *,
-        return_lse: Literal[True],
-        **options: Unpack[LatentOptions],
+        self, layer: int, q_latent: Tensor, q_rope: Tensor, **options: Unpack[LatentOptions[Yes]]
     ) -> State: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        *,
-        return_lse: bool = ...,
-        **options: Unpack[LatentOptions],
-    ) -> torch.Tensor | State: ...
+        self, layer: int, q_latent: Tensor, q_rope: Tensor, **options: Unpack[LatentOptions[bool]]
+    ) -> Either: ...
     def attend(
         self,
         layer: int,
@@ -165,38 +145,32 @@ class LatentPagedBatch(StepBatch):
     def step(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
-        *,
-        return_lse: Literal[False] = ...,
-        **options: Unpack[LatentOptions],
-    ) -> torch.Tensor: ...
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        **options: Unpack[LatentOptions[No]],
+    ) -> Tensor: ...
     @overload
     def step(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
-        *,
-        return_lse: Literal[True],
-        **options: Unpack[LatentOptions],
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        **options: Unpack[LatentOptions[Yes]],
     ) -> State: ...
     @overload
     def step(
         self,
         layer: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
-        *,
-        return_lse: bool = ...,
-        **options: Unpack[LatentOptions],
-    ) -> torch.Tensor | State: ...
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        **options: Unpack[LatentOptions[bool]],
+    ) -> Either: ...
     def step(
         self,
         layer: int,
@@ -225,9 +199,14 @@ class LatentPagedBatch(StepBatch):
             As attend.
 
         Raises:
-            As append and attend.
+            As append and attend; nothing is appended where an option is not possible.
         """
         check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
+        is_plain = num_splits is None is backend and type(return_lse) is bool
+        is_scale = type(sm_scale) is float and 0 < sm_scale < math.inf
+        if not (is_plain and is_scale and self._takes(q_latent)):
+            check_call(q_latent, [], sm_scale, backend)
+            check_options(q_latent, sm_scale, return_lse, num_splits, backend)
         self.append(layer, latent, rope)
         return self.attend(
             layer,

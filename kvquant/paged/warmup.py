@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ..cache.warmup import new_queries, new_rows, present_in
 from ..errors import KVQuantError
+from ..rows.kind import LATENT
 from ..rows.rotation import Rope
-from .batch import PagedBatch, StepBatch
 from .cache import PagedKVCache
-from .latent_batch import LatentPagedBatch
+
+Batch = Any  # a PagedBatch or a LatentPagedBatch, whose modules import this one
 
 
 @dataclass(frozen=True)
@@ -23,25 +24,25 @@ class BatchCalls:
     """What a batch will be called for: the rows of some tokens, and steps of a token a sequence.
 
     Attributes:
-        cache: the cache of the batch, or one like it.
+        kind: the class of the batch.
+        cache: its cache, or one like it.
         dtype: of new rows; queries have it too, or bfloat16 where it is float32.
         num_tokens: in the first call of PagedBatch.append.
         batches: sequences of steps.
         rotary_dim: of a Rope that comes with K, and whether it is interleaved; None: none comes.
         num_q_heads: of queries; when None those that are likely, see _q_heads.
-        kind: the batch.
         shared_prefix: of the batch. Unless it is False, steps that read a prefix once are told,
             too: at most three kernels of a pair of formats attend to it, with blocks of 64, 128 or
             256 queries, and one combines.
     """
 
+    kind: Callable[..., Batch]
     cache: PagedKVCache
     dtype: torch.dtype
     num_tokens: int
     batches: tuple[int, ...]
     rotary_dim: tuple[int, bool] | None = None
     num_q_heads: int | None = None
-    kind: type[StepBatch] = PagedBatch
     shared_prefix: bool | None = False
 
     def __call__(self) -> None:
@@ -49,9 +50,6 @@ class BatchCalls:
         most = max(self.batches)
         cache = _like(self.cache, most)
         batch = self.kind(cache, most, max(self.num_tokens, most))
-        is_latent = isinstance(batch, LatentPagedBatch)
-        # latents come with two queries, and without a Rope
-        append, step = cast(Any, batch).append, cast(Any, batch).step
         for name in range(most):
             cache.allocate(name)
         prompt = self.num_tokens, 0, 0
@@ -63,15 +61,15 @@ class BatchCalls:
                     k, v = new_rows(shape, at.k_format, at.v_format, self.dtype)
                     if heads:
                         queries = [new_queries((count, heads), x) for x in (k, v)]
-                        queries = queries if is_latent else queries[:1]
+                        queries = queries if cache.row_kind is LATENT else queries[:1]
                         options: dict[str, Any] = {"sm_scale": 1.0, **self._rope(count)}
                         # as if so many sequences began with the same pages
                         batch._num_members = members
-                        step(layer, *queries, k, v, **options)  # kernels are of any scale
+                        batch.step(layer, *queries, k, v, **options)  # kernels are of any scale
                     else:
-                        append(layer, k, v, **self._rope(count))
+                        batch.append(layer, k, v, **self._rope(count))
 
-    def _sharing(self, batch: StepBatch) -> Iterator[tuple[int, int, int]]:
+    def _sharing(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
         """Steps that read a prefix once: sequences, query heads, and members.
 
         What they launch depends on the queries of a KV head, all members' together, and not on the
@@ -108,7 +106,7 @@ class BatchCalls:
         return {"rope": Rope(cos, sin, interleaved)}
 
 
-def likely_batches(batch: StepBatch, num_ids: int) -> tuple[int, ...]:
+def likely_batches(batch: Batch, num_ids: int) -> tuple[int, ...]:
     """Sequences of steps that kernels are compiled for ahead, those of the first among them.
 
     Fewer sequences of latents have more parts, and a kernel that combines as many. From one number
@@ -116,13 +114,13 @@ def likely_batches(batch: StepBatch, num_ids: int) -> tuple[int, ...]:
     """
     most = batch.max_batch
     found = {num_ids, most}
-    while isinstance(batch, LatentPagedBatch) and most > 1:
+    while batch.cache.row_kind is LATENT and most > 1:
         most = min(most - 1, -(-4 * most // 5))
         found.add(most)
     return tuple(sorted(found))
 
 
-def warm_up_batch(batch: StepBatch, k: object, rope: Rope | None, num_ids: int) -> None:
+def warm_up_batch(batch: Batch, k: object, rope: Rope | None, num_ids: int) -> None:
     """Compile what a batch on CUDA that was not appended to yet will need.
 
     Args:
@@ -135,15 +133,8 @@ def warm_up_batch(batch: StepBatch, k: object, rope: Rope | None, num_ids: int) 
         from ..kernels.cuda.runtime.warmup import warm_up
 
         batches = likely_batches(batch, max(num_ids, 1))
-        calls = BatchCalls(
-            batch.cache,
-            k.dtype,
-            len(k),
-            batches,
-            rotary_dim,
-            kind=type(batch),
-            shared_prefix=batch.shared_prefix,
-        )
+        told = type(batch), batch.cache, k.dtype, len(k), batches, rotary_dim
+        calls = BatchCalls(*told, shared_prefix=batch.shared_prefix)
         warm_up(batch.cache.device, [calls])
 
 

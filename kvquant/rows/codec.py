@@ -68,16 +68,21 @@ class Codec:
         """The choice for this codec.
 
         Args:
-            choices: by words of the table above. Those of one kind are all that most places need.
-                Of several kinds, a codec's layout counts before its numbers, and these before its
-                header: pick(e4m3=a, integers=b, elements=c) gives c for bf16 rows.
+            choices: by words of the table above, of one kind or of several: what treats all codes
+                alike but for E4M3, and has no code for 16-bit elements, says pick(e4m3=a,
+                integers=b, elements=None). No codec may have two of the words.
 
         Raises:
-            UnsupportedError: none of them is for this codec.
+            UnsupportedError: none of them is for this codec, or two are.
         """
-        for word in (self.layout, self.numbers, self.header):
-            if word in choices:
-                return choices[word]
+        words = [one for one in (self.layout, self.numbers, self.header) if one in choices]
+        if len(words) == 1:
+            return choices[words[0]]
+        if words:
+            raise UnsupportedError(
+                f"{self.name} rows are not served here: there is code for {' and for '.join(words)}"
+                ", and they are both"
+            )
         served = [
             codec.name
             for codec in CODECS.values()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 
@@ -27,55 +27,28 @@ from .variant import (
     in_use,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+    from .options import Either, No, RowOptions, Yes
+
 State = tuple[torch.Tensor, torch.Tensor]
 LOG2E = math.log2(math.e)
 
 
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    k_format: str | RowFormat,
-    v_format: str | RowFormat,
-    block_table: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-) -> torch.Tensor: ...
+    q: Tensor, k_rows: Tensor, v_rows: Tensor, seq_lens: Tensor, **options: Unpack[RowOptions[No]]
+) -> Tensor: ...
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    k_format: str | RowFormat,
-    v_format: str | RowFormat,
-    block_table: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: Literal[True],
+    q: Tensor, k_rows: Tensor, v_rows: Tensor, seq_lens: Tensor, **options: Unpack[RowOptions[Yes]]
 ) -> State: ...
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    k_format: str | RowFormat,
-    v_format: str | RowFormat,
-    block_table: torch.Tensor | None = ...,
-    q_lens: torch.Tensor | None = ...,
-    variant: AttentionVariant | None = ...,
-    sm_scale: float | None = ...,
-    return_lse: bool = ...,
-) -> torch.Tensor | State: ...
+    q: Tensor, k_rows: Tensor, v_rows: Tensor, seq_lens: Tensor, **options: Unpack[RowOptions[bool]]
+) -> Either: ...
 def reference_attention(
     q: torch.Tensor,
     k_rows: torch.Tensor,

@@ -299,7 +299,7 @@ def test_what_is_launched_was_told(
     monkeypatch.setattr(mla, "kernels_for", lambda *_: "cuda")
     monkeypatch.setattr(mla, "takes_one_launch", lambda x, backend: x.dtype == torch.bfloat16)
     cache = LatentPagedKVCache(2, 32, max_num_seqs=4, max_seq_len=512, **options)
-    calls = BatchCalls(cache, torch.bfloat16, 40, (4,), kind=LatentPagedBatch)
+    calls = BatchCalls(LatentPagedBatch, cache, torch.bfloat16, 40, (4,))
     told = kernels_of([calls], runtime.gpu_of(CPU))
     assert not driver.launched and not cache.ids
     batch = LatentPagedBatch(cache, 4, 40)

@@ -37,7 +37,7 @@ def test_what_is_launched_was_told(heads: int, monkeypatch: pytest.MonkeyPatch) 
     driver: FakeDriver = install_for_caches(monkeypatch)
     monkeypatch.setattr(mla, "kernels_for", lambda *_: "cuda")
     cache = LatentPagedKVCache(2, 64, max_num_seqs=4, max_seq_len=2048)
-    calls = BatchCalls(cache, torch.bfloat16, 512, (4,), kind=LatentPagedBatch, shared_prefix=True)
+    calls = BatchCalls(LatentPagedBatch, cache, torch.bfloat16, 512, (4,), shared_prefix=True)
     told = kernels_of([calls], runtime.gpu_of(CPU))
     assert not driver.launched
     batch = LatentPagedBatch(cache, 4, 512, shared_prefix=True)
@@ -72,11 +72,11 @@ def test_the_kernels_of_fewer_sequences_are_told(arch: str, shared: bool | None)
             *kernels_of(
                 [
                     BatchCalls(
+                        LatentPagedBatch,
                         cache,
                         torch.bfloat16,
                         512,
                         batches,
-                        kind=LatentPagedBatch,
                         shared_prefix=shared,
                     )
                 ],

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import latent_pages
 import pytest
 import torch
 from paged_cases import DIM, HEADS, LAYERS, begin, extend, make, new_rows, same, seen, values
+from row_kinds import KINDS
 
-from kvquant import Rope, debug
+from kvquant import AttentionVariant, Rope, debug
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 from kvquant.ops import append_checks
 from kvquant.paged.batch import PagedBatch
@@ -66,10 +68,48 @@ def test_a_step_with_an_unknown_option_appends_nothing() -> None:
     begin(batch, "a", 20)
     with batch.extend(["a"]):
         with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
-            batch.step(0, torch.randn(1, 4, DIM), *new_rows(1), **wrong)  # type: ignore[arg-type]
+            batch.step(0, torch.randn(1, 4, DIM), *new_rows(1), **wrong)  # type: ignore[call-overload]
         for layer in range(LAYERS):  # twice would be an error
             batch.step(layer, torch.randn(1, 4, DIM), *new_rows(1), sm_scale=1.0)
     assert batch.cache.length("a") == 21
+
+
+@pytest.mark.parametrize("name", ["heads", "latents"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sm_scale": float("nan")},
+        {"return_lse": 1},
+        {"num_splits": 0},
+        {"backend": "triton"},
+        {"backend": "cuda"},
+    ],
+    ids=str,
+)
+def test_a_step_with_an_option_that_is_not_possible_appends_nothing(
+    name: str, wrong: dict[str, Any]
+) -> None:
+    kind, of_latents = KINDS[name], name == "latents"
+    batch = kind.batch(kind.make(), 4, 100)
+    batch.cache.allocate("a")
+    with batch.extend(["a"], 1):
+        q, rows = kind.queries(1, 4), latent_pages.new_rows(1) if of_latents else new_rows(1)
+        with pytest.raises((ConfigError, DeviceError), match=next(iter(wrong))):
+            batch.step(0, *q, *rows, **kind.options | wrong)
+        for layer in range(batch.cache.num_layers):  # twice would be an error
+            batch.step(layer, *q, *rows, **kind.options)
+    assert batch.cache.length("a") == 1
+
+
+def test_a_step_with_a_variant_that_does_not_fit_appends_nothing() -> None:
+    batch, variant = PagedBatch(make(), 4, 100), AttentionVariant(sink_logits=torch.zeros(3))
+    batch.cache.allocate("a")
+    with batch.extend(["a"]):
+        with pytest.raises(ShapeError, match="sink_logits"):
+            batch.step(0, torch.randn(1, 4, DIM), *new_rows(1), variant=variant)
+        for layer in range(LAYERS):
+            batch.append(layer, *new_rows(1))
+    assert batch.cache.length("a") == 1
 
 
 def test_attention_before_the_append_of_a_step_is_refused() -> None:

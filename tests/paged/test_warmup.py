@@ -71,7 +71,7 @@ def test_what_is_launched_was_told(name: str, has_rope: bool, cuda: FakeDriver) 
     rope = Rope(*torch.zeros(2, TOKENS, DIM // 4)) if has_rope else None
     cache = MAKERS[name]()
     rotary_dim = (DIM // 2, False) if has_rope else None
-    calls = BatchCalls(cache, torch.bfloat16, TOKENS, (BATCH,), rotary_dim)
+    calls = BatchCalls(PagedBatch, cache, torch.bfloat16, TOKENS, (BATCH,), rotary_dim)
     told = kernels_of([calls], runtime.gpu_of(CPU))
     assert not cuda.launched and not cache.ids
     run(PagedBatch(cache, BATCH, TOKENS), rope)
@@ -99,7 +99,7 @@ def test_steps_that_read_a_prefix_once_are_told(
 ) -> None:
     monkeypatch.setattr(sharing, "is_rehearsed", lambda out: True)  # on the CPU as on CUDA
     cache = MAKERS[name]()
-    calls = BatchCalls(cache, torch.bfloat16, 200, (BATCH,), shared_prefix=True)
+    calls = BatchCalls(PagedBatch, cache, torch.bfloat16, 200, (BATCH,), shared_prefix=True)
     told = kernels_of([calls], runtime.gpu_of(CPU))
     batch = PagedBatch(cache, BATCH, 200, shared_prefix=True)
     cache.allocate(0)
@@ -132,7 +132,7 @@ def test_every_size_of_block_is_told(
     cache = PagedKVCache(
         1, heads, head_dim, num_pages=8, max_num_seqs=most, max_seq_len=max_seq_len
     )
-    calls = BatchCalls(cache, torch.bfloat16, 40, (most,), shared_prefix=shared)
+    calls = BatchCalls(PagedBatch, cache, torch.bfloat16, 40, (most,), shared_prefix=shared)
     told = kernels_of([calls], gpu)
     fmt = cache.rows.layers[0].k_format
     units = heads * worth_splits(max_seq_len)

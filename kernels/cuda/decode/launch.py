@@ -118,9 +118,17 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
     q, segments, _, num_splits, _, q_lens, variant, _ = call
     index, address = q.get_device(), q.data_ptr()
     # all that the check and the launch depend on, beside the segments
-    query = q.shape, q.is_contiguous() or q.stride(), q.dtype, address % UNIT
-    counts = q_lens if q_lens is None else _facts(q_lens)
-    key: Hashable = query, index, num_splits, counts, variant and _facts_of_variant(variant)
+    key: Hashable = (
+        q.shape,
+        q.is_contiguous() or q.stride(),
+        q.dtype,
+        address % UNIT,
+        q.is_neg(),
+        index,
+        num_splits,
+        q_lens if q_lens is None else _facts(q_lens),
+        variant and _facts_of_variant(variant),
+    )
     bound = segments.bound if type(segments) is FixedSegments and _override is USUAL else None
     launch: Launch | Nothing | None = None if bound is None else bound.get(key)
     addresses: Sequence[Addresses] = ()
@@ -299,9 +307,8 @@ class Launch:
         self._partial = places * work.spec.block_columns * (v_dim + 1)
         self._units = work.units
         strides = [2 * queries.stride(i) if queries.shape[i] > 1 else 0 for i in range(3)]
-        self._copies_query = queries.stride(3) != 1 or any(
-            n % UNIT for n in (q.data_ptr(), *strides)
-        )
+        aligned = q.data_ptr(), *strides
+        self._copies_query = queries.stride(3) != 1 or q.is_neg() or any(n % UNIT for n in aligned)
         if self._copies_query:
             of_query = 2 * num_q_heads * head_dim
             strides = [q_len * of_query, of_query, 2 * head_dim]
@@ -369,7 +376,7 @@ class Launch:
             given = getattr(variant, name)
             if isinstance(given, torch.Tensor):
                 if name != "key_bias" or not is_row_contiguous(given):
-                    given = given.contiguous()  # itself, if it is
+                    given = given.resolve_neg().contiguous()  # itself, if it is
                 kept.append(given)
                 values.append(given.data_ptr())
             values += constants

@@ -132,6 +132,17 @@ def test_rows_that_start_between_16_bytes_are_not_dense(cuda: FakeDriver) -> Non
         launch._launches.clear()
 
 
+def test_a_query_that_reads_as_negated_is_copied(cuda: FakeDriver) -> None:
+    """torch negates such a tensor where it reads it; a kernel would not."""
+    q, segments = make_query().add(1), [make_segment()]
+    fixed = FixedSegments(segments)
+    for rows in (segments, fixed):
+        for given in (q, torch._neg_view(q), q):
+            launch_attention(given, rows, 1.0, None)
+            common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
+            assert (common["q"] == q.data_ptr()) is (not given.is_neg())
+
+
 def test_strides_of_axes_with_one_element_do_not_matter(cuda: FakeDriver) -> None:
     segment = make_segment(batch=1, heads=1)
     odd = segment.k_rows.as_strided((1, 1, 1000, 80), (7, 3, 80, 1))

@@ -1,0 +1,108 @@
+"""Options of attention by name, which type checkers read: what a call returns goes with return_lse.
+
+    @overload
+    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[No]]) -> Tensor: ...
+    @overload
+    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[Yes]]) -> State: ...
+    @overload
+    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[bool]]) -> Either: ...
+
+Nothing of this file is needed at run time: import it under TYPE_CHECKING. The function itself names
+its options, so that help() shows them and a wrong name is refused before anything is done.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, Literal, TypeVar
+
+from torch import Tensor
+from typing_extensions import Required, TypedDict
+
+from .format import RowFormat
+from .latent import LatentFormat
+from .rotation import Rope
+from .variant import AttentionVariant
+
+No = Literal[False]
+Yes = Literal[True]
+Lse = TypeVar("Lse")  # No, Yes or bool
+Maybe = Tensor | None
+State = tuple[Tensor, Tensor]
+Either = Tensor | State  # where return_lse is known only when the call runs
+
+
+class _Options(TypedDict, Generic[Lse], total=False):
+    return_lse: Lse
+    backend: str | None
+
+
+class RankOptions(_Options[Lse], total=False):
+    """Of ContextParallelCache.attend."""
+
+    variant: AttentionVariant | None
+    sm_scale: float | None
+
+
+class StepOptions(RankOptions[Lse], total=False):
+    """Of KVCache.step and PagedBatch.attend."""
+
+    num_splits: int | None
+
+
+class AttendOptions(StepOptions[Lse], total=False):
+    """Of KVCache.attend. LatentKVCache has q_rope in the place of q_lens, so the name is here."""
+
+    q_lens: Maybe
+    in_step: bool
+
+
+class PagedStepOptions(StepOptions[Lse], total=False):
+    """Of PagedBatch.step."""
+
+    rope: Rope | None
+
+
+class LatentStepOptions(StepOptions[Lse], total=False):
+    """Of LatentKVCache.step."""
+
+    in_basis: bool
+
+
+class LatentAttendOptions(LatentStepOptions[Lse], total=False):
+    """Of LatentKVCache.attend."""
+
+    in_step: bool
+
+
+class LatentOptions(_Options[Lse], total=False):
+    """Of LatentPagedBatch."""
+
+    sm_scale: Required[float]
+    num_splits: int | None
+
+
+class MlaOptions(LatentOptions[Lse], total=False):
+    """Of mla_decode_attention."""
+
+    fmt: Required[str | LatentFormat]
+    block_table: Maybe
+    q_lens: Maybe
+
+
+class RowOptions(TypedDict, Generic[Lse], total=False):
+    """Of reference_attention."""
+
+    return_lse: Lse
+    k_format: Required[str | RowFormat]
+    v_format: Required[str | RowFormat]
+    block_table: Maybe
+    q_lens: Maybe
+    variant: AttentionVariant | None
+    sm_scale: float | None
+
+
+class OpOptions(RowOptions[Lse], total=False):
+    """Of decode_attention."""
+
+    num_splits: int | None
+    backend: str | None
