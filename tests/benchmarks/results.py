@@ -81,7 +81,7 @@ def shown() -> dict[str, list[str]]:
         "README.md": [
             *(memory(), speed_up(), cpu_speed_up(), settings(), steps_about(), step_bars(), room()),
             *(latents_day(), latents(), gpu_about(), decode()),
-            *(fidelity_about(), fidelity(README_CACHES)),
+            *(fidelity_about(), fidelity(README_CACHES), lost()),
         ],
         "calibration/README.md": [fidelity_about(), fidelity(CACHES)],
         **evaluated(),
@@ -518,6 +518,23 @@ def evaluated() -> dict[str, list[str]]:
         "calibration/FIDELITY.md": texts,
         "calibration/fidelity.svg": [f">{one}</text>" for one in labels(models, PICTURED)],
     }
+
+
+README_LOST = (
+    *("int8", "K int8, V int4-g4", "plan int4", "int4-g4", "int4"),
+    *("TurboQuant, 4 bits", "KIVI-4, groups of 128", "KVarN K4V2", "OSCAR-2"),
+)
+
+
+def lost() -> str:
+    """Points of right answers that caches cost a model which finds facts."""
+    (one,) = of_models(read_runs(RESULTS / "recall.json"))
+    points = one.lost(PICTURED)
+    rows = [
+        [name, f"{one.bits[name]:.2f}", *(f"{max(each, 0):.1f}" for each in points[name])]
+        for name in README_LOST
+    ]
+    return table(["cache", "bits per element", "points lost: mean", "worst task"], rows)
 
 
 if __name__ == "__main__":
