@@ -43,8 +43,8 @@ def diverge(
     """
     fed = windows[:, context:]
     caches = Caches(model, windows[:, :context], fed.shape[1], reading)
-    with caches.decoding() as cache:
-        expected = predict(model, cache, fed)  # [scored, passages, vocabulary]
+    # [scored, passages, vocabulary]
+    expected = caches.decoded(lambda cache: predict(model, cache, fed))
     for choice in choices:
         cache = caches.copy(choice)
         given = predict(model, cache, fed)

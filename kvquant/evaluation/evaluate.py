@@ -26,6 +26,7 @@ from . import divergence, generation
 from .caches import parse_cache
 from .decoding import Choice, Reading, ask_all
 from .generation import Sampling
+from .models import notes
 from .prompts import Prompt, Writer
 from .records import Records
 from .retrieval import TASKS
@@ -144,8 +145,10 @@ def evaluate(
         progress: called after each part.
 
     Returns:
-        Plain data, for json: "caches" (what each costs), "kl", "generation" and "retrieval", each
-        by the length of contexts. The same seed gives the same data on one machine.
+        Plain data, for json: "caches" (what each costs), "cache_bytes" (of the two that are there
+        at a time), "notes" (what no cache holds of the model, if anything), "kl", "generation" and
+        "retrieval", each by the length of contexts. The same seed gives the same data on one
+        machine.
 
     Raises:
         ConfigError: caches, sizes or a text that cannot be evaluated, before work begins.
@@ -308,17 +311,25 @@ class _Run:
         }
 
     def _check_memory(self) -> None:
+        """Raise unless the caches fit that are there at a time."""
         device = self.model.model.device
-        if device.type != "cuda":
-            return
-        capacity = max(self.lengths) + self._behind
-        exact, *others = (one["bytes_a_token"] * capacity * self.sizes.batch for one in self.costs)
-        needed, free = exact + max(others), torch.cuda.mem_get_info(device)[0]
-        if needed > free:
+        free = free_bytes(device)
+        if free is not None and self.cache_bytes > free:
             raise ConfigError(
-                f"caches of {self.sizes.batch} prompts need {needed / 2**30:.1f} GiB, and "
-                f"{free / 2**30:.1f} GiB are free on {device}: give a smaller --batch or --length"
+                f"two caches, 16 bit and packed, need {self.cache_bytes / 2**30:.1f} GiB, and "
+                f"{free / 2**30:.1f} GiB are free on {device}: give a smaller --batch or --length, "
+                "or shorter --prompts"
             )
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the 16-bit cache and the largest other one: no more are there at a time."""
+        new = self.sizes.new_tokens
+        tokens = [len(one.tokens) + new for one in self.examples]  # alone in a batch
+        if not self.examples or {"kl", "retrieval"} & {*self.task.kinds}:
+            tokens.append(self.sizes.batch * (max(self.lengths) + self._behind))
+        exact, *others = (one["bytes_a_token"] for one in self.costs)
+        return int((exact + max(others)) * max(tokens))
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -356,6 +367,8 @@ class _Run:
         kinds = [kind for kind in KINDS if kind in self.task.kinds]
         parts = self._parts()
         found: dict[str, Any] = {"settings": self._settings(), "caches": self.costs}
+        found["cache_bytes"] = self.cache_bytes
+        found |= {"notes": told} if (told := list(notes(self.model))) else {}
         for kind in kinds:
             found[kind] = {}
             lengths = self.lengths
@@ -477,6 +490,11 @@ class _Run:
         text = [token for token in text if token not in self.ends]
         found = generation.answer_of(self.model.decode(text), self.task.pattern)
         return found.strip() == example.answer.strip()
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that are free on a GPU; None for a CPU, which is not asked."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def hash_of(text: str) -> str:

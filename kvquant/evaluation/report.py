@@ -14,7 +14,7 @@ POINTS = 100.0  # of a share
 def render(found: Mapping[str, Any]) -> str:
     """Tables of all tasks; the 16-bit cache is the first row."""
     names = [one["cache"] for one in found["caches"]]
-    parts = [_costs(found["caches"])]
+    parts = [_costs(found["caches"]), *map(paragraph, found.get("notes", []))]
     for length, rows in found.get("kl", {}).items():
         parts.append(_kl(length, names, rows))
     for length, task in found.get("generation", {}).items():

@@ -200,7 +200,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "fails all of them in 16 bit" in done.output
     assert "is not a test of the cache" in done.output and "int8 + 4 sinks, 16" in done.output
     kept = json.loads(path.read_text())
-    assert set(kept) == {"settings", "caches", "kl", "retrieval"}
+    assert set(kept) == {"settings", "caches", "cache_bytes", "kl", "retrieval"}
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 
