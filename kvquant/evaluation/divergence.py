@@ -57,21 +57,21 @@ def diverge(
 
 
 def summary(scores: Scores) -> dict[str, Any]:
-    """Means over all tokens, with standard errors over passages, the tail, and by position."""
+    """Means over all tokens, with standard errors over passages (None of a single one), the tail,
+    and by position."""
     kl, top1 = scores["kl"], scores["top1"]
     flat = [one for passage in kl for one in passage]
     means = {name: [sum(one) / len(one) for one in scores[name]] for name in scores}
     scored = len(kl[0])
+    top1_error = standard_error(means["top1"])
+    least = least_error(round(len(flat) - sum(map(sum, top1))), len(flat))
     edges = [round(scored * part / PARTS) for part in range(PARTS + 1)]
     return {
         "kl": sum(flat) / len(flat),
         "kl_error": standard_error(means["kl"]),
         "kl_tail": quantile(flat, TAIL),
         "top1": sum(means["top1"]) / len(top1),
-        "top1_error": max(
-            standard_error(means["top1"]) or 0.0,
-            least_error(round(len(flat) - sum(map(sum, top1))), len(flat)),
-        ),
+        "top1_error": None if top1_error is None else max(top1_error, least),
         "by_position": [
             sum(sum(one[a:b]) for one in kl) / (len(kl) * (b - a))
             for a, b in pairwise(edges)

@@ -405,7 +405,7 @@ class _Run:
             for whole, part in zip(scores, parts, strict=True):
                 for name in whole:
                     whole[name] += part[name]
-        return [divergence.summary(one) for one in scores]
+        return [divergence.summary(one) | {"asked": self.sizes.passages} for one in scores]
 
     def _retrieval(self, length: int) -> dict[str, Any]:
         found = {}
@@ -463,8 +463,9 @@ class _Run:
                     whole += part
             texts = [[generation.ended(one, self.ends) for one in each] for each in texts]
             exact, *others = texts
-            found[way] = [generation.summary(exact, one) for one in others]
             prompts = [one for group in groups for one in group]
+            asked = len(self.examples) or self.sizes.prompts
+            found[way] = [generation.summary(exact, one) | {"asked": asked} for one in others]
             if way == "greedy":
                 found["accepted"] = [
                     sum(map(generation.accepted, [one.tokens for one in prompts], text)) / len(text)

@@ -58,9 +58,9 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
         ]
         for name, one in zip(names[1:], rows, strict=True)
     ]
-    passages = count_text(rows[0]["passages"], "passage")
+    passages = _counted(rows[0], "passage")
     head = (
-        f"Predictions of {rows[0]['tokens']} tokens in {passages}, "
+        f"Predictions of {rows[0]['tokens']:,} tokens in {passages}, "
         f"decoded behind {int(length):,} tokens, compared with those of the 16-bit cache:"
     )
     return f"{paragraph(head)}\n{render_table(columns, cells)}"
@@ -87,7 +87,7 @@ def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> I
         if way == "greedy":
             for row, accepted in zip(cells, task["accepted"], strict=True):
                 row.append(f"{accepted:.2f}")
-        head = f"{way.capitalize()} texts {behind}, of {rows[0]['prompts']} prompts:"
+        head = f"{way.capitalize()} texts {behind}, of {_counted(rows[0], 'prompt')}:"
         yield f"{paragraph(head)}\n{render_table(columns, cells)}"
         if (answers := task.get(f"{way}_answers")) is not None:
             if not answers["fails"]:
@@ -119,6 +119,18 @@ def _accuracy(
 
 def _points(one: Mapping[str, Any]) -> str:
     return f"{0.0 - POINTS * one['drop']:+.1f} ± {POINTS * one['error']:.1f}"
+
+
+def _counted(row: Mapping[str, Any], noun: str) -> str:
+    """How many passages or prompts there were, and whether the text has fewer than asked for."""
+    count, asked = row[f"{noun}s"], row.get("asked", 0)
+    if count >= asked:
+        return count_text(count, noun)
+    errors = ", of which there is no standard error" if count < 2 else ""
+    return (
+        f"{count_text(count, noun)}{errors} ({asked} were asked for, and the text has room for no "
+        "more: give a longer --text or a shorter --length)"
+    )
 
 
 def _or_dash(value: float | None, form: str) -> str:
