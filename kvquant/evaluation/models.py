@@ -41,10 +41,10 @@ def notes(model: CachedModel) -> Iterator[str]:
     for layer, why in layers.others.items():
         reasons.setdefault(why, []).append(layer)
     for why, numbers in reasons.items():
+        are, them, each = ("is", "it", "It") if len(numbers) == 1 else ("are", "them", "Each")
         yield (
-            f"{_named(numbers)} of {layers.count} {'is' if len(numbers) == 1 else 'are'} kept as "
-            f"transformers keeps layers, alike for all caches, and no figure of bits or bytes "
-            f"counts {'it' if len(numbers) == 1 else 'them'}. Reason: it {why}."
+            f"{_named(numbers)} of {layers.count} {are} kept as transformers keeps layers, alike "
+            f"for all caches, and no figure of bits or bytes counts {them}. {each} {why}."
         )
     if layers.states:
         yield (

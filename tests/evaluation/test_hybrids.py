@@ -58,8 +58,8 @@ def test_what_no_cache_holds_is_told() -> None:
     (layers,) = found["jamba"]["notes"]
     assert layers == (
         "Layers 0, 2 of 4 are kept as transformers keeps layers, alike for all caches, and no "
-        "figure of bits or bytes counts them. Reason: it is 'linear_attention', which keeps other "
-        "than keys and values."
+        "figure of bits or bytes counts them. Each is 'linear_attention', which keeps other than "
+        "keys and values."
     )
     (states,) = found["falcon_h1"]["notes"]
     assert states.startswith("Layers 0-1 of 2 have a state beside attention. The state is copied")
