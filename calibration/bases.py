@@ -112,9 +112,8 @@ def optimal_matrix(
     Returns:
         The same shape, float64.
     """
-    weights, spread = regularized(weights), regularized(covariance, noise)
-    root, inverse_root = _power(weights, 0.5), _power(weights, -0.5)
-    u, s, _ = torch.linalg.svd(root @ _power(spread, 0.5))
+    u, s, _ = torch.linalg.svd(_root_product(weights, covariance, noise))
+    inverse_root = _power(regularized(weights), -0.5)
     power = 2 / 3 if feedback else 1 / 2
     matrix = inverse_root @ (u * s.pow(power)[:, None]) @ spreading(s.shape[-1]).to(s.device)
     variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -124,6 +123,30 @@ def optimal_matrix(
     ratio = variance.clamp(min=least) / stored
     scaled: torch.Tensor = matrix * ratio.rsqrt()[:, None, None]
     return scaled
+
+
+def steepness(weights: torch.Tensor, covariance: torch.Tensor) -> float:
+    """How unlike directions are: arithmetic over geometric mean of the singular values of W^½ C^½.
+
+    The best matrix, rounded to the nearest code, has a weighted error in proportion to the square
+    of the arithmetic mean. Bits graded by direction take it down to that of the geometric mean
+    (reverse water-filling), and rounding with feedback goes a part of the way.
+
+    Args:
+        weights, covariance: [heads, dim, dim], float64, as of optimal_matrix.
+
+    Returns:
+        The mean over heads; 1 where all singular values are alike.
+    """
+    s = torch.linalg.svdvals(_root_product(weights, covariance))
+    return float((s.mean(-1) / s.log().mean(-1).exp()).mean())
+
+
+def _root_product(
+    weights: torch.Tensor, covariance: torch.Tensor, noise: torch.Tensor | None = None
+) -> torch.Tensor:
+    """W^½ C^½, both regularized."""
+    return _power(regularized(weights), 0.5) @ _power(regularized(covariance, noise), 0.5)
 
 
 def candidates(

@@ -29,7 +29,8 @@ from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
 from kvquant.rows.format import HEAD_DIMS, RowFormat
 from kvquant.rows.latent import LatentFormat
 
-from .basis_search import BASE_FORMAT, STEPS, Chosen, ObservableModel, choose
+from .bases import steepness
+from .basis_search import BASE_FORMAT, STEPS, Chosen, ObservableModel, choose, error_weights
 from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
 from .format_search import Costs, Side, allocate, worst_layers
 from .layer_selection import HeldLayers, held_layers, renumbered
@@ -347,6 +348,14 @@ def finish(
         "others": [{"layer": layer, "why": why} for layer, why in others.items()],
         **({"latent": True} if first.is_latent else {}),
     }
+    weights = error_weights(held, moments)
+    facts["steepness"] = [
+        {
+            side: steepness(weights[layer][side], moments.layers[layer].covariance(side))
+            for side in "kv"
+        }
+        for layer in sorted(moments.layers)
+    ]
     kept = _kept(moments)
     plan = _assembled(moments, chosen, start, model.exact_format, kept, facts)
     rows.check_budget(goal, plan.bits)  # with the layers that stay in 16 bit

@@ -47,7 +47,21 @@ def render_plan(plan: CachePlan) -> str:
         alike.setdefault(f"not in the cache ({one['why']})", []).append(one["layer"])
     for text, layers in alike.items():
         table.append(f"{'layer' if len(layers) == 1 else 'layers'} {spans(layers)}: {text}")
+    table += _steepness(plan)
     return "\n".join(table)
+
+
+def _steepness(plan: CachePlan) -> list[str]:
+    """A table of how unlike the directions of each layer's rows are, behind an empty line; nothing
+    of plans that were made before it was measured."""
+    found = plan.facts.get("steepness", [])
+    k, v = SIDES[plan.is_latent]
+    columns = Column("layer"), Column(f"steepness\nof {k}"), Column(f"steepness\nof {v}")
+    rows = [
+        [str(layer), f"{one['k']:.2f}", f"{one['v']:.2f}"]
+        for layer, one in zip(plan.places, found, strict=False)
+    ]
+    return ["", render_table(columns, rows)] if rows else []
 
 
 def refusal(plan: CachePlan) -> str | None:

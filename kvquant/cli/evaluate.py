@@ -138,7 +138,7 @@ def evaluate(
     from ..evaluation.evaluate import evaluate as run
     from ..evaluation.html_report import render as render_page
     from ..evaluation.report import against_limit, render
-    from ..hf.model import CachedModel
+    from ..hf.hybrid import load_decoder
     from ..html.page import check_libraries
     from ..io.atomic import save_text
     from ..text import paragraph, progress
@@ -151,7 +151,7 @@ def evaluate(
     options |= {} if pattern is None else {"pattern": pattern}
     sizes = Sizes(lengths, samples, questions, samples, scored, new_tokens, batch=batch, seed=seed)
     task, reading = Task(**options), Reading(chunk, prompts_from_rows)
-    reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
+    reader = load_decoder(model, dtype=getattr(torch, dtype), device=device)
     given = [] if examples is None else _examples(examples, reader, chat)
     if (
         max_drop is not None

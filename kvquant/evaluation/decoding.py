@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from kvquant.cache.layer import SPARE
 from kvquant.calibration.fidelity import (
     Planned,
     Scheme,
@@ -19,6 +19,7 @@ from kvquant.calibration.fidelity import (
 from kvquant.errors import ConfigError
 from kvquant.rows.quantize import EXACT_DTYPES
 
+from .models import WithStates
 from .prompts import Asked, Prompt
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Simulated(Protocol):
 
 
 Choice: TypeAlias = Scheme | Planned | Simulated
+T = TypeVar("T")
 A_QUESTION = 8  # tokens at least, of which stepper chooses a graph
 
 
@@ -98,6 +100,9 @@ def check_simulated(model: CachedModel, reading: Reading) -> None:
 class Caches:
     """The caches of one batch of prompts, one after another: the 16-bit one, then the others.
 
+    It holds the 16-bit one. Whoever gets another one drops it before the next, so that no more than
+    these two are there at a time.
+
     Args:
         model: decodes.
         tokens: [batch, tokens], prompts of one length.
@@ -113,14 +118,18 @@ class Caches:
         self._exact = Scheme(model.exact_format, model.exact_format)
         self.exact, self.logits = self._read(self._exact, self.length + new_tokens)
 
-    @contextmanager
-    def decoding(self) -> Iterator[KVCache]:
-        """The 16-bit cache to decode from; afterwards it holds the prompts alone again."""
-        if self.model.windows():  # layers that forget cannot be cropped by many tokens
-            yield self.copy(self._exact)
-            return
-        yield self.exact
-        self.exact.crop(self.length)
+    def decoded(self, decode: Callable[[KVCache], T]) -> T:
+        """What a function finds that decodes from the 16-bit cache, which then holds the prompts
+        alone again."""
+        found = decode(self.exact)
+        added = int(self.exact.seq_lens.max()) - self.length
+        if added > SPARE and self.model.windows():  # layers that forget cannot be cropped so far
+            size = self.exact.max_seq_len
+            del self.exact  # before there is another one
+            self.exact, _ = self._read(self._exact, size)
+        else:
+            self.exact.crop(self.length)
+        return found
 
     def copy(self, choice: Choice) -> KVCache:
         """A cache of the prompts."""
@@ -129,10 +138,16 @@ class Caches:
     def copy_and_logits(self, choice: Choice) -> tuple[KVCache, torch.Tensor]:
         """A cache of the prompts, and the logits behind them: with from_rows its own."""
         if not isinstance(choice, Scheme | Planned):
-            return self._simulated(choice), self.logits
+            return self._with_states(self._simulated(choice)), self.logits
         if self._reading.from_rows:
             return self._read(choice, self.exact.max_seq_len)
-        return quantized_copy(self.model, self.exact, choice), self.logits
+        return self._with_states(quantized_copy(self.model, self.exact, choice)), self.logits
+
+    def _with_states(self, cache: KVCache) -> KVCache:
+        """A copy of the prompts' rows, with what the model keeps beside them, if anything."""
+        if isinstance(self.model, WithStates):
+            self.model.copy_states(self.exact, cache)
+        return cache
 
     def _simulated(self, choice: Simulated) -> KVCache:
         """A 16-bit cache that holds what a cache of another kind would give."""
@@ -173,7 +188,7 @@ def ask_all(
     longest = max(len(one.question) + len(one.answer) for each in prompts for one in each.asked)
     tokens = torch.tensor([one.context for one in prompts], device="cpu")
     caches = Caches(model, tokens, longest, reading)
-    yield _answers(model, prompts, lambda: caches.exact)
+    yield caches.decoded(lambda cache: _answers(model, prompts, lambda: cache))
     for choice in choices:
         yield _answers(model, prompts, partial(caches.copy, choice))
 
@@ -197,6 +212,8 @@ def _answers(
             if at < len(prompts[place].asked):
                 found[place].append(one)
         cache.check()
+        if at + 1 == most:
+            break
         if cache.recent_len and fed.shape[1] > cache.rollback_len:
             del cache, step  # before there is another one
             cache = make()

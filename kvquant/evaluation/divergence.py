@@ -43,8 +43,8 @@ def diverge(
     """
     fed = windows[:, context:]
     caches = Caches(model, windows[:, :context], fed.shape[1], reading)
-    with caches.decoding() as cache:
-        expected = predict(model, cache, fed)  # [scored, passages, vocabulary]
+    # [scored, passages, vocabulary]
+    expected = caches.decoded(lambda cache: predict(model, cache, fed))
     yield None
     for choice in choices:
         cache = caches.copy(choice)
@@ -62,24 +62,23 @@ def summary(scores: Scores) -> dict[str, Any]:
 
     Returns:
         "kl", "top1": means over all tokens. "kl_error", "top1_error": their standard errors, with a
-        passage as one observation. "kl_tail": the KL that a share TAIL of the tokens stays below.
-        "by_position": the mean KL in each of PARTS parts of a passage, from the first to the last.
-        "tokens", "passages": how many there are.
+        passage as one observation; None of a single passage. "kl_tail": the KL that a share TAIL of
+        the tokens stays below. "by_position": the mean KL in each of PARTS parts of a passage, from
+        the first to the last. "tokens", "passages": how many there are.
     """
     kl, top1 = scores["kl"], scores["top1"]
     flat = [one for passage in kl for one in passage]
     means = {name: [sum(one) / len(one) for one in scores[name]] for name in scores}
     scored = len(kl[0])
+    top1_error = standard_error(means["top1"])
+    least = least_error(round(len(flat) - sum(map(sum, top1))), len(flat))
     edges = [round(scored * part / PARTS) for part in range(PARTS + 1)]
     return {
         "kl": sum(flat) / len(flat),
         "kl_error": standard_error(means["kl"]),
         "kl_tail": quantile(flat, TAIL),
         "top1": sum(means["top1"]) / len(top1),
-        "top1_error": max(
-            standard_error(means["top1"]) or 0.0,
-            least_error(round(len(flat) - sum(map(sum, top1))), len(flat)),
-        ),
+        "top1_error": None if top1_error is None else max(top1_error, least),
         "by_position": [
             sum(sum(one[a:b]) for one in kl) / (len(kl) * (b - a))
             for a, b in pairwise(edges)

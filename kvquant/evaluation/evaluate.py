@@ -26,6 +26,7 @@ from . import divergence, generation
 from .caches import parse_cache
 from .decoding import Choice, Reading, ask_all, check_simulated
 from .generation import Sampling
+from .models import notes
 from .prompts import Prompt, Writer
 from .records import Records
 from .retrieval import TASKS
@@ -141,7 +142,7 @@ def evaluate(
     """Compare what a model does with quantized caches and with its 16-bit cache.
 
     Args:
-        model: a CachedModel, on a CPU or a GPU. Or a folder, which CachedModel.from_pretrained
+        model: a CachedModel, on a CPU or a GPU. Or a folder, which kvquant.hf.hybrid.load_decoder
             loads on the CPU in float32. Or a model of transformers, if neither a text nor
             retrieval needs a tokenizer: give CachedModel(model, tokenizer) where one does.
         caches: settings as text, K[/V][,sinks=N][,recent=N] or a plan's file in place of K/V:
@@ -159,14 +160,15 @@ def evaluate(
     Returns:
         Plain data that json can write. "settings"; "caches": what each cache costs, the 16-bit
         cache first ("bits" of an element with its 16-bit tokens in a full cache, "packed_bits"
-        without them, ...); "kl", "generation" and "retrieval": results by the length of the
-        context, in lists of the quantized caches; "seconds": how long each task took with each
-        cache, where the time of the 16-bit cache includes reading the prompts. Apart from "seconds"
-        the same seed gives the same data on one machine.
+        without them, ...); "cache_bytes": of the two caches that exist at a time; "notes": what no
+        cache holds of the model, if anything; "kl", "generation" and "retrieval": results by the
+        length of the context, in lists of the quantized caches; "seconds": how long each task took
+        with each cache, where the time of the 16-bit cache includes reading the prompts. Apart from
+        "seconds" the same seed gives the same data on one machine.
 
     Raises:
         ConfigError: a cache, size or text that cannot be evaluated, raised before work begins.
-        UnsupportedModelError: no KVCache serves the model.
+        UnsupportedModelError: no cache of kvquant serves the model.
 
     Example:
         >>> from kvquant import evaluate
@@ -179,12 +181,13 @@ def evaluate(
         >>> found["kl"]["128"][0]["kl"] < 0.01  # nats a token
         True
     """
+    from kvquant.hf.hybrid import decoder_of, load_decoder
     from kvquant.hf.model import CachedModel
 
     if isinstance(model, (str, Path)):
-        model = CachedModel.from_pretrained(model)
+        model = load_decoder(model, dtype=torch.float32)
     elif not isinstance(model, CachedModel):
-        model = CachedModel(model)
+        model = decoder_of(model)
     run = _Run(model, caches, task, sizes, text, examples, reading, state, progress)
     return run.all()
 
@@ -355,19 +358,27 @@ class _Run:
         }
 
     def _check_memory(self) -> None:
+        """Raise unless the caches fit that are there at a time."""
         device = self.model.model.device
-        if device.type != "cuda":
-            return
-        capacity = max(self.lengths) + self._behind
-        exact, *others = (one["bytes_a_token"] * capacity * self.sizes.batch for one in self.costs)
+        free = free_bytes(device)
+        if free is not None and self.cache_bytes > free:
+            raise ConfigError(
+                f"two caches, 16 bit and packed, need {self.cache_bytes / 2**30:.1f} GiB, and "
+                f"{free / 2**30:.1f} GiB are free on {device}: give a smaller --batch or --length, "
+                "or shorter --prompts"
+            )
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the 16-bit cache and the largest other one: no more are there at a time."""
+        new = self.sizes.new_tokens
+        tokens = [len(one.tokens) + new for one in self.examples]  # alone in a batch
+        if not self.examples or {"kl", "retrieval"} & {*self.task.kinds}:
+            tokens.append(self.sizes.batch * (max(self.lengths) + self._behind))
+        exact, *others = (one["bytes_a_token"] for one in self.costs)
         if any(not isinstance(one, Scheme | Planned) for one in self.choices):
             others.append(exact)  # what is simulated lies in 16 bit
-        needed, free = exact + max(others), torch.cuda.mem_get_info(device)[0]
-        if needed > free:
-            raise ConfigError(
-                f"caches of {self.sizes.batch} prompts need {needed / 2**30:.1f} GiB, and "
-                f"{free / 2**30:.1f} GiB are free on {device}: give a smaller --batch or --length"
-            )
+        return int((exact + max(others)) * max(tokens))
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -409,6 +420,8 @@ class _Run:
         kinds = [kind for kind in KINDS if kind in self.task.kinds]
         parts = self._parts()
         found: dict[str, Any] = {"settings": self._settings(), "caches": self.costs}
+        found["cache_bytes"] = self.cache_bytes
+        found |= {"notes": told} if (told := list(notes(self.model))) else {}
         for kind in kinds:
             found[kind] = {}
             lengths = self.lengths
@@ -444,7 +457,7 @@ class _Run:
             for whole, part in zip(scores, parts, strict=True):
                 for name in whole:
                     whole[name] += part[name]
-        return [divergence.summary(one) for one in scores]
+        return [divergence.summary(one) | {"asked": self.sizes.passages} for one in scores]
 
     def _retrieval(self, length: int) -> dict[str, Any]:
         found = {}
@@ -510,8 +523,9 @@ class _Run:
                     whole += part
             texts = [[generation.ended(one, self.ends) for one in each] for each in texts]
             exact, *others = texts
-            found[way] = [generation.summary(exact, one) for one in others]
             prompts = [one for group in groups for one in group]
+            asked = len(self.examples) or self.sizes.prompts
+            found[way] = [generation.summary(exact, one) | {"asked": asked} for one in others]
             if way == "greedy" and self.task.draft:
                 contexts = [one.tokens for one in prompts]
                 found["drafts"] = [
@@ -537,6 +551,11 @@ class _Run:
         text = [token for token in text if token not in self.ends]
         found = generation.answer_of(self.model.decode(text), self.task.pattern)
         return found.strip() == example.answer.strip()
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that are free on a GPU; None for a CPU, which is not asked."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def hash_of(text: str) -> str:

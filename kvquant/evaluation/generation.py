@@ -65,8 +65,9 @@ def free_run(
         [prompts][num_tokens] token ids, for the 16-bit cache and then for each choice.
     """
     caches = Caches(model, tokens, num_tokens, reading)
-    with caches.decoding() as cache:
-        yield _continued(model, cache, caches.logits, num_tokens, sampling)
+    yield caches.decoded(
+        lambda cache: _continued(model, cache, caches.logits, num_tokens, sampling)
+    )
     for choice in choices:
         cache, logits = caches.copy_and_logits(choice)
         yield _continued(model, cache, logits, num_tokens, sampling)

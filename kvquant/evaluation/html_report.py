@@ -79,7 +79,7 @@ def render(found: Mapping[str, Any], names: Mapping[str, str], limit: float | No
             f"{settings['model']} · {settings['dtype'].removeprefix('torch.')} · seed "
             f"{settings['sizes']['seed']} · text: {_text(settings, names)}",
             verdict,
-            notes=failures(found),
+            notes=[*found.get("notes", []), *failures(found)],
             sections=[*_tasks(found), _costs(found), _method(found, names)],
         )
     )

@@ -33,11 +33,11 @@ class Shown:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """All tables, and a sentence for each task that the model fails in 16 bit."""
+    """All tables, and sentences: what no cache holds, and which tasks the model fails in 16 bit."""
     parts = [
         f"{paragraph(one.head)}\n{render_table(one.columns, one.rows)}" for one in tables(found)
     ]
-    return "\n\n".join([*parts, *map(paragraph, failures(found))])
+    return "\n\n".join([*parts, *map(paragraph, [*found.get("notes", []), *failures(found)])])
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
@@ -98,7 +98,7 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
         ]
         for name, one in zip(names[1:], rows, strict=True)
     ]
-    passages = count_text(rows[0]["passages"], "passage")
+    passages = _counted(rows[0], "passage")
     head = (
         f"Predictions of {rows[0]['tokens']:,} tokens in {passages}, "
         f"decoded behind {int(length):,} tokens, compared with those of the 16-bit cache:"
@@ -127,7 +127,7 @@ def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> I
             median = parted[one["prompts"] // 2] if len(parted) > one["prompts"] // 2 else None
             shares = [f"{POINTS * share['share']:.0f} %" for share in one["agreement"].values()]
             cells.append([name, "never" if median is None else str(median), *shares])
-        head = f"{way.capitalize()} texts {place_of(length)}, of {rows[0]['prompts']} prompts:"
+        head = f"{way.capitalize()} texts {place_of(length)}, of {_counted(rows[0], 'prompt')}:"
         yield Shown("generation", f"{way}, {place_of(length)}", head, columns, cells)
         answers = task.get(f"{way}_answers")
         if answers is not None and not answers["fails"]:
@@ -176,6 +176,18 @@ def _accuracy(
 
 def _points(one: Mapping[str, Any]) -> str:
     return f"{0.0 - POINTS * one['drop']:+.1f} ± {POINTS * one['error']:.1f}"
+
+
+def _counted(row: Mapping[str, Any], noun: str) -> str:
+    """How many passages or prompts there were, and whether the text has fewer than asked for."""
+    count, asked = row[f"{noun}s"], row.get("asked", 0)
+    if count >= asked:
+        return count_text(count, noun)
+    errors = ", of which there is no standard error" if count < 2 else ""
+    return (
+        f"{count_text(count, noun)}{errors} ({asked} were asked for, and the text has room for no "
+        "more: give a longer --text or a shorter --length)"
+    )
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -119,7 +119,7 @@ class CachedModel:
         # what no method serves is refused here; layers that no KVCache holds can be observed
         check_has_attention(self.config)
         check_decoder(model, gives_logits=True)
-        with attending(model, ATTENTION):
+        with attending(model, self._attention):
             pass
 
     @classmethod
@@ -159,11 +159,7 @@ class CachedModel:
                 f"device is {shown(device)}, and with tp_plan each process has its own: leave it "
                 "out"
             )
-        device = check_device("cpu" if device is None else device)
-        model, tokenizer, saved = load(folder, dtype, tp_plan)
-        exact = exact_codec(saved if dtype == torch.float32 else dtype)
-        model = model.to(device) if tp_plan is None else model
-        return cls(model, tokenizer, exact_format=exact)
+        return cls(**loaded(folder, dtype, device, tp_plan))
 
     @property
     def config_dict(self) -> dict[str, Any]:
@@ -619,7 +615,7 @@ class CachedModel:
         assert cache is not None
         steps = torch.arange(tokens.shape[1], device=cache.device)
         held = cache.layers[0].seq_lens  # as of all, or check tells it
-        with attending(self.model, ATTENTION), torch.no_grad():
+        with attending(self.model, self._attention), torch.no_grad():
             out = self.model(
                 tokens,
                 **as_argument(self.model, past),
@@ -630,6 +626,11 @@ class CachedModel:
         past.check_complete()
         logits: torch.Tensor = out.logits
         return logits if logits.shape[1] == len(keep) else logits[:, keep]
+
+    @property
+    def _attention(self) -> str:
+        """The implementation by which the model attends in a call with a KVCache."""
+        return ATTENTION
 
     @cached_property
     def _layers(self) -> CacheLayers:
@@ -697,6 +698,20 @@ class CachedModel:
                 f"{count} positions are needed, and the model has learned {self._positions}: give "
                 "fewer tokens"
             )
+
+
+def loaded(
+    folder: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    tp_plan: TensorPlan | None = None,
+) -> dict[str, Any]:
+    """What a CachedModel is made of; see from_pretrained."""
+    device = check_device("cpu" if device is None else device)
+    model, tokenizer, saved = load(folder, dtype, tp_plan)
+    exact = exact_codec(saved if dtype == torch.float32 else dtype)
+    model = model.to(device) if tp_plan is None else model
+    return {"model": model, "tokenizer": tokenizer, "exact_format": exact}
 
 
 def _counts(lens: torch.Tensor | Sequence[int] | None, batch: int, new_tokens: int) -> torch.Tensor:

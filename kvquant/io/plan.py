@@ -79,6 +79,8 @@ class CachePlan:
         layers          L objects {"k": side, "v": side, "kept": null or why this layer stays in 16
                         bit}; a side is {"format": "int4", "basis": "none" | "hadamard" | "matrix",
                         "rounding": "nearest" | "feedback"}
+        steepness       L objects {"k": number, "v": number}, of steepness in calibration/bases.py;
+                        for people, not in older plans
         bits            per element of K and V, of the packed rows, headers included
         observed_tokens, steps, candidates (formats), zero_data (true: no text was observed)
         measured        {"kl", "top1", "perplexity", "exact_perplexity", "context", "scored",

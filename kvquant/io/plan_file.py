@@ -97,6 +97,13 @@ class _Sensitivity(msgspec.Struct):
     kl: float
 
 
+class _Steepness(msgspec.Struct):
+    """How unlike the directions of one layer's rows are."""
+
+    k: Annotated[float, Meta(ge=0)]
+    v: Annotated[float, Meta(ge=0)]
+
+
 class _Other(msgspec.Struct):
     """A layer of the model that the cache has none of."""
 
@@ -123,6 +130,7 @@ class _Facts(msgspec.Struct):
     places: tuple[Length, ...] = ()
     others: tuple[_Other, ...] = ()
     latent: bool = False
+    steepness: tuple[_Steepness, ...] = ()
 
 
 def read_facts(file: SafetensorsFile) -> tuple[dict[str, Any], dict[str, str]]:
@@ -217,6 +225,8 @@ def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
         _check_figures(f"comparison[{i}]", row)
     for i, alone in enumerate(given.sensitivity):
         _check_figures(f"sensitivity[{i}]", alone)
+    if len(given.steepness) not in (0, layers):
+        raise CheckpointError(f"steepness is of {len(given.steepness)} layers, there are {layers}")
     places = given.places or range(layers)
     others = [other.layer for other in given.others]
     if len(places) != layers or len({*places, *others}) != layers + len(others):

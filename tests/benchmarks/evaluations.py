@@ -363,5 +363,7 @@ def draw(models: Sequence[Evaluations], window: Window, path: Path) -> None:
             panel.set_title(one.name, loc="left")
             panel.spines[["top", "right", "left"]].set_visible(False)
             panel.tick_params(left=False)
-        panels[-1].set_xlabel("points of right answers lost: mean of all tasks (full), worst (open)")
+        panels[-1].set_xlabel(
+            "points of right answers lost: mean of all tasks (full), worst (open)"
+        )
         page.savefig(path, transparent=True, metadata={"Date": None})

@@ -196,7 +196,8 @@ def main() -> None:
         model = made_model(tokenizer, given.width, given.layers, given.length).to(device)
     else:
         tokenizer = AutoTokenizer.from_pretrained(given.start)
-        model = LlamaForCausalLM.from_pretrained(given.start, dtype=torch.float32).to(device)
+        loaded: Any = LlamaForCausalLM.from_pretrained(given.start, dtype=torch.float32)
+        model = loaded.to(device)
         model.config.max_position_embeddings = 2 * given.length
         warm = 0.0
     print(f"{sum(one.numel() for one in model.parameters()) / 1e6:.1f} million parameters")

@@ -73,6 +73,9 @@ def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> No
     assert plan.facts["measured"]["kl"] == pytest.approx(kl["int4", True], rel=1e-3)
     told = plan.facts["measured"]
     assert (told["scored"], told["passages"]) == (48, 4)
+    steep = plan.facts["steepness"]
+    assert len(steep) == 4 and all(1 < one[side] < 3 for one in steep for side in "kv")
+    assert all(one["k"] > one["v"] for one in steep)  # as of this model's keys
     assert 0 < told["kl_error"] < told["kl"]
     assert 0 < told["top1_error"] < 0.2
     assert all(row["kl_error"] > 0 and row["top1_error"] > 0 for row in plan.facts["comparison"])

@@ -54,6 +54,22 @@ def test_a_plan_is_printed_beside_plain_formats_with_its_layers() -> None:
     ]
 
 
+def test_steepness_stands_behind_the_layers() -> None:
+    steep = [{"k": 3.914, "v": 1.9}, {"k": 1.0, "v": 12.3}, {"k": 2.0, "v": 2.0}]
+    lines = render_plan(plan(steepness=steep)).splitlines()
+    at = lines.index("layer 2: K bf16, V bf16")
+    assert [line.split() for line in lines[at + 1 :]] == [
+        [],
+        ["steepness", "steepness"],
+        ["layer", "of", "K", "of", "V"],
+        [lines[at + 4]],
+        ["0", "3.91", "1.90"],
+        ["1", "1.00", "12.30"],
+        ["2", "2.00", "2.00"],
+    ]
+    assert max(map(len, lines)) <= 80
+
+
 def test_a_plan_of_one_format_is_printed_once() -> None:
     side = {"format": "int4", "basis": "none", "rounding": "nearest"}
     text = render_plan(plan(layers=[{"k": side, "v": side, "kept": None}] * 3))

@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 from kvquant.cli.demo import MODEL
 from kvquant.cli.main import main
 from kvquant.errors import ConfigError
-from kvquant.evaluation.evaluate import Example, Sizes, Task, evaluate
+from kvquant.evaluation.evaluate import HELD_OUT, Example, Sizes, Task, evaluate
+from kvquant.evaluation.report import render
 from kvquant.hf.model import CachedModel
 
 CACHES = ["bf16,sinks=0,recent=0", "int8/int4-g4,recent=16", "int4,sinks=0,recent=0"]
@@ -53,6 +54,24 @@ def test_fewer_bits_cost_more(found: dict[str, Any]) -> None:
     assert costs[0]["bits"] == costs[1]["bits"] == 16 and costs[3]["bits"] == 4.25
     assert costs[3]["bits"] < costs[2]["bits"] < 16
     assert costs[3]["tokens_per_gib"] > 3 * costs[0]["tokens_per_gib"]
+
+
+@pytest.mark.parametrize(("room", "told"), [(2, "2 passages"), (1, "1 passage, of which there is")])
+def test_a_short_text_is_told(model: CachedModel, room: int, told: str) -> None:
+    """The same of the packaged one, which has 3 passages of 4,096 tokens of this model."""
+    text = HELD_OUT.read_text()
+    size = 160 + 8 + len(model.encode("\n"))  # of a passage, and what the tokenizer adds
+    few = model.decode(model.encode(text)[: room * size])
+    task = Task(kinds=("kl", "generation"))
+    sizes = Sizes((160,), prompts=9, passages=9, scored=8, new_tokens=4)
+    found = evaluate(model, ["int8,recent=0"], task=task, sizes=sizes, text=few)
+    (row,) = found["kl"]["160"]
+    assert (row["passages"], row["tokens"], row["asked"]) == (room, 8 * room, 9)
+    assert (row["kl_error"] is None) == (row["top1_error"] is None) == (room == 1)
+    shown = " ".join(render(found).split())
+    assert f"Predictions of {8 * room} tokens in {told}" in shown
+    room_for = "(9 were asked for, and the text has room for no more: give a longer --text"
+    assert shown.count(room_for) == 3  # greedy and sampled texts, too
 
 
 def test_what_is_asked_for_lies_beyond_the_window(found: dict[str, Any]) -> None:
@@ -241,7 +260,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "fails all of them in 16 bit" in done.output
     assert "is not a test of the cache" in done.output and "int8 + 4 sinks, 16" in done.output
     kept = json.loads(path.read_text())
-    assert set(kept) == {"settings", "caches", "kl", "retrieval", "seconds"}
+    assert set(kept) == {"settings", "caches", "cache_bytes", "kl", "retrieval", "seconds"}
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 

@@ -1,0 +1,62 @@
+"""What an evaluation asks of a model of which a KVCache holds a part (hybrids).
+
+Tasks read and decode with the methods of CachedModel, and every cache is a KVCache. Of a model with
+layers beside it they ask two things more: that a copy of a prompt's rows goes on like the prompt,
+and what the report should say of these layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from kvquant.cache.contiguous import KVCache
+from kvquant.text import spans
+
+if TYPE_CHECKING:
+    from kvquant.hf.model import CachedModel
+    from kvquant.hf.models.configs import CacheLayers
+
+
+@runtime_checkable
+class WithStates(Protocol):
+    """A CachedModel with layers that no KVCache holds; kvquant.hf.hybrid.HybridModel is one."""
+
+    dequantizes: bool  # its attention gets dequantized rows
+
+    @property
+    def layers(self) -> CacheLayers:
+        """Which layers a KVCache holds, and why it does not hold the others."""
+
+    def copy_states(self, source: KVCache, target: KVCache) -> None:
+        """Let a cache with the same prompt go on like the one that prefill has read it into."""
+
+
+def notes(model: CachedModel) -> Iterator[str]:
+    """Sentences for the report: what of the model no cache holds, and how it attends."""
+    if not isinstance(model, WithStates):
+        return
+    layers = model.layers
+    reasons: dict[str, list[int]] = {}
+    for layer, why in layers.others.items():
+        reasons.setdefault(why, []).append(layer)
+    for why, numbers in reasons.items():
+        are, them, each = ("is", "it", "It") if len(numbers) == 1 else ("are", "them", "Each")
+        yield (
+            f"{_named(numbers)} of {layers.count} {are} kept as transformers keeps layers, alike "
+            f"for all caches, and no figure of bits or bytes counts {them}. {each} {why}."
+        )
+    if layers.states:
+        yield (
+            f"{_named(layers.states)} of {layers.count} have a state beside attention. The state "
+            "is copied with each cache, and no figure of bits or bytes counts it."
+        )
+    if model.dequantizes:
+        yield (
+            "This model computes attention by itself, so each call gets dequantized rows (as by "
+            "QuantizedCache with dequantize=True)."
+        )
+
+
+def _named(numbers: list[int] | tuple[int, ...]) -> str:
+    return f"{'Layer' if len(numbers) == 1 else 'Layers'} {spans(numbers)}"

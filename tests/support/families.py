@@ -1,0 +1,92 @@
+"""The families of the table in kvquant/hf/README.md, and what small random models of them need."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from hf_cases import LATENT_SIZES
+
+import kvquant
+
+README = Path(kvquant.__file__).parent / "hf" / "README.md"
+MIXED = ["sliding_attention", "full_attention"] * 2
+LATENT = {"deepseek_v2", "deepseek_v3", "kimi_linear", "bailing_hybrid"}
+ALL_EXPERTS = LATENT_SIZES | {"num_experts_per_tok": 8, "topk_group": 2}
+STATES_AND_LATENTS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": ALL_EXPERTS,
+    "deepseek_v3": ALL_EXPERTS,
+    "kimi_linear": ALL_EXPERTS | STATES_AND_LATENTS,
+    "bailing_hybrid": ALL_EXPERTS | STATES_AND_LATENTS,
+    "qwen3_moe": {"num_experts_per_tok": 2},  # that no router's choice hangs on a rounding
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 8,
+        "intermediate_size_mlp": 96,
+    },
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "gemma2": {"num_hidden_layers": 4, "layer_types": MIXED, "attn_logit_softcapping": 0.5},
+    "gemma3_text": {"num_hidden_layers": 4, "layer_types": MIXED},
+    "gpt_oss": {"num_hidden_layers": 4, "layer_types": MIXED, "num_experts_per_tok": 2},
+    "cohere2": {"num_hidden_layers": 4, "layer_types": MIXED},
+    "mimo_v2_flash": {  # keys wider than values, twice the heads and sink logits in windows
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_attention_heads": 4,
+        "head_dim": 128,
+        "v_head_dim": 64,
+        "num_experts_per_tok": 2,
+    },
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_period": 9,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+    },
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 64,
+        "mamba_d_state": 8,
+        "shared_intermediate_size": 64,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 8,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 64,
+        "mamba_d_state": 8,
+        "num_mem_blocks": 1,
+    },
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+}
+
+
+def lines() -> dict[str, list[str]]:
+    """The cells of the table, by model_type."""
+    table = README.read_text().split("## Families", 1)[1]
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \|(.+)\|$", table, re.MULTILINE)
+    return {kind: [cell.strip() for cell in cells.split("|")] for kind, cells in rows}
