@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvquant.hf.model import CachedModel
 
 Choice: TypeAlias = Scheme | Planned
-A_QUESTION = 8  # tokens at least, of which stepper chooses a graph
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,15 @@ class Caches:
     @contextmanager
     def decoding(self) -> Iterator[KVCache]:
         """The 16-bit cache to decode from; afterwards it holds the prompts alone again."""
-        if self.model.windows():  # layers that forget cannot be cropped by many tokens
-            yield self.copy(self._exact)
-            return
-        yield self.exact
-        self.exact.crop(self.length)
+        cache = self.original()
+        yield cache
+        if cache is self.exact:
+            cache.crop(self.length)
+
+    def original(self) -> KVCache:
+        """The 16-bit cache, which must be cropped to the prompts after use; a copy where there are
+        layers that forget, which cannot be cropped by many tokens."""
+        return self.copy(self._exact) if self.model.windows() else self.exact
 
     def copy(self, choice: Choice) -> KVCache:
         """A cache of the prompts."""
@@ -111,7 +114,7 @@ def ask_all(
     longest = max(len(one.question) + len(one.answer) for each in prompts for one in each.asked)
     tokens = torch.tensor([one.context for one in prompts], device="cpu")
     caches = Caches(model, tokens, longest, reading)
-    yield _answers(model, prompts, lambda: caches.exact)
+    yield _answers(model, prompts, caches.original)
     for choice in choices:
         yield _answers(model, prompts, partial(caches.copy, choice))
 
@@ -119,29 +122,61 @@ def ask_all(
 def _answers(
     model: CachedModel, prompts: Sequence[Prompt], make: Callable[[], KVCache]
 ) -> list[list[bool]]:
-    """What a cache answers; make gives one of these prompts, again where cropping is not exact."""
-    length = len(prompts[0].context)
+    """What a cache answers; make as in score."""
     most = max(len(one.asked) for one in prompts)
-    found: list[list[bool]] = [[] for _ in prompts]
-    cache = make()
-    step = model.stepper(cache, most * A_QUESTION)
+    rounds, masks = [], []
     for at in range(most):
         # a prompt with fewer questions repeats its first one, which is not counted twice
-        asked = [one.asked[at] if at < len(one.asked) else one.asked[0] for one in prompts]
-        fed, is_answer = _fed(asked)
-        likeliest = torch.stack([step(column).argmax(-1) for column in fed[:, :-1].unbind(1)], 1)
-        right = (likeliest.cpu() == fed[:, 1:]) | ~is_answer[:, 1:]
-        for place, one in enumerate(right.all(1).tolist()):
-            if at < len(prompts[place].asked):
-                found[place].append(one)
+        fed, is_answer = _fed([one.asked[at if at < len(one.asked) else 0] for one in prompts])
+        rounds.append((fed[:, :-1], fed[:, 1:, None]))
+        masks.append(is_answer[:, 1:])
+    found: list[list[bool]] = [[] for _ in prompts]
+    for at, (_, likeliest) in enumerate(score(model, make, rounds)):
+        right = (likeliest[..., 0] | ~masks[at]).all(1).tolist()
+        for own, one, prompt in zip(found, right, prompts, strict=True):
+            if at < len(prompt.asked):
+                own.append(one)
+    return found
+
+
+def score(
+    model: CachedModel,
+    make: Callable[[], KVCache],
+    rounds: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Decode given tokens behind prompts, one by one; each round begins behind the prompts alone.
+
+    What make gave last holds the prompts alone in the end, unless cropping cannot bring that about.
+
+    Args:
+        model: decodes.
+        make: a cache of the prompts; called once more for each round that cropping cannot undo.
+        rounds: tokens that are fed, [batch, tokens], and tokens whose probability is asked for
+            after each of them, [batch, tokens, choices].
+
+    Yields:
+        Of each round the log probabilities of the choices, [batch, tokens, choices] float32, and
+        whether each is the likeliest token; both on the CPU.
+    """
+    cache = make()
+    length = int(cache.seq_lens.max())
+    num_tokens = sum(fed.shape[1] for fed, _ in rounds)
+    step = model.stepper(cache, num_tokens)
+    for at, (fed, choices) in enumerate(rounds, 1):
+        found, likeliest = [], []
+        for tokens, wanted in zip(fed.unbind(1), choices.unbind(1), strict=True):
+            scores = step(tokens).float().log_softmax(-1)
+            wanted = wanted.to(scores.device)
+            found.append(scores.gather(-1, wanted))
+            likeliest.append(scores.argmax(-1, keepdim=True) == wanted)
         cache.check()
-        if cache.recent_len and fed.shape[1] > cache.rollback_len:
+        if fed.shape[1] <= cache.rollback_len or not (cache.recent_len or model.windows()):
+            cache.crop(length)
+        elif at < len(rounds):
             del cache, step  # before there is another one
             cache = make()
-            step = model.stepper(cache, most * A_QUESTION)
-        else:
-            cache.crop(length)
-    return found
+            step = model.stepper(cache, num_tokens)
+        yield torch.stack(found, 1).cpu(), torch.stack(likeliest, 1).cpu()
 
 
 def _fed(asked: Sequence[Asked]) -> tuple[torch.Tensor, torch.Tensor]:

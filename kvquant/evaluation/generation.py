@@ -67,13 +67,33 @@ def free_run(
 def _continued(
     model: CachedModel, cache: KVCache, logits: torch.Tensor, num_tokens: int, sampling: Sampling
 ) -> list[list[int]]:
+    found = [*decode(model, cache, logits, num_tokens, sampling)]
+    cache.check()
+    rows: list[list[int]] = torch.stack(found, 1).tolist()
+    return rows
+
+
+def decode(
+    model: CachedModel, cache: KVCache, logits: torch.Tensor, num_tokens: int, sampling: Sampling
+) -> Iterator[torch.Tensor]:
+    """Continue texts, token by token; whoever reads them checks the cache when they end.
+
+    Args:
+        model: decodes.
+        cache: the past of each text.
+        logits: [batch, vocabulary], behind it.
+        num_tokens: at most; reading may end before.
+        sampling: how each token is chosen.
+
+    Yields:
+        [batch] int64: the next token of each text. The last one is not in the cache.
+    """
     drawn = [
         torch.Generator("cpu").manual_seed((sampling.seed << 20) + sampling.first + row)
         for row in range(len(logits))
     ]
     step = model.stepper(cache, num_tokens - 1)
-    found: list[torch.Tensor] = []
-    while True:
+    for left in reversed(range(num_tokens)):
         scores = logits.float()
         if sampling.temperature is not None:
             width, real = scores.shape[1], torch.float64
@@ -81,13 +101,10 @@ def _continued(
             noise = torch.stack(numbers)
             gumbel = -(-noise.clamp(1e-300).log()).log()
             scores = scores / sampling.temperature + gumbel.to(scores)
-        found.append(scores.argmax(-1))
-        if len(found) == num_tokens:
-            break
-        logits = step(found[-1])
-    cache.check()
-    rows: list[list[int]] = torch.stack(found, 1).tolist()
-    return rows
+        tokens = scores.argmax(-1)
+        yield tokens
+        if left:
+            logits = step(tokens)
 
 
 def ended(text: Sequence[int], ends: Sequence[int]) -> list[int]:
