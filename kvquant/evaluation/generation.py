@@ -107,6 +107,12 @@ def decode(
             logits = step(tokens)
 
 
+def ends_of(model: CachedModel) -> list[int]:
+    """The tokens that end a text, as the model's generation_config has them."""
+    ends = getattr(model.model.generation_config, "eos_token_id", None)
+    return [ends] if isinstance(ends, int) else list(ends or ())
+
+
 def ended(text: Sequence[int], ends: Sequence[int]) -> list[int]:
     """A text whose tokens behind the first end are ends as well.
 
