@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, DeviceError, shown
 from ..evaluation.caches import OPTIONS, parse_cache
 from ..hf.model import CachedModel
 from ..rows.arguments import check_size
@@ -58,17 +58,21 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("the plan says the formats: leave v_format out")
     if told["dtype"] not in DTYPES:
         raise ConfigError(f"dtype is {shown(told['dtype'])}: use one of {', '.join(DTYPES)}")
-    batch_size = told["batch_size"]  # --batch_size gives a text
-    sizes: dict[str, Any] = {
-        "batch_size": int(batch_size) if str(batch_size).isdecimal() else batch_size,
-        "max_length": told["max_length"],
-    }
-    check_size("batch_size", sizes["batch_size"], at_least=1)
+    size, most = told["batch_size"], told["max_length"]
+    size = int(size) if str(size).isdecimal() else size  # --batch_size gives a text
+    sizes: dict[str, Any] = {"batch_size": check_size("batch_size", size, at_least=1)}
+    if most is not None:
+        sizes["max_length"] = check_size("max_length", most, at_least=1)
     window = [check_size(name, told[name]) for name in ("sink_len", "recent_len")]
     dtype = getattr(torch, told["dtype"])
-    model = CachedModel.from_pretrained(
-        str(told["pretrained"]), dtype=dtype, device=str(told["device"])
-    )
+    try:
+        model = CachedModel.from_pretrained(
+            str(told["pretrained"]), dtype=dtype, device=str(told["device"])
+        )
+    except DeviceError as error:
+        raise DeviceError(
+            f"{error}. lm_eval asks for cuda:0 unless --device names another"
+        ) from error
     separator = "+" if model.has_latents else "/"
     formats = [told[name] for name in ("k_format", "v_format", "plan") if told[name] is not None]
     text = separator.join(map(str, formats)) + ",sinks={},recent={}".format(*window)
