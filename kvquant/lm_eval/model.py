@@ -23,19 +23,18 @@ import torch
 from ..errors import missing_extra
 
 try:
-    import lm_eval  # noqa: F401
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.defaults import DEFAULT_MAX_LENGTH
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import (
+        get_rolling_token_windows,
+        make_disjoint_window,
+        simple_parse_args_string,
+    )
 except ImportError as error:
-    raise missing_extra("the model of lm_eval needs lm_eval", "lm-eval", error) from error
+    raise missing_extra("the model of lm_eval needs lm_eval 0.4.13", "lm-eval", error) from error
 
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.defaults import DEFAULT_MAX_LENGTH
-from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import (
-    get_rolling_token_windows,
-    make_disjoint_window,
-    simple_parse_args_string,
-)
 from tqdm import tqdm
 
 from ..calibration.fidelity import options_of
@@ -46,6 +45,7 @@ from ..evaluation.generation import Sampling, decode, ends_of
 from ..hf.model import CachedModel
 from ..rehearsal import rehearse
 from ..rows.arguments import check_size
+from ..rows.quantize import EXACT_DTYPES
 from .arguments import read_arguments
 from .batches import Context, Text, Tokens, batches, rounds_of, tensors_of
 
@@ -306,6 +306,8 @@ class KvquantLM(TemplateLM):
         until, num_tokens = told.pop("until"), told.pop("max_gen_toks")
         samples, heat = told.pop("do_sample"), told.pop("temperature", 1.0)
         temperature = float(heat) if samples and heat else None
+        if told.get("num_beams") == 1:
+            del told["num_beams"]
         unknown = sorted(told.keys() - (NO_MATTER if temperature is None else set()))
         if unknown:
             raise ConfigError(
@@ -375,7 +377,9 @@ class KvquantLM(TemplateLM):
                 f"{self._counts['cut']} of {count} requests are longer than max_length, "
                 f"{self.max_length} tokens: their first tokens were left out"
             )
-        if inside := count - self._counts["beyond_window"]:
+        inside = count - self._counts["beyond_window"]
+        formats = [self._options.get(name) for name in ("k_format", "v_format")]
+        if inside and not EXACT_DTYPES.keys() >= {*formats}:
             log.warning(
                 f"{inside} of {count} requests fit into the 16-bit window of the cache (sink_len "
                 f"{sinks}, recent_len {recent}): no packed row was read for them. Give "
