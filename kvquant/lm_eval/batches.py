@@ -76,7 +76,7 @@ def batches(
 def rounds_of(batch: Sequence[Context]) -> Iterator[list[Line]]:
     """A line of each context, then the next one of each.
 
-    A context that has no more repeats its first one; what comes of it is equal.
+    A context that has no more repeats its first one.
     """
     lines = [one.lines for one in batch]
     for at in range(max(map(len, lines))):

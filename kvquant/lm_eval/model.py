@@ -211,11 +211,12 @@ class KvquantLM(TemplateLM):
         )
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Decoding continuations") as bar:
             for batch in batches(contexts, self.batch_size, lambda one: len(one.tokens)):
-                for number, answer in self._score(batch):
-                    found[number], named = answer, requests[number][0]
-                    if named is not None:  # a part of a rolling text has no name
+                new = dict(self._score(batch))
+                for number, answer in new.items():
+                    if (named := requests[number][0]) is not None:  # None: part of a rolling text
                         self.cache_hook.add_partial("loglikelihood", named, answer)
-                    bar.update()
+                found |= new
+                bar.update(len(new))
         self._warn()
         return [found[number] for number in range(len(requests))]
 
@@ -279,15 +280,13 @@ class KvquantLM(TemplateLM):
 
     def _score(self, batch: Sequence[Context]) -> Iterator[tuple[int, tuple[float, bool]]]:
         """Of each request behind contexts of one length its number, the log-likelihood, and whether
-        greedy decoding would have written the continuation."""
+        greedy decoding would have written the continuation; some come twice."""
         rounds = [*rounds_of(batch)]
         longest = max(len(fed) for lines in rounds for fed, _ in lines)
         make = self._maker([one.tokens for one in batch], longest)
         scored = score(self.model, make, [*map(tensors_of, rounds)])
-        for at, (lines, (scores, likeliest)) in enumerate(zip(rounds, scored, strict=True)):
+        for lines, (scores, likeliest) in zip(rounds, scored, strict=True):
             for place, (fed, asked) in enumerate(lines):
-                if at >= len(batch[place].fed):
-                    continue  # it has been told before
                 sums = scores[place, : len(fed)].double().sum(0).tolist()
                 greedy = likeliest[place, : len(fed)].all(0).tolist()
                 for choice, (number, _) in enumerate(asked):
