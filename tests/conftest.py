@@ -82,12 +82,7 @@ def _group_of(item: pytest.Item) -> str:
 
 
 # the modules of each
-EXTRAS = {
-    "cuda": ["numba_cuda"],
-    "hf": ["transformers"],
-    "report": ["matplotlib", "jinja2"],
-    "lm-eval": ["lm_eval"],
-}
+EXTRAS = {"cuda": ["numba_cuda"], "hf": ["transformers"], "report": ["matplotlib", "jinja2"]}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
