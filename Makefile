@@ -2,7 +2,8 @@
 #   make demo   a real language model decodes from a quantized cache, compared with its 16-bit cache
 #   make test   the tests but for the slow ones (tests/README.md); they need compilers, but no GPU
 # and `make test-vllm` those of kvquant/engine/, vllm/ and lmcache/ in vLLM's CPU build (Python 3.11),
-# `make test-transformers` those of kvquant/hf/ with the oldest transformers that is supported.
+# `make test-transformers` those of kvquant/hf/ and lm_eval/ with the oldest transformers that is
+# supported, and with lm-evaluation-harness.
 # `make test-jitter` those of caches and calibration. The last two round products as another
 # processor would (tests/README.md).
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
@@ -40,7 +41,7 @@ test-vllm: $(VLLM_STAMP)
 
 test-transformers: $(TRANSFORMERS_STAMP)
 	.venv-transformers/bin/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadgroup \
-		--durations 15 tests/hf
+		--durations 15 tests/hf tests/lm_eval
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -79,7 +80,7 @@ $(TRANSFORMERS_STAMP): pyproject.toml tests/hf/constraints.txt
 	.venv-transformers/bin/python $(INSTALL) --upgrade 'pip>=25.1'
 	.venv-transformers/bin/$(FORGET_OLD_NAME)
 	.venv-transformers/bin/python $(INSTALL) --constraint tests/hf/constraints.txt \
-		--editable '.[hf]' pytest pytest-xdist hypothesis accelerate
+		--editable '.[hf,lm-eval]' pytest pytest-xdist hypothesis accelerate
 	touch $(TRANSFORMERS_STAMP)
 
 clean:

@@ -119,14 +119,6 @@ def test_train_mla_runs(
     model.prefill(cache, torch.tensor([model.encode("The city of Manila")]))
 
 
-@pytest.mark.extra("hf")
-def test_evaluate_lm_eval_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand; here it says what it lacks."""
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(SystemExit, match=r"pip install 'lm_eval\[hf\]'"):
-        runpy.run_path(str(EXAMPLES / "evaluate_lm_eval.py"), run_name="__main__")
-
-
 def test_decode_paged_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "decode_paged.py"), run_name="__main__")
     first, second, last = capsys.readouterr().out.strip().splitlines()

@@ -144,12 +144,17 @@ def test_the_oldest_transformers_is_that_of_the_extra() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"), [("kvquant.vllm.backend", "vllm"), ("kvquant.lmcache.serde", "lmcache")]
+    ("module", "extra"),
+    [
+        ("kvquant.vllm.backend", "vllm"),
+        ("kvquant.lmcache.serde", "lmcache"),
+        ("kvquant.lm_eval.model", "lm-eval"),
+    ],
 )
 def test_engines_that_are_missing_are_told(
     module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, extra, None)
+    monkeypatch.setitem(sys.modules, extra.replace("-", "_"), None)
     monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(errors.UnsupportedError, match=rf"-m pip install .*\[{extra}\]"):
         importlib.import_module(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -61,8 +61,6 @@ class Simulated(Protocol):
 
 
 Choice: TypeAlias = Scheme | Planned | Simulated
-T = TypeVar("T")
-A_QUESTION = 8  # tokens at least, of which stepper chooses a graph
 
 
 @dataclass(frozen=True)
@@ -118,18 +116,16 @@ class Caches:
         self._exact = Scheme(model.exact_format, model.exact_format)
         self.exact, self.logits = self._read(self._exact, self.length + new_tokens)
 
-    def decoded(self, decode: Callable[[KVCache], T]) -> T:
-        """What a function finds that decodes from the 16-bit cache, which then holds the prompts
-        alone again."""
-        found = decode(self.exact)
+    def original(self) -> KVCache:
+        """The 16-bit cache, with the prompts alone in it; what was decoded behind them goes."""
         added = int(self.exact.seq_lens.max()) - self.length
         if added > SPARE and self.model.windows():  # layers that forget cannot be cropped so far
             size = self.exact.max_seq_len
             del self.exact  # before there is another one
             self.exact, _ = self._read(self._exact, size)
-        else:
+        elif added:
             self.exact.crop(self.length)
-        return found
+        return self.exact
 
     def copy(self, choice: Choice) -> KVCache:
         """A cache of the prompts."""
@@ -137,6 +133,7 @@ class Caches:
 
     def copy_and_logits(self, choice: Choice) -> tuple[KVCache, torch.Tensor]:
         """A cache of the prompts, and the logits behind them: with from_rows its own."""
+        self.original()
         if not isinstance(choice, Scheme | Planned):
             return self._with_states(self._simulated(choice)), self.logits
         if self._reading.from_rows:
@@ -188,7 +185,7 @@ def ask_all(
     longest = max(len(one.question) + len(one.answer) for each in prompts for one in each.asked)
     tokens = torch.tensor([one.context for one in prompts], device="cpu")
     caches = Caches(model, tokens, longest, reading)
-    yield caches.decoded(lambda cache: _answers(model, prompts, lambda: cache))
+    yield _answers(model, prompts, caches.original)
     for choice in choices:
         yield _answers(model, prompts, partial(caches.copy, choice))
 
@@ -196,31 +193,61 @@ def ask_all(
 def _answers(
     model: CachedModel, prompts: Sequence[Prompt], make: Callable[[], KVCache]
 ) -> list[list[bool]]:
-    """What a cache answers; make gives one of these prompts, again where cropping is not exact."""
-    length = len(prompts[0].context)
+    """What a cache answers; make as in score."""
     most = max(len(one.asked) for one in prompts)
-    found: list[list[bool]] = [[] for _ in prompts]
-    cache = make()
-    step = model.stepper(cache, most * A_QUESTION)
+    rounds, masks = [], []
     for at in range(most):
         # a prompt with fewer questions repeats its first one, which is not counted twice
-        asked = [one.asked[at] if at < len(one.asked) else one.asked[0] for one in prompts]
-        fed, is_answer = _fed(asked)
-        likeliest = torch.stack([step(column).argmax(-1) for column in fed[:, :-1].unbind(1)], 1)
-        right = (likeliest.cpu() == fed[:, 1:]) | ~is_answer[:, 1:]
-        for place, one in enumerate(right.all(1).tolist()):
-            if at < len(prompts[place].asked):
-                found[place].append(one)
+        fed, is_answer = _fed([one.asked[at if at < len(one.asked) else 0] for one in prompts])
+        rounds.append((fed[:, :-1], fed[:, 1:, None]))
+        masks.append(is_answer[:, 1:])
+    found: list[list[bool]] = [[] for _ in prompts]
+    for at, (_, likeliest) in enumerate(score(model, make, rounds)):
+        right = (likeliest[..., 0] | ~masks[at]).all(1).tolist()
+        for own, one, prompt in zip(found, right, prompts, strict=True):
+            if at < len(prompt.asked):
+                own.append(one)
+    return found
+
+
+def score(
+    model: CachedModel,
+    make: Callable[[], KVCache],
+    rounds: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Decode given tokens behind prompts, one by one; each round begins behind the prompts alone.
+
+    What make gave last holds the prompts alone in the end, unless cropping cannot bring that about.
+
+    Args:
+        model: decodes.
+        make: a cache of the prompts; called once more for each round that cropping cannot undo.
+        rounds: tokens that are fed, [batch, tokens], and tokens whose probability is asked for
+            after each of them, [batch, tokens, choices].
+
+    Yields:
+        Of each round the log probabilities of the choices, [batch, tokens, choices] float32, and
+        whether each is the likeliest token; both on the CPU.
+    """
+    cache = make()
+    length = int(cache.seq_lens.max())
+    num_tokens = sum(fed.shape[1] for fed, _ in rounds)
+    step = model.stepper(cache, num_tokens)
+    for at, (fed, choices) in enumerate(rounds, 1):
+        found, likeliest = [], []
+        for tokens, wanted in zip(fed.unbind(1), choices.unbind(1), strict=True):
+            scores = step(tokens).float().log_softmax(-1)
+            wanted = wanted.to(scores.device)
+            found.append(scores.gather(-1, wanted))
+            likeliest.append(scores.argmax(-1, keepdim=True) == wanted)
         cache.check()
-        if at + 1 == most:
-            break
-        if cache.recent_len and fed.shape[1] > cache.rollback_len:
+        if fed.shape[1] <= cache.rollback_len or not (cache.recent_len or model.windows()):
+            cache.crop(length)
+        elif at < len(rounds):
             del cache, step  # before there is another one
             cache = make()
-            step = model.stepper(cache, most * A_QUESTION)
-        else:
-            cache.crop(length)
-    return found
+            step = model.stepper(cache, num_tokens)
+        yield torch.stack(found, 1).cpu(), torch.stack(likeliest, 1).cpu()
 
 
 def _fed(asked: Sequence[Asked]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,8 +43,7 @@ def diverge(
     """
     fed = windows[:, context:]
     caches = Caches(model, windows[:, :context], fed.shape[1], reading)
-    # [scored, passages, vocabulary]
-    expected = caches.decoded(lambda cache: predict(model, cache, fed))
+    expected = predict(model, caches.original(), fed)  # [scored, passages, vocabulary]
     yield None
     for choice in choices:
         cache = caches.copy(choice)

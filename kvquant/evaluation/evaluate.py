@@ -225,8 +225,7 @@ class _Run:
         self.costs += [self._cost(str(choice), choice) for choice in self.choices]
         self._check_memory()
         self.records = Records(self.state, self._settings() | self._inputs())
-        ends = getattr(self.model.model.generation_config, "eos_token_id", None)
-        self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends or ())
+        self.ends = generation.ends_of(self.model)
 
     @property
     def _exact(self) -> Scheme:

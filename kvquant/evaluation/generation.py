@@ -65,9 +65,7 @@ def free_run(
         [prompts][num_tokens] token ids, for the 16-bit cache and then for each choice.
     """
     caches = Caches(model, tokens, num_tokens, reading)
-    yield caches.decoded(
-        lambda cache: _continued(model, cache, caches.logits, num_tokens, sampling)
-    )
+    yield _continued(model, caches.original(), caches.logits, num_tokens, sampling)
     for choice in choices:
         cache, logits = caches.copy_and_logits(choice)
         yield _continued(model, cache, logits, num_tokens, sampling)
@@ -77,13 +75,33 @@ def free_run(
 def _continued(
     model: CachedModel, cache: KVCache, logits: torch.Tensor, num_tokens: int, sampling: Sampling
 ) -> list[list[int]]:
+    found = [*decode(model, cache, logits, num_tokens, sampling)]
+    cache.check()
+    rows: list[list[int]] = torch.stack(found, 1).tolist()
+    return rows
+
+
+def decode(
+    model: CachedModel, cache: KVCache, logits: torch.Tensor, num_tokens: int, sampling: Sampling
+) -> Iterator[torch.Tensor]:
+    """Continue texts, token by token; whoever reads them checks the cache when they end.
+
+    Args:
+        model: decodes.
+        cache: the past of each text.
+        logits: [batch, vocabulary], behind it.
+        num_tokens: at most; reading may end before.
+        sampling: how each token is chosen.
+
+    Yields:
+        [batch] int64: the next token of each text. The last one is not in the cache.
+    """
     drawn = [
         torch.Generator("cpu").manual_seed((sampling.seed << 20) + sampling.first + row)
         for row in range(len(logits))
     ]
     step = model.stepper(cache, num_tokens - 1)
-    found: list[torch.Tensor] = []
-    while True:
+    for left in reversed(range(num_tokens)):
         scores = logits.float()
         if sampling.temperature is not None:
             width, real = scores.shape[1], torch.float64
@@ -91,13 +109,16 @@ def _continued(
             noise = torch.stack(numbers)
             gumbel = -(-noise.clamp(1e-300).log()).log()
             scores = scores / sampling.temperature + gumbel.to(scores)
-        found.append(scores.argmax(-1))
-        if len(found) == num_tokens:
-            break
-        logits = step(found[-1])
-    cache.check()
-    rows: list[list[int]] = torch.stack(found, 1).tolist()
-    return rows
+        tokens = scores.argmax(-1)
+        yield tokens
+        if left:
+            logits = step(tokens)
+
+
+def ends_of(model: CachedModel) -> list[int]:
+    """The tokens that end a text, as the model's generation_config has them."""
+    ends = getattr(model.model.generation_config, "eos_token_id", None)
+    return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 def ended(text: Sequence[int], ends: Sequence[int]) -> list[int]:

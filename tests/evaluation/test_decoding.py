@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from kvquant import KVCache
 from kvquant.calibration.fidelity import Scheme
 from kvquant.errors import ConfigError
-from kvquant.evaluation.decoding import Reading, ask_all
+from kvquant.evaluation.decoding import Caches, Reading, ask_all, score
 from kvquant.evaluation.generation import (
     Drafts,
     Sampling,
@@ -104,6 +105,25 @@ def test_a_question_longer_than_crop_can_take_back_gets_a_new_copy() -> None:
     assert len(made) > 2 and {one.recent_len for one in made[1:]} == {32}
     contents = [one.dequantized(0)[0][0, 0, :200, 0] for one in made[1:]]
     assert all(torch.equal(one, contents[0]) for one in contents)
+
+
+@pytest.mark.extra("hf")
+@pytest.mark.parametrize("packs", [False, True])
+def test_rounds_behind_layers_that_forget_begin_behind_the_prompt(packs: bool) -> None:
+    """Cropping a long round could not bring back what a window has lost."""
+    from hf_cases import TOLERANCE, tiny
+
+    model = tiny("Mistral", sliding_window=16, max_position_embeddings=1024)
+    prompts = torch.arange(200).reshape(2, 100) % 97
+    scheme = Scheme("fp16", "fp16") if packs else Scheme(model.exact_format, model.exact_format)
+    caches = Caches(model, prompts, 700, Reading())
+    make = partial(caches.copy, scheme) if packs else caches.original
+    fed = torch.arange(1400).reshape(2, 700) % 89
+    rounds = [(fed, fed[..., None]), (fed[:, :9], fed[:, :9, None])]
+    both = [scores for scores, _ in score(model, make, rounds)]
+    ((alone, _),) = score(model, make, rounds[1:])
+    assert (both[1] - alone).abs().max() < TOLERANCE
+    assert (both[0][:, :9] - alone).abs().max() < TOLERANCE
 
 
 def test_texts_run_freely_from_each_cache() -> None:

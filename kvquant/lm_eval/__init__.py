@@ -1,0 +1,1 @@
+"""A model of lm-evaluation-harness that decodes from a quantized cache."""

@@ -1,0 +1,79 @@
+"""What --model_args says: pretrained=FOLDER,k_format=int4-g4,recent_len=0 and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, DeviceError, shown
+from ..evaluation.caches import OPTIONS, parse_cache
+from ..hf.model import CachedModel
+from ..rows.arguments import check_size
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEFAULTS: dict[str, Any] = {
+    "pretrained": None,
+    "k_format": None,
+    "v_format": None,
+    "plan": None,
+    "sink_len": OPTIONS["sinks"],
+    "recent_len": OPTIONS["recent"],
+    "device": "cpu",
+    "dtype": DTYPES[0],
+    "batch_size": 1,
+    "max_length": None,
+}
+
+
+def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the model that model_args names, and read the settings of its cache.
+
+    Args:
+        given: some of DEFAULTS, the texts and numbers that the harness makes of the command line.
+
+    Returns:
+        The arguments of KvquantLM.
+
+    Raises:
+        ConfigError: unknown names, or values that are not possible.
+        KVQuantError: else as CachedModel.from_pretrained and parse_cache.
+    """
+    unknown = sorted(given.keys() - DEFAULTS.keys())
+    if unknown:
+        raise ConfigError(
+            f"model_args of kvquant have no {', '.join(map(str, unknown))}: there are "
+            f"{', '.join(DEFAULTS)}"
+        )
+    told = {**DEFAULTS, **given}
+    if told["pretrained"] is None:
+        raise ConfigError("model_args name no model: give pretrained=FOLDER")
+    if (told["k_format"] is None) == (told["plan"] is None):
+        raise ConfigError(
+            "model_args need a cache: give k_format=FORMAT (bf16 for the 16-bit cache, and "
+            "v_format=FORMAT where V's differs), or else plan=FILE"
+        )
+    if told["plan"] is not None and told["v_format"] is not None:
+        raise ConfigError("the plan says the formats: leave v_format out")
+    if told["dtype"] not in DTYPES:
+        raise ConfigError(f"dtype is {shown(told['dtype'])}: use one of {', '.join(DTYPES)}")
+    size, most = told["batch_size"], told["max_length"]
+    size = int(size) if str(size).isdecimal() else size  # --batch_size gives a text
+    sizes: dict[str, Any] = {"batch_size": check_size("batch_size", size, at_least=1)}
+    if most is not None:
+        sizes["max_length"] = check_size("max_length", most, at_least=1)
+    window = [check_size(name, told[name]) for name in ("sink_len", "recent_len")]
+    dtype = getattr(torch, told["dtype"])
+    try:
+        model = CachedModel.from_pretrained(
+            str(told["pretrained"]), dtype=dtype, device=str(told["device"])
+        )
+    except DeviceError as error:
+        raise DeviceError(
+            f"{error}. lm_eval asks for cuda:0 unless --device names another"
+        ) from error
+    separator = "+" if model.has_latents else "/"
+    formats = [told[name] for name in ("k_format", "v_format", "plan") if told[name] is not None]
+    text = separator.join(map(str, formats)) + ",sinks={},recent={}".format(*window)
+    return {"model": model, "cache": parse_cache(text, latent=model.has_latents), **sizes}
