@@ -37,10 +37,10 @@ except ImportError as error:
 
 from tqdm import tqdm
 
-from ..calibration.fidelity import options_of
+from ..calibration.fidelity import Planned, Scheme, options_of
 from ..errors import ConfigError, shown
 from ..evaluation.caches import parse_cache
-from ..evaluation.decoding import Caches, Choice, Reading, score
+from ..evaluation.decoding import Caches, Reading, score
 from ..evaluation.generation import Sampling, decode, ends_of
 from ..hf.model import CachedModel
 from ..rehearsal import rehearse
@@ -87,7 +87,7 @@ class KvquantLM(TemplateLM):
     def __init__(
         self,
         model: CachedModel,
-        cache: str | Choice,
+        cache: str | Scheme | Planned,
         *,
         batch_size: int = 1,
         max_length: int | None = None,
