@@ -301,7 +301,9 @@ def test_rows_that_share_memory_are_refused(axis: int, name: str, backend: str) 
     with pytest.raises(ShapeError, match=f"{name} has strides .* its rows share memory"):
         append_rows(**call, backend=backend)
     sliding = torch.zeros(whole.numel(), dtype=BYTES)
-    strides = [PAGE_SIZE * HEADS * 8, PAGE_SIZE * 8, 8, 1]  # rows begin before others end
+    _, heads, page_size, size = whole.shape
+    step = size - 1  # rows begin before others end, by a byte
+    strides = [page_size * heads * step, page_size * step, step, 1]
     call[name] = sliding.as_strided(whole.shape, strides)
     with pytest.raises(ShapeError, match="its rows share memory"):
         append_rows(**call, backend=backend)

@@ -157,6 +157,10 @@ def test_what_a_model_has_learned_leads_to_no_gradient(name: str, backend: str) 
         assert torch.equal(one, other)
 
 
+PADDED_TREE = torch.ones(2, 3, 3).bool()
+PADDED_TREE[1, 0, :2] = False  # sequence 1 has two queries; this one sees the place of no query
+
+
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
@@ -176,9 +180,10 @@ def test_what_a_model_has_learned_leads_to_no_gradient(name: str, backend: str) 
         ({"key_bias": torch.full((2, 8), torch.inf)}, ConfigError, "key_bias must be finite"),
         ({"tree_mask": torch.ones(2, 3, 2).bool()}, ShapeError, "tree_mask is [2, 3, 2]"),
         ({"tree_mask": torch.zeros(2, 3, 3).bool()}, ShapeError, "query 0 of sequence 0 sees no"),
+        ({"tree_mask": PADDED_TREE}, ShapeError, "query 0 of sequence 1 sees no token of the tree"),
         ({"score_offsets": torch.zeros(2, 4)}, ShapeError, "it must be [2, 3, 4]"),
     ],
-    ids=[f"case{i}" for i in range(16)],
+    ids=[f"case{i}" for i in range(17)],
 )
 def test_what_does_not_fit_is_refused(
     change: dict[str, Any], error: type[Exception], message: str, backend: str | None
@@ -187,6 +192,8 @@ def test_what_does_not_fit_is_refused(
     variant = AttentionVariant(**change)
     given: dict[str, Any] = {"q": torch.zeros(2, 3, 4, 64), "k_rows": rows, "v_rows": rows}
     given |= {"seq_lens": lens(8, 2), "variant": variant, **BOTH}
+    if variant.tree_mask is PADDED_TREE:
+        given["q_lens"] = torch.tensor([3, 2], dtype=torch.int32)
     with pytest.raises(error) as caught:
         decode_attention(**given, backend=backend)
     assert message in str(caught.value)
