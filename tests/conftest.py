@@ -1,4 +1,4 @@
-"""Shared by all tests: the markers gpu and extra, seeds, poisoned memory, the one error measure."""
+"""Shared by all tests: the markers gpu and extra, seeds, poisoned memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
@@ -15,6 +16,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wai
 import hypothesis
 import pytest
 import torch
+from relative_l2 import relative_l2
+
+if TYPE_CHECKING:
+    from fake_cuda import FakeDriver
 
 pytest.register_assert_rewrite("cuda_cases")
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for one another
@@ -126,15 +131,14 @@ def _compiled_by_other_files() -> Iterator[None]:
         torch._dynamo.reset()
 
 
-@pytest.fixture(scope="session")
-def relative_l2() -> Callable[[torch.Tensor, torch.Tensor], float]:
-    """The error measure of all tests: |x - reference| / |reference| in float64."""
+@pytest.fixture(name="relative_l2")
+def _relative_l2() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    return relative_l2
 
-    def measure(x: torch.Tensor, reference: torch.Tensor) -> float:
-        assert x.shape == reference.shape, f"{list(x.shape)} against {list(reference.shape)}"
-        x, reference = x.double(), reference.double()
-        if not bool(x.isfinite().all()):
-            return float("inf")
-        return float((x - reference).norm() / reference.norm().clamp(min=1e-300))
 
-    return measure
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as an H200 with a driver that takes notes."""
+    from fake_cuda import install
+
+    return install(monkeypatch)

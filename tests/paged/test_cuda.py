@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from paged_cases import DIM, HEADS, LAYERS, captured, extend, make, new_rows, same, values
+from relative_l2 import relative_l2
 
 from kvquant.paged.batch import PagedBatch
 
 pytestmark = pytest.mark.gpu
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 def both(**options: int) -> tuple[PagedBatch, PagedBatch]:
@@ -51,9 +49,7 @@ def test_bytes_are_those_of_the_cpu(lengths: tuple[int, int]) -> None:
     batches[1].cache.check_invariants()
 
 
-def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
-    relative_l2: Measure,
-) -> None:
+def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages() -> None:
     on_cpu, prefill = both()
     cache = prefill.cache
     batch = PagedBatch(cache, 4)

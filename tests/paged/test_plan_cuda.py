@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from paged_cases import DIM, HEADS, extend, new_rows, same, values
 from paged_plans import PLAN_LAYERS, PLANS, make_paged, step_of
+from relative_l2 import relative_l2
 
 from kvquant.paged.batch import PagedBatch
 
 pytestmark = pytest.mark.gpu
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -37,7 +35,7 @@ def test_rows_are_those_of_the_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("name", ["hadamard", "matrix clip feedback"])
-def test_one_graph_serves_all_steps(name: str, shared: bool, relative_l2: Measure) -> None:
+def test_one_graph_serves_all_steps(name: str, shared: bool) -> None:
     caches = [make_paged(PLANS[name], device="cuda", num_pages=30) for _ in range(2)]
     eager, prefill = (PagedBatch(cache, 4, 100) for cache in caches)
     batch = PagedBatch(caches[1], 4, shared_prefix=shared)
@@ -76,7 +74,7 @@ def test_one_graph_serves_all_steps(name: str, shared: bool, relative_l2: Measur
             assert relative_l2(ours[: len(ids)], theirs[: len(ids)]) < (2e-2 if shared else 1e-3)
         for out, lse in zip(found[::2], found[1::2], strict=True):
             assert not out[len(ids) :].any() and bool((lse[len(ids) :] == -torch.inf).all())
-        check_attention(eager, ids, q, expected, relative_l2)
+        check_attention(eager, ids, q, expected)
     for sequence in live:
         assert same(values(caches[1], sequence), values(caches[0], sequence))
     assert caches[1].bad_rows.tolist() == [0, 0]
@@ -84,7 +82,7 @@ def test_one_graph_serves_all_steps(name: str, shared: bool, relative_l2: Measur
 
 
 def check_attention(
-    batch: PagedBatch, ids: list[str], q: torch.Tensor, found: list[torch.Tensor], measure: Measure
+    batch: PagedBatch, ids: list[str], q: torch.Tensor, found: list[torch.Tensor]
 ) -> None:
     """What step_of has found is attention over the dequantized rows, but for 16-bit rounding."""
     for layer in range(PLAN_LAYERS):
@@ -92,5 +90,5 @@ def check_attention(
             k, v = (x.repeat_interleave(2, 0) for x in batch.cache.dequantized(sequence, layer))
             scores = DIM**-0.5 * (k @ q[at, :, :, None].float())[..., 0]
             out = (scores.softmax(-1)[..., None] * v).sum(1)
-            assert measure(found[2 * layer][at].float(), out) < 3e-2
-            assert measure(found[2 * layer + 1][at], scores.logsumexp(-1)) < 3e-2
+            assert relative_l2(found[2 * layer][at].float(), out) < 3e-2
+            assert relative_l2(found[2 * layer + 1][at], scores.logsumexp(-1)) < 3e-2

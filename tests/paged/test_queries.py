@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from paged_cases import (
@@ -20,6 +18,7 @@ from paged_cases import (
     values,
 )
 from paged_plans import PLANS, make_paged
+from relative_l2 import relative_l2
 from row_kinds import KINDS
 from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -28,7 +27,6 @@ from kvquant.errors import ShapeError
 from kvquant.ops.attention import State
 from kvquant.paged.batch import PagedBatch
 
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH = 5  # queries of a sequence that there is room for
 
@@ -68,9 +66,7 @@ def one_by_one(
 @pytest.mark.parametrize(
     "kind", mark_slow(["no plan", "matrix clip feedback", "offset"], ["no plan", "offset"])
 )
-def test_each_query_is_like_one_alone(
-    relative_l2: Measure, kind: str, shared: bool, device: str
-) -> None:
+def test_each_query_is_like_one_alone(kind: str, shared: bool, device: str) -> None:
     on_cuda, options = (
         device == "cuda",
         {"sink_len": 3, "recent_len": 0, "num_pages": 40, "max_num_seqs": 5},
@@ -137,7 +133,7 @@ def test_a_step_is_append_and_attend(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("shared", mark_slow([False, True], [True]))
-def test_compiled_code_serves_steps_of_any_counts(relative_l2: Measure, shared: bool) -> None:
+def test_compiled_code_serves_steps_of_any_counts(shared: bool) -> None:
     torch._dynamo.reset()
     batch = PagedBatch(make(num_pages=40), 3, 70, shared_prefix=shared)
     begin(batch, "a", 50)
@@ -176,7 +172,7 @@ def test_queries_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True], ids=["own pages", "shared"])
-def test_a_graph_serves_steps_of_any_counts(relative_l2: Measure, shared: bool) -> None:
+def test_a_graph_serves_steps_of_any_counts(shared: bool) -> None:
     cache = make(num_pages=60, max_seq_len=200, page_size=PAGE, device="cuda")
     batch, plain = PagedBatch(cache, 4, 20, shared_prefix=shared), PagedBatch(cache, 4, 100)
     begin(plain, "a", 60)

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from attend import attend_latents
-from fake_cuda import CPU, FakeDriver, arguments_of, install, loaded_specs
+from fake_cuda import CPU, FakeDriver, arguments_of, loaded_specs
 from in_simulator import SIMULATED, in_simulator
 from machine_code import (
     SHARE_OF_REGISTERS,
@@ -600,12 +600,6 @@ def spilled(numbers: Sequence[int]) -> int:
 
 
 # Launches
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The CPU as an H200 with a driver that takes notes."""
-    return install(monkeypatch)
 
 
 def attend(case: MlaCase, **options: Any) -> Any:
