@@ -68,12 +68,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # numba-cuda and torch warn of matters of their own
             item.add_marker(pytest.mark.filterwarnings("default"))
-        if item.config.getoption("dist", None) == "loadgroup":  # a worker has whole files
-            item.add_marker(pytest.mark.xdist_group(_group_of(item)))
+        if getattr(item.config.option, "loadgroup", False):  # what xdist makes --dist loadgroup of
+            item.add_marker(pytest.mark.xdist_group(_group_of(item)))  # a worker has whole files
 
 
 def _group_of(item: pytest.Item) -> str:

@@ -222,6 +222,12 @@ def test_sinks_packed_and_recent_rows() -> None:
     simulate(make_mla("int8-g4", 3, (30, 0, 3), exact="bf16", **recent))
 
 
+@in_simulator
+def test_a_second_segment_without_rows() -> None:
+    case = make_mla("int8-g4", 3, (30, 3), exact="bf16", recent=(0, 0), dims=(256, 32))
+    simulate(case, 2)
+
+
 @pytest.mark.slow
 @in_simulator
 def test_several_segments() -> None:
