@@ -77,36 +77,31 @@ REFERENCE: Any = reference_attention
 ARRAY = r"ndarray: give a tensor \(torch.from_numpy makes one of an array\)"
 Q, X = torch.zeros(2, 4, 64), torch.zeros(2, 2, 1, 64)
 PAGES = {"k_rows": rows(tokens=16), "v_rows": rows(tokens=16)}
-NO_TENSORS: list[tuple[str, Callable[[], Any], str]] = [
-    ("q a list", lambda: call(q=[1.0]), "q is of type list: give a tensor"),
-    ("q an array", lambda: call(q=Q.numpy()), f"q is of type {ARRAY}"),
-    ("q None", lambda: call(q=None), "q is of type NoneType"),
-    ("rows an array", lambda: call(k_rows=rows().numpy()), f"k_rows is of type {ARRAY}"),
-    ("rows a list", lambda: call(v_rows=[0]), "v_rows is of type list"),
-    ("lengths a list", lambda: call(seq_lens=[5, 3]), "seq_lens is of type list: give a tensor"),
-    ("lengths an array", lambda: call(seq_lens=LENS.numpy()), f"seq_lens is of type {ARRAY}"),
-    ("pages a list", lambda: call(**PAGES, block_table=[[0], [1]]), "block_table is of type list"),
-    ("q_lens a list", lambda: call(q=Q[:, None], q_lens=[1, 1]), "q_lens is of type list"),
-    ("q_lens an array", lambda: call(q_lens=LENS.numpy()), f"q_lens is of type {ARRAY}"),
-    ("reference", lambda: REFERENCE(Q, rows(), rows(), [5, 3], **BOTH), "seq_lens is of type list"),
-    ("attend", lambda: KVCache.attend(cache(), 0, untyped([[1.0]])), "q is of type list"),
-    ("append an array", lambda: append(cache(), 0, X.numpy(), X), f"k is of type {ARRAY}"),
-    ("append None", lambda: append(cache(), 0, X, None), "v is of type None"),
-    ("quantize_rows", lambda: quantize_rows(untyped([1.0]), INT4), "x is of type list"),
-    ("dequantize_rows", lambda: dequantize_rows(untyped(b""), INT4), "rows is of type bytes"),
-    ("segments of rows", lambda: attend(Q, [rows()]), "segments has a Tensor"),
-    ("one segment", lambda: attend(Q, segment()), "segments is of type Segment: give a list"),
-    ("no list", lambda: attend(Q, 5), "segments is of type int"),
-    ("a short tuple", lambda: attend(Q, [(rows(), rows())]), "segments has a tuple"),
-    ("prefix", lambda: shared(Q, rows(), []), "prefix is of type Tensor"),
+NO_TENSORS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: call(q=[1.0]), "q is of type list: give a tensor"),
+    (lambda: call(q=Q.numpy()), f"q is of type {ARRAY}"),
+    (lambda: call(q=None), "q is of type NoneType"),
+    (lambda: call(k_rows=rows().numpy()), f"k_rows is of type {ARRAY}"),
+    (lambda: call(v_rows=[0]), "v_rows is of type list"),
+    (lambda: call(seq_lens=[5, 3]), "seq_lens is of type list: give a tensor"),
+    (lambda: call(seq_lens=LENS.numpy()), f"seq_lens is of type {ARRAY}"),
+    (lambda: call(**PAGES, block_table=[[0], [1]]), "block_table is of type list"),
+    (lambda: call(q=Q[:, None], q_lens=[1, 1]), "q_lens is of type list"),
+    (lambda: call(q_lens=LENS.numpy()), f"q_lens is of type {ARRAY}"),
+    (lambda: REFERENCE(Q, rows(), rows(), [5, 3], **BOTH), "seq_lens is of type list"),
+    (lambda: KVCache.attend(cache(), 0, untyped([[1.0]])), "q is of type list"),
+    (lambda: append(cache(), 0, X.numpy(), X), f"k is of type {ARRAY}"),
+    (lambda: append(cache(), 0, X, None), "v is of type None"),
+    (lambda: quantize_rows(untyped([1.0]), INT4), "x is of type list"),
+    (lambda: dequantize_rows(untyped(b""), INT4), "rows is of type bytes"),
+    (lambda: attend(Q, [rows()]), "segments has a Tensor"),
+    (lambda: attend(Q, segment()), "segments is of type Segment: give a list"),
+    (lambda: attend(Q, 5), "segments is of type int"),
+    (lambda: attend(Q, [(rows(), rows())]), "segments has a tuple"),
+    (lambda: shared(Q, rows(), []), "prefix is of type Tensor"),
+    (lambda: shared(Q, segment(1), [segment()], members=[0]), "members is of type list"),
+    (lambda: merge(torch.zeros(2)), "a state is a Tensor and no pair"),
     (
-        "members",
-        lambda: shared(Q, segment(1), [segment()], members=[0]),
-        "members is of type list",
-    ),
-    ("a state", lambda: merge(torch.zeros(2)), "a state is a Tensor and no pair"),
-    (
-        "a list of states",
         lambda: merge([(torch.zeros(1, 4), torch.zeros(1))] * 2),
         r"a state is a list .* a list as merge_states\(\*states\)",
     ),
@@ -118,9 +113,7 @@ def segment(batch: int = 2, **changes: Any) -> Segment:
     return Segment(rows(batch), rows(batch), lens, INT4, INT4)._replace(**changes)
 
 
-@pytest.mark.parametrize(
-    ("mistake", "message"), [case[1:] for case in NO_TENSORS], ids=[case[0] for case in NO_TENSORS]
-)
+@pytest.mark.parametrize(("mistake", "message"), NO_TENSORS, ids=[case[-1] for case in NO_TENSORS])
 def test_what_is_no_tensor_is_told(mistake: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         mistake()
