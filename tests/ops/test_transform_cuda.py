@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_cases import captured
 from fake_cuda import arguments_of, install
 from relative_l2 import relative_l2
 
@@ -126,11 +127,7 @@ def test_graphs_and_compiled_calls_give_the_same_bits(
         return cache.attend(0, q, return_lse=return_lse)
 
     q = torch.randn(shape, device="cuda").bfloat16()
-    attend(q)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = attend(q)
+    graph, found = captured(lambda: attend(q))
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for _ in range(3):
         q.normal_()

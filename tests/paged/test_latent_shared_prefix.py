@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_cases import captured
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 from latent_pages import DIMS, LAYERS, SCALE, make
 from paged_cases import begin
@@ -141,16 +142,12 @@ def test_a_graph_that_shares_serves_any_steps() -> None:
     given = [torch.full((4, 2, 6, n), torch.nan).bfloat16().cuda() for n in DIMS.values()]
     given += [torch.full((8, 1, n), torch.nan).bfloat16().cuda() for n in DIMS.values()]
 
-    def layers(batch: LatentPagedBatch) -> list[torch.Tensor]:
+    def layers() -> list[torch.Tensor]:
         pairs = given[0], given[1], given[2], given[3]
         return [batch.step(layer, *pairs, sm_scale=SCALE) for layer in range(LAYERS)]
 
     with batch.extend([]):
-        layers(batch)  # compiled
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = layers(batch)
+        graph, outs = captured(layers)
     for ids, counts in ((["a", "b", "c", "z"], [2, 1, 2, 1]), (["z"], [2]), (["b", "a"], [1, 2])):
         for x in given:
             x.copy_(torch.randn(x.shape))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import DIM, HEADS, extend, new_rows, same, values
+from cuda_cases import captured
+from paged_cases import DIM, HEADS, changing_steps, extend, new_rows, same, values
 from paged_plans import PLAN_LAYERS, PLANS, make_paged, step_of
 from relative_l2 import relative_l2
 
@@ -44,11 +45,7 @@ def test_one_graph_serves_all_steps(name: str, shared: bool) -> None:
     for x in (k, v, q):
         x.fill_(torch.nan)  # no place is in use while the graph is captured
     with batch.extend([]):
-        step_of(batch, k, v, q)  # kernels are loaded
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = step_of(batch, k, v, q)
+        graph, found = captured(lambda: step_of(batch, k, v, q))
     for sequence, count in (("a", 40), ("c", 0), ("d", 61)):
         rows = new_rows(count, "cuda")
         for at in (eager, prefill):
@@ -56,14 +53,7 @@ def test_one_graph_serves_all_steps(name: str, shared: bool) -> None:
             extend(at, [sequence], count, rows=rows)
     for cache in caches:
         cache.fork("a", "b")
-    live = list("abcd")
-    for step in range(30):
-        if step % 9 == 4:  # the shared last page is copied between replays
-            for cache in caches:
-                cache.free(live[0])
-                cache.fork(live[1], f"{step}")
-            live = [*live[1:], f"{step}"]
-        ids = live[step % 3 :]
+    for ids in changing_steps(caches, 30):
         for x in (k, v, q):
             x.copy_(torch.randn(x.shape))
         with batch.extend(ids):
@@ -75,7 +65,7 @@ def test_one_graph_serves_all_steps(name: str, shared: bool) -> None:
         for out, lse in zip(found[::2], found[1::2], strict=True):
             assert not out[len(ids) :].any() and bool((lse[len(ids) :] == -torch.inf).all())
         check_attention(eager, ids, q, expected)
-    for sequence in live:
+    for sequence in caches[0].ids:
         assert same(values(caches[1], sequence), values(caches[0], sequence))
     assert caches[1].bad_rows.tolist() == [0, 0]
     caches[1].check_invariants()

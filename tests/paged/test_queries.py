@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_cases import captured
 from paged_cases import (
     DIM,
     HEADS,
@@ -190,12 +191,8 @@ def test_a_graph_serves_steps_of_any_counts(shared: bool) -> None:
             outs.append(out)
         return outs
 
-    graph = torch.cuda.CUDAGraph()
     with batch.extend([]):
-        layers()  # compiled
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            outs = layers()
+        graph, outs = captured(layers)
     steps = [(list("abcz"), [5, 1, 0, 3]), (["z"], [2]), (list("bac"), [4, 4, 4])]
     for ids, counts in steps:
         k.copy_(torch.randn(k.shape))
