@@ -244,6 +244,10 @@ def test_layers_that_are_none_are_refused(layer: Any) -> None:
         (lambda c: c.fork([True, False]), ConfigError, "use whole numbers"),
         (lambda c: c.fork([0, None]), ConfigError, "use whole numbers"),
         (lambda c: c.reorder([10**30, 0]), ConfigError, "use whole numbers"),
+        (lambda c: c.fork(torch.tensor([True, False])), ConfigError, "use whole numbers"),
+        (lambda c: c.reorder(torch.tensor([0.0, 1.0])), ConfigError, "index is torch.* use whole"),
+        (lambda c: c.crop(True), ConfigError, "use whole numbers"),
+        (lambda c: c.crop(1.0), ConfigError, "use whole numbers"),
         (lambda c: c.crop(-(10**30)), ShapeError, "give lengths from 0"),
         (lambda c: c.crop(-1), ShapeError, "give lengths from 0"),
         (lambda c: c.crop([1]), ShapeError, "give lengths from 0"),
@@ -288,14 +292,22 @@ def test_lengths_come_as_lists_arrays_and_tensors() -> None:
         ({"windows": "4"}, "windows is '4': give a list"),
         ({"windows": [True]}, "a window True is not possible"),
         ({"k_format": 4}, "format 4 is not possible: give a name"),
+        ({"k_format": "int3"}, "format 'int3' does not exist"),
+        ({"v_format": ["int4", None]}, "v_format lists 2 formats for 1 layers"),
+        ({"v_format": [None]}, "format None is not possible"),
+        ({"exact_format": "fp32"}, "exact_format 'fp32' does not exist: use 'bf16' or 'fp16'"),
+        ({"sink_len": -1}, "sink_len -1 is not possible: use a whole number from 0"),
+        ({"recent_len": True}, "recent_len True is not possible"),
+        ({"sink_len": 2**31}, "use a whole number from 0 to 2147483647"),
+        ({"num_layers": 0}, "num_layers 0 is not possible: use a whole number from 1"),
         ({"v_format": None}, "format None is not possible"),
-        ({"k_format": ["int4", 3]}, "k_format lists 2 formats for 1 layers"),
         ({"recent_len": 1e3}, "recent_len 1000.0 is not possible"),
     ],
 )
 def test_a_cache_of_other_things_is_refused(options: dict[str, Any], message: str) -> None:
+    sizes = {"num_layers": 1, "batch": 1, "num_kv_heads": 2, "head_dim": 64, "max_seq_len": 16}
     with pytest.raises(ConfigError, match=message):
-        KVCache(1, 1, 2, 64, 16, **options)
+        KVCache(**{**sizes, **options})
 
 
 def test_a_path_is_no_plan() -> None:

@@ -26,6 +26,7 @@ from hf_cases import (  # noqa: E402
     SHARING,
     TOLERANCE,
     RoundedCache,
+    random_module,
     tiny,
     tokens,
 )
@@ -246,6 +247,11 @@ def test_layers_of_unequal_lengths_are_told_and_stay(model: CachedModel) -> None
 
 
 # Positions
+
+
+def test_rows_of_a_learned_table_that_no_token_gets_are_no_positions() -> None:
+    model = random_module("opt", {"max_position_embeddings": 16})  # two rows for padding
+    assert CachedModel(model).max_positions == 16
 
 
 def test_positions_beyond_a_learned_table_are_refused_before_anything_is_appended() -> None:

@@ -213,7 +213,7 @@ def test_rows_are_not_written_outside_a_step_of_the_batch() -> None:
 
 
 def test_a_step_that_cannot_be_staged_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = PagedBatch(make(num_pages=40), 4, 70)
+    batch = PagedBatch(make(num_pages=40, rollback_len=2), 4, 70)
     sequences(batch)
 
     def fail() -> None:
@@ -222,7 +222,7 @@ def test_a_step_that_cannot_be_staged_is_undone(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patched:
         patched.setattr(batch._staged, "send", fail)
         with pytest.raises(RuntimeError, match="no memory"):
-            batch.extend(["z"])
+            batch.extend(["z"], 30)  # so many that some never have a row in 16 bit
     batch.cache.check_invariants()
     assert batch.cache.length("z") == 20
     extend(batch, ["z"])
