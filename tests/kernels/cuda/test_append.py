@@ -136,6 +136,15 @@ def test_rows_that_are_not_aligned_are_refused(cuda: FakeDriver, side: str) -> N
     assert not cuda.launched
 
 
+def test_strides_of_axes_with_one_element_do_not_matter(cuda: FakeDriver) -> None:
+    call = make_call(Case(heads=1))
+    rows = call["k_rows"]
+    call["k_rows"] = rows.as_strided(rows.shape, (rows.stride(0), 7, *rows.stride()[2:]))
+    launch_append(**call)
+    (spec,) = loaded_specs()
+    assert arguments_of(spec, cuda.launched[0].arguments)["k.stride_head"] == 0
+
+
 def test_too_many_slots_are_refused(cuda: FakeDriver) -> None:
     call = make_call(Case())
     call["k_rows"] = call["k_rows"][:1].expand(1 << 27, -1, -1, -1)
