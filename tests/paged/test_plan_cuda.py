@@ -65,8 +65,8 @@ def test_one_graph_serves_all_steps(name: str, shared: bool) -> None:
         for out, lse in zip(found[::2], found[1::2], strict=True):
             assert not out[len(ids) :].any() and bool((lse[len(ids) :] == -torch.inf).all())
         check_attention(eager, ids, q, expected)
-    for sequence in caches[0].ids:
-        assert same(values(caches[1], sequence), values(caches[0], sequence))
+    for one in caches[0].ids:
+        assert same(values(caches[1], one), values(caches[0], one))
     assert caches[1].bad_rows.tolist() == [0, 0]
     caches[1].check_invariants()
 
