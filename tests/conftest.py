@@ -1,4 +1,4 @@
-"""Shared by all tests: the markers gpu and extra, seeds, poisoned memory, the one error measure."""
+"""Shared by all tests: the markers gpu and extra, seeds, poisoned memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
@@ -15,6 +16,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wai
 import hypothesis
 import pytest
 import torch
+from relative_l2 import relative_l2
+
+if TYPE_CHECKING:
+    from fake_cuda import FakeDriver
 
 pytest.register_assert_rewrite("cuda_cases")
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for one another
@@ -63,12 +68,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # numba-cuda and torch warn of matters of their own
             item.add_marker(pytest.mark.filterwarnings("default"))
-        if item.config.getoption("dist", None) == "loadgroup":  # a worker has whole files
-            item.add_marker(pytest.mark.xdist_group(_group_of(item)))
+        if getattr(item.config.option, "loadgroup", False):  # what xdist makes --dist loadgroup of
+            item.add_marker(pytest.mark.xdist_group(_group_of(item)))  # a worker has whole files
 
 
 def _group_of(item: pytest.Item) -> str:
@@ -126,15 +132,14 @@ def _compiled_by_other_files() -> Iterator[None]:
         torch._dynamo.reset()
 
 
-@pytest.fixture(scope="session")
-def relative_l2() -> Callable[[torch.Tensor, torch.Tensor], float]:
-    """The error measure of all tests: |x - reference| / |reference| in float64."""
+@pytest.fixture(name="relative_l2")
+def _relative_l2() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    return relative_l2
 
-    def measure(x: torch.Tensor, reference: torch.Tensor) -> float:
-        assert x.shape == reference.shape, f"{list(x.shape)} against {list(reference.shape)}"
-        x, reference = x.double(), reference.double()
-        if not bool(x.isfinite().all()):
-            return float("inf")
-        return float((x - reference).norm() / reference.norm().clamp(min=1e-300))
 
-    return measure
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as an H200 with a driver that takes notes."""
+    from fake_cuda import install
+
+    return install(monkeypatch)

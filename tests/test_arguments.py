@@ -77,36 +77,31 @@ REFERENCE: Any = reference_attention
 ARRAY = r"ndarray: give a tensor \(torch.from_numpy makes one of an array\)"
 Q, X = torch.zeros(2, 4, 64), torch.zeros(2, 2, 1, 64)
 PAGES = {"k_rows": rows(tokens=16), "v_rows": rows(tokens=16)}
-NO_TENSORS: list[tuple[str, Callable[[], Any], str]] = [
-    ("q a list", lambda: call(q=[1.0]), "q is of type list: give a tensor"),
-    ("q an array", lambda: call(q=Q.numpy()), f"q is of type {ARRAY}"),
-    ("q None", lambda: call(q=None), "q is of type NoneType"),
-    ("rows an array", lambda: call(k_rows=rows().numpy()), f"k_rows is of type {ARRAY}"),
-    ("rows a list", lambda: call(v_rows=[0]), "v_rows is of type list"),
-    ("lengths a list", lambda: call(seq_lens=[5, 3]), "seq_lens is of type list: give a tensor"),
-    ("lengths an array", lambda: call(seq_lens=LENS.numpy()), f"seq_lens is of type {ARRAY}"),
-    ("pages a list", lambda: call(**PAGES, block_table=[[0], [1]]), "block_table is of type list"),
-    ("q_lens a list", lambda: call(q=Q[:, None], q_lens=[1, 1]), "q_lens is of type list"),
-    ("q_lens an array", lambda: call(q_lens=LENS.numpy()), f"q_lens is of type {ARRAY}"),
-    ("reference", lambda: REFERENCE(Q, rows(), rows(), [5, 3], **BOTH), "seq_lens is of type list"),
-    ("attend", lambda: KVCache.attend(cache(), 0, untyped([[1.0]])), "q is of type list"),
-    ("append an array", lambda: append(cache(), 0, X.numpy(), X), f"k is of type {ARRAY}"),
-    ("append None", lambda: append(cache(), 0, X, None), "v is of type None"),
-    ("quantize_rows", lambda: quantize_rows(untyped([1.0]), INT4), "x is of type list"),
-    ("dequantize_rows", lambda: dequantize_rows(untyped(b""), INT4), "rows is of type bytes"),
-    ("segments of rows", lambda: attend(Q, [rows()]), "segments has a Tensor"),
-    ("one segment", lambda: attend(Q, segment()), "segments is of type Segment: give a list"),
-    ("no list", lambda: attend(Q, 5), "segments is of type int"),
-    ("a short tuple", lambda: attend(Q, [(rows(), rows())]), "segments has a tuple"),
-    ("prefix", lambda: shared(Q, rows(), []), "prefix is of type Tensor"),
+NO_TENSORS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: call(q=[1.0]), "q is of type list: give a tensor"),
+    (lambda: call(q=Q.numpy()), f"q is of type {ARRAY}"),
+    (lambda: call(q=None), "q is of type NoneType"),
+    (lambda: call(k_rows=rows().numpy()), f"k_rows is of type {ARRAY}"),
+    (lambda: call(v_rows=[0]), "v_rows is of type list"),
+    (lambda: call(seq_lens=[5, 3]), "seq_lens is of type list: give a tensor"),
+    (lambda: call(seq_lens=LENS.numpy()), f"seq_lens is of type {ARRAY}"),
+    (lambda: call(**PAGES, block_table=[[0], [1]]), "block_table is of type list"),
+    (lambda: call(q=Q[:, None], q_lens=[1, 1]), "q_lens is of type list"),
+    (lambda: call(q_lens=LENS.numpy()), f"q_lens is of type {ARRAY}"),
+    (lambda: REFERENCE(Q, rows(), rows(), [5, 3], **BOTH), "seq_lens is of type list"),
+    (lambda: KVCache.attend(cache(), 0, untyped([[1.0]])), "q is of type list"),
+    (lambda: append(cache(), 0, X.numpy(), X), f"k is of type {ARRAY}"),
+    (lambda: append(cache(), 0, X, None), "v is of type None"),
+    (lambda: quantize_rows(untyped([1.0]), INT4), "x is of type list"),
+    (lambda: dequantize_rows(untyped(b""), INT4), "rows is of type bytes"),
+    (lambda: attend(Q, [rows()]), "segments has a Tensor"),
+    (lambda: attend(Q, segment()), "segments is of type Segment: give a list"),
+    (lambda: attend(Q, 5), "segments is of type int"),
+    (lambda: attend(Q, [(rows(), rows())]), "segments has a tuple"),
+    (lambda: shared(Q, rows(), []), "prefix is of type Tensor"),
+    (lambda: shared(Q, segment(1), [segment()], members=[0]), "members is of type list"),
+    (lambda: merge(torch.zeros(2)), "a state is a Tensor and no pair"),
     (
-        "members",
-        lambda: shared(Q, segment(1), [segment()], members=[0]),
-        "members is of type list",
-    ),
-    ("a state", lambda: merge(torch.zeros(2)), "a state is a Tensor and no pair"),
-    (
-        "a list of states",
         lambda: merge([(torch.zeros(1, 4), torch.zeros(1))] * 2),
         r"a state is a list .* a list as merge_states\(\*states\)",
     ),
@@ -118,9 +113,7 @@ def segment(batch: int = 2, **changes: Any) -> Segment:
     return Segment(rows(batch), rows(batch), lens, INT4, INT4)._replace(**changes)
 
 
-@pytest.mark.parametrize(
-    ("mistake", "message"), [case[1:] for case in NO_TENSORS], ids=[case[0] for case in NO_TENSORS]
-)
+@pytest.mark.parametrize(("mistake", "message"), NO_TENSORS, ids=[case[-1] for case in NO_TENSORS])
 def test_what_is_no_tensor_is_told(mistake: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         mistake()
@@ -251,6 +244,10 @@ def test_layers_that_are_none_are_refused(layer: Any) -> None:
         (lambda c: c.fork([True, False]), ConfigError, "use whole numbers"),
         (lambda c: c.fork([0, None]), ConfigError, "use whole numbers"),
         (lambda c: c.reorder([10**30, 0]), ConfigError, "use whole numbers"),
+        (lambda c: c.fork(torch.tensor([True, False])), ConfigError, "use whole numbers"),
+        (lambda c: c.reorder(torch.tensor([0.0, 1.0])), ConfigError, "index is torch.* use whole"),
+        (lambda c: c.crop(True), ConfigError, "use whole numbers"),
+        (lambda c: c.crop(1.0), ConfigError, "use whole numbers"),
         (lambda c: c.crop(-(10**30)), ShapeError, "give lengths from 0"),
         (lambda c: c.crop(-1), ShapeError, "give lengths from 0"),
         (lambda c: c.crop([1]), ShapeError, "give lengths from 0"),
@@ -295,14 +292,22 @@ def test_lengths_come_as_lists_arrays_and_tensors() -> None:
         ({"windows": "4"}, "windows is '4': give a list"),
         ({"windows": [True]}, "a window True is not possible"),
         ({"k_format": 4}, "format 4 is not possible: give a name"),
+        ({"k_format": "int3"}, "format 'int3' does not exist"),
+        ({"v_format": ["int4", None]}, "v_format lists 2 formats for 1 layers"),
+        ({"v_format": [None]}, "format None is not possible"),
+        ({"exact_format": "fp32"}, "exact_format 'fp32' does not exist: use 'bf16' or 'fp16'"),
+        ({"sink_len": -1}, "sink_len -1 is not possible: use a whole number from 0"),
+        ({"recent_len": True}, "recent_len True is not possible"),
+        ({"sink_len": 2**31}, "use a whole number from 0 to 2147483647"),
+        ({"num_layers": 0}, "num_layers 0 is not possible: use a whole number from 1"),
         ({"v_format": None}, "format None is not possible"),
-        ({"k_format": ["int4", 3]}, "k_format lists 2 formats for 1 layers"),
         ({"recent_len": 1e3}, "recent_len 1000.0 is not possible"),
     ],
 )
 def test_a_cache_of_other_things_is_refused(options: dict[str, Any], message: str) -> None:
+    sizes = {"num_layers": 1, "batch": 1, "num_kv_heads": 2, "head_dim": 64, "max_seq_len": 16}
     with pytest.raises(ConfigError, match=message):
-        KVCache(1, 1, 2, 64, 16, **options)
+        KVCache(**{**sizes, **options})
 
 
 def test_a_path_is_no_plan() -> None:

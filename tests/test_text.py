@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvquant import text
-from kvquant.text import Column, progress, render_table, terminal_width
+from kvquant.text import Column, progress, render_table, size_text, terminal_width
 
 COLUMNS = (
     Column("name", left=True),
@@ -59,6 +59,11 @@ def test_cells_are_text_and_no_markup() -> None:
     text = render_table(COLUMNS[:2], [[cell, "1"]], 80)
     assert cell in text and "\x1b" not in text
     assert render_table(COLUMNS[:2], [], 80).splitlines()[0].split() == ["name", "x"]
+
+
+def test_bytes_are_told_in_the_unit_that_suits_them() -> None:
+    sizes = (1023, 1024, 1536 << 20, 5 << 40)
+    assert list(map(size_text, sizes)) == ["1023 bytes", "1 KiB", "1.5 GiB", "5 TiB"]
 
 
 def test_the_width_is_the_terminals_or_80(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,7 +324,7 @@ class StepBatch(NotCopied):
         batch, num_q_heads, q_lens, q_len = q.shape[0], q.shape[-2], None, 1
         if q.ndim == 4:
             q_lens, q_len = self.new_lens[:batch], q.shape[1]
-        parts = self._segments_of(layer, batch)
+        parts = self._segments_of(layer, batch, compiling)
         self.check_open()
         if not compiling:
             if not fixed:
@@ -417,14 +417,14 @@ class StepBatch(NotCopied):
         """
         return compiling or (self._on_cuda and torch.cuda.is_current_stream_capturing())
 
-    def _segments_of(self, layer: int, batch: int) -> _Parts:
-        """The rows of a layer, for the first places of the batch.
+    def _segments_of(self, layer: int, batch: int, compiling: bool = False) -> _Parts:
+        """The rows of a layer, for the first places of the batch; compiling as of _is_fixed.
 
         Raises:
             ShapeError: batch is less than the sequences of the step, or more than max_batch.
             ConfigError: the layer does not exist.
         """
-        if torch.compiler.is_compiling():
+        if compiling:
             return self._make_segments(layer, batch)
         if not self._num_ids <= batch <= self.max_batch:
             raise ShapeError(

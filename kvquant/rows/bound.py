@@ -26,9 +26,10 @@ class Bound(dict[Hashable, Any]):
     def find(self, *new: torch.Tensor) -> Any:
         """What was kept for tensors of this kind; None where values have to be read, or in a graph.
 
-        torch.compile must not trace this.
+        Callers that torch.compile traces do not come here. After an error in a trace it runs them
+        uncompiled and compiles what they call, this function too: then it finds nothing.
         """
-        if not self or debug.enabled:
+        if not self or debug.enabled or torch.compiler.is_dynamo_compiling():
             return None
         found = self.get(kind_of(*new))
         return None if found is None or torch.cuda.is_current_stream_capturing() else found

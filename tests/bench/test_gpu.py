@@ -18,6 +18,7 @@ import click.testing
 import pytest
 import torch
 from click.testing import CliRunner
+from relative_l2 import relative_l2
 
 from kvquant.bench import gpu as gpu_bench
 from kvquant.bench import report as report_module
@@ -201,9 +202,7 @@ def test_variants_are_the_same_in_all_forms(variant: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_latent_rows_are_checked_and_torch_computes_the_same(
-    page_size: int, q_len: int, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
-) -> None:
+def test_latent_rows_are_checked_and_torch_computes_the_same(page_size: int, q_len: int) -> None:
     """Of one query or drafted ones, with first and last tokens in 16 bit too."""
     int4, bf16 = (
         latents(name, page_size=page_size, q_len=q_len) for name in ("int4-g8+fp8-g4", "bf16")

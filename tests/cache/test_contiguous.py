@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from relative_l2 import relative_l2
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
 from kvquant.rows.reference import reference_over_segments
-
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 BATCH, HEADS, DIM, MAX = 3, 2, 64, 40
 
@@ -129,7 +128,7 @@ def test_padding_behind_new_lens_may_hold_anything() -> None:
     assert unchanged(dirty, everything(clean))
 
 
-def test_formats_may_differ_by_layer_and_between_k_and_v(relative_l2: Measure) -> None:
+def test_formats_may_differ_by_layer_and_between_k_and_v() -> None:
     wide = RowFormat.parse("fp8-g2", 96)
     cache = make(
         num_layers=3,
@@ -154,7 +153,7 @@ def test_formats_may_differ_by_layer_and_between_k_and_v(relative_l2: Measure) -
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5), (60, 60)], ids=str)
-def test_attend_sees_all_tokens(lengths: tuple[int, int], relative_l2: Measure) -> None:
+def test_attend_sees_all_tokens(lengths: tuple[int, int]) -> None:
     cache = make(sink_len=lengths[0], recent_len=lengths[1])
     q = torch.randn(BATCH, 4, DIM)
     for counts in ([0, 0, 0], [2, 0, 9], [1, 1, 1], [9, 4, 0], [5, 9, 9]):

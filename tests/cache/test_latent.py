@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from example_plan import example_plan
 from latent_plans import latent_plan, random_basis, with_outliers
 from msgspec.structs import replace
+from relative_l2 import relative_l2
 
 from kvquant import (
     AttentionVariant,
@@ -466,9 +466,7 @@ def test_a_basis_takes_the_outliers_out_of_int4_latents() -> None:
     assert errors[1] < errors[0] / 2
 
 
-def test_caches_keep_their_bases(
-    tmp_path: Path, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
-) -> None:
+def test_caches_keep_their_bases(tmp_path: Path) -> None:
     plan = latent_plan()
     cache = LatentKVCache.from_plan(plan, 3, 96, sink_len=2, recent_len=16)
     assert cache.formats == [LatentFormat.parse(name, 256, 32) for name in ("int4-g8", "bf16")]

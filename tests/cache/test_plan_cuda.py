@@ -4,7 +4,6 @@ while the kernels are compiled for the first time."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from paged_cases import DIM, HEADS, RECENT, SINKS
 from paged_plans import PLAN_LAYERS, make_plan
+from relative_l2 import relative_l2
 
 from kvquant import KVCache, load_cache, save_cache
 from kvquant.cli.main import main
@@ -21,7 +21,6 @@ from kvquant.io.plan import CachePlan
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 EXAMPLES = Path(__file__).parents[2] / "examples"
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 def on_device(model: Any, device: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -40,7 +39,7 @@ def zero_data_plan(model: Any) -> CachePlan:
 
 
 @pytest.mark.extra("hf")
-def test_the_plan_of_the_gpu_is_that_of_the_cpu(relative_l2: Measure) -> None:
+def test_the_plan_of_the_gpu_is_that_of_the_cpu() -> None:
     from tiny_models import tiny_model
 
     plans = [zero_data_plan(on_device(tiny_model("Qwen2"), device)) for device in ("cpu", DEVICE)]
@@ -81,7 +80,7 @@ def test_the_command_calibrates_on_the_gpu(tmp_path: Path) -> None:
     ids=["offset", "hadamard", "matrix", "hadamard-feedback", "matrix-feedback"],
 )
 def test_a_cache_of_a_plan_holds_and_attends_as_on_the_cpu(
-    basis: str, feedback: bool, relative_l2: Measure, tmp_path: Path
+    basis: str, feedback: bool, tmp_path: Path
 ) -> None:
     plan = make_plan(basis, feedback=feedback)
     ours, theirs = (
@@ -114,9 +113,7 @@ def test_a_cache_of_a_plan_holds_and_attends_as_on_the_cpu(
 
 @pytest.mark.extra("hf")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_model_decodes_with_a_plan_as_on_the_cpu(
-    dtype: torch.dtype, relative_l2: Measure
-) -> None:
+def test_a_model_decodes_with_a_plan_as_on_the_cpu(dtype: torch.dtype) -> None:
     from tiny_models import tiny_model
 
     on_cpu = tiny_model("Llama")

@@ -37,81 +37,58 @@ def unchanged(cache: KVCache, before: list[torch.Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(everything(cache), before, strict=True))
 
 
-BAD_APPENDS: list[tuple[str, Callable[[], tuple[Any, ...]], type[Exception], str]] = [
+BAD_APPENDS: list[tuple[Callable[[], tuple[Any, ...]], type[Exception], str]] = [
+    (lambda: (tokens(35), tokens(35)), ShapeError, "sequence 0 would grow to 44 tokens"),
     (
-        "too long",
-        lambda: (tokens(35), tokens(35)),
-        ShapeError,
-        "sequence 0 would grow to 44 tokens",
-    ),
-    (
-        "one too long",
         lambda: (tokens(33), tokens(33), [1, 33, 36]),
         ShapeError,
         "new_lens is [1, 33, 36]: give [batch] of 0 to 33",
     ),
     (
-        "the last too long",
         lambda: (tokens(39), tokens(39), [1, 1, 39]),
         ShapeError,
         "sequence 2 would grow to 41 tokens, max_seq_len is 40: crop it, or make a larger cache",
     ),
     (
-        "k of 3 axes",
         lambda: (tokens(4)[0], tokens(4)),
         ShapeError,
         "k is [2, 4, 64]: it must be [3, 2, new_tokens, 64]",
     ),
-    ("batch of 2", lambda: (tokens(4, batch=2), tokens(4)), ShapeError, "k is [2, 2, 4, 64]"),
-    ("v too wide", lambda: (tokens(4), tokens(4, dim=80)), ShapeError, "v is [3, 2, 4, 80]"),
+    (lambda: (tokens(4, batch=2), tokens(4)), ShapeError, "k is [2, 2, 4, 64]"),
+    (lambda: (tokens(4), tokens(4, dim=80)), ShapeError, "v is [3, 2, 4, 80]"),
     (
-        "tokens before heads",
         lambda: (tokens(4).transpose(1, 2), tokens(4).transpose(1, 2)),
         ShapeError,
         "k is [3, 4, 2, 64]: it must be [3, 2, new_tokens, 64]",
     ),
-    ("v shorter", lambda: (tokens(4), tokens(3)), ShapeError, "k has 4 new tokens, v 3"),
-    ("lens of 2", lambda: (tokens(4), tokens(4), [1, 1]), ShapeError, "new_lens is [1, 1]"),
-    ("negative", lambda: (tokens(4), tokens(4), [1, -1, 1]), ShapeError, "new_lens is [1, -1, 1]"),
+    (lambda: (tokens(4), tokens(3)), ShapeError, "k has 4 new tokens, v 3"),
+    (lambda: (tokens(4), tokens(4), [1, 1]), ShapeError, "new_lens is [1, 1]"),
+    (lambda: (tokens(4), tokens(4), [1, -1, 1]), ShapeError, "new_lens is [1, -1, 1]"),
     (
-        "fractions",
         lambda: (tokens(4), tokens(4), [1.5, 1, 1]),
         ConfigError,
         "new_lens is torch.float32: use whole numbers",
     ),
     (
-        "float64",
         lambda: (tokens(4).double(), tokens(4)),
         ConfigError,
         "k is torch.float64: use float32, bfloat16 or float16",
     ),
-    ("integers", lambda: (tokens(4), tokens(4).int()), ConfigError, "v is torch.int32: use"),
+    (lambda: (tokens(4), tokens(4).int()), ConfigError, "v is torch.int32: use"),
     (
-        "NaN in k",
         lambda: (spoiled(tokens(4), torch.nan), tokens(4)),
         NonFiniteError,
         "k[1, 0, 2, 63] is nan: int4-g4 and bf16 rows hold finite values up to 65504; nothing was",
     ),
+    (lambda: (tokens(4), spoiled(tokens(4), torch.nan)), NonFiniteError, "v[1, 0, 2, 63]"),
+    (lambda: (tokens(4), spoiled(tokens(4), -torch.inf)), NonFiniteError, "is -inf"),
+    (lambda: (spoiled(tokens(4), 7e4), tokens(4)), NonFiniteError, "k[1, 0, 2, 63]"),
     (
-        "NaN in v",
-        lambda: (tokens(4), spoiled(tokens(4), torch.nan)),
-        NonFiniteError,
-        "v[1, 0, 2, 63]",
-    ),
-    ("Inf in v", lambda: (tokens(4), spoiled(tokens(4), -torch.inf)), NonFiniteError, "is -inf"),
-    ("over fp16", lambda: (spoiled(tokens(4), 7e4), tokens(4)), NonFiniteError, "k[1, 0, 2, 63]"),
-    (
-        "over fp16 in bf16",
         lambda: (spoiled(tokens(4).bfloat16(), 65536.0), tokens(4)),
         NonFiniteError,
         "k[1, 0, 2, 63] is 65536.0",
     ),
-    (
-        "over fp16 once rounded to bf16",
-        lambda: (spoiled(tokens(4), 65500.0), tokens(4)),
-        NonFiniteError,
-        "k[1, 0, 2, 63]",
-    ),
+    (lambda: (spoiled(tokens(4), 65500.0), tokens(4)), NonFiniteError, "k[1, 0, 2, 63]"),
 ]
 
 
@@ -122,9 +99,7 @@ def spoiled(x: torch.Tensor, value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [case[1:] for case in BAD_APPENDS],
-    ids=[c[0] for c in BAD_APPENDS],
+    ("arguments", "error", "message"), BAD_APPENDS, ids=[case[-1] for case in BAD_APPENDS]
 )
 def test_an_append_that_fails_changes_nothing(
     arguments: Callable[[], tuple[Any, ...]], error: type[Exception], message: str
@@ -162,28 +137,6 @@ def test_a_step_that_cannot_attend_appends_nothing(
     assert unchanged(cache, before)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"k_format": "int3"}, "format 'int3' does not exist"),
-        ({"k_format": 4}, "format 4 is not possible"),
-        ({"k_format": ["int4"]}, "k_format lists 1 formats for 2 layers"),
-        ({"v_format": ["int4", None]}, "format None is not possible"),
-        ({"exact_format": "fp32"}, "exact_format 'fp32' does not exist: use 'bf16' or 'fp16'"),
-        ({"sink_len": -1}, "sink_len -1 is not possible: use a whole number from 0"),
-        ({"recent_len": 1.0}, "recent_len 1.0 is not possible"),
-        ({"recent_len": True}, "recent_len True is not possible"),
-        ({"sink_len": 2**31}, "use a whole number from 0 to 2147483647"),
-        ({"num_layers": 0}, "num_layers 0 is not possible: use a whole number from 1"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-",
-)
-def test_a_cache_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make(**options)
-    assert message in str(caught.value)
-
-
 @pytest.mark.parametrize("index", [[0, 1, 3], [0, 1, -1], [0, 1], [[0, 1, 2]], 1], ids=str)
 def test_places_that_do_not_exist_are_refused(index: Any) -> None:
     cache = make()
@@ -197,47 +150,11 @@ def test_places_that_do_not_exist_are_refused(index: Any) -> None:
     assert unchanged(cache, before)
 
 
-def test_masks_and_fractions_are_no_places() -> None:
-    cache = make()
-    for index in (torch.tensor([True, False, True]), torch.tensor([0.0, 1.0, 2.0])):
-        for call in (cache.reorder, cache.fork):
-            with pytest.raises(ConfigError, match=r"index is torch.* use whole numbers"):
-                call(index)
-
-
-@pytest.mark.parametrize("layer", [2, -1, 5], ids=str)
-def test_layers_that_do_not_exist_are_refused(layer: int) -> None:
-    cache = make()
-    before = everything(cache)
-    calls: list[Callable[[], object]] = [
-        lambda: cache.append(layer, tokens(1), tokens(1)),
-        lambda: cache.attend(layer, torch.zeros(BATCH, 4, DIM)),
-        lambda: cache.segments(layer),
-        lambda: cache.dequantized(layer),
-    ]
-    for call in calls:
-        with pytest.raises(
-            ConfigError, match=f"layer {layer} does not exist: the cache has layers 0 to 1"
-        ):
-            call()
-    assert unchanged(cache, before)
-
-
 def test_tokens_on_another_device_are_refused() -> None:
     cache = make()
     before = everything(cache)
     with pytest.raises(DeviceError, match="v is on meta, the cache on cpu"):
         cache.append(0, tokens(1), tokens(1).to("meta"))
-    assert unchanged(cache, before)
-
-
-def test_a_truth_value_is_no_length() -> None:
-    cache = make()
-    cache.append(0, tokens(9), tokens(9))
-    before = everything(cache)
-    for length in (True, 1.0):
-        with pytest.raises(ConfigError, match="use whole numbers"):
-            cache.crop(length)  # type: ignore[arg-type]
     assert unchanged(cache, before)
 
 

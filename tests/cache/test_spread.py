@@ -5,13 +5,13 @@ On the CPU alone "cpu:0" stands for another device: it has counters of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from devices import is_on
+from relative_l2 import relative_l2
 from slow_cases import mark_slow
 
 from kvquant import KVCache, LatentKVCache, load_cache, save_cache
@@ -93,9 +93,7 @@ def test_all_calls_do_what_they_do_on_one(
 
 
 @several
-def test_attention_and_steps(
-    devices: list[str], relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
-) -> None:
+def test_attention_and_steps(devices: list[str]) -> None:
     k_basis, v_basis = (Basis(torch.randn(HEADS, DIM), kind) for kind in ("hadamard", "none"))
     spread, single = caches = make(devices, bases=[LayerBasis(k_basis, v_basis)] * 3)
     append(caches, 70, [70, 1, 33])

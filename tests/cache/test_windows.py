@@ -89,6 +89,7 @@ def test_queries_of_tokens_whose_window_is_gone_are_refused() -> None:
     cache = make([WINDOW])
     fill(cache, [40])
     cache.crop(36)
+    cache.attend(0, torch.randn(BATCH, 3, 4, DIM))  # which see tokens from 22 on
     with pytest.raises(ShapeError, match=r"layer 0 has tokens from \[22, 22\] on, its queries see"):
         cache.attend(0, torch.randn(BATCH, 4, 4, DIM))
 

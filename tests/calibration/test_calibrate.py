@@ -1,11 +1,11 @@
 """The whole of calibration, on the bundled model and on small random ones (25 s)."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from relative_l2 import relative_l2
 from slow_cases import mark_slow
 
 transformers = pytest.importorskip("transformers")
@@ -27,7 +27,6 @@ from kvquant.kernels.cuda.runtime.warmup import kernels_of  # noqa: E402
 from kvquant.ops import quantize  # noqa: E402
 from kvquant.rows.format import RowFormat  # noqa: E402
 
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = Sizes(observed=1536, length=512, windows=4, context=160, scored=12)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -121,7 +120,7 @@ def test_every_step_lowers_the_weighted_error(plan: CachePlan) -> None:
 
 @pytest.mark.slow
 def test_a_model_in_16_bit_gives_nearly_the_same_plan(
-    plan: CachePlan, model: CachedModel, text: list[int], relative_l2: Measure
+    plan: CachePlan, model: CachedModel, text: list[int]
 ) -> None:
     half = CachedModel.from_pretrained(EXAMPLES / "llama-demo-5m", dtype=torch.bfloat16)
     assert half.exact_format == "bf16"

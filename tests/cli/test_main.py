@@ -281,199 +281,124 @@ def test_the_demo_prints_and_writes_its_figures(
 
 READ, TAKE = "quantize {model} --prompt {prompt}", "quantize --from {raw}"
 OUT = "-o {tmp}/x.safetensors"
-BAD = {  # by what is wrong: the command and the error
-    "no command": ("nope", "No such command"),
-    "no option": ("inspect --nope", "No such option"),
-    "no output": (READ, "Missing option '-o'"),
-    "no file": ("inspect nope.safetensors", "No such file or directory: nope.safetensors"),
-    "no model": ("quantize nope --prompt {prompt} -o x.safetensors", "does not exist"),
-    "no prompt": ("quantize {model} -o x.safetensors", "give either MODEL and --prompt"),
-    "two sources": (
-        "quantize {model} --from {raw} -o x.safetensors",
-        "give either MODEL and --prompt",
-    ),
-    "no format": (
-        f"{READ} --format int5 -o x.safetensors",
-        "'int5' is not one of 'int4', 'int4-g2', ",
-    ),
-    "no format of RoPE parts": (
-        f"{READ} {OUT} --format int4-g8+fp9",
-        "'fp9' is not one of 'int4', 'int4-g2', ",
-    ),
-    "three parts of a row": (
-        f"{READ} {OUT} --format int4+int4+int4",
-        "'int4+int4+int4' is not FORMAT or FORMAT+FORMAT",
-    ),
-    "latent rows of a model without": (
+BAD = [  # the command, and the error
+    ("nope", "No such command"),
+    ("inspect --nope", "No such option"),
+    (READ, "Missing option '-o'"),
+    ("inspect nope.safetensors", "No such file or directory: nope.safetensors"),
+    ("quantize nope --prompt {prompt} -o x.safetensors", "does not exist"),
+    ("quantize {model} -o x.safetensors", "give either MODEL and --prompt"),
+    ("quantize {model} --from {raw} -o x.safetensors", "give either MODEL and --prompt"),
+    (f"{READ} --format int5 -o x.safetensors", "'int5' is not one of 'int4', 'int4-g2', "),
+    (f"{READ} {OUT} --format int4-g8+fp9", "'fp9' is not one of 'int4', 'int4-g2', "),
+    (f"{READ} {OUT} --format int4+int4+int4", "'int4+int4+int4' is not FORMAT or FORMAT+FORMAT"),
+    (
         f"{READ} {OUT} --format int4-g8+fp8-g4",
         "--format int4-g8+fp8-g4 is of latent rows, and {model} has K and V: give one FORMAT",
     ),
-    "latent rows of raw tensors": (
+    (
         f"{TAKE} --format int4-g8+fp8-g4 {OUT}",
         "--format int4-g8+fp8-g4 is of latent rows, and {raw} has K and V: give one FORMAT",
     ),
-    "latent rows of K": (
+    (
         f"{READ} {OUT} --k-format int4-g8+fp8-g4",
         "'int4-g8+fp8-g4' is not one of 'int4', 'int4-g2', ",
     ),
-    "no format of a plan": (
+    (
         f"calibrate {{model}} --zero-data --format banana {OUT}",
         "'banana' is not one of 'int4', 'int4-g2', ",
     ),
-    "a format beside a plan": (
-        f"{READ} --plan {{raw}} --format fp8 {OUT}",
-        "--plan says the formats",
-    ),
-    "a format that nothing has": (
-        f"{TAKE} --format int4 --k-format int8 --v-format int8 {OUT}",
-        "leave nothing to --format",
-    ),
-    "chunks of raw tensors": (f"{TAKE} --chunk 512 {OUT}", "--chunk is for MODEL"),
-    "a part of raw tensors": (f"{TAKE} --tokens 5 {OUT}", "--tokens is for MODEL"),
-    "no device": (
-        f"calibrate {{model}} --zero-data --device meta {OUT}",
-        "'meta' is not one of 'cpu', 'cuda'",
-    ),
-    "no GPU": (
+    (f"{READ} --plan {{raw}} --format fp8 {OUT}", "--plan says the formats"),
+    (f"{TAKE} --format int4 --k-format int8 --v-format int8 {OUT}", "leave nothing to --format"),
+    (f"{TAKE} --chunk 512 {OUT}", "--chunk is for MODEL"),
+    (f"{TAKE} --tokens 5 {OUT}", "--tokens is for MODEL"),
+    (f"calibrate {{model}} --zero-data --device meta {OUT}", "'meta' is not one of 'cpu', 'cuda'"),
+    (
         f"calibrate {{model}} --zero-data --device cuda {OUT}",
         "--device cuda: torch finds no GPU here; use --device cpu",
     ),
-    "no such GPU": (
+    (
         f"calibrate {{model}} --zero-data --device cuda:7 {OUT}",
         "--device cuda:7: torch finds no GPU here; use --device cpu",
     ),
-    "sizes of what is not scored": (
-        f"calibrate {{model}} --zero-data --windows 2 {OUT}",
-        "--windows needs a text to score",
-    ),
-    "no KL": (
-        f"calibrate {{model}} --text {{prompt}} --max-kl nan {OUT}",
-        "nan is not a finite number",
-    ),
-    "no bits": (
-        f"calibrate {{model}} --text {{prompt}} --budget -1 {OUT}",
-        "-1.0 is not in the range x>0",
-    ),
-    "no folder for the output": (f"{TAKE} -o {{tmp}}/nope/x.safetensors", "is not a folder"),
-    "no name": ("inspect ''", "the name is empty"),
-    "no name to write to": (f"{TAKE} -o ''", "the name is empty"),
-    "no safetensors": ("inspect {prompt}", "is no safetensors file"),
-    "raw tensors are no cache": ("inspect {raw}", "raw.safetensors"),
-    "no ending": (f"{TAKE} -o {{tmp}}/x", "name it NAME.safetensors"),
-    "no target": ("export {raw} --to zip -o x", "'zip' is not one of"),
-    "no whole number": (f"{TAKE} --sink-len x -o y", "'x'"),
-    "model without weights": (
-        f"calibrate {{tmp}}/folder --text {{prompt}} {OUT}",
-        "it has no config.json",
-    ),
-    "nothing to observe": (f"calibrate {{model}} {OUT}", "give --text"),
-    "limit without text": (
-        f"calibrate {{model}} --zero-data --max-kl 1 {OUT}",
-        "--max-kl needs a text to score",
-    ),
-    "format and budget": (
+    (f"calibrate {{model}} --zero-data --windows 2 {OUT}", "--windows needs a text to score"),
+    (f"calibrate {{model}} --text {{prompt}} --max-kl nan {OUT}", "nan is not a finite number"),
+    (f"calibrate {{model}} --text {{prompt}} --budget -1 {OUT}", "-1.0 is not in the range x>0"),
+    (f"{TAKE} -o {{tmp}}/nope/x.safetensors", "is not a folder"),
+    ("inspect ''", "the name is empty"),
+    (f"{TAKE} -o ''", "the name is empty"),
+    ("inspect {prompt}", "is no safetensors file"),
+    ("inspect {raw}", "raw.safetensors"),
+    (f"{TAKE} -o {{tmp}}/x", "name it NAME.safetensors"),
+    ("export {raw} --to zip -o x", "'zip' is not one of"),
+    (f"{TAKE} --sink-len x -o y", "'x'"),
+    (f"calibrate {{tmp}}/folder --text {{prompt}} {OUT}", "it has no config.json"),
+    (f"calibrate {{model}} {OUT}", "give --text"),
+    (f"calibrate {{model}} --zero-data --max-kl 1 {OUT}", "--max-kl needs a text to score"),
+    (
         f"calibrate {{model}} --text {{prompt}} --format int4 --budget 5 {OUT}",
         "--max-kl and --budget choose formats: leave --format out",
     ),
-    "text too short": (f"calibrate {{model}} --text {{prompt}} {OUT}", "tokens are too few"),
-    "no room": (f"{READ} --max-seq-len 9 {OUT}", "tokens, --max-seq-len is 9: use "),
-    "no room for raw tensors": (
-        f"{TAKE} --max-seq-len 5 {OUT}",
-        "use max_seq_len (--max-seq-len) 20 or more",
-    ),
-    "absurd room": (
-        f"{TAKE} --max-seq-len 100000000000 -o {{tmp}}/x",
-        "100000000000 is not in the range",
-    ),
-    "room beyond memory": (
+    (f"calibrate {{model}} --text {{prompt}} {OUT}", "tokens are too few"),
+    (f"{READ} --max-seq-len 9 {OUT}", "tokens, --max-seq-len is 9: use "),
+    (f"{TAKE} --max-seq-len 5 {OUT}", "use max_seq_len (--max-seq-len) 20 or more"),
+    (f"{TAKE} --max-seq-len 100000000000 -o {{tmp}}/x", "100000000000 is not in the range"),
+    (
         f"{TAKE} --max-seq-len 2147483647 {OUT}",
         "GiB, more than there is: use a smaller max_seq_len",
     ),
-    "room beyond memory for a prompt": (
+    (
         f"{READ} --max-seq-len 2147483647 {OUT}",
         "GiB, more than there is: use a smaller max_seq_len",
     ),
-    "raw tensors over themselves": (
+    (
         f"{TAKE} -o {{tmp}}/./raw.safetensors",
         "raw.safetensors is read: give another name to write to",
     ),
-    "export over itself": (
-        "export {raw} --to bf16 -o {raw}",
-        "raw.safetensors is read: give another name to write to",
-    ),
-    "export over the index": (
-        "export {raw} --to bf16 -o {raw}.index.json",
-        "name it NAME.safetensors",
-    ),
-    "calibration over its text": (
-        "calibrate {model} --text {raw} -o {raw}",
-        "raw.safetensors is read",
-    ),
-    "calibration over another text": (
-        "calibrate {model} --text {prompt} --held {raw} -o {raw}",
-        "raw.safetensors is read",
-    ),
-    "sums of calibration over its text": (
-        f"calibrate {{model}} --text {{partial}} {OUT}",
-        ".x.safetensors.0.partial is read",
-    ),
-    "a cache over its plan": (f"{READ} --plan {{raw}} -o {{raw}}", "raw.safetensors is read"),
-    "an export over its plan": (
-        "export {tmp}/c.safetensors --to bf16 --plan {raw} -o {raw}",
-        "raw.safetensors is read",
-    ),
-    "an export over a shard": (
+    ("export {raw} --to bf16 -o {raw}", "raw.safetensors is read: give another name to write to"),
+    ("export {raw} --to bf16 -o {raw}.index.json", "name it NAME.safetensors"),
+    ("calibrate {model} --text {raw} -o {raw}", "raw.safetensors is read"),
+    ("calibrate {model} --text {prompt} --held {raw} -o {raw}", "raw.safetensors is read"),
+    (f"calibrate {{model}} --text {{partial}} {OUT}", ".x.safetensors.0.partial is read"),
+    (f"{READ} --plan {{raw}} -o {{raw}}", "raw.safetensors is read"),
+    ("export {tmp}/c.safetensors --to bf16 --plan {raw} -o {raw}", "raw.safetensors is read"),
+    (
         "export {tmp}/c.safetensors --to bf16 -o {tmp}/c-01234567-00001-of-00002.safetensors",
         "c-01234567-00001-of-00002.safetensors is read",
     ),
-    "a cache over the weights": (
+    (
         f"{READ} -o {{model}}/model.safetensors",
         "model.safetensors is in {model}, which is read: write to another folder",
     ),
-    "a plan in the model's folder": (
+    (
         "calibrate {model} --zero-data -o {model}/plan.safetensors",
         "plan.safetensors is in {model}, which is read",
     ),
-    "raw tensors over the weights": (
-        f"{TAKE} -o {{model}}/model.safetensors",
-        "holds a model, which is left as it is",
-    ),
-    "figures over the config": (
-        "bench --json {model}/config.json",
-        "holds a model, which is left as it is",
-    ),
-    "figures over a link to the config": (
+    (f"{TAKE} -o {{model}}/model.safetensors", "holds a model, which is left as it is"),
+    ("bench --json {model}/config.json", "holds a model, which is left as it is"),
+    (
         "demo --model {model} --text {prompt} --json {tmp}/link.json",
         "link.json is in {model}, which is read",
     ),
-    "figures over the text": ("demo --text {prompt} --json {prompt}", "name it NAME.json"),
-    "a device in place of a file": (
-        f"{TAKE} -o {{tmp}}/full.safetensors",
-        "full.safetensors cannot be written, it is a device",
-    ),
-    "a pipe in place of a file": (
-        "bench --json {tmp}/pipe.json",
-        "pipe.json cannot be written, it is a pipe",
-    ),
-    "a link that leads to itself": (
+    ("demo --text {prompt} --json {prompt}", "name it NAME.json"),
+    (f"{TAKE} -o {{tmp}}/full.safetensors", "full.safetensors cannot be written, it is a device"),
+    ("bench --json {tmp}/pipe.json", "pipe.json cannot be written, it is a pipe"),
+    (
         f"{READ} -o {{tmp}}/loop.safetensors",
         "loop.safetensors cannot be written: Too many levels of symbolic links",
     ),
-    "a budget below all formats": (
-        f"calibrate {{model}} --zero-data --budget 4.2 {OUT}",
-        "a budget of 4.2 bits is below 4.25",
-    ),
-    "a name that is too long": (f"{TAKE} -o {{tmp}}/{{long}}.safetensors", "File name too long"),
-    "an endless prompt": (
+    (f"calibrate {{model}} --zero-data --budget 4.2 {OUT}", "a budget of 4.2 bits is below 4.25"),
+    (f"{TAKE} -o {{tmp}}/{{long}}.safetensors", "File name too long"),
+    (
         f"quantize {{model}} --prompt /dev/zero {OUT}",
         "/dev/zero has more than 1 MiB: give a part of it",
     ),
-    "no time": ("bench --seconds -1", "-1.0 is not in the range x>0"),
-    "absurd tokens": ("bench --seq-len 99999999999", "99999999999 is not in the range"),
-    "folder in place of a file": ("inspect {tmp}", "is a directory"),
-    "empty prompt": (f"quantize {{model}} --prompt {{empty}} {OUT}", "no text"),
-    "binary prompt": (f"quantize {{model}} --prompt {{binary}} {OUT}", "UTF-8"),
-}
+    ("bench --seconds -1", "-1.0 is not in the range x>0"),
+    ("bench --seq-len 99999999999", "99999999999 is not in the range"),
+    ("inspect {tmp}", "is a directory"),
+    (f"quantize {{model}} --prompt {{empty}} {OUT}", "no text"),
+    (f"quantize {{model}} --prompt {{binary}} {OUT}", "UTF-8"),
+]
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -494,15 +419,19 @@ def _refuse_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_hf
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("command, message", BAD, ids=[message for _, message in BAD])
 def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
-    case: str, tmp_path: Path, prompt: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    message: str,
+    tmp_path: Path,
+    prompt: Path,
+    raw: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "folder").mkdir()
     partial = tmp_path / ".x.safetensors.0.partial"
-    command, message = BAD[case]
     if "{partial}" in command:
         partial.write_text("a text")
     (tmp_path / "c-01234567-00001-of-00002.safetensors").write_text("a shard")

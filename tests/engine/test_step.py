@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from relative_l2 import relative_l2
 
 from kvquant import AttentionVariant, Basis
 from kvquant.engine.contract import LayerRows, NewTokens
@@ -23,7 +24,6 @@ DEVICES = [
     pytest.param("cpu", torch.float32, 2e-5),
     pytest.param("cuda", torch.bfloat16, 6.3e-3, marks=pytest.mark.gpu),
 ]
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 class Pages:
@@ -140,7 +140,6 @@ def test_a_step_of_all_kinds_of_sequences(
     device: str,
     dtype: torch.dtype,
     error: float,
-    relative_l2: Measure,
 ) -> None:
     # decoding: with a drafted token or three, and one that has just come; no tokens; then chunks:
     # a few tokens and many behind a past, whole prompts, and one whose past ends inside a page
@@ -181,7 +180,7 @@ def test_a_step_of_all_kinds_of_sequences(
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_a_step_that_a_graph_pads(queries: int, relative_l2: Measure) -> None:
+def test_a_step_that_a_graph_pads(queries: int) -> None:
     layer = LayerRows(Settings("int8", "int8").layout(HEADS, DIM, DIM), SCALE, bases())
     cache = Pages(layer, [20, 31, 0], room=queries)
     cache.append([queries, queries, 0])
@@ -200,7 +199,7 @@ def test_a_step_that_a_graph_pads(queries: int, relative_l2: Measure) -> None:
     assert not out[2 * queries :].any()
 
 
-def test_a_sequence_without_tokens_among_those_with_one(relative_l2: Measure) -> None:
+def test_a_sequence_without_tokens_among_those_with_one() -> None:
     layer = LayerRows(Settings("int8", "int8").layout(HEADS, DIM, DIM), SCALE, bases())
     cache, counts = Pages(layer, [20, 31, 9], room=1), [1, 0, 1]
     k, v = cache.append(counts)
@@ -217,9 +216,7 @@ def test_a_sequence_without_tokens_among_those_with_one(relative_l2: Measure) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_basis", [False, True])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_a_cuda_graph_serves_steps_of_other_lengths(
-    queries: int, has_basis: bool, relative_l2: Measure
-) -> None:
+def test_a_cuda_graph_serves_steps_of_other_lengths(queries: int, has_basis: bool) -> None:
     """As vLLM captures: lengths are made up and no token has a slot."""
     layout = Settings("int8", "int8").layout(HEADS, DIM, DIM)
     layer = LayerRows(layout, SCALE, bases().to("cuda") if has_basis else None)

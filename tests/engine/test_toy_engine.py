@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from relative_l2 import relative_l2
 from torch.nn.functional import rms_norm, silu
 
 from kvquant import (
@@ -30,7 +31,6 @@ from kvquant.engine.step import append, attend, describe_step
 LAYERS, WIDTH, VOCABULARY = 3, 96, 50
 Q_HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 40
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 class Model:
@@ -252,7 +252,7 @@ def requests() -> list[Request]:
     ],
 )
 def test_a_toy_engine_serves_what_plain_attention_computes(
-    name: str, prompts: str, limit: float, relative_l2: Measure
+    name: str, prompts: str, limit: float
 ) -> None:
     model, texts = Model(), requests()
     settings = Settings.parse({"k_format": name, "prompts": prompts})

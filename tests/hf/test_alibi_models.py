@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from segment_cases import Measure
+from relative_l2 import relative_l2
 from torch.nn.utils.rnn import pad_sequence
 
 from kvquant import AttentionVariant, KVCache
@@ -113,9 +113,7 @@ def batch_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("rows", DTYPES)
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_alibi_is_that_of_the_model(
-    kind: str, rows: str, device: str, relative_l2: Measure
-) -> None:
+def test_alibi_is_that_of_the_model(kind: str, rows: str, device: str) -> None:
     """A prompt, steps of one token and one of four, of sequences of unequal lengths."""
     family, dtype = FAMILIES[kind], DTYPES[rows]
     sizes = {"num_attention_heads": HEADS, "hidden_size": 64 * HEADS, "d_model": 64 * HEADS}

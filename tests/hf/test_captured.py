@@ -14,6 +14,7 @@ import pytest
 import torch
 from hf_cases import LATENT_SIZES, needs_latents, random_module
 from latent_plans import latent_plan
+from threads import run_in_threads
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from kvquant import CachedModel, CapturedStep, KVCache
@@ -560,11 +561,7 @@ def test_threads_capture_side_by_side() -> None:
         torch.cuda.current_stream().synchronize()
         found.append(logits)
 
-    threads = [threading.Thread(target=run, args=(cache,)) for cache in caches]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(run, caches)
     assert len(found) == 4 and all(close(one, expected) for one in found)
     for cache in caches:
         cache.check()

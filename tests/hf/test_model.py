@@ -26,11 +26,13 @@ from hf_cases import (  # noqa: E402
     SHARING,
     TOLERANCE,
     RoundedCache,
+    random_module,
     tiny,
     tokens,
 )
 
 from kvquant.hf.model import CachedModel  # noqa: E402
+from kvquant.hf.models.positions import positions_of  # noqa: E402
 
 LONG = [4.0] * 32
 LONGROPE: dict[str, Any] = {
@@ -246,6 +248,11 @@ def test_layers_of_unequal_lengths_are_told_and_stay(model: CachedModel) -> None
 
 
 # Positions
+
+
+def test_rows_of_a_learned_table_that_no_token_gets_are_no_positions() -> None:
+    opt = random_module("opt", {"max_position_embeddings": 16})  # and two rows that none gets
+    assert positions_of(opt) == 16
 
 
 def test_positions_beyond_a_learned_table_are_refused_before_anything_is_appended() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from threads import run_in_threads
 
 from kvquant.errors import ConfigError, NonFiniteError, UnsupportedModelError
 
@@ -172,11 +173,7 @@ def test_threads_decode_from_caches_of_their_own(model: CachedModel) -> None:
     for row in range(4):
         run(row)
     expected, found = found, {}
-    threads = [threading.Thread(target=run, args=(row,)) for row in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    run_in_threads(run, range(4))
     for row in range(4):
         assert torch.equal(found[row][0], expected[row][0])
         torch.testing.assert_close(found[row][1], expected[row][1])

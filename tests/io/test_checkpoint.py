@@ -123,6 +123,13 @@ def test_loaded_cache_is_the_saved_one_and_continues(
     assert_continues_alike(loaded, cache)
 
 
+def test_a_shard_takes_tensors_up_to_its_limit(tmp_path: Path) -> None:
+    (whole,) = save_cache(make_cache(), tmp_path / "c.safetensors")
+    size = sum(tensor.nbytes for tensor in load_file(whole).values())
+    for limit, files in ((size, 1), (size - 1, 3)):  # two shards and their index
+        assert len(save_cache(make_cache(), whole, max_shard_bytes=limit)) == files
+
+
 def test_cropped_caches_keep_what_is_packed(tmp_path: Path) -> None:
     cache = make_cache(rollback_len=0)
     append = torch.randn(2, 2, 3, 64)

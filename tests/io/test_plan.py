@@ -11,6 +11,7 @@ import pytest
 import torch
 from example_plan import example_plan
 from latent_plans import latent_plan
+from relative_l2 import relative_l2
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -101,7 +102,7 @@ def test_a_layer_that_is_kept_in_16_bit_stays_so(plan: CachePlan) -> None:
 
 
 def test_the_plan_of_some_heads_stores_their_rows_as_the_whole_one(
-    plan: CachePlan, tmp_path: Path, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
+    plan: CachePlan, tmp_path: Path
 ) -> None:
     """But for codes that last bits of the products with a matrix move: .01 is one code in 1,000."""
     tensors = dict(plan.tensors) | {f"{s}.offset": torch.randn(3, 2, 64) for s in "kv"}

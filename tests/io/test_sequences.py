@@ -122,7 +122,7 @@ def test_a_file_is_of_one_model(tmp_path: Path) -> None:
         ({"exact_format": "fp16"}, "exact_format is bf16"),
         ({"num_layers": 1}, "layers is 2 in the file and 1"),
         ({"v_format": "int4"}, "formats of layer 0 are int4-g4 and int8 in the file and int4-g4"),
-        ({"max_seq_len": 50}, "a sequence has 69 tokens, max_seq_len is 50"),
+        ({"max_seq_len": 68}, "a sequence has 69 tokens, max_seq_len is 68"),
     ],
 )
 def test_a_file_that_does_not_fit_the_cache_is_refused(
@@ -194,7 +194,7 @@ def test_rows_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
     rows[cache.state.seq_slot("b"), :, 2] = 1e5  # a sink
     save_sequences(cache, ["a", "b"], path)
     load_sequences(make(), path)
-    token = 66  # of 69; the ring has the last 5
+    token = 64  # of 69; the ring has the last 5, and this is the first of them
     rows[cache.state.seq_slot("b"), 1, 3 + (token - 3) % 5] = -1e5
     message = f"layer 1, K, sequence 1, token {token}, KV head 1: a value is too large for int4"
     with pytest.raises(CheckpointError, match=message):
@@ -202,7 +202,7 @@ def test_rows_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
     load_sequences(make(), path)
     tensors = load_file(path)
     forged = tensors["layers.1.k_exact"].view(torch.bfloat16)
-    forged[-3, 1] = -1e5
+    forged[-5, 1] = -1e5
     with safe_open(path, "pt") as file:
         top = json.loads(file.metadata()["kvquant_pages"])
     top["sha256"]["layers.1.k_exact"] = sha256(tensors["layers.1.k_exact"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from attend import attend_segments
-from fake_cuda import FakeDriver, install, make_query, make_segment
+from fake_cuda import FakeDriver, make_query, make_segment
+from relative_l2 import relative_l2
 
 from kvquant import (
     RowFormat,
@@ -22,8 +22,6 @@ from kvquant import (
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.ops import attention
 from kvquant.rows.segment import Segment, check_segments
-
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 INT4 = RowFormat.parse("int4-g4", 64)
 BACKENDS = ("cpu", "reference")
@@ -54,7 +52,7 @@ def state(
 @pytest.mark.parametrize("ratio", [1, 3, 8])
 @pytest.mark.parametrize("sm_scale", [None, 0.3])
 def test_the_reference_is_torchs_attention_on_dequantized_rows(
-    ratio: int, sm_scale: float | None, relative_l2: Measure
+    ratio: int, sm_scale: float | None
 ) -> None:
     v_format = RowFormat.parse("int8-g2", 96)
     k_rows, v_rows = packed(2, 2, 21, v_format=v_format)
@@ -149,7 +147,7 @@ def test_a_nan_row_in_use_makes_nan_and_no_plausible_number(backend: str) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_segments_are_attended_as_one_sequence(backend: str, relative_l2: Measure) -> None:
+def test_segments_are_attended_as_one_sequence(backend: str) -> None:
     bf16 = RowFormat.parse("bf16", 64)
     k, v = torch.randn(2, 2, 2, 40, 64).bfloat16()
     q = torch.randn(2, 4, 64)
@@ -173,7 +171,7 @@ def test_segments_are_attended_as_one_sequence(backend: str, relative_l2: Measur
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sinks_and_a_ring_at_any_seats_are_one_segment(backend: str, relative_l2: Measure) -> None:
+def test_sinks_and_a_ring_at_any_seats_are_one_segment(backend: str) -> None:
     bf16 = RowFormat.parse("bf16", 64)
     rows = quantize_rows(torch.randn(2, 3, 2, 300, 64).bfloat16(), bf16)
     counts, starts = (300, 3, 150, 4), (200, 0, 20, 295)
@@ -329,12 +327,6 @@ def test_the_reference_refuses_heads_and_batches_that_do_not_fit() -> None:
     for shape in [(1, 2, 64), (3, 7, 64)]:
         with pytest.raises(ShapeError, match="does not fit rows"):
             reference_attention(torch.randn(shape), rows, rows, lens, k_format=fmt, v_format=fmt)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The CPU as an H200 with a driver that takes notes."""
-    return install(monkeypatch)
 
 
 class OnCuda(torch.Tensor):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from relative_l2 import relative_l2
 from variant_cases import by_hand, variant_with
 
 from kvquant import AttentionVariant
@@ -17,7 +18,6 @@ from kvquant.ops.causal import POSSIBLE, causal_attention
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TENSORS = ("alibi_slopes", "sink_logits")
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 def expected(
@@ -48,7 +48,6 @@ def expected(
     ids=str,
 )
 def test_queries_see_the_tokens_up_to_their_own(
-    relative_l2: Measure,
     monkeypatch: pytest.MonkeyPatch,
     heads: tuple[int, int],
     q_len: int,
@@ -83,7 +82,6 @@ def test_queries_see_the_tokens_up_to_their_own(
     ids="+".join,
 )
 def test_variants_are_those_of_the_reference(
-    relative_l2: Measure,
     monkeypatch: pytest.MonkeyPatch,
     names: Sequence[str],
     dtype: torch.dtype,
@@ -112,7 +110,7 @@ def test_no_queries() -> None:
 
 
 def test_scores_without_a_kernel_of_torch_are_taken_by_blocks(
-    relative_l2: Measure, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Torch's kernel on the CPU wants K and V of one width: else it computes all scores."""
     rows = []
@@ -131,7 +129,7 @@ def test_scores_without_a_kernel_of_torch_are_taken_by_blocks(
     assert rows[3:] == [20]
 
 
-def test_keys_and_values_of_different_widths(relative_l2: Measure) -> None:
+def test_keys_and_values_of_different_widths() -> None:
     q, k, v = torch.randn(2, 4, 9, 64), torch.randn(2, 2, 20, 64), torch.randn(2, 2, 20, 128)
     out = causal_attention(q, k, v, [20, 12])
     assert out.shape == (2, 4, 9, 128)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from attend import attend_segments, attend_shared
-from fake_cuda import FakeDriver, install
+from fake_cuda import FakeDriver
+from relative_l2 import relative_l2
 from variant_cases import variant_with
 
 from kvquant import AttentionVariant, quantize_rows
@@ -28,7 +28,6 @@ VARIANTS = (
     ("soft_cap", "sink_logits", "tree_mask", "score_offsets"),
 )
 BASES: tuple[Any, Any] = "hadamard", "none"
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -65,9 +64,7 @@ def shared(
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("sharing", [(0, 1, 2), (2, 0), ()], ids=["all", "some", "none"])
-def test_it_is_attention_over_the_whole_sequences(
-    relative_l2: Measure, sharing: tuple[int, ...], backend: str
-) -> None:
+def test_it_is_attention_over_the_whole_sequences(sharing: tuple[int, ...], backend: str) -> None:
     prefix, own, whole = shared(40, (9, 1, 17), sharing)
     q = torch.randn(3, 6, 64)
     members = None if len(sharing) == 3 else torch.tensor(sharing, dtype=torch.int64)
@@ -89,20 +86,20 @@ def queries(device: str) -> tuple[torch.Tensor, float]:
     return (q, 1e-5) if device == "cpu" else (q.bfloat16(), 4e-3)
 
 
-def assert_right(measure: Measure, found: State, expected: State, limit: float) -> None:
+def assert_right(found: State, expected: State, limit: float) -> None:
     """Assert that out and lse are what was expected, 0 and -inf where a query sees nothing."""
     (out, lse), (wanted, wanted_lse) = found, expected
     empty = wanted_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty) and not out[empty].any()
-    assert measure(out, wanted) < limit
-    assert measure(lse[~empty], wanted_lse[~empty]) < limit
+    assert relative_l2(out, wanted) < limit
+    assert relative_l2(lse[~empty], wanted_lse[~empty]) < limit
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("sharing", [(0, 1, 2), (2, 0), ()], ids=["all", "some", "none"])
 def test_several_queries_see_all_of_the_prefix(
-    relative_l2: Measure, sharing: tuple[int, ...], ragged: bool, device: str
+    sharing: tuple[int, ...], ragged: bool, device: str
 ) -> None:
     prefix, own, whole = shared(140, (9, 2, 17), sharing, device)
     q, limit = queries(device)
@@ -111,11 +108,11 @@ def test_several_queries_see_all_of_the_prefix(
     members = members if members is None else members.to(device)
     found = attend_shared(q, prefix, [own], members=members, q_lens=q_lens, return_lse=True)
     expected = attend_segments(q, [whole], q_lens=q_lens, return_lse=True, backend="reference")
-    assert_right(relative_l2, found, expected, limit)
+    assert_right(found, expected, limit)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_sinks_take_part_once(relative_l2: Measure, device: str) -> None:
+def test_sinks_take_part_once(device: str) -> None:
     prefix, own, whole = shared(140, (9, 2, 17), (2, 0), device)
     q, limit = queries(device)
     variant = AttentionVariant(sink_logits=torch.randn(6, device=device))
@@ -123,7 +120,7 @@ def test_sinks_take_part_once(relative_l2: Measure, device: str) -> None:
     members = torch.tensor([2, 0], device=device)
     found = attend_shared(q, prefix, [own], members=members, return_lse=True, **options)
     expected = attend_segments(q, [whole], return_lse=True, backend="reference", **options)
-    assert_right(relative_l2, found, expected, limit)
+    assert_right(found, expected, limit)
     assert torch.equal(attend_shared(q, prefix, [own], members=members, **options), found[0])
     with pytest.raises(UnsupportedError, match=r"^window: beside a shared prefix only"):
         attend_shared(q, prefix, [own], variant=variant._replace(window=7))
@@ -135,7 +132,7 @@ def test_sinks_take_part_once(relative_l2: Measure, device: str) -> None:
 @pytest.mark.parametrize("in_basis", [False, True], ids=["", "basis"])
 @pytest.mark.parametrize("fields", VARIANTS, ids="-".join)
 def test_a_variant_of_queries_is_that_of_whole_sequences(
-    relative_l2: Measure, fields: tuple[str, ...], in_basis: bool, backend: str
+    fields: tuple[str, ...], in_basis: bool, backend: str
 ) -> None:
     device = "cuda" if backend == "cuda" else "cpu"
     prefix, own, whole = shared(140, (9, 4, 17), (2, 0), device)
@@ -151,9 +148,7 @@ def test_a_variant_of_queries_is_that_of_whole_sequences(
     options |= {"variant": variant, "return_lse": True, "sm_scale": 0.3}
     members = torch.tensor([-1, 2, 0], device=device)
     found = attend_shared(q, prefix, [own], members=members, backend=backend, **options)
-    assert_right(
-        relative_l2, found, attend_segments(q, [whole], backend="reference", **options), limit
-    )
+    assert_right(found, attend_segments(q, [whole], backend="reference", **options), limit)
     if variant.tree_mask is None:
         if variant.score_offsets is not None:
             variant = variant._replace(score_offsets=variant.score_offsets[:, 0])
@@ -161,7 +156,7 @@ def test_a_variant_of_queries_is_that_of_whole_sequences(
         options |= {"variant": variant, "q_lens": None, "seq_lens": lens}
         one = attend_shared(q[:, 0], prefix, [own], members=members, backend=backend, **options)
         wanted = attend_segments(q[:, 0], [whole], backend="reference", **options)
-        assert_right(relative_l2, one, wanted, limit)
+        assert_right(one, wanted, limit)
     elif device == "cpu":  # lengths on CUDA are not read
         with pytest.raises(ShapeError, match="sequence 0 has 3 queries and 2 tokens behind"):
             short = own._replace(seq_lens=own.seq_lens.clamp(max=2))
@@ -224,12 +219,6 @@ def test_what_does_not_fit_is_refused() -> None:
         attend_shared(q[:, :3], prefix, [own])
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The CPU as an H200 with a driver that takes notes."""
-    return install(monkeypatch)
-
-
 def test_nothing_is_merged_of_a_prefix_for_nobody(cuda: FakeDriver) -> None:
     out, lse = torch.zeros(5, 8, 64, dtype=torch.bfloat16), torch.zeros(5, 8)
     prefix_out, prefix_lse = torch.zeros(7, 2, 3 * 4, 64), torch.zeros(7, 2, 3 * 4)
@@ -242,9 +231,7 @@ def test_nothing_is_merged_of_a_prefix_for_nobody(cuda: FakeDriver) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [2, 6, 32])
 @pytest.mark.parametrize("sharing", [(0, 1, 2, 3), (3, 0, 2), ()], ids=["all", "some", "none"])
-def test_on_a_gpu(
-    relative_l2: Measure, sharing: tuple[int, ...], heads: int, dtype: torch.dtype
-) -> None:
+def test_on_a_gpu(sharing: tuple[int, ...], heads: int, dtype: torch.dtype) -> None:
     prefix, own, whole = shared(900, (90, 1, 200, 17), sharing, "cuda")
     members = None if len(sharing) == 4 else torch.tensor(sharing, dtype=torch.int64).cuda()
     q = torch.randn(4, heads, 64, device="cuda").to(dtype)
@@ -257,7 +244,7 @@ def test_on_a_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
-def test_states_are_merged_on_a_gpu(relative_l2: Measure, head_dim: int) -> None:
+def test_states_are_merged_on_a_gpu(head_dim: int) -> None:
     out = torch.randn(5, 6, head_dim, device="cuda").bfloat16()
     prefix_out = torch.randn(11, 2, 3, 3, head_dim, device="cuda")  # splits, KV heads, members
     lse, prefix_lse = 9 * torch.randn(5, 6).cuda(), 9 * torch.randn(11, 2, 3, 3).cuda()

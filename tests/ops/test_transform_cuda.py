@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cuda_cases import captured
 from fake_cuda import arguments_of, install
+from relative_l2 import relative_l2
 
 from kvquant import KVCache
 from kvquant.errors import ShapeError
@@ -80,9 +81,7 @@ def test_compiled_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
-def test_attention_in_a_basis_is_that_of_the_cpu(
-    kind: str, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
-) -> None:
+def test_attention_in_a_basis_is_that_of_the_cpu(kind: str) -> None:
     on_gpu, on_cpu = make_cache(kind, "cuda"), make_cache(kind, "cpu")
     q = torch.randn(3, 8, 64).bfloat16()
     q[2] = torch.nan
@@ -101,9 +100,7 @@ def test_attention_in_a_basis_is_that_of_the_cpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
-def test_several_queries_in_a_basis_are_those_of_the_cpu(
-    kind: str, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
-) -> None:
+def test_several_queries_in_a_basis_are_those_of_the_cpu(kind: str) -> None:
     on_gpu, on_cpu = make_cache(kind, "cuda"), make_cache(kind, "cpu")
     q, q_lens = torch.randn(3, 5, 8, 64).bfloat16(), torch.tensor([3, 5, 2], dtype=torch.int32)
     for b, count in enumerate(q_lens.tolist()):
@@ -130,11 +127,7 @@ def test_graphs_and_compiled_calls_give_the_same_bits(
         return cache.attend(0, q, return_lse=return_lse)
 
     q = torch.randn(shape, device="cuda").bfloat16()
-    attend(q)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = attend(q)
+    graph, found = captured(lambda: attend(q))
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for _ in range(3):
         q.normal_()
@@ -152,9 +145,7 @@ def test_graphs_and_compiled_calls_give_the_same_bits(
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [1.0, 300.0, 1e4])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_queries_of_fp16_are_turned_within_fp16(
-    scale: float, compiled: bool, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
-) -> None:
+def test_queries_of_fp16_are_turned_within_fp16(scale: float, compiled: bool) -> None:
     """What is stored is narrow where keys are wide, and the query that reads it wide."""
     torch.manual_seed(5)
     matrix = scale * (torch.eye(64) + 0.05 * torch.randn(2, 64, 64))

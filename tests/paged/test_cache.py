@@ -24,14 +24,13 @@ from paged_cases import (
     seen,
     values,
 )
+from relative_l2 import relative_l2
 
 from kvquant import KVCache, Rope, save_cache
 from kvquant.errors import ConfigError, KVQuantError, NonFiniteError, OutOfPagesError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
 from kvquant.rows.rotation import apply_rope
-
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 def beside(**options: Any) -> tuple[PagedBatch, KVCache]:
@@ -44,7 +43,7 @@ def beside(**options: Any) -> tuple[PagedBatch, KVCache]:
 @pytest.mark.parametrize("sink_len, recent_len", [(3, 5), (0, 0), (3, 0), (0, 5), (2, 200)])
 @pytest.mark.parametrize("chunks", [[60], [1] * 40, [2, 7, 30, 1, 9]], ids=["one", "ones", "some"])
 def test_rows_and_attention_are_those_of_kv_cache(
-    sink_len: int, recent_len: int, chunks: list[int], relative_l2: Measure
+    sink_len: int, recent_len: int, chunks: list[int]
 ) -> None:
     batch, contiguous = beside(sink_len=sink_len, recent_len=recent_len)
     cache = batch.cache

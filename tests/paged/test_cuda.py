@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from paged_cases import DIM, HEADS, LAYERS, captured, extend, make, new_rows, same, values
+from paged_cases import (
+    DIM,
+    HEADS,
+    LAYERS,
+    captured,
+    changing_steps,
+    extend,
+    new_rows,
+    rows_of,
+    same,
+    values,
+)
+from relative_l2 import relative_l2
+from row_kinds import KINDS
 
 from kvquant.paged.batch import PagedBatch
 
 pytestmark = pytest.mark.gpu
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
-def both(**options: int) -> tuple[PagedBatch, PagedBatch]:
+FORMATS: dict[str, dict[str, Any]] = {"heads": {}, "latents": {"fmt": ["int8-g4", "int4-g8"]}}
+
+
+def both(kind: str = "heads", **options: Any) -> list[Any]:
     """The same batch on the CPU and on the GPU."""
-    return (
-        PagedBatch(make(**options, num_pages=30), 4, 100),
-        PagedBatch(make(**options, num_pages=30, device="cuda"), 4, 100),
-    )
+    make, options = KINDS[kind].make, {"num_pages": 30, **FORMATS[kind], **options}
+    return [KINDS[kind].batch(make(device=at, **options), 4, 100) for at in ("cpu", "cuda")]
 
 
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5)], ids=str)
-def test_bytes_are_those_of_the_cpu(lengths: tuple[int, int]) -> None:
-    batches = both(sink_len=lengths[0], recent_len=lengths[1])
+def test_bytes_are_those_of_the_cpu(lengths: tuple[int, int], kind: str) -> None:
+    batches = both(kind, sink_len=lengths[0], recent_len=lengths[1])
+
+    def extend_both(ids: Sequence[str], count: int, tokens: Sequence[int] | None = None) -> None:
+        rows = rows_of(batches[0].cache, count * len(ids))
+        for batch in batches:
+            extend(batch, ids, count, tokens, [x.to(batch.cache.device) for x in rows])
+
     for batch in batches:
         batch.cache.allocate("a", range(40))
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 99, (100,), generator=draw).tolist()
     for count in (40, 1, 1, 7, 1):
-        rows = new_rows(count)
-        for batch in batches:
-            extend(batch, ["a"], count, tokens[:count], rows.to(batch.cache.device))
+        extend_both(["a"], count, tokens[:count])
     for batch in batches:
         cache = batch.cache
         cache.fork("a", "b")
@@ -40,9 +59,7 @@ def test_bytes_are_those_of_the_cpu(lengths: tuple[int, int]) -> None:
         assert cache.allocate("c", tokens[:40]) > 0
         cache.swap_out("a")
     for _ in range(20):
-        rows = new_rows(2)
-        for batch in batches:
-            extend(batch, ["b", "c"], 1, rows=rows.to(batch.cache.device))
+        extend_both(["b", "c"], 1)
     for batch in batches:
         batch.cache.swap_in("a")
     for name in ("a", "b", "c"):
@@ -51,9 +68,7 @@ def test_bytes_are_those_of_the_cpu(lengths: tuple[int, int]) -> None:
     batches[1].cache.check_invariants()
 
 
-def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
-    relative_l2: Measure,
-) -> None:
+def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages() -> None:
     on_cpu, prefill = both()
     cache = prefill.cache
     batch = PagedBatch(cache, 4)
@@ -67,14 +82,7 @@ def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
         for at in (on_cpu, prefill):
             at.cache.allocate(name)
             extend(at, [name], count, rows=rows.to(at.cache.device))
-    live = ["a", "b", "c", "d"]
-    for step in range(36):
-        if step % 9 == 4:  # the shared last page is copied between replays
-            for at in (on_cpu, prefill):
-                at.cache.free(live[0])
-                at.cache.fork(live[1], f"{step}")
-            live = [*live[1:], f"{step}"]
-        ids = live[step % 3 :]
+    for ids in changing_steps([on_cpu.cache, cache], 36):
         for x in (k, v, q):
             x.copy_(torch.randn(x.shape))
         with batch.extend(ids):
@@ -86,7 +94,7 @@ def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
                 assert isinstance(expected, torch.Tensor)
                 assert relative_l2(outs[layer][: len(ids)].cpu(), expected) < 6e-3
                 assert not outs[layer][len(ids) :].any()
-    for name in live:
+    for name in cache.ids:
         ours, theirs = values(on_cpu.cache, name), values(cache, name)
         assert same([x.cpu() for x in theirs], ours)
     assert cache.bad_rows.tolist() == [0, 0]

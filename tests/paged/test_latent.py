@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_cases import captured
 from example_plan import example_plan
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 from latent_pages import (
@@ -21,7 +22,7 @@ from latent_pages import (
     queries,
 )
 from latent_plans import latent_plan, random_basis
-from paged_cases import begin, extend, same, seen, values
+from paged_cases import begin, changing_steps, extend, same, seen, values
 
 from kvquant import (
     Basis,
@@ -322,36 +323,6 @@ def test_what_is_launched_was_told(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_bytes_are_those_of_the_cpu(lengths: tuple[int, int]) -> None:
-    options: dict[str, Any] = {"sink_len": lengths[0], "recent_len": lengths[1]}
-    options |= {"fmt": ["int8-g4", "int4-g8"], "num_pages": 30}
-    batches = [LatentPagedBatch(make(device, **options), 4, 100) for device in ("cpu", "cuda")]
-    for batch in batches:
-        batch.cache.allocate("a")
-    for count in (40, 1, 1, 7, 1):
-        rows = new_rows(count)
-        for batch in batches:
-            here = rows[0].to(batch.cache.device), rows[1].to(batch.cache.device)
-            extend(batch, ["a"], count, range(count), here)
-    for batch in batches:
-        batch.cache.fork("a", "b")
-        batch.cache.truncate("b", 30)
-        batch.cache.swap_out("a")
-    for _ in range(20):
-        rows = new_rows(1)
-        for batch in batches:
-            here = rows[0].to(batch.cache.device), rows[1].to(batch.cache.device)
-            extend(batch, ["b"], 1, rows=here)
-    for batch in batches:
-        batch.cache.swap_in("a")
-    for name in "ab":
-        ours, theirs = (values(batch.cache, name) for batch in batches)
-        assert same([x.cpu() for x in theirs], ours)
-    batches[1].cache.check()
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("fmt", ["int8-g4", "int4-g8+fp8-g4", "fp8", "bf16"])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_gpu_attends_to_pages_of_64_tokens(heads: int, fmt: str) -> None:
@@ -399,21 +370,11 @@ def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
         return found
 
     with batch.extend([]):
-        layers()  # kernels are loaded
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = layers()
+        graph, outs = captured(layers)
     for name, count in (("a", 20), ("b", 3), ("c", 0), ("d", 61)):
         cache.allocate(name)
         extend(prefill, [name], count)
-    live = ["a", "b", "c", "d"]
-    for step in range(30):
-        if step % 9 == 4:  # the shared last page is copied between replays
-            cache.free(live[0])
-            cache.fork(live[1], f"{step}")
-            live = [*live[1:], f"{step}"]
-        ids = live[step % 3 :]
+    for ids in changing_steps([cache], 30):
         for x in given:
             x.copy_(torch.randn(x.shape))
             x[len(ids) :] = torch.nan

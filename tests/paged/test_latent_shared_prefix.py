@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cuda_cases import captured
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 from latent_pages import DIMS, LAYERS, SCALE, make
 from paged_cases import begin
+from relative_l2 import relative_l2
 
 from kvquant import LatentPagedBatch, LatentPagedKVCache
 from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
@@ -18,7 +19,6 @@ from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import mla
 from kvquant.paged.warmup import BatchCalls, likely_batches
 
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LIMITS = {"cpu": 1e-5, "cuda": 4e-3}  # of relative errors: queries and results of 32 and 16 bit
 
@@ -95,9 +95,7 @@ def test_the_kernels_of_fewer_sequences_are_told(arch: str, shared: bool | None)
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", ["int4-g8+int8-g4", "fp8", "bf16"])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_a_gpu_shares_a_prefix_of_thousands_of_tokens(
-    relative_l2: Measure, heads: int, fmt: str
-) -> None:
+def test_a_gpu_shares_a_prefix_of_thousands_of_tokens(heads: int, fmt: str) -> None:
     """Of the sizes that models have: the kernel for many heads attends to the prefix."""
     dims = {"latent_dim": 512, "rope_dim": 64}
     options: dict[str, Any] = {"page_size": 64, "num_pages": 200, "max_seq_len": 4096, **dims}
@@ -135,7 +133,7 @@ def test_a_gpu_shares_a_prefix_of_thousands_of_tokens(
 
 
 @pytest.mark.gpu
-def test_a_graph_that_shares_serves_any_steps(relative_l2: Measure) -> None:
+def test_a_graph_that_shares_serves_any_steps() -> None:
     cache = make("cuda", num_pages=40)
     prefill = LatentPagedBatch(cache, 4, 70)
     plain = LatentPagedBatch(cache, 4, 8, shared_prefix=False)
@@ -144,16 +142,12 @@ def test_a_graph_that_shares_serves_any_steps(relative_l2: Measure) -> None:
     given = [torch.full((4, 2, 6, n), torch.nan).bfloat16().cuda() for n in DIMS.values()]
     given += [torch.full((8, 1, n), torch.nan).bfloat16().cuda() for n in DIMS.values()]
 
-    def layers(batch: LatentPagedBatch) -> list[torch.Tensor]:
+    def layers() -> list[torch.Tensor]:
         pairs = given[0], given[1], given[2], given[3]
         return [batch.step(layer, *pairs, sm_scale=SCALE) for layer in range(LAYERS)]
 
     with batch.extend([]):
-        layers(batch)  # compiled
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = layers(batch)
+        graph, outs = captured(layers)
     for ids, counts in ((["a", "b", "c", "z"], [2, 1, 2, 1]), (["z"], [2]), (["b", "a"], [1, 2])):
         for x in given:
             x.copy_(torch.randn(x.shape))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from paged_cases import DIM, HEADS, begin, extend, make, new_rows, same, seen, values
 from paged_plans import PLAN_LAYERS, PLANS, make_contiguous, make_paged, packed_rows
+from relative_l2 import relative_l2
 
 from kvquant import KVCache
 from kvquant.errors import CheckpointError, ConfigError, ShapeError
@@ -18,7 +19,6 @@ from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
@@ -47,7 +47,7 @@ def check_rows(paged: PagedKVCache, name: str, contiguous: KVCache) -> None:
     ids=["one chunk", "chunks", "no windows"],
 )
 def test_rows_and_attention_are_those_of_kv_cache(
-    plan: CachePlan, lengths: tuple[int, int], chunks: list[int], relative_l2: Measure
+    plan: CachePlan, lengths: tuple[int, int], chunks: list[int]
 ) -> None:
     options = {"sink_len": lengths[0], "recent_len": lengths[1]}
     batch, contiguous = (
@@ -75,7 +75,7 @@ def test_rows_and_attention_are_those_of_kv_cache(
 
 
 @each_plan
-def test_attention_is_that_over_the_dequantized_rows(plan: CachePlan, relative_l2: Measure) -> None:
+def test_attention_is_that_over_the_dequantized_rows(plan: CachePlan) -> None:
     batch = PagedBatch(make_paged(plan), 1, 100)
     rows = begin(batch, "a", 60)
     for layer in range(PLAN_LAYERS):
@@ -92,9 +92,7 @@ def test_attention_is_that_over_the_dequantized_rows(plan: CachePlan, relative_l
 
 @pytest.mark.parametrize("device", DEVICES)
 @each_plan
-def test_a_shared_prefix_is_read_once_with_the_same_results(
-    plan: CachePlan, device: str, relative_l2: Measure
-) -> None:
+def test_a_shared_prefix_is_read_once_with_the_same_results(plan: CachePlan, device: str) -> None:
     cache = make_paged(plan, device=device)
     batches = [PagedBatch(cache, 4, 100, shared_prefix=shared) for shared in (False, True)]
     begin(batches[0], "a", 70)

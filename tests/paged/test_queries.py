@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from cuda_cases import captured
 from paged_cases import (
     DIM,
     HEADS,
@@ -20,6 +19,7 @@ from paged_cases import (
     values,
 )
 from paged_plans import PLANS, make_paged
+from relative_l2 import relative_l2
 from row_kinds import KINDS
 from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -28,7 +28,6 @@ from kvquant.errors import ShapeError
 from kvquant.ops.attention import State
 from kvquant.paged.batch import PagedBatch
 
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH = 5  # queries of a sequence that there is room for
 
@@ -68,9 +67,7 @@ def one_by_one(
 @pytest.mark.parametrize(
     "kind", mark_slow(["no plan", "matrix clip feedback", "offset"], ["no plan", "offset"])
 )
-def test_each_query_is_like_one_alone(
-    relative_l2: Measure, kind: str, shared: bool, device: str
-) -> None:
+def test_each_query_is_like_one_alone(kind: str, shared: bool, device: str) -> None:
     on_cuda, options = (
         device == "cuda",
         {"sink_len": 3, "recent_len": 0, "num_pages": 40, "max_num_seqs": 5},
@@ -137,7 +134,7 @@ def test_a_step_is_append_and_attend(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("shared", mark_slow([False, True], [True]))
-def test_compiled_code_serves_steps_of_any_counts(relative_l2: Measure, shared: bool) -> None:
+def test_compiled_code_serves_steps_of_any_counts(shared: bool) -> None:
     torch._dynamo.reset()
     batch = PagedBatch(make(num_pages=40), 3, 70, shared_prefix=shared)
     begin(batch, "a", 50)
@@ -176,7 +173,7 @@ def test_queries_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True], ids=["own pages", "shared"])
-def test_a_graph_serves_steps_of_any_counts(relative_l2: Measure, shared: bool) -> None:
+def test_a_graph_serves_steps_of_any_counts(shared: bool) -> None:
     cache = make(num_pages=60, max_seq_len=200, page_size=PAGE, device="cuda")
     batch, plain = PagedBatch(cache, 4, 20, shared_prefix=shared), PagedBatch(cache, 4, 100)
     begin(plain, "a", 60)
@@ -194,12 +191,8 @@ def test_a_graph_serves_steps_of_any_counts(relative_l2: Measure, shared: bool) 
             outs.append(out)
         return outs
 
-    graph = torch.cuda.CUDAGraph()
     with batch.extend([]):
-        layers()  # compiled
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            outs = layers()
+        graph, outs = captured(layers)
     steps = [(list("abcz"), [5, 1, 0, 3]), (["z"], [2]), (list("bac"), [4, 4, 4])]
     for ids, counts in steps:
         k.copy_(torch.randn(k.shape))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from attend import attend_segments
+from relative_l2 import relative_l2
 
 from kvquant import RowFormat, debug, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import ConfigError, DeviceError, ShapeError
@@ -22,7 +23,6 @@ INT8 = RowFormat.parse("int8", 96)
 FORMATS: dict[str, Any] = {"k_format": INT4, "v_format": INT8}
 LENS = (33, 0, 64, 1)
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 def int32(*values: Any) -> torch.Tensor:
@@ -82,9 +82,7 @@ def test_only_rows_in_use_are_read(page_size: int) -> None:
 
 @BACKENDS
 @pytest.mark.parametrize("page_size", [16, 128])
-def test_sinks_pages_and_a_ring_are_attended_as_one_sequence(
-    page_size: int, backend: str, relative_l2: Measure
-) -> None:
+def test_sinks_pages_and_a_ring_are_attended_as_one_sequence(page_size: int, backend: str) -> None:
     linear, segment = paged(page_size)
     sinks = linear._replace(seq_lens=int32(4, 0, 0, 1))
     bf16 = RowFormat.parse("bf16", 64), RowFormat.parse("bf16", 96)
@@ -102,7 +100,7 @@ def test_sinks_pages_and_a_ring_are_attended_as_one_sequence(
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("num_splits", [None, 1, 2, 7, 1000])
 def test_the_cpu_kernel_reads_pages_as_it_reads_rows(
-    page_size: int, num_splits: int | None, relative_l2: Measure
+    page_size: int, num_splits: int | None
 ) -> None:
     linear, segment = paged(page_size, (700, 0, 129, 1, 256))
     q = torch.randn(5, 4, 64)

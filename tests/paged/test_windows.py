@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from paged_cases import DIM, HEADS, PAGE, begin, extend, make, new_rows, same, values
 from paged_plans import PLANS, make_paged
+from relative_l2 import relative_l2
 from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -20,7 +20,6 @@ from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 from kvquant.paged.state import SPARE
 
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 LONG: dict[str, Any] = {"max_seq_len": 600, "num_pages": 60}
 WINDOWS = [40, 20]
 
@@ -49,7 +48,7 @@ CASES = [(x, y) for x in ("no plan", "hadamard clip feedback") for y in ((3, 5),
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", mark_slow(CASES, [CASES[1], CASES[2]]), ids=str)
 def test_each_layer_sees_its_window_whatever_free_pages_hold(
-    relative_l2: Measure, case: tuple[str, tuple[int, int]], device: str
+    case: tuple[str, tuple[int, int]], device: str
 ) -> None:
     """Beside a cache that keeps all pages, whose attention is told the windows."""
     (kind, lengths), limit = case, 1e-5 if device == "cpu" else 6e-3
@@ -133,7 +132,7 @@ def test_pages_before_all_windows_serve_others() -> None:
     assert cache.allocate("c", range(500)) == 0  # pages of such a cache are found by nobody
 
 
-def test_compiled_code_attends_to_windows(relative_l2: Measure) -> None:
+def test_compiled_code_attends_to_windows() -> None:
     torch._dynamo.reset()
     batch = PagedBatch(make(**LONG, windows=WINDOWS), 1, 300)
     begin(batch, "a", 200)

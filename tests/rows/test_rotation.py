@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant.errors import ConfigError
 from kvquant.rows.format import HEAD_DIMS
-from kvquant.rows.rotation import block_size, rotate
+from kvquant.rows.rotation import Rope, apply_rope, block_size, rotate
 
 
 def by_the_contract(x: list[float], size: int) -> list[float]:
@@ -100,3 +100,15 @@ def test_a_graph_takes_it_and_gives_the_same_bits() -> None:
 def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=f"x is {dtype}: use float32, bfloat16 or float16"):
         rotate(torch.zeros(64, dtype=dtype))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_multiplies_pairs_by_complex_numbers(interleaved: bool) -> None:
+    """Elements behind the first rotary_dim pass."""
+    x, theta = torch.randn(5, 2, 64), 6 * torch.rand(5, 24)
+    found = apply_rope(x, Rope(theta.cos(), theta.sin(), interleaved))
+    shape, last = ((24, 2), -1) if interleaved else ((2, 24), -2)
+    given, turned = (rows[..., :48].unflatten(-1, shape).unbind(last) for rows in (x, found))
+    expected = torch.complex(*given) * torch.polar(torch.ones_like(theta), theta)[:, None]
+    torch.testing.assert_close(torch.complex(*turned), expected, rtol=0, atol=1e-5)
+    assert torch.equal(found[..., 48:], x[..., 48:])

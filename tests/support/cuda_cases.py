@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import torch
 from attend import attend_segments, launch_attention
 from query_cases import reference_of_queries
+from relative_l2 import relative_l2
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.rows.segment import Segment
 
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 State = tuple[torch.Tensor, torch.Tensor]
 Result = TypeVar("Result")
 NAN = 0xFF  # bytes that no format reads as a number
@@ -123,9 +123,7 @@ def captured(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     return graph, found
 
 
-def assert_right(
-    relative_l2: Measure, found: State, expected: State, segments: Sequence[Segment]
-) -> None:
+def assert_right(found: State, expected: State, segments: Sequence[Segment]) -> None:
     """Assert that out and lse are what was expected, 0 and -inf where a query sees nothing."""
     (out, lse), (wanted, wanted_lse) = found, expected
     assert out.shape == wanted.shape
@@ -141,7 +139,6 @@ def assert_right(
 
 
 def compare_queries(
-    relative_l2: Measure,
     q: torch.Tensor,
     segments: Sequence[Segment],
     q_lens: Sequence[int] | None = None,
@@ -159,7 +156,7 @@ def compare_queries(
     assert out.shape == expected.shape and out.dtype == q.dtype and lse is not None
     for i in range(q_len):
         of_query = expected[:, i], expected_lse[:, i]
-        assert_right(relative_l2, (out[:, i], lse[:, i]), of_query, segments)
+        assert_right((out[:, i], lse[:, i]), of_query, segments)
     again, lse_again = launch_attention(q, segments, None, num_splits, q_lens=given)
     assert torch.equal(again, out) and lse_again is not None
     assert torch.equal(lse_again, lse), "two calls differ"
@@ -167,7 +164,6 @@ def compare_queries(
 
 
 def compare(
-    relative_l2: Measure,
     q: torch.Tensor,
     segments: Sequence[Segment],
     num_splits: int | None = None,
@@ -177,7 +173,7 @@ def compare(
     out, lse = attend_segments(q, segments, return_lse=True, num_splits=num_splits)
     expected = attend_segments(q.double().float(), segments, return_lse=True, backend="reference")
     assert out.dtype == q.dtype and lse.dtype == torch.float32
-    assert_right(relative_l2, (out, lse), expected, segments)
+    assert_right((out, lse), expected, segments)
     again, lse_again = attend_segments(q, segments, return_lse=True, num_splits=num_splits)
     assert torch.equal(again, out) and torch.equal(lse_again, lse), "two calls differ"
     return out

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import cuda_cases
 import torch
 
 from kvquant import LatentPagedBatch, LatentPagedKVCache
@@ -95,12 +96,19 @@ def captured(
         return outs
 
     with batch.extend([]):
-        layers()  # kernels are loaded
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = layers()
-    return graph, outs
+        return cuda_cases.captured(layers)
+
+
+def changing_steps(caches: Sequence[Any], count: int) -> Iterator[list[str]]:
+    """The ids of so many steps of sequences "a" to "d", of which some end and others are forked."""
+    live = list("abcd")
+    for step in range(count):
+        if step % 9 == 4:  # the shared last page is copied between replays
+            for cache in caches:
+                cache.free(live[0])
+                cache.fork(live[1], f"{step}")
+            live = [*live[1:], f"{step}"]
+        yield live[step % 3 :]
 
 
 def values(cache: PagedKVCache, name: SequenceId) -> list[torch.Tensor]:

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from relative_l2 import relative_l2
 
 from kvquant import AttentionVariant, ContextParallelCache, KVCache
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError, UnsupportedError
 
 LAYERS, BATCH, HEADS, Q_HEADS, DIM, BLOCK = 2, 3, 2, 6, 64, 16
-
-
-def relative_l2(value: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((value - expected).double().norm() / expected.double().norm())
 
 
 def both(room: int, world: int, **options: Any) -> tuple[ContextParallelCache, KVCache]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from relative_l2 import relative_l2
 
 from kvquant import KVCache, RowFormat, quantize_rows
 from kvquant.rows.segment import Segment
 
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 State = tuple[torch.Tensor, torch.Tensor]
 HEADS = 2  # of K and V
 INT4 = RowFormat.parse("int4-g4", 64)
@@ -88,11 +87,11 @@ def segments_of(
     return [segment], keys, values
 
 
-def assert_close(measure: Measure, found: State, expected: State, limit: float) -> None:
+def assert_close(found: State, expected: State, limit: float) -> None:
     """Assert that out and lse, of float32 queries, are what was expected, within limit."""
     (out, lse), (wanted, wanted_lse) = found, expected
     empty = wanted_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)
     assert not out[empty].any()
-    assert measure(out, wanted) <= limit
+    assert relative_l2(out, wanted) <= limit
     torch.testing.assert_close(lse[~empty].double(), wanted_lse[~empty], rtol=1e-5, atol=limit)

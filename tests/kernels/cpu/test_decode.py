@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from attend import attend_segments
+from relative_l2 import relative_l2
 from slow_cases import mark_slow
+from threads import run_in_threads
 
 from kvquant import (
     RowFormat,
@@ -26,7 +26,6 @@ from kvquant.rows.call import AttentionCall
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import PAGE_SIZES, Segment
 
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 State = tuple[torch.Tensor, torch.Tensor]
 
 LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
@@ -76,18 +75,18 @@ def state(q: torch.Tensor, *args: torch.Tensor, **options: Any) -> State:
     return result
 
 
-def check(measure: Measure, q: torch.Tensor, *rows: torch.Tensor, **options: Any) -> State:
+def check(q: torch.Tensor, *rows: torch.Tensor, **options: Any) -> State:
     """Attend, compare with the reference, and give back what came."""
     out, lse = state(q, *rows, **options)
     options.pop("num_splits", None)
     expected, expected_lse = reference_attention(q, *rows, return_lse=True, **options)
-    assert measure(out, expected) <= LIMIT
+    assert relative_l2(out, expected) <= LIMIT
     empty = expected_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)
     torch.testing.assert_close(lse[~empty].double(), expected_lse[~empty], rtol=1e-5, atol=1e-5)
     assert not out[empty].any()
     for b in range(len(out)):  # no sequence hides behind the others
-        assert measure(out[b], expected[b]) <= 2 * LIMIT
+        assert relative_l2(out[b], expected[b]) <= 2 * LIMIT
     return out, lse
 
 
@@ -115,10 +114,10 @@ def check_pages(
 
 
 @pytest.mark.parametrize("ratio", mark_slow([1, 2, 3, 4, 5, 7, 8, 16, 17, 24, 32], [1, 4, 17]))
-def test_any_ratio_of_query_heads_to_kv_heads(ratio: int, relative_l2: Measure) -> None:
+def test_any_ratio_of_query_heads_to_kv_heads(ratio: int) -> None:
     k_rows, v_rows = make_rows(INT4, RAGGED, 2), make_rows(INT4, RAGGED, 2)
     q = torch.randn(len(RAGGED), 2 * ratio, 64)
-    check(relative_l2, q, k_rows, v_rows, lens(*RAGGED), **BOTH)
+    check(q, k_rows, v_rows, lens(*RAGGED), **BOTH)
     check_pages(q, k_rows, v_rows, lens(*RAGGED), **BOTH)
 
 
@@ -127,35 +126,33 @@ def test_any_ratio_of_query_heads_to_kv_heads(ratio: int, relative_l2: Measure) 
     mark_slow(PAIRS, PAIRS[:1]),
     ids=lambda pair: "+".join("{}-g{}/{}".format(*f) for f in pair),
 )
-def test_any_pair_of_formats(
-    pair: tuple[tuple[str, int, int], tuple[str, int, int]], relative_l2: Measure
-) -> None:
+def test_any_pair_of_formats(pair: tuple[tuple[str, int, int], tuple[str, int, int]]) -> None:
     k_format, v_format = (RowFormat(*facts) for facts in pair)
     seq_lens = (300, 0, 16, 1)
     k_rows, v_rows = make_rows(k_format, seq_lens, 2), make_rows(v_format, seq_lens, 2)
     q = torch.randn(4, 8, k_format.head_dim)
     options: dict[str, Any] = {"k_format": k_format, "v_format": v_format}
-    out, _ = check(relative_l2, q, k_rows, v_rows, lens(*seq_lens), **options)
+    out, _ = check(q, k_rows, v_rows, lens(*seq_lens), **options)
     assert out.shape == (4, 8, v_format.head_dim)
     check_pages(q, k_rows, v_rows, lens(*seq_lens), **options)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 64, 1000])
-def test_splits_do_not_change_the_result(num_splits: int, relative_l2: Measure) -> None:
+def test_splits_do_not_change_the_result(num_splits: int) -> None:
     seq_lens = (300, 1, 0, 64)
     k_rows, v_rows = make_rows(INT4, seq_lens, 2), make_rows(INT4, seq_lens, 2)
     q = torch.randn(4, 8, 64)
     arguments = (q, k_rows, v_rows, lens(*seq_lens))
-    out, lse = check(relative_l2, *arguments, num_splits=num_splits, **BOTH)
+    out, lse = check(*arguments, num_splits=num_splits, **BOTH)
     whole, whole_lse = state(*arguments, num_splits=1, **BOTH)
     assert relative_l2(out, whole) <= 1e-5
     torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_may_have_any_strides_but_their_own(relative_l2: Measure) -> None:
+def test_rows_may_have_any_strides_but_their_own() -> None:
     q, seq_lens = torch.randn(3, 8, 64), lens(40, 17, 3)
     k_rows, v_rows = make_rows(INT4, (40, 17, 3), 2), make_rows(INT4, (40, 17, 3), 2)
-    out, lse = check(relative_l2, q, k_rows, v_rows, seq_lens, **BOTH)
+    out, lse = check(q, k_rows, v_rows, seq_lens, **BOTH)
 
     def view(rows: torch.Tensor, how: str) -> torch.Tensor:
         batch, heads, capacity, row_bytes = rows.shape
@@ -186,13 +183,13 @@ def test_rows_may_have_any_strides_but_their_own(relative_l2: Measure) -> None:
             assert torch.equal(result[1], lse)
 
 
-def test_one_sequence_may_be_expanded_to_a_batch(relative_l2: Measure) -> None:
+def test_one_sequence_may_be_expanded_to_a_batch() -> None:
     k_rows = make_rows(INT4, (50,), 2).expand(5, -1, -1, -1)
     v_rows = make_rows(INT4, (50,), 1).expand(5, 2, -1, -1)
     seq_lens = torch.tensor([0, 50, 0, 7], dtype=torch.int32)[1::2].repeat(3)[:5]
     q = torch.randn(5, 8, 64)
-    check(relative_l2, q, k_rows, v_rows, seq_lens, **BOTH)
-    check(relative_l2, q, k_rows, v_rows, lens(9).expand(5), **BOTH)
+    check(q, k_rows, v_rows, seq_lens, **BOTH)
+    check(q, k_rows, v_rows, lens(9).expand(5), **BOTH)
 
 
 def test_queries_may_have_any_strides() -> None:
@@ -252,7 +249,7 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_splits", [1, 5])
-def test_hard_values(kind: str, num_splits: int, relative_l2: Measure) -> None:
+def test_hard_values(kind: str, num_splits: int) -> None:
     q, k, v = hard(kind)
     k_rows, v_rows = packed(k, INT4), packed(v, INT4)
     if kind in ("q of 1e4", "the greatest scale", "one huge outlier", "an offset"):
@@ -267,21 +264,19 @@ def test_hard_values(kind: str, num_splits: int, relative_l2: Measure) -> None:
         )[:, :, 0]
         assert relative_l2(out, expected) <= 2 * relative_l2(torchs, expected) + LIMIT
         return
-    check(relative_l2, q, k_rows, v_rows, lens(300, 300), num_splits=num_splits, **BOTH)
+    check(q, k_rows, v_rows, lens(300, 300), num_splits=num_splits, **BOTH)
 
 
 @pytest.mark.parametrize("sm_scale", [0.0, 1e-3, -0.125, 2.0])
-def test_any_softmax_scale(sm_scale: float, relative_l2: Measure) -> None:
+def test_any_softmax_scale(sm_scale: float) -> None:
     k_rows, v_rows = make_rows(INT4, (200,), 2), make_rows(INT4, (200,), 2)
     q = torch.randn(1, 8, 64)
     options = {**BOTH, "sm_scale": sm_scale}
-    check(relative_l2, q, k_rows, v_rows, lens(200), **options)
+    check(q, k_rows, v_rows, lens(200), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_queries_cost_only_the_rounding_of_the_output(
-    dtype: torch.dtype, relative_l2: Measure
-) -> None:
+def test_16_bit_queries_cost_only_the_rounding_of_the_output(dtype: torch.dtype) -> None:
     k_rows, v_rows = make_rows(INT4, (700,), 2), make_rows(INT4, (700,), 2)
     q = torch.randn(1, 8, 64).to(dtype)
     out, _ = state(q, k_rows, v_rows, lens(700), **BOTH)
@@ -293,9 +288,7 @@ def test_16_bit_queries_cost_only_the_rounding_of_the_output(
 
 
 @pytest.mark.parametrize("num_splits", [None, 3])
-def test_segments_of_other_formats_and_rings_are_merged(
-    num_splits: int | None, relative_l2: Measure
-) -> None:
+def test_segments_of_other_formats_and_rings_are_merged(num_splits: int | None) -> None:
     bf16 = RowFormat.parse("bf16", 64)
     q = torch.randn(3, 8, 64)
     sinks, middle, recent = (4, 0, 4), (290, 0, 0), (24, 0, 9)
@@ -351,11 +344,7 @@ def test_threads_may_call_at_once() -> None:
         except Exception as error:  # a thread's exception would be lost
             failures.append(f"thread {i}: {error!r}")
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, range(4))
     assert not failures
 
 
@@ -381,7 +370,7 @@ def test_no_query_heads_give_an_empty_result() -> None:
     assert lse.shape == (1, 0)
 
 
-def test_long_sums_lose_no_digits(relative_l2: Measure) -> None:
+def test_long_sums_lose_no_digits() -> None:
     """The same row over and over, where the rounding errors of a float32 sum all have one sign."""
     tokens = 30_000
     rows = packed(torch.randn(2, 1, 2, 1, 64), INT4).expand(-1, -1, -1, tokens, -1)
@@ -411,11 +400,11 @@ def test_any_number_of_query_heads_costs_little_more_than_its_own(
 
 
 @pytest.mark.parametrize("ratio", mark_slow([17, 34, 71], [17]))
-def test_query_heads_beyond_whole_blocks(ratio: int, relative_l2: Measure) -> None:
+def test_query_heads_beyond_whole_blocks(ratio: int) -> None:
     k_rows, v_rows = make_rows(INT4, (300, 21), 2), make_rows(INT4, (300, 21), 2)
     q = torch.randn(2, 2 * ratio, 64)
     for num_splits in (1, 3):
-        found = check(relative_l2, q, k_rows, v_rows, lens(300, 21), **BOTH, num_splits=num_splits)
+        found = check(q, k_rows, v_rows, lens(300, 21), **BOTH, num_splits=num_splits)
         for head in (0, ratio - 1, ratio, 2 * ratio - 1):  # it does not see the others
             alone, _ = state(
                 q[:, head : head + 1],
@@ -434,7 +423,7 @@ def test_query_heads_beyond_whole_blocks(ratio: int, relative_l2: Measure) -> No
     ids=str,
 )
 def test_several_queries_share_the_rows(
-    ratio: int, q_len: int, relative_l2: Measure, monkeypatch: pytest.MonkeyPatch
+    ratio: int, q_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many work items as if they were heads of one query; over the size for threads."""
     items: list[int] = []
@@ -451,7 +440,7 @@ def test_several_queries_share_the_rows(
         arguments = q, k_rows, v_rows, lens(*counts)
         with monkeypatch.context() as patch:
             patch.setattr(decode, "run", note)
-            out, lse = check(relative_l2, *arguments, **options)
+            out, lse = check(*arguments, **options)
         blocks = -(-ratio * q_len // decode.MAX_HEADS)
         assert items.pop(0) == 4 * 2 * blocks * num_splits
         items.clear()

@@ -20,7 +20,7 @@ from append_cases import (
     make_pages,
     results,
 )
-from fake_cuda import CPU, STREAM, FakeDriver, arguments_of, install, loaded_specs, note_devices
+from fake_cuda import CPU, STREAM, FakeDriver, arguments_of, loaded_specs, note_devices
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.errors import ConfigError, UnsupportedError
@@ -34,12 +34,6 @@ from kvquant.rows.format import ROW_DIMS
 from kvquant.rows.slots import Slots
 
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The CPU as an H200 with a driver that takes notes."""
-    return install(monkeypatch)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 7, 16, 48, 641, 2**16 + 1, 2**31 - 1])
@@ -140,6 +134,15 @@ def test_rows_that_are_not_aligned_are_refused(cuda: FakeDriver, side: str) -> N
     with pytest.raises(ConfigError, match=rf"{side}: rows of .* must be aligned to 16 bytes"):
         launch_append(**call)
     assert not cuda.launched
+
+
+def test_strides_of_axes_with_one_element_do_not_matter(cuda: FakeDriver) -> None:
+    call = make_call(Case(heads=1))
+    rows = call["k_rows"]
+    call["k_rows"] = rows.as_strided(rows.shape, (rows.stride(0), 7, *rows.stride()[2:]))
+    launch_append(**call)
+    (spec,) = loaded_specs()
+    assert arguments_of(spec, cuda.launched[0].arguments)["k.stride_head"] == 0
 
 
 def test_too_many_slots_are_refused(cuda: FakeDriver) -> None:

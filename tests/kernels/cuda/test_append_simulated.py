@@ -32,6 +32,7 @@ CASES |= {
     "K and V of unlike head_dims": {"head_dim": 192, "v_head_dim": 128, "v": "int8"},
     "several blocks of tokens and heads": {"tokens": 9, "heads": 3},
     "more heads than stages": {"tokens": 4, "heads": 6},
+    "blocks of two heads, the last of one": {"tokens": 48, "heads": 3},
     "fp16": {"source": "fp16", "hostile": True, "tokens": 14},
     "float32": {"source": "fp32", "hostile": True, "tokens": 14, "rotate": "v"},
     "heads before tokens": {"layout": "heads", "heads": 2},
@@ -135,6 +136,7 @@ CASES |= {
     "dequantize to float32, head_dim 80": {"k": "fp8", "source": "fp32", "head_dim": 80},
     "dequantize fp16 to bf16": {"k": "fp16", "tokens": 3},
     "dequantize a made-up codec": {"k": "int5-g4", "tokens": 3},
+    "dequantize, blocks of two heads, the last of one": {"tokens": 100, "heads": 3},
     "dequantize pages of 5": {"page_size": 5, "heads": 6, "pages": "tokens", "k": "int4"},
 }
 

@@ -12,7 +12,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from pathlib import Path as FilePath
 
 import pytest
 from machine_code import COPY_TO_SHARED, count_instructions
+from threads import run_in_threads
 
 from kvquant.errors import UnsupportedError
 from kvquant.kernels import disk_cache
@@ -406,11 +406,7 @@ def test_threads_that_want_the_same_kernel_compile_it_once(
 
     monkeypatch.setattr(compiling, "compile_spec", compile_slowly)
     spec = make_spec("int4-g4")
-    threads = [threading.Thread(target=load_cubin, args=(spec, "sm_90")) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(lambda _: load_cubin(spec, "sm_90"), range(8))
     assert compiled == [spec]
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from threads import run_in_threads
 
 from kvquant.errors import UnsupportedError
 from kvquant.kernels import disk_cache
@@ -92,13 +93,7 @@ def test_who_comes_second_is_told_waits_and_starts_no_processes(
     monkeypatch.setattr(compile_pool, "_Compiler", Compiler)
     specs = [make_spec(name) for name in ("int4", "int8", "fp8")]
     done: list[list[object]] = [[], []]
-    threads = [
-        threading.Thread(target=compile_all, args=(specs, "sm_90", some.append)) for some in done
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(lambda some: compile_all(specs, "sm_90", some.append), done)
     assert len(started) == min(compile_pool.cores(), 3) and len(cubins(cache)) == 3
     assert all(sorted(map(repr, some)) == sorted(map(repr, specs)) for some in done)
     (told,) = caplog.messages

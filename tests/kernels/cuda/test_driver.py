@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from attend import launch_attention
-from fake_cuda import FakeDriver, install, loaded_specs, make_query, make_segment, unpack
+from fake_cuda import FakeDriver, loaded_specs, make_query, make_segment, unpack
+from relative_l2 import relative_l2
+from threads import run_in_threads
 
 from kvquant import RowFormat, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import DeviceError, UnsupportedError
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.runtime import driver, workspace
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The CPU as an H200 with a driver that takes notes."""
-    return install(monkeypatch)
 
 
 def test_the_bandwidth_of_a_gpu_is_told_by_its_driver(cuda: FakeDriver) -> None:
@@ -39,11 +33,7 @@ def test_threads_do_not_mix_their_arguments(cuda: FakeDriver) -> None:
         for _ in range(200):
             launch_attention(queries[i], [segment], float(i), 1, False)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in queries]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, queries)
     assert len(cuda.launched) == 200 * len(queries)
     for note in cuda.launched:
         common, _ = unpack(loaded_specs()[-1], note.arguments)
@@ -163,9 +153,7 @@ class Call:
 
 
 @pytest.mark.gpu
-def test_graphs_captured_on_one_stream_replay_side_by_side(
-    relative_l2: Callable[[torch.Tensor, torch.Tensor], float],
-) -> None:
+def test_graphs_captured_on_one_stream_replay_side_by_side() -> None:
     calls = [Call(), Call()]
     graphs = [torch.cuda.CUDAGraph() for _ in calls]
     outs = []
@@ -185,9 +173,7 @@ def test_graphs_captured_on_one_stream_replay_side_by_side(
 
 
 @pytest.mark.gpu
-def test_new_threads_and_streams_at_once(
-    relative_l2: Callable[[torch.Tensor, torch.Tensor], float],
-) -> None:
+def test_new_threads_and_streams_at_once() -> None:
     calls = [Call(batch) for batch in (1, 2, 3, 4)]
     torch.cuda.synchronize()
     outs: dict[int, torch.Tensor] = {}
@@ -199,11 +185,7 @@ def test_new_threads_and_streams_at_once(
         else:
             outs[i] = [calls[i]() for _ in range(50)][-1]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, range(len(calls)))
     torch.cuda.synchronize()
     for i, call in enumerate(calls):
         assert relative_l2(outs[i], call.expected) <= 3e-3
@@ -221,7 +203,7 @@ def test_a_cached_launch_on_other_devices_is_refused() -> None:
 
 
 @pytest.mark.gpu(2)
-def test_tensors_on_another_gpu(relative_l2: Callable[[torch.Tensor, torch.Tensor], float]) -> None:
+def test_tensors_on_another_gpu() -> None:
     call = Call(device="cuda:1")
     out = call()
     assert torch.cuda.current_device() == 0

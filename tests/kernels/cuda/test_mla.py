@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from attend import attend_latents
-from fake_cuda import CPU, FakeDriver, arguments_of, install, loaded_specs
+from fake_cuda import CPU, FakeDriver, arguments_of, loaded_specs
 from in_simulator import SIMULATED, in_simulator
 from machine_code import (
     SHARE_OF_REGISTERS,
@@ -220,6 +220,12 @@ def test_several_queries() -> None:
 def test_sinks_packed_and_recent_rows() -> None:
     recent: dict[str, Any] = {"sinks": 2, "recent": (9, 5, 4), "dims": (256, 32)}
     simulate(make_mla("int8-g4", 3, (30, 0, 3), exact="bf16", **recent))
+
+
+@in_simulator
+def test_a_second_segment_without_rows() -> None:
+    case = make_mla("int8-g4", 3, (30, 3), exact="bf16", recent=(0, 0), dims=(256, 32))
+    simulate(case, 2)
 
 
 @pytest.mark.slow
@@ -600,12 +606,6 @@ def spilled(numbers: Sequence[int]) -> int:
 
 
 # Launches
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The CPU as an H200 with a driver that takes notes."""
-    return install(monkeypatch)
 
 
 def attend(case: MlaCase, **options: Any) -> Any:

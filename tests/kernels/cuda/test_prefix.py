@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,10 +11,11 @@ from unittest import mock
 import pytest
 import torch
 from attend import attend_shared
-from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
+from fake_cuda import FakeDriver, arguments_of, loaded_specs
 from in_simulator import SIMULATED, in_simulator
 from made_up_codec import INT5
 from prefix_cases import PrefixCase, make_prefix, nothing_of_its_own
+from relative_l2 import relative_l2
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
@@ -35,7 +35,6 @@ needs_numba_cuda = pytest.mark.extra("cuda")
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g8 fp8 fp8-g4 bf16 fp16".split()
 H200, RTX_4090 = 232448, 101376  # shared memory of a block
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
 INT4 = RowFormat.parse("int4-g4", 128)
 
 
@@ -180,12 +179,6 @@ def test_blocks_are_as_wide_as_there_are_queries() -> None:
 # Launches
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The CPU as an H200 with a driver that takes notes."""
-    return install(monkeypatch)
-
-
 def launch(case: PrefixCase, members: torch.Tensor | None = None, **options: Any) -> None:
     batch, num_heads, _ = case.q.shape
     out = torch.zeros(batch, num_heads, case.prefix.v_format.head_dim, dtype=case.q.dtype)
@@ -264,7 +257,7 @@ def test_a_prefix_in_a_ring_is_refused() -> None:
 # On a GPU
 
 
-def check(relative_l2: Measure, case: PrefixCase, **options: Any) -> None:
+def check(case: PrefixCase, **options: Any) -> None:
     """Compare with float64; nothing but the prefix is attended to."""
     found: Any = attend_shared(
         case.q, case.prefix, [nothing_of_its_own(case)], return_lse=True, **options
@@ -276,9 +269,8 @@ def check(relative_l2: Measure, case: PrefixCase, **options: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats(relative_l2: Measure, name: str, dtype: torch.dtype) -> None:
+def test_formats(name: str, dtype: torch.dtype) -> None:
     check(
-        relative_l2,
         make_prefix(name, 128, 40, (8, 2), 1000, page_size=64, dtype=dtype, device="cuda"),
     )
 
@@ -286,35 +278,33 @@ def test_formats(relative_l2: Measure, name: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("names", ["int4", "int8/bf16"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_head_dims(relative_l2: Measure, head_dim: int, names: str) -> None:
+def test_head_dims(head_dim: int, names: str) -> None:
     for page_size in (0, 16):
         case = make_prefix(names, head_dim, 33, (6, 2), 300, page_size=page_size, device="cuda")
-        check(relative_l2, case)
+        check(case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 5, 17, 80])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 1), (71, 1), (10, 2)], ids=str)
-def test_heads(relative_l2: Measure, heads: tuple[int, int], batch: int) -> None:
+def test_heads(heads: tuple[int, int], batch: int) -> None:
     for num_splits in (None, 1, 3):
         case = make_prefix("int4-g4", 128, batch, heads, 777, page_size=32, device="cuda")
-        check(relative_l2, case, num_splits=num_splits)
+        check(case, num_splits=num_splits)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 15, 64, 65, 4096, 40000])
-def test_lengths(relative_l2: Measure, tokens: int) -> None:
-    check(relative_l2, make_prefix("int4-g4", 128, 64, (4, 1), tokens, device="cuda"))
+def test_lengths(tokens: int) -> None:
+    check(make_prefix("int4-g4", 128, 64, (4, 1), tokens, device="cuda"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_blocks_of_all_sizes(
-    relative_l2: Measure, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_all_sizes(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_spec, "SHAPES", (shape,))
     monkeypatch.setattr(runtime, "_launches", {})
-    check(relative_l2, make_prefix("int4-g4", 128, 80, (4, 1), 1500, device="cuda"))
+    check(make_prefix("int4-g4", 128, 80, (4, 1), 1500, device="cuda"))
 
 
 @pytest.mark.gpu
@@ -322,14 +312,12 @@ def test_blocks_of_all_sizes(
     "scales", [(6e4, 1e-5, 1e-5), (1e-4, 1e4, 1e4), (1e-4, 1e-5, 1e4), (1.0, 1.0, 1e-6)], ids=str
 )
 @pytest.mark.parametrize("name", ["int4-g4", "fp8", "int8"])
-def test_tiny_and_large_scales(
-    relative_l2: Measure, name: str, scales: tuple[float, float, float]
-) -> None:
-    check(relative_l2, make_prefix(name, 128, 64, (4, 1), 900, scales=scales, device="cuda"))
+def test_tiny_and_large_scales(name: str, scales: tuple[float, float, float]) -> None:
+    check(make_prefix(name, 128, 64, (4, 1), 900, scales=scales, device="cuda"))
 
 
 @pytest.mark.gpu
-def test_values_that_grow_from_tile_to_tile(relative_l2: Measure) -> None:
+def test_values_that_grow_from_tile_to_tile() -> None:
     case = make_prefix("int8", 128, 64, (4, 1), 640, page_size=0, device="cuda")
     growing = torch.logspace(-6, 4, 640, device="cuda")[:, None]
     v = torch.randn(1, 1, 640, 128, device="cuda") * growing
@@ -337,16 +325,16 @@ def test_values_that_grow_from_tile_to_tile(relative_l2: Measure) -> None:
     k = dequantize_rows(case.prefix.k_rows, case.prefix.k_format).double()[0, 0]
     scores = (case.q.double() @ k.T) * 128**-0.5
     out = scores.softmax(-1) @ dequantize_rows(rows, case.prefix.v_format).double()[0, 0]
-    check(relative_l2, case._replace(prefix=case.prefix._replace(v_rows=rows), out=out))
+    check(case._replace(prefix=case.prefix._replace(v_rows=rows), out=out))
 
 
 @pytest.mark.gpu
-def test_queries_of_any_strides(relative_l2: Measure) -> None:
+def test_queries_of_any_strides() -> None:
     case = make_prefix("int4-g4", 128, 24, (8, 2), 300, device="cuda")
     wide = torch.zeros(24, 8, 129, dtype=case.q.dtype, device="cuda")
     wide[:, :, 1:] = case.q
     for q in (wide[:, :, 1:], case.q.transpose(0, 1).contiguous().transpose(0, 1)):
-        check(relative_l2, case._replace(q=q))
+        check(case._replace(q=q))
 
 
 @pytest.mark.gpu
@@ -359,7 +347,7 @@ def test_a_row_of_nan_is_not_hidden() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_serves_other_lengths_pages_and_members(relative_l2: Measure) -> None:
+def test_a_graph_serves_other_lengths_pages_and_members() -> None:
     cases = [make_prefix("int4-g4", 128, 64, (4, 1), n, device="cuda") for n in (900, 250, 480)]
     first = cases[0]
     own, members = nothing_of_its_own(first), torch.arange(64).cuda()
@@ -384,7 +372,7 @@ def test_a_graph_serves_other_lengths_pages_and_members(relative_l2: Measure) ->
 
 
 @pytest.mark.gpu
-def test_torch_compile_takes_it_whole(relative_l2: Measure) -> None:
+def test_torch_compile_takes_it_whole() -> None:
     case = make_prefix("int4-g4", 128, 16, (8, 2), 500, device="cuda")
     own = nothing_of_its_own(case)
 

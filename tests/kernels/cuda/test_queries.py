@@ -12,7 +12,6 @@ import torch
 from attend import attend_segments, launch_attention
 from cuda_cases import (
     LIMITS,
-    Measure,
     captured,
     compare_queries,
     int32,
@@ -24,6 +23,7 @@ from cuda_cases import (
     seated,
 )
 from query_cases import reference_of_queries
+from relative_l2 import relative_l2
 
 from kvquant import KVCache, RowFormat, quantize_rows
 from kvquant.errors import UnsupportedError
@@ -36,24 +36,22 @@ FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format(relative_l2: Measure, name: str) -> None:
+def test_every_format(name: str) -> None:
     segment = linear(name, LENS, 2)
     q = queries(segment, 3, 8)
-    compare_queries(relative_l2, q, [segment], (3, 2, 3, 1))
-    compare_queries(relative_l2, q, [segment], num_splits=3)
+    compare_queries(q, [segment], (3, 2, 3, 1))
+    compare_queries(q, [segment], num_splits=3)
 
 
 @pytest.mark.parametrize("q_len", [2, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["int4-g4", "int4", "int8-g4", "bf16"])
-def test_columns_of_a_warp_and_of_several(
-    relative_l2: Measure, name: str, dtype: torch.dtype, q_len: int
-) -> None:
+def test_columns_of_a_warp_and_of_several(name: str, dtype: torch.dtype, q_len: int) -> None:
     segment = linear(name, LENS, 2)
     q = queries(segment, q_len, 8, dtype)
     for num_splits in (None, 3, 1):
-        compare_queries(relative_l2, q, [segment], (0, q_len, 1, q_len - 1), num_splits)
-        compare_queries(relative_l2, q, [segment], num_splits=num_splits)
+        compare_queries(q, [segment], (0, q_len, 1, q_len - 1), num_splits)
+        compare_queries(q, [segment], num_splits=num_splits)
 
 
 @pytest.mark.parametrize(
@@ -61,84 +59,80 @@ def test_columns_of_a_warp_and_of_several(
     [(1, 8), (1, 17), (4, 2), (4, 4), (4, 8), (5, 3), (7, 5), (8, 4), (8, 16), (71, 2), (4, 100)],
     ids=str,
 )
-def test_ratios_and_queries(relative_l2: Measure, ratio: int, q_len: int) -> None:
+def test_ratios_and_queries(ratio: int, q_len: int) -> None:
     segment = linear("int4-g4", (300, 129, 6), 2)
     q = queries(segment, q_len, 2 * ratio)
-    compare_queries(relative_l2, q, [segment])
-    compare_queries(relative_l2, q, [segment], (q_len, 0, q_len - 1))
-    compare_queries(relative_l2, q, [segment], (1, q_len // 2, q_len), num_splits=2)
+    compare_queries(q, [segment])
+    compare_queries(q, [segment], (q_len, 0, q_len - 1))
+    compare_queries(q, [segment], (1, q_len // 2, q_len), num_splits=2)
 
 
 @pytest.mark.parametrize("names", ["int8 int4-g4", "int4 bf16", "fp16 fp8-g4", "bf16 int4"])
-def test_k_and_v_formats_apart(relative_l2: Measure, names: str) -> None:
+def test_k_and_v_formats_apart(names: str) -> None:
     segment = linear(names, LENS, 2)
-    compare_queries(relative_l2, queries(segment, 4, 8, torch.float16), [segment], (4, 3, 2, 1))
+    compare_queries(queries(segment, 4, 8, torch.float16), [segment], (4, 3, 2, 1))
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 @pytest.mark.parametrize("name", ["int4", "bf16"])
-def test_head_dims(relative_l2: Measure, name: str, head_dim: int) -> None:
+def test_head_dims(name: str, head_dim: int) -> None:
     segment = linear(name, LENS, 1, head_dim=head_dim)
-    compare_queries(relative_l2, queries(segment, 5, 4), [segment])
+    compare_queries(queries(segment, 5, 4), [segment])
 
 
 @pytest.mark.parametrize("name", ["int4-g4", "bf16"])
 @pytest.mark.parametrize("q_len", [2, 4, 9])
-def test_lengths_around_tiles_and_shorter_than_the_queries(
-    relative_l2: Measure, name: str, q_len: int
-) -> None:
+def test_lengths_around_tiles_and_shorter_than_the_queries(name: str, q_len: int) -> None:
     lens = (*range(12), *(n + i for n in (32, 64, 128, 256) for i in range(-3, 10)))
     segment = linear(name, lens, 1)
     q = queries(segment, q_len, 4)
     for num_splits in (None, 1, 2, 4):
-        compare_queries(relative_l2, q, [segment], num_splits=num_splits)
-    compare_queries(relative_l2, q, [segment], [i % (q_len + 1) for i in range(len(lens))])
+        compare_queries(q, [segment], num_splits=num_splits)
+    compare_queries(q, [segment], [i % (q_len + 1) for i in range(len(lens))])
 
 
 @pytest.mark.parametrize("name", ["int4-g4", "int8", "bf16"])
 @pytest.mark.parametrize("seq_len", [40, 3000])
-def test_tokens_that_a_query_does_not_see_do_not_count(
-    relative_l2: Measure, name: str, seq_len: int
-) -> None:
+def test_tokens_that_a_query_does_not_see_do_not_count(name: str, seq_len: int) -> None:
     fmt = RowFormat.parse(name, 128)
     k, v = torch.randn(2, 3, 2, seq_len, 128, device="cuda")
     v[:, :, -8:] *= 100 * torch.arange(1, 9, device="cuda")[:, None]
     segment = Segment(quantize_rows(k, fmt), quantize_rows(v, fmt), int32([seq_len] * 3), fmt, fmt)
     q = queries(segment, 8, 8)
     for num_splits in (None, 1, 3):
-        compare_queries(relative_l2, q, [segment], (8, 7, 3), num_splits)
+        compare_queries(q, [segment], (8, 7, 3), num_splits)
 
 
 @pytest.mark.parametrize("name", ["int4-g4", "int4"])
-def test_rings_pages_and_the_order_of_tokens(relative_l2: Measure, name: str) -> None:
+def test_rings_pages_and_the_order_of_tokens(name: str) -> None:
     rows = ring(name, (311, 97, 0, 31), 2, 311)
-    compare_queries(relative_l2, queries(rows, 4, 8), [rows], (4, 3, 1, 2))
+    compare_queries(queries(rows, 4, 8), [rows], (4, 3, 1, 2))
     with_sinks = ring(name, (132, 5, 3, 40), 2, 132, sinks=4)
-    compare_queries(relative_l2, queries(with_sinks, 4, 8), [with_sinks])
-    compare_queries(relative_l2, queries(with_sinks, 4, 8), [seated(with_sinks)])
+    compare_queries(queries(with_sinks, 4, 8), [with_sinks])
+    compare_queries(queries(with_sinks, 4, 8), [seated(with_sinks)])
     tokens = linear(name, (300, 211, 5), 4, order="tokens")
-    compare_queries(relative_l2, queries(tokens, 3, 8), [tokens])
+    compare_queries(queries(tokens, 3, 8), [tokens])
     for page_size in (16, 32, 64, 128):
         pages = paged(name, (310, 97, 1, 0, 128), 2, page_size)
         q = queries(pages, 4, 8)
-        compare_queries(relative_l2, q, [pages], (4, 3, 4, 4, 2))
-        compare_queries(relative_l2, q, [pages], num_splits=2)
+        compare_queries(q, [pages], (4, 3, 4, 4, 2))
+        compare_queries(q, [pages], num_splits=2)
 
 
 @pytest.mark.parametrize("name", ["int4-g4", "bf16"])
 @pytest.mark.parametrize("place", ["linear", "paged"])
 @pytest.mark.parametrize("heads", [2, 64], ids="{} query heads".format)
-def test_sinks_and_recent_rows(relative_l2: Measure, name: str, place: str, heads: int) -> None:
+def test_sinks_and_recent_rows(name: str, place: str, heads: int) -> None:
     lens = (300, 33, 1, 0, 0, 2)
     packed = paged(name, lens, 2, 64) if place == "paged" else linear(name, lens, 2)
     q = queries(packed, 6, heads)
     for exact_lens in ((132, 102, 132, 3, 0, 5), (4, 4, 6, 12, 1, 2)):
         both = ring("bf16", exact_lens, 2, 132, sinks=4)
         for segments in ([packed, both], [packed, seated(both)], [both], [seated(both)]):
-            compare_queries(relative_l2, q, segments)
-            compare_queries(relative_l2, q, segments, (6, 5, 6, 4, 6, 0), num_splits=2)
+            compare_queries(q, segments)
+            compare_queries(q, segments, (6, 5, 6, 4, 6, 0), num_splits=2)
         recent = ring("bf16", exact_lens, 2, 132)
-        compare_queries(relative_l2, q, [packed, recent])
+        compare_queries(q, [packed, recent])
 
 
 LONG = {
@@ -151,35 +145,35 @@ LONG = {
 
 @pytest.mark.parametrize("name", ["int4-g4", "bf16"])
 @pytest.mark.parametrize("lens", LONG.values(), ids=LONG)
-def test_batches_whose_lengths_differ(relative_l2: Measure, lens: Sequence[int], name: str) -> None:
+def test_batches_whose_lengths_differ(lens: Sequence[int], name: str) -> None:
     segment = linear(name, lens, 2)
     for q_len, heads in ((2, 8), (5, 16)):
         q = queries(segment, q_len, heads)
-        compare_queries(relative_l2, q, [segment])
-        compare_queries(relative_l2, q, [segment], [i % (q_len + 1) for i in range(len(lens))])
+        compare_queries(q, [segment])
+        compare_queries(q, [segment], [i % (q_len + 1) for i in range(len(lens))])
 
 
-def test_batches_whose_lengths_differ_with_sinks_and_recent_rows(relative_l2: Measure) -> None:
+def test_batches_whose_lengths_differ_with_sinks_and_recent_rows() -> None:
     first = (0, 9000, *[100] * 6)
     packed = linear("int4-g4", [max(n - 132, 0) for n in first], 2)
     both = ring("bf16", [min(n, 132) for n in first], 2, 132, sinks=4)
     q = queries(packed, 4, 8)
-    compare_queries(relative_l2, q, [packed, both])
-    compare_queries(relative_l2, q, [packed, both], [4, 3, 2, 1, 0, 4, 4, 4])
+    compare_queries(q, [packed, both])
+    compare_queries(q, [packed, both], [4, 3, 2, 1, 0, 4, 4, 4])
 
 
-def test_long_sequences_and_tiny_peaked_and_huge_queries(relative_l2: Measure) -> None:
+def test_long_sequences_and_tiny_peaked_and_huge_queries() -> None:
     segment = linear("int4-g4", (40_000, 33_001), 1)
     for scale in (0.0, 1e-4, 1.0, 30.0):
         q = (queries(segment, 4, 4).float() * scale).bfloat16()
-        compare_queries(relative_l2, q, [segment])
+        compare_queries(q, [segment])
     short = linear("bf16", (40, 3), 1)
     for scale in (0.0, 1e-30, 1e4):
         q = (queries(short, 4, 4).float() * scale).bfloat16()
-        compare_queries(relative_l2, q, [short])
+        compare_queries(q, [short])
 
 
-def test_queries_of_any_strides(relative_l2: Measure) -> None:
+def test_queries_of_any_strides() -> None:
     segment = linear("int4-g4", (300, 129), 2)
     by_head = torch.randn(2, 8, 3, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     expected: Any = launch_attention(by_head.contiguous(), [segment], None, None)[0]
@@ -191,7 +185,7 @@ def test_queries_of_any_strides(relative_l2: Measure) -> None:
     for q in (by_head, inside, crooked, by_dim):
         q.copy_(by_head)
         assert torch.equal(launch_attention(q, [segment], None, None)[0], expected)
-    compare_queries(relative_l2, by_head, [segment])
+    compare_queries(by_head, [segment])
     numbers = torch.tensor([[3, 9], [1, 9]], dtype=torch.int32, device="cuda")
     told = launch_attention(by_head, [segment], None, None, q_lens=numbers[:, 0])[0]
     plain = launch_attention(by_head, [segment], None, None, q_lens=numbers[:, 0].clone())[0]
@@ -219,9 +213,9 @@ def test_one_query_with_an_axis_gives_the_same_bits() -> None:
         assert torch.equal(first[:, None], second)
 
 
-def test_one_query_with_its_counts(relative_l2: Measure) -> None:
+def test_one_query_with_its_counts() -> None:
     segment = linear("int4-g4", (300, 129, 0, 7), 2)
-    compare_queries(relative_l2, queries(segment, 1, 8), [segment], (1, 0, 1, 1))
+    compare_queries(queries(segment, 1, 8), [segment], (1, 0, 1, 1))
 
 
 def test_without_lse() -> None:
@@ -233,7 +227,7 @@ def test_without_lse() -> None:
         assert torch.equal(out, launch_attention(q, [segment], None, num_splits)[0])
 
 
-def test_a_query_gives_what_it_gives_alone(relative_l2: Measure) -> None:
+def test_a_query_gives_what_it_gives_alone() -> None:
     """The plain kernel on one query at a time, with the lengths that it sees."""
     segment = linear("int4-g4", (300, 129), 2)
     q = queries(segment, 4, 8)
@@ -246,7 +240,7 @@ def test_a_query_gives_what_it_gives_alone(relative_l2: Measure) -> None:
         torch.testing.assert_close(lse[:, i], lse_alone, rtol=1e-5, atol=1e-3)
 
 
-def test_a_graph_follows_lengths_and_counts(relative_l2: Measure) -> None:
+def test_a_graph_follows_lengths_and_counts() -> None:
     packed = linear("int4-g4", [4096] * 6, 2)
     exact = ring("bf16", [132] * 6, 2, 132, sinks=4)
     for segments in ([packed], [packed, exact]):
@@ -282,14 +276,14 @@ def test_a_graph_follows_lengths_and_counts(relative_l2: Measure) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (4, 32), (0, 64)], ids=str)
-def test_a_cache(relative_l2: Measure, sizes: tuple[int, int]) -> None:
+def test_a_cache(sizes: tuple[int, int]) -> None:
     cache = KVCache(1, 2, 2, 128, 400, sink_len=sizes[0], recent_len=sizes[1], device="cuda")
     k, v = torch.randn(2, 2, 2, 300, 128, device="cuda", dtype=torch.bfloat16)
     cache.append(0, k, v, new_lens=[300, 3])
     cache.append(0, k[:, :, :5], v[:, :, :5])
     q = torch.randn(2, 5, 8, 128, device="cuda", dtype=torch.bfloat16)
-    compare_queries(relative_l2, q, cache.layers[0].segments())
-    compare_queries(relative_l2, q, cache.layers[0].segments(), (3, 5))
+    compare_queries(q, cache.layers[0].segments())
+    compare_queries(q, cache.layers[0].segments(), (3, 5))
 
 
 def test_segments_without_a_kernel_are_refused() -> None:

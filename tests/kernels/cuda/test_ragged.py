@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 from attend import attend_segments
-from cuda_cases import LIMITS, Measure, captured, compare, linear, paged, query, ring
+from cuda_cases import LIMITS, captured, compare, linear, paged, query, ring
+from relative_l2 import relative_l2
 
 pytestmark = pytest.mark.gpu
 LENS = {
@@ -24,55 +25,55 @@ FORMATS = ("int4-g4", "int4", "int8-g4", "bf16")
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
-def test_rows_in_place(relative_l2: Measure, lens: Sequence[int], name: str) -> None:
+def test_rows_in_place(lens: Sequence[int], name: str) -> None:
     segment = linear(name, lens, 2)
-    compare(relative_l2, query(segment, 8), [segment])
+    compare(query(segment, 8), [segment])
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (40, 2), (24, 24)], ids=str)
-def test_head_ratios(relative_l2: Measure, heads: tuple[int, int]) -> None:
+def test_head_ratios(heads: tuple[int, int]) -> None:
     segment = linear("int4-g4", LENS["all different"], heads[1])
-    compare(relative_l2, query(segment, heads[0], torch.float16), [segment])
+    compare(query(segment, heads[0], torch.float16), [segment])
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("lens", [LENS["all different"], LENS["two"]], ids=str)
-def test_pages(relative_l2: Measure, lens: Sequence[int], name: str) -> None:
+def test_pages(lens: Sequence[int], name: str) -> None:
     segment = paged(name, lens, 2, 64)
-    compare(relative_l2, query(segment, 8), [segment])
+    compare(query(segment, 8), [segment])
 
 
 @pytest.mark.parametrize("name", ["int4-g4", "bf16"])
-def test_rings(relative_l2: Measure, name: str) -> None:
+def test_rings(name: str) -> None:
     segment = ring(name, (3000, 97, 0, 31), 2, 3000)
-    compare(relative_l2, query(segment, 8), [segment])
+    compare(query(segment, 8), [segment])
 
 
 @pytest.mark.parametrize("name", ["int4-g4", "int8"])
 @pytest.mark.parametrize("first", [LENS["all different"], (0, 9000, *[100] * 6)], ids=str)
-def test_sinks_and_recent_rows(relative_l2: Measure, first: Sequence[int], name: str) -> None:
+def test_sinks_and_recent_rows(first: Sequence[int], name: str) -> None:
     sinks = linear("bf16", [min(n, 4) for n in first], 2)
     recent = ring("bf16", [min(n, 128) for n in first], 2, 128)
     packed = linear(name, [max(n - 132, 0) for n in first], 2)
-    compare(relative_l2, query(packed, 8), [packed, sinks, recent])
+    compare(query(packed, 8), [packed, sinks, recent])
 
 
-def test_many_more_units_than_the_gpu_has_room_for(relative_l2: Measure) -> None:
+def test_many_more_units_than_the_gpu_has_room_for() -> None:
     lens = [(37 * i) % 500 for i in range(200)]
     lens[150] = 6000
     segment = linear("int4-g4", lens, 8)
-    compare(relative_l2, query(segment, 32), [segment])
+    compare(query(segment, 32), [segment])
 
 
-def test_with_num_splits_other_lengths_do_not_matter(relative_l2: Measure) -> None:
+def test_with_num_splits_other_lengths_do_not_matter() -> None:
     segment = linear("int4-g4", LENS["one far beyond the others"], 2)
     q = query(segment, 8)
-    before = compare(relative_l2, q, [segment], num_splits=3)
+    before = compare(q, [segment], num_splits=3)
     segment.seq_lens[0] = 7
-    assert torch.equal(compare(relative_l2, q, [segment], num_splits=3)[1:], before[1:])
+    assert torch.equal(compare(q, [segment], num_splits=3)[1:], before[1:])
 
 
-def test_a_graph_follows_lengths_from_alike_to_ragged_and_back(relative_l2: Measure) -> None:
+def test_a_graph_follows_lengths_from_alike_to_ragged_and_back() -> None:
     segment = linear("int4-g4", [4096] * 6, 2)
     q = query(segment, 8)
     graph, (out, lse) = captured(lambda: attend_segments(q, [segment], return_lse=True))

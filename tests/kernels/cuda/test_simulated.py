@@ -76,6 +76,7 @@ CASES |= {
     ),
     "three segments, 2 warps": {"exact": "bf16", "splits": [2, 1, 1], "warps": 2},
     "no sinks": {"exact": "bf16", "splits": [1, 0, 2]},
+    "an empty second segment": of("exact=bf16 exact_lens=[[0,0],[]] splits=[2,1,0] lens=[33,5]"),
     "no recent rows": {"exact": "fp16", "splits": [2, 1, 0]},
     "K and V of unlike head_dims": {"head_dim": 128, "v_head_dim": 64, "lens": [50]},
     "without lse": {"want_lse": False, "lens": [0, 40]},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from append_cases import Case, append, differences, expected, launch_append, make_call, results
-from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
+from fake_cuda import FakeDriver, arguments_of, loaded_specs
 
 from kvquant import KVCache, RowFormat
 from kvquant.kernels.cuda.append import launch as appending
@@ -20,12 +20,6 @@ from kvquant.rows.basis import Basis, LayerBasis, Queries
 from kvquant.rows.quantize import feedback_matrix
 
 MATRICES = Case(matrix="kv", tokens=8, heads=8)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The CPU as an H200 with a driver that takes notes."""
-    return install(monkeypatch)
 
 
 def make_queries(case: Case, ratio: int = 4) -> Queries:

@@ -12,7 +12,6 @@ from attend import launch_attention
 from cuda_cases import (
     LIMITS,
     NAN,
-    Measure,
     assert_right,
     captured,
     int32,
@@ -24,6 +23,7 @@ from cuda_cases import (
     seated,
 )
 from query_cases import make_variant
+from relative_l2 import relative_l2
 
 from kvquant import decode_attention, reference_attention
 from kvquant.errors import ShapeError, UnsupportedError
@@ -63,7 +63,6 @@ KINDS = [only_packed, pages, with_recent]
 
 
 def compare(
-    relative_l2: Measure,
     q: torch.Tensor,
     segments: Sequence[Segment],
     fields: Mapping[str, Any],
@@ -79,7 +78,7 @@ def compare(
     out, lse = launch_attention(q, segments, None, num_splits, q_lens=numbers, variant=variant)
     assert lse is not None and out.dtype == q.dtype
     expected = reference_over_segments(q, segments, None, numbers, variant)
-    assert_right(relative_l2, (out, lse), expected, segments)
+    assert_right((out, lse), expected, segments)
     again, lse_again = launch_attention(q, segments, None, num_splits, True, numbers, variant)
     assert lse_again is not None
     assert torch.equal(again, out) and torch.equal(lse_again, lse), "two calls differ"
@@ -87,36 +86,34 @@ def compare(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("field", ALL)
-def test_every_field_alone(
-    relative_l2: Measure, field: str, kind: Callable[[], list[Segment]]
-) -> None:
+def test_every_field_alone(field: str, kind: Callable[[], list[Segment]]) -> None:
     segments, fields = kind(), {field: ALL[field]}
     if field != "tree_mask":
         for num_splits in (None, 1, 3):
-            compare(relative_l2, query(segments[0], 8), segments, fields, None, num_splits)
+            compare(query(segments[0], 8), segments, fields, None, num_splits)
     q = queries(segments[0], 4, 8)
-    compare(relative_l2, q, segments, fields)
-    compare(relative_l2, q, segments, fields, (4, 3, 4, 1, 0), num_splits=2)
+    compare(q, segments, fields)
+    compare(q, segments, fields, (4, 3, 4, 1, 0), num_splits=2)
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("names", ["int4-g4", "int4", "int8-g4 bf16", "bf16"])
-def test_all_fields_together(relative_l2: Measure, names: str, dtype: torch.dtype) -> None:
+def test_all_fields_together(names: str, dtype: torch.dtype) -> None:
     segment = linear(names, LENS, 2)
-    compare(relative_l2, query(segment, 8, dtype), [segment], ONE_QUERY)
+    compare(query(segment, 8, dtype), [segment], ONE_QUERY)
     for heads in (8, 64):
         q = queries(segment, 4, heads, dtype)
-        compare(relative_l2, q, [segment], ALL)
-        compare(relative_l2, q, [segment], ALL, (1, 4, 4, 2, 3), num_splits=3)
+        compare(q, [segment], ALL)
+        compare(q, [segment], ALL, (1, 4, 4, 2, 3), num_splits=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_fields_over_segments(relative_l2: Measure, kind: Callable[[], list[Segment]]) -> None:
+def test_all_fields_over_segments(kind: Callable[[], list[Segment]]) -> None:
     segments = kind()
-    compare(relative_l2, query(segments[0], 8), segments, ONE_QUERY)
+    compare(query(segments[0], 8), segments, ONE_QUERY)
     q = queries(segments[0], 4, 8)
-    compare(relative_l2, q, segments, ALL)
-    compare(relative_l2, q, segments, ALL, (4, 0, 4, 3, 2))
+    compare(q, segments, ALL)
+    compare(q, segments, ALL, (4, 0, 4, 3, 2))
 
 
 def free(segment: Segment, window: int, q_lens: Sequence[int]) -> None:
@@ -132,9 +129,7 @@ def free(segment: Segment, window: int, q_lens: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("window", [1, 15, 16, 33, 100, 512])
-def test_windows_and_the_pages_before_them(
-    relative_l2: Measure, window: int, page_size: int
-) -> None:
+def test_windows_and_the_pages_before_them(window: int, page_size: int) -> None:
     lens = (*range(14, 20), *range(30, 36), *range(126, 132), 1000, 0, 1)
     q_lens = [i % 5 for i in range(len(lens))]
     for count, numbers in ((1, None), (4, None), (4, q_lens)):
@@ -161,9 +156,7 @@ def test_windows_and_the_pages_before_them(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_window_over_all_tokens_hides_none(
-    relative_l2: Measure, kind: Callable[[], list[Segment]]
-) -> None:
+def test_a_window_over_all_tokens_hides_none(kind: Callable[[], list[Segment]]) -> None:
     """Also where the first query would come before the first token, and int32 ends."""
     segments = kind()
     q = queries(segments[0], 64, 2)
@@ -173,38 +166,36 @@ def test_a_window_over_all_tokens_hides_none(
         )
         assert lse is not None
         expected = reference_over_segments(q, segments)
-        assert_right(relative_l2, (out, lse), expected, segments)
+        assert_right((out, lse), expected, segments)
 
 
-def test_a_window_across_sinks_and_recent_rows(relative_l2: Measure) -> None:
+def test_a_window_across_sinks_and_recent_rows() -> None:
     packed = linear("int4-g4", (300, 33, 1, 0, 0, 2), 2)
     for recent_lens in ((132, 102, 132, 3, 0, 5), (4, 4, 6, 12, 1, 2)):
         both = ring("bf16", recent_lens, 2, 132, sinks=40)
         for window in (1, 20, 130, 400):
             fields = {"window": window, "alibi_slopes": True}
-            compare(relative_l2, query(packed, 8), [packed, both], fields)
-            compare(relative_l2, queries(packed, 4, 8), [packed, both], fields, (4, 3, 4, 2, 1, 0))
+            compare(query(packed, 8), [packed, both], fields)
+            compare(queries(packed, 4, 8), [packed, both], fields, (4, 3, 4, 2, 1, 0))
 
 
 @pytest.mark.parametrize("fields", [ONE_QUERY, {"sink_logits": True}], ids=["all", "sinks"])
 @pytest.mark.parametrize(
     "lens", [(5000, *[60] * 7), (0, 1, 33, 64, 65, 511, 900, 3600), (1, 4100)], ids=str
 )
-def test_batches_whose_lengths_differ(
-    relative_l2: Measure, lens: Sequence[int], fields: Mapping[str, Any]
-) -> None:
+def test_batches_whose_lengths_differ(lens: Sequence[int], fields: Mapping[str, Any]) -> None:
     segment = linear("int4-g4", lens, 2)
     for window in {"window"} & {*fields}:
         fields = {**fields, window: 700}
-    compare(relative_l2, query(segment, 8), [segment], fields)
+    compare(query(segment, 8), [segment], fields)
     q = queries(segment, 4, 8)
-    compare(relative_l2, q, [segment], fields, [i % 5 for i in range(len(lens))])
+    compare(q, [segment], fields, [i % 5 for i in range(len(lens))])
 
 
-def test_a_tree_of_many_queries(relative_l2: Measure) -> None:
+def test_a_tree_of_many_queries() -> None:
     segment = linear("int4-g4", (300, 64, 40, 1), 1)
     q = queries(segment, 64, 2)
-    compare(relative_l2, q, [segment], {"tree_mask": True})
+    compare(q, [segment], {"tree_mask": True})
     chain = torch.ones(4, 64, 64, dtype=torch.bool, device="cuda").tril()
     out, _ = launch_attention(q, [segment], None, None, variant=AttentionVariant(tree_mask=chain))
     assert relative_l2(out, launch_attention(q, [segment], None, None)[0].double()) <= 1e-3
@@ -240,7 +231,7 @@ def test_tensors_of_any_strides() -> None:
         assert torch.equal(launch_attention(q, [segment], None, None, variant=other)[0], expected)
 
 
-def test_the_public_call(relative_l2: Measure) -> None:
+def test_the_public_call() -> None:
     segment = linear("int4-g4", LENS, 2)
     q = queries(segment, 4, 8)
     variant = make_variant(ALL, q, [segment])
@@ -254,7 +245,7 @@ def test_the_public_call(relative_l2: Measure) -> None:
         decode_attention(q, *rows, **formats, variant=wrong)
 
 
-def test_large_caps_slopes_and_offsets(relative_l2: Measure) -> None:
+def test_large_caps_slopes_and_offsets() -> None:
     segment = linear("int4-g4", (40_000, 33_001), 1)
     q = query(segment, 4)
     slopes = torch.tensor([2.0**-i for i in (1, 4, 8, 12)], device="cuda")
@@ -269,7 +260,7 @@ def test_large_caps_slopes_and_offsets(relative_l2: Measure) -> None:
         out, lse = launch_attention(q, [segment], None, None, variant=variant)
         assert lse is not None
         expected = reference_over_segments(q, [segment], None, None, variant)
-        assert_right(relative_l2, (out, lse), expected, [segment])
+        assert_right((out, lse), expected, [segment])
 
 
 def test_a_query_from_which_all_is_hidden() -> None:
@@ -284,7 +275,7 @@ def test_a_query_from_which_all_is_hidden() -> None:
         assert bool(out[1].any()) and bool(lse[1].isfinite().all())
 
 
-def test_a_graph_follows_lengths_and_values(relative_l2: Measure) -> None:
+def test_a_graph_follows_lengths_and_values() -> None:
     packed = linear("int4-g4", [4096] * 6, 2)
     exact = ring("bf16", [132] * 6, 2, 132, sinks=4)
     for segments in ([packed], [packed, exact]):
@@ -313,7 +304,7 @@ def test_a_graph_follows_lengths_and_values(relative_l2: Measure) -> None:
             for _ in range(2):
                 graph.replay()
             expected = reference_over_segments(q, segments, None, q_lens, variant)
-            assert_right(relative_l2, (out, lse), expected, segments)
+            assert_right((out, lse), expected, segments)
 
 
 def test_what_has_no_kernel_is_refused() -> None:

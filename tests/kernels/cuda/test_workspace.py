@@ -9,18 +9,12 @@ from typing import Any
 import pytest
 import torch
 from attend import launch_attention
-from fake_cuda import FakeDriver, install, make_query, make_segment
+from fake_cuda import FakeDriver, make_query, make_segment
 
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.runtime.workspace import SLAB, Lease, Workspaces, workspaces_of
 
 Allocations = list[tuple[str, int, int]]  # function, elements, thread
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The CPU as an H200 with a driver that takes notes."""
-    return install(monkeypatch)
 
 
 @pytest.fixture
