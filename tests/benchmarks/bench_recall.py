@@ -54,7 +54,6 @@ FORMATS = ("fp8", "int8", "int8/int4-g4", "int4-g8", "int4-g4", "int4")
 PLANS = ("int4-g4", "int4")
 WINDOWS = ("4/128", "0/0", "64/256")
 ASKED = ("keys", "values", "overwritten", "variables", "phonebook", "copy")
-LEAST_PACKED = 64  # tokens of a prompt between those in 16 bit
 OBSERVED, SCORED = 32768, 16  # tokens of sheets for plans, and decoded to see what a plan keeps
 Caches = Sequence[str | Planned | PeerCache]  # without a window
 
@@ -79,7 +78,7 @@ class Amount:
 
     Attributes:
         lengths: tokens of contexts.
-        windows: first and last tokens in 16 bit.
+        windows: first and last tokens in 16 bit; left out where they are over half of a context.
         tasks: of retrieval.
         seeds: how many; of the first, tasks are chosen.
         prompts, questions: of each seed, task and length, and of each prompt.
@@ -147,7 +146,7 @@ def runs(
     for seed in range(amount.seeds):
         for window in amount.windows:
             for length, tasks in left.items():
-                if not tasks or length < sum(window) + LEAST_PACKED:
+                if not tasks or length < 2 * sum(window):  # little to ask of, and mostly 16 bit
                     continue
                 if time.monotonic() - start > amount.seconds:
                     click.echo(f"left out, {amount.seconds:g} s are over: {length}, seed {seed}")
