@@ -62,7 +62,7 @@ NOT_MET = 3  # exit code
     type=click.Choice(["feedback", "nearest"]),
     default="feedback",
     show_default=True,
-    help="How append rounds rows. It always rounds latent rows to the nearest code.",
+    help="How append rounds rows; latent rows always to the nearest code.",
 )
 @click.option("--observed", type=COUNT, default=32768, show_default=True, help="Tokens to observe.")
 @click.option(
