@@ -36,29 +36,49 @@ NOT_MET = 3  # exit code
 
 @click.command(epilog=FORMATS)
 @MODEL
-@click.option("--text", type=FILE, help="Text to observe; its last quarter is held out.")
-@click.option("--held", type=FILE, help="Another text to score on, instead of the last quarter.")
-@click.option("--max-kl", type=POSITIVE, help="Fewest bits that keep this KL, nats per token.")
-@click.option("--budget", type=POSITIVE, help="Least KL within so many bits per element.")
+@click.option(
+    "--text", type=FILE, help="Text to observe; its last quarter is kept apart and scored."
+)
+@click.option("--held", type=FILE, help="Another text to score, in place of that quarter.")
+@click.option(
+    "--max-kl",
+    type=POSITIVE,
+    help="Choose formats: fewest bits with at most this KL, in nats per token.",
+)
+@click.option(
+    "--budget",
+    type=POSITIVE,
+    help="Choose formats: least KL with at most so many bits per element.",
+)
 @click.option(
     "--format",
     type=LATENT,
-    help="One format for all layers instead; int4 by default. Of latent rows FORMAT+FORMAT, or "
-    "FORMAT with RoPE parts in bf16; int4-g8 by default.",
+    help="One format for all layers; int4 by default. For latent rows FORMAT+FORMAT, or FORMAT "
+    "with RoPE parts in bf16; int4-g8 by default.",
 )
-@click.option("--zero-data", is_flag=True, help="Observe no text, random tokens instead.")
+@click.option("--zero-data", is_flag=True, help="Observe random tokens, without a text.")
 @click.option(
     "--rounding",
     type=click.Choice(["feedback", "nearest"]),
     default="feedback",
     show_default=True,
-    help="How rows are rounded where they are appended; latent rows always to the nearest code.",
+    help="How append rounds rows; latent rows always to the nearest code.",
 )
 @click.option("--observed", type=COUNT, default=32768, show_default=True, help="Tokens to observe.")
-@click.option("--length", type=COUNT, default=4096, show_default=True, help="Of a passage of them.")
+@click.option(
+    "--length", type=COUNT, default=4096, show_default=True, help="Tokens of a passage to observe."
+)
 @click.option("--windows", type=COUNT, default=8, show_default=True, help="Passages to score.")
-@click.option("--context", type=COUNT, default=1024, show_default=True, help="Tokens before them.")
-@click.option("--scored", type=COUNT, default=64, show_default=True, help="Tokens of each scored.")
+@click.option(
+    "--context",
+    type=COUNT,
+    default=1024,
+    show_default=True,
+    help="Tokens of a passage before the scored ones.",
+)
+@click.option(
+    "--scored", type=COUNT, default=64, show_default=True, help="Tokens of a passage to score."
+)
 @ON_DEVICE
 @DTYPE
 @OUTPUT
@@ -79,16 +99,16 @@ def calibrate(
     json_file: Path | None,
     **sizes: int,
 ) -> None:
-    """Make the plan of a model's caches, and prove it.
+    """Make a plan for the caches of a model, and measure what it costs.
 
-    Keys, values and queries of the text are observed, and for every layer what its rows are stored
-    as is chosen: offsets, rotation or matrix, rounding, clipping, format. Then held-out passages
-    are decoded token by token from such caches, and the predictions compared with those of the
-    16-bit cache: KL divergence, share of equal likeliest tokens, perplexity. The table is printed;
-    the plan is written. An interrupted run goes on where it was. Under torchrun, ranks share the
-    text.
+    The command observes keys, values and queries of the text. For every layer it chooses how rows
+    are stored: offset, rotation or matrix, rounding, clipping, format. Then it decodes held-out
+    passages token by token from such caches. It compares the predictions with those of the 16-bit
+    cache: KL divergence, share of equal likeliest tokens, perplexity. It prints the table and
+    writes the plan.
 
-    The exit code is 3 if --max-kl cannot be met.
+    Start an interrupted run again and it continues where it stopped. Under torchrun the ranks share
+    the text. The exit code is 3 if --max-kl cannot be met.
 
     \b
     Example:

@@ -53,40 +53,63 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     multiple=True,
     help="Tokens of a context; 4096 by default. Repeat it for more lengths.",
 )
-@click.option("--text", type=FILE, help="Held-out text; a packaged one by default.")
 @click.option(
-    "--prompts", "examples", type=FILE, help='JSON lines: {"prompt": "...", "answer": "..."}.'
+    "--text", type=FILE, help="Held-out text for kl and generation; a packaged one by default."
+)
+@click.option(
+    "--prompts",
+    "examples",
+    type=FILE,
+    help='Prompts for generation, JSON lines: {"prompt": "...", "answer": "..."}.',
 )
 @click.option("--pattern", help="Regular expression: its last match in a text is the answer.")
 @click.option(
-    "--samples", type=COUNT, default=8, show_default=True, help="Prompts or passages of a task."
+    "--samples", type=COUNT, default=8, show_default=True, help="Prompts, or passages, of a task."
 )
 @click.option(
-    "--questions", type=COUNT, default=8, show_default=True, help="Most of a retrieval prompt."
+    "--questions",
+    type=COUNT,
+    default=8,
+    show_default=True,
+    help="Questions to a retrieval prompt, at most.",
 )
 @click.option(
-    "--scored", type=COUNT, default=128, show_default=True, help="Tokens of a passage of kl."
+    "--scored",
+    type=COUNT,
+    default=128,
+    show_default=True,
+    help="Tokens of a passage that kl compares.",
 )
 @click.option(
     "--new-tokens", type=COUNT, default=128, show_default=True, help="Tokens of a generated text."
 )
 @click.option("--batch", type=COUNT, default=4, show_default=True, help="Prompts decoded together.")
-@click.option("--chunk", type=COUNT, help="Tokens of a prompt that are read at a time.")
+@click.option("--chunk", type=COUNT, help="Read prompts in chunks of so many tokens.")
 @click.option(
-    "--prompts-from-rows", is_flag=True, help="Chunks attend to the packed rows before them."
+    "--prompts-from-rows", is_flag=True, help="With --chunk: chunks attend to packed rows."
 )
 @click.option(
-    "--chat/--no-chat", default=None, help="Apply the chat template; by default if there is one."
+    "--chat/--no-chat",
+    default=None,
+    help="Whether retrieval applies the chat template; by default if there is one.",
 )
 @click.option(
-    "--draft", is_flag=True, help="Count the tokens of a prompt lookup that would be accepted."
+    "--draft",
+    is_flag=True,
+    help="Count the tokens that prompt lookup drafts and the model accepts.",
 )
 @click.option("--max-drop", type=POSITIVE, help="Points of accuracy that a cache may lose.")
-@click.option("--seed", type=WHOLE, default=0, show_default=True, help="Of tasks and samples.")
+@click.option(
+    "--seed",
+    type=WHOLE,
+    default=0,
+    show_default=True,
+    help="Seed of retrieval prompts and sampled texts.",
+)
 @ON_DEVICE
 @DTYPE
 @JSON
-@click.option("--report", type=NEW_FILE, help="Write an HTML page with figures here too.")
+@click.option("--report", type=NEW_FILE, help="Also write an HTML page with figures to this file.")
 @enough_memory("--length, --batch or --dtype")
 def evaluate(
     model: Path,
@@ -115,13 +138,13 @@ def evaluate(
 ) -> None:
     """Compare what a model does with quantized caches and with its 16-bit cache.
 
-    Each prompt is read once. Its 16-bit keys and values are quantized into each cache, and every
-    task decodes from there: predictions of a held-out text (kl), free-running texts (generation),
-    and facts among near-identical ones (retrieval). With --json an interrupted run continues where
-    it was if you start it again.
+    The model reads each prompt once. The command quantizes the 16-bit keys and values into each
+    cache, and every task decodes from there: predictions of a held-out text (kl), freely running
+    texts (generation), and questions to facts among near-identical ones (retrieval). With --json,
+    start an interrupted run again and it continues where it stopped.
 
-    With --max-drop the exit code is 3 if a cache loses more points, beyond two standard errors. It
-    is 4 if there are too few samples to know.
+    With --max-drop the exit code is 3 if a cache loses more than so many points and two standard
+    errors. It is 4 if there are too few samples to know.
 
     \b
     Example:

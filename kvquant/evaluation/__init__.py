@@ -1,13 +1,13 @@
-"""Whether a model still answers, reasons and finds things with a quantized cache.
+"""Whether a model still predicts, writes and finds the same with a quantized cache.
 
-kvquant.evaluate compares caches. Its settings are here:
+kvquant.evaluate compares caches. This package has its settings:
 
-    Task      what is evaluated: kinds of tasks, retrieval tasks, chat template, drafts
+    Task      what to evaluate: kinds of tasks, retrieval tasks, chat template, drafts
     Sizes     how much: lengths of contexts, prompts, questions, tokens, the seed
     Reading   how prompts come into caches: at once, in chunks, from packed rows
-    Example   a prompt of your own, with an answer if there is one
+    Example   a prompt of your own, with its answer if it has one
 
-kvquant.evaluation.report makes tables of what it returns, kvquant.evaluation.html_report a page.
+kvquant.evaluation.report makes tables of the result, kvquant.evaluation.html_report a page.
 """
 
 from .decoding import Reading

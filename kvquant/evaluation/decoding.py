@@ -1,4 +1,4 @@
-"""Prompts are read once in 16 bit and quantized into each cache; tasks decode from there."""
+"""Reads prompts in 16 bit, quantizes them into each cache, and decodes from there."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class Simulated(Protocol):
-    """A cache of another kind, by what attention would read from it.
+    """A cache that kvquant does not have, given by the values that attention would read from it.
 
-    The prompt's tokens between the first sink_len and the last recent_len are read as apply gives
-    them, rounded to 16 bit. All others are read in 16 bit, and so is what is decoded behind the
-    prompt. A cache of kvquant's has as much in 16 bit while nothing leaves its recent window.
+    apply gives these values for the prompt's tokens between the first sink_len and the last
+    recent_len, and they are rounded to 16 bit. All other tokens stay as they are in 16 bit, those
+    behind the prompt too. kvquant's own caches also pack tokens that leave the recent window.
 
     Attributes:
-        sink_len, recent_len: tokens of the prompt in 16 bit, as in KVCache.
-        bits: of an element of the others, all parameters included.
+        sink_len, recent_len: how many of the prompt's first and last tokens stay in 16 bit.
+        bits: of an element of the other tokens, with all parameters such as scales.
     """
 
     @property
@@ -49,14 +49,14 @@ class Simulated(Protocol):
     def apply(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is read of a layer's K and V.
+        """Give the values that attention would read of a layer's K and V.
 
         Args:
             layer: as in KVCache.
             keys, values: [batch, num_kv_heads, tokens, head_dim], 16 bit, K after RoPE.
 
         Returns:
-            Both, of the same shapes and dtypes.
+            Keys and values, of the same shapes and dtypes.
         """
 
 
@@ -68,11 +68,11 @@ class Reading:
     """How prompts come into caches.
 
     Attributes:
-        chunk: how many tokens of a prompt the model computes at a time; when None, as many as
-            CachedModel.prefill takes.
-        from_rows: if true, the model reads each prompt once for each cache, and later chunks attend
-            to packed rows, as in a server. If false, it reads each prompt once, with exact
-            attention, and the 16-bit rows are quantized into each cache.
+        chunk: how many tokens of a prompt the model reads at a time; when None, as many as
+            CachedModel.prefill does.
+        from_rows: if true, the model reads each prompt anew for each cache, and later chunks attend
+            to packed rows, as in a server. If false, the model reads each prompt once, with exact
+            attention, and each cache quantizes its 16-bit rows.
     """
 
     chunk: int | None = None
@@ -87,7 +87,7 @@ class Reading:
 
 
 def check_simulated(model: CachedModel, reading: Reading) -> None:
-    """Raise ConfigError if caches of another kind cannot be evaluated."""
+    """Raise ConfigError if a Simulated cache cannot be evaluated with this model."""
     why = "latent rows" if model.has_latents else "sliding windows" if model.windows() else ""
     if why:
         raise ConfigError(f"the model has {why}: only caches of kvquant can be evaluated")
@@ -96,16 +96,16 @@ def check_simulated(model: CachedModel, reading: Reading) -> None:
 
 
 class Caches:
-    """The caches of one batch of prompts, one after another: the 16-bit one, then the others.
+    """The caches of one batch of prompts: the 16-bit one first, then the others one by one.
 
-    It holds the 16-bit one. Whoever gets another one drops it before the next, so that no more than
-    these two are there at a time.
+    The object keeps the 16-bit cache. Drop any other cache before you ask for the next: then no
+    more than two exist at a time.
 
     Args:
         model: decodes.
-        tokens: [batch, tokens], prompts of one length.
-        new_tokens: how many will be decoded behind them.
-        reading: how they are read.
+        tokens: [batch, tokens] token ids of prompts of one length, int64.
+        new_tokens: how many tokens will be decoded behind the prompts.
+        reading: how prompts come into caches.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Caches:
         self.exact, self.logits = self._read(self._exact, self.length + new_tokens)
 
     def original(self) -> KVCache:
-        """The 16-bit cache, with the prompts alone in it; what was decoded behind them goes."""
+        """The 16-bit cache of the prompts alone, without the tokens decoded behind them."""
         added = int(self.exact.seq_lens.max()) - self.length
         if added > SPARE and self.model.windows():  # layers that forget cannot be cropped so far
             size = self.exact.max_seq_len
@@ -128,11 +128,14 @@ class Caches:
         return self.exact
 
     def copy(self, choice: Choice) -> KVCache:
-        """A cache of the prompts."""
+        """A cache of this kind, filled with the prompts."""
         return self.copy_and_logits(choice)[0]
 
     def copy_and_logits(self, choice: Choice) -> tuple[KVCache, torch.Tensor]:
-        """A cache of the prompts, and the logits behind them: with from_rows its own."""
+        """A cache of this kind, filled with the prompts, and the logits behind them.
+
+        The logits are those of the exact attention; with Reading.from_rows, those of this cache.
+        """
         self.original()
         if not isinstance(choice, Scheme | Planned):
             return self._with_states(self._simulated(choice)), self.logits
@@ -141,13 +144,13 @@ class Caches:
         return self._with_states(quantized_copy(self.model, self.exact, choice)), self.logits
 
     def _with_states(self, cache: KVCache) -> KVCache:
-        """A copy of the prompts' rows, with what the model keeps beside them, if anything."""
+        """The cache; a model with states beside it gets copies of those behind the prompts."""
         if isinstance(self.model, WithStates):
             self.model.copy_states(self.exact, cache)
         return cache
 
     def _simulated(self, choice: Simulated) -> KVCache:
-        """A 16-bit cache that holds what a cache of another kind would give."""
+        """A 16-bit cache that holds the values that choice gives."""
         options = options_of(self._exact, is_latent=False)
         cache = self.model.new_cache(self.exact.batch, self.exact.max_seq_len, **options)
         packed = slice(choice.sink_len, self.length - choice.recent_len)
@@ -175,9 +178,9 @@ def ask_all(
 ) -> Iterator[list[list[bool]]]:
     """Ask the questions of prompts of one length.
 
-    Questions are decoded token by token, and answers too: an answer is right if each of its tokens
-    is the likeliest one behind the question and the answer so far, which is what greedy decoding
-    would have written.
+    The model decodes questions and right answers token by token. An answer counts as right if each
+    of its tokens is the likeliest one behind the tokens so far. Then greedy decoding would have
+    written it.
 
     Yields:
         [prompts][questions], right or not: of the 16-bit cache, then of each choice.
@@ -193,7 +196,7 @@ def ask_all(
 def _answers(
     model: CachedModel, prompts: Sequence[Prompt], make: Callable[[], KVCache]
 ) -> list[list[bool]]:
-    """What a cache answers; make as in score."""
+    """[prompts][questions], right or not; make as in score."""
     most = max(len(one.asked) for one in prompts)
     rounds, masks = [], []
     for at in range(most):
@@ -217,17 +220,18 @@ def score(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Decode given tokens behind prompts, one by one; each round begins behind the prompts alone.
 
-    What make gave last holds the prompts alone in the end, unless cropping cannot bring that about.
+    In the end the last cache of make holds the prompts alone again, if cropping can undo the round.
 
     Args:
         model: decodes.
-        make: a cache of the prompts; called once more for each round that cropping cannot undo.
-        rounds: tokens that are fed, [batch, tokens], and tokens whose probability is asked for
-            after each of them, [batch, tokens, choices].
+        make: gives a cache of the prompts. It is called again after a round that cropping cannot
+            undo.
+        rounds: pairs of the tokens to decode, [batch, tokens], and the choices for the token behind
+            each of them, [batch, tokens, choices]; token ids, int64.
 
     Yields:
-        Of each round the log probabilities of the choices, [batch, tokens, choices] float32, and
-        whether each is the likeliest token; both on the CPU.
+        For each round the log probabilities of the choices, [batch, tokens, choices] float32, and
+        whether each choice is the likeliest token, bool; both on the CPU.
     """
     cache = make()
     length = int(cache.seq_lens.max())

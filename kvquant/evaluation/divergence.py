@@ -1,4 +1,4 @@
-"""The task kl: how far a cache moves the predictions of the tokens of a held-out text."""
+"""The task kl: how far a cache moves a model's predictions of a held-out text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def diverge(
     choices: Sequence[Choice],
     reading: Reading,
 ) -> Iterator[Scores | None]:
-    """Feed the tokens of passages to each cache one by one, and compare the predictions.
+    """Decode the tokens of passages from each cache one by one, and compare the predictions.
 
     Args:
         model: decodes.
@@ -61,9 +61,9 @@ def summary(scores: Scores) -> dict[str, Any]:
 
     Returns:
         "kl", "top1": means over all tokens. "kl_error", "top1_error": their standard errors, with a
-        passage as one observation; None of a single passage. "kl_tail": the KL that a share TAIL of
-        the tokens stays below. "by_position": the mean KL in each of PARTS parts of a passage, from
-        the first to the last. "tokens", "passages": how many there are.
+        passage as one observation; None for a single passage. "kl_tail": the KL that a share TAIL
+        of the tokens stays below. "by_position": the mean KL in each of PARTS parts of a
+        passage, from the first to the last. "tokens", "passages": how many there are.
     """
     kl, top1 = scores["kl"], scores["top1"]
     flat = [one for passage in kl for one in passage]

@@ -1,7 +1,7 @@
 """kvquant.evaluate: compare what a model does with quantized caches and with its 16-bit cache.
 
-Every task decodes from the packed cache. The 16-bit cache comes first. Every other cache gets the
-same prompts, questions and random numbers, and its result is the difference to the 16-bit cache.
+Every task decodes from the packed cache. All caches get the same prompts, questions and random
+numbers. The 16-bit cache comes first; the result of every other cache is its difference to it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Sizes:
     """How much is measured.
 
     Attributes:
-        lengths: of contexts, in tokens. When empty, one of 4,096 or as many as the model has
-            positions for.
+        lengths: of contexts, in tokens. When empty, one length of 4,096, or less if the model has
+            fewer positions.
         prompts: how many prompts each retrieval task has, and generation.
         questions: how many questions a retrieval prompt has, at most.
         passages: how many passages of the text kl has.
@@ -154,17 +154,19 @@ def evaluate(
         examples: prompts for generation, in place of passages of the text.
         reading: how prompts come into caches.
         state: a file that keeps the results so far. A run with the same settings continues from it.
-            Remove it when you have saved what is returned.
-        progress: called with the name of a part and the number of parts, when it is done.
+            Remove the file when you have saved the result.
+        progress: called after each part, with its name and the number of all parts.
 
     Returns:
-        Plain data that json can write. "settings"; "caches": what each cache costs, the 16-bit
-        cache first ("bits" of an element with its 16-bit tokens in a full cache, "packed_bits"
-        without them, ...); "cache_bytes": of the two caches that exist at a time; "notes": what no
-        cache holds of the model, if anything; "kl", "generation" and "retrieval": results by the
-        length of the context, in lists of the quantized caches; "seconds": how long each task took
-        with each cache, where the time of the 16-bit cache includes reading the prompts. Apart from
-        "seconds" the same seed gives the same data on one machine.
+        Plain data that json can write. The same seed gives the same data on one machine, apart from
+        "seconds".
+
+        "settings": of the run. "caches": what each cache costs, the 16-bit cache first; "bits" of
+        an element in a full cache with its 16-bit tokens, "packed_bits" without them, and more.
+        "cache_bytes": of the two caches that exist at a time. "notes": sentences on layers that no
+        cache holds, if the model has any. "kl", "generation", "retrieval": results by the length of
+        the context, in lists of the quantized caches. "seconds": how long each task took with each
+        cache; that of the 16-bit cache includes reading the prompts.
 
     Raises:
         ConfigError: a cache, size or text that cannot be evaluated, raised before work begins.

@@ -1,7 +1,7 @@
 """The task generation: where the texts of a cache diverge from those of the 16-bit cache.
 
-A greedy text diverges at the first token whose margin over the second likeliest one is smaller than
-the cache's error. Sampled texts use the same random numbers with every cache (a Gumbel number for
+A greedy text diverges where the likeliest token leads the second by less than the cache's error.
+Sampled texts use the same random numbers with every cache (a Gumbel number for
 each token of the vocabulary at each step), so they diverge only where the distributions differ.
 """
 
@@ -84,13 +84,13 @@ def _continued(
 def decode(
     model: CachedModel, cache: KVCache, logits: torch.Tensor, num_tokens: int, sampling: Sampling
 ) -> Iterator[torch.Tensor]:
-    """Continue texts, token by token; whoever reads them checks the cache when they end.
+    """Continue texts, token by token. Call cache.check() when you have read the last one.
 
     Args:
         model: decodes.
         cache: the past of each text.
-        logits: [batch, vocabulary], behind it.
-        num_tokens: at most; reading may end before.
+        logits: [batch, vocabulary], behind that past.
+        num_tokens: the most tokens to generate; you may stop reading before.
         sampling: how each token is chosen.
 
     Yields:
@@ -116,7 +116,7 @@ def decode(
 
 
 def ends_of(model: CachedModel) -> list[int]:
-    """The tokens that end a text, as the model's generation_config has them."""
+    """The tokens that end a text, from the model's generation_config."""
     ends = getattr(model.model.generation_config, "eos_token_id", None)
     return [ends] if isinstance(ends, int) else list(ends or ())
 
@@ -183,15 +183,15 @@ class Drafts:
 def looked_up(
     contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], ends: Sequence[int] = ()
 ) -> Drafts:
-    """Count what prompt lookup would draft, and what the model would accept, for greedy texts.
+    """Count how many tokens prompt lookup would draft for greedy texts, and how many count.
 
-    Before each step, the last NGRAM tokens are searched in all tokens before them. What follows the
-    first match, up to DRAFTED tokens, is the draft. The model accepts the tokens that it would have
-    written itself. The text tells which these are, so no model runs here.
+    Before each step prompt lookup searches the last NGRAM tokens in all tokens before them. The
+    draft is up to DRAFTED tokens behind the first match. The model accepts the tokens that it would
+    have written itself. The text tells which these are, so no model runs here.
 
     Args:
         contexts: token ids of each prompt.
-        texts: token ids of what the model wrote after each; tokens after an end do not count.
+        texts: token ids that the model wrote behind each context; those behind an end do not count.
         ends: token ids that end a text.
 
     Example:

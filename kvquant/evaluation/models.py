@@ -1,8 +1,7 @@
-"""What an evaluation asks of a model of which a KVCache holds a part (hybrids).
+"""What an evaluation needs of hybrids, models that have layers outside of a KVCache.
 
-Tasks read and decode with the methods of CachedModel, and every cache is a KVCache. Of a model with
-layers beside it they ask two things more: that a copy of a prompt's rows goes on like the prompt,
-and what the report should say of these layers.
+Tasks read and decode with the methods of CachedModel, and every cache is a KVCache. A hybrid gives
+two things more: copies of the states behind a prompt, and facts on these layers for the report.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ class WithStates(Protocol):
         """Which layers a KVCache holds, and why it does not hold the others."""
 
     def copy_states(self, source: KVCache, target: KVCache) -> None:
-        """Let a cache with the same prompt go on like the one that prefill has read it into."""
+        """Copy the states behind the prompt from the cache of prefill to one with the same rows."""
 
 
 def notes(model: CachedModel) -> Iterator[str]:
-    """Sentences for the report: what of the model no cache holds, and how it attends."""
+    """Sentences for the report: which layers no cache holds, and how the model attends."""
     if not isinstance(model, WithStates):
         return
     layers = model.layers

@@ -1,7 +1,7 @@
 """Retrieval sheets as token ids: contexts of an exact length, and the questions to them.
 
-Each line is tokenized alone, as it is tokenized after a line break, so the position of every fact
-is known. The front of a context is filled with tokens of a text until it has the length. So all
+A writer tokenizes each line alone, as it would be tokenized behind a line break. So the position of
+every fact is known. Tokens of a text fill the front of a context until it has its length. So all
 contexts of a task fit one batch, and the distance of a fact to the end of its context is exact.
 """
 
@@ -31,7 +31,7 @@ class Asked:
         answer: the right answer, which follows the question.
         distance: tokens from the end of the last line that holds the answer to the end of the
             context.
-        lines: how many lines hold the answer: two steps lead along a chain of three lines.
+        lines: how many lines hold the answer. A chain of three lines has two steps.
     """
 
     question: list[int]
@@ -59,11 +59,11 @@ class Writer:
     """Makes prompts of one length of retrieval tasks.
 
     Args:
-        tokenizer: of transformers. None raises an error.
+        tokenizer: one of transformers; None is an error.
         length: tokens of a context.
         filler: token ids of a text, which fill the front of a context.
-        window: no answer stands in the last so many tokens: the most that a cache keeps in 16 bit.
-        sinks: no answer stands in the first so many tokens, either.
+        window: how many last tokens hold no answer: the most that a cache keeps in 16 bit.
+        sinks: how many first tokens hold no answer.
         num_questions: questions to a context, at most.
         chat: whether to apply the tokenizer's chat template; when None, if it has one.
 
@@ -120,7 +120,7 @@ class Writer:
             count -= max(count // 32, 1)
 
     def _count_of(self, task: str) -> int:
-        """About how many lines fit a context; rather a few too many."""
+        """An estimate of how many lines fit a context, rather too high."""
         trial = TASKS[task](Random(0), TRIAL)
         tokens = sum(len(self._line(one)) for one in trial.lines)
         return max(4, round(1.05 * TRIAL * self._length / tokens))

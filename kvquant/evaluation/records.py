@@ -14,11 +14,11 @@ from kvquant.io.atomic import save_text
 class Records:
     """Results and their times, by name.
 
-    The first word of a name is a task; the rest tells the parts of the task from one another.
+    The first word of a name is its task; the other words name the part of the task.
 
     Args:
-        path: of the file; nothing is kept on the disk when None.
-        settings: of the run, plain data. A file that a run with other settings left is not used.
+        path: of the file. When None, results are kept in memory alone.
+        settings: of the run, plain data. A file that a run with other settings left is overwritten.
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ class Records:
                 pass  # of a run that another version began: measured again
 
     def get(self, name: str, measure: Callable[[], Iterable[Any]]) -> list[Any]:
-        """The results of this name, one for each cache; measure is called if there are none yet."""
+        """The results of this name, one for each cache. measure makes them if there are none."""
         if name not in self._measured:
             results, seconds = [], []
             start = time.perf_counter()

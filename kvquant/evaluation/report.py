@@ -33,7 +33,7 @@ class Shown:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """All tables, and sentences: what no cache holds, and which tasks the model fails in 16 bit."""
+    """All tables, then sentences on layers that no cache holds and tasks that fail in 16 bit."""
     parts = [
         f"{paragraph(one.head)}\n{render_table(one.columns, one.rows)}" for one in tables(found)
     ]
@@ -107,7 +107,7 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
 
 
 def place_of(length: str) -> str:
-    """Behind what a text was generated; 0 stands for prompts of lengths of their own."""
+    """Behind how many tokens a text was generated; 0 means prompts of your own."""
     return f"behind {int(length):,} tokens" if length != "0" else "behind the prompts"
 
 
@@ -195,7 +195,7 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def failures(found: Mapping[str, Any]) -> list[str]:
-    """A sentence for each length of which the model fails tasks with its 16-bit cache."""
+    """A sentence for each length at which the model fails tasks with its 16-bit cache."""
     groups = []
     for length, task in found.get("generation", {}).items():
         answers = [(f"{way} answers", task.get(f"{way}_answers")) for way in WAYS]

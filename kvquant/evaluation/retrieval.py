@@ -1,9 +1,9 @@
 """Retrieval tasks: facts among near-identical ones, made from a seed, for any tokenizer.
 
-Each task makes a sheet: lines of text that hold facts, and questions to them. A quantized cache
-first fails to tell a fact from its neighbours. So a key has two words, and other keys share each of
-them. The definitions follow RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book
-of arXiv 2402.01032:
+Each task makes a sheet: lines of text that hold facts, and questions to them. A bad cache confuses
+a fact with similar ones first. So a key has two words, and other keys share each of them. The
+definitions follow RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv
+2402.01032:
 
     single       one fact in a text
     keys         the code of a key of two words, among many such keys
@@ -33,7 +33,7 @@ class Question:
 
     Attributes:
         begun: the beginning of a line, which a base model completes with a space and the answer.
-        asked: the same as a question to an instruct model.
+        asked: the same question for an instruct model.
         answer: the right answer, of letters, digits, commas and spaces.
         lines: indices of the sheet's lines that hold the answer.
     """
@@ -50,9 +50,10 @@ class Sheet:
 
     Attributes:
         lines: of the context, in order.
-        questions: to choose from. Those whose lines lie in the 16-bit window will not be asked.
-        examples: lines for the end of the context, which show a base model how to answer. Their
-            questions are not asked.
+        questions: to choose from. The writer of prompts asks none whose lines lie in the 16-bit
+            window.
+        examples: answered questions for the end of the context, which show a base model how to
+            answer.
     """
 
     lines: list[str]

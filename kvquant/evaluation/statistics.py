@@ -1,8 +1,8 @@
 """Paired differences to the 16-bit cache, with standard errors.
 
 Questions to one prompt are alike, so a prompt counts as one observation. Where no answer differs,
-that would give an error of 0. So the error is at least the one of as many independent questions of
-which one more differs: 20 questions that are all answered alike give 0 ± 4.7 points.
+that would give an error of 0. So the error has a floor: that of as many independent questions, of
+which one more differs. If both caches answer 20 questions alike, the result is 0 ± 4.8 points.
 """
 
 from __future__ import annotations
@@ -70,8 +70,12 @@ def chosen(
 
 
 def least_error(differing: int, count: int) -> float:
-    """The standard error of the share of differing pairs among independent ones, one pair added
-    that differs."""
+    """The floor of standard errors: that of count independent pairs, if one more pair differed.
+
+    Example:
+        >>> round(100 * least_error(0, 20), 1)  # points
+        4.8
+    """
     return math.sqrt((differing + 1) / (count + 2) / count)
 
 
@@ -85,6 +89,6 @@ def standard_error(means: Sequence[float]) -> float | None:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of them lies."""
+    """The value that this share of the values stays below."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]

@@ -1,11 +1,12 @@
 """HybridModel: a CachedModel of a decoder that a KVCache alone does not serve.
 
-QuantizedCache serves models that CachedModel refuses: hybrids, whose other layers (linear
-attention, other numbers of KV heads) transformers keeps, and models that compute attention by
-themselves, which get dequantized rows. A HybridModel calls such a model with a QuantizedCache that
-it makes around the rows of a KVCache. What transformers keeps beside these rows, it remembers for
-each KVCache: now, and behind the prompt. So a KVCache may be cropped to the prompt and decoded from
-again.
+QuantizedCache serves two kinds of models that CachedModel refuses. Hybrids have layers that no
+KVCache holds (linear attention, other numbers of KV heads): transformers keeps these. Other models
+compute attention by themselves: they get dequantized rows.
+
+A HybridModel calls such a model with a QuantizedCache, which it makes around the rows of a KVCache.
+For each KVCache it remembers the layers that transformers keeps, in two states: behind the prompt,
+and behind the last token. So you can crop a KVCache to its prompt and decode from there again.
 """
 
 from __future__ import annotations
@@ -32,23 +33,24 @@ from .models.configs import CacheLayers, cache_layers, input_device, layers_of_r
 from .models.latent import check_latent_layers
 from .switch import attending, plain_implementation
 
-# of transformers 5.24, which computes a chunk from an empty state (tests/hf/test_hybrid_model.py)
+# model types whose later chunks transformers 5.24 computes from an empty state
+# (tests/hf/test_hybrid_model.py)
 _FORGETFUL = {"jamba"}
 
 
 class _Beside(NamedTuple):
-    """What transformers keeps of a text beside its rows.
+    """The layers that transformers keeps, behind a text.
 
     Attributes:
         length: tokens of the text.
-        layers: all of the model, as a QuantizedCache has them.
+        layers: all layers of the model, as a QuantizedCache has them.
     """
 
     length: int
     layers: Sequence[Any]
 
     def copied(self) -> _Beside:
-        """A copy that goes on by itself; it shares keys and values, which nobody writes into."""
+        """A copy to decode with. It shares keys and values: no code writes into these."""
         kept = [layer for layer in self.layers if isinstance(layer, DynamicLayer)]
         shared = [x for layer in kept if layer.is_initialized for x in (layer.keys, layer.values)]
         return _Beside(self.length, copy.deepcopy(self.layers, {id(x): x for x in shared}))
@@ -57,17 +59,17 @@ class _Beside(NamedTuple):
 class HybridModel(CachedModel):
     """A CachedModel of a decoder that QuantizedCache serves, and a KVCache alone does not.
 
-    A KVCache holds the rows of the layers that it can hold. The others are transformers' own, in 16
-    bit or as states. All sequences of a batch have the same length. A cache may be cropped to the
-    end of the prompt that prefill has read, and to no other length.
+    A KVCache holds the layers that it can. transformers keeps the others, in 16 bit or as states.
+    All sequences of a batch must have the same length. You can crop a cache to the end of the
+    prompt that prefill has read, and to no other length.
 
     Args:
         model, tokenizer, exact_format: as of CachedModel.
-        dequantize: the model attends in its own way to rows that are dequantized in each call, as
-            with QuantizedCache(dequantize=True).
+        dequantize: if true, each call dequantizes the rows and the model computes attention by
+            itself, as with QuantizedCache(dequantize=True).
 
     Attributes:
-        dequantizes: as above.
+        dequantizes: the argument dequantize.
 
     Raises:
         ConfigError, UnsupportedModelError: as CachedModel, and QuantizedCache.
@@ -114,10 +116,10 @@ class HybridModel(CachedModel):
         chunk: int | None = None,
         progress: Progress | None = None,
     ) -> torch.Tensor:
-        """As CachedModel; a later crop may go back to where the last prefill has ended.
+        """As CachedModel. Afterwards you can crop the cache to the end of this prompt.
 
         Raises:
-            ShapeError: sequences of several lengths; else as CachedModel.
+            ShapeError: the sequences differ in length; else as CachedModel.
         """
         if chunk is None and self.config.model_type in _FORGETFUL:
             chunk = tokens.shape[1]
@@ -126,11 +128,11 @@ class HybridModel(CachedModel):
         return logits
 
     def copy_states(self, source: KVCache, target: KVCache) -> None:
-        """Let a cache with the same prompt go on like the one that prefill has read it into.
+        """Copy the layers that transformers keeps, behind the prompt, to another cache.
 
         Args:
-            source: of prefill.
-            target: a KVCache with rows of the same tokens.
+            source: the cache that prefill has read the prompt into.
+            target: a KVCache with rows of the same prompt; you can decode from it afterwards.
 
         Raises:
             ConfigError: this model has not read a prompt into source, or target has another length.
@@ -149,7 +151,7 @@ class HybridModel(CachedModel):
         return "transformers keeps a part of its layers, whose tensors move from step to step"
 
     def past_of(self, cache: KVCache, new_lens: torch.Tensor | None = None) -> QuantizedCache:
-        """As CachedModel, with what transformers keeps beside the rows."""
+        """As CachedModel, with the layers that transformers keeps."""
         if new_lens is not None and int(new_lens.min()) < int(new_lens.max()):
             raise ShapeError("a HybridModel reads sequences of one length: give them one by one")
         beside = self._beside(cache)
@@ -186,10 +188,10 @@ class HybridModel(CachedModel):
         return logits if given else logits[:, keep]
 
     def _beside(self, cache: KVCache) -> Sequence[Any]:
-        """The layers that a call goes on with.
+        """All layers behind the tokens of a cache.
 
         Raises:
-            ConfigError: the cache holds tokens whose states are not known.
+            ConfigError: the cache ends neither at the last token nor at the prompt.
         """
         length = int(cache.seq_lens.max())
         if not length:
@@ -212,7 +214,7 @@ class HybridModel(CachedModel):
 
     @cached_property
     def _chooses_logits(self) -> bool:
-        """Whether the model computes the logits of chosen places alone."""
+        """Whether the model can compute the logits of chosen tokens alone."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     @cached_property
@@ -243,22 +245,29 @@ class HybridModel(CachedModel):
 def load_decoder(
     folder: str | Path, *, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> CachedModel:
-    """Load a model and its tokenizer, for the class that serves it; arguments as of
-    CachedModel.from_pretrained, errors as of it and of decoder_of."""
+    """Load a model and its tokenizer, in the first form that serves it (decoder_of).
+
+    Args:
+        folder, dtype, device: as of CachedModel.from_pretrained.
+
+    Raises:
+        KVQuantError: as CachedModel.from_pretrained and decoder_of.
+    """
     return decoder_of(**loaded(folder, dtype, device))
 
 
 def decoder_of(
     model: Any, tokenizer: Any = None, *, exact_format: str | None = None
 ) -> CachedModel:
-    """A model in the first form that serves it: CachedModel, HybridModel, HybridModel(dequantize=
-    True). Each is tried on three tokens.
+    """Make the first form of a model that serves it, after a trial on three tokens.
+
+    The forms are CachedModel, HybridModel and HybridModel(dequantize=True), in this order.
 
     Args:
         model, tokenizer, exact_format: as of CachedModel.
 
     Raises:
-        UnsupportedModelError: none of them does; with the reason of each.
+        UnsupportedModelError: no form serves the model; the message has the reason of each.
         ConfigError: as CachedModel.
     """
     reasons: list[str] = []
@@ -279,7 +288,7 @@ def _try_out(model: CachedModel) -> None:
     """Read two tokens and decode one.
 
     Raises:
-        UnsupportedModelError: the model cannot, or its own code refuses the cache.
+        UnsupportedModelError: this form cannot, or the model's own code refuses the cache.
     """
     if not isinstance(model, HybridModel):
         cache_layers(model.config, longest=None).check_whole()  # for texts of any length

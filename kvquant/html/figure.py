@@ -1,8 +1,8 @@
 """Figures as SVG elements of a page, in the page's light or dark colours.
 
-Matplotlib draws text and axes in two marked colours; the SVG has the page's CSS variables in their
-place. What shows data should be a mid-tone with enough contrast on both backgrounds, and no figure
-should need colour alone to be read.
+Matplotlib draws text and axes in two marked colours, and the page's CSS variables replace them in
+the SVG. Draw data in mid-tones with enough contrast on both backgrounds. A figure must be readable
+without colour, too.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ Drawn: TypeAlias = tuple[str, str]  # SVG elements: wide, and narrow for a phone
 
 
 def figure(height: Callable[[Any, bool], float]) -> Callable[[Draw], Callable[[Any], Drawn]]:
-    """Make a function that draws one that returns SVG.
+    """Make a decorator that turns a drawing function into one that returns SVG.
 
     Args:
-        height: inches, of what is drawn, wide or narrow.
+        height: gives the height in inches; its arguments are the subject and whether the figure is
+            narrow.
 
     Returns:
-        A decorator of a function (matplotlib figure, what is drawn, narrow), which makes of it one
-        that takes what is drawn alone.
+        A decorator of functions (matplotlib figure, subject, narrow). The decorated function takes
+        the subject alone and returns the wide and the narrow SVG.
     """
 
     def decorate(draw: Draw) -> Callable[[Any], Drawn]:
@@ -77,7 +78,7 @@ def figure(height: Callable[[Any, bool], float]) -> Callable[[Draw], Callable[[A
 
 
 def _inline(svg: str, name: str) -> str:
-    """An SVG file as an element of a page: no prologue, the page's colours, ids of its own."""
+    """Turn an SVG file into an element of a page: no prologue, the page's colours, own ids."""
     svg = svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(RULE, "var(--rule)")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", svg)
@@ -85,7 +86,7 @@ def _inline(svg: str, name: str) -> str:
 
 
 def log_axis(axes: Any, name: str = "y") -> None:
-    """Make the x or the y axis logarithmic, with plain labels; after the data are drawn."""
+    """Make an axis, "x" or "y", logarithmic with plain labels; call it after drawing the data."""
     axes.set(**{f"{name}scale": "log"})
     plain_ticks(getattr(axes, f"{name}axis"), *getattr(axes, f"get_{name}lim")())
 

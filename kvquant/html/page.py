@@ -11,18 +11,18 @@ from kvquant.errors import missing_extra
 
 from .figure import Drawn
 
-# names may hold them: what no page may, and what turns the order of the text that follows
+# names may hold characters that HTML forbids, or that turn the order of the text behind them
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table that a reader opens.
+    """A table that the reader can open.
 
     Attributes:
-        summary: what to click on.
-        rows: of words; the first one is the head.
+        summary: the words to click on.
+        rows: cells of text; the first row is the head.
         caption: how to read it.
         is_open: whether it is open at first.
     """
@@ -39,10 +39,10 @@ class Section:
 
     Attributes:
         title: its heading.
-        words: that tell how to read it.
-        steps: what to do, and the command or line of Python that does it.
-        drawn: a figure, of a function decorated with kvquant.html.figure.figure.
-        tables: at the end.
+        words: sentences that tell how to read it.
+        steps: pairs of what to do and the command or line of Python that does it.
+        drawn: a figure, made by a function with the decorator kvquant.html.figure.figure.
+        tables: shown at the end.
     """
 
     title: str
@@ -54,13 +54,13 @@ class Section:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to think of it.
+    """The verdict on what a page shows.
 
     Attributes:
         kind: "good", "notice" or "bad", which sets the colour.
-        mark: the word for it, such as "Fit for use."
-        sentence: why.
-        further: more sentences.
+        mark: the verdict in a few words, such as "Fit for use."
+        sentence: the reason.
+        further: more reasons.
     """
 
     kind: str
@@ -76,8 +76,8 @@ class Page:
     Attributes:
         title: for the browser's tab.
         heading, sub: the first two lines.
-        verdict: what to think of it, if that is known.
-        tiles: numbers that stand out: value, what it is, a note.
+        verdict: None if the page has none.
+        tiles: figures in large type: value, name, note.
         notes: warnings.
         sections: the rest.
     """
@@ -92,10 +92,10 @@ class Page:
 
 
 def check_libraries(what: str) -> None:
-    """Raise before the work begins whose page could not be written.
+    """Raise an error if a page cannot be written; call it before the work begins.
 
     Args:
-        what: that writes a page, for the error.
+        what: the command or object that writes the page, for the error.
 
     Raises:
         UnsupportedError: matplotlib or jinja2 is not installed.
@@ -108,7 +108,7 @@ def check_libraries(what: str) -> None:
 
 
 def render(page: Page) -> str:
-    """Write a page as HTML. Words are shown as they are: none of them is markup.
+    """Write a page as HTML. The page shows all words as they are: none of them is markup.
 
     Raises:
         ImportError: jinja2 is not installed: call check_libraries before.

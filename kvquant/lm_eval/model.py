@@ -65,8 +65,8 @@ class KvquantLM(TemplateLM):
         model: decodes; it has a tokenizer.
         cache: as `kvquant evaluate --cache` has it: "int4-g4,recent=0".
         batch_size: contexts of one length that are decoded together.
-        max_length: tokens that the model is fed, at most; longer requests lose their first tokens.
-            Those of the model's config, or 2,048, when None.
+        max_length: the most tokens that the model reads of a request; longer requests lose their
+            first tokens. When None, the positions of the model's config, or 2,048.
 
     Raises:
         ConfigError: no tokenizer, or a cache or sizes that are not possible.
@@ -140,8 +140,12 @@ class KvquantLM(TemplateLM):
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes beside its results: the cache, how many requests there were, how
-        many of them decoded beyond the cache's 16-bit window, and how many were too long."""
+        """What the harness writes beside its results.
+
+        Returns:
+            "kvquant": the cache, and counts of requests: all, those that read packed rows
+            ("beyond_window"), and those that lost tokens because they were too long ("cut").
+        """
         return {"kvquant": {"cache": str(self.choice), **self._counts}}
 
     @property
@@ -188,8 +192,8 @@ class KvquantLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids of a text; a BOS that the text begins with, as chat templates write it, is not
-        put before it once more."""
+        """Token ids of a text. Chat templates write BOS themselves: a text that begins with it gets
+        no second one."""
         begin = self.tokenizer.bos_token or self.tokenizer.eos_token
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False

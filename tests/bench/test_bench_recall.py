@@ -66,7 +66,8 @@ def test_what_the_model_cannot_do_is_asked_of_no_cache(tmp_path: Path) -> None:
 
 
 def test_no_run_begins_when_time_is_over(tmp_path: Path) -> None:
-    printed = measured("--seconds", "0", "--least", "0", path=tmp_path / "recall.json")
+    longest = "--window", "4/128"  # over half of 256 tokens: no run
+    printed = measured("--seconds", "0", "--least", "0", *longest, path=tmp_path / "recall.json")
     assert printed.count("left out, 0 s are over") == 6  # of 3 seeds and 2 windows
 
 

@@ -78,7 +78,7 @@ class Amount:
 
     Attributes:
         lengths: tokens of contexts.
-        windows: first and last tokens in 16 bit.
+        windows: first and last tokens in 16 bit; left out where they are over half of a context.
         tasks: of retrieval.
         seeds: how many; of the first, tasks are chosen.
         prompts, questions: of each seed, task and length, and of each prompt.
@@ -146,7 +146,7 @@ def runs(
     for seed in range(amount.seeds):
         for window in amount.windows:
             for length, tasks in left.items():
-                if not tasks or length < 2 * sum(window):
+                if not tasks or length < 2 * sum(window):  # little to ask of, and mostly 16 bit
                     continue
                 if time.monotonic() - start > amount.seconds:
                     click.echo(f"left out, {amount.seconds:g} s are over: {length}, seed {seed}")

@@ -6,10 +6,10 @@ seeds, lengths, tasks or caches; what they have in common is put together:
 
     accuracy    right answers of a task at a length, of all seeds; the error is the root of the
                 summed squares of the seeds', whose prompts are others
-    a test      the model answers 95 % with its 16-bit cache, of this task and length
-    capacity    the largest number of facts (pairs in the context), or of steps (of a chain), that
-                is answered to 99 %, as are all smaller ones that were measured; up to where the
-                16-bit cache does the same
+    a test      a task and length of which the model answers 95 % with its 16-bit cache
+    capacity    the largest number of facts in a context (of a chain: steps) of which the cache
+                answers 99 %. It also answers 99 % of every smaller number that was measured. Only
+                numbers of which the 16-bit cache does the same count
 """
 
 from __future__ import annotations
@@ -311,10 +311,13 @@ def tables(one: Evaluations) -> Iterator[tuple[str, Table]]:
         tokens = f"the first {sinks} and the last {recent} tokens in 16 bit"
         where = tokens if sinks or recent else "no token of the prompt in 16 bit"
         for what, table in (
-            ("Points won or lost ± the standard error", one.accuracy(window)),
             (
-                "The most facts, and steps, that are answered to 99 %, of those that the 16-bit "
-                "cache answers to 99 %",
+                "Points won (+) or lost (-) ± the standard error, below the share of right answers "
+                "with the 16-bit cache",
+                one.accuracy(window),
+            ),
+            (
+                "The largest number of facts (of chains: steps) of which a cache answers 99 %",
                 one.capacity(window),
             ),
             ("KL to the 16-bit cache", one.divergence(window)),

@@ -534,7 +534,7 @@ def lost() -> str:
         [name, f"{one.bits[name]:.2f}", *(f"{max(each, 0):.1f}" for each in points[name])]
         for name in README_LOST
     ]
-    return table(["cache", "bits per element", "points lost: mean", "worst task"], rows)
+    return table(["cache", "bits per element, without window", "points lost: mean", "worst"], rows)
 
 
 if __name__ == "__main__":
