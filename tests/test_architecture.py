@@ -33,7 +33,7 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
     "lmcache": f"{BASE} rows ops io engine",
     "calibration": f"{BASE} text html rows ops cache io hf",
     "evaluation": f"version {BASE} text html rows cache io hf calibration",
-    "lm_eval": f"{BASE} rows cache hf calibration evaluation",
+    "lm_eval": f"{BASE} rows cache io hf calibration evaluation",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
     "cli": f"version {BASE} text html rows cache io hf calibration evaluation",
     "__init__": "errors version",

@@ -241,11 +241,11 @@ def _examples(path: Path, reader: Any, chat: bool | None) -> list[Any]:
 
 def _prompt_tokens(prompt: str, reader: Any, chat: bool | None) -> list[int]:
     """A prompt as tokens; with the chat template, where the tokenizer has one."""
+    from ..evaluation.prompts import has_chat, in_chat
+
     tokenizer = reader.tokenizer
-    if chat is False or not getattr(tokenizer, "chat_template", None):
+    if not has_chat(tokenizer, chat):
         ids: list[int] = reader.encode(prompt)
         return ids
-    messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens: list[int] = tokenizer(in_chat(tokenizer, prompt), add_special_tokens=False)["input_ids"]
     return tokens

@@ -208,14 +208,24 @@ class _Run:
     choices: list[Choice] = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.given:
-            raise ConfigError("no cache is named: give one or more, such as int4-g4")
+        if not self.given or isinstance(self.given, str):
+            raise ConfigError(
+                f"caches is {self.given!r:.40}: give a list of one or more, such as ['int4-g4']"
+            )
+        for one in self.given:
+            if not isinstance(one, str | Scheme | Planned) and not hasattr(one, "apply"):
+                raise ConfigError(
+                    f"caches has {one!r:.40}: give texts such as 'int4-g4', a Scheme, a Planned or "
+                    "what has the members of Simulated"
+                )
         latent = self.model.has_latents
         self.choices = [
             parse_cache(one, latent=latent) if isinstance(one, str) else one for one in self.given
         ]
         if not all(isinstance(one, Scheme | Planned) for one in self.choices):
             check_simulated(self.model, self.reading)
+            if self.state is not None:  # a run that continues could not know them again
+                raise ConfigError("state serves kvquant's own caches: leave it out for others")
         self._check_examples()
         self._choose_lengths()
         self._check_packed()
@@ -258,6 +268,12 @@ class _Run:
         """Raise if a cache would keep a whole prompt in 16 bit: nothing would be measured."""
         counts = [len(one.tokens) for one in self.examples] or [*self.lengths]
         counts += self.lengths if {"kl", "retrieval"} & {*self.task.kinds} else ()
+        chunk = self.reading.chunk
+        if self.reading.from_rows and chunk is not None and chunk >= min(counts):
+            raise ConfigError(
+                f"a chunk of {chunk} tokens holds a whole prompt of {min(counts)}, which then reads "
+                f"no rows: give a --chunk below {min(counts)}"
+            )
         for choice in self.choices:
             if choice.sink_len + choice.recent_len >= min(counts):
                 raise ConfigError(
@@ -403,7 +419,10 @@ class _Run:
         plans = [one.plan for one in self.choices if isinstance(one, Planned)]
         tensors = [x.double().sum().item() for plan in plans for x in plan.tensors.values()]
         weights = [x.flatten()[:64].double().sum().item() for x in self.model.model.parameters()]
-        given = [(one.tokens, one.answer) for one in self.examples]
+        given: list[Any] = [(one.tokens, one.answer) for one in self.examples]
+        given.append(self.tokens)
+        for tasks in self.written.values():
+            given += [asdict(prompt) for prompts in tasks.values() for prompt in prompts]
         return {
             "version": __version__,
             "device": str(self.model.model.device),

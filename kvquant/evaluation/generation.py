@@ -17,7 +17,7 @@ import torch
 from kvquant.errors import ConfigError
 
 from .decoding import Caches, Choice, Reading
-from .statistics import standard_error
+from .statistics import least_error, standard_error
 
 if TYPE_CHECKING:
     from kvquant.cache.contiguous import KVCache
@@ -156,7 +156,10 @@ def summary(exact: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> d
     agreement = {}
     for count in [*(one for one in AGREEMENT if one < length), length]:
         same = [float(one is None or one >= count) for one in parted]
-        agreement[str(count)] = {"share": sum(same) / len(same), "error": standard_error(same)}
+        found = standard_error(same)
+        if found is not None:
+            found = max(found, least_error(round(len(same) - sum(same)), len(same)))
+        agreement[str(count)] = {"share": sum(same) / len(same), "error": found}
     return {"first_divergence": parted, "agreement": agreement, "prompts": len(parted)}
 
 

@@ -55,6 +55,29 @@ class Prompt:
     facts: int = 0
 
 
+def has_chat(tokenizer: Any, chat: bool | None) -> bool:
+    """Whether to apply the chat template: where there is one, when chat is None.
+
+    Raises:
+        ConfigError: chat is True, and the tokenizer has no template.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if chat and not has_template:
+        raise ConfigError("this tokenizer has no chat template: leave --chat out")
+    return has_template if chat is None else chat
+
+
+def in_chat(tokenizer: Any, text: str) -> str:
+    """A user's text in the chat template, up to where the model answers."""
+    found: str = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=False,  # of templates that know it: answers come at once
+    )
+    return found
+
+
 class Writer:
     """Makes prompts of one length of retrieval tasks.
 
@@ -90,12 +113,9 @@ class Writer:
             )
         if not filler:
             raise ConfigError("the text is empty: give a longer --text")
-        has_template = bool(getattr(tokenizer, "chat_template", None))
-        if chat and not has_template:
-            raise ConfigError("this tokenizer has no chat template: leave --chat out")
+        self.is_chat = has_chat(tokenizer, chat)
         self._tokenizer, self._length, self._filler = tokenizer, length, list(filler)
         self._window, self._sinks, self._num_questions = window, sinks, num_questions
-        self.is_chat = has_template if chat is None else chat
         self._anchor = self._plain(BREAK)
         self._check_characters()
         before, after = self._around()
@@ -144,7 +164,7 @@ class Writer:
 
         def distance(one: Question) -> int:
             is_exact = min(starts[at] for at in one.lines) < self._sinks
-            return 0 if is_exact else self._length - max(ends[at] for at in one.lines)
+            return -1 if is_exact else self._length - max(ends[at] for at in one.lines)
 
         far = [one for one in sheet.questions if distance(one) >= self._window]
         if not far:
@@ -180,12 +200,7 @@ class Writer:
         """What the chat template puts before and after the user's text."""
         if not self.is_chat:
             return "", ""
-        text = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": SLOT}],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=False,  # of templates that know it: answers come at once
-        )
+        text = in_chat(self._tokenizer, SLOT)
         if text.count(SLOT) != 1:
             raise ConfigError(
                 f"this tokenizer's chat template repeats the user's text {text.count(SLOT)} times: "

@@ -15,6 +15,8 @@ definitions follow RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the 
     phonebook    the number of seven digits of a name of two words
     copy         the words that follow three given ones in a text of random words
     frequent     the most frequent word of a text
+
+TASKS has them by name. A task that is added there can be evaluated like these.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Sheet:
     examples: tuple[str, ...] = ()
 
 
-def _keys(rng: Random, count: int) -> list[str]:
+def two_words(rng: Random, count: int) -> list[str]:
     """Different keys of two words: all pairs of few words, so each has many neighbours."""
     side = 2
     while side * side < count:
@@ -100,7 +102,7 @@ def _code_question(key: str, code: str, at: int) -> Question:
 
 def single(rng: Random, count: int) -> Sheet:
     """One fact among sentences that say nothing."""
-    lines = [f"The {one} lies beside the {rng.choice(NOUNS)}." for one in _keys(rng, count)]
+    lines = [f"The {one} lies beside the {rng.choice(NOUNS)}." for one in two_words(rng, count)]
     key, code, at = f"secret {rng.choice(NOUNS)}", _digits(rng, 4), rng.randrange(count)
     lines[at] = _code(key, code)
     return Sheet(lines, [_code_question(key, code, at)])
@@ -108,14 +110,14 @@ def single(rng: Random, count: int) -> Sheet:
 
 def keys(rng: Random, count: int) -> Sheet:
     """A code for each key."""
-    pairs = [(key, _digits(rng, 4)) for key in _keys(rng, count)]
+    pairs = [(key, _digits(rng, 4)) for key in two_words(rng, count)]
     questions = [_code_question(key, code, at) for at, (key, code) in enumerate(pairs)]
     return Sheet([_code(*pair) for pair in pairs], questions)
 
 
 def values(rng: Random, count: int) -> Sheet:
     """Three codes for some keys; their lines stand anywhere."""
-    names = _keys(rng, count)  # a fifth of them three times
+    names = two_words(rng, count)  # a fifth of them three times
     owners = [*names[: count // 5] * 3, *names[count // 5 :]][:count]
     rng.shuffle(owners)
     places: dict[str, list[int]] = {}
@@ -139,7 +141,7 @@ def values(rng: Random, count: int) -> Sheet:
 
 def overwritten(rng: Random, count: int) -> Sheet:
     """Half of the keys are told twice, and the last code counts."""
-    names = _keys(rng, max(2 * count // 3, 1))
+    names = two_words(rng, max(2 * count // 3, 1))
     told = [*names, *names[: count - len(names)]]
     rng.shuffle(told)
     codes = [_digits(rng, 4) for _ in told]
@@ -152,12 +154,12 @@ def overwritten(rng: Random, count: int) -> Sheet:
 MIXED = 4  # chains whose steps stand among one another
 
 
-def variables(rng: Random, count: int) -> Sheet:
-    """Chains of assignments; each step stands behind the one that it reads."""
+def variables(rng: Random, count: int, sizes: tuple[int, int] = (3, 7)) -> Sheet:
+    """Chains of assignments, of sizes[0] to sizes[1] lines; each stands behind the one it reads."""
     names = [f"x{i}" for i in rng.sample(range(10, 10 + 10 * count), count)]
     chains: list[list[str]] = []
     while names:
-        chains.append([names.pop() for _ in range(min(rng.randint(3, 7), len(names)))])
+        chains.append([names.pop() for _ in range(min(rng.randint(*sizes), len(names)))])
     order: list[list[str]] = []  # whose next step each line is
     for at in range(0, count, MIXED):
         mixed = [chain for chain in chains[at : at + MIXED] for _ in chain]
@@ -179,7 +181,7 @@ def variables(rng: Random, count: int) -> Sheet:
             tuple(found),
         )
         for last, found in places.items()
-        if len(found) > 2  # two steps and more
+        if len(found) >= sizes[0]  # the last chain may be shorter
     ]
     return _with_example(lines, questions)
 
@@ -187,7 +189,7 @@ def variables(rng: Random, count: int) -> Sheet:
 def phonebook(rng: Random, count: int) -> Sheet:
     """Names and numbers."""
     lines, questions = [], []
-    for at, name in enumerate(_keys(rng, count)):
+    for at, name in enumerate(two_words(rng, count)):
         number = f"{_digits(rng, 3)}{_digits(rng, 4)}"
         lines.append(f"{name.title()}: {number}")
         asked = f"What is the phone number of {name.title()}? Answer with the number alone."

@@ -60,7 +60,8 @@ class HybridModel(CachedModel):
     """A CachedModel of a decoder that QuantizedCache serves, and a KVCache alone does not.
 
     A KVCache holds the layers that it can. transformers keeps the others, in 16 bit or as states.
-    All sequences of a batch must have the same length. You can crop a cache to the end of the
+    All sequences of a batch must have the same length, and keep their order: these layers do not
+    follow `reorder` and `select` of a cache. You can crop a cache to the end of the
     prompt that prefill has read, and to no other length.
 
     Args:
@@ -179,6 +180,8 @@ class HybridModel(CachedModel):
                 "behind others: read a prompt in one call, without chunk and append"
             )
         given = {"logits_to_keep": keep} if self._chooses_logits else {}
+        if past.kv is not None:  # layers change in place: behind a call that raises none is known
+            self._now.pop(past.kv, None)
         with attending(self.model, self._attention), torch.no_grad():
             out = self.model(tokens, **as_argument(self.model, past), use_cache=True, **given)
         past.check_complete()

@@ -337,14 +337,16 @@ class KvquantLM(TemplateLM):
         sampling = Sampling(one.temperature, torch.initial_seed() % 2**31, first)
         texts: list[list[int]] = [[] for _ in batch]
         going = {*range(len(batch))}
+        known = self.tokenizer.get_vocab()  # texts leave special tokens out
+        ends = {*self._ends, *(known[stop] for stop in one.until if stop in known)}
         logits = self.model.step(cache, last)
         for tokens in decode(self.model, cache, logits, one.num_tokens, sampling):
             for place, token in enumerate(tokens.tolist()):
                 if place not in going:
                     continue
-                if token not in self._ends:
+                if token not in ends:
                     texts[place].append(token)
-                if token in self._ends or self._stops(texts[place], one.until):
+                if token in ends or self._stops(texts[place], one.until):
                     going.remove(place)
             if not going:
                 break

@@ -72,10 +72,10 @@ def test_no_run_begins_when_time_is_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plans_and_peers_are_made_on_the_spot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_recall, "OBSERVED", 1500)
+def test_plans_and_peers_are_made_on_the_spot() -> None:
     model = CachedModel.from_pretrained(MODEL)
-    found = bench_recall.all_caches(model, ["int8"], ["int4", "int8"], 256, True)
+    tokens = bench_recall.sheets(model, 256, 1500)[:1500]
+    found = bench_recall.all_caches(model, ["int8"], ["int4", "int8"], True, tokens, 256)
     assert [str(one) for one in found][:3] == ["int8", "plan int4", "plan int8"]
     plan: CachePlan = found[1].plan  # type: ignore[union-attr]
     assert plan.bits == 4.25 and plan.facts["observed_tokens"] <= 1500

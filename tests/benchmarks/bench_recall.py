@@ -30,7 +30,7 @@ from typing import Any
 
 import click
 import torch
-from evaluations import TEST, as_run, draw, of_models, read_runs, tables, text_of
+from evaluations import TEST, Run, as_run, draw, of_models, read_runs, tables, text_of
 from peer_schemes import PeerCache, peers
 from results import PICTURED
 
@@ -52,8 +52,10 @@ from kvquant.version import __version__
 
 FORMATS = ("fp8", "int8", "int8/int4-g4", "int4-g8", "int4-g4", "int4")
 PLANS = ("int4-g4", "int4")
+LATENT_FORMATS = ("int8", "int8-g4", "int4-g8", "int4-g4", "int4")  # RoPE parts in 16 bit
 WINDOWS = ("4/128", "0/0", "64/256")
 ASKED = ("keys", "values", "overwritten", "variables", "phonebook", "copy")
+GENERATING = ("int8", "int4-g4", "plan int4", "TurboQuant, 4 bits", "KIVI-4, groups of 128")
 OBSERVED, SCORED = 32768, 16  # tokens of sheets for plans, and decoded to see what a plan keeps
 Caches = Sequence[str | Planned | PeerCache]  # without a window
 
@@ -84,7 +86,12 @@ class Amount:
         prompts, questions: of each seed, task and length, and of each prompt.
         least: what the 16-bit cache must answer of a task.
         seconds: from the beginning of the work on a model; no run begins later.
-        with_kl: whether the KL on the packaged text is measured, too.
+        with_kl: whether the KL on the text is measured, too.
+        passages: of the text, for that.
+        text: for that, for generation and for the front of contexts; the packaged one when None.
+        texts: how many texts are generated, greedily and sampled, behind contexts of the shortest
+            length. Only some caches do that, the GENERATING ones.
+        new_tokens: of each.
     """
 
     lengths: tuple[int, ...]
@@ -96,13 +103,19 @@ class Amount:
     least: float = TEST
     seconds: float = 175.0
     with_kl: bool = False
+    passages: int = 8
+    text: str | None = None
+    texts: int = 0
+    new_tokens: int = 2048
 
 
-def with_window(cache: str | Planned | PeerCache, window: tuple[int, int]) -> Choice:
+def with_window(
+    cache: str | Planned | PeerCache, window: tuple[int, int], *, latent: bool = False
+) -> Choice:
     """A cache with so many first and last tokens in 16 bit."""
     sinks, recent = window
     if isinstance(cache, str):
-        return parse_cache(f"{cache},sinks={sinks},recent={recent}")
+        return parse_cache(f"{cache},sinks={sinks},recent={recent}", latent=latent)
     return replace(cache, sink_len=sinks, recent_len=recent)
 
 
@@ -122,36 +135,60 @@ def runs(
         window and length, what all caches do in the tasks that are left.
     """
 
-    def run(given: Sequence[Choice], length: int, tasks: Sequence[str], seed: int) -> Any:
-        with_kl = amount.with_kl and len(given) > 1 and not seed  # the text has none
-        kinds = ("kl", "retrieval") if with_kl else ("retrieval",)
+    def run(
+        kinds: Sequence[str],
+        given: Caches,
+        window: tuple[int, int],
+        length: int,
+        tasks: Sequence[str] = ASKED,
+        seed: int = 0,
+    ) -> Any:
         sizes = Sizes(
             (length,),
-            prompts=amount.prompts,
+            prompts=amount.texts if "generation" in kinds else amount.prompts,
             questions=amount.questions,
-            batch=amount.prompts,
+            passages=amount.passages,
+            new_tokens=amount.new_tokens,
+            batch=max(amount.prompts, amount.texts),
             seed=seed,
         )
-        task = Task(kinds=kinds, retrieval=tuple(tasks), chat=False)
-        found = evaluate(model, given, task=task, sizes=sizes)
-        click.echo(f"{time.monotonic() - start:6.1f} s: {length} tokens, seed {seed}, {given[-1]}")
+        task = Task(kinds=tuple(kinds), retrieval=tuple(tasks), chat=False)
+        choices = [with_window(one, window, latent=model.has_latents) for one in given]
+        found = evaluate(model, choices, task=task, sizes=sizes, text=amount.text)
+        spent = time.monotonic() - start
+        what = ", ".join(kinds)
+        click.echo(f"{spent:6.1f} s: {what}; {length} tokens, seed {seed}, {choices[-1]}")
         return found
+
+    def in_time(what: str) -> bool:
+        left = time.monotonic() - start <= amount.seconds
+        if not left:
+            click.echo(f"left out, {amount.seconds:g} s are over: {what}")
+        return left
 
     left: dict[int, list[str]] = {}
     for length in amount.lengths:
-        found = run([with_window("bf16", (0, 0))], length, amount.tasks, 0)
+        found = run(["retrieval"], ["bf16"], (0, 0), length, amount.tasks)
         tasks = found["retrieval"][str(length)]
         left[length] = [name for name, one in tasks.items() if one["exact"] >= amount.least]
         yield found
     for seed in range(amount.seeds):
         for window in amount.windows:
             for length, tasks in left.items():
-                if not tasks or length < 2 * sum(window):  # little to ask of, and mostly 16 bit
+                with_kl = amount.with_kl and not seed  # the text has none
+                kinds = ["kl"] * with_kl + ["retrieval"] * bool(tasks)
+                # in windows of half a context there is little to ask of
+                if not kinds or length < 2 * sum(window):
                     continue
-                if time.monotonic() - start > amount.seconds:
-                    click.echo(f"left out, {amount.seconds:g} s are over: {length}, seed {seed}")
-                    continue
-                yield run([with_window(one, window) for one in caches], length, tasks, seed)
+                if in_time(f"{length}, seed {seed}"):
+                    yield run(kinds, caches, window, length, tasks or ASKED, seed)
+        if amount.texts and not seed and in_time("generation"):
+            some = [one for one in caches if _name(one) in GENERATING]
+            yield run(["generation"], some, amount.windows[0], min(amount.lengths))
+
+
+def _name(cache: str | Planned | PeerCache) -> str:
+    return cache if isinstance(cache, str) else cache.name
 
 
 def sheets(model: CachedModel, length: int, count: int) -> list[int]:
@@ -179,13 +216,25 @@ def made_plan(model: CachedModel, tokens: list[int], length: int) -> CachePlan:
 
 
 def all_caches(
-    model: CachedModel, formats: Iterable[str], plans: Iterable[str], length: int, with_peers: bool
+    model: CachedModel,
+    formats: Iterable[str],
+    plans: Iterable[str],
+    with_peers: bool,
+    tokens: list[int],
+    length: int,
 ) -> Caches:
-    """Formats, plans of formats and other projects' caches."""
+    """Formats, plans of formats and other projects' caches.
+
+    Args:
+        model: reads the tokens.
+        formats: K or K/V, or of latents.
+        plans: formats of plans.
+        with_peers: whether others' caches are there.
+        tokens: of a text, for plans and for rotations; cut into passages of this length.
+        length: of a passage.
+    """
     found: list[str | Planned | PeerCache] = [*formats]
-    plans = [*plans]
-    tokens = sheets(model, length, OBSERVED) if plans or with_peers else []
-    if plans:
+    if plans := [*plans]:
         plan = made_plan(model, tokens, length)
         found += [Planned(plan.with_formats(name), f"plan {name}") for name in plans]
     if with_peers:
@@ -225,6 +274,58 @@ def show(found: Sequence[Any]) -> None:
             click.echo(f"\n{paragraph(heading)}\n{render_table(columns, rows)}")
 
 
+def measure(
+    folder: Path,
+    amount: Amount,
+    formats: Sequence[str],
+    plans: Sequence[str],
+    with_peers: bool,
+    device: str,
+    json_file: Path | None,
+    text: str = "",
+) -> list[Run]:
+    """Measure a model.
+
+    Args:
+        folder: of the model.
+        amount: how much.
+        formats, plans, with_peers: which caches, as of all_caches.
+        device: where.
+        json_file: gets the runs, too; those of other models in it stay.
+        text: a half of what plans are made from, if any; sheets are the rest.
+
+    Returns:
+        The runs of this model.
+    """
+    start, name = time.monotonic(), folder.name
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = CachedModel.from_pretrained(folder, device=device, dtype=dtype)
+    model.tokenizer = QuickTokenizer(model.tokenizer)
+    most = model.max_positions or max(amount.lengths) + MARGIN
+    lengths = tuple(one for one in amount.lengths if one + MARGIN <= most)
+    if not lengths:
+        raise ConfigError(f"{name} has {most} positions: give a --length below {most - MARGIN}")
+    if model.has_latents:
+        with_peers = False  # they have K and V of heads
+        formats = LATENT_FORMATS if formats == FORMATS else formats
+    tokens: list[int] = []
+    if plans or with_peers:
+        tokens = model.encode(text)[: OBSERVED // 2] if text else []
+        tokens += sheets(model, max(lengths), OBSERVED - len(tokens))
+    caches = all_caches(model, formats, plans, with_peers, tokens, max(lengths))
+    click.echo(f"{name}: {len(caches)} caches made in {time.monotonic() - start:.0f} s")
+    others = [] if json_file is None else read_runs(json_file)
+    others = [one for one in others if one["model"]["name"] != name]
+    found: list[Run] = []
+    for run in runs(model, caches, replace(amount, lengths=lengths), start):
+        found.append(as_run(facts(model, name), run))
+        if json_file is not None:
+            date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            whole = text_of({"machine": {"date": date}}, [*others, *found])
+            json_file.write_text(whole, encoding="utf-8")
+    return found
+
+
 @click.command()
 @click.argument("folders", type=FOLDER, nargs=-1)
 @click.option("--length", "lengths", type=COUNT, multiple=True, default=(256, 512, 1024))
@@ -257,27 +358,20 @@ def main(
     **amounts: Any,
 ) -> None:
     """Measure what caches keep of facts, and print tables."""
-    found = [run for path in kept for run in read_runs(path)]
-    amount = Amount(**amounts)
+    found: list[Run] = []
     for folder in folders:
-        start, name = time.monotonic(), folder.name
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        model = CachedModel.from_pretrained(folder, device=device, dtype=dtype)
-        model.tokenizer = QuickTokenizer(model.tokenizer)
-        most = model.max_positions or max(amount.lengths) + MARGIN
-        lengths = tuple(one for one in amount.lengths if one + MARGIN <= most)
-        if not lengths:
-            raise ConfigError(f"{name} has {most} positions: give a --length below {most - MARGIN}")
-        caches = all_caches(model, formats, () if no_plans else plans, max(lengths), with_peers)
-        click.echo(f"{name}: {len(caches)} caches made in {time.monotonic() - start:.0f} s")
-        others = [] if json_file is None else read_runs(json_file)
-        found += [one for one in others if one["model"]["name"] != name]
-        for run in runs(model, caches, replace(amount, lengths=lengths), start):
-            found.append(as_run(facts(model, name), run))
-            if json_file is not None:
-                date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-                text = text_of({"machine": {"date": date}}, found)
-                json_file.write_text(text, encoding="utf-8")
+        found += measure(
+            folder,
+            Amount(**amounts),
+            formats,
+            () if no_plans else plans,
+            with_peers,
+            device,
+            json_file,
+        )
+    if json_file is not None:
+        found = read_runs(json_file)  # of other models, too
+    found += [run for path in kept for run in read_runs(path)]
     show(found)
     if picture is not None:
         draw(of_models(found), PICTURED, picture)

@@ -86,6 +86,8 @@ class Evaluations:
         steps: the same of chains by their steps, all lengths together.
         facts: in a context, by task and length.
         kl: "kl", "kl_error", "kl_tail", "top1" and "tokens" by window, cache and length.
+        texts: of greedy and of sampled texts, by window, cache and way, what generation.summary
+            found; of the last run.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Evaluations:
         steps: dict[tuple[Window, str, int], dict[Any, Any]] = {}
         kl: dict[tuple[Window, str, int], dict[Any, Any]] = {}
         self.facts: dict[tuple[str, int], int] = {}
+        self.texts: dict[tuple[Window, str, str], Mapping[str, Any]] = {}
         for run in self.runs:
             seed, text = run["settings"]["sizes"]["seed"], run["settings"]["text"]
             caches = [(_window(one), _plain_name(one)) for one in run["caches"][1:]]
@@ -116,6 +119,10 @@ class Evaluations:
             for length, rows in run.get("kl", {}).items():
                 for cache, row in zip(caches, rows, strict=True):
                     kl.setdefault((*cache, int(length)), {})[text] = row
+            for ways in run.get("generation", {}).values():
+                for way in ("greedy", "sampled"):
+                    for cache, row in zip(caches, ways[way], strict=True):
+                        self.texts[(*cache, way)] = row
         self.cells = {key: together([*pairs.values()]) for key, pairs in found.items()}
         self.steps = {key: together([*pairs.values()]) for key, pairs in steps.items()}
         self.kl = {key: _mean_kl([*rows.values()]) for key, rows in kl.items()}
@@ -123,7 +130,8 @@ class Evaluations:
     @property
     def _known(self) -> set[tuple[Window, str]]:
         """Windows and caches."""
-        return {(key[0], key[1]) for key in self.cells} | {(key[0], key[1]) for key in self.kl}
+        known = {(key[0], key[1]) for key in self.cells} | {(key[0], key[1]) for key in self.kl}
+        return known | {(key[0], key[1]) for key in self.texts}
 
     @property
     def windows(self) -> list[Window]:
@@ -195,6 +203,19 @@ class Evaluations:
                 cells = [f"{max(lengths):,}", f"{one['kl']:.5f}", error, f"{one['kl_tail']:.4f}"]
                 rows.append([name, f"{self.bits[name]:.2f}", *cells, f"{100 * one['top1']:.1f}"])
         return titles, rows
+
+    def agreement(self, window: Window) -> Table:
+        """Shares of texts that are those of the 16-bit cache, up to so many tokens."""
+        found = {key[1:]: one for key, one in self.texts.items() if key[0] == window}
+        counts = sorted({int(count) for one in found.values() for count in one["agreement"]})
+        rows = []
+        for name in self.caches(window):
+            for way in ("greedy", "sampled"):
+                if (name, way) in found:
+                    shares = found[name, way]["agreement"]
+                    cells = [f"{100 * shares[str(c)]['share']:.0f} %" for c in counts]
+                    rows.append([name, f"{self.bits[name]:.2f}", way, *cells])
+        return ["cache", "bits", "texts", *(f"{count:,} tokens" for count in counts)], rows
 
     def lost(self, window: Window) -> dict[str, tuple[float, float]]:
         """Points that each cache loses, mean and most of all tasks and lengths that are a test."""
@@ -321,6 +342,7 @@ def tables(one: Evaluations) -> Iterator[tuple[str, Table]]:
                 one.capacity(window),
             ),
             ("KL to the 16-bit cache", one.divergence(window)),
+            ("Texts that are equal to those of the 16-bit cache", one.agreement(window)),
         ):
             if len(table[0]) > 2 and table[1]:
                 yield f"{what}; {one.name}, {where}", table

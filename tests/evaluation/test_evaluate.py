@@ -39,7 +39,8 @@ def test_a_copy_in_16_bit_loses_nothing(found: dict[str, Any]) -> None:
     assert exact["kl"] == exact["kl_tail"] == 0 and exact["top1"] == 1
     greedy, sampled = (found["generation"]["160"][way][0] for way in ("greedy", "sampled"))
     assert greedy["first_divergence"] == sampled["first_divergence"] == [None, None]
-    assert greedy["agreement"] == {"12": {"share": 1.0, "error": 0.0}}
+    (agreement,) = greedy["agreement"].values()
+    assert agreement["share"] == 1 and 0.3 < agreement["error"] < 0.4  # of two texts
     for task in found["retrieval"]["160"].values():
         assert task["caches"][0]["lost"] == task["caches"][0]["won"] == 0
 
@@ -209,12 +210,15 @@ def test_prompts_with_answers_are_scored(model: CachedModel) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"caches": []}, "no cache is named"),
+        ({"caches": []}, "caches is \\[\\]"),
+        ({"caches": "int8"}, "give a list"),
+        ({"caches": [3]}, "caches has 3"),
         ({"caches": ["int5"]}, "'int5' is no format"),
         ({"sizes": Sizes((4090,))}, r"beyond the 4096 positions.*--length of 3968 or less"),
         ({"text": "short"}, r"the text has \d+ tokens, and one passage needs 288"),
         ({"sizes": Sizes((140,))}, "no room for the task"),
         ({"sizes": Sizes((40,))}, "keeps a prompt of 40 tokens in 16 bit"),
+        ({"reading": Reading(160, from_rows=True)}, "give a --chunk below 160"),
         ({"sizes": Sizes(new_tokens=4096)}, "leave no room for one in the 4096 positions"),
         ({"examples": [Example([])]}, "prompt 1 is empty"),
         ({"examples": [Example([1] * 4000)]}, "prompt 1 has 4000 tokens, and 128 behind"),

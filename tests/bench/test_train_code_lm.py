@@ -1,0 +1,189 @@
+"""tests/benchmarks/train_code_lm.py and bench_code.py in small (60 s)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import bench_code
+import code_tasks
+import train_code_lm
+from evaluations import Evaluations, read_runs, tables
+from train_code_lm import Rows, prepare, read_sources
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvquant.evaluation.prompts import Writer
+from kvquant.evaluation.retrieval import TASKS
+
+PACKAGES = ("first", "second", "asked", "planned")
+HELD = ("asked", "planned")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_tasks() -> Iterator[None]:
+    """What these tests add to the tasks goes with them."""
+    before = dict(TASKS)
+    yield
+    TASKS.clear()
+    TASKS.update(before)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packages of made-up source code: each line names its package."""
+    folder = tmp_path_factory.mktemp("site")
+    for package in PACKAGES:
+        (folder / package / "inner").mkdir(parents=True)
+        (folder / package / "__init__.py").write_text("short = 1\n")
+        for number in range(10):
+            rng = Random(f"{package} {number}")
+            lines = [
+                f"def {package}_{rng.randrange(100)}(value):\n    return value + {rng.random():.3f}"
+                for _ in range(60)
+            ]
+            (folder / package / "inner" / f"part{number}.py").write_text("\n".join(lines))
+    (folder / "no_package").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("made") / "code-lm"
+    prepare(made, site, HELD, 400)
+    return made
+
+
+def test_packages_that_are_held_out_are_not_trained_on(site: Path, folder: Path) -> None:
+    sources = read_sources(site, HELD)
+    assert {name: len(texts) for name, texts in sources.items()} == {
+        "train": 20,
+        "test": 10,
+        "valid": 10,
+    }
+    assert all("asked_" in one and "first_" not in one for one in sources["test"])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = np.load(folder / "tokens.npy")
+    text = tokenizer.decode(tokens.astype(np.int64))
+    assert "first_" in text and "second_" in text
+    assert not any(f"{one}_" in text for one in HELD)
+    assert (tokens == tokenizer.eos_token_id).sum() == 20
+    assert "asked_" in (folder / "test.txt").read_text()
+    assert "planned_" in (folder / "valid.txt").read_text()
+    assert len(tokenizer("4711")["input_ids"]) == 4  # each digit is a token
+    with pytest.raises(SystemExit, match=r"nowhere is not enough\. There are asked, first"):
+        read_sources(site, ("asked", "nowhere"))
+    with pytest.raises(SystemExit, match="two packages or more"):
+        read_sources(site, ("asked",))
+
+
+def test_batches_have_code_copies_and_sheets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    filler = (folder / "valid.txt").read_text()
+    code_tasks.add(filler)
+
+    def rows(sheets: float, copies: float) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(train_code_lm, "SHEETS", sheets)
+        monkeypatch.setattr(train_code_lm, "COPIES", copies)
+        made = Rows(folder / "tokens.npy", tokenizer, 512, 0, filler=filler, tokens=2048)
+        tokens, counts = next(iter(made))
+        assert tokens.shape == counts.shape == (4, 512)
+        assert tokens.dtype == torch.int64 and int(tokens.max()) < len(tokenizer)
+        return tokens, counts
+
+    code, counts = rows(0, 0)
+    whole = np.load(folder / "tokens.npy").tobytes()
+    assert all(row.numpy().astype(np.uint16).tobytes() in whole for row in code)
+    assert bool((counts == 1).all())
+    for row in rows(0, 1)[0]:
+        sizes = [n for n in range(16, 128) if torch.equal(row[:n], row[-n:])]
+        assert sizes and row[: sizes[0]].unique().numel() > 5
+    sheets, counts = rows(1, 0)
+    assert {*counts.unique().tolist()} == {0, train_code_lm.ANSWER}
+    assert 0.01 < float((counts > 0).float().mean()) < 0.3
+    assert not any(row.numpy().astype(np.uint16).tobytes() in whole for row in sheets)
+
+
+@pytest.mark.parametrize("kind", code_tasks.KINDS)
+def test_definitions_stand_in_code_and_before_the_last_quarter(kind: str, folder: Path) -> None:
+    source = (folder / "valid.txt").read_text()
+    code_tasks.add(source)
+    sheet = TASKS[kind](Random(3), 40)
+    assert len({one.begun for one in sheet.questions}) == len(sheet.questions) == 30
+    for one in sheet.questions:
+        (at,) = one.lines
+        *passage, definition = sheet.lines[at].splitlines()
+        assert at < 30 and definition.endswith(one.answer) and len(one.answer) == 4
+        assert "\n".join(passage) in source and len(passage) == code_tasks.PASSAGE
+        name = one.begun.removeprefix("assert ").removeprefix("print(").split("(")[0].split(")")[0]
+        assert name in definition and sum(name in line for line in sheet.lines) == 1
+    words = [one.begun.split("_")[-3:-1] for one in sheet.questions]
+    assert len({first for first, _ in words}) < 10  # so others share it
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = Writer(tokenizer, 2048, [5], window=0, sinks=0, num_questions=8).write(kind, "0")
+    assert min(one.distance for one in prompt.asked) > 2048 // 5
+
+
+def trained(folder: Path, *options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = "--width 256 --layers 1 --tokens 512 --vocabulary 400 --workers 0".split()
+    monkeypatch.setattr(sys, "argv", ["train_code_lm.py", str(folder), *small, *options])
+    train_code_lm.main()
+
+
+def test_a_model_is_trained_in_two_commands_and_measured(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "code-lm"
+    held = ["--packages", str(site), *(f"--held={one}" for one in HELD)]
+    lengths = ["--length", "128", "--length", "256"]
+    trained(folder, *held, *lengths, "--seconds", "6", monkeypatch=monkeypatch)
+    first = torch.load(folder / "training.pt", weights_only=True)
+    steps = first["optimizer"]["state"][0]["step"]
+    sources = (folder / "tokens.npy").stat().st_mtime_ns
+    trained(folder, "--start", "--length", "512", "--seconds", "4", monkeypatch=monkeypatch)
+    printed = capsys.readouterr().out
+    for text in (
+        "trained at 128 tokens",
+        "trained at 256 tokens",
+        "at the beginning of 512 tokens",
+    ):
+        assert text in printed
+    second = torch.load(folder / "training.pt", weights_only=True)
+    assert second["optimizer"]["state"][0]["step"] > steps > 0  # it goes on
+    assert (folder / "tokens.npy").stat().st_mtime_ns == sources
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16 and model.config.max_position_embeddings == 1024
+    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (4, 1)
+
+    path = tmp_path / "code.json"
+    given = "--length 512 --window 4/32 --format int8 --format int4 --no-plans --no-peers"
+    given += " --task functions --task keys --prompts 2 --questions 2 --seeds 2 --passages 2"
+    given += " --texts 2 --new-tokens 40 --seconds 600 --device cpu"
+    given = f"{folder} {given} --json {path}"
+    done = CliRunner().invoke(bench_code.main, given.split(), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    screened, measured, generated = read_runs(path)  # the model answers nothing
+    assert [*screened["retrieval"]["512"]] == ["functions", "keys"]
+    assert screened["settings"]["text"] != "packaged"
+    assert measured["kl"]["512"][0]["tokens"] == 256 and "retrieval" not in measured
+    assert generated["generation"]["512"]["greedy"][0]["prompts"] == 2
+    one = Evaluations("code-lm", read_runs(path))
+    headings = [heading for heading, _ in tables(one)]
+    assert [heading.split(";")[0] for heading in headings[1:]] == [
+        "KL to the 16-bit cache",
+        "Texts that are equal to those of the 16-bit cache",
+    ]
+    titles, rows = one.agreement((4, 32))
+    assert titles == ["cache", "bits", "texts", "32 tokens", "40 tokens"]
+    assert [row[:3] for row in rows] == [["int8", "8.25", way] for way in ("greedy", "sampled")]
+    assert str(tmp_path) not in json.dumps(read_runs(path))
