@@ -271,7 +271,7 @@ class _Run:
         chunk = self.reading.chunk
         if self.reading.from_rows and chunk is not None and chunk >= min(counts):
             raise ConfigError(
-                f"a chunk of {chunk} tokens holds a whole prompt of {min(counts)}, which then reads "
+                f"a chunk of {chunk} tokens holds a prompt of {min(counts)}, which then reads "
                 f"no rows: give a --chunk below {min(counts)}"
             )
         for choice in self.choices:

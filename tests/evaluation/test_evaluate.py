@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from kvquant.cli.demo import MODEL
 from kvquant.cli.main import main
 from kvquant.errors import ConfigError
+from kvquant.evaluation.decoding import Reading
 from kvquant.evaluation.evaluate import HELD_OUT, Example, Sizes, Task, evaluate
 from kvquant.evaluation.report import render
 from kvquant.hf.model import CachedModel
