@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,27 @@ def test_settings_that_are_misspelt_or_misplaced_are_refused(given: dict[str, An
             pytest.raises(ConfigError, match=message),
         ):
             one.get_class()
+
+
+def test_vllms_log_has_what_kvquant_logs() -> None:
+    """Such as how far compiling is: else nobody prints it, or beside vLLM's log."""
+    import kvquant.vllm.backend  # noqa: F401
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    told: list[str] = []
+    note, ours, theirs = Note(), logging.getLogger("kvquant"), logging.getLogger("vllm")
+    theirs.addHandler(note)
+    logging.getLogger().addHandler(note)
+    try:
+        ours.info("kvquant: compiling kernels: 20 %")
+        ours.debug("a detail")
+    finally:
+        theirs.removeHandler(note)
+        logging.getLogger().removeHandler(note)
+    assert told == ["kvquant: compiling kernels: 20 %"]
 
 
 def test_settings_of_other_plugins_are_left_to_them() -> None:
