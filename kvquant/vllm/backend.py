@@ -53,13 +53,14 @@ class _ToVLLM(logging.Handler):
     """Hands on what the rest of kvquant logs, such as that it compiles kernels, to vLLM's log."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        logger.handle(record)
+        if logger.isEnabledFor(record.levelno):  # asked now: vLLM sets levels when an engine starts
+            logger.handle(record)
 
 
 def _log_to_vllm() -> None:
     ours = logging.getLogger("kvquant")
     ours.addHandler(_ToVLLM())
-    ours.setLevel(logger.getEffectiveLevel())
+    ours.setLevel(logging.INFO)
     ours.propagate = False  # vLLM's logger decides who else gets it
 
 

@@ -85,7 +85,7 @@ def choose(config: Any, layer: dict[str, Any]) -> dict[str, Any]:
     capability = DeviceCapability(*given.pop("capability", NVML[CAPABILITY]))
     with (
         set_current_vllm_config(config),
-        patch.object(type(current_platform), "get_device_capability", lambda **_: capability),
+        patch.object(type(current_platform), "get_device_capability", lambda *_, **__: capability),
     ):
         found = get_attn_backend(**given)
         name = ".".join(found.full_cls_name())
