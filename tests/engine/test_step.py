@@ -132,7 +132,9 @@ CASES = [
 class Counted(TorchDispatchMode):
     """Counts calls of torch."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
 
     def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
