@@ -165,21 +165,23 @@ def _draw(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
 
 
 @contextmanager
-def progress(length: int, label: str, *, lines: bool = True) -> Iterator[Callable[..., None]]:
-    """Show on stderr how far a long run is: a bar on a terminal, else a line now and then.
+def progress(
+    length: int, label: str, *, line: Callable[[str], object] | None = None
+) -> Iterator[Callable[..., None]]:
+    """Show how far a long run is: a bar where stderr is a terminal, else a line now and then.
 
     A run within another has a bar of its own below that one while it lasts.
 
     Args:
         length: amounts that make the whole.
         label: what is done.
-        lines: whether there are lines where there is no terminal.
+        line: what takes these lines, such as the method of a logger; None prints them on stderr.
 
     Yields:
         update(amount, stage): so much more was done, or is done of a stage that begins.
     """
     if not (sys.stderr and sys.stderr.isatty()):
-        yield _lines(length, label) if lines else lambda amount, stage=None: None
+        yield _lines(length, label, line or _print)
         return
     outer = _shown.get()
     if outer is not None:
@@ -212,8 +214,13 @@ def _mover(bars: Progress, task: TaskID, label: str) -> Callable[..., None]:
     return update
 
 
-def _lines(length: int, label: str) -> Callable[..., None]:
-    """Print a line for every stage, and for every further share of the whole."""
+def _print(text: str) -> None:
+    with suppress(OSError):  # what is done counts more than a full log
+        print(text, file=sys.stderr)
+
+
+def _lines(length: int, label: str, line: Callable[[str], object]) -> Callable[..., None]:
+    """Give a line for every stage, and for every further share of the whole."""
     done, printed, last = 0, 0, None
 
     def update(amount: int, stage: str | None = None) -> None:
@@ -222,7 +229,6 @@ def _lines(length: int, label: str) -> Callable[..., None]:
         share = 100 * done // length
         if stage != last or share >= printed + SHARE or share == 100 > printed:
             printed, last = share, stage
-            with suppress(OSError):  # what is done counts more than a full log
-                print(f"{label}: {f'{stage}, ' if stage else ''}{share} %", file=sys.stderr)
+            line(f"{label}: {f'{stage}, ' if stage else ''}{share} %")
 
     return update

@@ -132,7 +132,10 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert text._shown.get() is None
 
 
-def test_progress_may_be_shown_on_terminals_only(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress(2, "Compiling", lines=False) as update:
-        update(2, "stage")
+def test_lines_of_progress_may_go_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    with progress(40, "Compiling", line=lines.append) as update:
+        for _ in range(10):
+            update(4)
+    assert lines == [f"Compiling: {share} %" for share in range(10, 101, 10)]
     assert capsys.readouterr().err == ""

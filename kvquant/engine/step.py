@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..ops import attention
@@ -83,27 +84,29 @@ def describe_step(new: NewTokens) -> Step:
         DeviceError: starts or lens are not on the CPU.
     """
     new.check()
-    block_table, seq_lens, starts, lens, num_tokens, most_queries = new
-    counts = starts.diff()
-    of_prompts = (counts > most_queries) | ((counts > 1) & (lens == counts))
-    first_chunk = of_prompts.nonzero()[:1].flatten().tolist()
-    decodes = first_chunk[0] if first_chunk else len(counts)
+    block_table, seq_lens, _, _, num_tokens, most_queries = new
+    starts, lens = new.starts.numpy(), new.lens.numpy()  # torch takes several times as long here
+    counts = starts[1:] - starts[:-1]
+    decodes, q_len = len(counts), int(counts.max(initial=0))
     chunks = []
-    if first_chunk:
-        num_tokens = int(starts[decodes])
-        bounds, lengths = starts.tolist(), lens.tolist()
-        for i in range(decodes, len(counts)):
-            first, end = bounds[i], bounds[i + 1]
-            if end > first:
-                chunks.append(Chunk(i, first, end, lengths[i] - (end - first)))
-    counts = counts[:decodes]
-    q_len = int(counts.max()) if decodes else 0
+    if q_len > 1:  # else none is of a prompt
+        of_prompts = (counts > most_queries) | ((counts > 1) & (lens == counts))
+        if of_prompts.any():
+            decodes = int(of_prompts.argmax())
+            num_tokens = int(starts[decodes])
+            for i in range(decodes, len(counts)):
+                if counts[i]:
+                    past = int(lens[i] - counts[i])
+                    chunks.append(Chunk(i, int(starts[i]), int(starts[i + 1]), past))
+            counts = counts[:decodes]
+            q_len = int(counts.max(initial=0))
     q_lens = places = None
     if num_tokens != decodes * q_len:
-        sequence = torch.arange(decodes, device="cpu").repeat_interleave(counts)
-        place = torch.arange(num_tokens, device="cpu") - starts[sequence]
-        places = (sequence * q_len + place).to(block_table.device, non_blocking=True)
-        q_lens = counts.to(block_table.device, torch.int32, non_blocking=True)
+        sequence = np.arange(decodes).repeat(counts)
+        place = np.arange(num_tokens) - starts[sequence]
+        device = block_table.device
+        places = torch.from_numpy(sequence * q_len + place).to(device, non_blocking=True)
+        q_lens = torch.from_numpy(counts).to(device, torch.int32, non_blocking=True)
     return Step(block_table, seq_lens, decodes, num_tokens, q_len, q_lens, places, tuple(chunks))
 
 

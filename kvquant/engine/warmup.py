@@ -85,6 +85,13 @@ class StepCalls:
         attend(layer, describe_step(new), q, k, v, pages, out)
 
 
+def runs_on(capability: Sequence[int]) -> bool:
+    """Whether there are kernels for GPUs of a compute capability, such as (9, 0)."""
+    from ..kernels.cuda.runtime.launch import OLDEST
+
+    return tuple(capability) >= OLDEST
+
+
 def warm_up_layers(device: torch.device, calls: Sequence[StepCalls]) -> None:
     """Compile what layers on a device need, unless others like them have had it compiled; nothing
     is done for the CPU.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -38,7 +39,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from ..engine.contract import LayerRows, NewTokens
 from ..engine.settings import Settings, rank_heads
 from ..engine.step import Step, append, attend, describe_step
-from ..engine.warmup import StepCalls, warm_up_layers
+from ..engine.warmup import StepCalls, runs_on, warm_up_layers
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES
@@ -46,6 +47,24 @@ from ..rows.variant import AttentionVariant, names_of
 from . import plugin
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
+
+
+class _ToVLLM(logging.Handler):
+    """Hands on what the rest of kvquant logs, such as that it compiles kernels, to vLLM's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logger.isEnabledFor(record.levelno):  # asked now: vLLM sets levels when an engine starts
+            logger.handle(record)
+
+
+def _log_to_vllm() -> None:
+    ours = logging.getLogger("kvquant")
+    ours.addHandler(_ToVLLM())
+    ours.setLevel(logging.INFO)
+    ours.propagate = False  # vLLM's logger decides who else gets it
+
+
+_log_to_vllm()
 
 
 class Request(NamedTuple):
@@ -129,6 +148,10 @@ class KVQuantBackend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return runs_on(capability)
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -236,8 +259,9 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         vLLM gives it more tokens than the lengths that the CPU knows: how many depends on the kind
         of the draft. Decoding sequences need none; those of prompts are waited for.
         """
-        counts = common.query_start_loc_cpu.diff()
-        return counts + 1 if int(counts.max()) <= self.most_queries else None
+        starts = common.query_start_loc_cpu.numpy()
+        counts = starts[1:] - starts[:-1]
+        return torch.from_numpy(counts + 1) if counts.max() <= self.most_queries else None
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
         # whatever lengths vLLM makes up: a graph is replayed for sequences that have a past

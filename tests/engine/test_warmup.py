@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -93,6 +95,24 @@ def test_layers_of_a_kind_are_compiled_once(
     assert [specs == kernels_of(layers[:1], runtime.gpu_of(CPU)) for specs in compiled] == [True]
     warm_up_layers(gpu, [calls(LayerRows(layout, 0.1), num_q_heads=16)])
     assert len(compiled) == 2
+
+
+def test_the_log_tells_how_far_compiling_is(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_all(specs: Any, arch: str, report: Any) -> None:
+        for spec in specs:
+            report(spec)
+
+    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
+    monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
+    monkeypatch.setattr(warmup, "_warm", set())
+    layout = Settings("int8", "int8").layout(HEADS, DIM, DIM)
+    with caplog.at_level(logging.INFO, "kvquant"):
+        warm_up_layers(torch.device("cuda", 0), [calls(LayerRows(layout, 0.1))])
+    told = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(r"kvquant: compiling \d+ kernels for sm_90, once", told[0])
+    assert len(told) > 5 and told[-1] == "kvquant: compiling kernels: 100 %"
 
 
 def test_without_the_compilers_an_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

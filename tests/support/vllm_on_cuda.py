@@ -15,15 +15,16 @@ import tempfile
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # before vLLM is imported
-NVML = {  # what the driver of one H200 says
+CAPABILITY = "nvmlDeviceGetCudaComputeCapability"
+NVML: dict[str, Any] = {  # what the driver of one H200 says
     "nvmlInit": None,
     "nvmlShutdown": None,
     "nvmlDeviceGetCount": 1,
     "nvmlDeviceGetHandleByIndex": 0,
-    "nvmlDeviceGetCudaComputeCapability": (9, 0),
+    CAPABILITY: (9, 0),
     "nvmlDeviceGetName": "NVIDIA H200",
     "nvmlDeviceGetUUID": "GPU-0",
     "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=140 << 30, free=140 << 30, used=0),
@@ -69,16 +70,23 @@ def config_of(options: dict[str, Any]) -> Any:
 
 
 def choose(config: Any, layer: dict[str, Any]) -> dict[str, Any]:
-    """The backend that vLLM chooses for a layer of 16-bit K and V with head_dim 128."""
+    """The backend that vLLM chooses for a layer of 16-bit K and V with head_dim 128; layer may have
+    the "capability" of the GPU."""
     import torch
     from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.selector import get_attn_backend
 
     given = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", **layer}
     if isinstance(given["dtype"], str):
         given["dtype"] = getattr(torch, given["dtype"])
-    with set_current_vllm_config(config):
+    capability = DeviceCapability(*given.pop("capability", NVML[CAPABILITY]))
+    with (
+        set_current_vllm_config(config),
+        patch.object(type(current_platform), "get_device_capability", lambda *_, **__: capability),
+    ):
         found = get_attn_backend(**given)
         name = ".".join(found.full_cls_name())
         assert resolve_obj_by_qualname(name) is found
@@ -143,17 +151,27 @@ def start(config: Any) -> dict[str, Any]:
             support.min_cg_support,
             support.min_cg_attn_backend,
             1 + (drafts.num_speculative_tokens if drafts is not None else 0),
-            config.parallel_config.tensor_parallel_size,
+            config.use_v2_model_runner,
             pages,
             config.scheduler_config.max_num_seqs,
         )
     return {
         "runner": 2 if config.use_v2_model_runner else 1,
         "pages": [config.cache_config.block_size, *kernel_sizes],
+        "rows": sorted({_rows_of(spec) for spec in specs.values() if _rows_of(spec) is not None}),
         "layout": layout.name,
         "graphs": graphs.name,
         "layers": {one.backend.__name__: len(one.layer_names) for x in groups for one in x},
     }
+
+
+def _rows_of(spec: Any) -> tuple[int, int, str] | None:
+    """Head slots, and bytes of a token in each, that a layer has in its pages."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    if not isinstance(spec, AttentionSpec):
+        return None
+    return spec.num_heads, spec.state_content_size_bytes, str(spec.dtype)
 
 
 @contextmanager

@@ -51,6 +51,7 @@ OVERRIDDEN = {
         "AttentionBackend.get_supported_kernel_block_sizes"
     ),
     "KVQuantBackend.get_supported_head_sizes": "AttentionBackend.get_supported_head_sizes",
+    "KVQuantBackend.supports_compute_capability": "AttentionBackend.supports_compute_capability",
     "KVQuantBackend.supports_sink": "AttentionBackend.supports_sink",
     "KVQuantBackend.supports_sliding_window": "AttentionBackend.supports_sliding_window",
     "KVQuantBackend.supports_device_cpu_query_lens_mismatch": (

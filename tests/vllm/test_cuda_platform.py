@@ -33,6 +33,12 @@ CHOSEN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "other rows in the same process": (INT8, {}, {"k_format": "int8"}),
     "a sliding window": (ROWS, {"has_sliding_window": True}, INT4),
     "sink logits": (ROWS, {"has_sink": True}, INT4),
+    **{
+        f"a GPU of sm_{major}{minor}": (ROWS, {"capability": (major, minor)}, INT4)
+        for major, minor in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))
+    },
+    "float16": (ROWS, {"dtype": "float16"}, INT4),
+    "a cache of bfloat16": (ROWS, {"kv_cache_dtype": "bfloat16"}, INT4),
     "pages of 64": ({**ROWS, "block_size": 64}, {}, INT4),
     "beside a connector": ({**ROWS, "kv_transfer_config": OFFLOADING}, {}, INT4),
     "beside drafts": ({**ROWS, "speculative_config": DRAFTS}, {}, INT4),
@@ -70,6 +76,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     },
     "latent attention": (ROWS, LATENT, f"{INVALID}.*MLA not supported"),
     "latent attention, no backend": (ALONE, LATENT, "this model has latent attention"),
+    "a GPU without kernels": (
+        ROWS,
+        {"capability": (7, 5)},
+        f"{INVALID}.*compute capability not supported",
+    ),
     "float32": (ROWS, {"dtype": "float32"}, f"{INVALID}.*dtype not supported"),
     "fp8 of vLLM": (ROWS, {"kv_cache_dtype": "fp8"}, f"{INVALID}.*kv_cache_dtype not supported"),
     "head_dim 32": (ROWS, {"head_size": 32}, f"{INVALID}.*head_size not supported"),
@@ -87,16 +98,38 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         f"{INVALID}.*batch invariance not supported",
     ),
 }
-GRAPHS = {"layout": "LBHNC", "graphs": "FULL_AND_PIECEWISE"}
+DEMO = [[2, 80, "torch.uint8"]]  # head slots, bytes of a token in each
+NARROW = {"rows": [[4, 48, "torch.uint8"]]}  # two KV heads of head_dim 64
+USUAL = {"layout": "LBHNC", "graphs": "FULL_AND_PIECEWISE", "rows": DEMO, "runner": 2}
+SERVED = {"pages": [16, 16], "layers": {"KVQuantBackend": 4}}
+
+
+def graphs(mode: str) -> dict[str, Any]:
+    return {**ROWS, "compilation_config": {"cudagraph_mode": mode}}
+
+
 STARTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "the demo model": (ROWS, {"runner": 2, "pages": [16, 16], "layers": {"KVQuantBackend": 4}}),
+    "the demo model": (ROWS, SERVED),
+    "K and V of other lengths": (
+        {**CUSTOM, "additional_config": {"kvquant": {"k_format": "int8", "v_format": "int4-g4"}}},
+        {**SERVED, "rows": [[1, 224, "torch.uint8"]]},
+    ),
+    "eagerly": ({**ROWS, "enforce_eager": True}, {**SERVED, "graphs": "NONE"}),
+    "graphs of steps that decode": (
+        graphs("FULL_DECODE_ONLY"),
+        {**SERVED, "graphs": "FULL_DECODE_ONLY"},
+    ),
+    "graphs of parts": (graphs("PIECEWISE"), {**SERVED, "graphs": "PIECEWISE"}),
+    "graphs of whole steps, prompts too": (graphs("FULL"), SERVED),  # which vLLM takes back
+    "with a connector": ({**ROWS, "kv_transfer_config": OFFLOADING}, SERVED),
+    "a layout by its old name": ({**ROWS, "env": {"VLLM_KV_CACHE_LAYOUT": "HND"}}, SERVED),
     "pages that are split": (
         {**ROWS, "block_size": 48},
-        {"runner": 2, "pages": [48, 16], "layers": {"KVQuantBackend": 4}},
+        {"pages": [48, 16], "layers": {"KVQuantBackend": 4}},
     ),
     "a draft model": (
         {**ROWS, "speculative_config": DRAFTS},
-        {"runner": 2, "pages": [16, 16], "layers": {"KVQuantBackend": 8}},
+        {"pages": [16, 16], "layers": {"KVQuantBackend": 8}},
     ),
     "a draft model, first runner": (
         {**ROWS, **FIRST, "speculative_config": DRAFTS},
@@ -104,6 +137,7 @@ STARTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "runner": 1,
             "pages": [16, 16],
             "layers": {"KVQuantBackend": 4, "FlashAttentionBackend": 4},
+            "rows": [[1, 512, "torch.bfloat16"], *DEMO],
         },
     ),
     "a draft model with rows, first runner": (
@@ -114,7 +148,7 @@ STARTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "windows in every second layer": (
         Gemma2Config(**SIZES, architectures=["Gemma2ForCausalLM"]),
-        {"runner": 2, "pages": [16, 16, 16], "layers": {"KVQuantBackend": 1}},  # of each group
+        {**NARROW, "pages": [16, 16, 16], "layers": {"KVQuantBackend": 1}},  # of each group
     ),
     "a hybrid": (
         FalconH1Config(
@@ -126,7 +160,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
             architectures=["FalconH1ForCausalLM"],
         ),
         {
-            "runner": 2,
+            **NARROW,
             "pages": [32, 32, 32],
             "layers": {"KVQuantBackend": 2, "Mamba2AttentionBackend": 2},
         },
@@ -142,6 +176,7 @@ class Platform:
         cases: dict[str, list[Any]] = {
             "process": ["choose_in_another_process", {**usual, **ROWS}],
             "vision": ["choose_in_vision", {**usual, **ROWS}],
+            "other layout": ["start", {**usual, **ROWS, "env": {"VLLM_KV_CACHE_LAYOUT": "NHD"}}],
         }
         for name, (options, layer, _) in {**CHOSEN, **REFUSED}.items():
             cases[name] = ["choose", {**usual, **options}, layer]
@@ -192,7 +227,12 @@ def test_what_cannot_be_served_is_refused(case: str, platform: Platform) -> None
 @pytest.mark.parametrize("case", [*STARTED, *MODELS])
 def test_an_engine_starts(case: str, platform: Platform) -> None:
     _, wanted = {**STARTED, **MODELS}[case]
-    assert platform.found[case] == {**GRAPHS, **wanted}
+    assert platform.found[case] == {**USUAL, **wanted}
+
+
+def test_layouts_that_no_kernel_reads_are_refused(platform: Platform) -> None:
+    told = "VLLM_KV_CACHE_LAYOUT=NHD does not satisfy every supported set.*LBHNC"
+    assert re.search(told, str(platform.found["other layout"])), platform.found["other layout"]
 
 
 def test_layers_without_rows_are_told(platform: Platform) -> None:

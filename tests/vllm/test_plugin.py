@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,30 @@ def test_settings_that_are_misspelt_or_misplaced_are_refused(given: dict[str, An
             pytest.raises(ConfigError, match=message),
         ):
             one.get_class()
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_vllms_log_has_what_kvquant_logs(level: int) -> None:
+    """Such as how far compiling is: else nobody prints it, or beside vLLM's log."""
+    import kvquant.vllm.backend  # noqa: F401
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    told: list[str] = []
+    note, ours, theirs = Note(), logging.getLogger("kvquant"), logging.getLogger("vllm")
+    before = theirs.level
+    theirs.setLevel(level)
+    theirs.addHandler(note)
+    try:
+        ours.info("compiling kernels: 20 %")
+        ours.warning("another process compiles")
+    finally:
+        theirs.removeHandler(note)
+        theirs.setLevel(before)
+    wanted = ["compiling kernels: 20 %", "another process compiles"]
+    assert told == (wanted if level == logging.INFO else wanted[1:])
 
 
 def test_settings_of_other_plugins_are_left_to_them() -> None:

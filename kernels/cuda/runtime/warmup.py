@@ -33,8 +33,10 @@ def kernels_of(calls: Iterable[Callable[[], None]], gpu: GPU) -> list[Spec]:
 
 
 def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
-    """Compile the kernels that calls will launch and that are not on the disk, all at a time; a
-    line of the log says so, and a bar on a terminal how far that is. Nothing is done for the CPU.
+    """Compile the kernels that calls will launch and that are not on the disk, all at a time.
+
+    A line of the log says so. How far that is shows a bar on a terminal, else further lines of the
+    log, at level INFO. Nothing is done for the CPU.
     """
     if device.type != "cuda":
         return
@@ -44,5 +46,5 @@ def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
     todo = missing(kernels_of(calls, gpu), gpu.arch)
     if todo:
         log.warning("kvquant: compiling %d kernels for %s, once", len(todo), gpu.arch)
-        with progress(len(todo), "Compiling kernels", lines=False) as update:
+        with progress(len(todo), "kvquant: compiling kernels", line=log.info) as update:
             compile_all(todo, gpu.arch, lambda spec: update(1))
