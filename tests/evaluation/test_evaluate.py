@@ -18,6 +18,7 @@ from kvquant.errors import ConfigError
 from kvquant.evaluation.decoding import Reading
 from kvquant.evaluation.evaluate import HELD_OUT, Example, Sizes, Task, evaluate
 from kvquant.evaluation.report import render
+from kvquant.evaluation.retrieval import TASKS
 from kvquant.hf.model import CachedModel
 
 CACHES = ["bf16,sinks=0,recent=0", "int8/int4-g4,recent=16", "int4,sinks=0,recent=0"]
@@ -101,6 +102,20 @@ def test_an_interrupted_run_goes_on(
     assert json.dumps(without_times(again)) == json.dumps(without_times(found))
     first = json.loads(state.read_text())["measured"]
     assert again["seconds"]["kl"] == first["kl 160 0"]["seconds"]  # of the interrupted run
+
+
+def test_a_run_of_other_prompts_begins_anew(
+    model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after another tokenizer or chat template: results of other prompts are not taken."""
+    task, state = Task(kinds=("retrieval",), retrieval=("keys",)), tmp_path / "state"
+    evaluate(model, CACHES[:1], task=task, sizes=SIZES, state=state)
+    calls = counted(model, monkeypatch)
+    evaluate(model, CACHES[:1], task=task, sizes=SIZES, state=state)
+    assert not calls
+    monkeypatch.setitem(TASKS, "keys", TASKS["phonebook"])
+    evaluate(model, CACHES[:1], task=task, sizes=SIZES, state=state)
+    assert calls
 
 
 def without_times(found: dict[str, Any]) -> dict[str, Any]:
