@@ -34,6 +34,7 @@ def measured(*options: str, path: Path) -> str:
     return done.output
 
 
+@pytest.mark.slow
 def test_each_seed_and_window_is_a_run(tmp_path: Path) -> None:
     path = tmp_path / "recall.json"
     path.write_text(text_of({}, [run_of("another", 64, {"keys": [0.5]})]))

@@ -140,6 +140,7 @@ def trained(folder: Path, *options: str, monkeypatch: pytest.MonkeyPatch) -> Non
     train_code_lm.main()
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_in_two_commands_and_measured(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

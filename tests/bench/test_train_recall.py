@@ -166,9 +166,8 @@ def test_an_error_of_a_worker_ends_the_training() -> None:
             next(given)
 
 
-@pytest.mark.parametrize(
-    "kind", ["latent", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:3])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_trained_and_measured(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:
