@@ -337,7 +337,7 @@ class KvquantLM(TemplateLM):
         sampling = Sampling(one.temperature, torch.initial_seed() % 2**31, first)
         texts: list[list[int]] = [[] for _ in batch]
         going = {*range(len(batch))}
-        known = self.tokenizer.get_vocab()  # texts leave special tokens out
+        known = self.tokenizer.get_added_vocab()  # special tokens, which texts leave out
         ends = {*self._ends, *(known[stop] for stop in one.until if stop in known)}
         logits = self.model.step(cache, last)
         for tokens in decode(self.model, cache, logits, one.num_tokens, sampling):

@@ -35,8 +35,8 @@ def kernels_of(calls: Iterable[Callable[[], None]], gpu: GPU) -> list[Spec]:
 def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
     """Compile the kernels that calls will launch and that are not on the disk, all at a time.
 
-    A line of the log says so. How far that is shows a bar on a terminal, else further lines of the
-    log, at level INFO. Nothing is done for the CPU.
+    A line of the log says so. A bar shows the progress on a terminal, and further lines of the log
+    elsewhere, at level INFO. For the CPU this function does nothing.
     """
     if device.type != "cuda":
         return
