@@ -46,7 +46,7 @@ class StepCalls:
     @property
     def kind(self) -> Hashable:
         """All that kernels depend on."""
-        layout, _, basis, variant, from_rows = self.layer
+        layout, _, basis, variant, from_rows, _ = self.layer
         rest = tuple(value for name, value in vars(self).items() if name != "layer")
         return layout, present_in(basis), names_of(variant), from_rows, rest
 

@@ -45,6 +45,7 @@ from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES
 from ..rows.variant import AttentionVariant, names_of
 from . import plugin
+from .flash import causal_attention_of
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
 
@@ -342,8 +343,14 @@ def _rows_of(
         basis = basis and basis.to(device)
     variant = impl.variant(device)
     is_plain = not names_of(variant)
-    from_rows = settings.prompts_from_rows
-    return LayerRows(layout, impl.scale, basis, None if is_plain else variant, from_rows)
+    return LayerRows(
+        layout,
+        impl.scale,
+        basis,
+        None if is_plain else variant,
+        settings.prompts_from_rows,
+        causal_attention_of(impl, device),
+    )
 
 
 @lru_cache
