@@ -1,13 +1,16 @@
 """Compile what an engine's steps will launch before its first request. Needs no engine.
 
 A kernel takes seconds to compile, for which all requests would wait. Which ones are needed is told
-by steps that are rehearsed, as for a cache of ours: see kernels/cuda/runtime/warmup.py.
+by steps that are rehearsed, as for a cache of ours: see kernels/cuda/runtime/warmup.py. An engine
+that begins while it loads its model, and compiles that, waits for little in the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Thread
 
 import torch
 
@@ -17,6 +20,7 @@ from .contract import LayerRows, NewTokens
 from .step import FEW, append, attend, describe_step
 
 _warm: set[Hashable] = set()  # calls whose kernels were compiled in this process
+_begun: dict[Hashable, Thread] = {}  # those whose kernels are being compiled
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,29 @@ def runs_on(capability: Sequence[int]) -> bool:
     return tuple(capability) >= OLDEST
 
 
+def begin_warm_up(device: torch.device, calls: StepCalls) -> None:
+    """Begin to compile what a layer on a device will probably need, and return at once: for an
+    engine that knows it long before it calls warm_up_layers, which waits for that. What fails does
+    so there.
+
+    Args:
+        device: with its index; nothing is done for the CPU.
+        calls: layers may share these.
+    """
+    if device.type != "cuda" or calls.kind in _begun:
+        return
+    thread = Thread(target=_compile_quietly, args=(device, calls), daemon=True)
+    _begun[calls.kind] = thread
+    thread.start()
+
+
+def _compile_quietly(device: torch.device, calls: StepCalls) -> None:
+    from ..kernels.cuda.runtime.warmup import warm_up
+
+    with suppress(Exception):  # warm_up_layers tells it
+        warm_up(device, [calls])
+
+
 def warm_up_layers(device: torch.device, calls: Sequence[StepCalls]) -> None:
     """Compile what layers on a device need, unless others like them have had it compiled; nothing
     is done for the CPU.
@@ -105,6 +132,8 @@ def warm_up_layers(device: torch.device, calls: Sequence[StepCalls]) -> None:
     from ..kernels.cuda.runtime.warmup import warm_up
 
     require_extra()
+    for thread in _begun.values():
+        thread.join()
     kinds = {one.kind: one for one in calls}
     warm_up(device, [one for kind, one in kinds.items() if kind not in _warm])
     _warm.update(kinds)
