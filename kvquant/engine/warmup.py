@@ -7,6 +7,8 @@ that begins while it loads its model, and compiles that, waits for little in the
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from ..rows.variant import names_of
 from .contract import LayerRows, NewTokens
 from .step import FEW, append, attend, describe_step
 
+log = logging.getLogger("kvquant")
 _warm: set[Hashable] = set()  # calls whose kernels were compiled in this process
 _begun: dict[Hashable, Thread] = {}  # those whose kernels are being compiled
 
@@ -132,11 +135,13 @@ def warm_up_layers(device: torch.device, calls: Sequence[StepCalls]) -> None:
     from ..kernels.cuda.runtime.warmup import warm_up
 
     require_extra()
+    begun = time.perf_counter()
     for thread in _begun.values():
         thread.join()
     kinds = {one.kind: one for one in calls}
     warm_up(device, [one for kind, one in kinds.items() if kind not in _warm])
     _warm.update(kinds)
+    log.info("kvquant: waited %.1f s for kernels", time.perf_counter() - begun)
 
 
 def _grown(first: int, last: int, factor: float) -> Iterator[int]:

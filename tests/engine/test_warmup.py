@@ -147,7 +147,8 @@ def test_the_log_tells_how_far_compiling_is(
         warm_up_layers(torch.device("cuda", 0), [calls(LayerRows(layout, 0.1))])
     told = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(r"kvquant: compiling \d+ kernels for sm_90, once", told[0])
-    assert len(told) > 5 and told[-1] == "kvquant: compiling kernels: 100 %"
+    assert len(told) > 5 and told[-2] == "kvquant: compiling kernels: 100 %"
+    assert re.fullmatch(r"kvquant: waited \d+\.\d s for kernels", told[-1])
 
 
 def test_without_the_compilers_an_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
