@@ -35,7 +35,7 @@ from .contract import LayerRows, Lengths, NewTokens
 # another kernel to compile; for more it pays to dequantize the rows once
 WIDTHS = 16, 64
 FEW = WIDTHS[-1]
-BLOCK = 8192  # tokens whose basis is undone at a time, in float32
+BLOCK = 8192  # tokens whose basis is undone at a time
 
 
 class Chunk(NamedTuple):
@@ -310,8 +310,12 @@ def _behind_past(
     if basis is None:
         dequantize_pages(rows, fmt, slots, new.dtype, both[:past])
         return both
+    # in bfloat16 tensor cores multiply; fp16 may not hold what is in a basis
+    dtype = new.dtype if new.dtype == torch.bfloat16 else torch.float32
     for first in range(0, past, BLOCK):
         block = slots[first : first + BLOCK]
-        stored = dequantize_pages(rows, fmt, block, torch.float32).transpose(0, 1)[None]
-        both[first : first + len(block)] = basis.decode(stored)[0].transpose(0, 1)
+        stored = dequantize_pages(rows, fmt, block, dtype)
+        if basis.transposed is not None:
+            stored = (stored.transpose(0, 1) @ basis.transposed.to(dtype)).transpose(0, 1)
+        torch.add(stored, basis.offset, out=both[first : first + len(block)])
     return both

@@ -25,10 +25,12 @@ import click
 import torch
 from measuring import begin, relative_error
 
+from kvquant import Basis
 from kvquant.engine import step as steps
 from kvquant.engine.contract import LayerRows, NewTokens
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import Step, append, attend, describe_step
+from kvquant.rows.basis import LayerBasis
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 32, 8, 128, 64, 128**-0.5
 # new tokens of each sequence, and tokens before
@@ -207,15 +209,20 @@ def few(layer: LayerRows, varlen: Any) -> None:
 
 @click.command()
 @click.option("--format", "fmt", default="int4-g4", show_default=True)
+@click.option("--basis", is_flag=True, help="Rows in a basis, as of a plan.")
 @click.option("--few/--no-few", "has_few", default=True, help="Chunks of few tokens, too.")
-def main(fmt: str, has_few: bool) -> None:
+def main(fmt: str, basis: bool, has_few: bool) -> None:
     """Print a line per case."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     from kvquant.vllm.flash import causal_attention_of
 
     begin()
-    layer = LayerRows(Settings(fmt, fmt).layout(KV_HEADS, DIM, DIM), SCALE)
+    moved = None
+    if basis:
+        matrix = torch.linalg.qr(torch.randn(KV_HEADS, DIM, DIM))[0]
+        moved = LayerBasis(*[Basis(torch.zeros(KV_HEADS, DIM), "matrix", matrix)] * 2).to("cuda")
+    layer = LayerRows(Settings(fmt, fmt).layout(KV_HEADS, DIM, DIM), SCALE, moved)
     impl = SimpleNamespace(
         alibi_slopes=None,
         head_size=DIM,
