@@ -35,7 +35,6 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # before vLLM
 
 import click
 import torch
-from bench_prefill import LLAMA_8B
 from transformers import AutoTokenizer, LlamaConfig
 from vllm_process import ROOM, EngineProcess, Figures
 
@@ -59,7 +58,7 @@ ENGINES: dict[str, Figures] = {
 # KL to TRITON_ATTN that an engine may have at most; int4-g4 has .005
 MOST_KL = {"flash": 0.001, "kvquant": 0.02, "flash-fp8": 0.01, "triton": 0.001}
 PASSAGES, PASSAGE, ANSWER = 16, 200, 64  # of the demo model: texts, tokens of a prompt and a text
-GIB = 1 << 30
+GIB, HEAD_DIM = 1 << 30, 128
 
 
 class Bench:
@@ -288,17 +287,36 @@ def load(bench: Bench, engines: Mapping[str, EngineProcess]) -> None:
 PART = {"decode": decode, "memory": memory, "load": load}
 
 
-def how_many_fit(bench: Bench, options: Figures) -> int:
-    """Engines that the GPU has memory for at once."""
+def random_model(layers: int, width: int) -> LlamaConfig:
+    """As wide as a Llama 3 8B, or another width in its proportions."""
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 7 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=width // HEAD_DIM,
+        num_key_value_heads=width // HEAD_DIM // 4,
+        head_dim=HEAD_DIM,
+        vocab_size=32000,
+        max_position_embeddings=1 << 17,
+        dtype="bfloat16",
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    return config
+
+
+def how_many_fit(config: LlamaConfig, pages: int) -> int:
+    """Engines that the GPU has memory for at once.
+
+    Args:
+        config: of the model.
+        pages: bytes of an engine's pages.
+    """
     if not torch.cuda.is_available():
         return len(ENGINES)
-    config = LLAMA_8B["hidden_size"], LLAMA_8B["intermediate_size"], LLAMA_8B["vocab_size"]
-    hidden, inner, words = config
-    weights = 2 * (
-        bench.settings["layers"] * hidden * (3 * inner + 2.5 * hidden) + 2 * words * hidden
-    )
-    each = options["kv_cache_memory_bytes"] + weights + 7 * GIB
-    return max(int(torch.cuda.get_device_properties(0).total_memory / each), 1)
+    width, layers = config.hidden_size, config.num_hidden_layers
+    weights = 2 * width * (layers * (3 * config.intermediate_size + 5 * width // 2) + 2 * 32000)
+    total = torch.cuda.get_device_properties(0).total_memory
+    return max(total // (pages + weights + 7 * GIB), 1)
 
 
 @click.command()
@@ -306,6 +324,7 @@ def how_many_fit(bench: Bench, options: Figures) -> int:
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), default=PARTS)
 @click.option("--engine", "names", multiple=True, type=click.Choice([*ENGINES]), default=[*ENGINES])
 @click.option("--layers", default=8, show_default=True)
+@click.option("--width", default=4096, show_default=True, help="Of the hidden states.")
 @click.option("--batch", default=64, show_default=True)
 @click.option("--context", default=8192, show_default=True)
 @click.option("--outputs", nargs=2, type=int, default=(128, 512), show_default=True)
@@ -334,25 +353,24 @@ def main(
     if not parts or not names:
         return
     with TemporaryDirectory() as folder:
-        kind = LlamaConfig(num_hidden_layers=settings["layers"], dtype="bfloat16", **LLAMA_8B)
-        kind.architectures = ["LlamaForCausalLM"]
-        kind.save_pretrained(folder)
-        row = 2 * kind.num_key_value_heads * kind.head_dim * 2 * settings["layers"]
-        context, batch = settings["context"], settings["batch"]
+        config = random_model(settings["layers"], settings["width"])
+        config.save_pretrained(folder)
+        context, outputs = settings["context"], max(settings["outputs"])
+        # what 16 bit needs for the batch
+        token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        pages = token * (settings["batch"] * (context + ROOM) + 64 * 64)
         options = {
             **usual(GRAPHS),
             "model": folder,
             "dtype": "bfloat16",
             "load_format": "dummy",
             "skip_tokenizer_init": True,
-            "max_model_len": 2 * context + max(settings["outputs"]),
+            "max_model_len": 2 * context + max(outputs, ROOM),
             "max_num_seqs": MOST_SEQUENCES,
             "max_num_batched_tokens": 8192,
-            # what 16 bit needs for the batch
-            "kv_cache_memory_bytes": row * (batch * (context + ROOM) + 64 * 64),
+            "kv_cache_memory_bytes": pages,
         }
-        together = together or how_many_fit(bench, options)
-        measure_engines(bench, names, parts, options, together)
+        measure_engines(bench, names, parts, options, together or how_many_fit(config, pages))
 
 
 if __name__ == "__main__":

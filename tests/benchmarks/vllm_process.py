@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import statistics
 import time
 import traceback
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ LIKELIEST = 20  # tokens whose log-probabilities answers have
 WATCHED = 200  # steps that are timed while all sequences decode
 BEFORE, BEHIND = 10, 256  # steps that are not: the first ones, and room until a sequence ends
 ROOM = BEFORE + WATCHED + BEHIND  # tokens that a sequence gets at most while it is measured
+NAMES = itertools.count()  # of requests
 STEADY = 0.2, 0.8  # of the requests that finish: rates are taken between the two
 
 
@@ -103,9 +104,7 @@ async def generate(engine: Any, ids: Sequence[int], tokens: int, **options: Any)
 
     usual = {"temperature": 0, "ignore_eos": True, "detokenize": False}
     usual |= {"max_tokens": tokens, "output_kind": RequestOutputKind.DELTA}
-    generate.count = getattr(generate, "count", 0) + 1  # type: ignore[attr-defined]
-    name = str(generate.count)  # type: ignore[attr-defined]
-    given = {"prompt_token_ids": list(ids)}
+    given, name = {"prompt_token_ids": list(ids)}, str(next(NAMES))
     async for output in engine.generate(given, SamplingParams(**usual | options), name):
         yield output.outputs[0]
 
@@ -204,7 +203,7 @@ async def load(
     first, last = (ends[int(share * (count - 1))] for share in STEADY)
     tokens = sum(first < at <= last for one in came for at in one)
     waits = [one[0] - arrival for one, arrival in zip(came, arrivals, strict=True)]
-    gaps = [after - before for one in came for before, after in pairwise(one)]
+    gaps = [after - before for one in came for before, after in itertools.pairwise(one)]
     return {
         "rate": rate,
         "requests": count,
