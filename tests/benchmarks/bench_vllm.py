@@ -238,7 +238,7 @@ def decode(bench: Bench, engines: Mapping[str, EngineProcess]) -> None:
 def memory(bench: Bench, engines: Mapping[str, EngineProcess]) -> None:
     """In equal memory; where as many fit as in equal batch that is measured already."""
     each = bench.settings["context"] + ROOM
-    counts = {name: bench.of(name)["tokens"] // each // 16 * 16 for name in engines}
+    counts = {name: bench.of(name)["tokens"] // each // 4 * 4 for name in engines}
     counts = {name: min(count, MOST_SEQUENCES) for name, count in counts.items()}
     more = {name: count for name, count in counts.items() if count > bench.settings["batch"]}
     repeat(bench, engines, "memory", more)
