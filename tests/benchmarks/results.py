@@ -10,6 +10,7 @@ measured and the date:
     h200-peers                              tests/benchmarks/peers.py
     h200-step                               tests/benchmarks/bench_model.py
     zen4-decode                             kvquant bench --device cpu
+    vllm, vllm-32                           tests/benchmarks/bench_vllm.py, with --layers 32
     fidelity                                tests/benchmarks/fidelity.py
     recall, code                            tests/benchmarks/bench_recall.py, bench_code.py
 
@@ -92,7 +93,7 @@ def shown() -> dict[str, list[str]]:
         "kvquant/hf/README.md": [steps_about(), steps()],
         "kvquant/hf/decode_step.svg": step_labels(),
         "kvquant/lmcache/README.md": [room()],
-        "kvquant/vllm/README.md": [room()],
+        "kvquant/vllm/README.md": [room(), *served()],
     }
 
 
@@ -404,6 +405,74 @@ def latent_peers() -> str:
     ]
     titles = [f"{one.split(':')[0]} heads, {int(one.split('x')[1]):,}" for one in shapes]
     return table(["us", *titles], rows)
+
+
+SERVED = {
+    "kvquant": "kvquant `int4-g4`",
+    "flash": "FLASH_ATTN (FlashAttention 3), bf16",
+    "flash-fp8": "FLASH_ATTN, fp8",
+    "triton": "TRITON_ATTN, bf16",
+}
+
+
+def served() -> list[str]:
+    """Engines of vLLM with equal batch, in equal memory and under load, once there are figures."""
+    found = []
+    for name in ("vllm", "vllm-32"):
+        if (RESULTS / f"{name}.json").exists():
+            figures = read(name)
+            found += [engines_about(figures), throughput(figures), *under_load(figures)]
+    return found
+
+
+def engines_about(figures: Figures) -> str:
+    """Where, when and with what engines were measured."""
+    machine, settings = figures["machine"], figures["settings"]
+    return (
+        f"one {machine['gpu']}, {day(machine)}, vLLM {machine['vllm']}, torch {release(machine)}, "
+        f"{settings['layers']} layers of a Llama 3 8B with random weights, "
+        f"{settings['context']:,} tokens in each sequence"
+    )
+
+
+def spread(runs: Sequence[Figures], key: str) -> str:
+    """The median of some runs, and the least and the most."""
+    values = [run[key] for run in runs]
+    middle, few = statistics.median(values), len(values) == 1
+    digits = 0 if middle >= 100 else 1
+    ends = "" if few else f" ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    return f"{middle:,.{digits}f}{ends}"
+
+
+def throughput(figures: Figures) -> str:
+    """Tokens a second of decoding sequences, and of prompts."""
+    rows = []
+    for name, title in SERVED.items():
+        one = figures["engines"].get(name, {})
+        if "decode" in one:
+            more = one.get("memory", one["decode"])
+            cells = [spread(one["decode"], key) for key in ("tokens_per_s", "prompt_tokens_per_s")]
+            rows.append([title, *cells, str(more[0]["batch"]), spread(more, "tokens_per_s")])
+    batch = figures["settings"]["batch"]
+    titles = ["engine", f"{batch} sequences: tokens/s", "prompts: tokens/s"]
+    return table([*titles, "sequences in equal memory", "tokens/s"], rows)
+
+
+def under_load(figures: Figures) -> list[str]:
+    """Waiting times at shares of the rate that saturates FLASH_ATTN in bf16."""
+    rows = []
+    for name, title in SERVED.items():
+        runs = figures["engines"].get(name, {}).get("load", [])
+        for share in dict.fromkeys(run["share"] for run in runs):
+            same = [run for run in runs if run["share"] == share]
+            keys = ["first_token_ms_p50", "first_token_ms_p99", "between_ms_p50", "between_ms_p99"]
+            cells = [spread(same, key) for key in (*keys, "tokens_per_s")]
+            rows.append([title, f"{100 * share:.0f} %", *cells])
+    if not rows:
+        return []
+    titles = ["engine", "load", "first token, ms: p50", "p99", "between tokens, ms: p50", "p99"]
+    rate = f"{figures['saturating_rate']:.1f} requests a second"
+    return [rate, table([*titles, "tokens/s"], rows)]
 
 
 README_CACHES = {
