@@ -119,6 +119,20 @@ def test_train_mla_runs(
     model.prefill(cache, torch.tensor([model.encode("The city of Manila")]))
 
 
+@pytest.mark.extra("hf")
+def test_serve_requests_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(EXAMPLES / "serve_requests.py"), run_name="__main__")
+    counts, *answers = capsys.readouterr().out.strip().splitlines()
+    found, swaps = map(int, re.findall(r"(\d+) (?:tokens|were)", counts)[:2])
+    assert found > 0 < swaps, "prefixes are shared, and the memory is too small for all"
+    prompts, cache = example["prompts"], example["cache"]
+    assert cache.nbytes <= 900_000 and max(map(len, prompts)) > 2 * example["STEP"]
+    assert len(answers) == len(prompts) > len(cache.state.lengths)
+    for answer in answers:
+        # INT8 rows move a logit of these texts by up to 0.13, and each of the two may move
+        assert float(re.findall(r"at most ([\d.]+) below", answer)[0]) < 0.4
+
+
 def test_decode_paged_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "decode_paged.py"), run_name="__main__")
     first, second, last = capsys.readouterr().out.strip().splitlines()

@@ -34,13 +34,15 @@ from ..rows.quantize import check_dtype
 from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
 from .pool import SequenceId
-from .prefix_tree import Origin, invariant
+from .prefix_tree import Origin, invariant, whole_number
 from .state import PagedState, Step, for_each, listed, plain_id
 from .storage import PagedRows, nan_rows
 from .swap import Swapped, SwapSpace
 
+SEQ_SLOTS = 16  # 272 MiB of 16-bit rows with 32 layers of 8 KV heads of 128
+
 if TYPE_CHECKING:
-    from typing_extensions import TypedDict, Unpack
+    from typing_extensions import Self, TypedDict, Unpack
 
     class PlanOptions(TypedDict, total=False):
         """Options of PagedKVCache that a plan does not decide."""
@@ -77,7 +79,8 @@ class PagedKVCache(NotCopied):
         num_kv_heads: KV heads of each layer.
         head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
         num_pages: pages of packed tokens, in every layer.
-        max_num_seqs: sequences that may live at a time.
+        max_num_seqs: sequences that may live at a time. Each has room for sink_len + recent_len
+            tokens in 16 bit, in every layer, and so many sinks are kept to be found again.
         max_seq_len: tokens that a sequence may have.
         page_size: tokens of a page: 16, 32, 64 or 128.
         k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
@@ -126,7 +129,7 @@ class PagedKVCache(NotCopied):
         head_dim: int,
         num_pages: int,
         *,
-        max_num_seqs: int = 64,
+        max_num_seqs: int = SEQ_SLOTS,
         max_seq_len: int = 32768,
         page_size: int = 64,
         k_format: Formats = "int4-g4",
@@ -207,13 +210,78 @@ class PagedKVCache(NotCopied):
         k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
         return cls(*sizes, k_format=k_format, v_format=v_format, bases=bases, **options)
 
+    @classmethod
+    def for_memory(
+        cls,
+        nbytes: int,
+        *shape: int,
+        plan: Plan | None = None,
+        seq_len: int | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make an empty cache whose tensors take at most so many bytes.
+
+        Sequence slots come first: max_num_seqs of them, or with seq_len as many as there can be
+        sequences of that length. Pages get the rest. `token_capacity` tells how many tokens fit.
+
+        Args:
+            nbytes: bytes of all tensors, as cache.nbytes counts them. PagedBatch, the model and
+                attention's own buffers take more.
+            shape: num_layers, num_kv_heads and head_dim, as in PagedKVCache; num_layers in
+                LatentPagedKVCache; nothing with a plan.
+            plan: as in from_plan.
+            seq_len: tokens of a sequence that is read and written to its end; not with
+                max_num_seqs.
+            options: the others of PagedKVCache (or from_plan), but for num_pages.
+
+        Raises:
+            ConfigError: not even one page and the sequence slots fit, or an option is not possible.
+
+        Example:
+            >>> from kvquant import PagedKVCache
+            >>> paged = PagedKVCache.for_memory(2**26, 4, 8, 128, seq_len=2048)
+            >>> paged.num_free_seq_slots, paged.num_free_pages, paged.token_capacity
+            (5, 170, 11540)
+        """
+        nbytes = whole_number("nbytes", nbytes)
+        if plan is not None and shape:
+            raise ConfigError(f"a plan has a shape of its own: give it without {list(shape)}")
+        make: Callable[..., Any] = partial(cls, *shape)
+        if plan is not None:
+            make = partial(cls.from_plan, plan)
+        one = make(num_pages=1, **options | {"max_num_seqs": 1})
+        given, rows = options.get("max_num_seqs", SEQ_SLOTS), one.rows
+        max_num_seqs = check_size("max_num_seqs", given, at_least=1)
+        if seq_len is not None:
+            seq_len = check_size("seq_len", seq_len, at_least=1)
+            if "max_num_seqs" in options or seq_len > one.max_seq_len:
+                raise ConfigError(
+                    f"seq_len is {seq_len}, which says how many sequence slots there are: give no "
+                    f"max_num_seqs with it, and at most max_seq_len, {one.max_seq_len}"
+                )
+            pages = rows.split.num_pages(rows.split.packed_len(seq_len))
+            max_num_seqs = (nbytes - one.bad_rows.nbytes) // (
+                rows.slot_bytes + pages * rows.page_bytes
+            )
+        left = nbytes - one.bad_rows.nbytes - max_num_seqs * rows.slot_bytes
+        if not max_num_seqs or left < rows.page_bytes:
+            raise ConfigError(
+                f"{nbytes} bytes are too few: a page takes {rows.page_bytes}, and each of "
+                f"{max(max_num_seqs, 1)} sequence slots {rows.slot_bytes}. Give more, or a smaller "
+                "max_num_seqs, seq_len or recent_len"
+            )
+        layers = range(one.num_layers)
+        made: Self = one.like(layers, left // rows.page_bytes, max_num_seqs, one.device)
+        return made
+
     def __repr__(self) -> str:
         formats = dict.fromkeys(f"{rows.k_format} and {rows.v_format}" for rows in self.rows.layers)
         pool = self.state.pool
         return (
             f"PagedKVCache({self.num_layers} layers, {self.num_kv_heads} KV heads, "
             f"{', '.join(formats):.80}, {pool.num_pages} pages of {pool.page_size} tokens, "
-            f"{len(self.state.lengths)} sequence slots, {len(self.ids)} sequences, {self.device})"
+            f"{len(self.state.lengths)} sequence slots, room for {self.token_capacity} tokens, "
+            f"{len(self.ids)} sequences, {self.device})"
         )
 
     @property
@@ -258,6 +326,14 @@ class PagedKVCache(NotCopied):
         """Bytes of every tensor of the cache."""
         return self.rows.nbytes + self.bad_rows.nbytes
 
+    @property
+    def token_capacity(self) -> int:
+        """Tokens that there is room for, in as many sequences as there are sequence slots: those in
+        pages, and those in 16 bit. Pages that windows drop, and prefixes, let more in."""
+        pool, split = self.state.pool, self.state.split
+        of_slot = split.sink_len + split.recent_len
+        return pool.num_pages * pool.page_size + len(self.state.lengths) * of_slot
+
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence, swapped out or not."""
         self._drop_lost_step()
@@ -270,8 +346,13 @@ class PagedKVCache(NotCopied):
         """How many of the tokens allocate would find present."""
         return self.state.match_prefix(tokens)
 
-    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> int:
+    def allocate(
+        self, sequence_id: SequenceId, tokens: Sequence[int] = (), *, room: int | None = None
+    ) -> int:
         """Begin a sequence with the rows that are there for a prefix of its tokens, if any.
+
+        With room it is begun only if there are pages for so many tokens. They stay free until
+        extend takes them, so read the prompt before you ask for the next sequence, or ask for more.
 
         Whole pages are found, and with them the sinks; the recent window of the new sequence is
         empty and fills with its next tokens. The last of the tokens is never present, because its
@@ -280,18 +361,23 @@ class PagedKVCache(NotCopied):
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with.
+            room: tokens of the sequence for which there must be pages, those that are present
+                included: len(tokens) for the prompt, and more for what follows. Windows that drop
+                pages are not looked at. Nothing is asked when None.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
 
         Raises:
-            OutOfPagesError: no sequence slot is free.
-            ConfigError: the id is in use, or tokens are not whole numbers.
+            OutOfPagesError: no sequence slot is free, or there are fewer pages than room asks for.
+            ShapeError: room is over max_seq_len.
+            ConfigError: the id is in use, or tokens or room are not whole numbers.
         """
         sequence_id = self.checked_id(sequence_id)
+        room = 0 if room is None else check_size("room", room)
         with self.changing(sequence_id):
             with self.swap_space.hinting():
-                seq_slot, present, place = self.state.allocate(sequence_id, tokens)
+                seq_slot, present, place = self.state.allocate(sequence_id, tokens, room)
             with self.state.or_free([sequence_id]):
                 if place is not None:
                     self.rows.restore_sinks(place, seq_slot)

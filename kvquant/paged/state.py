@@ -159,11 +159,19 @@ class PagedState(NotCopied):
         packed = self.pool.match_prefix(token_ids(tokens)[:-1])
         return packed + self.split.sink_len if packed else 0
 
-    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Allocation:
-        """Begin a sequence with what is known of all but the last of its tokens."""
+    def allocate(
+        self, sequence_id: SequenceId, tokens: Sequence[int] = (), room: int = 0
+    ) -> Allocation:
+        """Begin a sequence with what is known of all but the last of its tokens, if there are pages
+        for so many tokens."""
         known = token_ids(tokens)[:-1]
         self._check_seq_slots([sequence_id])
-        packed, root = self.pool.allocate(sequence_id, known)
+        if room > self.max_seq_len:
+            raise ShapeError(
+                f"room for {room} tokens, max_seq_len is {self.max_seq_len}: ask for less, or make "
+                "a larger cache"
+            )
+        packed, root = self.pool.allocate(sequence_id, known, self.split.packed_len(room))
         present = packed + self.split.sink_len if packed else 0
         return Allocation(
             self._assign_slot(sequence_id, present, packed, known[:present]), present, root
