@@ -39,7 +39,8 @@ from .state import PagedState, Step, for_each, listed, plain_id
 from .storage import PagedRows, nan_rows
 from .swap import Swapped, SwapSpace
 
-SEQ_SLOTS = 16  # 272 MiB of 16-bit rows with 32 layers of 8 KV heads of 128
+SEQ_SLOTS = 16  # 304 MiB of 16-bit rows with 32 layers of 8 KV heads of 128
+DRAFTS = 16  # tokens of a step that can be taken back, without rollback_len
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypedDict, Unpack
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
         sink_len: int
         recent_len: int
         exact_format: str
-        rollback_len: int
+        rollback_len: int | None
         device: torch.device | str
         windows: Sequence[int | None] | None
 
@@ -89,7 +90,9 @@ class PagedKVCache(NotCopied):
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
         rollback_len: tokens that left the recent window last, whose 16-bit rows are kept, so that
-            truncate can take back as many new ones: give the most that a step drafts, 64 say.
+            truncate can take back as many new ones. When None these are those of a sequence's last
+            step if it had 2 to 16 tokens, as a step of drafted tokens has. With a number they are
+            kept in every step, which costs each step two copies; with 0 in none.
         device: where all tensors lie.
         bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
         windows: of each layer, how many tokens, the last ones, attention sees; None for all. Where
@@ -137,7 +140,7 @@ class PagedKVCache(NotCopied):
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",
-        rollback_len: int = 0,
+        rollback_len: int | None = None,
         device: torch.device | str = "cpu",
         bases: Sequence[LayerBasis] | None = None,
         windows: Sequence[int | None] | None = None,
@@ -155,14 +158,16 @@ class PagedKVCache(NotCopied):
         self.sink_len = check_size("sink_len", sink_len)
         self.recent_len = check_size("recent_len", recent_len)
         split = Split.of(self.sink_len, self.recent_len, page_size, max_seq_len)
-        self.rollback_len = check_size("rollback_len", rollback_len)
-        if self.rollback_len > self.recent_len > 0:
+        self.rollback_len, most = rollback_len, min(DRAFTS, self.recent_len)
+        if rollback_len is not None:
+            self.rollback_len = most = check_size("rollback_len", rollback_len)
+        if most > self.recent_len > 0:
             raise ConfigError(
                 f"rollback_len {shown(rollback_len)} is over recent_len {self.recent_len}: tokens "
                 "of a longer step are packed when they come. Use a smaller one, or a larger "
                 "recent_len"
             )
-        kept = min(self.rollback_len, split.recent_len)  # without recent rows none are changed
+        kept = min(most, split.recent_len)  # without recent rows none are changed
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
         self.device = check_device(device)
         parse = partial(row_format, head_dim=head_dim)
@@ -182,7 +187,15 @@ class PagedKVCache(NotCopied):
         self.windows = list(check_windows(windows, num_layers))
         all_have = [window for window in self.windows if window is not None]
         largest = max(all_have) if len(all_have) == num_layers else None
-        self.state = PagedState(num_pages, max_num_seqs, max_seq_len, split, kept, largest)
+        self.state = PagedState(
+            num_pages,
+            max_num_seqs,
+            max_seq_len,
+            split,
+            kept,
+            largest,
+            drafts_only=rollback_len is None,
+        )
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.swap_space = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
         self._step: Step | None = None  # whose rows are being written
@@ -241,7 +254,7 @@ class PagedKVCache(NotCopied):
             >>> from kvquant import PagedKVCache
             >>> paged = PagedKVCache.for_memory(2**26, 4, 8, 128, seq_len=2048)
             >>> paged.num_free_seq_slots, paged.num_free_pages, paged.token_capacity
-            (5, 170, 11540)
+            (5, 166, 11284)
         """
         nbytes = whole_number("nbytes", nbytes)
         if plan is not None and shape:
@@ -259,10 +272,9 @@ class PagedKVCache(NotCopied):
                     f"seq_len is {seq_len}, which says how many sequence slots there are: give no "
                     f"max_num_seqs with it, and at most max_seq_len, {one.max_seq_len}"
                 )
-            pages = rows.split.num_pages(rows.split.packed_len(seq_len))
-            max_num_seqs = (nbytes - one.bad_rows.nbytes) // (
-                rows.slot_bytes + pages * rows.page_bytes
-            )
+            pages = rows.split.num_pages(rows.split.packed_len(seq_len)) * rows.page_bytes
+            least = 0 if pages else rows.page_bytes  # there is one page, whoever needs it
+            max_num_seqs = (nbytes - one.bad_rows.nbytes - least) // (rows.slot_bytes + pages)
         left = nbytes - one.bad_rows.nbytes - max_num_seqs * rows.slot_bytes
         if not max_num_seqs or left < rows.page_bytes:
             raise ConfigError(
@@ -403,7 +415,8 @@ class PagedKVCache(NotCopied):
 
         Rows that have been packed stay packed, but for those that rollback_len keeps in 16 bit: a
         step that is taken back, as a whole or in part, leaves the sequence as if the tokens had
-        never come, of up to rollback_len tokens. Without a recent window this is so anyway. What is
+        never come, of up to rollback_len tokens. Without rollback_len this holds for a sequence's
+        last step of 2 to 16 tokens, without a recent window for any. What is
         kept is not swapped nor saved, nor found by allocate; a page that was copied because it was
         shared stays the sequence's own.
 

@@ -89,7 +89,7 @@ class LatentPagedKVCache(PagedKVCache):
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",
-        rollback_len: int = 0,
+        rollback_len: int | None = None,
         device: torch.device | str = "cpu",
         bases: Sequence[LayerBasis] | None = None,
     ) -> None:
