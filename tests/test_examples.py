@@ -1,4 +1,4 @@
-"""The examples run (20 s)."""
+"""The examples run (40 s)."""
 
 import re
 import runpy
