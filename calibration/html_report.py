@@ -32,9 +32,10 @@ FIGURES: Sequence[Figure] = (
     ),
     (
         "What each step brings",
-        "Error of int4 rows, weighted by what attention makes of it, after each step (at the end, "
-        "if it says so, that of the plan's own formats). A thin line is one KV head of one layer; "
-        "one that ends far above the others is a head to look at.",
+        "Error of int4 rows after each step, weighted by what attention makes of it. Where the "
+        "plan has other formats too, the last point (the plan) is the error of rows in these. A "
+        "thin line is one KV head of one layer; one that ends far above the others is a head to "
+        "look at.",
         figures.steps,
         "k.error.plain",
     ),
@@ -99,7 +100,7 @@ def render(plan: CachePlan, name: str) -> str:
             _tiles(plan),
             warnings(plan),
             [
-                Section("What to do next", steps=next_steps(plan, name)),
+                Section("What to do next", steps=next_steps(plan, name, on_page=True)),
                 *figures_of_plan,
                 Section("What was decided", tables=[_layer_table(plan)]),
                 Section(
@@ -119,10 +120,12 @@ def _tiles(plan: CachePlan) -> list[tuple[str, str, str]]:
         return []
     exact, given = measured["exact_perplexity"], measured["perplexity"]
     error = top1_error(measured, plan)
+    kl, _, kl_error = kl_text(measured).partition(" ± ")  # both in large type would wrap
+    kl_spread = f"± {kl_error}; " if kl_error else ""
     spread = f"± {100 * error:.2g}: " if error is not None else ""
     return [
         (f"{plan.bits:.2f}", "bits per element", f"{16 / plan.bits:.1f}x smaller"),
-        (kl_text(measured), "KL, nats per token", "0: the same predictions"),
+        (kl, "KL, nats per token", f"{kl_spread}0: equal predictions"),
         (percent(measured["top1"]), "top-1 agreement", f"{spread}same likeliest next token"),
         (f"{given:.2f}", "perplexity", f"{exact:.2f} in 16 bit"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,16 +28,22 @@ def render_plan(plan: CachePlan) -> str:
     the column of ± is its standard error.
     """
     facts = plan.facts
-    rows = [
-        _row(f"{one['format']}, {'this plan' if one['plan'] else 'plain'}", one["bits"], one)
+    shown = [
+        one
         for one in facts["comparison"]
         if not (one["plan"] and plan.formats == plan.with_formats(one["format"]).formats)
+    ]
+    rows = [
+        _row(f"{one['format']}{' + bases' if one['plan'] else ', plain'}", one["bits"], one)
+        for one in shown
     ]
     if facts["measured"]:
         exact = f"{facts['measured']['exact_perplexity']:.3f}"
         rows.insert(0, ["16 bit", "16.00", "1.00x", "-", "-", "-", "-", exact])
-        rows.append(_row("the plan", plan.bits, facts["measured"]))
+        rows.append(_row("this plan", plan.bits, facts["measured"]))
     table = [render_table(COLUMNS, rows), ""] if rows else []
+    if any(one["plan"] for one in shown):
+        table += ["+ bases: one format for all layers, rows transformed as in this plan", ""]
     alike: dict[str, list[int]] = {}
     for layer, entry in zip(plan.places, facts["layers"], strict=True):
         kept = f" ({entry['kept']})" if entry["kept"] else ""
@@ -135,10 +142,33 @@ def warnings(plan: CachePlan) -> list[str]:
                 which, what = f"channel {channel}", "latents have large constant offsets"
             found.append(
                 f"{what} (worst in layer {places[layer]}, {which}: mean "
-                f"{float(ratios.max()):.0f} times the typical deviation): always use this plan, "
-                "which subtracts them; without it most codes of a 4-bit row are lost on them"
+                f"{float(ratios.max()):.0f} times the typical deviation). A 4-bit row may lose "
+                f"most of its codes on them. This plan subtracts them. {_gain(plan)}"
             )
     return found
+
+
+def nearest_plain(plan: CachePlan) -> Mapping[str, Any] | None:
+    """The figures of the plain format of about as many bits as the plan; None if none was
+    measured."""
+    plain = [row for row in plan.facts["comparison"] if not row["plan"]]
+    return min(plain, key=lambda row: (abs(row["bits"] - plan.bits), row["bits"]), default=None)
+
+
+def _gain(plan: CachePlan) -> str:
+    """What the plan's transforms brought, as far as that was measured."""
+    measured, plain = plan.facts["measured"], nearest_plain(plan)
+    if measured is None or plain is None:
+        return (
+            "Whether that pays was not measured: give --text, which compares the plan with plain "
+            "rows"
+        )
+    least = plain["kl"] - 2 * math.hypot(plain.get("kl_error") or 0, measured.get("kl_error") or 0)
+    pays = "use it" if measured["kl"] < least else "the figures show no gain here"
+    return (
+        f"Measured: KL {measured['kl']:.2g} with it, {plain['kl']:.2g} in plain "
+        f"{plain['format']} rows ({pays})"
+    )
 
 
 def _row(name: str, bits: float, figures: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from kvquant.io.plan import CachePlan
 from kvquant.rows.codec import EXACT_CODECS
 from kvquant.text import count_text
 
-from .text_report import KL_LIMIT, KL_NOTICE
+from .text_report import KL_LIMIT, KL_NOTICE, nearest_plain
 
 MOST_BITS = 16.0  # of an element
 
@@ -59,17 +59,20 @@ def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
     return kind, mark, sentence, [text for text in further if text]
 
 
-def next_steps(plan: CachePlan, file: str) -> list[tuple[str, str]]:
+def next_steps(plan: CachePlan, file: str, *, on_page: bool = False) -> list[tuple[str, str]]:
     """What to do with a plan, and the line of Python or of the command that does it.
+
+    A command that makes another plan writes another file: this one stays.
 
     Args:
         plan: what calibration found.
         file: its name.
+        on_page: its reader sees the page of `kvquant report`, so no step makes it.
     """
     kind, measured = verdict(plan)[0], plan.facts["measured"]
     if file.startswith("-"):  # commands would take it for an option
         file = f"./{file}"
-    shell, again = shlex.quote(file), "kvquant calibrate MODEL --text FILE"
+    stem, again = file.removesuffix(".safetensors"), "kvquant calibrate MODEL --text FILE"
     steps = []
     max_kl, budget = plan.facts["limit"]["max_kl"], plan.facts["limit"]["budget"]
     # a limit alone, or a budget of all bits, has had what it wanted
@@ -78,16 +81,22 @@ def next_steps(plan: CachePlan, file: str) -> list[tuple[str, str]]:
         more = f"--budget {min(MOST_BITS, math.floor(max(plan.bits, budget or 0.0)) + 1):g}"
         if max_kl is not None:
             more += f" --max-kl {max_kl:g}"
-        steps.append(("allow more bits", f"{again} {more} -o {shell}"))
+        other = shlex.quote(f"{stem}-more-bits.safetensors")
+        steps.append(("allow more bits", f"{again} {more} -o {other}"))
     elif measured is None or _too_few(measured):
-        steps.append(("measure it", f"{again} -o {shell}"))
+        other = shlex.quote(f"{stem}-measured.safetensors")
+        steps.append(("make one that is measured", f"{again} -o {other}"))
     if kind != "bad":
         plan_of = f"plan=CachePlan.load({file!r})"
         if not (measured or {}).get("in_one_pass"):  # else no KVCache serves the model
-            steps.append(("use it", f"cache = model.new_cache(1, 4096, {plan_of})"))
-        steps.append(("in transformers' generate", f"cache = QuantizedCache(model, {plan_of})"))
-    page = shlex.quote(f"{file.removesuffix('.safetensors')}.html")
-    return [*steps, ("see it", f"kvquant report {shell} -o {page}")]
+            line = f"cache = model.new_cache(1, 4096, {plan_of})"
+            steps.append(("use it in your own loop (model is a CachedModel)", line))
+        line = f"cache = QuantizedCache(model, {plan_of})"
+        steps.append(("use it in generate (model is of transformers)", line))
+    if not on_page:
+        page = f"kvquant report {shlex.quote(file)} -o {shlex.quote(f'{stem}.html')}"
+        steps.append(("see it", page))
+    return steps
 
 
 def _too_few(measured: Mapping[str, Any]) -> str:
@@ -124,10 +133,9 @@ def _worst_layers(plan: CachePlan) -> str:
 
 def _without(plan: CachePlan) -> str:
     """What the plain format of about as many bits does."""
-    plain = [row for row in plan.facts["comparison"] if not row["plan"]]
-    if not plain:
+    row = nearest_plain(plan)
+    if row is None:
         return ""
-    row = min(plain, key=lambda row: (abs(row["bits"] - plan.bits), row["bits"]))
     return (
         f"Without a plan, {row['format']} in all layers ({row['bits']:.2f} bits): "
         f"{top1_text(row, plan)} of cases, KL {kl_text(row)}."

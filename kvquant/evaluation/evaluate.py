@@ -237,7 +237,7 @@ class _Run:
         self.costs += [self._cost(str(choice), choice) for choice in self.choices]
         self._check_memory()
         self.records = Records(self.state, self._settings() | self._inputs())
-        self.ends = generation.ends_of(self.model)
+        self.ends = self.model.end_tokens
 
     @property
     def _exact(self) -> Scheme:

@@ -115,12 +115,6 @@ def decode(
             logits = step(tokens)
 
 
-def ends_of(model: CachedModel) -> list[int]:
-    """The tokens that end a text, from the model's generation_config."""
-    ends = getattr(model.model.generation_config, "eos_token_id", None)
-    return [ends] if isinstance(ends, int) else list(ends or ())
-
-
 def ended(text: Sequence[int], ends: Sequence[int]) -> list[int]:
     """A text whose tokens after the first end token are replaced by that token.
 

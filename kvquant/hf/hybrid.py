@@ -62,7 +62,8 @@ class HybridModel(CachedModel):
     A KVCache holds the layers that it can. transformers keeps the others, in 16 bit or as states.
     All sequences of a batch must have the same length, and keep their order: these layers do not
     follow `reorder` and `select` of a cache. You can crop a cache to the end of the
-    prompt that prefill has read, and to no other length.
+    prompt that prefill has read, and to no other length. So a text that generate has ended before
+    others is filled up with its end token in the cache, too.
 
     Args:
         model, tokenizer, exact_format: as of CachedModel.
@@ -146,6 +147,9 @@ class HybridModel(CachedModel):
                 f"{target.seq_lens.tolist()}: give a cache of prefill, and one with its rows"
             )
         self._behind_prompts[target], self._now[target] = found, found.copied()
+
+    def _drop_behind(self, cache: KVCache, lens: torch.Tensor) -> None:
+        """Nothing: states cannot forget, and all texts must have one length."""
 
     def not_captured(self, cache: KVCache) -> str | None:
         """Why a step is no CUDA graph."""

@@ -16,6 +16,7 @@ from .. import debug
 from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
+from ..cache.layer import SPARE
 from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan, check_plan
 from ..rows.arguments import (
@@ -47,6 +48,7 @@ from .models.latent import check_latent_layers, hands_latents, heads_of
 from .models.loading import TensorPlan, load
 from .models.observe import Observer, observe, output_weights, shared_layers
 from .models.positions import positions_of
+from .sampling import Sampler
 from .switch import attending, plain_implementation
 
 if TYPE_CHECKING:
@@ -405,22 +407,67 @@ class CachedModel:
                 log.info("kvquant: steps come from Python: %s", error)
         return partial(self.step, cache)
 
-    def generate(self, cache: KVCache, logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Continue each sequence greedily, by stepper.
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a text, from the model's generation_config: none, one or several."""
+        ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        return [ends] if isinstance(ends, int) else list(ends or ())
+
+    def generate(
+        self,
+        cache: KVCache,
+        logits: torch.Tensor,
+        num_tokens: int,
+        *,
+        eos_token_id: int | Sequence[int] | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        on_tokens: Callable[[torch.Tensor], object] | None = None,
+    ) -> torch.Tensor:
+        """Continue each sequence up to an end token, by stepper: greedily, or with a temperature by
+        sampling.
+
+        A call that raises has added nothing, also where on_tokens raises. A text that ends before
+        others leaves no more in the cache than it has alone. (It takes part in the steps of the
+        others. What it appends is cropped, every rollback_len tokens.)
 
         Args:
             cache: the past of each sequence.
             logits: [batch, vocabulary] after its last token, as prefill or step has just returned
                 them. Whether they are those of this cache cannot be seen.
-            num_tokens: tokens to add, 1 or more.
+            num_tokens: the most tokens to add, 1 or more.
+            eos_token_id: the token that ends a text, or several; end_tokens when None. With () no
+                text ends before num_tokens, and on CUDA no step waits for the GPU.
+            temperature: see Sampler (sampling.py), as top_k, top_p and seed. A temperature that
+                the model's generation_config names is not taken.
+            top_k, top_p, seed: as there.
+            on_tokens: called with each column of the result, [batch] int64 on the CPU, once it is
+                chosen. The put of a TextStreamer of transformers will do for one sequence.
 
         Returns:
-            [batch, num_tokens], int64. The last one is not in the cache yet: step with it, or put
-            it before the tokens that prefill(..., append=True) reads.
+            [batch, at most num_tokens], int64: up to the longest text. Behind its end a shorter
+            text is filled with its end token. The last token of a text is not in the cache yet:
+            step with it, or put it before the tokens that prefill(..., append=True) reads.
 
         Raises:
-            ConfigError: a sequence of the cache is empty, so the logits are of another one.
-            Else as prefill; nothing is added then.
+            ConfigError: a sequence of the cache is empty, so the logits are of another one; or an
+                end token, an option of sampling or a callback that is not possible.
+            Else as prefill.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import CachedModel
+            >>> from kvquant.cli.demo import MODEL  # a folder with a model
+            >>> model = CachedModel.from_pretrained(MODEL)
+            >>> cache = model.new_cache(batch=1, max_seq_len=64)
+            >>> logits = model.prefill(cache, torch.tensor([model.encode("The city of Manila")]))
+            >>> shown = []
+            >>> options = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 1}
+            >>> ids = model.generate(cache, logits, 20, **options, on_tokens=shown.append)
+            >>> torch.equal(ids, torch.stack(shown, dim=1))
+            True
         """
         num_tokens = check_size("num_tokens", num_tokens, at_least=1)
         check_kind("cache", cache, KVCache, _GIVE_CACHE)
@@ -430,23 +477,69 @@ class CachedModel:
                 f"logits are {list(logits.shape)}: give [{cache.batch}, vocabulary], of prefill "
                 "or step"
             )
+        ends = self._ends(eos_token_id).to(logits.device)
+        if temperature is not None and seed is None and self._ranks > 1:
+            raise ConfigError(
+                f"this model is spread over {self._ranks} ranks (tp_plan), and without a seed each "
+                "would draw other tokens: give all of them the same seed"
+            )
+        choose = Sampler(cache.batch, temperature, top_k, top_p, seed)
+        if on_tokens is not None and not callable(on_tokens):
+            raise ConfigError(
+                f"on_tokens is of type {name_of_kind(on_tokens)}: give a function of a tensor"
+            )
         self._check_room(
             cache, torch.full((cache.batch,), num_tokens - 1, dtype=torch.int64, device="cpu")
         )
         cache.check()
-        held = cache.seq_lens.tolist()
-        if not all(held):
+        held = cache.seq_lens.cpu().long()
+        if not bool(held.all()):
             raise ConfigError(
-                f"the cache holds {held} tokens in its sequences, so the logits cannot be those "
-                "after them: let prefill read a text into each, and give what it returns"
+                f"the cache holds {held.tolist()} tokens in its sequences, so the logits cannot be "
+                "those after them: let prefill read a text into each, and give what it returns"
             )
-        tokens = [logits.argmax(-1)]
         step = self.stepper(cache, num_tokens - 1)
+        period = min(cache.rollback_len or SPARE, SPARE)  # steps that a crop takes back whole
+        columns: list[torch.Tensor] = []
+        is_over = torch.zeros(cache.batch, dtype=torch.bool, device=logits.device)
+        lens = held - 1  # of the cache, in the end
         with cache.attempt(num_tokens):
-            while len(tokens) < num_tokens:
-                tokens.append(step(tokens[-1]).argmax(-1))
+            while len(columns) < num_tokens:
+                logits = step(columns[-1]) if columns else logits
+                column = choose(logits)
+                columns.append(torch.where(is_over, columns[-1], column) if columns else column)
+                if on_tokens is not None:
+                    on_tokens(columns[-1].cpu())
+                if not len(ends):
+                    continue
+                lens += ~is_over.cpu()
+                is_over = torch.isin(columns[-1], ends)
+                if bool(is_over.all()):
+                    break
+                if len(columns) % period == 0:
+                    self._drop_behind(cache, lens)
+            if len(ends):
+                self._drop_behind(cache, lens)
             cache.check()
-        return torch.stack(tokens, dim=1)
+        return torch.stack(columns, dim=1)
+
+    def _ends(self, eos_token_id: int | Sequence[int] | None) -> torch.Tensor:
+        """[ends] int64, on the CPU: the tokens that end a text."""
+        if eos_token_id is None:
+            return torch.tensor(self.end_tokens, dtype=torch.int64, device="cpu")
+        ends = whole_numbers("eos_token_id", eos_token_id).reshape(-1)
+        wrong = [end for end in ends.tolist() if not 0 <= end < self._vocabulary]
+        if wrong:
+            raise ConfigError(
+                f"eos_token_id {wrong[0]} is not in the vocabulary of the model: ids are 0 to "
+                f"{self._vocabulary - 1}. Give () to let no token end a text"
+            )
+        return ends
+
+    def _drop_behind(self, cache: KVCache, lens: torch.Tensor) -> None:
+        """Crop the texts of a cache that have ended, to lens [batch]; the others are as long."""
+        if bool((cache.seq_lens.cpu() > lens).any()):
+            cache.crop(lens)
 
     def new_plain_cache(self) -> Any:
         """Make an empty DynamicCache, transformers' own, for plain."""

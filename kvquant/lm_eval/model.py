@@ -41,7 +41,7 @@ from ..calibration.fidelity import Planned, Scheme, options_of
 from ..errors import ConfigError, shown
 from ..evaluation.caches import parse_cache
 from ..evaluation.decoding import Caches, Reading, score
-from ..evaluation.generation import Sampling, decode, ends_of
+from ..evaluation.generation import Sampling, decode
 from ..hf.model import CachedModel
 from ..rehearsal import rehearse
 from ..rows.arguments import check_size
@@ -112,7 +112,7 @@ class KvquantLM(TemplateLM):
         self._options = options_of(self.choice, is_latent=latent)
         with rehearse(None):  # what is not possible is refused now
             model.new_cache(1, 1, device=torch.device("meta"), **self._options)
-        self._ends = {*ends_of(model), self.tokenizer.eos_token_id}
+        self._ends = {*model.end_tokens, self.tokenizer.eos_token_id}
         self._counts = dict.fromkeys(("requests", "beyond_window", "cut"), 0)
 
     @classmethod

@@ -34,13 +34,16 @@ from ..rows.quantize import check_dtype
 from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
 from .pool import SequenceId
-from .prefix_tree import Origin, invariant
+from .prefix_tree import Origin, invariant, whole_number
 from .state import PagedState, Step, for_each, listed, plain_id
 from .storage import PagedRows, nan_rows
 from .swap import Swapped, SwapSpace
 
+SEQ_SLOTS = 16  # 304 MiB of 16-bit rows with 32 layers of 8 KV heads of 128
+DRAFTS = 16  # tokens of a step that can be taken back, without rollback_len
+
 if TYPE_CHECKING:
-    from typing_extensions import TypedDict, Unpack
+    from typing_extensions import Self, TypedDict, Unpack
 
     class PlanOptions(TypedDict, total=False):
         """Options of PagedKVCache that a plan does not decide."""
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
         sink_len: int
         recent_len: int
         exact_format: str
-        rollback_len: int
+        rollback_len: int | None
         device: torch.device | str
         windows: Sequence[int | None] | None
 
@@ -77,7 +80,8 @@ class PagedKVCache(NotCopied):
         num_kv_heads: KV heads of each layer.
         head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
         num_pages: pages of packed tokens, in every layer.
-        max_num_seqs: sequences that may live at a time.
+        max_num_seqs: sequences that may live at a time. Each has room for sink_len + recent_len
+            tokens in 16 bit, in every layer, and so many sinks are kept to be found again.
         max_seq_len: tokens that a sequence may have.
         page_size: tokens of a page: 16, 32, 64 or 128.
         k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
@@ -86,7 +90,9 @@ class PagedKVCache(NotCopied):
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
         rollback_len: tokens that left the recent window last, whose 16-bit rows are kept, so that
-            truncate can take back as many new ones: give the most that a step drafts, 64 say.
+            truncate can take back as many new ones. When None these are those of a sequence's last
+            step if it had 2 to 16 tokens, as a step of drafted tokens has. With a number they are
+            kept in every step, which costs each step two copies; with 0 in none.
         device: where all tensors lie.
         bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
         windows: of each layer, how many tokens, the last ones, attention sees; None for all. Where
@@ -126,7 +132,7 @@ class PagedKVCache(NotCopied):
         head_dim: int,
         num_pages: int,
         *,
-        max_num_seqs: int = 64,
+        max_num_seqs: int = SEQ_SLOTS,
         max_seq_len: int = 32768,
         page_size: int = 64,
         k_format: Formats = "int4-g4",
@@ -134,7 +140,7 @@ class PagedKVCache(NotCopied):
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",
-        rollback_len: int = 0,
+        rollback_len: int | None = None,
         device: torch.device | str = "cpu",
         bases: Sequence[LayerBasis] | None = None,
         windows: Sequence[int | None] | None = None,
@@ -152,14 +158,16 @@ class PagedKVCache(NotCopied):
         self.sink_len = check_size("sink_len", sink_len)
         self.recent_len = check_size("recent_len", recent_len)
         split = Split.of(self.sink_len, self.recent_len, page_size, max_seq_len)
-        self.rollback_len = check_size("rollback_len", rollback_len)
-        if self.rollback_len > self.recent_len > 0:
+        self.rollback_len, most = rollback_len, min(DRAFTS, self.recent_len)
+        if rollback_len is not None:
+            self.rollback_len = most = check_size("rollback_len", rollback_len)
+        if most > self.recent_len > 0:
             raise ConfigError(
                 f"rollback_len {shown(rollback_len)} is over recent_len {self.recent_len}: tokens "
                 "of a longer step are packed when they come. Use a smaller one, or a larger "
                 "recent_len"
             )
-        kept = min(self.rollback_len, split.recent_len)  # without recent rows none are changed
+        kept = min(most, split.recent_len)  # without recent rows none are changed
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
         self.device = check_device(device)
         parse = partial(row_format, head_dim=head_dim)
@@ -179,7 +187,15 @@ class PagedKVCache(NotCopied):
         self.windows = list(check_windows(windows, num_layers))
         all_have = [window for window in self.windows if window is not None]
         largest = max(all_have) if len(all_have) == num_layers else None
-        self.state = PagedState(num_pages, max_num_seqs, max_seq_len, split, kept, largest)
+        self.state = PagedState(
+            num_pages,
+            max_num_seqs,
+            max_seq_len,
+            split,
+            kept,
+            largest,
+            drafts_only=rollback_len is None,
+        )
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.swap_space = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
         self._step: Step | None = None  # whose rows are being written
@@ -207,13 +223,77 @@ class PagedKVCache(NotCopied):
         k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
         return cls(*sizes, k_format=k_format, v_format=v_format, bases=bases, **options)
 
+    @classmethod
+    def for_memory(
+        cls,
+        nbytes: int,
+        *shape: int,
+        plan: Plan | None = None,
+        seq_len: int | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make an empty cache whose tensors take at most so many bytes.
+
+        Sequence slots come first: max_num_seqs of them, or with seq_len as many as there can be
+        sequences of that length. Pages get the rest. `token_capacity` tells how many tokens fit.
+
+        Args:
+            nbytes: bytes of all tensors, as cache.nbytes counts them. PagedBatch, the model and
+                attention's own buffers take more.
+            shape: num_layers, num_kv_heads and head_dim, as in PagedKVCache; num_layers in
+                LatentPagedKVCache; nothing with a plan.
+            plan: as in from_plan.
+            seq_len: tokens of a sequence that is read and written to its end; not with
+                max_num_seqs.
+            options: the others of PagedKVCache (or from_plan), but for num_pages.
+
+        Raises:
+            ConfigError: not even one page and the sequence slots fit, or an option is not possible.
+
+        Example:
+            >>> from kvquant import PagedKVCache
+            >>> paged = PagedKVCache.for_memory(2**26, 4, 8, 128, seq_len=2048)
+            >>> paged.num_free_seq_slots, paged.num_free_pages, paged.token_capacity
+            (5, 166, 11284)
+        """
+        nbytes = whole_number("nbytes", nbytes)
+        if plan is not None and shape:
+            raise ConfigError(f"a plan has a shape of its own: give it without {list(shape)}")
+        make: Callable[..., Any] = partial(cls, *shape)
+        if plan is not None:
+            make = partial(cls.from_plan, plan)
+        one = make(num_pages=1, **options | {"max_num_seqs": 1})
+        given, rows = options.get("max_num_seqs", SEQ_SLOTS), one.rows
+        max_num_seqs = check_size("max_num_seqs", given, at_least=1)
+        if seq_len is not None:
+            seq_len = check_size("seq_len", seq_len, at_least=1)
+            if "max_num_seqs" in options or seq_len > one.max_seq_len:
+                raise ConfigError(
+                    f"seq_len is {seq_len}, which says how many sequence slots there are: give no "
+                    f"max_num_seqs with it, and at most max_seq_len, {one.max_seq_len}"
+                )
+            pages = rows.split.num_pages(rows.split.packed_len(seq_len)) * rows.page_bytes
+            least = 0 if pages else rows.page_bytes  # there is one page, whoever needs it
+            max_num_seqs = (nbytes - one.bad_rows.nbytes - least) // (rows.slot_bytes + pages)
+        left = nbytes - one.bad_rows.nbytes - max_num_seqs * rows.slot_bytes
+        if not max_num_seqs or left < rows.page_bytes:
+            raise ConfigError(
+                f"{nbytes} bytes are too few: a page takes {rows.page_bytes}, and each of "
+                f"{max(max_num_seqs, 1)} sequence slots {rows.slot_bytes}. Give more, or a smaller "
+                "max_num_seqs, seq_len or recent_len"
+            )
+        layers = range(one.num_layers)
+        made: Self = one.like(layers, left // rows.page_bytes, max_num_seqs, one.device)
+        return made
+
     def __repr__(self) -> str:
         formats = dict.fromkeys(f"{rows.k_format} and {rows.v_format}" for rows in self.rows.layers)
         pool = self.state.pool
         return (
             f"PagedKVCache({self.num_layers} layers, {self.num_kv_heads} KV heads, "
             f"{', '.join(formats):.80}, {pool.num_pages} pages of {pool.page_size} tokens, "
-            f"{len(self.state.lengths)} sequence slots, {len(self.ids)} sequences, {self.device})"
+            f"{len(self.state.lengths)} sequence slots, room for {self.token_capacity} tokens, "
+            f"{len(self.ids)} sequences, {self.device})"
         )
 
     @property
@@ -258,6 +338,14 @@ class PagedKVCache(NotCopied):
         """Bytes of every tensor of the cache."""
         return self.rows.nbytes + self.bad_rows.nbytes
 
+    @property
+    def token_capacity(self) -> int:
+        """Tokens that there is room for, in as many sequences as there are sequence slots: those in
+        pages, and those in 16 bit. Pages that windows drop, and prefixes, let more in."""
+        pool, split = self.state.pool, self.state.split
+        of_slot = split.sink_len + split.recent_len
+        return pool.num_pages * pool.page_size + len(self.state.lengths) * of_slot
+
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence, swapped out or not."""
         self._drop_lost_step()
@@ -270,8 +358,13 @@ class PagedKVCache(NotCopied):
         """How many of the tokens allocate would find present."""
         return self.state.match_prefix(tokens)
 
-    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> int:
+    def allocate(
+        self, sequence_id: SequenceId, tokens: Sequence[int] = (), *, room: int | None = None
+    ) -> int:
         """Begin a sequence with the rows that are there for a prefix of its tokens, if any.
+
+        With room it is begun only if there are pages for so many tokens. They stay free until
+        extend takes them, so read the prompt before you ask for the next sequence, or ask for more.
 
         Whole pages are found, and with them the sinks; the recent window of the new sequence is
         empty and fills with its next tokens. The last of the tokens is never present, because its
@@ -280,18 +373,23 @@ class PagedKVCache(NotCopied):
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with.
+            room: tokens of the sequence for which there must be pages, those that are present
+                included: len(tokens) for the prompt, and more for what follows. Windows that drop
+                pages are not looked at. Nothing is asked when None.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
 
         Raises:
-            OutOfPagesError: no sequence slot is free.
-            ConfigError: the id is in use, or tokens are not whole numbers.
+            OutOfPagesError: no sequence slot is free, or there are fewer pages than room asks for.
+            ShapeError: room is over max_seq_len.
+            ConfigError: the id is in use, or tokens or room are not whole numbers.
         """
         sequence_id = self.checked_id(sequence_id)
+        room = 0 if room is None else check_size("room", room)
         with self.changing(sequence_id):
             with self.swap_space.hinting():
-                seq_slot, present, place = self.state.allocate(sequence_id, tokens)
+                seq_slot, present, place = self.state.allocate(sequence_id, tokens, room)
             with self.state.or_free([sequence_id]):
                 if place is not None:
                     self.rows.restore_sinks(place, seq_slot)
@@ -317,7 +415,8 @@ class PagedKVCache(NotCopied):
 
         Rows that have been packed stay packed, but for those that rollback_len keeps in 16 bit: a
         step that is taken back, as a whole or in part, leaves the sequence as if the tokens had
-        never come, of up to rollback_len tokens. Without a recent window this is so anyway. What is
+        never come, of up to rollback_len tokens. Without rollback_len this holds for a sequence's
+        last step of 2 to 16 tokens, without a recent window for any. What is
         kept is not swapped nor saved, nor found by allocate; a page that was copied because it was
         shared stays the sequence's own.
 

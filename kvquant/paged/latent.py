@@ -25,7 +25,7 @@ from ..rows.arguments import check_device, check_size
 from ..rows.basis import LayerBasis
 from ..rows.kind import LATENT
 from ..rows.latent import LatentFormat
-from .cache import PagedKVCache
+from .cache import SEQ_SLOTS, PagedKVCache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,13 +83,13 @@ class LatentPagedKVCache(PagedKVCache):
         fmt: LatentFormats = DEFAULT_FORMAT,
         latent_dim: int = 512,
         rope_dim: int = 64,
-        max_num_seqs: int = 64,
+        max_num_seqs: int = SEQ_SLOTS,
         max_seq_len: int = 32768,
         page_size: int = 64,
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",
-        rollback_len: int = 0,
+        rollback_len: int | None = None,
         device: torch.device | str = "cpu",
         bases: Sequence[LayerBasis] | None = None,
     ) -> None:
@@ -142,7 +142,8 @@ class LatentPagedKVCache(PagedKVCache):
             f"LatentPagedKVCache({self.num_layers} layers, {fmt.latent_dim} latents and "
             f"{fmt.rope_dim} RoPE elements in {names:.80}{' in bases' * bool(self.bases)}, "
             f"{pool.num_pages} pages of {pool.page_size} tokens, {len(self.state.lengths)} "
-            f"sequence slots, {len(self.ids)} sequences, {self.device})"
+            f"sequence slots, room for {self.token_capacity} tokens, {len(self.ids)} sequences, "
+            f"{self.device})"
         )
 
     @property

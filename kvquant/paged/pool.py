@@ -156,16 +156,25 @@ class PagePool:
         """How many tokens after the root are in pages of the tree: a multiple of page_size."""
         return len(self._tree.match(token_ids(tokens))) * self.page_size
 
-    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Prefix:
+    def allocate(
+        self, sequence_id: SequenceId, tokens: Sequence[int] = (), room: int = 0
+    ) -> Prefix:
         """Begin a sequence with the pages that hold a prefix of its tokens, if there are any.
 
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with, those of the root included.
+            room: tokens in pages for which there must be pages, those of the prefix included.
         """
         self._check_new(sequence_id)
         known = token_ids(tokens)
         pages = self._tree.match(known)
+        needed = -(-room // self.page_size) - len(pages)
+        cached = sum(page in self._cached for page in pages)  # which can no longer be taken then
+        if needed > self.num_free - cached:
+            has = f"{len(pages)} pages of its prefix are there, {cached} of these among those free"
+            needs = f"sequence {shown(sequence_id)} needs {needed} more pages ({has})"
+            raise self._out_of_pages(needs)
         root = self._tree.acquire(tuple(known[: self.root_len])) if pages else None
         for page in pages:
             self._cached.pop(page, None)

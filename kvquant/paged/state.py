@@ -95,6 +95,7 @@ class PagedState(NotCopied):
         max_seq_len: tokens that a sequence may have.
         split: how the tokens of a sequence are split.
         rollback_len: tokens of a sequence that were packed last, whose 16-bit rows are kept.
+        drafts_only: keep them in steps of 2 to rollback_len tokens of a sequence only.
         window: last tokens that any layer attends to; None if one attends to all. With a window
             pages before it are dropped, and no prefix is found: no tokens are kept as known.
 
@@ -115,9 +116,11 @@ class PagedState(NotCopied):
         split: Split,
         rollback_len: int = 0,
         window: int | None = None,
+        *,
+        drafts_only: bool = False,
     ) -> None:
         self.split, self.max_seq_len, self.rollback_len = split, max_seq_len, rollback_len
-        self.window = window
+        self.window, self.drafts_only = window, drafts_only
         self.pool = PagePool(
             num_pages, split.page_size, root_len=split.sink_len, num_roots=max_num_seqs
         )
@@ -159,11 +162,19 @@ class PagedState(NotCopied):
         packed = self.pool.match_prefix(token_ids(tokens)[:-1])
         return packed + self.split.sink_len if packed else 0
 
-    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Allocation:
-        """Begin a sequence with what is known of all but the last of its tokens."""
+    def allocate(
+        self, sequence_id: SequenceId, tokens: Sequence[int] = (), room: int = 0
+    ) -> Allocation:
+        """Begin a sequence with what is known of all but the last of its tokens, if there are pages
+        for so many tokens."""
         known = token_ids(tokens)[:-1]
         self._check_seq_slots([sequence_id])
-        packed, root = self.pool.allocate(sequence_id, known)
+        if room > self.max_seq_len:
+            raise ShapeError(
+                f"room for {room} tokens, max_seq_len is {self.max_seq_len}: ask for less, or make "
+                "a larger cache"
+            )
+        packed, root = self.pool.allocate(sequence_id, known, self.split.packed_len(room))
         present = packed + self.split.sink_len if packed else 0
         return Allocation(
             self._assign_slot(sequence_id, present, packed, known[:present]), present, root
@@ -358,7 +369,7 @@ class PagedState(NotCopied):
                 self.tables[seq_slots[place], at] = page
             self.lengths[seq_slots] += new
             self.packed_lens[seq_slots] = self.split.packed_lens(lengths + new, packed_lens)
-            leaving = self._let_leave(seq_slots, lengths, packed_lens)
+            leaving = self._let_leave(seq_slots, lengths, packed_lens, new)
             for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
                 self.pool.renew(ids[i])  # its sinks are its own, from here on at the least
             if known is not None and self.window is None:
@@ -370,18 +381,24 @@ class PagedState(NotCopied):
         copies = growth.copies
         return Step(tuple(ids), new, seq_slots, lengths, packed_lens, copies, slots, leaving)
 
-    def _let_leave(self, seq_slots: Ints, lengths: Ints, packed_lens: Ints) -> RingTokens:
+    def _let_leave(
+        self, seq_slots: Ints, lengths: Ints, packed_lens: Ints, new: Ints
+    ) -> RingTokens:
         """The tokens that leave the ring and whose 16-bit rows are to be kept, of a step.
 
         Args:
             seq_slots: of the sequences, whose packed_lens are those after the step.
             lengths, packed_lens: before it.
+            new: tokens that came in it.
         """
         nobody = np.zeros(0, np.int64)
         if not self.rollback_len:
             return RingTokens(nobody, nobody)
         ends, held = self.packed_lens[seq_slots], np.maximum(lengths - self.split.sink_len, 0)
         firsts = np.maximum(self.exact_firsts[seq_slots], ends - self.rollback_len)
+        if self.drafts_only:
+            keeps = (ends == packed_lens) | ((new > 1) & (new <= self.rollback_len))
+            firsts = np.where(keeps, firsts, ends)
         # new tokens that are packed at once never have 16-bit rows
         self.exact_firsts[seq_slots] = np.where(ends > held, ends, firsts)
         return RingTokens.between(seq_slots, np.maximum(firsts, packed_lens), ends.clip(max=held))

@@ -123,8 +123,21 @@ class PagedRows(NotCopied):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        sides = *self.pages, *self.exact, *self._sinks, *self._originals
-        return sum(stack.nbytes for stack in _stacks(sides))
+        return sum(stack.nbytes for stack in _stacks([*self.pages, *self._of_slots]))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, in all layers."""
+        return sum(stack[:, :1].nbytes for stack in _stacks(self.pages))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the 16-bit rows of a sequence slot, in all layers, and of its kept sinks."""
+        return sum(stack[:, :1].nbytes for stack in _stacks(self._of_slots))
+
+    @property
+    def _of_slots(self) -> list[RowStacks]:
+        return [*self.exact, *self._sinks, *self._originals]
 
     def segments(
         self,

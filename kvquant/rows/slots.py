@@ -167,6 +167,10 @@ class Split(NamedTuple):
         """Pages that so many packed tokens take."""
         return -(-packed_len // self.page_size)
 
+    def packed_len(self, length: int) -> int:
+        """Packed tokens of a sequence that has grown to this length in pages."""
+        return max(length - self.sink_len - self.recent_len, 0)
+
     def exact_rows(self, length: int, packed_len: int) -> Ints:
         """Where the exact tokens of a sequence stand in its sequence slot, in their order."""
         recent = np.arange(packed_len, max(length - self.sink_len, 0))

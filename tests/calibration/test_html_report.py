@@ -146,9 +146,8 @@ def test_eight_tokens_are_no_verdict() -> None:
         "Only 8 tokens of 2 passages were scored: 256 or more of 4 passages or more are needed "
         "(--windows, --scored, a longer text)."
     )
-    assert ("measure it", "kvquant calibrate MODEL --text FILE -o p.safetensors") in next_steps(
-        plan, "p.safetensors"
-    )
+    another = "kvquant calibrate MODEL --text FILE -o p-measured.safetensors"  # p stays
+    assert ("make one that is measured", another) in next_steps(plan, "p.safetensors")
     assert verdict(measured(plan, scored=256, passages=3))[0] == "notice"
     assert verdict(measured(plan, scored=255, passages=4))[0] == "notice"
     assert verdict(measured(plan, scored=256, passages=4))[:2] == ("good", "Fit for use.")
@@ -164,14 +163,19 @@ def test_a_verdict_allows_for_the_standard_error() -> None:
     sentence = verdict(plan)[2]
     assert "in 95.4 ± 0.4 % of cases (KL 0.0096 ± 0.0003 nats" in sentence
     assert "within the limit of 0.01 by less than two standard errors" in sentence
+    values = [(value, note) for value, _, note in htmlreport._tiles(plan)]
+    assert values[1] == ("0.0096", "± 0.0003; 0: equal predictions")  # in large type it would wrap
 
 
 def test_what_to_do_next_is_told() -> None:
     good, bad = example_plan(), example_plan(kl=2.3, max_kl=None)
     assert next_steps(good, "my plan.safetensors") == [
-        ("use it", "cache = model.new_cache(1, 4096, plan=CachePlan.load('my plan.safetensors'))"),
         (
-            "in transformers' generate",
+            "use it in your own loop (model is a CachedModel)",
+            "cache = model.new_cache(1, 4096, plan=CachePlan.load('my plan.safetensors'))",
+        ),
+        (
+            "use it in generate (model is of transformers)",
             "cache = QuantizedCache(model, plan=CachePlan.load('my plan.safetensors'))",
         ),
         ("see it", "kvquant report 'my plan.safetensors' -o 'my plan.html'"),
@@ -179,7 +183,8 @@ def test_what_to_do_next_is_told() -> None:
     assert [what for what, _ in next_steps(bad, "p.safetensors")] == ["allow more bits", "see it"]
     limit = {"max_kl": 0.01, "budget": 4.5, "met": False}
     (_, line), *_ = next_steps(changed(bad, limit=limit), "p.safetensors")
-    assert "--budget 10 --max-kl 0.01 -o p" in line
+    assert "--budget 10 --max-kl 0.01 -o p-more-bits.safetensors" in line
+    assert next_steps(good, "p.safetensors", on_page=True) == next_steps(good, "p.safetensors")[:-1]
     least = changed(bad, limit=limit | {"budget": None})  # it had all the bits that it wanted
     assert [what for what, _ in next_steps(least, "p.safetensors")] == ["see it"]
     (_, line), *_ = next_steps(changed(bad, limit=limit | {"budget": 12.0}), "p.safetensors")
@@ -188,10 +193,11 @@ def test_what_to_do_next_is_told() -> None:
     assert [what for what, _ in next_steps(all_bits, "p.safetensors")] == ["see it"]
     hybrid = measured(good, in_one_pass="layer 0 is 'conv'")
     assert [what for what, _ in next_steps(hybrid, "p.safetensors")] == [
-        "in transformers' generate",
+        "use it in generate (model is of transformers)",
         "see it",
     ]
-    assert next_steps(changed(good, measured=None), "p.safetensors")[0][0] == "measure it"
+    (what, line), *_ = next_steps(changed(good, measured=None), "a b.safetensors")
+    assert what == "make one that is measured" and line.endswith(" -o 'a b-measured.safetensors'")
     *_, (_, line) = next_steps(good, "-o.safetensors")  # no option
     assert line == "kvquant report ./-o.safetensors -o ./-o.html"
 

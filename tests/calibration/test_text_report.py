@@ -42,9 +42,10 @@ def test_a_plan_is_printed_beside_plain_formats_with_its_layers() -> None:
     assert [line.split("  ")[0] for line in lines[3:7]] == [
         "16 bit",
         "int4, plain",
-        "int4, this plan",
-        "the plan",
+        "int4 + bases",
+        "this plan",
     ]
+    assert "+ bases: one format for all layers, rows transformed as in this plan" in lines
     assert lines[3].split()[2:] == ["16.00", "1.00x", "-", "-", "-", "-", "15.025"]
     assert max(map(len, lines)) <= 80
     assert lines[-3:] == [
@@ -73,7 +74,7 @@ def test_steepness_stands_behind_the_layers() -> None:
 def test_a_plan_of_one_format_is_printed_once() -> None:
     side = {"format": "int4", "basis": "none", "rounding": "nearest"}
     text = render_plan(plan(layers=[{"k": side, "v": side, "kept": None}] * 3))
-    assert "int4, plain" in text and "the plan" in text and "int4, this plan" not in text
+    assert "int4, plain" in text and "this plan" in text and "+ bases" not in text
 
 
 def test_a_plan_is_represented_in_a_line() -> None:
@@ -110,7 +111,27 @@ def test_what_was_not_measured_or_is_kept_is_told() -> None:
 
 def test_keys_with_offsets_are_named() -> None:
     (warning,) = warnings(plan(offset=40))
-    assert "layer 1, KV head 1, channel 7: mean " in warning
+    assert "layer 1, KV head 1, channel 7: mean " in warning and "always" not in warning
+
+
+@pytest.mark.parametrize(
+    ("kl", "error", "words"),
+    [
+        (0.5, 0.01, "KL 0.0066 with it, 0.5 in plain int4 rows (use it)"),
+        (0.007, 0.001, "0.007 in plain int4 rows (the figures show no gain here)"),
+        (0.001, None, "0.001 in plain int4 rows (the figures show no gain here)"),
+        (None, None, "was not measured: give --text"),
+    ],
+)
+def test_what_a_plan_of_keys_with_offsets_brings_is_what_was_measured(
+    kl: float | None, error: float | None, words: str
+) -> None:
+    row = {"format": "int4", "plan": False} | ROW | {"kl": kl, "kl_error": error}
+    facts: dict[str, Any] = {"comparison": [], "measured": None}
+    if kl is not None:
+        facts = {"comparison": [row]}
+    warning = warnings(plan(offset=40, **facts))[-1]
+    assert "This plan subtracts them." in warning and words in warning
 
 
 @pytest.mark.parametrize(

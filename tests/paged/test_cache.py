@@ -99,8 +99,9 @@ def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
 def test_nbytes_counts_every_tensor() -> None:
     cache = make()
     tensors = {id(x): x for x in cache.rows.layers[0] if isinstance(x, torch.Tensor)}
-    sinks = 2 * 4 * HEADS * SINKS * 2 * DIM  # K and V, a place for each sequence slot
-    expected = LAYERS * (sum(x.nbytes for x in tensors.values()) + sinks)
+    # K and V of each sequence slot: its kept sinks, and what a drafted step lets leave its window
+    kept = 2 * 4 * HEADS * (SINKS + RECENT) * 2 * DIM
+    expected = LAYERS * (sum(x.nbytes for x in tensors.values()) + kept)
     assert cache.nbytes == expected + cache.bad_rows.nbytes
 
 
@@ -143,7 +144,7 @@ def test_tokens_that_a_step_does_not_tell_are_not_found() -> None:
 
 
 def test_forks_share_pages_until_they_write() -> None:
-    cache = make()
+    cache = make(rollback_len=0)
     batch = PagedBatch(cache, 4, 100)
     begin(batch, "a", 45)
     free, before = cache.num_free_pages, values(cache, "a")

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from paged_cases import DIM, HEADS, begin, extend, make, new_rows, same, values
+from paged_cases import DIM, HEADS, LAYERS, begin, extend, make, new_rows, same, values
 from paged_plans import PLANS, make_paged
 from slow_cases import mark_slow
 
@@ -33,22 +33,29 @@ KINDS: dict[str, Callable[..., Any]] = {
     "offset": lambda **options: make_paged(PLANS["offset"], **options),
     "feedback": lambda **options: make_paged(PLANS["hadamard clip feedback"], **options),
 }
-counts = st.integers(1, MOST)
 
 
-def both(kind: str, recent_len: int = RECENT, **options: Any) -> list[PagedBatch]:
-    """The batch that takes tokens back, and one that never sees them."""
+def both(
+    kind: str, recent_len: int = RECENT, most: int | None = MOST, **options: Any
+) -> list[PagedBatch]:
+    """The batch that takes tokens back, by rollback_len or of steps of several tokens (most is
+    None), and one that never sees them."""
     kept: dict[str, Any] = {"sink_len": 2, "recent_len": recent_len, **OPTIONS, **options}
-    made = KINDS[kind](**kept, rollback_len=MOST), KINDS[kind](**kept)
+    made = KINDS[kind](**kept, rollback_len=most), KINDS[kind](**kept, rollback_len=0)
     return [PagedBatch(cache, SEQ_SLOTS, SEQ_SLOTS * MAX) for cache in made]
 
 
 class Rollback(RuleBasedStateMachine):
     """Random steps of both; only one of them drafts."""
 
-    @initialize(kind=st.sampled_from(sorted(KINDS)), recent_len=st.sampled_from([0, RECENT]))
-    def start(self, kind: str, recent_len: int) -> None:
-        self.ours, self.theirs = self.batches = both(kind, recent_len)
+    @initialize(
+        kind=st.sampled_from(sorted(KINDS)),
+        recent_len=st.sampled_from([0, RECENT]),
+        most=st.sampled_from([MOST, None]),
+    )
+    def start(self, kind: str, recent_len: int, most: int | None) -> None:
+        self.ours, self.theirs = self.batches = both(kind, recent_len, most)
+        self.counts = st.integers(1 if most else 2, MOST)
         self.tokens: dict[str, list[int]] = {}
         self.next_name = self.next_token = 0
 
@@ -82,11 +89,11 @@ class Rollback(RuleBasedStateMachine):
     def draft(self, data: st.DataObject, one_by_one: bool) -> None:
         """New tokens of several sequences, of which some are kept."""
         names = [name for name in self.names(data) if len(self.tokens[name]) + MOST <= MAX]
-        drafted = [data.draw(counts) for _ in names]
+        drafted = [data.draw(self.counts) for _ in names]
         kept = [data.draw(st.integers(0, count)) for count in drafted]
         chosen = [self.new_tokens(count) for count in drafted]
         rows = [new_rows(count) for count in drafted]
-        if one_by_one:
+        if one_by_one and self.ours.cache.rollback_len:
             for name, tokens, new in zip(names, chosen, rows, strict=True):
                 for i, token in enumerate(tokens):
                     extend(self.ours, [name], 1, [token], new[:, i : i + 1])
@@ -106,7 +113,7 @@ class Rollback(RuleBasedStateMachine):
     def fail(self, data: st.DataObject, layers: int) -> None:
         """A step that raises when some of its rows are written."""
         names = [name for name in self.names(data) if len(self.tokens[name]) + MOST <= MAX]
-        drafted = [data.draw(counts) for _ in names]
+        drafted = [data.draw(self.counts) for _ in names]
         with pytest.raises(ZeroDivisionError), self.ours.extend(names, drafted):
             for layer in range(layers):
                 self.ours.append(layer, *new_rows(sum(drafted)))
@@ -237,6 +244,27 @@ def test_what_is_kept_has_a_price_and_a_limit() -> None:
     state = batch.cache.state
     assert state.packed_lens[state.seq_slot("a")] == 10
     batch.cache.check_invariants()
+
+
+def test_a_cache_that_is_not_asked_keeps_rows_of_drafted_steps_only() -> None:
+    """A step of one token, or of more than 16, copies nothing; one between is taken back whole."""
+    for count, keeps in ((1, False), (2, True), (16, True), (17, False), (0, False)):
+        ours, theirs = both("plain", recent_len=20, most=None)
+        for batch in (ours, theirs):
+            torch.manual_seed(0)
+            begin(batch, "a", 40)
+            extend(batch, ["a"])
+        state = ours.cache.state
+        assert state.exact_firsts[0] == state.packed_lens[0] == 41 - 22
+        with ours.extend(["a"], count):
+            for layer in range(LAYERS):
+                ours.append(layer, *new_rows(count))
+        assert ours._step is not None
+        assert len(ours._step.leaving.indices) == (count if keeps else 0)
+        ours.cache.truncate("a", 41)
+        alike = same(values(ours.cache, "a"), values(theirs.cache, "a"))
+        assert alike == (keeps or not count)
+        ours.cache.check_invariants()
 
 
 @pytest.mark.gpu

@@ -145,6 +145,7 @@ class PagedMachine(RuleBasedStateMachine):
             v_format=FORMATS[1],
             sink_len=self.sinks,
             recent_len=self.recent,
+            rollback_len=0,
             device=self.device,
             bases=[basis] * LAYERS if in_basis else None,
         )

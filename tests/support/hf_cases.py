@@ -107,10 +107,11 @@ SIZES: dict[str, Any] = {
 
 
 def tiny(kind: str, **changes: Any) -> CachedModel:
-    """A random model with logits of size 1 or so."""
+    """A random model with logits of size 1 or so; no token ends its texts."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**(SHAPE | changes))
     model = transformers.AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = None
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1:

@@ -1,0 +1,158 @@
+"""How large a paged cache is, and which sequences it takes in (3 s)."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from example_plan import example_plan
+from latent_plans import latent_plan
+from paged_cases import PAGE, RECENT, SINKS, begin, extend, make
+
+from kvquant import LatentPagedKVCache, PagedBatch, PagedKVCache
+from kvquant.errors import ConfigError, OutOfPagesError, ShapeError
+
+SHAPE = 2, 2, 64
+SMALL: dict[str, Any] = {"page_size": PAGE, "sink_len": SINKS, "recent_len": RECENT}
+SMALL |= {"max_seq_len": 400}
+CASES: dict[str, tuple[type[PagedKVCache], tuple[int, ...], dict[str, Any]]] = {
+    "heads": (PagedKVCache, SHAPE, {"k_format": "int8", "rollback_len": 4}),
+    "windows": (PagedKVCache, SHAPE, {"windows": [32, None]}),
+    "plan": (PagedKVCache, (), {"plan": example_plan()}),
+    "latents": (LatentPagedKVCache, (2,), {"fmt": "int8-g4", "exact_format": "fp16"}),
+    "latent plan": (LatentPagedKVCache, (), {"plan": latent_plan()}),
+}
+
+
+@pytest.mark.parametrize("slots", [{"max_num_seqs": 3}, {"seq_len": 200}, {}])
+@pytest.mark.parametrize("case", CASES)
+def test_a_cache_takes_the_memory_that_it_is_given(case: str, slots: dict[str, Any]) -> None:
+    kind, shape, options = CASES[case]
+    nbytes = 2_000_000
+    cache = kind.for_memory(nbytes, *shape, **SMALL, **options, **slots)
+    assert type(cache) is kind
+    assert nbytes - cache.rows.page_bytes < cache.nbytes <= nbytes
+    most = cache.num_free_seq_slots
+    assert most == slots.get("max_num_seqs", most if "seq_len" in slots else 16)
+    room = cache.state.pool.num_pages * PAGE + most * (SINKS + RECENT)
+    assert cache.token_capacity == room and f"room for {room} tokens" in repr(cache)
+
+
+def test_as_many_sequences_fit_as_there_are_slots() -> None:
+    """Each of the length that was asked for, to its end, and not one more."""
+    cache = PagedKVCache.for_memory(400_000, *SHAPE, **SMALL, seq_len=150)
+    batch, count = PagedBatch(cache, 1, 150), cache.num_free_seq_slots
+    assert count > 3
+    for name in range(count):
+        begin(batch, name, 150)
+    assert cache.num_free_pages * cache.rows.page_bytes < 150 * cache.rows.page_bytes / PAGE
+    assert cache.state.split.packed_len(150) == cache.state.packed_lens.max()
+
+
+@pytest.mark.parametrize("seq_len", [1, SINKS + RECENT, SINKS + RECENT + 1, 400])
+def test_short_sequences_take_no_pages(seq_len: int) -> None:
+    cache = PagedKVCache.for_memory(300_000, *SHAPE, **SMALL, seq_len=seq_len)
+    taken = -(-(seq_len - SINKS - RECENT) // PAGE) if seq_len > SINKS + RECENT else 0
+    assert taken * cache.num_free_seq_slots <= cache.num_free_pages
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"nbytes": 1000}, r"1000 bytes are too few: a page takes \d+, and each of 16 sequence"),
+        ({"nbytes": -1}, "-1 bytes are too few"),
+        ({"nbytes": 1.5}, r"nbytes 1.5 is not possible"),
+        ({"nbytes": 1000, "seq_len": 10}, "each of 1 sequence slots"),
+        ({"seq_len": 10, "max_num_seqs": 2}, "give no max_num_seqs with it"),
+        ({"seq_len": 401}, "at most max_seq_len, 400"),
+        ({"seq_len": 0}, "seq_len 0 is not possible"),
+        ({"max_num_seqs": 0}, "max_num_seqs 0 is not possible"),
+    ],
+)
+def test_sizes_that_are_not_possible_are_refused(options: dict[str, Any], message: str) -> None:
+    given = {"nbytes": 1_000_000} | options
+    with pytest.raises(ConfigError, match=message):
+        PagedKVCache.for_memory(given.pop("nbytes"), *SHAPE, **SMALL, **given)
+
+
+def test_a_plan_has_its_shape() -> None:
+    with pytest.raises(ConfigError, match=r"shape of its own: give it without \[2, 2, 64\]"):
+        PagedKVCache.for_memory(1_000_000, *SHAPE, plan=example_plan(), **SMALL)
+    with pytest.raises(ConfigError, match="k_format"):
+        PagedKVCache.for_memory(1_000_000, plan=example_plan(), k_format="int8", **SMALL)
+
+
+# Admission
+
+
+def test_a_sequence_is_begun_if_there_are_pages_for_it() -> None:
+    cache = make(num_pages=6)
+    batch = PagedBatch(cache, 1, 100)
+    with pytest.raises(ShapeError, match="room for 101 tokens, max_seq_len is 100"):
+        cache.allocate("a", room=101)
+    with pytest.raises(ConfigError, match="room -1 is not possible"):
+        cache.allocate("a", room=-1)
+    assert cache.ids == [] and cache.num_free_seq_slots == 4
+    assert cache.allocate("a", room=60) == 0
+    extend(batch, ["a"], 60)  # 52 packed tokens in 4 pages
+    message = "sequence 'b' needs 3 more pages (0 pages of its prefix are there, 0 of these among"
+    with pytest.raises(OutOfPagesError, match=re.escape(message)):
+        cache.allocate("b", room=41)
+    assert cache.ids == ["a"] and cache.num_free_pages == 2
+    assert cache.allocate("b", room=40) == 0
+    assert cache.can_append(["b"], 40) and not cache.can_append(["b"], 41)
+
+
+def test_a_prefix_that_nobody_has_any_more_is_not_counted_twice() -> None:
+    """Its pages are free for others, but not once the sequence itself has them."""
+    cache, tokens = make(num_pages=6), list(range(60))
+    batch = PagedBatch(cache, 1, 100)
+    begin(batch, "a", 60, tokens)
+    cache.free("a")
+    assert cache.num_free_pages == 6 and cache.num_free_seq_slots == 4
+    present = cache.match_prefix(tokens)
+    assert present == SINKS + 3 * PAGE
+    assert cache.allocate("b", tokens, room=100) == present  # 3 + 3 pages
+    assert cache.can_append(["b"], 100 - present)
+    cache.free("b")
+    begin(batch, "other", 20)  # one page
+    assert cache.num_free_pages == 5
+    with pytest.raises(OutOfPagesError, match="3 pages of its prefix are there, 3 of these among"):
+        cache.allocate("b", tokens, room=5 * PAGE + SINKS + RECENT + 1)
+    assert cache.match_prefix(tokens) == present and cache.ids == ["other"]
+    assert cache.allocate("b", tokens, room=5 * PAGE + SINKS + RECENT) == present
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_begun_finds_its_pages_and_what_is_not_does_not(seed: int) -> None:
+    chosen = random.Random(seed)
+    torch.manual_seed(seed)
+    cache = make(num_pages=10)
+    batch = PagedBatch(cache, 1, 100)
+    texts = [[chosen.randrange(3) for _ in range(SINKS)] + list(range(90)) for _ in range(4)]
+    for number in range(40):
+        text = chosen.choice(texts)[: chosen.randrange(1, 90)]
+        room = chosen.randrange(len(text), 101)
+        free, found = cache.num_free_pages, cache.match_prefix(text)
+        if not cache.num_free_seq_slots:
+            cache.free(chosen.choice(cache.ids))
+            continue
+        try:
+            present = cache.allocate(number, text, room=room)
+        except OutOfPagesError:
+            assert (cache.num_free_pages, cache.match_prefix(text)) == (free, found)
+            assert number not in cache.ids
+            assert cache.allocate(number, text) == found
+            assert not cache.can_append([number], room - found)
+            cache.free(number)
+            for name in cache.ids[: chosen.randrange(4)]:
+                cache.free(name)
+        else:
+            assert present == found and cache.can_append([number], room - present)
+            if chosen.random() < 0.8:
+                extend(batch, [number], len(text) - present, text[present:])
+        cache.check_invariants()
