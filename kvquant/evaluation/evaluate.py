@@ -25,7 +25,7 @@ from kvquant.version import __version__
 from . import divergence, generation
 from .caches import parse_cache
 from .decoding import Choice, Reading, ask_all, check_simulated
-from .generation import Sampling
+from .generation import WAYS, Sampling
 from .models import notes
 from .prompts import Prompt, Writer
 from .records import Records
@@ -522,26 +522,25 @@ class _Run:
             windows = self._windows(count, length).tolist()
             each = [Example(tokens) for tokens in windows]
             groups = [[each[at] for at in batch] for batch in self._batches(count)]
-        ways = {"greedy": Sampling(), "sampled": Sampling(self.task.temperature, self.sizes.seed)}
+        parts, first = [], 0
+        for place, group in enumerate(groups):
+            sampled = Sampling(self.task.temperature, self.sizes.seed, first)
+            first += len(group)
+
+            def measure(group: Any = group, sampled: Sampling = sampled) -> Any:
+                tokens = torch.tensor([one.tokens for one in group], device="cpu")
+                count, ways = self.sizes.new_tokens, (Sampling(), sampled)
+                return generation.free_run(
+                    self.model, tokens, count, self.choices, self.reading, ways
+                )
+
+            parts.append(self.records.get(f"generation {length} {place}", measure))
         found: dict[str, Any] = {}
-        for way, sampling in ways.items():
-            texts: list[list[list[int]]] = [[] for _ in self.costs]
-            first = 0
-            for place, group in enumerate(groups):
-                sampling = replace(sampling, first=first)
-                first += len(group)
-
-                def measure(group: Any = group, sampling: Sampling = sampling) -> Any:
-                    tokens = torch.tensor([one.tokens for one in group], device="cpu")
-                    count, model = self.sizes.new_tokens, self.model
-                    return generation.free_run(
-                        model, tokens, count, self.choices, self.reading, sampling
-                    )
-
-                parts = self.records.get(f"{way} {length} {place}", measure)
-                for whole, part in zip(texts, parts, strict=True):
-                    whole += part
-            texts = [[generation.ended(one, self.ends) for one in each] for each in texts]
+        for at, way in enumerate(WAYS):
+            texts = [
+                [generation.ended(one, self.ends) for part in parts for one in part[cache][at]]
+                for cache in range(len(self.costs))
+            ]
             exact, *others = texts
             prompts = [one for group in groups for one in group]
             asked = len(self.examples) or self.sizes.prompts

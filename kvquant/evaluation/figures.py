@@ -8,7 +8,8 @@ from typing import Any
 
 from kvquant.html.figure import BLUE, INK, ORANGE, figure, log_axis
 
-from .report import POINTS, WAYS, place_of
+from .generation import WAYS
+from .report import POINTS, place_of
 
 COLOURS = BLUE, ORANGE, "#2f9e62", "#9b6bd3", "#d1495b", "#1f9aa8", "#a8763e", "#d16ba5"
 MARKERS = "osD^vPX"

@@ -8,9 +8,10 @@ from typing import Any
 
 from kvquant.text import Column, count_text, paragraph, render_table
 
+from .generation import WAYS
+
 ENOUGH = 3.0  # the limit must be so many times the standard error
 POINTS = 100.0  # of accuracy: a share of 1
-WAYS = "greedy", "sampled"
 
 
 @dataclass(frozen=True)
