@@ -310,10 +310,25 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_limit_needs_answers() -> None:
-    arguments = ["evaluate", str(MODEL), "--cache", "int8", "--tasks", "kl", "--max-drop", "1"]
+@pytest.mark.parametrize(
+    ("tasks", "option", "message"),
+    [
+        ("kl", ("--max-drop", "1"), "--max-drop needs the task retrieval"),
+        ("generation", ("--max-drop", "1"), "--max-drop needs the task retrieval"),
+        ("generation", ("--pattern", "x"), "--pattern needs answers to compare"),
+        ("kl", ("--retrieval", "keys"), "--retrieval needs the task retrieval"),
+    ],
+)
+def test_options_that_need_answers_or_a_task(
+    tasks: str, option: tuple[str, str], message: str, tmp_path: Path
+) -> None:
+    arguments = ["evaluate", str(MODEL), "--cache", "int8", "--tasks", tasks, *option]
+    if tasks == "generation":  # prompts that have no answer are no help
+        path = tmp_path / "prompts.jsonl"
+        path.write_text('{"prompt": "The city of"}\n')
+        arguments += ["--prompts", str(path)]
     done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 2 and "--max-drop needs the task retrieval" in done.output
+    assert done.exit_code == 2 and message in done.output
 
 
 @pytest.mark.parametrize(
