@@ -40,7 +40,7 @@ HELD_OUT = Path(__file__).with_name("held_out.txt")
 MARGIN = 64  # positions behind a context that are kept free for a question and its answer
 LENGTH = 4096  # tokens of a context, where the model has positions for them
 READING = Reading()
-Progress = Callable[[str, int], None]  # of the part that is done: its task, and how many there are
+Progress = Callable[[str, int], None]  # of a finished part's task, and how many parts there are
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,11 @@ def evaluate(
 
         "settings": of the run. "caches": what each cache costs, the 16-bit cache first; "bits" of
         an element in a full cache with its 16-bit tokens, "packed_bits" without them, and more.
-        "cache_bytes": of the two caches that exist at a time. "notes": sentences on layers that no
-        cache holds, if the model has any. "kl", "generation", "retrieval": results by the length of
-        the context, in lists of the quantized caches. "seconds": how long each task took with each
-        cache; that of the 16-bit cache includes reading the prompts.
+        "cache_bytes": of the 16-bit cache and the largest other one, which exist together.
+        "notes": sentences on layers that no cache holds, if the model has any. "kl", "generation",
+        "retrieval": results by the length of the context, in lists of the quantized caches.
+        "seconds": how long each task took with each cache; that of the 16-bit cache includes
+        reading the prompts.
 
     Raises:
         ConfigError: a cache, size or text that cannot be evaluated, raised before work begins.
@@ -233,6 +234,7 @@ class _Run:
         self.tokens = self._encoded() if needs_text else []
         self._check_text()
         self.written = {length: self._written(length) for length in self.lengths}
+        self._check_questions()
         self.costs = [self._cost("16 bit", self._exact)]
         self.costs += [self._cost(str(choice), choice) for choice in self.choices]
         self._check_memory()
@@ -345,6 +347,20 @@ class _Run:
             for name in self.task.retrieval
         }
 
+    def _check_questions(self) -> None:
+        """Raise unless the model has positions for the questions: tokens may be single letters."""
+        most = self.model.max_positions
+        for length, tasks in self.written.items():
+            for name, prompts in tasks.items():
+                asked = [one for each in prompts for one in each.asked]
+                longest = max(len(one.question) + len(one.answer) for one in asked)
+                if most is not None and length + longest > most:
+                    raise ConfigError(
+                        f"contexts of {length} tokens and a question of {longest} ({name}) are "
+                        f"beyond the {most} positions of the model: give a --length of "
+                        f"{most - longest} or less"
+                    )
+
     def _cost(self, name: str, choice: Choice) -> dict[str, Any]:
         """What a cache costs, by one on no device."""
         capacity = max(self.lengths) + self._behind
@@ -415,7 +431,7 @@ class _Run:
         }
 
     def _inputs(self) -> dict[str, Any]:
-        """What else a run that goes on must have in common: prompts, plans, weights, device."""
+        """What else must be the same for a run to continue: prompts, plans, weights, device."""
         plans = [one.plan for one in self.choices if isinstance(one, Planned)]
         tensors = [x.double().sum().item() for plan in plans for x in plan.tensors.values()]
         weights = [x.flatten()[:64].double().sum().item() for x in self.model.model.parameters()]

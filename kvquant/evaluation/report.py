@@ -54,10 +54,10 @@ def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
     for length, tasks in found.get("retrieval", {}).items():
         least = min(one["least_distance"] for one in tasks.values())
         head = (
-            f"Right answers in contexts of {int(length):,} tokens, in %, and below the first row "
-            "the change in points ± its standard error. Between an answer and the end of its "
-            f"context are {least} tokens or more, so it stands at least {least - window} before "
-            "what any cache keeps in 16 bit:"
+            f"Right answers in contexts of {int(length):,} tokens: the first row in %, the others "
+            f"as change in points ± its standard error. Each answer ends {least} tokens or more "
+            f"before the end of its context, and {least - window} or more before the last tokens "
+            "that a cache keeps in 16 bit:"
         )
         title = f"contexts of {int(length):,} tokens"
         yield Shown("retrieval", title, head, *_accuracy(names, [*tasks.items()]))

@@ -261,6 +261,18 @@ def test_bad_input_is_refused_before_work_begins(
     assert not calls
 
 
+def test_a_question_beyond_the_positions_is_refused(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a tokenizer of single letters, whose questions are longer than MARGIN."""
+    calls = counted(model, monkeypatch)
+    monkeypatch.setattr("kvquant.evaluation.evaluate.MARGIN", 1)
+    task = Task(kinds=("retrieval",), retrieval=("keys",))
+    with pytest.raises(ConfigError, match=r"a question of \d+ \(keys\) are beyond the 4096 pos"):
+        evaluate(model, ["int8"], task=task, sizes=Sizes((4095,), prompts=1))
+    assert not calls
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
