@@ -10,6 +10,7 @@ measured and the date:
     h200-peers                              tests/benchmarks/peers.py
     h200-step                               tests/benchmarks/bench_model.py
     zen4-decode                             kvquant bench --device cpu
+    vllm, vllm-32                           tests/benchmarks/bench_vllm.py, with --layers 32
     fidelity                                tests/benchmarks/fidelity.py
     recall, code                            tests/benchmarks/bench_recall.py, bench_code.py
 
@@ -92,7 +93,7 @@ def shown() -> dict[str, list[str]]:
         "kvquant/hf/README.md": [steps_about(), steps()],
         "kvquant/hf/decode_step.svg": step_labels(),
         "kvquant/lmcache/README.md": [room()],
-        "kvquant/vllm/README.md": [room()],
+        "kvquant/vllm/README.md": [room(), *served()],
     }
 
 
@@ -406,6 +407,74 @@ def latent_peers() -> str:
     return table(["us", *titles], rows)
 
 
+SERVED = {
+    "kvquant": "kvquant `int4-g4`",
+    "flash": "FLASH_ATTN (FlashAttention 3), bf16",
+    "flash-fp8": "FLASH_ATTN, fp8",
+    "triton": "TRITON_ATTN, bf16",
+}
+
+
+def served() -> list[str]:
+    """Engines of vLLM with equal batch, in equal memory and under load, once there are figures."""
+    found = []
+    for name in ("vllm", "vllm-32"):
+        if (RESULTS / f"{name}.json").exists():
+            figures = read(name)
+            found += [engines_about(figures), throughput(figures), *under_load(figures)]
+    return found
+
+
+def engines_about(figures: Figures) -> str:
+    """Where, when and with what engines were measured."""
+    machine, settings = figures["machine"], figures["settings"]
+    return (
+        f"one {machine['gpu']}, {day(machine)}, vLLM {machine['vllm']}, torch {release(machine)}, "
+        f"{settings['layers']} layers of a Llama 3 8B with random weights, "
+        f"{settings['context']:,} tokens in each sequence"
+    )
+
+
+def spread(runs: Sequence[Figures], key: str) -> str:
+    """The median of some runs, and the least and the most."""
+    values = [run[key] for run in runs]
+    middle, few = statistics.median(values), len(values) == 1
+    digits = 0 if middle >= 100 else 1
+    ends = "" if few else f" ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    return f"{middle:,.{digits}f}{ends}"
+
+
+def throughput(figures: Figures) -> str:
+    """Tokens a second of decoding sequences, and of prompts."""
+    rows = []
+    for name, title in SERVED.items():
+        one = figures["engines"].get(name, {})
+        if "decode" in one:
+            more = one.get("memory", one["decode"])
+            cells = [spread(one["decode"], key) for key in ("tokens_per_s", "prompt_tokens_per_s")]
+            rows.append([title, *cells, str(more[0]["batch"]), spread(more, "tokens_per_s")])
+    batch = figures["settings"]["batch"]
+    titles = ["engine", f"{batch} sequences: tokens/s", "prompts: tokens/s"]
+    return table([*titles, "sequences in equal memory", "tokens/s"], rows)
+
+
+def under_load(figures: Figures) -> list[str]:
+    """Waiting times at shares of the rate that saturates FLASH_ATTN in bf16."""
+    rows = []
+    for name, title in SERVED.items():
+        runs = figures["engines"].get(name, {}).get("load", [])
+        for share in dict.fromkeys(run["share"] for run in runs):
+            same = [run for run in runs if run["share"] == share]
+            keys = ["first_token_ms_p50", "first_token_ms_p99", "between_ms_p50", "between_ms_p99"]
+            cells = [spread(same, key) for key in (*keys, "tokens_per_s")]
+            rows.append([title, f"{100 * share:.0f} %", *cells])
+    if not rows:
+        return []
+    titles = ["engine", "load", "first token, ms: p50", "p99", "between tokens, ms: p50", "p99"]
+    rate = f"{figures['saturating_rate']:.1f} requests a second"
+    return [rate, table([*titles, "tokens/s"], rows)]
+
+
 README_CACHES = {
     "int8": "plain `int8`",
     "int4-g4": "plain `int4-g4`",
@@ -527,14 +596,16 @@ README_LOST = (
 
 
 def lost() -> str:
-    """Points of right answers that caches cost a model which finds facts."""
-    (one,) = of_models(read_runs(RESULTS / "recall.json"))
-    points = one.lost(PICTURED)
-    rows = [
-        [name, f"{one.bits[name]:.2f}", *(f"{max(each, 0):.1f}" for each in points[name])]
-        for name in README_LOST
-    ]
-    return table(["cache", "bits per element, without window", "points lost: mean", "worst"], rows)
+    """Points of right answers that caches cost two models which find facts."""
+    models = [of_models(read_runs(RESULTS / f"{name}.json"))[0] for name in ("recall", "code")]
+    points = [one.lost(PICTURED) for one in models]
+    rows = []
+    for name in README_LOST:
+        cells = [f"{max(each, 0):.1f}" for found in points for each in found[name]]
+        rows.append([name, f"{models[0].bits[name]:.2f}", *cells])
+    sizes = (f"{one.runs[0]['model']['parameters'] / 1e6:.1f} M" for one in models)
+    titles = [f"{size}: {what}" for size in sizes for what in ("mean", "worst")]
+    return table(["cache", "bits per element, without window", *titles], rows)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,8 @@ tensor-parallel ranks (3 minutes)."""
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +13,8 @@ import pytest
 import torch
 from example_plan import example_plan
 from transformers import AutoConfig, LlamaConfig
-from vllm_engines import MODEL, MOST_MOVE, ROOT, SAME_ROWS, SIZES, engine, generate, random_model
+from vllm_engines import MOST_MOVE, ROOT, SAME_ROWS, SIZES, engine, generate, random_model
+from vllm_server import PATIENCE, process, server
 from vllm_texts import Text, check_alike
 
 from kvquant import CachePlan
@@ -30,7 +23,6 @@ from kvquant.io.model_id import model_identity
 pytestmark = pytest.mark.filterwarnings("default")
 ROWS = {"kvquant": {"k_format": "int4-g4"}}
 PROMPTS = ["The city of Manila was founded", "The river is one of the longest in"]
-PATIENCE = 600  # seconds to start, and to stop, on slow cores that others use too
 GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -54,57 +46,6 @@ if __name__ == "__main__":
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> None:
     """Not here: vLLM reads what it has not written, and throws it away."""
-
-
-@contextmanager
-def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run vLLM, with its output in a file; none of its processes is left."""
-    env = {
-        **os.environ,
-        "TMPDIR": str(log.parent),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # kvquant and tests/support
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of functions, to processes of the same engine
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    with log.open("w") as file:
-        started = subprocess.Popen(
-            command, stdout=file, stderr=file, env=env, cwd=ROOT, start_new_session=True
-        )
-        try:
-            yield started
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
-
-
-@contextmanager
-def server(*options: str, log: Path) -> Iterator[str]:
-    """Run vLLM's server, and stop it as Ctrl-C does; the address of its API.
-
-    `vllm serve` runs this module. That command asks for the version of a package "vllm", though,
-    and this one is "vllm-cpu".
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo", *options]
-    address = f"http://127.0.0.1:{port}"
-    with process(command, log) as running:
-        last = time.monotonic() + PATIENCE
-        while True:
-            assert running.poll() is None and time.monotonic() < last, log.read_text()[-3000:]
-            with suppress(OSError):
-                urllib.request.urlopen(f"{address}/health", timeout=10)
-                break
-            time.sleep(1)
-        yield address
-        running.send_signal(signal.SIGINT)
-        code = running.wait(timeout=PATIENCE)
-        assert code in (0, -signal.SIGINT), log.read_text()[-3000:]
 
 
 def test_the_server_streams_to_two_clients_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,228 @@
+"""An engine of vLLM in a process of its own, and what bench_vllm.py measures of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Figures = dict[str, Any]
+LIKELIEST = 20  # tokens whose log-probabilities answers have
+WATCHED = 200  # steps that are timed while all sequences decode
+BEFORE, BEHIND = 10, 256  # steps that are not: the first ones, and room until a sequence ends
+ROOM = BEFORE + WATCHED + BEHIND  # tokens that a sequence gets at most while it is measured
+NAMES = itertools.count()  # of requests
+STEADY = 0.2, 0.8  # of the requests that finish: rates are taken between the two
+
+
+class EngineProcess:
+    """An engine that starts at once, and answers one question after another.
+
+    Args:
+        options: of vLLM's engine.
+        log: the file that gets what vLLM prints.
+    """
+
+    def __init__(self, options: Figures, log: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.log, (self.pipe, theirs) = log, spawn.Pipe()
+        self.process = spawn.Process(target=_run, args=(theirs, options, log))
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> Any:
+        """The next answer; the first is how long the start took, and how many tokens have room.
+
+        Raises:
+            RuntimeError: the engine failed; with the end of its log.
+        """
+        try:
+            failure, found = self.pipe.recv()
+        except EOFError:
+            failure, found = "the process ended", None
+        if failure:
+            raise RuntimeError(f"{failure}\n{self.log.read_text(errors='replace')[-3000:]}")
+        return found
+
+    def ask(self, measure: str, **given: Any) -> Any:
+        """What a function of MEASURES returns in that process."""
+        self.pipe.send((measure, given))
+        return self.answer()
+
+    def close(self) -> None:
+        """End the engine."""
+        self.pipe.close()
+        self.process.join(30)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join()
+
+
+def _run(pipe: Any, options: Figures, log: Path) -> None:
+    with log.open("a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    asyncio.run(_serve(pipe, options))
+
+
+async def _serve(pipe: Any, options: Figures) -> None:
+    engine = None
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        begun = time.perf_counter()
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+        cache = engine.vllm_config.cache_config
+        tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        pipe.send((None, {"start_s": time.perf_counter() - begun, "tokens": tokens}))
+        while True:
+            measure, given = await asyncio.to_thread(pipe.recv)
+            pipe.send((None, await MEASURES[measure](engine, **given)))
+    except EOFError:
+        pass  # it was closed
+    except BaseException as error:
+        pipe.send(("".join(traceback.format_exception(error)), None))
+    finally:
+        if engine is not None:
+            engine.shutdown()
+
+
+async def generate(engine: Any, ids: Sequence[int], tokens: int, **options: Any) -> Any:
+    """The outputs of a prompt, one after another, in DELTA or whatever options say."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    usual = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    usual |= {"max_tokens": tokens, "output_kind": RequestOutputKind.DELTA}
+    given, name = {"prompt_token_ids": list(ids)}, str(next(NAMES))
+    async for output in engine.generate(given, SamplingParams(**usual | options), name):
+        yield output.outputs[0]
+
+
+async def finish(engine: Any, ids: Sequence[int], tokens: int, **options: Any) -> Any:
+    """The whole output of a prompt."""
+    from vllm.sampling_params import RequestOutputKind
+
+    last = None
+    async for output in generate(
+        engine, ids, tokens, output_kind=RequestOutputKind.FINAL_ONLY, **options
+    ):
+        last = output
+    return last
+
+
+async def answers(
+    engine: Any, prompts: Sequence[Sequence[int]], tokens: int
+) -> list[tuple[list[int], list[dict[int, float]]]]:
+    """Greedy texts: their tokens, and of each step the likeliest ones' log-probabilities."""
+    done = await asyncio.gather(
+        *(finish(engine, ids, tokens, logprobs=LIKELIEST) for ids in prompts)
+    )
+    return [
+        (
+            list(one.token_ids),
+            [{token: x.logprob for token, x in step.items()} for step in one.logprobs],
+        )
+        for one in done
+    ]
+
+
+async def decode(engine: Any, batch: int, context: int, seed: int) -> Figures:
+    """Rates of prompts of random tokens, and of steps when they are there and all decode."""
+    random = np.random.default_rng(seed)
+    prompts = random.integers(10, 250, (batch, context)).tolist()
+    await engine.reset_prefix_cache()
+    begun = time.perf_counter()
+    await asyncio.gather(*(finish(engine, ids, 1) for ids in prompts))
+    taken = time.perf_counter() - begun
+    # now they are in the prefix cache
+    begun = time.perf_counter()
+    await asyncio.gather(*(finish(engine, ids, 1) for ids in prompts))
+    until_all_run = 1.2 * (time.perf_counter() - begun)
+    others = [asyncio.create_task(finish(engine, ids, ROOM)) for ids in prompts[:-1]]
+    await asyncio.sleep(until_all_run)
+    count, times = 0, [0.0]
+    async for output in generate(engine, prompts[-1], BEFORE + WATCHED + 1):
+        count += len(output.token_ids)
+        times += [time.perf_counter()] * len(output.token_ids)
+    ended = sum(task.done() for task in others)
+    await asyncio.gather(*others)
+    seconds = times[BEFORE + WATCHED] - times[BEFORE]
+    return {
+        "batch": batch,
+        "prompt_tokens_per_s": batch * context / taken,
+        "tokens_per_s": batch * WATCHED / seconds,
+        "step_ms": 1e3 * seconds / WATCHED,
+        "ended_too_early": ended,
+    }
+
+
+async def load(
+    engine: Any,
+    rate: float | None,
+    count: int,
+    prompts: tuple[int, int],
+    outputs: tuple[int, int],
+    seed: int,
+) -> Figures:
+    """Requests that arrive at random, so many a second in the mean, or all at once.
+
+    Args:
+        engine: of vLLM.
+        rate: requests a second, arrivals of a Poisson process; None for all at once.
+        count: of requests.
+        prompts: the shortest and the longest; the logarithm of a length is uniform.
+        outputs: the same, where lengths are uniform.
+        seed: of arrivals, lengths and tokens.
+    """
+    random = np.random.default_rng(seed)
+    arrivals = np.cumsum(random.exponential(1 / rate, count)) if rate else np.zeros(count)
+    lengths = np.exp(random.uniform(np.log(prompts[0]), np.log(prompts[1]), count)).astype(int)
+    wanted = random.integers(outputs[0], outputs[1] + 1, count)
+    texts = [random.integers(10, 250, length).tolist() for length in lengths]
+    await engine.reset_prefix_cache()
+    begun = time.perf_counter()
+
+    async def ask(i: int) -> list[float]:
+        """When each token came."""
+        await asyncio.sleep(max(begun + arrivals[i] - time.perf_counter(), 0))
+        came: list[float] = []
+        async for output in generate(engine, texts[i], int(wanted[i])):
+            came += [time.perf_counter() - begun] * len(output.token_ids)
+        return came
+
+    came = await asyncio.gather(*map(ask, range(count)))
+    ends = sorted(one[-1] for one in came)
+    first, last = (ends[int(share * (count - 1))] for share in STEADY)
+    tokens = sum(first < at <= last for one in came for at in one)
+    waits = [one[0] - arrival for one, arrival in zip(came, arrivals, strict=True)]
+    gaps = [after - before for one in came for before, after in itertools.pairwise(one)]
+    return {
+        "rate": rate,
+        "requests": count,
+        "seconds": ends[-1],
+        "requests_per_s": sum(first < end <= last for end in ends) / (last - first),
+        "tokens_per_s": tokens / (last - first),
+        **{f"first_token_ms_{name}": value for name, value in _quantiles(waits).items()},
+        **{f"between_ms_{name}": value for name, value in _quantiles(gaps).items()},
+    }
+
+
+def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    return {
+        "p50": 1e3 * statistics.median(seconds),
+        "p99": 1e3 * float(np.quantile(seconds, 0.99)),
+    }
+
+
+MEASURES: dict[str, Callable[..., Any]] = {"answers": answers, "decode": decode, "load": load}
