@@ -15,6 +15,9 @@ are documents that come again after other ones. The rest is source code. FOLDER 
                                               first --held package, and of the others
     tokens.npy, training.pt                   for --start: all tokens, weights and the optimizer
 
+Recall is learned sooner beside source code than from sheets alone. So the other kinds of models of
+train_recall.py (--kind) are trained here, too, such as `--kind sinks --width 512 --layers 4`.
+
 A context is a test only where the model gets something from it: the last lines printed are the
 held-out loss of the first and of the last 1,024 tokens, and how many tokens of answers the model
 predicts in each task.
@@ -37,22 +40,24 @@ from bench_recall import ASKED
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from train_recall import (
     CHUNK,
+    KINDS,
     TOKENS,
     WEIGHTS,
     Sheets,
     batches,
-    config_of,
+    made_model,
     optimizer_of,
     train,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from train_recall import prepare as prepare_model
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvquant.errors import ConfigError
 from kvquant.evaluation.retrieval import TASKS
 
 SITE = Path(torch.__file__).parents[1]
 HELD = ("sklearn", "scipy")
-END = "<|end|>"  # behind each document
+END = "<|endoftext|>"  # behind each document; Qwen2's tokenizers add it where it is not there
 VOCABULARY = 16384
 SAMPLE = 2500  # files that the tokenizer is made from
 SIZES = range(1000, 300000)  # letters of a file
@@ -60,6 +65,7 @@ KEPT = 1_200_000  # letters of test.txt and valid.txt, each
 SHEETS, COPIES = 0.15, 0.1  # shares of rows
 ANSWER = 4.0  # what a token of an answer counts in the loss; one of source code counts 1
 EDGE, PASSAGES = 1024, 8  # of the held-out loss: tokens, and how many passages
+THETA = 500000.0  # of RoPE
 CHECKED = 1 << 20  # a seed of sheets that are not trained on
 
 
@@ -253,6 +259,7 @@ def main() -> None:
     begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", choices=KINDS, default="plain", help="as of train_recall.py")
     parser.add_argument("--start", action="store_true", help="go on from what FOLDER has")
     parser.add_argument("--seconds", type=float, default=510.0, help="until weights are saved")
     parser.add_argument("--length", type=int, action="append", help="in turn, of equal time")
@@ -275,12 +282,8 @@ def main() -> None:
         prepare(folder, given.packages, tuple(given.held or HELD), given.vocabulary)
         told(begin, "the sources are read")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    config = config_of("plain", tokenizer, given.width // 2, given.layers, max(lengths))
-    config.hidden_size, config.intermediate_size = given.width, 11 * given.width // 4
-    config.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
-    model.set_attn_implementation("causal")
-    print(f"{sum(one.numel() for one in model.parameters()) / 1e6:.0f} million parameters")
+    model = made_model(given.kind, tokenizer, given.width, given.layers, max(lengths), theta=THETA)
+    prepare_model(model, device)
     optimizer = optimizer_of(model, (0.9, 0.95), 0.1)
     if given.start:
         state = torch.load(folder / "training.pt", map_location=device, weights_only=True)

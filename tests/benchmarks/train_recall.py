@@ -42,6 +42,7 @@ from transformers import (
     LlamaConfig,
     Qwen2Config,
 )
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from kvquant.errors import ConfigError
 from kvquant.evaluation.evaluate import HELD_OUT
@@ -173,9 +174,15 @@ def _row(
     return (row + ending[-1:] * missing)[:length], (mask + [0.0] * missing)[:length]
 
 
-def config_of(kind: str, tokenizer: Any, width: int, layers: int, length: int) -> Any:
-    """A decoder with a head of 128 for each 64 of width, 4 query heads on a KV head."""
-    heads = max(4, width // 64)
+def config_of(
+    kind: str, tokenizer: Any, width: int, layers: int, length: int, *, theta: float = 10000.0
+) -> Any:
+    """A decoder with a head of 128 for each 128 of width, 4 query heads or more on a KV head.
+
+    Narrow ones have a head for each 64 of width.
+    """
+    heads = max(4, width // (64 if width < 1024 else 128))
+    rope = {"rope_type": "default", "rope_theta": theta}
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": width,
@@ -189,6 +196,7 @@ def config_of(kind: str, tokenizer: Any, width: int, layers: int, length: int) -
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": None,
+        "rope_parameters": rope,
     }
     if kind == "plain":
         return LlamaConfig(**sizes)
@@ -197,9 +205,7 @@ def config_of(kind: str, tokenizer: Any, width: int, layers: int, length: int) -
     if kind == "sinks":
         sizes |= {"num_local_experts": 1, "num_experts_per_tok": 1}
         sizes |= {"layer_types": ["full_attention"] * layers}
-        return GptOssConfig(
-            **sizes, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
-        )
+        return GptOssConfig(**sizes)
     if kind == "latent":
         sizes |= {"num_key_value_heads": heads, "first_k_dense_replace": layers}
         del sizes["head_dim"]
@@ -208,11 +214,12 @@ def config_of(kind: str, tokenizer: Any, width: int, layers: int, length: int) -
     raise ValueError(f"{kind!r} is no kind of model: there are {', '.join(KINDS)}")
 
 
-def made_model(kind: str, tokenizer: Any, width: int, layers: int, length: int) -> Any:
+def made_model(
+    kind: str, tokenizer: Any, width: int, layers: int, length: int, *, theta: float = 10000.0
+) -> Any:
     """A random model of a kind."""
-    model: Any = AutoModelForCausalLM.from_config(
-        config_of(kind, tokenizer, width, layers, length), dtype=torch.float32
-    )
+    config = config_of(kind, tokenizer, width, layers, length, theta=theta)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for layer in model.model.layers:
             if kind == "biased":
@@ -221,6 +228,27 @@ def made_model(kind: str, tokenizer: Any, width: int, layers: int, length: int) 
             if kind == "sinks":
                 layer.self_attn.sinks.normal_(mean=1.0)
     return model
+
+
+def prepare(model: Any, device: str) -> Any:
+    """The same model, to be trained on a device."""
+    for module in model.modules():
+        if isinstance(module, GptOssExperts):
+            module.forward = partial(only_expert, module)  # type: ignore[method-assign]
+    model.to(device).train()
+    model.set_attn_implementation("causal")
+    print(f"{sum(one.numel() for one in model.parameters()) / 1e6:.1f} million parameters")
+    return model
+
+
+def only_expert(experts: GptOssExperts, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+    """What GptOssExperts computes with one expert, whose weight is 1.
+
+    The original gathers the tokens of each expert, and the host waits for the GPU in each layer.
+    """
+    both = hidden @ experts.gate_up_proj[0] + experts.gate_up_proj_bias[0]
+    gated: torch.Tensor = experts._apply_gate(both)
+    return gated @ experts.down_proj[0] + experts.down_proj_bias[0]
 
 
 def outliers(head_dim: int) -> torch.Tensor:
@@ -395,9 +423,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(given.start, dtype=torch.float32)
         model.config.max_position_embeddings = 2 * given.length
         warm = 0.0
-    model.to(device).train()
-    model.set_attn_implementation("causal")
-    print(f"{sum(one.numel() for one in model.parameters()) / 1e6:.1f} million parameters")
+    prepare(model, device)
     data = torch.utils.data.DataLoader(
         Sheets(
             tokenizer,
