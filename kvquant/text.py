@@ -71,10 +71,7 @@ def render_table(
         Lines without colours, control sequences or trailing spaces.
     """
     width = width or terminal_width()
-    sizes = [
-        max(cell_len(line) for text in (column.title, *cells) for line in text.split("\n"))
-        for column, *cells in zip(columns, *rows, strict=True)
-    ]
+    sizes = _sizes(columns, rows)
     tables = [
         _draw([columns[i] for i in chosen], [[row[i] for i in chosen] for row in rows], width)
         for chosen in _side_by_side(columns, sizes, width)
@@ -125,6 +122,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def _sizes(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
+    """How wide each column is where no words are broken."""
+    return [
+        max(cell_len(line) for text in (column.title, *cells) for line in text.split("\n"))
+        for column, *cells in zip(columns, *rows, strict=True)
+    ]
+
+
 def _side_by_side(columns: Sequence[Column], sizes: Sequence[int], width: int) -> list[list[int]]:
     """The columns of each of the tables that stand below each other: all in one where they fit."""
     parts: dict[int, list[int]] = {}
@@ -144,16 +149,14 @@ def _side_by_side(columns: Sequence[Column], sizes: Sequence[int], width: int) -
 
 def _draw(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> str:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
-    for column, *cells in zip(columns, *rows, strict=True):
+    for column, size in zip(columns, _sizes(columns, rows), strict=True):
         table.add_column(
             Text(column.title),
             justify="left" if column.left else "right",
             vertical="bottom",
             no_wrap=not column.left,
             overflow="fold",
-            min_width=min(WORD, max(map(cell_len, (column.title, *cells))))
-            if column.left
-            else None,
+            min_width=min(WORD, size) if column.left else size,
         )
     for row in rows:
         table.add_row(*map(Text, row))

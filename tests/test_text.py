@@ -54,6 +54,13 @@ def test_words_are_broken_and_numbers_are_not(width: int) -> None:
         assert max(map(len, text.splitlines())) <= 35
 
 
+def test_no_part_of_a_number_with_its_error_is_lost() -> None:
+    columns = [Column("name", left=True), *(Column(f"task {at}", part=at) for at in range(1, 9))]
+    for parts in (columns, [Column(one.title, one.left) for one in columns]):
+        text = render_table(parts, [["int8 and more", *["+0.0 ± 11.2"] * 8]], 40)
+        assert text.count("+0.0 ± 11.2") == 8 and "int8 and" in text and "task 8" in text
+
+
 def test_cells_are_text_and_no_markup() -> None:
     cell = "[red]x[/red] [bold :smile: 漢字 [/]"
     text = render_table(COLUMNS[:2], [[cell, "1"]], 80)

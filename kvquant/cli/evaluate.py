@@ -51,7 +51,8 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     "lengths",
     type=COUNT,
     multiple=True,
-    help="Tokens of a context; 4096 by default. Repeat it for more lengths.",
+    help="Tokens of a context; by default 4096, or fewer if the model has fewer positions. "
+    "Repeat it for more lengths.",
 )
 @click.option(
     "--text", type=FILE, help="Held-out text for kl and generation; a packaged one by default."
@@ -176,12 +177,13 @@ def evaluate(
     task, reading = Task(**options), Reading(chunk, prompts_from_rows)
     reader = load_decoder(model, dtype=getattr(torch, dtype), device=device)
     given = [] if examples is None else _examples(examples, reader, chat)
-    if (
-        max_drop is not None
-        and "retrieval" not in task.kinds
-        and not any(one.answer is not None for one in given)
-    ):
+    answered = any(one.answer is not None for one in given)
+    if max_drop is not None and "retrieval" not in task.kinds and not answered:
         raise ConfigError("--max-drop needs the task retrieval, or prompts with answers")
+    if retrieval is not None and "retrieval" not in task.kinds:
+        raise ConfigError("--retrieval needs the task retrieval: name it in --tasks")
+    if pattern is not None and not answered:
+        raise ConfigError('--pattern needs answers to compare: give --prompts with "answer"')
     with progress(100, "Evaluating") as update:
         found = run(
             reader,

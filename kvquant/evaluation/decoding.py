@@ -220,7 +220,7 @@ def score(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Decode given tokens behind prompts, one by one; each round begins behind the prompts alone.
 
-    In the end the last cache of make holds the prompts alone again, if cropping can undo the round.
+    After the last round its cache holds the prompts alone again, if cropping can undo the round.
 
     Args:
         model: decodes.

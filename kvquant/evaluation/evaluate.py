@@ -25,7 +25,7 @@ from kvquant.version import __version__
 from . import divergence, generation
 from .caches import parse_cache
 from .decoding import Choice, Reading, ask_all, check_simulated
-from .generation import Sampling
+from .generation import WAYS, Sampling
 from .models import notes
 from .prompts import Prompt, Writer
 from .records import Records
@@ -40,7 +40,7 @@ HELD_OUT = Path(__file__).with_name("held_out.txt")
 MARGIN = 64  # positions behind a context that are kept free for a question and its answer
 LENGTH = 4096  # tokens of a context, where the model has positions for them
 READING = Reading()
-Progress = Callable[[str, int], None]  # of the part that is done: its task, and how many there are
+Progress = Callable[[str, int], None]  # of a finished part's task, and how many parts there are
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,11 @@ def evaluate(
 
         "settings": of the run. "caches": what each cache costs, the 16-bit cache first; "bits" of
         an element in a full cache with its 16-bit tokens, "packed_bits" without them, and more.
-        "cache_bytes": of the two caches that exist at a time. "notes": sentences on layers that no
-        cache holds, if the model has any. "kl", "generation", "retrieval": results by the length of
-        the context, in lists of the quantized caches. "seconds": how long each task took with each
-        cache; that of the 16-bit cache includes reading the prompts.
+        "cache_bytes": of the 16-bit cache and the largest other one, which exist together.
+        "notes": sentences on layers that no cache holds, if the model has any. "kl", "generation",
+        "retrieval": results by the length of the context, in lists of the quantized caches.
+        "seconds": how long each task took with each cache; that of the 16-bit cache includes
+        reading the prompts.
 
     Raises:
         ConfigError: a cache, size or text that cannot be evaluated, raised before work begins.
@@ -233,6 +234,7 @@ class _Run:
         self.tokens = self._encoded() if needs_text else []
         self._check_text()
         self.written = {length: self._written(length) for length in self.lengths}
+        self._check_questions()
         self.costs = [self._cost("16 bit", self._exact)]
         self.costs += [self._cost(str(choice), choice) for choice in self.choices]
         self._check_memory()
@@ -345,6 +347,20 @@ class _Run:
             for name in self.task.retrieval
         }
 
+    def _check_questions(self) -> None:
+        """Raise unless the model has positions for the questions: tokens may be single letters."""
+        most = self.model.max_positions
+        for length, tasks in self.written.items():
+            for name, prompts in tasks.items():
+                asked = [one for each in prompts for one in each.asked]
+                longest = max(len(one.question) + len(one.answer) for one in asked)
+                if most is not None and length + longest > most:
+                    raise ConfigError(
+                        f"contexts of {length} tokens and a question of {longest} ({name}) are "
+                        f"beyond the {most} positions of the model: give a --length of "
+                        f"{most - longest} or less"
+                    )
+
     def _cost(self, name: str, choice: Choice) -> dict[str, Any]:
         """What a cache costs, by one on no device."""
         capacity = max(self.lengths) + self._behind
@@ -415,7 +431,7 @@ class _Run:
         }
 
     def _inputs(self) -> dict[str, Any]:
-        """What else a run that goes on must have in common: prompts, plans, weights, device."""
+        """What else must be the same for a run to continue: prompts, plans, weights, device."""
         plans = [one.plan for one in self.choices if isinstance(one, Planned)]
         tensors = [x.double().sum().item() for plan in plans for x in plan.tensors.values()]
         weights = [x.flatten()[:64].double().sum().item() for x in self.model.model.parameters()]
@@ -522,26 +538,25 @@ class _Run:
             windows = self._windows(count, length).tolist()
             each = [Example(tokens) for tokens in windows]
             groups = [[each[at] for at in batch] for batch in self._batches(count)]
-        ways = {"greedy": Sampling(), "sampled": Sampling(self.task.temperature, self.sizes.seed)}
+        parts, first = [], 0
+        for place, group in enumerate(groups):
+            sampled = Sampling(self.task.temperature, self.sizes.seed, first)
+            first += len(group)
+
+            def measure(group: Any = group, sampled: Sampling = sampled) -> Any:
+                tokens = torch.tensor([one.tokens for one in group], device="cpu")
+                count, ways = self.sizes.new_tokens, (Sampling(), sampled)
+                return generation.free_run(
+                    self.model, tokens, count, self.choices, self.reading, ways
+                )
+
+            parts.append(self.records.get(f"generation {length} {place}", measure))
         found: dict[str, Any] = {}
-        for way, sampling in ways.items():
-            texts: list[list[list[int]]] = [[] for _ in self.costs]
-            first = 0
-            for place, group in enumerate(groups):
-                sampling = replace(sampling, first=first)
-                first += len(group)
-
-                def measure(group: Any = group, sampling: Sampling = sampling) -> Any:
-                    tokens = torch.tensor([one.tokens for one in group], device="cpu")
-                    count, model = self.sizes.new_tokens, self.model
-                    return generation.free_run(
-                        model, tokens, count, self.choices, self.reading, sampling
-                    )
-
-                parts = self.records.get(f"{way} {length} {place}", measure)
-                for whole, part in zip(texts, parts, strict=True):
-                    whole += part
-            texts = [[generation.ended(one, self.ends) for one in each] for each in texts]
+        for at, way in enumerate(WAYS):
+            texts = [
+                [generation.ended(one, self.ends) for part in parts for one in part[cache][at]]
+                for cache in range(len(self.costs))
+            ]
             exact, *others = texts
             prompts = [one for group in groups for one in group]
             asked = len(self.examples) or self.sizes.prompts

@@ -8,13 +8,13 @@ from typing import Any
 
 from kvquant.html.figure import BLUE, INK, ORANGE, figure, log_axis
 
-from .report import POINTS, WAYS, place_of
+from .generation import WAYS
+from .report import NO_TEST, POINTS, place_of
 
 COLOURS = BLUE, ORANGE, "#2f9e62", "#9b6bd3", "#d1495b", "#1f9aa8", "#a8763e", "#d16ba5"
 MARKERS = "osD^vPX"
 COLUMNS = 4  # panels beside each other on a wide page; half as many on a narrow one
 LEAST_KL = 1e-7  # on a log axis; rounding may give 0 or less
-NO_TEST = "not a test of the cache"
 
 
 def _panels(count: int, narrow: bool) -> tuple[int, int]:
@@ -81,7 +81,7 @@ def accuracy(sheet: Any, found: Mapping[str, Any], narrow: bool) -> None:
         if any(cell["fails"] for cell in cells):
             failed = [x for x, cell in enumerate(cells) if cell["fails"]]
             middle = (failed[0] + failed[-1]) / 2
-            axes.text(middle, 52, NO_TEST.replace(" of ", "\nof "), ha="center", fontsize=8)
+            axes.text(middle, 52, f"{NO_TEST}\nof the cache", ha="center", fontsize=8)
         for at, (name, look) in enumerate(looks):
             shift = spread * ((at + 0.5) / len(looks) - 0.5)  # else error bars cover one another
             shown = [(x, cell["caches"][at]) for x, cell in enumerate(cells) if not cell["fails"]]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvquant.cache.contiguous import KVCache
     from kvquant.hf.model import CachedModel
 
+WAYS = ("greedy", "sampled")  # of choosing the next token
 AGREEMENT = (32, 128, 512, 2048)  # numbers of tokens after which texts are compared
 NGRAM = 3  # the last so many tokens are what prompt lookup searches
 DRAFTED = 10  # tokens of a draft, at most
@@ -49,9 +50,9 @@ def free_run(
     num_tokens: int,
     choices: Sequence[Choice],
     reading: Reading,
-    sampling: Sampling,
-) -> Iterator[list[list[int]]]:
-    """Generate texts from each cache.
+    ways: Sequence[Sampling],
+) -> Iterator[list[list[list[int]]]]:
+    """Generate texts from each cache, in several ways.
 
     Args:
         model: decodes.
@@ -59,17 +60,21 @@ def free_run(
         num_tokens: how many tokens each text gets.
         choices: the quantized caches.
         reading: how prompts come into caches.
-        sampling: how each token is chosen.
+        ways: how each token is chosen.
 
     Yields:
-        [prompts][num_tokens] token ids, for the 16-bit cache and then for each choice.
+        [ways][prompts][num_tokens] token ids, for the 16-bit cache and then for each choice.
     """
     caches = Caches(model, tokens, num_tokens, reading)
-    yield _continued(model, caches.original(), caches.logits, num_tokens, sampling)
+    yield [
+        _continued(model, caches.original(), caches.logits, num_tokens, sampling)
+        for sampling in ways
+    ]
     for choice in choices:
-        cache, logits = caches.copy_and_logits(choice)
-        yield _continued(model, cache, logits, num_tokens, sampling)
-        del cache
+        yield [
+            _continued(model, *caches.copy_and_logits(choice), num_tokens, sampling)
+            for sampling in ways
+        ]
 
 
 def _continued(

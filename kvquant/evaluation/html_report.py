@@ -19,7 +19,7 @@ TASKS = (
         "Right answers against the length of the context. The dashed line is the 16-bit cache; a "
         "cache that loses nothing lies on it. Bars: standard errors of the difference to it. Where "
         "16 bit answers less than half, the model fails the task: that is not a test of the cache, "
-        "and no cache is shown.",
+        "and the figure shows no cache.",
         figures.accuracy,
     ),
     (
@@ -178,7 +178,7 @@ def _seconds(found: Mapping[str, Any]) -> Table:
     rows = [["cache", *tasks]]
     for at, one in enumerate(found["caches"]):
         rows.append([one["cache"], *(f"{seconds[at]:.1f}" for seconds in tasks.values())])
-    caption = "Seconds of each task. Those of the 16-bit cache are with reading the prompts."
+    caption = "Seconds of each task. Those of the 16-bit cache include reading the prompts."
     return Table("Time", rows, caption)
 
 

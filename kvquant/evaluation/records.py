@@ -30,7 +30,7 @@ class Records:
                 if kept["settings"] == self._settings:
                     self._measured = dict(kept["measured"])
             except (ValueError, KeyError, TypeError):
-                pass  # of a run that another version began: measured again
+                pass  # a file of another version: everything is measured again
 
     def get(self, name: str, measure: Callable[[], Iterable[Any]]) -> list[Any]:
         """The results of this name, one for each cache. measure makes them if there are none."""

@@ -8,9 +8,11 @@ from typing import Any
 
 from kvquant.text import Column, count_text, paragraph, render_table
 
+from .generation import WAYS
+
 ENOUGH = 3.0  # the limit must be so many times the standard error
 POINTS = 100.0  # of accuracy: a share of 1
-WAYS = "greedy", "sampled"
+NO_TEST = "not a test"  # of the cache: the model fails in 16 bit
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def render(found: Mapping[str, Any]) -> str:
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
-    """The tables of all tasks, without those that the model fails in 16 bit."""
+    """The tables of all tasks; a task that the model fails in 16 bit has NO_TEST in its cells."""
     names = [one["cache"] for one in found["caches"]]
     yield _costs(found["caches"])
     for length, rows in found.get("kl", {}).items():
@@ -50,18 +52,15 @@ def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
         yield from _generation(length, names, task)
     window = max(one["recent_len"] for one in found["caches"])
     for length, tasks in found.get("retrieval", {}).items():
-        passed = [(name, one["caches"]) for name, one in tasks.items() if not one["fails"]]
         least = min(one["least_distance"] for one in tasks.values())
         head = (
-            f"Right answers in contexts of {int(length):,} tokens, in %, and below the first row "
-            "the change in points ± its standard error. Between an answer and the end of its "
-            f"context are {least} tokens or more, so it stands at least {least - window} before "
-            "what any cache keeps in 16 bit:"
+            f"Right answers in contexts of {int(length):,} tokens: the first row in %, the others "
+            f"as change in points ± its standard error. Each answer ends {least} tokens or more "
+            f"before the end of its context, and {least - window} or more before the last tokens "
+            "that a cache keeps in 16 bit:"
         )
-        if passed:
-            yield Shown(
-                "retrieval", f"contexts of {int(length):,} tokens", head, *_accuracy(names, passed)
-            )
+        title = f"contexts of {int(length):,} tokens"
+        yield Shown("retrieval", title, head, *_accuracy(names, [*tasks.items()]))
 
 
 def _costs(caches: Sequence[Mapping[str, Any]]) -> Shown:
@@ -130,11 +129,11 @@ def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> I
         head = f"{way.capitalize()} texts {place_of(length)}, of {_counted(rows[0], 'prompt')}:"
         yield Shown("generation", f"{way}, {place_of(length)}", head, columns, cells)
         answers = task.get(f"{way}_answers")
-        if answers is not None and not answers["fails"]:
+        if answers is not None:
             head = (
                 f"Right answers in {way} texts {place_of(length)}, in %, and the change in points:"
             )
-            accuracy = _accuracy(names, [("right", answers["caches"])])
+            accuracy = _accuracy(names, [("right", answers)])
             yield Shown("generation", f"answers, {way}, {place_of(length)}", head, *accuracy)
     if "drafts" in task:
         yield _drafts(length, names, task["drafts"])
@@ -165,16 +164,21 @@ def _drafts(length: str, names: Sequence[str], rows: Sequence[Mapping[str, int]]
 
 
 def _accuracy(
-    names: Sequence[str], tasks: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
+    names: Sequence[str], tasks: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> tuple[Sequence[Column], list[list[str]]]:
-    columns = (Column("cache", left=True), *(Column(name) for name, _ in tasks))
-    cells = [["16 bit", *(f"{POINTS * pairs[0]['exact']:.1f}" for _, pairs in tasks)]]
+    columns = [Column("cache", left=True)]
+    columns += [Column(name, part=part) for part, (name, _) in enumerate(tasks, 1)]
+    cells = [["16 bit", *(f"{POINTS * task['exact']:.1f}" for _, task in tasks)]]
     for at, name in enumerate(names[1:]):
-        cells.append([name, *(_points(pairs[at]) for _, pairs in tasks)])
+        cells.append([name, *(_points(task, at) for _, task in tasks)])
     return columns, cells
 
 
-def _points(one: Mapping[str, Any]) -> str:
+def _points(task: Mapping[str, Any], at: int) -> str:
+    """What a cache changes, of the task's caches that at this place."""
+    if task["fails"]:
+        return NO_TEST
+    one = task["caches"][at]
     return f"{0.0 - POINTS * one['drop']:+.1f} ± {POINTS * one['error']:.1f}"
 
 

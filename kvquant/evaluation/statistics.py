@@ -1,8 +1,8 @@
 """Paired differences to the 16-bit cache, with standard errors.
 
 Questions to one prompt are alike, so a prompt counts as one observation. Where no answer differs,
-that would give an error of 0. So the error has a floor: that of as many independent questions, of
-which one more differs. If both caches answer 20 questions alike, the result is 0 ± 4.8 points.
+that would give an error of 0. So the error has a floor: the error of as many independent questions,
+one more of which differs. If both caches answer 20 questions alike, the result is 0 ± 4.8 points.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def paired(exact: Sequence[Sequence[bool]], given: Sequence[Sequence[bool]]) -> 
     won = sum(b and not a for a, b in flat)
     right, ours = sum(a for a, _ in flat) / count, sum(b for _, b in flat) / count
     drop, size = right - ours, count / len(pairs)
-    # prompts may have more or fewer questions: what each adds to the mean of all of them
+    # what each prompt adds to the mean of all questions; some prompts have more of them
     shares = [(sum(a - b for a, b in one) - drop * len(one)) / size for one in pairs]
     error = max(standard_error(shares) or 0.0, least_error(lost + won, count))
     return Paired(right, ours, drop, error, lost, won, count, len(pairs))

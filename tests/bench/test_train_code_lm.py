@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,15 +27,6 @@ from kvquant.evaluation.retrieval import TASKS
 
 PACKAGES = ("first", "second", "asked", "planned")
 HELD = ("asked", "planned")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def same_tasks() -> Iterator[None]:
-    """What these tests add to the tasks goes with them."""
-    before = dict(TASKS)
-    yield
-    TASKS.clear()
-    TASKS.update(before)
 
 
 @pytest.fixture(scope="module")

@@ -35,15 +35,6 @@ from kvquant.evaluation.evaluate import Sizes, Task, evaluate
 from kvquant.evaluation.retrieval import TASKS, variables
 
 
-@pytest.fixture(autouse=True)
-def same_tasks() -> Iterator[None]:
-    """What a test adds to the tasks goes with it."""
-    before = dict(TASKS)
-    yield
-    TASKS.clear()
-    TASKS.update(before)
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(TOKENIZER)

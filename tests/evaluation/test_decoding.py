@@ -129,7 +129,8 @@ def test_rounds_behind_layers_that_forget_begin_behind_the_prompt(packs: bool) -
 def test_texts_run_freely_from_each_cache() -> None:
     model: Any = Counting()
     tokens = torch.tensor([[1] * 20, [2] * 20])
-    exact, int8, int4 = free_run(model, tokens, 5, CHOICES, Reading(), Sampling())
+    caches = free_run(model, tokens, 5, CHOICES, Reading(), [Sampling()])
+    exact, int8, int4 = (greedy for (greedy,) in caches)
     assert exact == int8 == [[2, 3, 4, 5, 6], [3, 4, 5, 6, 7]]
     # the first token is the prompt's, which every cache shares
     assert int4 == [[2, 4, 6, 8, 10], [3, 5, 7, 9, 11]]
@@ -141,14 +142,13 @@ def test_samples_of_all_caches_use_the_same_numbers() -> None:
     model: Any = Counting()
     tokens = torch.tensor([[1] * 20] * 4)
     warm = Sampling(temperature=20.0, seed=3)
-    first = list(free_run(model, tokens, 9, CHOICES[:1], Reading(), warm))
-    assert first[0] == first[1] and len({tuple(one) for one in first[0]}) == 4
-    assert first == list(free_run(model, tokens, 9, CHOICES[:1], Reading(), warm))
+    first, again = free_run(model, tokens, 9, CHOICES[:1], Reading(), [warm, warm])
+    assert first == again and first[0] == first[1]
+    assert len({tuple(one) for one in first[0]}) == 4
     # a prompt has numbers of its own, whichever batch it is in
-    (part,) = free_run(model, tokens[2:], 9, [], Reading(), Sampling(20.0, 3, first=2))
-    assert part == first[0][2:]
-    other = Sampling(temperature=20.0, seed=4)
-    assert first != list(free_run(model, tokens, 9, CHOICES[:1], Reading(), other))
+    ways = [Sampling(20.0, 3, first=2), Sampling(20.0, 4)]
+    ((part, other),) = free_run(model, tokens[2:], 9, [], Reading(), ways)
+    assert part == first[0][2:] != other
 
 
 def test_where_texts_part() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,7 +101,6 @@ def test_an_interrupted_run_goes_on(
     calls = counted(model, monkeypatch)
     again = evaluate(model, CACHES, task=TASK, sizes=SIZES, state=state)
     assert len(calls) == 2  # of the two retrieval tasks
-    # and the same seed gives the same JSON, times apart
     assert json.dumps(without_times(again)) == json.dumps(without_times(found))
     first = json.loads(state.read_text())["measured"]
     assert again["seconds"]["kl"] == first["kl 160 0"]["seconds"]  # of the interrupted run
@@ -123,10 +125,18 @@ def without_times(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_times_of_each_task_and_cache(found: dict[str, Any]) -> None:
-    assert set(found["seconds"]) == {"kl", "greedy", "sampled", "keys", "copy"}
+    assert set(found["seconds"]) == {"kl", "generation", "keys", "copy"}
     for seconds in found["seconds"].values():
         assert len(seconds) == len(found["caches"]) and min(seconds) > 0
     assert list(found)[-1] == "seconds"
+
+
+def test_a_prompt_of_both_kinds_of_texts_is_read_once(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = counted(model, monkeypatch)
+    evaluate(model, CACHES, task=Task(kinds=("generation",)), sizes=SIZES)
+    assert len(calls) == 1 and calls[0].shape == (2, 160)
 
 
 def test_drafts_are_counted_if_asked_for(model: CachedModel, found: dict[str, Any]) -> None:
@@ -169,11 +179,11 @@ def test_other_prompts_do_not_go_on(model: CachedModel, tmp_path: Path) -> None:
         for text in ("The city of Manila", "In the 1860s the navy")
     ]
     kept = json.loads(state.read_text())["measured"]
-    assert found[0]["settings"] == found[1]["settings"] and len(kept) == 2
+    assert found[0]["settings"] == found[1]["settings"] and len(kept) == 1
     tokens = model.encode("In the 1860s the navy")
     cache = model.new_cache(1, 64)
     logits = model.prefill(cache, torch.tensor([tokens]))
-    assert kept["greedy 0 0"]["results"][0] == model.generate(cache, logits, 4).tolist()
+    assert kept["generation 0 0"]["results"][0][0] == model.generate(cache, logits, 4).tolist()
 
 
 def test_other_settings_do_not_go_on(
@@ -251,6 +261,18 @@ def test_bad_input_is_refused_before_work_begins(
     assert not calls
 
 
+def test_a_question_beyond_the_positions_is_refused(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a tokenizer of single letters, whose questions are longer than MARGIN."""
+    calls = counted(model, monkeypatch)
+    monkeypatch.setattr("kvquant.evaluation.evaluate.MARGIN", 1)
+    task = Task(kinds=("retrieval",), retrieval=("keys",))
+    with pytest.raises(ConfigError, match=r"a question of \d+ \(keys\) are beyond the 4096 pos"):
+        evaluate(model, ["int8"], task=task, sizes=Sizes((4095,), prompts=1))
+    assert not calls
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -268,13 +290,14 @@ def test_settings_that_mean_nothing_are_refused(make: Callable[[], Any], message
         make()
 
 
-SMALL = ["--length", "100", "--samples", "1", "--scored", "4", "--new-tokens", "4"]
+SMALL = ["--samples", "1", "--scored", "4", "--new-tokens", "4"]
 
 
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     arguments = [str(MODEL), "--cache", "int4,recent=0,sinks=0", "--cache", "int8,recent=16"]
-    arguments += ["--tasks", "kl,retrieval", "--retrieval", "copy", *SMALL, "--json", str(path)]
+    arguments += ["--tasks", "kl,retrieval", "--retrieval", "copy", *SMALL]
+    arguments += ["--length", "100", "--json", str(path)]
     done = CliRunner().invoke(main, ["evaluate", *arguments, "--max-drop", "5"])
     assert done.exit_code == 4, done.output
     assert "fails all of them in 16 bit" in done.output
@@ -284,10 +307,40 @@ def test_the_command(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_a_limit_needs_answers() -> None:
-    arguments = ["evaluate", str(MODEL), "--cache", "int8", "--tasks", "kl", "--max-drop", "1"]
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    """Of the command's JSON, in processes that order sets otherwise; times come last."""
+    arguments = [str(MODEL), "--cache", "int4,recent=16", "--retrieval", "keys,variables", *SMALL]
+    texts = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"{seed}.json"
+        command = [sys.executable, "-m", "kvquant", "evaluate", *arguments, "--json", str(path)]
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        subprocess.run([*command, "--length", "200"], check=True, env=environment)
+        text, times = path.read_text().split('"seconds": ')
+        assert json.loads(times.rstrip()[:-1]).keys() == {"kl", "generation", "keys", "variables"}
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "option", "message"),
+    [
+        ("kl", ("--max-drop", "1"), "--max-drop needs the task retrieval"),
+        ("generation", ("--max-drop", "1"), "--max-drop needs the task retrieval"),
+        ("generation", ("--pattern", "x"), "--pattern needs answers to compare"),
+        ("kl", ("--retrieval", "keys"), "--retrieval needs the task retrieval"),
+    ],
+)
+def test_options_that_need_answers_or_a_task(
+    tasks: str, option: tuple[str, str], message: str, tmp_path: Path
+) -> None:
+    arguments = ["evaluate", str(MODEL), "--cache", "int8", "--tasks", tasks, *option]
+    if tasks == "generation":  # prompts that have no answer are no help
+        path = tmp_path / "prompts.jsonl"
+        path.write_text('{"prompt": "The city of"}\n')
+        arguments += ["--prompts", str(path)]
     done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 2 and "--max-drop needs the task retrieval" in done.output
+    assert done.exit_code == 2 and message in done.output
 
 
 @pytest.mark.parametrize(

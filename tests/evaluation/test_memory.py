@@ -52,7 +52,7 @@ class Live:
 
 def run_freely(model: CachedModel, new_tokens: int, reading: Reading) -> None:
     tokens = torch.arange(LENGTH)[None] % 90
-    list(free_run(model, tokens, new_tokens, CHOICES, reading, Sampling()))
+    list(free_run(model, tokens, new_tokens, CHOICES, reading, [Sampling()] * 2))
 
 
 def score(model: CachedModel, new_tokens: int, reading: Reading) -> None:

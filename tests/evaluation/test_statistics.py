@@ -82,7 +82,8 @@ def test_answers_that_16_bit_fails_test_no_cache() -> None:
     assert against_limit(found, 100.0)[0] == "unknown"
     text = render(found)
     assert "fails greedy answers (0 % right) behind the prompts" in " ".join(text.split())
-    assert "sampled answers" not in text and "Right answers" not in text
+    assert "sampled answers" not in text and "Right answers in sampled" not in text
+    assert text.count("not a test\n") == 1 and "0.0 ±" not in text
 
 
 def test_a_model_that_fails_in_16_bit_tests_no_cache() -> None:
@@ -91,4 +92,4 @@ def test_a_model_that_fails_in_16_bit_tests_no_cache() -> None:
     assert verdict == "unknown" and "fails all of them in 16 bit" in reason
     text = render(found)
     assert "fails `keys` (0 % right)" in text and "this is not a test of the cache" in text
-    assert "0.0 ±" not in text  # never shown as a loss of 0
+    assert "not a test\n" in text and "0.0 ±" not in text  # never shown as a loss of 0

@@ -182,13 +182,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no object": ({"files": {"config.json": []}}, "holds no JSON object"),
     "a type that is none": (
         {"changes": {"model_type": ["llama"]}},
-        "could not be loaded: TypeError",
+        "could not be loaded: TypeError.*: give a causal language model",
     ),
     "a size that is none": ({"changes": {"hidden_size": "x"}}, "'hidden_size' expected int"),
     "a dtype that is none": ({"changes": {"dtype": "x"}}, "could not be loaded: AttributeError"),
     "a tokenizer that is none": (
         {"files": {"tokenizer.json": {}}},
-        "^the tokenizer of .* could not be loaded: KeyError",
+        "^the tokenizer of .* could not be loaded: KeyError.*: put its files there",
     ),
     "generation settings": ({"files": {"generation_config.json": [1]}}, "could not be loaded"),
 }

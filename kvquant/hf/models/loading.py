@@ -56,7 +56,7 @@ def load(
             "torchrun --nproc-per-node=2, or leave tp_plan out"
         )
     shapes = _check_folder(folder)
-    what = str(folder)
+    what, advice = str(folder), "give a causal language model that this transformers can load"
     with _quiet():
         try:
             config = transformers.AutoConfig.from_pretrained(str(folder), **LOCAL)
@@ -76,12 +76,14 @@ def load(
             )
             model, told = found
             what = f"the tokenizer of {folder}"
+            advice = "put its files there (tokenizer.json, tokenizer_config.json)"
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
             tokenizer.model_max_length = sys.maxsize  # or it warns of texts that are cut later
         except (ConfigError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # of many kinds; a panic of tokenizers is no Exception
-            raise ConfigError(f"{what} could not be loaded: {_first_line(error)}") from error
+            line = _first_line(error).rstrip(" .,:")
+            raise ConfigError(f"{what} could not be loaded: {line}: {advice}") from error
     for name, stored, wanted in sorted(told["mismatched_keys"]):
         raise ConfigError(
             f"{folder} has {name} of shape {list(stored)}, where its config.json asks for "
