@@ -23,7 +23,12 @@ FORGET_OLD_NAME := python -m pip uninstall -qq --yes kvquant && rm -rf kvquant.e
 # The commit gives the seed, and make prints it; `make test-jitter SEED=5` gives another one.
 SEED = $(shell printf %d 0x$$(git rev-parse --short=7 HEAD))
 
-.PHONY: demo test test-jitter test-vllm test-transformers check clean
+# Tests start many processes. Where this is set, as in containers, each compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
+JITTERED := tests/cache tests/paged tests/calibration
+
+.PHONY: demo test test-rest test-jitter test-slow test-vllm test-transformers check environments clean
 
 demo: $(STAMP)
 	$(BIN)/kvquant demo
@@ -31,9 +36,17 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup --durations 15
 
+# of test what test-jitter does not run
+test-rest: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup --durations 15 \
+		$(addprefix --ignore ,$(JITTERED))
+
 test-jitter: $(STAMP)
 	$(BIN)/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadgroup --durations 15 \
-		tests/cache tests/paged tests/calibration
+		$(JITTERED)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow --numprocesses auto --dist loadgroup --durations 15
 
 # One process: an engine takes all cores, and vLLM is slow to import.
 test-vllm: $(VLLM_STAMP)
@@ -42,6 +55,9 @@ test-vllm: $(VLLM_STAMP)
 test-transformers: $(TRANSFORMERS_STAMP)
 	.venv-transformers/bin/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadgroup \
 		--durations 15 tests/hf tests/lm_eval
+
+# what test-transformers and test-vllm need
+environments: $(TRANSFORMERS_STAMP) $(VLLM_STAMP)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ from append_cases import (
     results,
 )
 from made_up_codec import INT5
-from simulated_launches import Simulation, simulated
+from simulated_launches import Simulation, orders_of, simulated
 
 from kvquant.kernels.cuda.affine import launch as transforming
 from kvquant.kernels.cuda.affine.launch import AffineSpec
@@ -144,9 +144,10 @@ def main() -> None:
                 "a lane a row" not in name,
                 not name.startswith("feedback,") and "prompt" not in name,
             )
-            for backwards in (False, True):
+            case = Case(**task["case"])
+            for backwards in orders_of(name, both=case.exact != ""):  # rows leave their slots
                 with one_warp_blocks(*how, backwards) as simulation:
-                    run(Case(**task["case"]), simulation)
+                    run(case, simulation)
         except BaseException:
             result["problem"] = traceback.format_exc()
         print(json.dumps(result), flush=True)
