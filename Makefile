@@ -34,26 +34,26 @@ demo: $(STAMP)
 	$(BIN)/kvquant demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup --durations 15
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 15
 
 # of test what test-jitter does not run
 test-rest: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup --durations 15 \
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 15 \
 		$(addprefix --ignore ,$(JITTERED))
 
 test-jitter: $(STAMP)
-	$(BIN)/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadgroup --durations 15 \
+	$(BIN)/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadfile --durations 15 \
 		$(JITTERED)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow --numprocesses auto --dist loadgroup --durations 15
+	$(BIN)/python -m pytest -q -m slow --numprocesses auto --dist loadfile --durations 15
 
 # One process: an engine takes all cores, and vLLM is slow to import.
 test-vllm: $(VLLM_STAMP)
 	.venv-vllm/bin/python -m pytest --durations 15 tests/engine tests/vllm tests/lmcache
 
 test-transformers: $(TRANSFORMERS_STAMP)
-	.venv-transformers/bin/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadgroup \
+	.venv-transformers/bin/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadfile \
 		--durations 15 tests/hf tests/lm_eval
 
 # what test-transformers and test-vllm need

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
@@ -68,23 +69,33 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # numba-cuda and torch warn of matters of their own
             item.add_marker(pytest.mark.filterwarnings("default"))
-        if getattr(item.config.option, "loadgroup", False):  # what xdist makes --dist loadgroup of
-            item.add_marker(pytest.mark.xdist_group(_group_of(item)))  # a worker has whole files
 
 
-def _group_of(item: pytest.Item) -> str:
-    """Tests of one name run in one worker."""
-    file, in_simulator = item.nodeid.partition("::")[0], sys.modules.get("in_simulator")
-    if in_simulator and not item.get_closest_marker("slow"):
-        test = getattr(item, "function", None)
-        if any(test in tests for tests in in_simulator.TESTS.values()):
-            return "simulator"
-    return file
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadfile a worker has whole files, and one of them all that share a simulator.
+
+    xdist's groups are no way to say so: with pytest 9.2 its --dist loadgroup does nothing.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    @functools.cache
+    def shares_simulator(file: str) -> bool:  # slow tests have one of each file
+        text = (config.rootpath / file).read_text(encoding="utf-8")
+        return "@in_simulator" in text and config.option.markexpr != "slow"
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "simulator" if shares_simulator(file) else file
+
+    return Files(config, log)
 
 
 # the modules of each
