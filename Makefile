@@ -5,7 +5,7 @@
 # `make test-transformers` those of kvquant/hf/ and lm_eval/ with the oldest transformers that is
 # supported, and with lm-evaluation-harness.
 # `make test-jitter` those of caches and calibration. The last two round products as another
-# processor would (tests/README.md).
+# processor would (tests/README.md). `make test-slow` runs the slow tests.
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
 # in .venv that names this folder, so changes take effect at once, new files too. After a change of
 # pyproject.toml make installs again.
@@ -36,7 +36,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 15
 
-# of test what test-jitter does not run
+# What test runs and test-jitter does not: .ci/run runs each test once.
 test-rest: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 15 \
 		$(addprefix --ignore ,$(JITTERED))
@@ -48,7 +48,8 @@ test-jitter: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow --numprocesses auto --dist loadfile --durations 15
 
-# One process: an engine takes all cores, and vLLM is slow to import.
+# One process: an engine takes all cores, unless OMP_NUM_THREADS says otherwise, and vLLM is slow to
+# import.
 test-vllm: $(VLLM_STAMP)
 	.venv-vllm/bin/python -m pytest --durations 15 tests/engine tests/vllm tests/lmcache
 
@@ -56,7 +57,7 @@ test-transformers: $(TRANSFORMERS_STAMP)
 	.venv-transformers/bin/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadfile \
 		--durations 15 tests/hf tests/lm_eval
 
-# what test-transformers and test-vllm need
+# What test-transformers and test-vllm need.
 environments: $(TRANSFORMERS_STAMP) $(VLLM_STAMP)
 
 check: $(STAMP)

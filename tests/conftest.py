@@ -86,16 +86,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     @functools.cache
-    def shares_simulator(file: str) -> bool:  # slow tests have one of each file
+    def unit_of(file: str) -> str:
         text = (config.rootpath / file).read_text(encoding="utf-8")
-        return "@in_simulator" in text and config.option.markexpr != "slow"
+        shares = "@in_simulator" in text and config.option.markexpr != "slow"  # these do not
+        return "simulator" if shares else file
 
-    class Files(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "simulator" if shares_simulator(file) else file
-
-    return Files(config, log)
+    scheduler = LoadFileScheduling(config, log)
+    scheduler._split_scope = lambda nodeid: unit_of(nodeid.partition("::")[0])
+    return scheduler
 
 
 # the modules of each
