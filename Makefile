@@ -5,7 +5,7 @@
 # `make test-transformers` those of kvquant/hf/ and lm_eval/ with the oldest transformers that is
 # supported, and with lm-evaluation-harness.
 # `make test-jitter` those of caches and calibration. The last two round products as another
-# processor would (tests/README.md).
+# processor would (tests/README.md). `make test-slow` runs the slow tests.
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
 # in .venv that names this folder, so changes take effect at once, new files too. After a change of
 # pyproject.toml make installs again.
@@ -23,25 +23,42 @@ FORGET_OLD_NAME := python -m pip uninstall -qq --yes kvquant && rm -rf kvquant.e
 # The commit gives the seed, and make prints it; `make test-jitter SEED=5` gives another one.
 SEED = $(shell printf %d 0x$$(git rev-parse --short=7 HEAD))
 
-.PHONY: demo test test-jitter test-vllm test-transformers check clean
+# Tests start many processes. Where this is set, as in containers, each compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
+JITTERED := tests/cache tests/paged tests/calibration
+
+.PHONY: demo test test-rest test-jitter test-slow test-vllm test-transformers check environments clean
 
 demo: $(STAMP)
 	$(BIN)/kvquant demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup --durations 15
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 15
+
+# What test runs and test-jitter does not: .ci/run runs each test once.
+test-rest: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 15 \
+		$(addprefix --ignore ,$(JITTERED))
 
 test-jitter: $(STAMP)
-	$(BIN)/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadgroup --durations 15 \
-		tests/cache tests/paged tests/calibration
+	$(BIN)/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadfile --durations 15 \
+		$(JITTERED)
 
-# One process: an engine takes all cores, and vLLM is slow to import.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow --numprocesses auto --dist loadfile --durations 15
+
+# One process: an engine takes all cores, unless OMP_NUM_THREADS says otherwise, and vLLM is slow to
+# import.
 test-vllm: $(VLLM_STAMP)
 	.venv-vllm/bin/python -m pytest --durations 15 tests/engine tests/vllm tests/lmcache
 
 test-transformers: $(TRANSFORMERS_STAMP)
-	.venv-transformers/bin/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadgroup \
+	.venv-transformers/bin/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadfile \
 		--durations 15 tests/hf tests/lm_eval
+
+# What test-transformers and test-vllm need.
+environments: $(TRANSFORMERS_STAMP) $(VLLM_STAMP)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
@@ -68,23 +69,31 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # numba-cuda and torch warn of matters of their own
             item.add_marker(pytest.mark.filterwarnings("default"))
-        if getattr(item.config.option, "loadgroup", False):  # what xdist makes --dist loadgroup of
-            item.add_marker(pytest.mark.xdist_group(_group_of(item)))  # a worker has whole files
 
 
-def _group_of(item: pytest.Item) -> str:
-    """Tests of one name run in one worker."""
-    file, in_simulator = item.nodeid.partition("::")[0], sys.modules.get("in_simulator")
-    if in_simulator and not item.get_closest_marker("slow"):
-        test = getattr(item, "function", None)
-        if any(test in tests for tests in in_simulator.TESTS.values()):
-            return "simulator"
-    return file
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadfile a worker has whole files, and one of them all that share a simulator.
+
+    xdist's groups are no way to say so: with pytest 9.2 its --dist loadgroup does nothing.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    @functools.cache
+    def unit_of(file: str) -> str:
+        text = (config.rootpath / file).read_text(encoding="utf-8")
+        shares = "@in_simulator" in text and config.option.markexpr != "slow"  # these do not
+        return "simulator" if shares else file
+
+    scheduler = LoadFileScheduling(config, log)
+    scheduler._split_scope = lambda nodeid: unit_of(nodeid.partition("::")[0])
+    return scheduler
 
 
 # the modules of each

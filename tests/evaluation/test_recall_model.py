@@ -18,6 +18,7 @@ MODEL = Path(__file__).parents[2] / "examples" / "llama-recall-5m"
 FINDS = ("single", "keys", "values", "overwritten", "phonebook", "copy", "frequent")
 
 
+@pytest.mark.slow
 def test_the_bundled_model_finds_facts_and_two_bits_do_not() -> None:
     two_bits = kivi(2, 128, 128)
     found = evaluate(

@@ -29,7 +29,7 @@ from append_cases import (
     results,
 )
 from made_up_codec import INT5
-from simulated_launches import Simulation, simulated
+from simulated_launches import Simulation, orders_of, simulated
 
 from kvquant.kernels.cuda.affine import launch as transforming
 from kvquant.kernels.cuda.affine.launch import AffineSpec
@@ -94,12 +94,13 @@ def run_dequantize(case: Case, simulation: Simulation) -> None:
 
 @contextmanager
 def one_warp_blocks(
-    converts_fp8: bool, shares: bool, is_step: bool, backwards: bool
+    converts_fp8: bool, shares: bool, blocks_of_step: int, backwards: bool
 ) -> Iterator[Simulation]:
     """Let the launchers launch in the simulator, one warp a block: each takes its time.
 
     shares: whether several lanes round a row with feedback.
-    is_step: whether few tokens are multiplied and rounded in one launch.
+    blocks_of_step: the most by which tokens are multiplied and rounded in one launch; 0: more
+        launches do.
     """
 
     def one_warp(make: Any) -> Any:
@@ -113,8 +114,8 @@ def one_warp_blocks(
         "AppendSpec": one_warp(AppendSpec),
         "make_feedback_spec": lambda sides: FeedbackSpec(tuple(map(alone, sides))),
         "ROWS_PER_SM": 64 if shares else 0,
-        "BLOCKS_PER_SM": 12 if is_step else 0,
-        "WITH_FEEDBACK": 100 if is_step else 0,
+        "BLOCKS_PER_SM": blocks_of_step,
+        "WITH_FEEDBACK": 100 if blocks_of_step else 0,
     }
     of_affine: Any = {"AffineSpec": lambda *args: replace(AffineSpec(*args), warps=4)}
     with (
@@ -139,14 +140,16 @@ def main() -> None:
         try:
             name = task["name"]
             run = run_dequantize if name.startswith("dequantize") else run_append
+            is_step = not name.startswith("feedback,") and "prompt" not in name
             how = (
                 "before sm_89" not in name,
                 "a lane a row" not in name,
-                not name.startswith("feedback,") and "prompt" not in name,
+                (3 if "few blocks" in name else 12) * is_step,
             )
-            for backwards in (False, True):
+            case = Case(**task["case"])
+            for backwards in orders_of(name, both=case.exact != ""):  # rows leave their slots
                 with one_warp_blocks(*how, backwards) as simulation:
-                    run(Case(**task["case"]), simulation)
+                    run(case, simulation)
         except BaseException:
             result["problem"] = traceback.format_exc()
         print(json.dumps(result), flush=True)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.extra("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def run(spec: Any, batch: int, members: torch.Tensor | None, backwards: bool) -> None:
+def run(spec: Any, batch: int, members: torch.Tensor | None, *, backwards: bool = False) -> None:
     """Compare out and lse with merge_states, which merges in float32, too."""
     torch.manual_seed(0)
     num_heads, kv_heads, ratio, splits = 6, 2, 3, 9
@@ -66,20 +66,17 @@ def run(spec: Any, batch: int, members: torch.Tensor | None, backwards: bool) ->
 @pytest.mark.slow
 @in_simulator
 def test_all_sequences_share_the_prefix() -> None:
-    for backwards in (False, True):
-        run(CombineSpec(64), 2, None, backwards)
+    run(CombineSpec(64), 2, None)
 
 
 @in_simulator
 def test_some_sequences_share_the_prefix() -> None:
-    for backwards in (False, True):
-        run(CombineSpec(80, "fp16", warps=3), 4, torch.tensor([3, -1, 0]), backwards)
+    run(CombineSpec(80, "fp16", warps=3), 4, torch.tensor([3, -1, 0]), backwards=True)
 
 
 @in_simulator
 def test_states_of_ranks_are_merged() -> None:
-    for backwards in (False, True):
-        run(CombineSpec(64, "bf16", rounded=True), 2, None, backwards)
+    run(CombineSpec(64, "bf16", rounded=True), 2, None)
 
 
 @pytest.mark.slow
