@@ -20,6 +20,9 @@ from kvquant.rows.latent import LatentFormat, parts_of
 
 from .simd import F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
 
+# where the bits of a chunk's elements begin: in a word of low bits, and in one of high bits
+LOW_BITS = [2 * i for i in range(LANES)]
+HIGH_BITS = [4 * (i % 8 // 2) + 2 * (i // 8) + i % 2 for i in range(LANES)]
 MAX_SUMS = 28  # sums (head, chunk) in registers; AVX-512 has 32
 
 # A run of a tile: rows at one stride. Five int64: its tokens, counted from the first of the tile,
@@ -49,13 +52,22 @@ def widened_floats(fmt):
     )
 
 
+def code_addresses(emit, fmt, codes, chunk):
+    """Where the codes of a chunk begin, and of rows in planes their high bits, else None.
+
+    codes: address of those of the row; chunk: its index, an i64.
+    """
+    sizes = fmt.pick(nibbles=(8,), bytes=(16,), elements=(32,), quarters=(4,), planes=(4, 2))
+    places = [emit.builder.add(codes, emit.times(chunk, size)) for size in sizes]
+    return places[0], emit.at(places[1], fmt.head_dim // 4) if len(places) > 1 else None
+
+
 class RowReader:
     """Writes the instructions that read rows of one format."""
 
     def __init__(self, emit, fmt):
         self.emit, self.fmt = emit, fmt
         self.chunks = fmt.head_dim // LANES
-        self.chunk_bytes = LANES * fmt.bits // 8
 
     def widen(self, row, params):
         """Write the parameters of a row, as floats, to an address."""
@@ -92,8 +104,7 @@ class RowReader:
     def values(self, row, params, chunk):
         """The 16 values of a chunk (its index an i64), from a row and its widened parameters."""
         emit, fmt, b = self.emit, self.fmt, self.emit.builder
-        address = emit.at(b.add(row, emit.times(chunk, self.chunk_bytes)), fmt.code_offset)
-        numbers = self.unpack(address)
+        numbers = self.unpack(emit.at(row, fmt.code_offset), chunk)
         if fmt.is_exact:
             return numbers
         if fmt.group_size % LANES == 0:
@@ -105,17 +116,22 @@ class RowReader:
             scale, shift = emit.load(at, F32), emit.load(emit.at(at, 4 * LANES), F32)
         return emit.fma(numbers, scale, shift)
 
-    def unpack(self, address):
-        """16 codes or 16-bit elements as floats, in the order of the elements.
+    def unpack(self, codes, chunk):
+        """The codes or 16-bit elements of a chunk as floats, in the order of the elements.
+
+        codes: address of those of the row.
 
         INT4: the 8 bytes become 8 quadwords x. x | x << 28 has the low nibble, at bit 28, and the
         high nibble, at bit 32, apart; masked, the two halves of a quadword are two codes.
+        INT2, INT3: each lane shifts the same word by its own distance. INT3 has another word, of
+        the high bits.
         E4M3: its 7 magnitude bits at the place of fp16's are the number times 2**-8; the widened
         scale has the factor 2**8. Sign-extended to 16 bits and shifted, the byte brings its sign
         along, at bits 15 and 14.
         """
         emit, b, fmt = self.emit, self.emit.builder, self.fmt
         floats, numbers = ir.VectorType(F32, LANES), fmt.facts.numbers
+        address, high = code_addresses(emit, fmt, codes, chunk)
         if numbers == "fp16":
             return emit.from_half(emit.load(address, I16))
         if numbers == "bf16":
@@ -130,12 +146,23 @@ class RowReader:
             # a float32 scale may have no room for the factor
             has_factor = fmt.pick(pairs=True, scales=False)
             return floats if has_factor else b.fmul(floats, emit.constant(256.0))
-        if fmt.pick(integers=fmt.pick(nibbles=True, bytes=False)):
+        layout = fmt.pick(
+            integers=fmt.pick(nibbles="nibbles", bytes="bytes", quarters="bits", planes="bits")
+        )
+        if layout == "bytes":
+            return b.sitofp(b.zext(emit.load(address, I8), ir.VectorType(I32, LANES)), floats)
+        if layout == "nibbles":
             wide = b.zext(emit.load(address, I8, LANES // 2), ir.VectorType(I64, LANES // 2))
             pairs = b.or_(wide, b.shl(wide, emit.constant(28, I64, LANES // 2)))
             pairs = b.and_(pairs, emit.constant(0x0000000F_0000000F, I64, LANES // 2))
             return b.sitofp(b.bitcast(pairs, ir.VectorType(I32, LANES)), floats)
-        return b.sitofp(b.zext(emit.load(address, I8), ir.VectorType(I32, LANES)), floats)
+        low = b.lshr(emit.splat(emit.load_scalar(address, I32)), emit.each(LOW_BITS, I32))
+        unpacked = b.and_(low, emit.constant(3, I32))
+        if high is not None:
+            word = b.zext(emit.load_scalar(high, I16), I32)
+            bits = b.lshr(emit.splat(b.shl(word, ir.Constant(I32, 2))), emit.each(HIGH_BITS, I32))
+            unpacked = b.or_(unpacked, b.and_(bits, emit.constant(4, I32)))
+        return b.sitofp(unpacked, floats)
 
 
 def tokens_per_block(heads):
