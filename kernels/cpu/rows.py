@@ -42,7 +42,6 @@ from .simd import (
     store_float,
 )
 from .values import (
-    HIGH_BITS,
     LOW_BITS,
     RowReader,
     code_addresses,
@@ -53,6 +52,8 @@ from .values import (
 
 ROWS_PER_ITEM = 256
 INPUTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# where the high bits of each of 16 elements stand in a word: kvquant/rows/format.py
+HIGH_BITS = [4 * (i % 8 // 2) + 2 * (i // 8) + i % 2 for i in range(LANES)]
 X, ROWS, NUM_ROWS, BAD = range(4)  # the arguments of both kernels
 
 
@@ -153,19 +154,35 @@ def pack(emit, format_spec, x, shift, inverse, row, chunk):
         return
     rounded = _clamp(emit, emit.call("llvm.rint", scaled), 0.0, fmt.pick(integers=levels))
     codes = b.fptosi(rounded, ints)
-    layout = fmt.pick(nibbles="nibbles", bytes="bytes", quarters="bits", planes="bits")
-    if layout == "nibbles":  # a quadword holds an even and an odd code
-        pairs = b.bitcast(codes, ir.VectorType(I64, LANES // 2))
-        pairs = b.or_(pairs, b.lshr(pairs, emit.constant(28, I64, LANES // 2)))
-        emit.store(address, b.trunc(pairs, ir.VectorType(I8, LANES // 2)))
-    elif layout == "bytes":
-        emit.store(address, b.trunc(codes, ir.VectorType(I8, LANES)))
-    else:
-        low = b.and_(codes, emit.constant(3, I32))
-        emit.store(address, emit.reduce("or", b.shl(low, emit.each(LOW_BITS, I32))))
-        if high is not None:
-            bits = b.shl(b.lshr(codes, emit.constant(2, I32)), emit.each(HIGH_BITS, I32))
-            emit.store(high, b.trunc(emit.reduce("or", bits), I16))
+    fmt.pick(bytes=pack_bytes, nibbles=pack_nibbles, quarters=pack_quarters, planes=pack_planes)(
+        emit, codes, address, high
+    )
+
+
+def pack_bytes(emit, codes, address, _high):
+    """Store 16 codes, int32, a byte each."""
+    emit.store(address, emit.builder.trunc(codes, ir.VectorType(I8, LANES)))
+
+
+def pack_nibbles(emit, codes, address, _high):
+    """Store 16 codes of INT4: a quadword holds an even and an odd one."""
+    b = emit.builder
+    pairs = b.bitcast(codes, ir.VectorType(I64, LANES // 2))
+    pairs = b.or_(pairs, b.lshr(pairs, emit.constant(28, I64, LANES // 2)))
+    emit.store(address, b.trunc(pairs, ir.VectorType(I8, LANES // 2)))
+
+
+def pack_quarters(emit, codes, address, _high):
+    """Store 16 codes of INT2."""
+    emit.store(address, emit.reduce("or", emit.builder.shl(codes, emit.each(LOW_BITS, I32))))
+
+
+def pack_planes(emit, codes, address, high):
+    """Store 16 codes of INT3: the low bits to one address, the high ones to another."""
+    b = emit.builder
+    pack_quarters(emit, b.and_(codes, emit.constant(3, I32)), address, None)
+    bits = b.shl(b.lshr(codes, emit.constant(2, I32)), emit.each(HIGH_BITS, I32))
+    emit.store(high, b.trunc(emit.reduce("or", bits), I16))
 
 
 def _clamp(emit, x, low, high):

@@ -110,11 +110,11 @@ class Emitter:
         """A constant of its own in each lane."""
         return ir.Constant(ir.VectorType(kind, len(values)), [ir.Constant(kind, v) for v in values])
 
-    def splat(self, scalar):
+    def splat(self, scalar, count=LANES):
         """A number in every lane."""
-        undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+        undefined = ir.Constant(ir.VectorType(scalar.type, count), ir.Undefined)
         single = self.builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
-        return self.builder.shuffle_vector(single, undefined, self.constant(0, I32))
+        return self.builder.shuffle_vector(single, undefined, self.constant(0, I32, count))
 
     def load_splat(self, address):
         """A float from a byte address in every lane."""

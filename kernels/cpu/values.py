@@ -9,6 +9,7 @@ calls, for a block of tokens and for a tile of them.
 """
 
 import contextlib
+import functools
 import math
 
 from llvmlite import ir
@@ -20,9 +21,8 @@ from kvquant.rows.latent import LatentFormat, parts_of
 
 from .simd import F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
 
-# where the bits of a chunk's elements begin: in a word of low bits, and in one of high bits
+# where the low bits of each of 16 elements stand in a word
 LOW_BITS = [2 * i for i in range(LANES)]
-HIGH_BITS = [4 * (i % 8 // 2) + 2 * (i // 8) + i % 2 for i in range(LANES)]
 MAX_SUMS = 28  # sums (head, chunk) in registers; AVX-512 has 32
 
 # A run of a tile: rows at one stride. Five int64: its tokens, counted from the first of the tile,
@@ -121,10 +121,6 @@ class RowReader:
 
         codes: address of those of the row.
 
-        INT4: the 8 bytes become 8 quadwords x. x | x << 28 has the low nibble, at bit 28, and the
-        high nibble, at bit 32, apart; masked, the two halves of a quadword are two codes.
-        INT2, INT3: each lane shifts the same word by its own distance. INT3 has another word, of
-        the high bits.
         E4M3: its 7 magnitude bits at the place of fp16's are the number times 2**-8; the widened
         scale has the factor 2**8. Sign-extended to 16 bits and shifted, the byte brings its sign
         along, at bits 15 and 14.
@@ -146,23 +142,55 @@ class RowReader:
             # a float32 scale may have no room for the factor
             has_factor = fmt.pick(pairs=True, scales=False)
             return floats if has_factor else b.fmul(floats, emit.constant(256.0))
-        layout = fmt.pick(
-            integers=fmt.pick(nibbles="nibbles", bytes="bytes", quarters="bits", planes="bits")
+        unpack = fmt.pick(
+            integers=fmt.pick(
+                bytes=unpack_bytes,
+                nibbles=unpack_nibbles,
+                quarters=unpack_quarters,
+                planes=unpack_planes,
+            )
         )
-        if layout == "bytes":
-            return b.sitofp(b.zext(emit.load(address, I8), ir.VectorType(I32, LANES)), floats)
-        if layout == "nibbles":
-            wide = b.zext(emit.load(address, I8, LANES // 2), ir.VectorType(I64, LANES // 2))
-            pairs = b.or_(wide, b.shl(wide, emit.constant(28, I64, LANES // 2)))
-            pairs = b.and_(pairs, emit.constant(0x0000000F_0000000F, I64, LANES // 2))
-            return b.sitofp(b.bitcast(pairs, ir.VectorType(I32, LANES)), floats)
-        low = b.lshr(emit.splat(emit.load_scalar(address, I32)), emit.each(LOW_BITS, I32))
-        unpacked = b.and_(low, emit.constant(3, I32))
-        if high is not None:
-            word = b.zext(emit.load_scalar(high, I16), I32)
-            bits = b.lshr(emit.splat(b.shl(word, ir.Constant(I32, 2))), emit.each(HIGH_BITS, I32))
-            unpacked = b.or_(unpacked, b.and_(bits, emit.constant(4, I32)))
-        return b.sitofp(unpacked, floats)
+        return b.sitofp(unpack(emit, address, high), floats)
+
+
+def unpack_bytes(emit, address, _high):
+    """16 codes of a byte each, as int32."""
+    return emit.builder.zext(emit.load(address, I8), ir.VectorType(I32, LANES))
+
+
+def unpack_nibbles(emit, address, _high):
+    """16 codes of INT4. 8 bytes become 8 quadwords x: x | x << 28 has the low nibble, at bit 28,
+    and the high nibble, at bit 32, apart; masked, the two halves of a quadword are two codes."""
+    b = emit.builder
+    wide = b.zext(emit.load(address, I8, LANES // 2), ir.VectorType(I64, LANES // 2))
+    pairs = b.or_(wide, b.shl(wide, emit.constant(28, I64, LANES // 2)))
+    pairs = b.and_(pairs, emit.constant(0x0000000F_0000000F, I64, LANES // 2))
+    return b.bitcast(pairs, ir.VectorType(I32, LANES))
+
+
+def unpack_quarters(emit, address, _high):
+    """16 codes of INT2: each lane shifts their word by its own distance."""
+    b, word = emit.builder, emit.splat(emit.load_scalar(address, I32))
+    return b.and_(b.lshr(word, emit.each(LOW_BITS, I32)), emit.constant(3, I32))
+
+
+def unpack_planes(emit, address, high):
+    """16 codes of INT3. Low and high bits make a quadword, the nibbles of the even elements in its
+    low half and those of the odd ones in its high half; shifted, its halves are two codes."""
+    b = emit.builder
+
+    def spread(word, *distances):
+        moved = [b.shl(word, ir.Constant(I64, distance)) for distance in distances]
+        return functools.reduce(b.or_, moved)
+
+    low = spread(b.zext(emit.load_scalar(address, I32), I64), 0, 30)
+    low = b.and_(low, ir.Constant(I64, 0x33333333_33333333))
+    bits = spread(spread(b.zext(emit.load_scalar(high, I16), I64), 2, 16), 0, 31)
+    bits = b.and_(bits, ir.Constant(I64, 0x44444444_44444444))
+    nibbles = emit.splat(b.or_(low, bits), LANES // 2)
+    pairs = b.lshr(nibbles, emit.each(range(0, 32, 4), I64))
+    pairs = b.and_(pairs, emit.constant(0x00000007_00000007, I64, LANES // 2))
+    return b.bitcast(pairs, ir.VectorType(I32, LANES))
 
 
 def tokens_per_block(heads):
