@@ -315,7 +315,7 @@ def test_one_compiled_function_serves_rows_of_other_formats() -> None:
         ({"seq_lens": torch.tensor([701] * 5).int()}, ShapeError, "room for 0 to 700 rows"),
         ({"seq_lens": torch.zeros(4).int()}, ShapeError, "seq_lens is \\[4\\]"),
         ({"seq_lens": torch.zeros(5).long()}, ConfigError, "seq_lens is torch.int64"),
-        ({"fmt": "int3"}, ConfigError, "format 'int3' does not exist"),
+        ({"fmt": "int6"}, ConfigError, "format 'int6' does not exist"),
         ({"fmt": 4}, ConfigError, "the format is 4: give a name"),
         ({"sm_scale": None}, ConfigError, "sm_scale is None: give the model's"),
         ({"sm_scale": math.inf}, ConfigError, "sm_scale is inf"),

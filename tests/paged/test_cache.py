@@ -308,7 +308,7 @@ def test_rope_is_that_of_append_rows() -> None:
         ({"num_pages": 0}, "num_pages 0"),
         ({"max_seq_len": -1}, "max_seq_len -1"),
         ({"k_format": ["int4"]}, "lists 1 formats for 2 layers"),
-        ({"k_format": "int3"}, "'int3' does not exist"),
+        ({"k_format": "int6"}, "'int6' does not exist"),
         ({"num_pages": 2**30, "max_seq_len": 2**30}, "GiB, more than there is"),
     ],
 )
