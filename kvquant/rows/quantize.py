@@ -185,7 +185,8 @@ def unpack(packed: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
             plane = plane.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
         planes.append(plane << first)
         first += bits
-    return functools.reduce(torch.bitwise_or, planes)
+    codes: torch.Tensor = functools.reduce(torch.bitwise_or, planes)
+    return codes
 
 
 def _viewed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

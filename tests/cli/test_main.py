@@ -77,17 +77,17 @@ def test_a_prompt_becomes_a_cache_that_can_be_inspected_and_exported(
     tmp_path: Path, prompt: Path
 ) -> None:
     path, out = tmp_path / "cache.safetensors", tmp_path / "kv.safetensors"
-    options = ["--k-format", "int8", "--format", "int4", "--sink-len", 2, "--recent-len", 16]
+    options = ["--k-format", "int3", "--format", "int2", "--sink-len", 2, "--recent-len", 16]
     options += ["--tokens", 400]
     text = ok("quantize", MODEL, "--prompt", prompt, *options, "--chunk", 200, "-o", path)
-    assert "int8" in text and "int4" in text
+    assert "int3" in text and "int2" in text
     assert ok("inspect", path) == text
 
     cache = load_cache(path)
     length = int(cache.seq_lens)
     assert length == 400
     assert [cache.num_layers, cache.sink_len, cache.recent_len] == [4, 2, 16]
-    assert [str(cache.layers[3].k_format), str(cache.layers[3].v_format)] == ["int8", "int4"]
+    assert [str(cache.layers[3].k_format), str(cache.layers[3].v_format)] == ["int3", "int2"]
     described = json.loads(ok("inspect", path, "--json"))
     assert described["seq_lens"] == [length]
     assert described["creation"]["source"] == "prompt.txt"

@@ -68,11 +68,11 @@ def test_rows_and_attention_are_those_of_kv_cache(
 
 
 def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
-    formats = ["int4-g4", "fp8", "int4-g4"]
-    cache = make(num_layers=3, k_format=formats, v_format="int8")
+    formats = ["int4-g4", "int3", "int4-g4"]
+    cache = make(num_layers=3, k_format=formats, v_format="int2")
     assert [tuple(stack.shape) for stack in cache.rows.pages[0].stacks] == [
         (2, 12, HEADS, PAGE, 48),
-        (1, 12, HEADS, PAGE, 68),
+        (1, 12, HEADS, PAGE, 28),
     ]
     batch = PagedBatch(cache, 4, 100)
     rows = begin(batch, "a", 50)

@@ -9,8 +9,8 @@ import pytest
 
 from kvquant import RowFormat
 from kvquant.errors import ConfigError
-from kvquant.rows.codec import CODECS, codec_names
-from kvquant.rows.format import GROUPS, NAMES, ROW_DIMS
+from kvquant.rows.codec import CODECS, GROUPS, codec_names
+from kvquant.rows.format import NAMES, ROW_DIMS
 
 QUANTIZED = [
     RowFormat(codec, groups, head_dim)
