@@ -85,7 +85,7 @@ def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
         DIM,
         100,
         k_format=formats,
-        v_format="int8",
+        v_format="int2",
         sink_len=SINKS,
         recent_len=RECENT,
     )
