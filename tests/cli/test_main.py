@@ -217,8 +217,8 @@ def test_an_interrupted_calibration_says_where_its_sums_are(
         f"What was observed is kept in {state}: the same command goes on from it",
         "Aborted.",
     ]
-    refused = run(*given, "--budget", 3)  # before anything is observed
-    assert refused.exit_code == 2 and "below 4.25" in refused.stderr
+    refused = run(*given, "--budget", 2)  # before anything is observed
+    assert refused.exit_code == 2 and "below 2.25" in refused.stderr
     assert state.is_file() and "goes on" not in refused.stderr
     assert "Calibrating: observe, 33 %" in run(*given).stderr.splitlines()[:1]
     assert [file.name for file in tmp_path.iterdir()] == ["plan.safetensors"]
@@ -387,7 +387,7 @@ BAD = [  # the command, and the error
         f"{READ} -o {{tmp}}/loop.safetensors",
         "loop.safetensors cannot be written: Too many levels of symbolic links",
     ),
-    (f"calibrate {{model}} --zero-data --budget 4.2 {OUT}", "a budget of 4.2 bits is below 4.25"),
+    (f"calibrate {{model}} --zero-data --budget 2.2 {OUT}", "a budget of 2.2 bits is below 2.25"),
     (f"{TAKE} -o {{tmp}}/{{long}}.safetensors", "File name too long"),
     (
         f"quantize {{model}} --prompt /dev/zero {OUT}",
