@@ -380,8 +380,7 @@ def finish(
     if passages is None:
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
-        rest["windowed"] = None
-        return CachePlan({**plan.facts, **rest}, plan.tensors)
+        return CachePlan({**plan.facts, **rest, "windowed": None}, plan.tensors)
     reference = _reference(model, plan, passages, sizes.context)
     return _decided(reference, plan, rows, chosen, formats, goal, sizes, progress, window)
 
