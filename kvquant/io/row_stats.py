@@ -107,7 +107,7 @@ def warnings(layers: Layers, model: object, sides: tuple[str, str]) -> list[str]
     checks = {
         "a code's step is larger than what most channels vary by: expect loss; calibrate, or "
         "take more groups or 8 bits": (
-            lambda _, s: (s["step"] or 0) > _MAX_STEP * max(1, _GAUSSIAN / _codec(s).levels)
+            lambda _, s: (s["step"] or 0) * min(1, _codec(s).levels / _GAUSSIAN) > _MAX_STEP
         ),
         f"channels with means over {_MAX_OFFSET:g} deviations (biased keys): expect loss at 4 "
         "bits; calibrate": lambda _, s: (s["offset"] or 0) > _MAX_OFFSET,
