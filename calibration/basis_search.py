@@ -25,7 +25,10 @@ from .moments import Moments
 
 STEPS = ("plain", "offset", "hadamard", "matrix")  # bases, each rounded to the nearest code
 BASE_FORMAT = "int4"  # in which bases are compared
-CLIPS = (1.0, 0.95, 0.9, 0.85)
+# shares of its range that a group may keep, by the bits of a code: the fewer codes there are, the
+# more of them the rare large elements cost
+CLIPS = {2: (1.0, 0.85, 0.75, 0.65, 0.55), 3: (1.0, 0.92, 0.85, 0.78, 0.7)}
+WIDE_CLIPS = (1.0, 0.95, 0.9, 0.85)  # of 4 bits and more
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 Weights = dict[int, dict[str, torch.Tensor]]
 
@@ -187,11 +190,12 @@ def choose(
         errors["error.feedback"] = meter.share(layer, side, best)
         chosen[layer][side] = Chosen(bases[best], errors=errors)
 
+    clips = {name: CLIPS.get(pair[0].bits, WIDE_CLIPS) for name, pair in formats.items()}
     clipped: dict[tuple[int, str, float], Basis] = {}
     for layer, sides in chosen.items():
         for side, found in sides.items():
             ones = torch.ones_like(found.basis.offset[:, 0])
-            for ratio in CLIPS:
+            for ratio in {ratio for ratios in clips.values() for ratio in ratios}:
                 clipped[layer, side, ratio] = found.basis.with_clip(ratio * ones)
 
     def fit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> None:
@@ -200,7 +204,7 @@ def choose(
             for name, pair in formats.items():
                 fmt = pair["kv".index(side)]
                 meter.measure(layer, side, f"plain.{name}", x, plain, fmt)
-                for ratio in CLIPS:
+                for ratio in clips[name]:
                     basis = clipped[layer, side, ratio]
                     meter.measure(layer, side, f"{name}@{ratio}", x, basis, fmt)
 
@@ -208,9 +212,9 @@ def choose(
     for layer, sides in chosen.items():
         for side, found in sides.items():
             for name in formats:
-                shares = torch.stack([meter.share(layer, side, f"{name}@{r}") for r in CLIPS])
-                least, best_ratio = shares.min(0)
-                ratios = torch.tensor(CLIPS, dtype=torch.float32, device="cpu")
+                shares = [meter.share(layer, side, f"{name}@{r}") for r in clips[name]]
+                least, best_ratio = torch.stack(shares).min(0)
+                ratios = torch.tensor(clips[name], dtype=torch.float32, device="cpu")
                 found.clips[name] = ratios[best_ratio]
                 found.errors[f"format_error.{name}"] = least
                 found.errors[f"format_error_plain.{name}"] = meter.share(

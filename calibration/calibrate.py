@@ -24,7 +24,7 @@ from kvquant.hf.models.configs import CacheLayers, cache_layers
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_file import FORMAT, LATENT_VERSION, VERSION
-from kvquant.rows.arguments import check_kind
+from kvquant.rows.arguments import check_kind, check_size
 from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
 from kvquant.rows.format import HEAD_DIMS, RowFormat
 from kvquant.rows.latent import LatentFormat
@@ -42,6 +42,8 @@ from .windows import spread as spread
 
 HELD_OUT = 4  # the last quarter of a text is held out for scoring
 CANDIDATES = ("int4", "int4-g2", "int4-g4", "int4-g8", "int8")  # cheapest first
+# before them, where a budget is below what int4 takes: GPUs have no kernels for these yet
+FEW_BITS = ("int2", "int3")
 ROUNDINGS = ("feedback", "nearest")
 COMPARED = ("int4", "int4-g4", "int8")
 # of latents, and of RoPE parts by their elements: what the kernel on CUDA reads, and 16 bit
@@ -49,6 +51,7 @@ LATENT_CANDIDATES = ("int4-g4", "int4-g8", "int8-g4")
 ROPE_CANDIDATES = {64: ("int8-g4",), 32: ()}
 LATENT_FORMAT = "int4-g8"
 LATENT_COMPARED = ("int4-g4", "int4-g8", "int4-g8+int8-g4", "int8-g4", "fp8-g4")
+WINDOW = 4, 128  # sink_len and recent_len of caches by default
 ROUNDS = 6  # plans that are measured to meet a limit, at most
 Report = Callable[[str, int], None]  # a stage and how much of it was done, in hundredths
 
@@ -102,7 +105,7 @@ class Goal:
         for name in (self.format or BASE_FORMAT).split("+"):
             RowFormat.parse(name, HEAD_DIMS[0])  # an unknown one is refused before all work
         if self.budget is not None and not self.budget < math.inf:
-            raise ConfigError(f"a budget of {self.budget} bits is not possible: use 4.25 or more")
+            raise ConfigError(f"a budget of {self.budget} bits is not possible: use 2.25 or more")
 
 
 @dataclass(frozen=True)
@@ -113,18 +116,27 @@ class _Rows:
         k_dim, v_dim: elements of rows of K and of V; of the parts of latent rows.
         are_latent: whether they are latent.
         exact: their 16-bit format.
+        budget: of bits per element; None for any.
     """
 
     k_dim: int
     v_dim: int
     are_latent: bool
     exact: str
+    budget: float | None = None
+
+    @property
+    def few_bits(self) -> tuple[str, ...]:
+        """Formats below 4 bits, which are offered where the budget asks for them."""
+        least = self.bits(BASE_FORMAT, BASE_FORMAT)
+        asked = not self.are_latent and self.budget is not None and self.budget < least - 1e-9
+        return FEW_BITS if asked else ()
 
     @property
     def offered(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Formats of K and of V, cheapest first."""
         if not self.are_latent:
-            return CANDIDATES, CANDIDATES
+            return ((*self.few_bits, *CANDIDATES),) * 2
         return (*LATENT_CANDIDATES, self.exact), (*ROPE_CANDIDATES[self.v_dim], self.exact)
 
     def pair(self, k_name: str, v_name: str) -> tuple[RowFormat, RowFormat]:
@@ -153,7 +165,7 @@ class _Rows:
     def compared(self) -> dict[str, tuple[str, str]]:
         """The formats of all layers that a plan is compared in, and those of K and of V then."""
         if not self.are_latent:
-            return {name: self.names_of(name) for name in COMPARED}
+            return {name: self.names_of(name) for name in (*self.few_bits, *COMPARED)}
         names = [name for name in LATENT_COMPARED if "+" not in name or ROPE_CANDIDATES[self.v_dim]]
         pairs = map(self.names_of, names)
         dims = self.k_dim, self.v_dim
@@ -186,6 +198,7 @@ def calibrate(
     zero_data: bool = False,
     state: Path | None = None,
     progress: Report = lambda stage, share: None,
+    window: tuple[int, int] = WINDOW,
 ) -> CachePlan | None:
     """Make the plan of a model's caches, and measure what it keeps of the predictions.
 
@@ -199,6 +212,8 @@ def calibrate(
         zero_data: observe random tokens in place of the text.
         state: a file that keeps the sums, so that an interrupted run goes on; none when None.
         progress: called with the stage and what was done of it since, in hundredths.
+        window: sink_len and recent_len of the caches that the plan is for. The plan is chosen
+            without them, and measured with them too where a passage's context is longer.
 
     Returns:
         The plan, met or not; None on the ranks but the first, where torch.distributed runs.
@@ -211,6 +226,7 @@ def calibrate(
         if given is not None:
             check_kind(name, given, kind, f"give a {kind.__name__}, or None")
     sizes, layers = sizes or Sizes(), None
+    window = check_size("sink_len", window[0]), check_size("recent_len", window[1])
     if rounding not in ROUNDINGS:
         raise ConfigError(
             f"rounding {shown(rounding)} does not exist: use {' or '.join(ROUNDINGS)}"
@@ -261,6 +277,7 @@ def calibrate(
         rounding=rounding,
         zero_data=zero_data,
         progress=progress,
+        window=window,
     )
 
 
@@ -304,6 +321,7 @@ def finish(
     rounding: str = "feedback",
     zero_data: bool = False,
     progress: Report = lambda stage, share: None,
+    window: tuple[int, int] = WINDOW,
 ) -> CachePlan:
     """Everything after the moments; see calibrate.
 
@@ -317,7 +335,7 @@ def finish(
     moments, held = renumbered(moments, places, shared), HeldLayers(model, places, shared)
     first = next(iter(moments.layers.values()))
     k_dim, v_dim = (first.tensors[f"{side}_sum"].shape[1] for side in "kv")
-    rows = _Rows(k_dim, v_dim, first.is_latent, model.exact_format)
+    rows = _Rows(k_dim, v_dim, first.is_latent, model.exact_format, goal.budget)
     of_k, of_v = rows.offered
     start = (of_k[0], of_v[0]) if goal.format is None else rows.names_of(goal.format)
     formats = {name: rows.pair(name, name) for name in dict.fromkeys((*of_k, *of_v, *start))}
@@ -362,9 +380,9 @@ def finish(
     if passages is None:
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
-        return CachePlan({**plan.facts, **rest}, plan.tensors)
+        return CachePlan({**plan.facts, **rest, "windowed": None}, plan.tensors)
     reference = _reference(model, plan, passages, sizes.context)
-    return _decided(reference, plan, rows, chosen, formats, goal, sizes, progress)
+    return _decided(reference, plan, rows, chosen, formats, goal, sizes, progress, window)
 
 
 def _assembled(
@@ -481,6 +499,7 @@ def _decided(
     goal: Goal,
     sizes: Sizes,
     progress: Report,
+    window: tuple[int, int],
 ) -> CachePlan:
     """The plan with its formats chosen and its fidelity measured."""
     exact = reference.exact_format
@@ -488,7 +507,7 @@ def _decided(
     sides: list[Side] = [(layer, side) for layer in free for side in "kv"]
     start = {side: plan.facts["layers"][side[0]][side[1]]["format"] for side in sides}
     compared = rows.compared
-    step = _shares(progress, "decode", 1 + len(sides) + 2 * len(compared) + ROUNDS)
+    step = _shares(progress, "decode", 2 + len(sides) + 2 * len(compared) + ROUNDS)
     if isinstance(reference, Reference):
         reference.warm_up(_known_schemes(plan, rows, start))
     found = reference.measure(Planned(plan))
@@ -545,6 +564,7 @@ def _decided(
             "recent_len": 0,
             "in_one_pass": reference.why if isinstance(reference, PassReference) else None,
         },
+        "windowed": _windowed(reference, plan, sizes, window),
         "limit": {"max_kl": limit, "budget": goal.budget, "met": is_met},
         "blamed": [] if is_met else worst_layers(costs, used),
         "sensitivity": [
@@ -561,6 +581,17 @@ def _decided(
     return CachePlan(facts, plan.tensors)
 
 
+def _windowed(
+    reference: Reference | PassReference, plan: CachePlan, sizes: Sizes, window: tuple[int, int]
+) -> dict[str, Any] | None:
+    """What the plan keeps with a window of 16-bit tokens; None where there is none to measure."""
+    if not 0 < sum(window) < sizes.context or isinstance(reference, PassReference):
+        return None
+    found = reference.measure(Planned(plan, "the plan", *window))
+    of_window = {"sink_len": window[0], "recent_len": window[1], "bits": found.bits}
+    return {**_fidelity_facts(found), **of_window}
+
+
 def _check_goal(model: CalibratedModel, goal: Goal, layers: CacheLayers | None) -> None:
     """Raise unless there can be such plans of a model; layers: of its config, if it tells them."""
     is_latent = layers is not None and layers.are_latent
@@ -573,13 +604,19 @@ def _check_goal(model: CalibratedModel, goal: Goal, layers: CacheLayers | None) 
     elif layers.others:
         return  # the model cannot decode from a KVCache alone
     dims = zip(layers.k_dims, layers.v_dims, strict=True)
-    rows = [_Rows(*pair, is_latent, model.exact_format) for pair in dims]
+    rows = [_Rows(*pair, is_latent, model.exact_format, goal.budget) for pair in dims]
     cheapest = [
         (one.k_dim + one.v_dim) * one.bits(*(names[0] for names in one.offered)) for one in rows
     ]
     rows[0].check_budget(goal, sum(cheapest) / sum(layers.k_dims + layers.v_dims))
-    if is_latent and goal.format is not None:  # and a format without a kernel
-        options: dict[str, Any] = {"fmt": "+".join(rows[0].names_of(goal.format))}
+    # and a format without a kernel
+    options: dict[str, Any] = {}
+    if is_latent and goal.format is not None:
+        options = {"fmt": "+".join(rows[0].names_of(goal.format))}
+    elif not is_latent and (goal.format is not None or rows[0].few_bits):
+        names = rows[0].names_of(goal.format or FEW_BITS[0])
+        options = dict(zip(("k_format", "v_format"), names, strict=True))
+    if options:
         model.new_cache(1, 1, **options)
 
 

@@ -11,6 +11,8 @@ import torch
 from kvquant.io.plan import CachePlan
 from kvquant.text import Column, render_table, spans
 
+from .fidelity import with_window
+
 KL_LIMIT = 0.1  # nats per token; int4 rows cost a few hundredths where they work at all
 KL_NOTICE = 0.05  # above it the loss is worth a look
 OFFSET_LIMIT = 10.0  # deviations; models without key biases stay below 5
@@ -41,6 +43,9 @@ def render_plan(plan: CachePlan) -> str:
         exact = f"{facts['measured']['exact_perplexity']:.3f}"
         rows.insert(0, ["16 bit", "16.00", "1.00x", "-", "-", "-", "-", exact])
         rows.append(_row("this plan", plan.bits, facts["measured"]))
+    if windowed := facts.get("windowed"):
+        name = with_window("this plan", windowed["sink_len"], windowed["recent_len"])
+        rows.append(_row(name, windowed["bits"], windowed))
     table = [render_table(COLUMNS, rows), ""] if rows else []
     if any(one["plan"] for one in shown):
         table += ["+ bases: one format for all layers, rows transformed as in this plan", ""]
@@ -128,6 +133,13 @@ def warnings(plan: CachePlan) -> list[str]:
         found.append(
             f"this model cannot decode from a KVCache ({plan.facts['measured']['in_one_pass']}): "
             "its fidelity was computed in one pass, by the rows that a cache would keep"
+        )
+    few = any(fmt.bits == 2 for fmt in (*plan.k_formats, *plan.v_formats))
+    if few and plan.facts["measured"] and not plan.facts.get("windowed"):
+        found.append(
+            "this plan has rows of 2 bits and was not measured with the window that they need: "
+            "keep the first and last tokens in 16 bit (--sink-len 4 --recent-len 128, and a longer "
+            "--context), here and in the cache"
         )
     mean, std = plan.tensors["k.mean"], plan.tensors.get("k.std")
     if std is not None:

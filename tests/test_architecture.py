@@ -62,8 +62,8 @@ ALLOWED_LATE = {
     "__main__": "cli",
     "ops": (
         "kernels.cpu kernels.cuda.affine kernels.cuda.append kernels.cuda.decode "
-        "kernels.cuda.dequantize kernels.cuda.mla kernels.cuda.prefix kernels.cuda.runtime "
-        "kernels.cuda.slots"
+        "kernels.cuda.dequantize kernels.cuda.device kernels.cuda.mla kernels.cuda.prefix "
+        "kernels.cuda.runtime kernels.cuda.slots"
     ),
     "cache": "kernels.cuda.runtime",
     "paged": "kernels.cuda.runtime",

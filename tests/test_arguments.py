@@ -292,7 +292,7 @@ def test_lengths_come_as_lists_arrays_and_tensors() -> None:
         ({"windows": "4"}, "windows is '4': give a list"),
         ({"windows": [True]}, "a window True is not possible"),
         ({"k_format": 4}, "format 4 is not possible: give a name"),
-        ({"k_format": "int3"}, "format 'int3' does not exist"),
+        ({"k_format": "int6"}, "format 'int6' does not exist"),
         ({"v_format": ["int4", None]}, "v_format lists 2 formats for 1 layers"),
         ({"v_format": [None]}, "format None is not possible"),
         ({"exact_format": "fp32"}, "exact_format 'fp32' does not exist: use 'bf16' or 'fp16'"),

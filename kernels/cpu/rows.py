@@ -41,10 +41,19 @@ from .simd import (
     store,
     store_float,
 )
-from .values import RowReader, parse_spec, spec, widened_floats
+from .values import (
+    LOW_BITS,
+    RowReader,
+    code_addresses,
+    parse_spec,
+    spec,
+    widened_floats,
+)
 
 ROWS_PER_ITEM = 256
 INPUTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# where the high bits of each of 16 elements stand in a word: kvquant/rows/format.py
+HIGH_BITS = [4 * (i % 8 // 2) + 2 * (i // 8) + i % 2 for i in range(LANES)]
 X, ROWS, NUM_ROWS, BAD = range(4)  # the arguments of both kernels
 
 
@@ -123,11 +132,12 @@ def store_half(emit, address, bits):
     emit.store(address, bits)
 
 
-@operation(types.void, literal, f32x16, f32x16, f32x16, types.int64)
-def pack(emit, format_spec, x, shift, inverse, address):
-    """The codes of 16 elements, or the 16-bit elements, to a byte address."""
+@operation(types.void, literal, f32x16, f32x16, f32x16, types.int64, types.int64)
+def pack(emit, format_spec, x, shift, inverse, row, chunk):
+    """The codes of the 16 elements of a chunk, or the 16-bit elements, to their place in a row."""
     b, fmt = emit.builder, parse_spec(format_spec)
     ints, numbers = ir.VectorType(I32, LANES), fmt.facts.numbers
+    address, high = code_addresses(emit, fmt, emit.at(row, fmt.code_offset), chunk)
     if numbers == "fp16":
         emit.store(address, emit.to_half(x))
         return
@@ -144,12 +154,35 @@ def pack(emit, format_spec, x, shift, inverse, address):
         return
     rounded = _clamp(emit, emit.call("llvm.rint", scaled), 0.0, fmt.pick(integers=levels))
     codes = b.fptosi(rounded, ints)
-    if fmt.pick(nibbles=True, bytes=False):  # a quadword holds an even and an odd code
-        pairs = b.bitcast(codes, ir.VectorType(I64, LANES // 2))
-        pairs = b.or_(pairs, b.lshr(pairs, emit.constant(28, I64, LANES // 2)))
-        emit.store(address, b.trunc(pairs, ir.VectorType(I8, LANES // 2)))
-    else:
-        emit.store(address, b.trunc(codes, ir.VectorType(I8, LANES)))
+    fmt.pick(bytes=pack_bytes, nibbles=pack_nibbles, quarters=pack_quarters, planes=pack_planes)(
+        emit, codes, address, high
+    )
+
+
+def pack_bytes(emit, codes, address, _high):
+    """Store 16 codes, int32, a byte each."""
+    emit.store(address, emit.builder.trunc(codes, ir.VectorType(I8, LANES)))
+
+
+def pack_nibbles(emit, codes, address, _high):
+    """Store 16 codes of INT4: a quadword holds an even and an odd one."""
+    b = emit.builder
+    pairs = b.bitcast(codes, ir.VectorType(I64, LANES // 2))
+    pairs = b.or_(pairs, b.lshr(pairs, emit.constant(28, I64, LANES // 2)))
+    emit.store(address, b.trunc(pairs, ir.VectorType(I8, LANES // 2)))
+
+
+def pack_quarters(emit, codes, address, _high):
+    """Store 16 codes of INT2."""
+    emit.store(address, emit.reduce("or", emit.builder.shl(codes, emit.each(LOW_BITS, I32))))
+
+
+def pack_planes(emit, codes, address, high):
+    """Store 16 codes of INT3: the low bits to one address, the high ones to another."""
+    b = emit.builder
+    pack_quarters(emit, b.and_(codes, emit.constant(3, I32)), address, None)
+    bits = b.shl(b.lshr(codes, emit.constant(2, I32)), emit.each(HIGH_BITS, I32))
+    emit.store(high, b.trunc(emit.reduce("or", bits), I16))
 
 
 def _clamp(emit, x, low, high):
@@ -264,8 +297,7 @@ def make_quantize_kernel(format_spec, dtype):
     """Compile the kernel for a format and the dtype of x; its address."""
     fmt = parse_spec(format_spec)
     head_dim, group_size, groups = fmt.head_dim, fmt.group_size, fmt.groups
-    row_bytes, code_offset = fmt.row_bytes, fmt.code_offset
-    chunk_bytes = LANES * fmt.bits // 8
+    row_bytes = fmt.row_bytes
     element_bytes = 4 if dtype == "float32" else 2
     max_abs = fmt.max_abs
     is_exact = fmt.is_exact
@@ -335,8 +367,7 @@ def make_quantize_kernel(format_spec, dtype):
                         store_float(lane_shifts + 4 * lane, load_float(shifts + 4 * group))
                         store_float(lane_inverses + 4 * lane, load_float(inverses + 4 * group))
                     shift, inverse = load(lane_shifts), load(lane_inverses)
-                codes = row + code_offset + chunk_bytes * chunk
-                pack(format_spec, load(values + 4 * element), shift, inverse, codes)
+                pack(format_spec, load(values + 4 * element), shift, inverse, row, chunk)
 
     return compile_kernel(quantize_kernel)
 

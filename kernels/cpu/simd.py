@@ -106,11 +106,15 @@ class Emitter:
         """The same constant in every lane."""
         return ir.Constant(ir.VectorType(kind, count), [ir.Constant(kind, value)] * count)
 
-    def splat(self, scalar):
+    def each(self, values, kind):
+        """A constant of its own in each lane."""
+        return ir.Constant(ir.VectorType(kind, len(values)), [ir.Constant(kind, v) for v in values])
+
+    def splat(self, scalar, count=LANES):
         """A number in every lane."""
-        undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+        undefined = ir.Constant(ir.VectorType(scalar.type, count), ir.Undefined)
         single = self.builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
-        return self.builder.shuffle_vector(single, undefined, self.constant(0, I32))
+        return self.builder.shuffle_vector(single, undefined, self.constant(0, I32, count))
 
     def load_splat(self, address):
         """A float from a byte address in every lane."""
@@ -126,9 +130,13 @@ class Emitter:
         return self.builder.call(function, args)
 
     def reduce(self, name, x):
-        """The least ("fmin") or greatest ("fmax") lane of a vector of floats."""
+        """The least ("fmin") or greatest ("fmax") lane of a vector of floats; "or" of int32."""
+        kind = x.type.element
+        suffix = {F32: "v16f32", I32: "v16i32"}[kind]
         function = cgutils.get_or_insert_function(
-            self.builder.module, ir.FunctionType(F32, [x.type]), f"llvm.vector.reduce.{name}.v16f32"
+            self.builder.module,
+            ir.FunctionType(kind, [x.type]),
+            f"llvm.vector.reduce.{name}.{suffix}",
         )
         return self.builder.call(function, [x])
 

@@ -9,6 +9,7 @@ calls, for a block of tokens and for a tile of them.
 """
 
 import contextlib
+import functools
 import math
 
 from llvmlite import ir
@@ -20,6 +21,8 @@ from kvquant.rows.latent import LatentFormat, parts_of
 
 from .simd import F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
 
+# where the low bits of each of 16 elements stand in a word
+LOW_BITS = [2 * i for i in range(LANES)]
 MAX_SUMS = 28  # sums (head, chunk) in registers; AVX-512 has 32
 
 # A run of a tile: rows at one stride. Five int64: its tokens, counted from the first of the tile,
@@ -49,13 +52,22 @@ def widened_floats(fmt):
     )
 
 
+def code_addresses(emit, fmt, codes, chunk):
+    """Where the codes of a chunk begin, and of rows in planes their high bits, else None.
+
+    codes: address of those of the row; chunk: its index, an i64.
+    """
+    sizes = fmt.pick(nibbles=(8,), bytes=(16,), elements=(32,), quarters=(4,), planes=(4, 2))
+    places = [emit.builder.add(codes, emit.times(chunk, size)) for size in sizes]
+    return places[0], emit.at(places[1], fmt.head_dim // 4) if len(places) > 1 else None
+
+
 class RowReader:
     """Writes the instructions that read rows of one format."""
 
     def __init__(self, emit, fmt):
         self.emit, self.fmt = emit, fmt
         self.chunks = fmt.head_dim // LANES
-        self.chunk_bytes = LANES * fmt.bits // 8
 
     def widen(self, row, params):
         """Write the parameters of a row, as floats, to an address."""
@@ -92,8 +104,7 @@ class RowReader:
     def values(self, row, params, chunk):
         """The 16 values of a chunk (its index an i64), from a row and its widened parameters."""
         emit, fmt, b = self.emit, self.fmt, self.emit.builder
-        address = emit.at(b.add(row, emit.times(chunk, self.chunk_bytes)), fmt.code_offset)
-        numbers = self.unpack(address)
+        numbers = self.unpack(emit.at(row, fmt.code_offset), chunk)
         if fmt.is_exact:
             return numbers
         if fmt.group_size % LANES == 0:
@@ -105,17 +116,18 @@ class RowReader:
             scale, shift = emit.load(at, F32), emit.load(emit.at(at, 4 * LANES), F32)
         return emit.fma(numbers, scale, shift)
 
-    def unpack(self, address):
-        """16 codes or 16-bit elements as floats, in the order of the elements.
+    def unpack(self, codes, chunk):
+        """The codes or 16-bit elements of a chunk as floats, in the order of the elements.
 
-        INT4: the 8 bytes become 8 quadwords x. x | x << 28 has the low nibble, at bit 28, and the
-        high nibble, at bit 32, apart; masked, the two halves of a quadword are two codes.
+        codes: address of those of the row.
+
         E4M3: its 7 magnitude bits at the place of fp16's are the number times 2**-8; the widened
         scale has the factor 2**8. Sign-extended to 16 bits and shifted, the byte brings its sign
         along, at bits 15 and 14.
         """
         emit, b, fmt = self.emit, self.emit.builder, self.fmt
         floats, numbers = ir.VectorType(F32, LANES), fmt.facts.numbers
+        address, high = code_addresses(emit, fmt, codes, chunk)
         if numbers == "fp16":
             return emit.from_half(emit.load(address, I16))
         if numbers == "bf16":
@@ -130,12 +142,55 @@ class RowReader:
             # a float32 scale may have no room for the factor
             has_factor = fmt.pick(pairs=True, scales=False)
             return floats if has_factor else b.fmul(floats, emit.constant(256.0))
-        if fmt.pick(integers=fmt.pick(nibbles=True, bytes=False)):
-            wide = b.zext(emit.load(address, I8, LANES // 2), ir.VectorType(I64, LANES // 2))
-            pairs = b.or_(wide, b.shl(wide, emit.constant(28, I64, LANES // 2)))
-            pairs = b.and_(pairs, emit.constant(0x0000000F_0000000F, I64, LANES // 2))
-            return b.sitofp(b.bitcast(pairs, ir.VectorType(I32, LANES)), floats)
-        return b.sitofp(b.zext(emit.load(address, I8), ir.VectorType(I32, LANES)), floats)
+        unpack = fmt.pick(
+            integers=fmt.pick(
+                bytes=unpack_bytes,
+                nibbles=unpack_nibbles,
+                quarters=unpack_quarters,
+                planes=unpack_planes,
+            )
+        )
+        return b.sitofp(unpack(emit, address, high), floats)
+
+
+def unpack_bytes(emit, address, _high):
+    """16 codes of a byte each, as int32."""
+    return emit.builder.zext(emit.load(address, I8), ir.VectorType(I32, LANES))
+
+
+def unpack_nibbles(emit, address, _high):
+    """16 codes of INT4. 8 bytes become 8 quadwords x: x | x << 28 has the low nibble, at bit 28,
+    and the high nibble, at bit 32, apart; masked, the two halves of a quadword are two codes."""
+    b = emit.builder
+    wide = b.zext(emit.load(address, I8, LANES // 2), ir.VectorType(I64, LANES // 2))
+    pairs = b.or_(wide, b.shl(wide, emit.constant(28, I64, LANES // 2)))
+    pairs = b.and_(pairs, emit.constant(0x0000000F_0000000F, I64, LANES // 2))
+    return b.bitcast(pairs, ir.VectorType(I32, LANES))
+
+
+def unpack_quarters(emit, address, _high):
+    """16 codes of INT2: each lane shifts their word by its own distance."""
+    b, word = emit.builder, emit.splat(emit.load_scalar(address, I32))
+    return b.and_(b.lshr(word, emit.each(LOW_BITS, I32)), emit.constant(3, I32))
+
+
+def unpack_planes(emit, address, high):
+    """16 codes of INT3. Low and high bits make a quadword, the nibbles of the even elements in its
+    low half and those of the odd ones in its high half; shifted, its halves are two codes."""
+    b = emit.builder
+
+    def spread(word, *distances):
+        moved = [b.shl(word, ir.Constant(I64, distance)) for distance in distances]
+        return functools.reduce(b.or_, moved)
+
+    low = spread(b.zext(emit.load_scalar(address, I32), I64), 0, 30)
+    low = b.and_(low, ir.Constant(I64, 0x33333333_33333333))
+    bits = spread(spread(b.zext(emit.load_scalar(high, I16), I64), 2, 16), 0, 31)
+    bits = b.and_(bits, ir.Constant(I64, 0x44444444_44444444))
+    nibbles = emit.splat(b.or_(low, bits), LANES // 2)
+    pairs = b.lshr(nibbles, emit.each(range(0, 32, 4), I64))
+    pairs = b.and_(pairs, emit.constant(0x00000007_00000007, I64, LANES // 2))
+    return b.bitcast(pairs, ir.VectorType(I32, LANES))
 
 
 def tokens_per_block(heads):

@@ -26,7 +26,7 @@ from ..rows.format import RowFormat
 from ..text import Column, render_table
 from .cases import Case, check, make_inputs
 
-FORMATS = ("int4-g4", "int4", "int8", "fp8", "bf16")
+FORMATS = ("int4-g4", "int4", "int3", "int2", "int8", "fp8", "bf16")
 CPUINFO = Path("/proc/cpuinfo")
 
 

@@ -13,6 +13,7 @@ import torch
 from .. import debug
 from ..errors import ConfigError, ShapeError
 from ..ops.attention import State, attend
+from ..ops.dispatch import check_cuda_codecs
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_size, check_tensors
 from ..rows.basis import LayerBasis
@@ -175,6 +176,8 @@ class KVCache:
         self.exact_format = exact_format
         self.devices = devices_of(device, num_layers)
         self.device = self.devices[0]
+        if any(one.type == "cuda" for one in self.devices):
+            check_cuda_codecs([*k_formats, *v_formats])
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         windows = check_windows(windows, num_layers)
         kinds = list(zip(k_formats, v_formats, checked, windows, self.devices, strict=True))

@@ -22,6 +22,7 @@ from .console import (
     ON_DEVICE,
     OUTPUT,
     POSITIVE,
+    WHOLE,
     check_device,
     check_output,
     enough_memory,
@@ -79,6 +80,20 @@ NOT_MET = 3  # exit code
 @click.option(
     "--scored", type=COUNT, default=64, show_default=True, help="Tokens of a passage to score."
 )
+@click.option(
+    "--sink-len",
+    type=WHOLE,
+    default=4,
+    show_default=True,
+    help="First tokens that the cache will keep in 16 bit: the plan is measured with them too.",
+)
+@click.option(
+    "--recent-len",
+    type=WHOLE,
+    default=128,
+    show_default=True,
+    help="Last tokens that the cache will keep in 16 bit.",
+)
 @ON_DEVICE
 @DTYPE
 @OUTPUT
@@ -93,6 +108,8 @@ def calibrate(
     format: str | None,
     zero_data: bool,
     rounding: str,
+    sink_len: int,
+    recent_len: int,
     device: str,
     dtype: str,
     output: Path,
@@ -159,6 +176,7 @@ def calibrate(
                 zero_data=zero_data,
                 state=state,
                 progress=lambda stage, share: update(share, stage),
+                window=(sink_len, recent_len),
             )
         if plan is not None:
             plan.save(output)

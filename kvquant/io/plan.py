@@ -89,6 +89,8 @@ class CachePlan:
                         share, scored in tokens, of "passages"; "kl_error", "top1_error": standard
                         errors, null or not there where they are not known; "in_one_pass": null, or
                         why the model could not decode from a KVCache
+        windowed        null, or the same figures with the first "sink_len" and last "recent_len"
+                        tokens in 16 bit, and the "bits" of such caches; not in older plans
         limit           {"max_kl": number or null, "budget": bits or null, "met": bool}
         blamed          layers that cost the most, where the limit is not met and not all layers
                         stay in 16 bit; else empty
@@ -253,7 +255,8 @@ class CachePlan:
             }
             for i, entry in enumerate(self.facts["layers"])
         ]
-        changed = CachePlan({**self.facts, "layers": layers, "measured": None}, self.tensors)
+        unmeasured = {"layers": layers, "measured": None, "windowed": None}
+        changed = CachePlan({**self.facts, **unmeasured}, self.tensors)
         for i, side in formats:
             fmt = (changed.k_formats if side == "k" else changed.v_formats)[i]
             check_pair(self.is_latent, changed.k_formats[i], changed.v_formats[i])

@@ -80,6 +80,14 @@ class _Measured(_Figures, kw_only=True):
     in_one_pass: str | None = None
 
 
+class _Windowed(_Figures, kw_only=True):
+    """The plan with tokens in 16 bit."""
+
+    sink_len: Length
+    recent_len: Length
+    bits: Annotated[float, Meta(gt=0, le=64)]
+
+
 class _Limit(msgspec.Struct):
     """What the plan was to keep."""
 
@@ -131,6 +139,7 @@ class _Facts(msgspec.Struct):
     others: tuple[_Other, ...] = ()
     latent: bool = False
     steepness: tuple[_Steepness, ...] = ()
+    windowed: _Windowed | None = None
 
 
 def read_facts(file: SafetensorsFile) -> tuple[dict[str, Any], dict[str, str]]:

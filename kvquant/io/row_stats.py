@@ -20,6 +20,7 @@ _FEWEST = 16  # tokens below which they say nothing
 _SMALLEST_NORMAL = 2.0**-14
 # a code's step over the typical deviation of a channel: above it most codes stand still
 _MAX_STEP = 1.0
+_GAUSSIAN = 6  # deviations that a row without outliers goes over; more than the steps of INT2
 # Llama-like models stay below 6, those with biased keys start at 20
 _MAX_OFFSET = 12.0
 # over the range of the middle layer
@@ -105,7 +106,9 @@ def warnings(layers: Layers, model: object, sides: tuple[str, str]) -> list[str]
 
     checks = {
         "a code's step is larger than what most channels vary by: expect loss; calibrate, or "
-        "take more groups or 8 bits": lambda _, s: (s["step"] or 0) > _MAX_STEP,
+        "take more groups or 8 bits": (
+            lambda _, s: (s["step"] or 0) * min(1, _codec(s).levels / _GAUSSIAN) > _MAX_STEP
+        ),
         f"channels with means over {_MAX_OFFSET:g} deviations (biased keys): expect loss at 4 "
         "bits; calibrate": lambda _, s: (s["offset"] or 0) > _MAX_OFFSET,
         f"ranges over {_MAX_RANGE:g} times those of the middle layer: give it more bits": (

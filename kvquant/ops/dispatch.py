@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError, DeviceError, shown
+from ..errors import ConfigError, DeviceError, UnsupportedError, shown
 from ..rehearsal import is_rehearsed
+from ..rows.format import RowFormat
 
 KERNELS = ("cpu", "cuda")  # devices, and the backends of their kernels
 # What a call raises where an argument is no tensor, or one whose values lie nowhere in memory. To
@@ -45,6 +46,16 @@ def kernels_for(tensor: torch.Tensor, backend: str | None) -> str:
             "it out, or use 'reference', which is slow"
         )
     return backend
+
+
+def check_cuda_codecs(formats: Iterable[RowFormat]) -> None:
+    """Raise UnsupportedError unless CUDA kernels have code for the codecs of these formats."""
+    from ..kernels.cuda.device.row_layout import check_codec
+
+    try:
+        check_codec(*formats)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"no CUDA kernel: {error}, or keep the rows on the CPU") from None
 
 
 def torch_op(

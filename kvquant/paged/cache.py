@@ -26,6 +26,7 @@ from ..cache.checks import (
 from ..cache.copying import NotCopied
 from ..cache.memory import check_room
 from ..errors import ConfigError, NonFiniteError, shown
+from ..ops.dispatch import check_cuda_codecs
 from ..rows.arguments import check_device, check_flag, check_size
 from ..rows.basis import LayerBasis
 from ..rows.codec import check_exact_format
@@ -174,6 +175,8 @@ class PagedKVCache(NotCopied):
         k_formats = per_layer("k_format", k_format, num_layers, parse)
         v_formats = per_layer("v_format", v_format, num_layers, parse)
         self.row_kind.check_formats([*k_formats, *v_formats])
+        if self.device.type == "cuda":
+            check_cuda_codecs([*k_formats, *v_formats])
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         sides = k_formats, v_formats, [basis and basis.to(self.device) for basis in checked]
         # the host has a table for each sequence slot, and lists of pages and sequence slots

@@ -4,6 +4,8 @@ A place that treats formats differently never compares names in a chain that end
 reads a fact of the codec (`levels`, `bits`), or it picks by one of the codec's words:
 
     layout     nibbles     two codes a byte, the even element in the low nibble
+               quarters    four codes a byte, the first element in the lowest bits
+               planes      the two low bits of all codes, as quarters; behind them the high bits
                bytes       a code a byte
                elements    no codes: the 16-bit elements themselves
     numbers    integers    a code is an integer from 0 to levels
@@ -30,6 +32,7 @@ from ..errors import ConfigError, UnsupportedError, shown
 
 T = TypeVar("T")
 
+GROUPS = (1, 2, 4, 8)  # that a row may have, unless its codec says otherwise
 FP8_DS_MLA = "fp8_ds_mla"  # vLLM's name of it; the latents of FlashMLA's FP8 rows
 FP16_MAX = 65504.0
 BF16_MAX = 3.3895313892515355e38
@@ -47,6 +50,7 @@ class Codec:
         layout, numbers, header: words of the table above.
         max_abs: the largest magnitude of an element: what the parameters, or the element, can hold.
         levels: the greatest code; 0 without codes.
+        groups: the numbers of groups that a row may have.
         only: the number of groups and the head_dim of all rows of the codec; None for any.
     """
 
@@ -57,6 +61,7 @@ class Codec:
     header: str
     max_abs: float
     levels: float = 0.0
+    groups: tuple[int, ...] = GROUPS
     only: tuple[int, int] | None = None
 
     @cached_property
@@ -103,11 +108,13 @@ def one_of(choices: Iterable[object]) -> str:
 CODECS = {
     codec.name: codec
     for codec in (
+        Codec("int2", 2, "quarters", "integers", "pairs", FP16_MAX, 3.0, (1,)),
+        Codec("int3", 3, "planes", "integers", "pairs", FP16_MAX, 7.0, (1,)),
         Codec("int4", 4, "nibbles", "integers", "pairs", FP16_MAX, 15.0),
         Codec("int8", 8, "bytes", "integers", "pairs", FP16_MAX, 255.0),
         Codec("fp8", 8, "bytes", "e4m3", "pairs", FP16_MAX, E4M3_MAX),
-        Codec("bf16", 16, "elements", "bf16", "none", BF16_MAX),
-        Codec("fp16", 16, "elements", "fp16", "none", FP16_MAX),
+        Codec("bf16", 16, "elements", "bf16", "none", BF16_MAX, 0.0, (1,)),
+        Codec("fp16", 16, "elements", "fp16", "none", FP16_MAX, 0.0, (1,)),
         Codec(FP8_DS_MLA, 8, "bytes", "e4m3", "scales", FP8_DS_MLA_MAX, E4M3_MAX, only=(4, 512)),
     )
 }

@@ -11,11 +11,25 @@ A row holds one token of one KV head. A quantized row starts with its parameters
 
     value = code * scale[group] + shift[group]      group = element // group_size
 
-Numbers are little endian. INT4 packs two codes a byte, the even element in the low nibble; INT8
-codes are unsigned bytes; FP8 codes are E4M3 (finite, NaN but no Inf). 16-bit rows (bf16, fp16) have
-no header: the elements stand as they are. The table of all this is in codec.py. The INT4 layout is
-that of FBGEMM's and xFormers' INT4 KV caches, the FP8 layout with one group that of FBGEMM's
-per-token in-row FP8.
+Numbers are little endian. INT4 packs two codes a byte, the even element in the low nibble; INT2
+packs four, the first element in the lowest bits; INT8 codes are unsigned bytes; FP8 codes are E4M3
+(finite, NaN but no Inf). 16-bit rows (bf16, fp16) have no header: the elements stand as they are.
+The table of all this is in codec.py. The INT4 layout is that of FBGEMM's and xFormers' INT4 KV
+caches, the FP8 layout with one group that of FBGEMM's per-token in-row FP8.
+
+INT3 rows have two planes of codes:
+
+    byte 0     4               4 + D/4           4 + D/4 + D/8      D = head_dim
+         ┌─────┬─────────────────┬───────────────────┐
+         │scale│ the two low     │ the high bits,    │
+         │shift│ bits, as INT2   │ eight a byte      │
+         └─────┴─────────────────┴───────────────────┘
+
+    high bits of 16 elements, from the lowest:  0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15
+
+A word of low bits holds 16 elements. The order of their high bits is such that masks and two shifts
+make two words of nibbles from both, of the even and of the odd elements: elements 0 to 7 and 8 to
+15 stand in different halves of the word, and their high bits as far apart as these allow.
 
 Rows of 512 and 32 elements are parts of latent rows (latent.py), and so is FP8_DS_MLA, the one
 codec whose codes come first: 512 E4M3 codes, then 4 float32 scales without shifts.
@@ -29,11 +43,10 @@ from functools import cached_property, lru_cache
 from numbers import Integral
 
 from ..errors import ConfigError, shown
-from .codec import CODECS, EXACT_CODECS, Codec, T, codec_names, one_of
+from .codec import CODECS, GROUPS, Codec, T, codec_names, one_of
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 ROW_DIMS = (32, *HEAD_DIMS, 512)  # the others are parts of latent rows
-GROUPS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -41,9 +54,10 @@ class RowFormat:
     """How the elements of one token and one KV head are stored as bytes.
 
     Attributes:
-        codec: "int4", "int8", "fp8" (E4M3), "bf16" or "fp16"; "fp8_ds_mla" for latents.
-        groups: 1, 2, 4 or 8 equal parts of the row with a scale and a shift each; 1 for 16-bit
-            rows, 4 for "fp8_ds_mla".
+        codec: "int2", "int3", "int4", "int8", "fp8" (E4M3), "bf16" or "fp16"; "fp8_ds_mla" for
+            latents.
+        groups: 1, 2, 4 or 8 equal parts of the row with a scale and a shift each; 1 for "int2",
+            "int3" and 16-bit rows, 4 for "fp8_ds_mla".
         head_dim: elements in a row: 64, 80, 96, 112, 128, 192 or 256; 32 and 512 as parts of latent
             rows.
         facts: what the table of codecs says of the codec.
@@ -85,7 +99,7 @@ class RowFormat:
             )
         if type(self.groups) is not int or self.groups not in GROUPS:
             raise ConfigError(f"groups {shown(self.groups)} is not supported: use {one_of(GROUPS)}")
-        if codec.header == "none" and self.groups != 1:
+        if self.groups not in codec.groups:
             raise ConfigError(f"{self.codec} rows have no groups: use {self.codec!r}")
         return codec
 
@@ -94,8 +108,9 @@ class RowFormat:
         """Make a format from its short name.
 
         Args:
-            name: "int4", "int8", "fp8", "bf16" or "fp16", with "-g2", "-g4" or "-g8" for more
-                groups than one ("int4-g4"); a RowFormat is checked and returned as it is.
+            name: "int2", "int3", "int4", "int8", "fp8", "bf16" or "fp16"; the last three but 16
+                bit and "int4" also with "-g2", "-g4" or "-g8" for more groups ("int4-g4"). A
+                RowFormat is checked and returned as it is.
             head_dim: elements in a row.
 
         Raises:
@@ -187,7 +202,7 @@ class RowFormat:
 NAMES = tuple(  # that RowFormat.parse takes
     codec if groups == 1 else f"{codec}-g{groups}"
     for codec in codec_names()
-    for groups in (GROUPS[:1] if codec in EXACT_CODECS else GROUPS)
+    for groups in CODECS[codec].groups
 )
 
 

@@ -3,7 +3,7 @@
 The contract, which every kernel repeats bit for bit (all arithmetic in float32, round to nearest
 even unless said otherwise; mn, mx = the least and the greatest element of a group):
 
-    INT4, INT8   levels = 15, 255
+    INT2, INT3, INT4, INT8   levels = 3, 7, 15, 255
         shift = mn rounded down to fp16
         scale = (mx - shift) * (1 / levels) rounded up to fp16
         code  = clamp(round((x - shift) * (1 / scale)), 0, levels)
@@ -24,7 +24,7 @@ Codes are computed against the stored scale and shift, and both are rounded outw
 element lies outside the codes' range and for every finite input, with u = 2**-24 |value|, or
 2**-140 (deep in float32's subnormals) where that is more:
 
-    INT4, INT8   |x - value| <= scale * (1/2 + 2**-12) + u
+    INT2 to 8    |x - value| <= scale * (1/2 + 2**-12) + u
     FP8          |x - value| <= max(|x - shift| / 16, scale * 2**-10) * (1 + 2**-12) + u
     FP8_DS_MLA   |x - value| <= max(|x| / 16, scale * 2**-10)
 
@@ -53,6 +53,7 @@ Source: the rounding of GPTQ (https://arxiv.org/abs/2210.17323) in the form of L
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -67,6 +68,13 @@ EXACT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FORMATS = [RowFormat.parse(name, head_dim) for name in NAMES for head_dim in ROW_DIMS]
 # by short name and bytes of a row; torch.compile can look here, and make no format
 _OF_LENGTH = {(str(fmt), fmt.row_bytes): fmt for fmt in _FORMATS}
+# the bits of each code that the planes of a layout have, the lowest first; none: a byte is a code
+PLANES: dict[str, tuple[int, ...]] = {
+    "bytes": (),
+    "nibbles": (4,),
+    "quarters": (2,),
+    "planes": (2, 1),
+}
 LEAST_DS_SCALE = 1e-4  # FlashMLA's, before it is rounded up to a power of two
 
 
@@ -132,9 +140,7 @@ def dequantize(rows: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
     if fmt.is_exact:
         return _viewed(rows, EXACT_DTYPES[fmt.codec]).float()
     scale, shift = (params[..., None] for params in parameters(rows, fmt))
-    codes = rows[..., fmt.code_offset :][..., : fmt.code_bytes]
-    if fmt.pick(nibbles=True, bytes=False):
-        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    codes = unpack(rows[..., fmt.code_offset :][..., : fmt.code_bytes], fmt)
     if fmt.pick(e4m3=True, integers=False):
         codes = codes.contiguous().view(torch.float8_e4m3fn)
     numbers = codes.float()
@@ -153,8 +159,33 @@ def parameters(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.
 
 def pack(codes: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
     """The bytes of codes [..., head_dim], uint8: [..., code_bytes]."""
-    if fmt.pick(nibbles=True, bytes=False):
-        return codes[..., 0::2] | codes[..., 1::2] << 4
+    if not (sizes := fmt.pick(**PLANES)):
+        return codes
+    planes, first = [], 0
+    for bits in sizes:
+        plane = codes >> first & (1 << bits) - 1
+        if bits == 1:  # element 8 h + 2 i + j of 16 stands at 4 i + 2 h + j
+            plane = plane.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
+        parts = [plane[..., i :: 8 // bits] << i * bits for i in range(8 // bits)]
+        planes.append(functools.reduce(torch.bitwise_or, parts))
+        first += bits
+    return torch.cat(planes, dim=-1)
+
+
+def unpack(packed: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    """The codes [..., head_dim], uint8, of bytes [..., code_bytes]."""
+    if not (sizes := fmt.pick(**PLANES)):
+        return packed
+    planes, first = [], 0
+    lengths = [fmt.head_dim * bits // 8 for bits in sizes]
+    for bits, plane in zip(sizes, packed.split(lengths, dim=-1), strict=True):
+        parts = [plane >> i * bits & (1 << bits) - 1 for i in range(8 // bits)]
+        plane = torch.stack(parts, dim=-1).flatten(-2)
+        if bits == 1:
+            plane = plane.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
+        planes.append(plane << first)
+        first += bits
+    codes: torch.Tensor = functools.reduce(torch.bitwise_or, planes)
     return codes
 
 

@@ -21,7 +21,7 @@ from kvquant.calibration.fidelity import (
 from kvquant.hf.model import CachedModel
 from kvquant.io.plan import CachePlan
 
-PLAN_FORMATS = ("int4", "int4-g4", "int8")
+PLAN_FORMATS = ("int2", "int3", "int4", "int4-g4", "int8")  # those that a plan was made for
 ENDS = (4, 128)  # first and last tokens in 16 bit
 
 
@@ -73,7 +73,7 @@ def plan_candidates(path: Path) -> list[Ours]:
     """The caches of a plan: as it is and with one format for all layers, without and with ends."""
     plan, digest = CachePlan.load(path), hashlib.sha256(path.read_bytes()).hexdigest()
     kinds = {f"plan {path.stem}": plan}
-    for name in PLAN_FORMATS:
+    for name in (one for one in PLAN_FORMATS if one in plan.facts["candidates"]):
         uniform = plan.with_formats(name)
         if uniform.formats not in [one.formats for one in kinds.values()]:
             kinds[f"plan {path.stem}, {name}"] = uniform

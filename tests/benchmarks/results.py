@@ -11,7 +11,8 @@ measured and the date:
     h200-step                               tests/benchmarks/bench_model.py
     zen4-decode                             kvquant bench --device cpu
     vllm, vllm-32                           tests/benchmarks/bench_vllm.py, with --layers 32
-    fidelity                                tests/benchmarks/fidelity.py
+    fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
+                                            kvquant calibrate --budget 3.25, named MODEL-3
     recall, code                            tests/benchmarks/bench_recall.py, bench_code.py
 
 zen4-decode is the one of two runs, one after the other, whose ratios to torch are less favourable.
@@ -84,7 +85,10 @@ def shown() -> dict[str, list[str]]:
             *(latents_day(), latents(), gpu_about(), decode()),
             *(fidelity_about(), fidelity(README_CACHES), lost()),
         ],
-        "calibration/README.md": [fidelity_about(), fidelity(CACHES)],
+        "calibration/README.md": [
+            *(fidelity_about(), fidelity(CACHES)),
+            *(fidelity_about("few-bits"), fidelity(FEW_BITS, "few-bits")),
+        ],
         **evaluated(),
         "kernels/FACTS.md": [peers(), latent_rows(), latent_peers(), variants()],
         "kvquant/bench/README.md": [
@@ -497,6 +501,16 @@ CACHES = {
     "plan {}, int4-g4 + 4 sinks, 128 recent": "plan, `int4-g4`, with it",
     "KIVI, last 128 in 16 bit": "KIVI's scheme, the last 128 tokens in 16 bit",
 }
+FEW_BITS = {
+    "plan {}-3, int2": "plan, `int2`",
+    "plan {}-3, int3": "plan, `int3`",
+    "plan {}-3": "plan, `--budget 3.25`",
+    "plan {}-3, int4": "plan, `int4`",
+    "plan {}-3, int2 + 4 sinks, 128 recent": "plan, `int2`, with the default 16-bit window",
+    "plan {}-3, int3 + 4 sinks, 128 recent": "plan, `int3`, with it",
+    "plan {}-3 + 4 sinks, 128 recent": "plan, `--budget 3.25`, with it",
+    "plan {}-3, int4 + 4 sinks, 128 recent": "plan, `int4`, with it",
+}
 MODELS = {
     "llama-demo-5m": "Llama type",
     "qwen2-biased-10m": "Qwen2 type, biased keys",
@@ -537,9 +551,9 @@ def settings() -> str:
     return table([*titles, "take it when"], rows)
 
 
-def mean_of(model: str, key: str) -> dict[str, float]:
+def mean_of(model: str, key: str, name: str = "fidelity") -> dict[str, float]:
     """Mean figures of a cache of a model, at a context of 2,048 tokens."""
-    parts = read("fidelity")["caches"][f"{model}, context 2048"][key.format(model)]
+    parts = read(name)["caches"][f"{model}, context 2048"][key.format(model)]
     return {one: statistics.fmean(part[one] for part in parts) for one in parts[0]}
 
 
@@ -549,9 +563,9 @@ def kl_of(mean: Mapping[str, float]) -> str:
     return f"**{kl}**" if mean["kl"] > KL_NOTICE else kl
 
 
-def fidelity_about() -> str:
+def fidelity_about(name: str = "fidelity") -> str:
     """What was scored, and when."""
-    found = read("fidelity")
+    found = read(name)
     tokens, scored = (found["settings"][name] for name in ("tokens", "scored"))
     return (
         f"{tokens:,} tokens of WikiText-2's test text were decoded one by one, each behind "
@@ -559,13 +573,13 @@ def fidelity_about() -> str:
     )
 
 
-def fidelity(caches: Mapping[str, str]) -> str:
+def fidelity(caches: Mapping[str, str], name: str = "fidelity") -> str:
     """Bits, KL and top-1 agreement of caches of two models."""
     rows = []
-    for key, name in caches.items():
-        means = [mean_of(model, key) for model in MODELS]
+    for key, shown_as in caches.items():
+        means = [mean_of(model, key, name) for model in MODELS]
         found = [f"{kl_of(mean)} ({100 * mean['top1']:.1f} %)" for mean in means]
-        rows.append([name, f"{means[-1]['bits']:.2f}", *found])
+        rows.append([shown_as, f"{means[-1]['bits']:.2f}", *found])
     return table(["cache", "bits per element", *MODELS.values()], rows)
 
 

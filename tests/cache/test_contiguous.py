@@ -133,9 +133,10 @@ def test_formats_may_differ_by_layer_and_between_k_and_v() -> None:
     cache = make(
         num_layers=3,
         k_format=["int4", RowFormat.parse("int8-g4", DIM), "bf16"],
-        v_format=[wide] * 3,
+        v_format=[wide, RowFormat.parse("int3", 96), RowFormat.parse("int2", 96)],
     )
     assert [str(layer.k_format) for layer in cache.layers] == ["int4", "int8-g4", "bf16"]
+    assert [str(layer.v_format) for layer in cache.layers] == ["fp8-g2", "int3", "int2"]
     q = torch.randn(BATCH, 2 * HEADS, DIM)
     for layer in range(3):
         k, v = tokens(20), tokens(20, dim=96)
@@ -143,7 +144,7 @@ def test_formats_may_differ_by_layer_and_between_k_and_v() -> None:
         got_k, got_v = cache.dequantized(layer)
         for b in range(BATCH):
             assert torch.equal(got_k[b], expected(k[b], str(cache.layers[layer].k_format), 3, 5))
-            assert torch.equal(got_v[b], expected(v[b], "fp8-g2", 3, 5))
+            assert torch.equal(got_v[b], expected(v[b], str(cache.layers[layer].v_format), 3, 5))
         out = cache.attend(layer, q, backend="reference")
         assert isinstance(out, torch.Tensor)
         full = torch.nn.functional.scaled_dot_product_attention(

@@ -22,7 +22,7 @@ from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ShapeError
 
 HEADS, DIM, MAX = 2, 64, 17
-K_FORMAT, V_FORMAT = RowFormat.parse("int4-g4", DIM), RowFormat.parse("fp8", DIM)
+K_FORMAT, V_FORMAT = RowFormat.parse("int3", DIM), RowFormat.parse("fp8", DIM)
 
 seeds = st.integers(0, 2**32)
 

@@ -16,9 +16,14 @@ from kvquant.calibration import basis_search  # noqa: E402
 from kvquant.calibration.basis_search import choose  # noqa: E402
 from kvquant.calibration.calibrate import Goal, _key, calibrate, observe  # noqa: E402
 from kvquant.calibration.fidelity import Reference  # noqa: E402
-from kvquant.calibration.text_report import refusal  # noqa: E402
+from kvquant.calibration.text_report import refusal, render_plan, warnings  # noqa: E402
 from kvquant.calibration.windows import Sizes, observed_windows, random_tokens, spread  # noqa: E402
-from kvquant.errors import CheckpointError, ConfigError, NonFiniteError  # noqa: E402
+from kvquant.errors import (  # noqa: E402
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    UnsupportedError,
+)
 from kvquant.hf.model import CachedModel  # noqa: E402
 from kvquant.io.plan import CachePlan  # noqa: E402
 from kvquant.kernels.cuda.append.spec import FeedbackSpec  # noqa: E402
@@ -173,8 +178,47 @@ def test_a_budget_is_kept_and_a_limit_within_it_may_fail(
     found = calibrate(model, text, sizes=SIZES, goal=goal)
     assert found is not None and 4.25 < found.bits <= 4.6
     assert not found.facts["limit"]["met"] and found.facts["blamed"]
-    with pytest.raises(ConfigError, match=r"a budget of 4.0 bits is below 4.25"):
-        calibrate(model, text, sizes=SIZES, goal=Goal(budget=4.0))
+    with pytest.raises(ConfigError, match=r"a budget of 2.0 bits is below 2.25"):
+        calibrate(model, text, sizes=SIZES, goal=Goal(budget=2.0))
+
+
+@pytest.mark.parametrize("goal", [Goal(budget=3.25), Goal(format="int3")], ids=str)
+def test_formats_that_the_cache_has_no_kernel_for_are_refused_before_work(
+    goal: Goal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("Llama")
+
+    def refuse(batch: int, max_seq_len: int, **options: Any) -> None:
+        raise UnsupportedError(f"no CUDA kernel: {options['k_format']}, {options['v_format']}")
+
+    monkeypatch.setattr(model, "new_cache", refuse)
+    monkeypatch.setattr(model, "observe", None)
+    with pytest.raises(UnsupportedError, match=r"no CUDA kernel: int[23], int[23]"):
+        calibrate(model, random_tokens(model.config_dict, 600), sizes=SIZES, goal=goal)
+
+
+@pytest.mark.slow
+def test_a_budget_below_int4_chooses_among_all_bits(model: CachedModel, text: list[int]) -> None:
+    """As few as 2: with the window that the cache will have, and a warning without one."""
+    found = calibrate(model, text, sizes=SIZES, goal=Goal(budget=2.75))
+    assert found is not None and 2.25 < found.bits <= 2.75
+    formats = {name for pair in found.formats for name in pair}
+    assert "int2" in formats and len(formats) > 1
+    kl = {(row["format"], row["plan"]): row["kl"] for row in found.facts["comparison"]}
+    assert kl["int4", True] < kl["int3", True] < kl["int2", True] < kl["int2", False]
+    assert kl["int3", True] < found.facts["measured"]["kl"] < kl["int2", True]
+    windowed = found.facts["windowed"]
+    assert (windowed["sink_len"], windowed["recent_len"]) == (4, 128)
+    assert windowed["kl"] < 0.5 * found.facts["measured"]["kl"] and windowed["bits"] > found.bits
+    assert "128 recent" in render_plan(found)
+    for name, least in (("int2", 0.55), ("int3", 0.7), ("int4", 0.85)):
+        shares = torch.cat([found.tensors[f"{side}.clip.{name}"].flatten() for side in "kv"])
+        assert least <= float(shares.min()) and float(shares.max()) <= 1
+    assert float(found.tensors["k.clip.int2"].mean()) < float(found.tensors["k.clip.int4"].mean())
+    assert not any("rows of 2 bits" in told for told in warnings(found))
+    bare = CachePlan({**found.facts, "windowed": None}, found.tensors)
+    (told,) = (told for told in warnings(bare) if "rows of 2 bits" in told)
+    assert "--recent-len 128" in told
 
 
 @pytest.mark.slow

@@ -77,17 +77,17 @@ def test_a_prompt_becomes_a_cache_that_can_be_inspected_and_exported(
     tmp_path: Path, prompt: Path
 ) -> None:
     path, out = tmp_path / "cache.safetensors", tmp_path / "kv.safetensors"
-    options = ["--k-format", "int8", "--format", "int4", "--sink-len", 2, "--recent-len", 16]
+    options = ["--k-format", "int3", "--format", "int2", "--sink-len", 2, "--recent-len", 16]
     options += ["--tokens", 400]
     text = ok("quantize", MODEL, "--prompt", prompt, *options, "--chunk", 200, "-o", path)
-    assert "int8" in text and "int4" in text
+    assert "int3" in text and "int2" in text
     assert ok("inspect", path) == text
 
     cache = load_cache(path)
     length = int(cache.seq_lens)
     assert length == 400
     assert [cache.num_layers, cache.sink_len, cache.recent_len] == [4, 2, 16]
-    assert [str(cache.layers[3].k_format), str(cache.layers[3].v_format)] == ["int8", "int4"]
+    assert [str(cache.layers[3].k_format), str(cache.layers[3].v_format)] == ["int3", "int2"]
     described = json.loads(ok("inspect", path, "--json"))
     assert described["seq_lens"] == [length]
     assert described["creation"]["source"] == "prompt.txt"
@@ -217,8 +217,8 @@ def test_an_interrupted_calibration_says_where_its_sums_are(
         f"What was observed is kept in {state}: the same command goes on from it",
         "Aborted.",
     ]
-    refused = run(*given, "--budget", 3)  # before anything is observed
-    assert refused.exit_code == 2 and "below 4.25" in refused.stderr
+    refused = run(*given, "--budget", 2)  # before anything is observed
+    assert refused.exit_code == 2 and "below 2.25" in refused.stderr
     assert state.is_file() and "goes on" not in refused.stderr
     assert "Calibrating: observe, 33 %" in run(*given).stderr.splitlines()[:1]
     assert [file.name for file in tmp_path.iterdir()] == ["plan.safetensors"]
@@ -387,7 +387,7 @@ BAD = [  # the command, and the error
         f"{READ} -o {{tmp}}/loop.safetensors",
         "loop.safetensors cannot be written: Too many levels of symbolic links",
     ),
-    (f"calibrate {{model}} --zero-data --budget 4.2 {OUT}", "a budget of 4.2 bits is below 4.25"),
+    (f"calibrate {{model}} --zero-data --budget 2.2 {OUT}", "a budget of 2.2 bits is below 2.25"),
     (f"{TAKE} -o {{tmp}}/{{long}}.safetensors", "File name too long"),
     (
         f"quantize {{model}} --prompt /dev/zero {OUT}",

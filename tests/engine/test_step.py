@@ -126,6 +126,7 @@ CASES = [
     ("bf16", "bf16", False, "gemma"),
     ("int4-g4", "int4-g4", True, "gpt-oss"),
     ("int8", "int8", False, "alibi"),
+    ("int3", "int2", True, "plain"),
 ]
 
 

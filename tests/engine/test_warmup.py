@@ -151,6 +151,15 @@ def test_the_log_tells_how_far_compiling_is(
     assert re.fullmatch(r"kvquant: waited \d+\.\d s for kernels", told[-1])
 
 
+@pytest.mark.parametrize("names", [("int3", "int3"), ("int4-g4", "int2")])
+def test_rows_without_a_kernel_are_refused_at_the_start(
+    names: tuple[str, str], cuda: FakeDriver
+) -> None:
+    layout = Settings(*names).layout(HEADS, DIM, DIM)
+    with pytest.raises(UnsupportedError, match=f"{names[1]} rows are not served here"):
+        warm_up_layers(torch.device("cuda", 0), [calls(LayerRows(layout, 0.1))])
+
+
 def test_without_the_compilers_an_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise UnsupportedError("the CUDA kernels need numba-cuda")

@@ -98,6 +98,7 @@ def rewrite_manifest(path: Path, edit: Callable[[dict[str, Any]], None]) -> None
     [
         pytest.param({}, id="int4-g4"),
         pytest.param({"k_format": "int8-g2", "v_format": "int4"}, id="int8-g2_int4"),
+        pytest.param({"k_format": "int3", "v_format": "int2"}, id="int3_int2"),
         pytest.param({"k_format": "fp8", "v_format": "fp8-g4", "exact_format": "fp16"}, id="fp8"),
         pytest.param({"k_format": "bf16", "v_format": "fp16"}, id="16-bit"),
         pytest.param({"k_format": ["int8", "int4-g8"]}, id="per-layer"),

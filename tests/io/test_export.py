@@ -226,6 +226,8 @@ def test_fp8_export_decodes_by_the_other_layouts(tmp_path: Path) -> None:
     "to, options, message",
     [
         ("fbgemm", {"k_format": "int8", "v_format": "int8"}, "K in int8 and V in int8.*int4-g8 or"),
+        ("fbgemm", {"k_format": "int3", "v_format": "int3"}, "K in int3 and V in int3.*takes one"),
+        ("xformers", {"k_format": "int2", "v_format": "int2"}, "K in int2 .* export to bf16"),
         ("fbgemm", {"k_format": "fp8-g4", "v_format": "fp8-g4"}, "K in fp8-g4"),
         ("xformers", {"k_format": "bf16", "v_format": "bf16"}, "export to bf16"),
         ("xformers", {"k_format": "int4", "v_format": "fp8"}, "one format for both"),

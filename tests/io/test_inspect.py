@@ -38,7 +38,7 @@ def saved(tmp_path: Path, values: torch.Tensor, **options: Any) -> Path:
 
 def test_description_counts_tokens_bytes_and_bits(tmp_path: Path) -> None:
     path = saved(
-        tmp_path, make_keys(), k_format="int4-g4", v_format=["int8", "int4", "bf16", "fp8"]
+        tmp_path, make_keys(), k_format="int4-g4", v_format=["int8", "int3", "bf16", "int2"]
     )
     d = describe(path)
     assert json.loads(json.dumps(d, allow_nan=False)) == d
@@ -50,8 +50,8 @@ def test_description_counts_tokens_bytes_and_bits(tmp_path: Path) -> None:
     assert layer["k"]["bytes"] == 2 * (16 * 128 + 74 * 48)  # 2 heads; 16-bit and packed rows
     assert layer["v"]["bytes"] == 2 * (16 * 128 + 74 * 68)
     assert layer["k"]["bits_per_element"] == 6.0 and layer["v"]["bits_per_element"] == 8.5
-    assert [x["v"]["format"] for x in d["layers"]] == ["int8", "int4", "bf16", "fp8"]
-    packed = (4 * 48 + 68 + 36 + 128 + 68) * 8 / (8 * 64)
+    assert [x["v"]["format"] for x in d["layers"]] == ["int8", "int3", "bf16", "int2"]
+    packed = (4 * 48 + 68 + 28 + 128 + 20) * 8 / (8 * 64)
     assert d["bits_per_element"]["packed"] == pytest.approx(packed)
     assert d["bytes"] == sum(x[side]["bytes"] for x in d["layers"] for side in "kv")
     assert d["bytes_in_16_bit"] == 4 * 2 * 2 * 90 * 64 * 2

@@ -50,7 +50,7 @@ def test_everything_that_is_given_counts(tmp_path: Path) -> None:
             {"plan": "x.safetensors", "k_format": None, "v_format": "int8"},
             "the plan says the formats",
         ),
-        ({"k_format": "int3"}, "'int3' is no format"),
+        ({"k_format": "int6"}, "'int6' is no format"),
         ({"v_format": 4}, "'4' is no format"),
         ({"k_format": "int4+int8"}, "this model keeps K and V of heads"),
         ({"dtype": "auto"}, "dtype is 'auto': use one of float32, bfloat16, float16"),

@@ -405,8 +405,8 @@ def test_chats_are_written_by_the_template(
 def test_what_cannot_be_evaluated_is_told_before_work_begins(model: CachedModel) -> None:
     with pytest.raises(ConfigError, match="max_length 4097 is beyond the 4096 positions"):
         KvquantLM(model, EXACT, max_length=4097)
-    with pytest.raises(ConfigError, match="'int3' is no format"):
-        KvquantLM(model, "int3")
+    with pytest.raises(ConfigError, match="'int6' is no format"):
+        KvquantLM(model, "int6")
     with pytest.raises(ConfigError, match="batch_size 0 is not possible"):
         KvquantLM(model, EXACT, batch_size=0)
     with pytest.raises(ConfigError, match="lm_eval needs a tokenizer, and this CachedModel has"):

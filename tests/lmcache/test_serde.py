@@ -70,7 +70,7 @@ def there_and_back(one: Any, values: torch.Tensor, at: Any) -> torch.Tensor:
 def test_lmcache_makes_it_by_its_name_and_waits_for_it() -> None:
     from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
 
-    given = {"k_format": "int8", "v_format": "int4-g4", "head_dim": DIM}
+    given = {"k_format": "int3", "v_format": "int2", "head_dim": DIM}
     one = create_serde_processor(SerdeConfig("kvquant", given))
     shapes = [(2, LAYERS, TOKENS, HEADS * DIM), (2, 1, TOKENS, 2 * DIM)]  # two groups of layers
     src, dst = memory(shapes, torch.bfloat16), memory(shapes, torch.bfloat16)
@@ -78,7 +78,7 @@ def test_lmcache_makes_it_by_its_name_and_waits_for_it() -> None:
         src.get_tensor(group).view(torch.bfloat16).copy_(
             torch.randn(shapes[group]).view(src.get_tensor(group).shape)
         )
-    formats = [RowFormat.parse(name, DIM) for name in ("int8", "int4-g4")]
+    formats = [RowFormat.parse(name, DIM) for name in ("int3", "int2")]
     size = one.estimate_serialized_size(layout(shapes))
     tokens = TOKENS * (LAYERS * HEADS + 2)
     assert size == 32 + tokens * sum(fmt.row_bytes for fmt in formats)

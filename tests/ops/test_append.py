@@ -19,16 +19,14 @@ from kvquant import (
     quantize_rows,
 )
 from kvquant.ops import append as append_ops
-from kvquant.rows.format import HEAD_DIMS
+from kvquant.rows.format import HEAD_DIMS, NAMES
 from kvquant.rows.quantize import is_nan_row
 from kvquant.rows.rotation import rotate
 
 HEADS, PAGES, PAGE_SIZE = 2, 5, 7  # page sizes that attention does not take are stored too
 SEQ_SLOTS, EXACT_LEN = 3, 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NAMES = [f"{codec}{groups}" for codec in ("int4", "int8", "fp8") for groups in ("", "-g4", "-g8")]
-NAMES += ["bf16", "fp16"]
-USUAL = ("int4", "int4-g4", "int8-g8", "fp8", "bf16", "fp16")  # of them
+USUAL = ("int2", "int3", "int4", "int4-g4", "int8-g8", "fp8", "bf16", "fp16")  # of them
 TRANSFORMS = {
     "as it comes": (False, False, False),
     "offset": (True, False, False),
@@ -303,7 +301,7 @@ def test_a_row_that_cannot_be_held_is_nan_throughout_and_counted(
                         assert torch.equal(written, row(good[side], slot)[head])
 
 
-@pytest.mark.parametrize("name", mark_slow([*NAMES, "int4-g2"], USUAL))
+@pytest.mark.parametrize("name", mark_slow(NAMES, USUAL))
 def test_nan_rows_are_told_by_their_first_number_in_every_backend(name: str) -> None:
     fmt = RowFormat.parse(name, 64)
     x = torch.randn(6, 64)

@@ -16,7 +16,11 @@ from kvquant.rows.slots import Slots, Split
 
 BATCH, HEADS, DIM, TOKENS = 3, 2, 64, 13
 CHUNKS = {"whole": [13], "one by one": [1] * 13, "chunks": [5, 1, 7]}
-FORMATS = {"int4-g4 and int8": ("int4-g4", "int8"), "int4 and fp8": ("int4", "fp8")}
+FORMATS = {
+    "int4-g4 and int8": ("int4-g4", "int8"),
+    "int4 and fp8": ("int4", "fp8"),
+    "int3 and int2": ("int3", "int2"),
+}
 
 
 def make_basis(kind: str, clip: bool = True, feedback: bool = True, seed: int = 0) -> Basis:

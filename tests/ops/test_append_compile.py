@@ -130,7 +130,7 @@ def test_layers_of_a_pool_are_written_in_place_and_read_in_order(compiler: str) 
 
 def test_one_function_serves_rows_of_other_formats() -> None:
     compiled = torch.compile(append_rows, fullgraph=True, backend="aot_eager")
-    for name in ("int4-g4", "int8-g8", "int4-g2", "bf16"):
+    for name in ("int4-g4", "int8-g8", "int3", "int2", "bf16"):
         fmt = RowFormat.parse(name, 64)
         x = torch.randn(6, 2, 64)
         found, expected = torch.zeros(2, 1, 2, 8, fmt.row_bytes, dtype=torch.uint8)

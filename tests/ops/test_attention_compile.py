@@ -105,7 +105,7 @@ def test_every_option_means_the_same_in_a_graph(dtype: torch.dtype, dynamic: boo
 def test_one_function_serves_rows_of_other_formats() -> None:
     compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
     q, lens = torch.randn(2, 4, 64), torch.tensor([20, 3], dtype=torch.int32)
-    for name in ("int4-g4", "int8-g8", "int4-g2", "bf16"):
+    for name in ("int4-g4", "int8-g8", "int3", "bf16"):
         fmt = RowFormat.parse(name, 64)
         rows = quantize_rows(torch.randn(2, 2, 20, 64), fmt)
         for given in (fmt, name):

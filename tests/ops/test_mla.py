@@ -89,6 +89,7 @@ def assert_near(out: torch.Tensor, lse: torch.Tensor, wanted: torch.Tensor, boun
         ("int4-g8+fp8-g4", (512, 64), 16, None, torch.bfloat16),
         ("bf16", (512, 64), 16, None, torch.float16),
         ("fp8", (512, 64), 24, None, torch.float32),  # two blocks of heads
+        ("int3+int2", (512, 64), 4, None, torch.float32),
         ("int8-g4+int8-g8", (256, 32), 4, 3, torch.float32),  # groups of 4, 4 tokens a block
     ],
 )
@@ -112,7 +113,16 @@ def test_the_kernel_attends_as_the_formula_says(
     "rows",
     mark_slow(
         itertools.product(
-            ("int4-g8+fp8-g4", "int4-g8+int8-g4", "int8-g4", "fp8-g4+fp16", "fp8", "bf16"),
+            (
+                "int4-g8+fp8-g4",
+                "int4-g8+int8-g4",
+                "int8-g4",
+                "fp8-g4+fp16",
+                "int3",
+                "int2+int3",
+                "fp8",
+                "bf16",
+            ),
             [(512, 64), (512, 32), (256, 64), (256, 32)],
         ),
         [("int4-g8+int8-g4", (512, 64)), ("fp8", (256, 32))],
@@ -315,7 +325,7 @@ def test_one_compiled_function_serves_rows_of_other_formats() -> None:
         ({"seq_lens": torch.tensor([701] * 5).int()}, ShapeError, "room for 0 to 700 rows"),
         ({"seq_lens": torch.zeros(4).int()}, ShapeError, "seq_lens is \\[4\\]"),
         ({"seq_lens": torch.zeros(5).long()}, ConfigError, "seq_lens is torch.int64"),
-        ({"fmt": "int3"}, ConfigError, "format 'int3' does not exist"),
+        ({"fmt": "int6"}, ConfigError, "format 'int6' does not exist"),
         ({"fmt": 4}, ConfigError, "the format is 4: give a name"),
         ({"sm_scale": None}, ConfigError, "sm_scale is None: give the model's"),
         ({"sm_scale": math.inf}, ConfigError, "sm_scale is inf"),

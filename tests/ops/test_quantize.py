@@ -13,11 +13,9 @@ import torch
 from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 from kvquant.rows.codec import BF16_MAX, FP16_MAX
+from kvquant.rows.format import NAMES
 
-CODECS = ("int4", "int8", "fp8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NAMES = [f"{codec}{groups}" for codec in CODECS for groups in ("", "-g2", "-g4", "-g8")]
-ALL_NAMES = [*NAMES, "bf16", "fp16"]
 
 
 def quantize(
@@ -37,7 +35,7 @@ def dequantize(
     return dequantize_rows(rows, fmt, dtype, backend=backend)
 
 
-@pytest.mark.parametrize("name", ALL_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(0, 96), (3, 0, 96), (0, 2, 0, 96)], ids=str)
 def test_no_rows_give_no_rows(name: str, shape: tuple[int, ...]) -> None:
     fmt = RowFormat.parse(name, 96)
@@ -59,7 +57,7 @@ def test_16_bit_rows_are_torch_casts(codec: str, dtype: torch.dtype) -> None:
         assert torch.equal(dequantize(rows, fmt, out), cast.to(out))
 
 
-@pytest.mark.parametrize("name", ["int4-g4", "int8", "fp8-g8", "bf16"])
+@pytest.mark.parametrize("name", ["int3", "int4-g4", "int8", "fp8-g8", "bf16"])
 def test_results_are_rounded_once_to_the_dtype_asked_for(name: str) -> None:
     fmt = RowFormat.parse(name, 80)
     rows = quantize(torch.randn(5, 80), fmt)
@@ -70,7 +68,7 @@ def test_results_are_rounded_once_to_the_dtype_asked_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", ["int4-g4", "fp8", "bf16"])
+@pytest.mark.parametrize("name", ["int2", "int3", "int4-g4", "fp8", "bf16"])
 def test_strides_do_not_matter(name: str, backend: str) -> None:
     fmt = RowFormat.parse(name, 64)
     base = torch.randn(6, 5, 64, 3)
@@ -98,7 +96,7 @@ def test_strides_do_not_matter(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("name", ["int4", "int4-g8", "fp8", "bf16"])
+@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int4-g8", "fp8", "bf16"])
 def test_rows_may_start_at_odd_addresses(name: str, count: int, backend: str) -> None:
     fmt = RowFormat.parse(name, 64)
     rows = quantize(torch.randn(count, 64), fmt)
@@ -113,14 +111,16 @@ def test_rows_may_start_at_odd_addresses(name: str, count: int, backend: str) ->
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # 65536 is the least bfloat16 over fp16's greatest, 65504, which bfloat16 rounds to it
-OVER = [(name, torch.bfloat16, 65536.0) for name in ("int4-g4", "int8", "fp8", "fp16")] + [
+OVER = [
+    (name, torch.bfloat16, 65536.0) for name in ("int2", "int3", "int4-g4", "int8", "fp8", "fp16")
+] + [
     ("int4-g4", torch.float32, 65504.004),
     ("fp16", torch.float32, -65504.004),
     ("bf16", torch.float32, FLOAT32_MAX),
 ]
 NOT_FINITE = [
     (name, dtype, value)
-    for name in ("int4-g4", "int8", "fp8", "fp16", "bf16")
+    for name in ("int2", "int3", "int4-g4", "int8", "fp8", "fp16", "bf16")
     for dtype in DTYPES
     for value in (math.nan, math.inf, -math.inf)
 ]
@@ -152,7 +152,7 @@ def test_limits_are_exact() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", ALL_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -3.4e38])
 def test_unchecked_bad_rows_decode_to_nan_and_leave_others_alone(
     name: str, value: float, backend: str

@@ -68,11 +68,11 @@ def test_rows_and_attention_are_those_of_kv_cache(
 
 
 def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
-    formats = ["int4-g4", "fp8", "int4-g4"]
-    cache = make(num_layers=3, k_format=formats, v_format="int8")
+    formats = ["int4-g4", "int3", "int4-g4"]
+    cache = make(num_layers=3, k_format=formats, v_format="int2")
     assert [tuple(stack.shape) for stack in cache.rows.pages[0].stacks] == [
         (2, 12, HEADS, PAGE, 48),
-        (1, 12, HEADS, PAGE, 68),
+        (1, 12, HEADS, PAGE, 28),
     ]
     batch = PagedBatch(cache, 4, 100)
     rows = begin(batch, "a", 50)
@@ -85,7 +85,7 @@ def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
         DIM,
         100,
         k_format=formats,
-        v_format="int8",
+        v_format="int2",
         sink_len=SINKS,
         recent_len=RECENT,
     )
@@ -309,7 +309,7 @@ def test_rope_is_that_of_append_rows() -> None:
         ({"num_pages": 0}, "num_pages 0"),
         ({"max_seq_len": -1}, "max_seq_len -1"),
         ({"k_format": ["int4"]}, "lists 1 formats for 2 layers"),
-        ({"k_format": "int3"}, "'int3' does not exist"),
+        ({"k_format": "int6"}, "'int6' does not exist"),
         ({"num_pages": 2**30, "max_seq_len": 2**30}, "GiB, more than there is"),
     ],
 )

@@ -9,12 +9,15 @@ import pytest
 
 from kvquant import RowFormat
 from kvquant.errors import ConfigError
-from kvquant.rows.codec import codec_names
-from kvquant.rows.format import GROUPS, NAMES, ROW_DIMS
+from kvquant.rows.codec import CODECS, GROUPS, codec_names
+from kvquant.rows.format import NAMES, ROW_DIMS
 
 QUANTIZED = [
     RowFormat(codec, groups, head_dim)
-    for codec, groups, head_dim in itertools.product(("int4", "int8", "fp8"), GROUPS, ROW_DIMS)
+    for codec, groups, head_dim in itertools.product(
+        ("int2", "int3", "int4", "int8", "fp8"), GROUPS, ROW_DIMS
+    )
+    if groups in CODECS[codec].groups
 ]
 EXACT = [RowFormat(codec, 1, head_dim) for codec in ("bf16", "fp16") for head_dim in ROW_DIMS]
 
@@ -26,6 +29,8 @@ def label(fmt: RowFormat) -> str:
 @pytest.mark.parametrize(
     ("name", "row_bytes", "alignment", "bits_per_element"),
     [
+        ("int2", 36, 4, 2.25),
+        ("int3", 52, 4, 3.25),
         ("int4", 68, 4, 4.25),
         ("int4-g2", 72, 8, 4.5),
         ("int4-g4", 80, 16, 5.0),
@@ -74,14 +79,14 @@ def test_names_are_printed_as_they_are_parsed(fmt: RowFormat) -> None:
 
 def test_all_names_are_listed() -> None:
     listed = [*NAMES, "int4-g1", "int8-g1", "fp8-g1"]
-    assert len(set(NAMES)) == len(NAMES) == 14
+    assert len(set(NAMES)) == len(NAMES) == 16
     assert [str(RowFormat.parse(name, 64)) for name in NAMES] == list(NAMES)
     made = {
         f"{codec}{end}"
         for codec in codec_names()
         for end in ("", "-g1", "-g2", "-g4", "-g8", "-g16")
     }
-    for name in made - {*listed, "bf16-g1", "fp16-g1"}:
+    for name in made - {*listed, "int2-g1", "int3-g1", "bf16-g1", "fp16-g1"}:
         with pytest.raises(ConfigError):
             RowFormat.parse(name, 64)
 
@@ -101,7 +106,7 @@ def test_formats_are_frozen_and_usable_as_keys() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("int3", "format 'int3' does not exist: use int4, int8, fp8, bf16 or fp16"),
+        ("int6", "'int6' does not exist: use int2, int3, int4, int8, fp8, bf16 or fp16"),
         ("INT4", "format 'INT4' does not exist"),
         ("", "format '' does not exist"),
         ("int4-g", "format 'int4-g' does not exist"),
@@ -117,6 +122,9 @@ def test_formats_are_frozen_and_usable_as_keys() -> None:
         ("int8-g16", "groups 16 is not supported"),
         ("fp8-g0", "groups 0 is not supported"),
         ("bf16-g4", "bf16 rows have no groups: use 'bf16'"),
+        ("int3-g4", "int3 rows have no groups: use 'int3'"),
+        ("int2-g2", "int2 rows have no groups: use 'int2'"),
+        ("int3-g3", "groups 3 is not supported: use 1, 2, 4 or 8"),
         (4, "format 4 is not possible"),
         (None, "format None is not possible"),
     ],

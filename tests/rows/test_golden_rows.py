@@ -12,12 +12,40 @@ import pytest
 import torch
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
+from kvquant.rows.format import HEAD_DIMS
 
 BACKENDS = ("reference", "cpu")
 
 
-def int4_one_group() -> tuple[list[float], list[float], str]:
+def int2_row() -> tuple[list[float], list[float], str]:
     """Values, what they decode to, and the row."""
+    # -1 to 0.5: shift -1 (bc00), scale 1.5 / 3 = 0.5 (3800). Four codes a byte, the first in the
+    # lowest bits: 0 1 2 3 is 11 10 01 00 = e4, 3 2 1 0 is 1b, 0 2 2 3 is 11 10 10 00 = e8.
+    codes = [0, 1, 2, 3] * 4 + [0, 2, 2, 3] + [3, 2, 1, 0] * 11
+    values = decoded = [-1 + 0.5 * code for code in codes]
+    # ties go to the even code: 0.5 -> 0, 1.5 -> 2, 2.5 -> 2
+    values = [*values[:16], -0.75, -0.25, 0.25, *values[19:]]
+    return values, decoded, "0038 00bc" + 4 * "e4" + "e8" + 11 * "1b"
+
+
+def int3_row() -> tuple[list[float], list[float], str]:
+    # -1 to 2.5: shift -1 (bc00), scale 3.5 / 7 = 0.5 (3800).
+    sixteen = [0, 1, 2, 3, 4, 5, 6, 7, 7, 6, 5, 4, 3, 2, 1, 0]
+    second = [0, 4, 0, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 0, 7]
+    codes = sixteen + second + sixteen + sixteen
+    values = decoded = [-1 + 0.5 * code for code in codes]
+    # ties: 1.5 -> 2, 2.5 -> 2, 0.5 -> 0
+    values = [*values[:24], -0.25, 0.25, -0.75, *values[27:]]
+    # The low bits, four elements a byte: 0 1 2 3 is e4, 3 2 1 0 is 1b; of the second sixteen 00,
+    # 2 2 0 0 = 00 00 10 10 = 0a and 0 0 0 3 = c0.
+    low = "e4 e4 1b 1b  00 00 0a c0  e4 e4 1b 1b  e4 e4 1b 1b"
+    # The high bits in the order 0 1 8 9 2 3 10 11, 4 5 12 13 6 7 14 15: of the first sixteen
+    # elements 4 to 11 have one, 0 0 1 1 0 0 1 1 = cc and 1 1 0 0 1 1 0 0 = 33; of the second
+    # elements 1 and 15, bits 1 and 15: 02 and 80.
+    return values, decoded, "0038 00bc" + low + "cc 33  02 80  cc 33  cc 33"
+
+
+def int4_one_group() -> tuple[list[float], list[float], str]:
     # Element 0 is -1/3. The nearest fp16 is -0.333252 (b555), above it; the one below is
     # -0.33349609375 (b556): the shift. The greatest element is shift + 7.5, so scale = 7.5 / 15 =
     # 0.5 (3800). Element i is shift + 0.5 * (i % 16): codes 0 1 ... 15, four times.
@@ -115,6 +143,8 @@ def fp16_row() -> tuple[list[float], list[float], str]:
 
 
 GOLDEN = {
+    "int2": int2_row,
+    "int3": int3_row,
     "int4": int4_one_group,
     "int4-g4": int4_four_groups,
     "int8": int8_one_group,
@@ -159,6 +189,27 @@ def test_int4_rows_read_as_xformers_words(groups: int, head_dim: int) -> None:
             )
             code = words[groups + element // 8] >> 4 * (element % 8) & 15
             assert code * scale + shift == pytest.approx(value, rel=2**-23)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_int3_rows_become_words_of_nibbles_by_masks_and_shifts(head_dim: int) -> None:
+    """A word of low bits and a half word of high ones hold 16 elements; two words of nibbles come
+    of them, of the even elements and of the odd ones."""
+    fmt = RowFormat("int3", 1, head_dim)
+    codes = torch.randint(0, 8, (3, head_dim))
+    codes[:, 0], codes[:, 1] = 0, 7  # shift 0 and scale 1: the values are the codes
+    for row, expected in zip(
+        quantize_rows(codes.float(), fmt).tolist(), codes.tolist(), strict=True
+    ):
+        row = row[fmt.header_bytes :]
+        for i in range(head_dim // 16):
+            low = int.from_bytes(bytes(row[4 * i :][:4]), "little")
+            high = int.from_bytes(bytes(row[head_dim // 4 + 2 * i :][:2]), "little")
+            high = high << 2 | high << 16
+            for j in (0, 1):
+                word = low >> 2 * j & 0x33333333 | high >> j & 0x44444444
+                found = [word >> 4 * k & 15 for k in range(8)]
+                assert found == expected[16 * i + j : 16 * i + 16 : 2]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

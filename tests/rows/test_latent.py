@@ -48,7 +48,7 @@ def test_rows_have_the_documented_sizes(
 @pytest.mark.parametrize(
     ("name", "dims", "message"),
     [
-        ("int3", (512, 64), "format 'int3' does not exist"),
+        ("int6", (512, 64), "format 'int6' does not exist"),
         ("int4-g8+", (512, 64), "format '' does not exist"),
         ("int4+int4+int4", (512, 64), "format 'int4\\+int4' has several parts"),
         (None, (512, 64), "format None is not possible: give a name"),

@@ -79,7 +79,7 @@ def main(file: str, rank: int, world: int) -> None:
     share = HEADS // world
     heads = slice(rank * share, (rank + 1) * share)
     options: dict[str, Any] = {"sink_len": 4, "recent_len": 16, **GIVEN}
-    for k_format in ("int4-g4", "int8"):
+    for k_format in ("int4-g4", "int8", "int3"):
         kinds = {"k_format": k_format, **options}
         check_cache(
             PagedKVCache(LAYERS, share, DIM, **kinds),

@@ -19,6 +19,7 @@ from kvquant.rows.quantize import EXACT_DTYPES
 PAGES, PAGE_SIZE, SEQ_SLOTS, EXACT_LEN = 6, 11, 4, 9
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [  # each codec; groups of whole chunks of 16 elements and others
+    ("int3", 80, "int2", 128),
     ("int4-g4", 128, "int8", 80),
     ("fp8-g8", 80, "int4", 64),
     ("bf16", 80, "fp8-g4", 64),

@@ -35,6 +35,10 @@ RAGGED = (0, 1, 15, 16, 17, 127, 128, 129, 1000)
 
 # K, V: every codec, groups of whole chunks of 16 elements and others, each head_dim, K wider than V
 PAIRS = [
+    (("int3", 1, 80), ("int2", 1, 128)),
+    (("int2", 1, 192), ("int3", 1, 112)),
+    (("int3", 1, 64), ("int4", 4, 256)),
+    (("int8", 4, 96), ("int3", 1, 96)),
     (("int8", 1, 80), ("int4", 1, 80)),
     (("int4", 8, 80), ("fp8", 8, 80)),
     (("bf16", 1, 96), ("fp8", 4, 96)),
@@ -123,7 +127,7 @@ def test_any_ratio_of_query_heads_to_kv_heads(ratio: int) -> None:
 
 @pytest.mark.parametrize(
     "pair",
-    mark_slow(PAIRS, PAIRS[:1]),
+    mark_slow(PAIRS, [PAIRS[0], PAIRS[4]]),
     ids=lambda pair: "+".join("{}-g{}/{}".format(*f) for f in pair),
 )
 def test_any_pair_of_formats(pair: tuple[tuple[str, int, int], tuple[str, int, int]]) -> None:

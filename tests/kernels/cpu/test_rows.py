@@ -14,6 +14,7 @@ from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.kernels.cpu import compile as compiling
 from kvquant.kernels.cpu import rows as rows_kernels
 from kvquant.kernels.cpu import simd
+from kvquant.rows.format import ROW_DIMS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,6 +23,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [
     RowFormat(codec, groups, head_dim)
     for codec, groups, head_dim in (
+        *(("int2", 1, head_dim) for head_dim in ROW_DIMS),
+        *(("int3", 1, head_dim) for head_dim in ROW_DIMS),
         ("int4", 1, 64),
         ("int4", 4, 128),
         ("int4", 8, 80),
@@ -50,6 +53,8 @@ FORMATS = [
 USUAL = [
     RowFormat(codec, groups, head_dim)
     for codec, groups, head_dim in (
+        ("int2", 1, 128),
+        ("int3", 1, 80),
         ("int4", 1, 64),
         ("int4", 4, 128),
         ("int4", 8, 80),
@@ -162,10 +167,10 @@ def test_any_bytes_decode_as_in_torch(fmt: RowFormat) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("codec", ["bf16", "fp16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "fp8", "int8", "int4", "int3", "int2"])
 def test_every_16_bit_number_is_quantized_as_in_torch(codec: str, dtype: torch.dtype) -> None:
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    head_dim = {"bf16": 256, "fp16": 112, "fp8": 64, "int8": 80, "int4": 64}[codec]
+    head_dim = {"bf16": 256, "fp16": 112, "int8": 80, "int3": 80, "int2": 128}.get(codec, 64)
     groups = 4 if codec == "fp8" else 1
     fmt = RowFormat(codec, groups, head_dim)
     x = numbers[: len(numbers) // head_dim * head_dim].view(-1, head_dim)
@@ -226,7 +231,7 @@ def without_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rows_kernels, name, getattr(rows_kernels, name).__wrapped__)
 
 
-@pytest.mark.parametrize("name", mark_slow(["fp16", "int4-g4", "fp8"], ["fp16", "int4-g4"]))
+@pytest.mark.parametrize("name", mark_slow(["fp16", "int4-g4", "fp8", "int3"], ["fp16", "int4-g4"]))
 def test_old_processors_give_the_same_bytes(name: str, without_half: None) -> None:
     """Virtual machines hide F16C and FMA; each fp16 number and those between are rounded alike."""
     fmt = RowFormat.parse(name, 64)

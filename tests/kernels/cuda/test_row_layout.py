@@ -8,22 +8,20 @@ import pytest
 
 from kvquant.errors import UnsupportedError
 from kvquant.kernels.cuda.device.row_layout import UNIT, StagedRow
-from kvquant.rows.codec import EXACT_CODECS, codec_names
-from kvquant.rows.format import HEAD_DIMS, RowFormat
+from kvquant.rows.format import HEAD_DIMS, NAMES, RowFormat
 
 
 def formats() -> list[RowFormat]:
     """Every format that has a CUDA kernel."""
     found = []
     for head_dim in HEAD_DIMS:
-        for codec in codec_names():
-            for groups in (1,) if codec in EXACT_CODECS else (1, 2, 4, 8):
-                fmt = RowFormat(codec, groups, head_dim)
-                try:
-                    StagedRow(fmt)
-                except UnsupportedError:
-                    continue
-                found.append(fmt)
+        for name in NAMES:
+            fmt = RowFormat.parse(name, head_dim)
+            try:
+                StagedRow(fmt)
+            except UnsupportedError:
+                continue
+            found.append(fmt)
     return found
 
 
