@@ -103,7 +103,7 @@ FROM_ROWS = Reading(chunk=16, from_rows=True)
         ("windowed", Reading(), go_far, SPARE + 2),
         ("hybrid", Reading(), run_freely, 8),
         ("hybrid", FROM_ROWS, score, 8),
-        ("hybrid", Reading(), ask, 70),
+        pytest.param("hybrid", Reading(), ask, 70, marks=pytest.mark.slow),
     ],
 )
 def test_two_caches_are_there_at_a_time(

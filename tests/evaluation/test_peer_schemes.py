@@ -236,6 +236,7 @@ def test_our_own_rows_written_out_answer_as_the_cache(model: CachedModel) -> Non
     assert costs[1]["cache"] == "written out + 4 sinks, 32 recent"
 
 
+@pytest.mark.slow
 def test_all_peers_are_evaluated(model: CachedModel, every: dict[str, PeerCache]) -> None:
     sizes = Sizes((160,), prompts=2, questions=2, passages=1, scored=4, new_tokens=6, batch=2)
     task = Task(retrieval=("keys", "variables"))
