@@ -28,18 +28,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 JITTERED := tests/cache tests/paged tests/calibration
 
-.PHONY: demo test test-rest test-jitter test-slow test-vllm test-transformers check environments clean
+.PHONY: demo test test-jitter test-slow test-vllm test-transformers check environments clean
 
 demo: $(STAMP)
 	$(BIN)/kvquant demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 15
-
-# What test runs and test-jitter does not: .ci/run runs each test once.
-test-rest: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 15 \
-		$(addprefix --ignore ,$(JITTERED))
 
 test-jitter: $(STAMP)
 	$(BIN)/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadfile --durations 15 \
