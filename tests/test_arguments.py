@@ -359,7 +359,7 @@ def test_names_of_no_format_are_refused_everywhere(name: str) -> None:
         lambda: KVCache(1, 1, 1, 64, 16, k_format=name),
         lambda: attend_segments(torch.zeros(2, 4, 64), [segment(k_format=name)]),
     ):
-        with pytest.raises(ConfigError, match="does not exist: use int4") as caught:
+        with pytest.raises(ConfigError, match="does not exist: use int2, int3") as caught:
             use()
         assert len(str(caught.value)) < 250
 

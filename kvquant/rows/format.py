@@ -108,9 +108,9 @@ class RowFormat:
         """Make a format from its short name.
 
         Args:
-            name: "int2", "int3", "int4", "int8", "fp8", "bf16" or "fp16"; the last three but 16
-                bit and "int4" also with "-g2", "-g4" or "-g8" for more groups ("int4-g4"). A
-                RowFormat is checked and returned as it is.
+            name: "int2", "int3", "int4", "int8", "fp8", "bf16" or "fp16"; "int4", "int8" and "fp8"
+                also with "-g2", "-g4" or "-g8" for more groups than one ("int4-g4"). A RowFormat
+                is checked and returned as it is.
             head_dim: elements in a row.
 
         Raises:

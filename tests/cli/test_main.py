@@ -187,7 +187,7 @@ def test_calibration_prints_a_table_and_writes_a_plan(tmp_path: Path) -> None:
     assert "Too little text for a verdict. The cache is 3.8 times smaller" in words
     assert "Only 8 tokens of 2 passages were scored" in words and "100.0 %" not in words
     assert f"see it: kvquant report {path} -o " in words
-    for name in ("16 bit", "int4, plain", "this plan", "layers 0-3: K int4, V int4"):
+    for name in ("16 bit", "int4, plain", "the plan", "layers 0-3: K int4, V int4"):
         assert any(line.startswith(name) for line in printed.splitlines()), name
     plan = CachePlan.load(path)
     assert plan.formats == [("int4", "int4")] * 4
@@ -289,8 +289,8 @@ BAD = [  # the command, and the error
     ("quantize nope --prompt {prompt} -o x.safetensors", "does not exist"),
     ("quantize {model} -o x.safetensors", "give either MODEL and --prompt"),
     ("quantize {model} --from {raw} -o x.safetensors", "give either MODEL and --prompt"),
-    (f"{READ} --format int5 -o x.safetensors", "'int5' is not one of 'int2', 'int3', "),
-    (f"{READ} {OUT} --format int4-g8+fp9", "'fp9' is not one of 'int2', 'int3', "),
+    (f"{READ} --format int5 -o x.safetensors", "'int5' is not one of 'int2', 'int3', 'int4', "),
+    (f"{READ} {OUT} --format int4-g8+fp9", "'fp9' is not one of 'int2', 'int3', 'int4', "),
     (f"{READ} {OUT} --format int4+int4+int4", "'int4+int4+int4' is not FORMAT or FORMAT+FORMAT"),
     (
         f"{READ} {OUT} --format int4-g8+fp8-g4",
@@ -302,11 +302,11 @@ BAD = [  # the command, and the error
     ),
     (
         f"{READ} {OUT} --k-format int4-g8+fp8-g4",
-        "'int4-g8+fp8-g4' is not one of 'int2', 'int3', ",
+        "'int4-g8+fp8-g4' is not one of 'int2', 'int3', 'int4', ",
     ),
     (
         f"calibrate {{model}} --zero-data --format banana {OUT}",
-        "'banana' is not one of 'int2', 'int3', ",
+        "'banana' is not one of 'int2', 'int3', 'int4', ",
     ),
     (f"{READ} --plan {{raw}} --format fp8 {OUT}", "--plan says the formats"),
     (f"{TAKE} --format int4 --k-format int8 --v-format int8 {OUT}", "leave nothing to --format"),
