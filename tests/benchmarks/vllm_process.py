@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ async def load(
     """
     random = np.random.default_rng(seed)
     arrivals = np.cumsum(random.exponential(1 / rate, count)) if rate else np.zeros(count)
-    lengths = np.exp(random.uniform(*np.log(prompts), count)).astype(int)
+    lengths = np.exp(random.uniform(np.log(prompts[0]), np.log(prompts[1]), count)).astype(int)
     wanted = random.integers(outputs[0], outputs[1] + 1, count)
     texts = [random.integers(10, 250, length).tolist() for length in lengths]
     await engine.reset_prefix_cache()
@@ -225,4 +225,4 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-MEASURES = {"answers": answers, "decode": decode, "load": load}
+MEASURES: dict[str, Callable[..., Any]] = {"answers": answers, "decode": decode, "load": load}
