@@ -33,6 +33,7 @@ from the device. A CUDA graph may hold append and attend for a Step without prom
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -105,6 +106,27 @@ class PageLayout(NamedTuple):
         return -(-self.k_format.row_bytes // UNIT) * UNIT
 
 
+class Lengths(NamedTuple):
+    """Tokens of sequences that attend causally, those of each behind those of the one before.
+
+    Attributes:
+        queries: of each sequence; they are the last of its tokens.
+        keys: of each sequence.
+        query_starts, key_starts: [num_seqs + 1], int32: where those of each begin.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    query_starts: torch.Tensor
+    key_starts: torch.Tensor
+
+
+# of an engine: takes q, k, v [tokens, heads, head_dim], their Lengths, and out, which it writes
+CausalAttention = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Lengths, torch.Tensor], object
+]
+
+
 class LayerRows(NamedTuple):
     """What a layer's attention needs besides the pages.
 
@@ -114,6 +136,8 @@ class LayerRows(NamedTuple):
         basis: that its rows are stored in, on the device; None for none.
         variant: what the model changes in attention; None for nothing.
         prompts_from_rows: as of Settings.
+        causal: the engine's kernel for the tokens of prompts in 16 bit, with the layer's scale and
+            variant; None for torch's.
     """
 
     layout: PageLayout
@@ -121,9 +145,10 @@ class LayerRows(NamedTuple):
     basis: LayerBasis | None = None
     variant: AttentionVariant | None = None
     prompts_from_rows: bool = False
+    causal: CausalAttention | None = None
 
     def to(self, device: torch.device | str) -> LayerRows:
-        """The same on another device."""
+        """The same on another device, for which the engine's kernel is not."""
 
         def moved(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else x.to(device)
@@ -134,7 +159,7 @@ class LayerRows(NamedTuple):
         if variant is not None:
             sinks, slopes = moved(variant.sink_logits), moved(variant.alibi_slopes)
             variant = variant._replace(sink_logits=sinks, alibi_slopes=slopes)
-        return self._replace(basis=basis, variant=variant)
+        return self._replace(basis=basis, variant=variant, causal=None)
 
 
 class NewTokens(NamedTuple):

@@ -1,7 +1,7 @@
 """A step of an engine: new rows into its pages, attention of its queries. Needs no engine.
 
     decoding sequences             attend to their rows, all in one call: a token, or drafted ones
-    the first tokens of a prompt   attend causally to themselves, in 16 bit
+    the first tokens of a prompt   attend causally to themselves, in 16 bit; neighbours in one call
     later ones, up to FEW          attend to the rows, as decoding sequences do
     more of them                   attend to the dequantized past, and causally to themselves
 
@@ -13,8 +13,10 @@ Rows of new tokens are written before attention, so that attention to rows finds
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,10 +29,13 @@ from ..rows.basis import Basis
 from ..rows.call import AttentionCall
 from ..rows.format import RowFormat
 from ..rows.segment import Segment
-from .contract import LayerRows, NewTokens
+from .contract import LayerRows, Lengths, NewTokens
 
-FEW = 64  # queries of a chunk that attend to rows; for more it pays to dequantize them once
-BLOCK = 8192  # tokens whose basis is undone at a time, in float32
+# queries of a chunk that attends to rows, made up to one of these: each number of them would be
+# another kernel to compile; for more it pays to dequantize the rows once
+WIDTHS = 16, 64
+FEW = WIDTHS[-1]
+BLOCK = 8192  # tokens whose basis is undone at a time
 
 
 class Chunk(NamedTuple):
@@ -61,6 +66,7 @@ class Step:
         q_lens: [decodes], int32: queries of each; None where all have q_len.
         places: [num_tokens], int64: place of each query in [decodes * q_len]; None as q_lens.
         chunks: the other sequences.
+        kept: what one layer of the step has made and the others use.
     """
 
     block_table: torch.Tensor
@@ -71,6 +77,30 @@ class Step:
     q_lens: torch.Tensor | None
     places: torch.Tensor | None
     chunks: tuple[Chunk, ...]
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+
+    def int32(self, *numbers: int) -> torch.Tensor:
+        """These numbers on the device."""
+        found = self.kept.get(numbers)
+        if found is None:
+            made = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+            found = self.kept[numbers] = made.to(self.block_table.device, non_blocking=True)
+        return found
+
+    def lengths(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Lengths:
+        """Lengths of sequences that attend causally."""
+        starts = (self.int32(0, *accumulate(counts)) for counts in (queries, keys))
+        return Lengths(queries, keys, *starts)
+
+    def slots(self, sequence: int, first: int, end: int, page_size: int) -> torch.Tensor:
+        """Where the rows of some tokens of a sequence are, [tokens], int64."""
+        key = "slots", sequence, first, end, page_size
+        found = self.kept.get(key)
+        if found is None:
+            table = self.block_table[sequence].long()
+            token = torch.arange(first, end, device=table.device)
+            found = self.kept[key] = table[token // page_size] * page_size + token % page_size
+        return found
 
 
 def describe_step(new: NewTokens) -> Step:
@@ -171,21 +201,63 @@ def attend(
         if has_places:
             found = found.flatten(0, 1)
         out[: step.num_tokens] = found if step.places is None else found[step.places]
-    for chunk in step.chunks:
-        tokens = slice(chunk.first, chunk.end)
-        if (chunk.past or layer.prompts_from_rows) and chunk.end - chunk.first <= FEW:
-            one = slice(chunk.sequence, chunk.sequence + 1)
-            out[tokens] = _attend_to_rows(layer, step, one, q[tokens][None], None, pages)[0]
+    for is_first, run in groupby(
+        step.chunks, lambda chunk: not (chunk.past or layer.prompts_from_rows)
+    ):
+        chunks = list(run)
+        if is_first:
+            tokens = slice(chunks[0].first, chunks[-1].end)
+            counts = tuple(chunk.end - chunk.first for chunk in chunks)
+            own = q[tokens], k[tokens], v[tokens]
+            _attend_causally(layer, *own, step.lengths(counts, counts), out[tokens])
             continue
-        keys, values = _seen(layer, step, chunk, k[tokens], v[tokens], pages)
-        out[tokens] = causal_attention(
-            q[tokens].transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            [len(keys)],
+        for chunk in chunks:
+            tokens = slice(chunk.first, chunk.end)
+            if chunk.end - chunk.first <= FEW:
+                out[tokens] = _attend_with_few(layer, step, chunk.sequence, q[tokens], pages)
+                continue
+            seen = _seen(layer, step, chunk, k[tokens], v[tokens], pages)
+            lengths = step.lengths((chunk.end - chunk.first,), (len(seen[0]),))
+            _attend_causally(layer, q[tokens], *seen, lengths, out[tokens])
+
+
+def _attend_causally(
+    layer: LayerRows,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Lengths,
+    out: torch.Tensor,
+) -> None:
+    """Attend with the last tokens of each sequence to all of its tokens before them, in 16 bit."""
+    if layer.causal is not None:
+        layer.causal(q, k, v, lengths, out)
+        return
+    query = key = 0
+    for count, length in zip(lengths.queries, lengths.keys, strict=True):
+        queries, keys = slice(query, query + count), slice(key, key + length)
+        query, key = queries.stop, keys.stop
+        found = causal_attention(
+            q[queries].transpose(0, 1)[None],
+            k[keys].transpose(0, 1)[None],
+            v[keys].transpose(0, 1)[None],
+            [length],
             layer.sm_scale,
             layer.variant,
-        )[0].transpose(0, 1)
+        )
+        out[queries] = found[0].transpose(0, 1)
+
+
+def _attend_with_few(
+    layer: LayerRows, step: Step, sequence: int, q: torch.Tensor, pages: torch.Tensor
+) -> torch.Tensor:
+    """Attend with the last tokens of one sequence, to rows alone."""
+    count = len(q)
+    width = next(width for width in WIDTHS if width >= count)
+    padded = q.new_empty(1, width, *q.shape[1:])
+    padded[0, :count] = q
+    one, q_lens = slice(sequence, sequence + 1), step.int32(count)
+    return _attend_to_rows(layer, step, one, padded, q_lens, pages)[0, :count]
 
 
 def _attend_to_rows(
@@ -220,9 +292,7 @@ def _seen(
         return k, v
     window = None if layer.variant is None else layer.variant.window
     first = 0 if window is None else max(chunk.past - window + 1, 0)
-    token = torch.arange(first, past, device=pages.device)
-    page_size, table = pages.shape[2], step.block_table[chunk.sequence].long()
-    slots = table[token // page_size] * page_size + token % page_size
+    slots = step.slots(chunk.sequence, first, past, pages.shape[2])
     k_rows, v_rows = layer.layout.views(pages)
     k_format, v_format, _ = layer.layout
     k_basis, v_basis = layer.basis or (None, None)
@@ -240,8 +310,12 @@ def _behind_past(
     if basis is None:
         dequantize_pages(rows, fmt, slots, new.dtype, both[:past])
         return both
+    # in bfloat16 tensor cores multiply; fp16 may not hold what is in a basis
+    dtype = new.dtype if new.dtype == torch.bfloat16 else torch.float32
     for first in range(0, past, BLOCK):
         block = slots[first : first + BLOCK]
-        stored = dequantize_pages(rows, fmt, block, torch.float32).transpose(0, 1)[None]
-        both[first : first + len(block)] = basis.decode(stored)[0].transpose(0, 1)
+        stored = dequantize_pages(rows, fmt, block, dtype)
+        if basis.transposed is not None:
+            stored = (stored.transpose(0, 1) @ basis.transposed.to(dtype)).transpose(0, 1)
+        torch.add(stored, basis.offset, out=both[first : first + len(block)])
     return both

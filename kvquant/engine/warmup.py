@@ -1,13 +1,18 @@
 """Compile what an engine's steps will launch before its first request. Needs no engine.
 
 A kernel takes seconds to compile, for which all requests would wait. Which ones are needed is told
-by steps that are rehearsed, as for a cache of ours: see kernels/cuda/runtime/warmup.py.
+by steps that are rehearsed, as for a cache of ours: see kernels/cuda/runtime/warmup.py. An engine
+that begins while it loads its model, and compiles that, waits for little in the end.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Thread
 
 import torch
 
@@ -16,7 +21,9 @@ from ..rows.variant import names_of
 from .contract import LayerRows, NewTokens
 from .step import FEW, append, attend, describe_step
 
+log = logging.getLogger("kvquant")
 _warm: set[Hashable] = set()  # calls whose kernels were compiled in this process
+_begun: dict[Hashable, Thread] = {}  # those whose kernels are being compiled
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class StepCalls:
     @property
     def kind(self) -> Hashable:
         """All that kernels depend on."""
-        layout, _, basis, variant, from_rows = self.layer
+        layout, _, basis, variant, from_rows, _ = self.layer
         rest = tuple(value for name, value in vars(self).items() if name != "layer")
         return layout, present_in(basis), names_of(variant), from_rows, rest
 
@@ -92,6 +99,29 @@ def runs_on(capability: Sequence[int]) -> bool:
     return tuple(capability) >= OLDEST
 
 
+def begin_warm_up(device: torch.device, calls: StepCalls) -> None:
+    """Begin to compile what a layer on a device will probably need, and return at once: for an
+    engine that knows it long before it calls warm_up_layers, which waits for that. What fails does
+    so there.
+
+    Args:
+        device: with its index; nothing is done for the CPU.
+        calls: layers may share these.
+    """
+    if device.type != "cuda" or calls.kind in _begun:
+        return
+    thread = Thread(target=_compile_quietly, args=(device, calls), daemon=True)
+    _begun[calls.kind] = thread
+    thread.start()
+
+
+def _compile_quietly(device: torch.device, calls: StepCalls) -> None:
+    from ..kernels.cuda.runtime.warmup import warm_up
+
+    with suppress(Exception):  # warm_up_layers tells it
+        warm_up(device, [calls])
+
+
 def warm_up_layers(device: torch.device, calls: Sequence[StepCalls]) -> None:
     """Compile what layers on a device need, unless others like them have had it compiled; nothing
     is done for the CPU.
@@ -105,9 +135,13 @@ def warm_up_layers(device: torch.device, calls: Sequence[StepCalls]) -> None:
     from ..kernels.cuda.runtime.warmup import warm_up
 
     require_extra()
+    begun = time.perf_counter()
+    for thread in _begun.values():
+        thread.join()
     kinds = {one.kind: one for one in calls}
     warm_up(device, [one for kind, one in kinds.items() if kind not in _warm])
     _warm.update(kinds)
+    log.info("kvquant: waited %.1f s for kernels", time.perf_counter() - begun)
 
 
 def _grown(first: int, last: int, factor: float) -> Iterator[int]:

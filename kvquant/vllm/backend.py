@@ -39,12 +39,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from ..engine.contract import LayerRows, NewTokens
 from ..engine.settings import Settings, rank_heads
 from ..engine.step import Step, append, attend, describe_step
-from ..engine.warmup import StepCalls, runs_on, warm_up_layers
+from ..engine.warmup import StepCalls, begin_warm_up, runs_on, warm_up_layers
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES
 from ..rows.variant import AttentionVariant, names_of
 from . import plugin
+from .flash import causal_attention_of
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
 
@@ -227,18 +228,10 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
 
     def _calls(self, layer: Attention) -> StepCalls:
         """What a layer will be called for."""
-        config, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
-        return StepCalls(
-            layer.impl.rows,
-            layer.num_heads,
-            config.dtype,
-            self.kv_cache_spec.block_size,
-            # where a layer has local chunks, each is a sequence of its own
-            getattr(layer, "attention_chunk_size", config.max_model_len),
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            self.most_queries,
-        )
+        calls = _calls_of(self.vllm_config, layer.impl.rows, layer.num_heads, self.most_queries)
+        # where a layer has local chunks, each is a sequence of its own
+        longest = getattr(layer, "attention_chunk_size", calls.max_model_len)
+        return replace(calls, page_size=self.kv_cache_spec.block_size, max_model_len=longest)
 
     def build(
         self,
@@ -283,6 +276,23 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
                 self.most_queries,
             )
         )
+
+
+def _calls_of(
+    vllm_config: VllmConfig, rows: LayerRows, num_heads: int, most_queries: int
+) -> StepCalls:
+    """What a layer will be called for, by what is known before its pages are."""
+    config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    return StepCalls(
+        rows,
+        num_heads,
+        config.dtype,
+        PAGE_SIZES[0],
+        config.max_model_len,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        most_queries,
+    )
 
 
 def _check_request(held: Request, config: object) -> None:
@@ -342,8 +352,14 @@ def _rows_of(
         basis = basis and basis.to(device)
     variant = impl.variant(device)
     is_plain = not names_of(variant)
-    from_rows = settings.prompts_from_rows
-    return LayerRows(layout, impl.scale, basis, None if is_plain else variant, from_rows)
+    return LayerRows(
+        layout,
+        impl.scale,
+        basis,
+        None if is_plain else variant,
+        settings.prompts_from_rows,
+        causal_attention_of(impl, device),
+    )
 
 
 @lru_cache
@@ -392,6 +408,32 @@ def is_draft() -> bool:
     return part != "backbone"
 
 
+def _begin_to_compile(vllm_config: VllmConfig, impl: KVQuantImpl) -> None:
+    """Begin to compile a layer's kernels, on a GPU: its model is made now, and then loaded and
+    compiled, while cores are idle. StepBuilder asks for the same kernels, and tells what fails."""
+    if not torch.cuda.is_available():
+        return
+    device, drafts = torch.device("cuda", torch.cuda.current_device()), 0
+    if vllm_config.speculative_config is not None:
+        drafts = vllm_config.speculative_config.num_speculative_tokens or 0
+    with suppress(KVQuantError):
+        request = Request.of(vllm_config.additional_config["kvquant"])
+        settings = backend_of(plugin.OURS[0], request).settings
+        layout = settings.layout(impl.num_kv_heads, impl.head_size, impl.head_size)
+        variant = impl.variant(torch.device("cpu"))
+        plan = None if impl.is_draft else settings.plan
+        for basis in [None] if plan is None else plan.layers:
+            rows = LayerRows(
+                layout,
+                impl.scale,
+                basis,
+                variant if names_of(variant) else None,
+                settings.prompts_from_rows,
+            )
+            queries = 1 + drafts + impl.is_draft
+            begin_warm_up(device, _calls_of(vllm_config, rows, impl.num_heads, queries))
+
+
 class KVQuantImpl(AttentionImpl[Step]):
     """Attention of a layer.
 
@@ -421,7 +463,10 @@ class KVQuantImpl(AttentionImpl[Step]):
         self.sliding_window, self.soft_cap = sliding_window, logits_soft_cap
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
         self.is_draft = is_draft()
-        self.longest = get_current_vllm_config().model_config.max_model_len
+        config = get_current_vllm_config()
+        self.longest = config.model_config.max_model_len
+        if attn_type == AttentionType.DECODER:
+            _begin_to_compile(config, self)
 
     def variant(self, device: torch.device) -> AttentionVariant:
         """What the model changes in attention; weights are loaded by now."""

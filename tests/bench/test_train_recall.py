@@ -190,7 +190,8 @@ def test_each_kind_is_trained_and_measured(
         amount = bench_recall.Amount(
             (256,), ((0, 0),), tasks=("keys",), seeds=1, prompts=1, questions=1, least=0
         )
-        runs = bench_recall.measure(folder, amount, bench_recall.FORMATS, (), True, "cpu", None)
+        subject = bench_recall.prepare(folder, (256,), bench_recall.FORMATS, (), True, "cpu")
+        runs = bench_recall.measure(subject, amount, None)
         named = [one["cache"] for one in runs[1]["caches"][1:]]
         assert named == [
             f"K {one}, V bf16" for one in bench_recall.LATENT_FORMATS

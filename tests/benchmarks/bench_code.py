@@ -3,7 +3,7 @@
 For a model that train_code_lm.py has trained; its folder has sources of packages that it was not
 trained on. KL and texts are those of test.txt; so is the code around what is asked for: facts as of
 `kvquant evaluate`, functions and constants (code_tasks.py). Plans, and OSCAR's rotations, come from
-valid.txt, sources of another package, and from sheets of other seeds.
+valid.txt, sources of another package, and from sheets of other seeds with passages of valid.txt.
 
     python tests/benchmarks/bench_code.py FOLDER --json code.json --seconds 420
 
@@ -20,7 +20,7 @@ from typing import Any
 import click
 import code_tasks
 import torch
-from bench_recall import ASKED, FORMATS, PLANS, Amount, measure, pairs, show
+from bench_recall import ASKED, FORMATS, PLANS, Amount, measure, pairs, prepare, show
 from evaluations import TEST
 
 from kvquant.cli.console import COUNT, FOLDER, NEW_FILE
@@ -62,10 +62,12 @@ def main(
     test, valid = (
         (folder / f"{name}.txt").read_text(encoding="utf-8") for name in ("test", "valid")
     )
-    code_tasks.add(test)
     amount = Amount(**amounts, with_kl=True, text=test)
     plans = plans if with_plans else ()
-    show(measure(folder, amount, formats, plans, with_peers, device, json_file, text=valid))
+    code_tasks.add(valid)  # sheets that plans are made from hold no line of test.txt
+    subject = prepare(folder, amount.lengths, formats, plans, with_peers, device, valid)
+    code_tasks.add(test)
+    show(measure(subject, amount, json_file))
 
 
 if __name__ == "__main__":

@@ -274,35 +274,50 @@ def show(found: Sequence[Any]) -> None:
             click.echo(f"\n{paragraph(heading)}\n{render_table(columns, rows)}")
 
 
-def measure(
+@dataclass(frozen=True)
+class Subject:
+    """A model with the caches that are to be compared.
+
+    Attributes:
+        name: of the model.
+        model: decodes.
+        caches: without a window.
+        lengths: of contexts, those that the model has positions for.
+        start: when the work on it began, by time.monotonic.
+    """
+
+    name: str
+    model: CachedModel
+    caches: Caches
+    lengths: tuple[int, ...]
+    start: float
+
+
+def prepare(
     folder: Path,
-    amount: Amount,
+    lengths: tuple[int, ...],
     formats: Sequence[str],
     plans: Sequence[str],
     with_peers: bool,
     device: str,
-    json_file: Path | None,
     text: str = "",
-) -> list[Run]:
-    """Measure a model.
+) -> Subject:
+    """Load a model and make its caches.
 
     Args:
         folder: of the model.
-        amount: how much.
+        lengths: of contexts.
         formats, plans, with_peers: which caches, as of all_caches.
         device: where.
-        json_file: gets the runs, too; those of other models in it stay.
-        text: a half of what plans are made from, if any; sheets are the rest.
-
-    Returns:
-        The runs of this model.
+        text: a half of what plans are made from, if any; sheets of the tasks as they are now are
+            the rest.
     """
     start, name = time.monotonic(), folder.name
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = CachedModel.from_pretrained(folder, device=device, dtype=dtype)
     model.tokenizer = QuickTokenizer(model.tokenizer)
-    most = model.max_positions or max(amount.lengths) + MARGIN
-    lengths = tuple(one for one in amount.lengths if one + MARGIN <= most)
+    most = model.max_positions or max(lengths) + MARGIN
+    lengths = tuple(one for one in lengths if one + MARGIN <= most)
     if not lengths:
         raise ConfigError(f"{name} has {most} positions: give a --length below {most - MARGIN}")
     if model.has_latents:
@@ -314,11 +329,26 @@ def measure(
         tokens += sheets(model, max(lengths), OBSERVED - len(tokens))
     caches = all_caches(model, formats, plans, with_peers, tokens, max(lengths))
     click.echo(f"{name}: {len(caches)} caches made in {time.monotonic() - start:.0f} s")
+    return Subject(name, model, caches, lengths, start)
+
+
+def measure(subject: Subject, amount: Amount, json_file: Path | None) -> list[Run]:
+    """Measure a model.
+
+    Args:
+        subject: the model and its caches.
+        amount: how much; the subject's lengths count.
+        json_file: gets the runs, too; those of other models in it stay.
+
+    Returns:
+        The runs of this model.
+    """
     others = [] if json_file is None else read_runs(json_file)
-    others = [one for one in others if one["model"]["name"] != name]
-    found: list[Run] = []
-    for run in runs(model, caches, replace(amount, lengths=lengths), start):
-        found.append(as_run(facts(model, name), run))
+    others = [one for one in others if one["model"]["name"] != subject.name]
+    known, found = facts(subject.model, subject.name), list[Run]()
+    amount = replace(amount, lengths=subject.lengths)
+    for run in runs(subject.model, subject.caches, amount, subject.start):
+        found.append(as_run(known, run))
         if json_file is not None:
             date = datetime.now(timezone.utc).isoformat(timespec="seconds")
             whole = text_of({"machine": {"date": date}}, [*others, *found])
@@ -359,16 +389,12 @@ def main(
 ) -> None:
     """Measure what caches keep of facts, and print tables."""
     found: list[Run] = []
+    amount = Amount(**amounts)
     for folder in folders:
-        found += measure(
-            folder,
-            Amount(**amounts),
-            formats,
-            () if no_plans else plans,
-            with_peers,
-            device,
-            json_file,
+        subject = prepare(
+            folder, amount.lengths, formats, () if no_plans else plans, with_peers, device
         )
+        found += measure(subject, amount, json_file)
     if json_file is not None:
         found = read_runs(json_file)  # of other models, too
     found += [run for path in kept for run in read_runs(path)]

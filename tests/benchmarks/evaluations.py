@@ -328,6 +328,8 @@ def tables(one: Evaluations) -> Iterator[tuple[str, Table]]:
     if one.cells:
         yield f"Right answers with the 16-bit cache; {one.name}", one.exact()
     for window in one.windows:
+        if all(one.bits[name] >= 16 for name in one.caches(window)):
+            continue  # nothing was compared with the 16-bit cache
         sinks, recent = window
         tokens = f"the first {sinks} and the last {recent} tokens in 16 bit"
         where = tokens if sinks or recent else "no token of the prompt in 16 bit"

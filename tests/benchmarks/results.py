@@ -596,14 +596,16 @@ README_LOST = (
 
 
 def lost() -> str:
-    """Points of right answers that caches cost a model which finds facts."""
-    (one,) = of_models(read_runs(RESULTS / "recall.json"))
-    points = one.lost(PICTURED)
-    rows = [
-        [name, f"{one.bits[name]:.2f}", *(f"{max(each, 0):.1f}" for each in points[name])]
-        for name in README_LOST
-    ]
-    return table(["cache", "bits per element, without window", "points lost: mean", "worst"], rows)
+    """Points of right answers that caches cost two models which find facts."""
+    models = [of_models(read_runs(RESULTS / f"{name}.json"))[0] for name in ("recall", "code")]
+    points = [one.lost(PICTURED) for one in models]
+    rows = []
+    for name in README_LOST:
+        cells = [f"{max(each, 0):.1f}" for found in points for each in found[name]]
+        rows.append([name, f"{models[0].bits[name]:.2f}", *cells])
+    sizes = (f"{one.runs[0]['model']['parameters'] / 1e6:.1f} M" for one in models)
+    titles = [f"{size}: {what}" for size in sizes for what in ("mean", "worst")]
+    return table(["cache", "bits per element, without window", *titles], rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ are documents that come again after other ones. The rest is source code. FOLDER 
     tokens.npy, training.pt                   for --start: all tokens, weights and the optimizer
 
 A context is a test only where the model gets something from it: the last lines printed are the
-held-out loss of the first and of the last 1,024 tokens.
+held-out loss of the first and of the last 1,024 tokens, and how many tokens of answers the model
+predicts in each task.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 import code_tasks
 import numpy as np
 import torch
+from bench_recall import ASKED
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from train_recall import (
     CHUNK,
@@ -45,6 +47,7 @@ from train_recall import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from kvquant.errors import ConfigError
 from kvquant.evaluation.retrieval import TASKS
 
 SITE = Path(torch.__file__).parents[1]
@@ -57,6 +60,7 @@ KEPT = 1_200_000  # letters of test.txt and valid.txt, each
 SHEETS, COPIES = 0.15, 0.1  # shares of rows
 ANSWER = 4.0  # what a token of an answer counts in the loss; one of source code counts 1
 EDGE, PASSAGES = 1024, 8  # of the held-out loss: tokens, and how many passages
+CHECKED = 1 << 20  # a seed of sheets that are not trained on
 
 
 def read_sources(site: Path, held: tuple[str, ...]) -> dict[str, list[str]]:
@@ -217,6 +221,19 @@ def held_out_loss(model: Any, tokenizer: Any, text: str, length: int) -> dict[st
     }
 
 
+def predicted(model: Any, sheets: Sheets, count: int) -> float:
+    """The share of tokens of answers that are the likeliest ones, in so many batches of sheets."""
+    right = []
+    with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16):
+        for tokens, answers in itertools.islice(sheets, count):
+            hidden = model.model(input_ids=tokens.to(model.device), use_cache=False)
+            before = hidden.last_hidden_state[:, :-1][answers[:, 1:] > 0]
+            right.append(
+                model.lm_head(before).argmax(-1).cpu() == tokens[:, 1:][answers[:, 1:] > 0]
+            )
+    return float(torch.cat(right).float().mean())
+
+
 def prepare(folder: Path, site: Path, held: tuple[str, ...], size: int) -> None:
     """Write the tokenizer, the tokens and the texts that are held out."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -302,6 +319,14 @@ def main() -> None:
         f"held-out loss {loss['all']:.3f} nats a token: {loss['first']:.3f} at the beginning of "
         f"{max(lengths)} tokens, {loss['last']:.3f} at the end"
     )
+    for task in (*code_tasks.KINDS, *ASKED):
+        sheets = Sheets(
+            tokenizer, max(lengths), CHECKED, tokens=max(lengths), tasks=[task], filler=valid
+        )
+        try:
+            print(f"{100 * predicted(model, sheets, PASSAGES):.1f} % of answers' tokens: {task}")
+        except ConfigError:
+            print(f"{max(lengths)} tokens have no room for {task}")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, folder / "training.pt")
     model.to(torch.bfloat16).save_pretrained(folder)

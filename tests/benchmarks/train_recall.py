@@ -326,7 +326,7 @@ def train(
         warm: steps until the rate is reached.
         body: computes what model.model does, such as compiled.
     """
-    body, device = body or model.model, model.device
+    body, device = model.model if body is None else body, model.device
     start, shown, losses = time.monotonic(), 0.0, list[torch.Tensor]()
     for tokens, counts in data:
         share = (time.monotonic() - start) / seconds

@@ -21,7 +21,7 @@ from kvquant.cli.warmup import ARCHS
 from kvquant.kernels import disk_cache
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime import compile_pool
-from kvquant.kernels.cuda.runtime.compile import Cubin, Report, load_cubin
+from kvquant.kernels.cuda.runtime.compile import Cubin, Report, keep_cubin
 from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.kernels.cuda.runtime.spec import Spec
 
@@ -54,7 +54,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compile_here(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> None:
         for spec in todo:
-            load_cubin(spec, arch, must_keep=True)
+            keep_cubin(spec, arch)
             report(spec)
 
     monkeypatch.setattr(compiling, "compile_spec", lambda spec, arch: EMPTY)

@@ -11,7 +11,7 @@ from relative_l2 import relative_l2
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvquant import AttentionVariant, Basis
-from kvquant.engine.contract import LayerRows, NewTokens
+from kvquant.engine.contract import LayerRows, Lengths, NewTokens
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import FEW, append, attend, describe_step
 from kvquant.rows.basis import LayerBasis
@@ -202,6 +202,38 @@ def test_a_step_of_all_kinds_of_sequences(
             wanted = exact(q[new], keys, values, variant)
             assert relative_l2(out[new].cpu(), wanted) < error, f"sequence {i}"
     assert out[-1].isnan().all()  # of no sequence
+
+
+@pytest.mark.parametrize("from_rows", [False, True], ids=["", "prompts from rows"])
+def test_an_engines_kernel_attends_with_prompts(from_rows: bool) -> None:
+    """With neighbours that have no past in one call, and each of the others behind its own."""
+    past_lens, counts, asked = [9, 0, 0, 30, 0], [1, 70, 5, 80, 90], []
+
+    def attend_causally(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, out: torch.Tensor
+    ) -> None:
+        asked.append((lengths.queries, lengths.keys))
+        starts = [lengths.query_starts.tolist(), lengths.key_starts.tolist()]
+        for i in range(len(lengths.queries)):
+            queries, keys = (slice(one[i], one[i + 1]) for one in starts)
+            out[queries] = exact(q[queries], k[keys], v[keys], AttentionVariant())
+
+    layout = Settings("int8", "int8").layout(HEADS, DIM, DIM)
+    layer = LayerRows(layout, SCALE, None, None, from_rows)
+    cache = Pages(layer, past_lens, max(counts))
+    k, v = cache.append(counts)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    step = describe_step(NewTokens(cache.table, cache.lens, starts, cache.lens.cpu(), sum(counts)))
+    q = torch.randn(sum(counts), Q_HEADS, DIM)
+    found, wanted = torch.empty_like(q), torch.empty_like(q)
+    attend(layer, step, q, k, v, cache.pages, wanted)
+    for _ in range(2):  # the second layer finds what the first one made
+        attend(layer._replace(causal=attend_causally), step, q, k, v, cache.pages, found)
+        assert relative_l2(found, wanted) < 2e-5
+    calls = [((70, 5), (70, 5)), ((80,), (110,)), ((90,), (90,))]
+    if from_rows:
+        calls = [((70,), (70,)), *calls[1:]]
+    assert asked == 2 * calls
 
 
 @pytest.mark.parametrize("queries", [1, 3])

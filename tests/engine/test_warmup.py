@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -97,6 +98,40 @@ def test_layers_of_a_kind_are_compiled_once(
     assert len(compiled) == 2
 
 
+def test_an_engine_begins_to_compile_before_it_waits_for_that(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+    may_go_on = threading.Event()
+
+    def compile_all(specs: Any, *_: Any) -> None:
+        assert may_go_on.wait(60)
+        compiled.extend(specs)
+        raise UnsupportedError("what fails here fails again")
+
+    def missing(specs: Any, arch: str) -> list[Any]:
+        return [spec for spec in specs if spec not in compiled]
+
+    monkeypatch.setattr(compiled_ahead, "missing", missing)
+    monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
+    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(warmup, "_begun", {})
+    gpu, layout = torch.device("cuda", 0), Settings("int8", "int8").layout(HEADS, DIM, DIM)
+    one = calls(LayerRows(layout, 0.1))
+    other = calls(LayerRows(Settings("int4", "int4").layout(HEADS, DIM, DIM), 0.1))
+    warmup.begin_warm_up(torch.device("cpu"), one)
+    assert not warmup._begun
+    for _ in range(2):
+        warmup.begin_warm_up(gpu, one)
+    assert len(warmup._begun) == 1 and not compiled
+    may_go_on.set()
+    warm_up_layers(gpu, [one])  # nothing is left to do, or it would raise
+    wanted = kernels_of([one], runtime.gpu_of(CPU))
+    assert compiled == wanted
+    with pytest.raises(UnsupportedError, match="fails again"):
+        warm_up_layers(gpu, [other])
+
+
 def test_the_log_tells_how_far_compiling_is(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,7 +147,8 @@ def test_the_log_tells_how_far_compiling_is(
         warm_up_layers(torch.device("cuda", 0), [calls(LayerRows(layout, 0.1))])
     told = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(r"kvquant: compiling \d+ kernels for sm_90, once", told[0])
-    assert len(told) > 5 and told[-1] == "kvquant: compiling kernels: 100 %"
+    assert len(told) > 5 and told[-2] == "kvquant: compiling kernels: 100 %"
+    assert re.fullmatch(r"kvquant: waited \d+\.\d s for kernels", told[-1])
 
 
 def test_without_the_compilers_an_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_texts import Text
 
@@ -48,13 +50,16 @@ SIZES: dict[str, Any] = {
 }
 
 
-def random_model(folder: Path, config: Any) -> str:
-    """A small model with random weights, such as of SIZES, whose prompts are token ids."""
+def random_model(folder: Path, config: Any, *, without_experts: bool = False) -> str:
+    """A small model with random weights, such as of SIZES, whose prompts are token ids; without
+    experts those give zeros."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for name, weight in model.named_parameters():
         if "sinks" in name:
             torch.nn.init.normal_(weight)
+        if without_experts and "experts.down_proj" in name:
+            torch.nn.init.zeros_(weight)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -73,7 +78,8 @@ def engine(rows: dict[str, str] | None = None, **options: Any) -> Iterator[Any]:
 
     # vLLM has one engine a process in mind: backends are remembered
     selector._cached_get_attn_backend.cache_clear()
-    _replace_triton_kernels(type(current_platform))
+    if current_platform.is_cpu():
+        _replace_triton_kernels(type(current_platform))
     given = {
         "model": str(MODEL),
         "dtype": "float32",
@@ -144,10 +150,15 @@ def window_prompts() -> tuple[list[dict[str, list[int]]], int]:
 
 
 def logits_of(llm: Any, prompts: Sequence[Any], scored: int, **options: Any) -> torch.Tensor:
-    """Logits of the last tokens of prompts, [prompts, scored, vocabulary].
+    """Logits of the last tokens of prompts, [prompts, scored, vocabulary]."""
+    return torch.stack([rows[-scored:] for rows in all_logits_of(llm, prompts, **options)])
+
+
+def all_logits_of(llm: Any, prompts: Sequence[Any], **options: Any) -> list[torch.Tensor]:
+    """Logits of the tokens of each prompt, [tokens, vocabulary].
 
     Prompts are read by the engine as everywhere, in chunks; it computes logits of all their tokens
-    where it is asked for their log-probabilities.
+    where it is asked for their log-probabilities. Some engines leave the last token out.
     """
     kept: list[torch.Tensor] = []
 
@@ -167,5 +178,30 @@ def logits_of(llm: Any, prompts: Sequence[Any], scored: int, **options: Any) -> 
     for prompt in prompts:
         kept.clear()
         generate(llm, [prompt], 1, prompt_logprobs=1, **options)
-        found.append(torch.cat(kept)[-scored:])
-    return torch.stack(found)
+        found.append(torch.cat(kept))
+    return found
+
+
+def noisy_draft_model(folder: Path) -> dict[str, Any]:
+    """A speculative_config with the demo model as draft model, with noise in its weights, so that
+    some of its drafts are wrong."""
+    shutil.copytree(MODEL, folder)
+    torch.manual_seed(0)
+    for path in folder.glob("*.safetensors"):
+        weights = load_file(path)
+        noisy = {k: x + 0.05 * x.std() * torch.randn_like(x) for k, x in weights.items()}
+        save_file(noisy, path, metadata={"format": "pt"})
+    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+
+
+def make_plan(path: Path) -> str:
+    """A plan of the demo model, made without text, in 20 seconds; its path."""
+    from click.testing import CliRunner
+
+    from kvquant.cli.main import main
+
+    sizes = ["--observed", "1024", "--length", "512", "--rounding", "nearest"]
+    given = [str(MODEL), "--zero-data", *sizes, "--format", "int4-g4", "-o", str(path)]
+    done = CliRunner().invoke(main, ["calibrate", *given], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return str(path)

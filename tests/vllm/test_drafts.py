@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm_engines import BF16, MODEL, MOST_MOVE, SAME_ROWS, TOKENS, counter, engine, generate
+from vllm_engines import (
+    BF16,
+    MODEL,
+    MOST_MOVE,
+    SAME_ROWS,
+    TOKENS,
+    counter,
+    engine,
+    generate,
+    noisy_draft_model,
+)
 from vllm_texts import check_alike
 
 from kvquant import CachePlan
@@ -29,14 +38,8 @@ def weights() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def draft_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The demo model with noise in its weights, so that some of its drafts are wrong."""
-    folder = tmp_path_factory.mktemp("draft") / "model"
-    shutil.copytree(MODEL, folder)
-    torch.manual_seed(0)
-    noisy = {k: x + 0.05 * x.std() * torch.randn_like(x) for k, x in weights().items()}
-    for path in folder.glob("*.safetensors"):
-        save_file({k: noisy[k] for k in load_file(path)}, path, metadata={"format": "pt"})
-    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    """The demo model with noise in its weights."""
+    return noisy_draft_model(tmp_path_factory.mktemp("draft") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,29 @@ def test_16_bit_rows_give_what_vllms_own_attention_gives(
             sizes = calls.page_size, calls.max_model_len, calls.max_num_seqs, calls.most_queries
             assert sizes == (32, 1024, 16, 1) and calls.num_q_heads == 4
         assert len(told) == 4
+        assert {calls.kind for calls in begun_of(llm, monkeypatch)} == {
+            replace(calls, page_size=16).kind for calls in told
+        }
         check_alike(generate(llm, prompts, TOKENS), wanted, MOST_MOVE)
         # the prompts are there still: all but what stands in their last pages is found
         again = generate(llm, prompts, TOKENS)
         assert counter(llm, "prefix_cache_hits") >= sum((n - 1) // 32 * 32 for n in LENGTHS)
         check_alike(again, wanted, MOST_MOVE)
+
+
+def begun_of(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What layers would begin to compile on a GPU, when they are made."""
+    from kvquant.vllm import backend
+
+    begun: list[Any] = []
+    config = llm.llm_engine.vllm_config
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.cuda, "current_device", lambda: 0)
+        patched.setattr(backend, "begin_warm_up", lambda device, calls: begun.append(calls))
+        for layer in config.compilation_config.static_forward_context.values():
+            backend._begin_to_compile(config, layer.impl)
+    return begun
 
 
 @pytest.mark.parametrize("chunk", [48, 150], ids=["from rows", "from dequantized rows"])

@@ -137,17 +137,16 @@ class Cubin:
         return cls(name, code, report) if good else None
 
 
-def load_cubin(spec: Spec, arch: str, *, must_keep: bool = False) -> Cubin:
-    """Take a kernel from the disk, or compile it and put it there.
+def load_cubin(spec: Spec, arch: str) -> Cubin:
+    """Take a kernel from the disk, or compile it and put it there; where it cannot be kept on the
+    disk it is warned of.
 
     Args:
         spec: the kernel.
         arch: of the GPU, such as "sm_90".
-        must_keep: whether one that cannot be kept on the disk is an error; else it is warned of.
 
     Raises:
         UnsupportedError: numba-cuda is not installed, or knows no such architecture.
-        OSError: with must_keep, the disk cannot be written.
     """
     with _lock:
         cubin = None
@@ -161,10 +160,18 @@ def load_cubin(spec: Spec, arch: str, *, must_keep: bool = False) -> Cubin:
                         cubin = compile_spec(spec, arch)
                         replace_file(path, cubin.to_bytes())
         except OSError as error:
-            if must_keep:
-                raise
             warn_of_folder("CUDA", error)
         return cubin or compile_spec(spec, arch)
+
+
+def keep_cubin(spec: Spec, arch: str) -> None:
+    """Compile a kernel and put it on the disk, for one who holds its lock.
+
+    Raises:
+        UnsupportedError: as load_cubin.
+        OSError: the disk cannot be written.
+    """
+    replace_file(cubin_path(spec, arch), compile_spec(spec, arch).to_bytes())
 
 
 def missing(specs: Iterable[Spec], arch: str) -> list[Spec]:

@@ -1,7 +1,9 @@
 """Compile several kernels at a time, in processes that take one after another.
 
 To start a process and import numba takes as long as to compile a small kernel, so there are as many
-processes as cores, and no more.
+processes as cores, and no more. Who compiles a kernel holds its lock before a process is started:
+ranks that begin together want the same kernels, and start processes for a share each. Engines that
+want others compile at the same time.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 
 from kvquant.errors import UnsupportedError
 
-from ...disk_cache import cache_folder, locked, warn_of_folder
-from .compile import load_cubin, missing, require_extra
+from ...disk_cache import locked, warn_of_folder
+from .compile import cubin_path, keep_cubin, missing, require_extra
 from .spec import Spec, fields_of
 
 READY = b"ready\n"  # before its answers; what is said on stdout before that is none
@@ -42,9 +45,8 @@ def compile_all(
 ) -> None:
     """Compile kernels that are not on the disk, at a time as many as there are cores for.
 
-    One process of the machine at a time does so: ranks that begin together want the same kernels,
-    and the first of them has all cores. Where the disk cannot be written it is warned of, and no
-    more is done: they could not be handed over.
+    Those that another process compiles meanwhile are waited for. Where the disk cannot be written
+    it is warned of, and no more is done: they could not be handed over.
 
     Args:
         specs: the kernels.
@@ -55,24 +57,14 @@ def compile_all(
         UnsupportedError: as load_cubin; or a process was killed.
         RuntimeError: a process failed otherwise; it tells the kernel.
     """
-    wanted = missing(specs, arch)
-    if not wanted:
+    todo = missing(specs, arch)
+    if not todo:
         return
     require_extra()
-    with ExitStack() as held:
-        try:
-            held.enter_context(locked(cache_folder() / "cubins" / "all", _tell))
-        except OSError as error:
-            warn_of_folder("CUDA", error)
-            return
-        todo = missing(wanted, arch)  # but for those of a process that was waited for
-        for spec in wanted:
-            if spec not in todo:
-                report(spec)
-        try:
-            _compile(todo, arch, report)
-        except _NotKeptError as error:
-            warn_of_folder("CUDA", error.problem)
+    try:
+        _compile(todo, arch, report)
+    except _NotKeptError as error:
+        warn_of_folder("CUDA", error.problem)
 
 
 class _NotKeptError(Exception):
@@ -83,34 +75,71 @@ class _NotKeptError(Exception):
         self.problem = problem
 
 
-def _tell() -> None:
-    log.warning("kvquant: another process compiles kernels here; waiting until it is done")
-
-
 def _compile(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> None:
     """Compile kernels; see compile_all."""
-    if not todo:
-        return
     todo.sort(key=lambda spec: -len(fields_of(spec.arguments)))  # those that take longest first
-    compilers: queue.SimpleQueue[_Compiler] = queue.SimpleQueue()
-    count = min(cores(), len(todo))
-    pool = ThreadPoolExecutor(count)
-
-    def compile_one(spec: Spec) -> Spec:
-        compiler = compilers.get()  # there are as many as threads
+    with _Compilers() as compilers:
+        pool = ThreadPoolExecutor(min(cores(), len(todo)))
         try:
-            compiler.compile(spec, arch)
+            for done in as_completed([pool.submit(compilers.compile, one, arch) for one in todo]):
+                report(done.result())
+        except BaseException:
+            compilers.close()
+            raise
         finally:
-            compilers.put(compiler)
+            pool.shutdown(cancel_futures=True)
+
+
+class _Compilers:
+    """Processes that compile, started when they are needed; threads use them."""
+
+    def __init__(self) -> None:
+        self._idle: queue.SimpleQueue[_Compiler] = queue.SimpleQueue()
+        self._lock, self._ends = threading.Lock(), ExitStack()
+        self._is_closed = self._has_told = False
+
+    def __enter__(self) -> _Compilers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all, in the middle of a kernel, too; none is started any more."""
+        with self._lock:
+            self._is_closed = True
+            self._ends.close()
+
+    def compile(self, spec: Spec, arch: str) -> Spec:
+        """Put a kernel on the disk, unless another process does so meanwhile; errors as of
+        _Compiler.compile."""
+        try:
+            path = cubin_path(spec, arch)
+            with locked(path, self._tell):
+                if missing([spec], arch):
+                    compiler = self._take()
+                    try:
+                        compiler.compile(spec, arch)
+                    finally:
+                        self._idle.put(compiler)
+        except OSError as error:
+            raise _NotKeptError(error) from error
         return spec
 
-    with ExitStack() as ends:  # from the last to the first
-        ends.callback(pool.shutdown)
-        for _ in range(count):
-            compilers.put(ends.enter_context(_Compiler()))
-        ends.callback(pool.shutdown, wait=False, cancel_futures=True)
-        for done in as_completed([pool.submit(compile_one, spec) for spec in todo]):
-            report(done.result())
+    def _take(self) -> _Compiler:
+        """One that has nothing to do, or a new one."""
+        with suppress(queue.Empty):
+            return self._idle.get_nowait()
+        with self._lock:
+            if self._is_closed:
+                raise UnsupportedError("another kernel cannot be compiled")
+            return self._ends.enter_context(_Compiler())
+
+    def _tell(self) -> None:
+        with self._lock:
+            if not self._has_told:
+                log.warning("kvquant: another process compiles kernels here; waiting for those")
+            self._has_told = True
 
 
 def cores() -> int:
@@ -185,7 +214,8 @@ class _Compiler:
 
 def compile_alone() -> None:
     """What such a process does: compile the kernels that it is given on stdin, and answer with None
-    or why one cannot be compiled or kept, until the process that waits for the answers ends."""
+    or why one cannot be compiled or kept, until the process that waits for the answers ends. That
+    one holds the kernels' locks."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(sys.argv[1]):  # it ended before it was asked for
@@ -200,7 +230,7 @@ def compile_alone() -> None:
             return
         problem: Exception | None = None
         try:
-            load_cubin(spec, arch, must_keep=True)
+            keep_cubin(spec, arch)
         except UnsupportedError as error:
             problem = UnsupportedError(str(error).replace("\n", " "))
         except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import MutableSequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -22,6 +23,8 @@ if not hasattr(numpy, "row_stack"):
 
 class Absent(types.ModuleType):
     """A module that has any class."""
+
+    __path__: MutableSequence[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -37,9 +40,7 @@ class Finder(MetaPathFinder, Loader):
         return ModuleSpec(name, self, is_package=True) if is_absent else None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        made = Absent(spec.name)
-        made.__path__ = []
-        return made
+        return Absent(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass

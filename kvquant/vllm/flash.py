@@ -1,0 +1,85 @@
+"""Attention of a prompt's tokens to 16-bit K and V, by the FlashAttention that vLLM comes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from ..engine.contract import CausalAttention, Lengths
+
+logger = init_logger(f"vllm.{__name__}")
+VERSIONS = 2, 3  # of FlashAttention: the next one compiles a kernel where it is first called
+
+
+def causal_attention_of(impl: Any, device: torch.device) -> CausalAttention | None:
+    """The kernel that vLLM has for the prompts of a layer; None where it has none, and torch's
+    serve. The log says which, once.
+
+    Args:
+        impl: KVQuantImpl of the layer, whose weights are loaded.
+        device: where it runs.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        from vllm.v1.attention.backends.fa_utils import (
+            flash_attn_varlen_func,
+            get_flash_attn_version,
+        )
+    except ImportError as error:
+        _tell(f"torch's kernels, without vLLM's FlashAttention: {error}")
+        return None
+    version = get_flash_attn_version(
+        requires_alibi=impl.alibi_slopes is not None,
+        head_size=impl.head_size,
+        has_sinks=impl.sinks is not None,
+        requires_softcap=bool(impl.soft_cap),
+    )
+    if version not in VERSIONS or (version == 2 and impl.sinks is not None):
+        _tell(f"torch's kernels: vLLM's FlashAttention for some layers is {version}")
+        return None
+    _tell(f"FlashAttention {version} of vLLM")
+    return _causal(impl, version, flash_attn_varlen_func, device)
+
+
+def _causal(
+    impl: Any, version: int, varlen: Callable[..., object], device: torch.device
+) -> CausalAttention:
+    """The kernel, with all that stays."""
+    slopes: torch.Tensor | None = None
+    if impl.alibi_slopes is not None:
+        slopes = torch.tensor(impl.alibi_slopes, dtype=torch.float32, device=device)
+    window = None if impl.sliding_window is None else [impl.sliding_window - 1, 0]
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, out: torch.Tensor
+    ) -> None:
+        varlen(
+            q,
+            k,
+            v,
+            out=out,
+            cu_seqlens_q=lengths.query_starts,
+            max_seqlen_q=max(lengths.queries),
+            cu_seqlens_k=lengths.key_starts,
+            max_seqlen_k=max(lengths.keys),
+            softmax_scale=impl.scale,
+            causal=True,
+            window_size=window,
+            softcap=impl.soft_cap or 0.0,
+            alibi_slopes=slopes,
+            fa_version=version,
+            s_aux=impl.sinks,
+        )
+
+    return attend
+
+
+@lru_cache
+def _tell(kernel: str) -> None:
+    """Log once what prompts attend by."""
+    logger.info("kvquant: prompts attend by %s", kernel)
