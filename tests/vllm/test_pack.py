@@ -88,7 +88,8 @@ vllm.v1.worker.gpu_model_runner vllm.v1.worker.gpu_worker
 vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector
 """.split()
 WITHOUT = """
-import importlib, json, runpy, sys
+import importlib.util, json, runpy, sys
+import sitecustomize
 from fnmatch import fnmatch
 from importlib.machinery import PathFinder
 
@@ -107,6 +108,9 @@ sys.argv = [script, json.dumps(cases)]
 runpy.run_path(script, run_name="__main__")
 for name in modules:
     importlib.import_module(name)
+if importlib.util.find_spec("torchvision") is None:  # the machine has it
+    sitecustomize.ABSENT += ("torchvision",)
+importlib.import_module("vllm.model_executor.warmup.minimax_m3_msa_warmup")  # of all models
 """
 
 

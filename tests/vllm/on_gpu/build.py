@@ -79,6 +79,9 @@ COMPILED = (
 )
 LEFT_OUT = (
     "vllm/benchmarks/*",
+    # models in folders of their own that no other module imports
+    *(f"vllm/models/{name}/*" for name in ("deepseek_v32", "deepseek_v41", "dots3_note", "hy_v4")),
+    *(f"vllm/models/{name}/*" for name in ("glm5next", "inkling", "kimi_k3", "qwen4_exp")),
     "vllm/third_party/deep_gemm/*",
     "vllm/third_party/fmha_sm100/*",
     "vllm/third_party/tml_fa4/*",
@@ -88,6 +91,7 @@ LEFT_OUT = (
 # size of the rest; kind, version, size of the head, size of the code. An entry's GPU is at byte 28.
 CONTAINER, ENTRY, MACHINE_CODE, GPU = struct.Struct("<IHHQ"), struct.Struct("<HHIQ"), 2, 90
 MAGIC = 0xBA55ED50
+PACK = "xz --x86 --lzma2=preset=9 -T2"
 
 
 def main() -> None:
@@ -107,7 +111,7 @@ def main() -> None:
         add_entry_point(site)
         (site / "sitecustomize.py").write_bytes((HERE / "sitecustomize.py").read_bytes())
         packed = (folder / "vllm.tar.xz").resolve()
-        command = ["tar", "-C", str(site), "-I", "xz -9 -T2", "-cf", str(packed), "."]
+        command = ["tar", "-C", str(site), "-I", PACK, "-cf", str(packed), "."]
         subprocess.run(command, check=True)
     print(f"{packed}: {packed.stat().st_size / 1e6:.1f} MB")
 
