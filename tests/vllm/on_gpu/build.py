@@ -4,9 +4,9 @@
     . tests/vllm/on_gpu/setup.sh .vllm-gpu          # on the GPU machine
 
 The machine has Python 3.12, torch 2.11 for CUDA 13, Triton 3.6, transformers 5.17 and what they
-bring. The folder gets one file of 32 MB: vLLM's wheel without what Hopper GPUs and these tests do
+bring. The folder gets one file of 34 MB: vLLM's wheel without what Hopper GPUs and these tests do
 not need, and the packages that the machine lacks. vLLM's compiled operators and FlashAttention 3
-use torch's stable interface, so they run with torch 2.11, though the wheel asks for 2.13. Machine
+use torch's stable interface, so torch 2.11 loads them, though the wheel asks for 2.13. Machine
 code for other GPUs than sm_90 is overwritten with zeros, which pack to nothing. Not there:
 FlashAttention 2, FlashMLA, DeepGEMM, FlashInfer, and grammars for structured output
 (sitecustomize.py stands in for their packages). If a package asks for another one that neither the
