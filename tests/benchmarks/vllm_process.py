@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from vllm_log import what_failed
 
 Figures = dict[str, Any]
 LIKELIEST = 20  # tokens whose log-probabilities answers have
@@ -43,14 +47,14 @@ class EngineProcess:
         """The next answer; the first is how long the start took, and how many tokens have room.
 
         Raises:
-            RuntimeError: the engine failed; with the end of its log.
+            RuntimeError: the engine failed; with the first error of its log, and its end.
         """
         try:
             failure, found = self.pipe.recv()
         except EOFError:
             failure, found = "the process ended", None
         if failure:
-            raise RuntimeError(f"{failure}\n{self.log.read_text(errors='replace')[-3000:]}")
+            raise RuntimeError(f"{failure}\n{what_failed(self.log)}")
         return found
 
     def ask(self, measure: str, **given: Any) -> Any:

@@ -18,11 +18,13 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm_log import what_failed
 
 TOKENS, TOP = 48, 20  # that are generated; likeliest ones whose log-probabilities are given
 CONTEXT, SCORED, WINDOWS = 256, 512, 4  # tokens of prompts whose predictions are compared
@@ -371,9 +373,7 @@ def run(names: list[str], folder: Path, side_by_side: int) -> dict[str, dict[str
                 print(f"{name}: more than {LIMIT} s", flush=True)
         path = folder / f"{name}.json"
         if not path.exists():
-            lines = log.read_text(errors="replace").splitlines()
-            told = [line for line in lines if "Error" in line][-3:] + lines[-4:]
-            print(f"FAILED {name}\n  " + "\n  ".join(line[:300] for line in told), flush=True)
+            print(f"FAILED {name}\n{what_failed(log)}", flush=True)
             return name, None
         one = json.loads(path.read_text())
         kls = {kind: round(mean(one[kind]), 6) for kind in KINDS if kind in one}
@@ -388,14 +388,23 @@ def run(names: list[str], folder: Path, side_by_side: int) -> dict[str, dict[str
     return {name: one for name, one in done if one is not None}
 
 
-def main() -> int:
+def arguments(given: Sequence[str]) -> argparse.Namespace:
+    """What the command line says; names may stand before and after options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--side-by-side", type=int, default=1)
     parser.add_argument("--alone", action="store_true", help="in this process")
-    given = parser.parse_args()
-    names = given.names or list(CASES)
+    found = parser.parse_intermixed_args(given)
+    if unknown := [name for name in found.names if name not in CASES]:
+        parser.error(f"no engine is called {', '.join(unknown)}; there are {', '.join(CASES)}")
+    found.names = found.names or list(CASES)
+    return found
+
+
+def main() -> int:
+    given = arguments(sys.argv[1:])
+    names = given.names
     if given.alone:
         (name,) = names
         try:

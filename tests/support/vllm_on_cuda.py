@@ -165,6 +165,18 @@ def start(config: Any) -> dict[str, Any]:
     }
 
 
+def serve(config: Any) -> int:
+    """Make the application of vLLM's server; how many routes it has."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    given = parser.parse_args(["serve", config.model_config.model])
+    return len(build_app(given, ("generate",), config.model_config).routes)
+
+
 def _rows_of(spec: Any) -> tuple[int, int, str] | None:
     """Head slots, and bytes of a token in each, that a layer has in its pages."""
     from vllm.v1.kv_cache_interface import AttentionSpec

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from vllm_engines import MODEL, ROOT
+from vllm_log import what_failed
 
 PATIENCE = 600  # seconds to start, and to stop, on slow cores that others use too
 
@@ -65,7 +66,7 @@ def server(*options: str, log: Path) -> Iterator[str]:
     with process(command, log) as running:
         last = time.monotonic() + PATIENCE
         while True:
-            assert running.poll() is None and time.monotonic() < last, log.read_text()[-3000:]
+            assert running.poll() is None and time.monotonic() < last, what_failed(log)
             with suppress(OSError):
                 urllib.request.urlopen(f"{address}/health", timeout=10)
                 break
@@ -73,4 +74,4 @@ def server(*options: str, log: Path) -> Iterator[str]:
         yield address
         running.send_signal(signal.SIGINT)
         code = running.wait(timeout=PATIENCE)
-        assert code in (0, -signal.SIGINT), log.read_text()[-3000:]
+        assert code in (0, -signal.SIGINT), what_failed(log)

@@ -11,7 +11,7 @@ import pytest
 
 collect_ignore = ["test_contract.py", "test_drafts.py", "test_engine.py", "test_plugin.py"]
 collect_ignore += ["test_processes.py", "test_refusals.py", "test_cuda_platform.py"]
-collect_ignore += ["test_flash.py", "test_gpu_answers.py", "test_serving.py"]
+collect_ignore += ["test_flash.py", "test_gpu_answers.py", "test_serving.py", "test_bench_vllm.py"]
 if find_spec("vllm"):
     collect_ignore.clear()
 

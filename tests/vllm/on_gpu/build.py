@@ -4,12 +4,13 @@
     . tests/vllm/on_gpu/setup.sh .vllm-gpu          # on the GPU machine
 
 The machine has Python 3.12, torch 2.11 for CUDA 13, Triton 3.6, transformers 5.17 and what they
-bring. The folder gets one file of 32 MB: vLLM's wheel without what Hopper GPUs and these tests do
+bring. The folder gets one file of 34 MB: vLLM's wheel without what Hopper GPUs and these tests do
 not need, and the packages that the machine lacks. vLLM's compiled operators and FlashAttention 3
-use torch's stable interface, so they run with torch 2.11, though the wheel asks for 2.13. Machine
+use torch's stable interface, so torch 2.11 loads them, though the wheel asks for 2.13. Machine
 code for other GPUs than sm_90 is overwritten with zeros, which pack to nothing. Not there:
 FlashAttention 2, FlashMLA, DeepGEMM, FlashInfer, and grammars for structured output
-(sitecustomize.py stands in for their packages).
+(sitecustomize.py stands in for their packages). If a package asks for another one that neither the
+pack nor the machine has, nothing is packed and it is named.
 
 `kvquant` itself is the checkout; the pack has its entry point, by which vLLM finds the plugin.
 """
@@ -24,21 +25,50 @@ import sys
 import tempfile
 import zipfile
 from fnmatch import fnmatch
+from importlib.metadata import distributions
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 VLLM = "vllm==0.32.0"
 # What vLLM imports and the machine lacks; make test-vllm runs with these versions.
 PACKAGES = """
-annotated-types anthropic==2.14.0 astor blake3 cachetools cbor2 compressed-tensors==0.17.0
-depyf==0.20.0 dill distro docstring_parser fastapi==0.136.3 httpcore2 httpx2 ijson jiter jsonschema
-jsonschema-specifications lark==1.2.2 mcp==2.3.0 mcp-types==2.3.0 msgspec openai==3.54.0
+annotated-types astor blake3 cachetools cbor2 compressed-tensors==0.17.0 depyf==0.20.0 dill distro
+fastapi==0.136.3 httpcore2 httpx2 ijson jiter jmespath jsonschema jsonschema-specifications
+lark==1.2.2 loguru model-hosting-container-standards==0.1.16 msgspec openai==3.54.0
 oss-harmony==0.0.11 partial-json-parser platformdirs prometheus-fastapi-instrumentator==8.1.0
-pybase64 pydantic==2.14.4 pydantic-core==2.50.5 pydantic-settings pyjwt python-dotenv
-python-json-logger python-multipart pyzmq referencing rpds-py setproctitle sniffio sse-starlette
-starlette==1.10.0 truststore typing-inspection uvicorn watchfiles
+pybase64 pydantic==2.14.4 pydantic-core==2.50.5 pydantic-settings python-dotenv python-json-logger
+python-multipart pyzmq referencing rpds-py setproctitle sniffio starlette==1.10.0 truststore
+typing-inspection uvicorn watchfiles
 """.split()
+# What they ask for and the machine has, in whatever version.
+ON_MACHINE = """
+aiohttp annotated-doc anyio attrs click cloudpickle einops filelock h11 httpx huggingface-hub idna
+ninja numba numpy opencv-python-headless pillow prometheus-client protobuf psutil py-cpuinfo pyyaml
+regex requests safetensors sentencepiece setuptools six tiktoken tokenizers torch torchaudio
+torchvision tqdm transformers typing-extensions
+""".split()
+# What they ask for and no engine or server imports that these tests start
+# (test_engines_start_without_what_the_pack_leaves_out).
+NOT_NEEDED = """
+anthropic apache-tvm-ffi fastsafetensors flashinfer-python humming-kernels instanttensor llguidance
+lm-format-enforcer mcp mistral-common nvidia-cudnn-frontend nvidia-cutlass-dsl nvtx
+opentelemetry-api opentelemetry-exporter-otlp opentelemetry-sdk
+opentelemetry-semantic-conventions-ai outlines-core pynvvideocodec quack-kernels supervisor tilelang
+tokenspeed-mla torchcodec xgrammar
+""".split()
+MACHINE = {  # for the conditions of what is asked for
+    "python_version": "3.12",
+    "python_full_version": "3.12.3",
+    "implementation_name": "cpython",
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+    "platform_machine": "x86_64",
+    "extra": "",
+}
 COMPILED = (
     "vllm/_C_stable_libtorch.abi3.so",
     "vllm/_moe_C_stable_libtorch.abi3.so",
@@ -49,6 +79,9 @@ COMPILED = (
 )
 LEFT_OUT = (
     "vllm/benchmarks/*",
+    # models in folders of their own that no other module imports
+    *(f"vllm/models/{name}/*" for name in ("deepseek_v32", "deepseek_v41", "dots3_note", "hy_v4")),
+    *(f"vllm/models/{name}/*" for name in ("glm5next", "inkling", "kimi_k3", "qwen4_exp")),
     "vllm/third_party/deep_gemm/*",
     "vllm/third_party/fmha_sm100/*",
     "vllm/third_party/tml_fa4/*",
@@ -58,6 +91,7 @@ LEFT_OUT = (
 # size of the rest; kind, version, size of the head, size of the code. An entry's GPU is at byte 28.
 CONTAINER, ENTRY, MACHINE_CODE, GPU = struct.Struct("<IHHQ"), struct.Struct("<HHIQ"), 2, 90
 MAGIC = 0xBA55ED50
+PACK = "xz --x86 --lzma2=preset=9 -T2"
 
 
 def main() -> None:
@@ -72,10 +106,12 @@ def main() -> None:
         download(work, [VLLM, *PACKAGES])
         for wheel in sorted(work.glob("*.whl")):
             unpack(wheel, site)
+        if lacks := lacking(site):
+            sys.exit("The pack would lack what its packages ask for:\n" + "\n".join(lacks))
         add_entry_point(site)
         (site / "sitecustomize.py").write_bytes((HERE / "sitecustomize.py").read_bytes())
         packed = (folder / "vllm.tar.xz").resolve()
-        command = ["tar", "-C", str(site), "-I", "xz -9 -T2", "-cf", str(packed), "."]
+        command = ["tar", "-C", str(site), "-I", PACK, "-cf", str(packed), "."]
         subprocess.run(command, check=True)
     print(f"{packed}: {packed.stat().st_size / 1e6:.1f} MB")
 
@@ -106,6 +142,25 @@ def is_kept(name: str) -> bool:
     if any(fnmatch(name, pattern) for pattern in LEFT_OUT):
         return False
     return name.endswith(".py") or name in COMPILED or ".dist-info/" in name
+
+
+def lacking(site: Path) -> list[str]:
+    """What packages in a folder ask for, and neither the folder nor the machine has. Extras are not
+    looked at."""
+    packed = {canonicalize_name(one.name): one.version for one in distributions(path=[str(site)])}
+    lacks = []
+    for package in distributions(path=[str(site)]):
+        for line in package.requires or []:
+            asked = Requirement(line)
+            name = canonicalize_name(asked.name)
+            if asked.marker is not None and not asked.marker.evaluate(MACHINE):
+                continue
+            if name in ON_MACHINE or name in NOT_NEEDED:
+                continue
+            if name not in packed or not asked.specifier.contains(packed[name], prereleases=True):
+                has = packed.get(name, "none")
+                lacks.append(f"{package.name} {package.version} asks for {line}, there is {has}")
+    return sorted(lacks)
 
 
 def without_other_gpus(library: bytes) -> bytes:

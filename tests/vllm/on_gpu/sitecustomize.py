@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import MutableSequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -23,8 +22,6 @@ if not hasattr(numpy, "row_stack"):
 
 class Absent(types.ModuleType):
     """A module that has any class."""
-
-    __path__: MutableSequence[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -40,7 +37,9 @@ class Finder(MetaPathFinder, Loader):
         return ModuleSpec(name, self, is_package=True) if is_absent else None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return Absent(spec.name)
+        made = Absent(spec.name)
+        made.__path__ = []
+        return made
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
