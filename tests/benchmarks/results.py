@@ -617,9 +617,11 @@ def lost() -> str:
     for name in README_LOST:
         cells = [f"{max(each, 0):.1f}" for found in points for each in found[name]]
         rows.append([name, f"{models[0].bits[name]:.2f}", *cells])
-    sizes = (f"{one.runs[0]['model']['parameters'] / 1e6:.1f} M" for one in models)
-    titles = [f"{size}: {what}" for size in sizes for what in ("mean", "worst")]
-    return table(["cache", "bits per element, without window", *titles], rows)
+    named = []
+    for name, one in zip(("`llama-recall-5m`", "Python code"), models, strict=True):
+        size = one.runs[0]["model"]["parameters"] / 1e6
+        named += [f"{name}, {size:.1f} M: {what}" for what in ("mean", "worst")]
+    return table(["cache", "bits per element, without window", *named], rows)
 
 
 if __name__ == "__main__":
