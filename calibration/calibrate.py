@@ -139,6 +139,14 @@ class _Rows:
             return ((*self.few_bits, *CANDIDATES),) * 2
         return (*LATENT_CANDIDATES, self.exact), (*ROPE_CANDIDATES[self.v_dim], self.exact)
 
+    def check_text(self, is_there: bool) -> None:
+        """Raise ConfigError if few bits are offered and no text says what they cost."""
+        if self.few_bits and not is_there:
+            raise ConfigError(
+                f"a budget of {self.budget:g} bits asks for rows of 2 and 3 bits, which are chosen "
+                "by what they cost on a text: give a text, or a format in place of the budget"
+            )
+
     def pair(self, k_name: str, v_name: str) -> tuple[RowFormat, RowFormat]:
         """Formats by their names."""
         return RowFormat.parse(k_name, self.k_dim), RowFormat.parse(v_name, self.v_dim)
@@ -237,7 +245,7 @@ def calibrate(
     goal = goal or Goal(format=LATENT_FORMAT if is_latent else BASE_FORMAT)
     if not hasattr(model, "config_dict"):
         raise ConfigError(f"model is of type {type(model).__name__}: give CachedModel(model)")
-    _check_goal(model, goal, layers)
+    _check_goal(model, goal, layers, tokens is not None)
     if tokens is None and not zero_data:
         raise ConfigError("there is no text: give tokens, or zero_data=True to observe random ones")
     tokens = None if tokens is None else token_ids("tokens", tokens)
@@ -340,6 +348,7 @@ def finish(
     start = (of_k[0], of_v[0]) if goal.format is None else rows.names_of(goal.format)
     formats = {name: rows.pair(name, name) for name in dict.fromkeys((*of_k, *of_v, *start))}
     rows.check_budget(goal)
+    rows.check_text(passages is not None)
     if first.is_latent:
         rounding = "nearest"
     also = [] if passages is None else [partial(_read_ahead, model, passages, sizes.context)]
@@ -592,7 +601,9 @@ def _windowed(
     return {**_fidelity_facts(found), **of_window}
 
 
-def _check_goal(model: CalibratedModel, goal: Goal, layers: CacheLayers | None) -> None:
+def _check_goal(
+    model: CalibratedModel, goal: Goal, layers: CacheLayers | None, has_text: bool
+) -> None:
     """Raise unless there can be such plans of a model; layers: of its config, if it tells them."""
     is_latent = layers is not None and layers.are_latent
     if goal.format is not None and "+" in goal.format and not is_latent:
@@ -609,6 +620,7 @@ def _check_goal(model: CalibratedModel, goal: Goal, layers: CacheLayers | None) 
         (one.k_dim + one.v_dim) * one.bits(*(names[0] for names in one.offered)) for one in rows
     ]
     rows[0].check_budget(goal, sum(cheapest) / sum(layers.k_dims + layers.v_dims))
+    rows[0].check_text(has_text)
     # and a format without a kernel
     options: dict[str, Any] = {}
     if is_latent and goal.format is not None:

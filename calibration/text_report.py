@@ -135,7 +135,7 @@ def warnings(plan: CachePlan) -> list[str]:
             "its fidelity was computed in one pass, by the rows that a cache would keep"
         )
     few = any(fmt.bits == 2 for fmt in (*plan.k_formats, *plan.v_formats))
-    if few and plan.facts["measured"] and not plan.facts.get("windowed"):
+    if few and not plan.facts.get("windowed"):
         found.append(
             "this plan has rows of 2 bits and was not measured with the window that they need: "
             "keep the first and last tokens in 16 bit (--sink-len 4 --recent-len 128, and a longer "

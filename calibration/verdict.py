@@ -85,7 +85,8 @@ def next_steps(plan: CachePlan, file: str, *, on_page: bool = False) -> list[tup
         steps.append(("allow more bits", f"{again} {more} -o {other}"))
     elif measured is None or _too_few(measured):
         other = shlex.quote(f"{stem}-measured.safetensors")
-        steps.append(("make one that is measured", f"{again} -o {other}"))
+        same = "" if budget is None else f" --budget {budget:g}"
+        steps.append(("make one that is measured", f"{again}{same} -o {other}"))
     if kind != "bad":
         plan_of = f"plan=CachePlan.load({file!r})"
         if not (measured or {}).get("in_one_pass"):  # else no KVCache serves the model

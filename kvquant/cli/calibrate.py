@@ -135,7 +135,8 @@ def calibrate(
     if text is None and not zero_data:
         raise click.UsageError("give --text FILE to observe, or --zero-data")
     if text is None:
-        for name in ("held", "max_kl", "windows", "context", "scored"):
+        unscored = "held", "max_kl", "windows", "context", "scored", "sink_len", "recent_len"
+        for name in unscored:
             if is_given(name):
                 raise click.UsageError(
                     f"--{name.replace('_', '-')} needs a text to score: give --text FILE"

@@ -499,7 +499,8 @@ class CachedModel:
                 "those after them: let prefill read a text into each, and give what it returns"
             )
         step = self.stepper(cache, num_tokens - 1)
-        period = min(cache.rollback_len or SPARE, SPARE)  # steps that a crop takes back whole
+        # steps that a crop takes back whole, if rows are kept for it
+        period = min(max(cache.rollback_len, 1), SPARE) if cache.recent_len else SPARE
         columns: list[torch.Tensor] = []
         is_over = torch.zeros(cache.batch, dtype=torch.bool, device=logits.device)
         lens = held - 1  # of the cache, in the end
@@ -521,6 +522,7 @@ class CachedModel:
             if len(ends):
                 self._drop_behind(cache, lens)
             cache.check()
+            choose.check()
         return torch.stack(columns, dim=1)
 
     def _ends(self, eos_token_id: int | Sequence[int] | None) -> torch.Tensor:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers.generation import logits_process
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, NonFiniteError, shown
 from ..rows.arguments import check_size, is_whole
 
-_SEEDS = 2**62  # a seed and a place together must be below 2**64
+_SEEDS, _PLACES = 2**40, 2**20  # a seed and a place together must be below 2**64
 
 
 class Sampler:
@@ -31,8 +31,8 @@ class Sampler:
         top_k: how many tokens, the likeliest ones, are drawn from; all when None.
         top_p: tokens are drawn from the smallest set of likeliest ones whose probabilities add up
             to this, above 0 and at most 1; from all when None.
-        seed: of the random numbers, from 0. torch's global generator gives one when None, so
-            torch.manual_seed makes that reproducible.
+        seed: of the random numbers, from 0 and below 2**40. torch's global generator gives one when
+            None, so torch.manual_seed makes that reproducible.
 
     Raises:
         ConfigError: a value that is not possible, or top_k, top_p or seed without temperature.
@@ -48,6 +48,7 @@ class Sampler:
     ) -> None:
         self._warpers: list[Any] = []  # of transformers
         self._drawn: list[torch.Generator] = []  # one for each sequence; none: greedy
+        self._is_bad: torch.Tensor | None = None  # [batch]
         if temperature is None:
             for name, value in {"top_k": top_k, "top_p": top_p, "seed": seed}.items():
                 if value is not None:
@@ -67,8 +68,11 @@ class Sampler:
         if seed is None:
             seed = int(torch.randint(_SEEDS, (), device="cpu"))
         if not is_whole(seed) or not 0 <= seed < _SEEDS:
-            raise ConfigError(f"seed {shown(seed)} is not possible: use a whole number from 0")
-        self._drawn = [torch.Generator("cpu").manual_seed(int(seed) + b) for b in range(batch)]
+            raise ConfigError(
+                f"seed {shown(seed)} is not possible: use a whole number from 0 and below 2**40"
+            )
+        first = int(seed) * _PLACES  # so that no two seeds share a text's numbers
+        self._drawn = [torch.Generator("cpu").manual_seed(first + b) for b in range(batch)]
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token of each sequence.
@@ -82,6 +86,7 @@ class Sampler:
         if not self._drawn:
             return logits.argmax(-1)
         scores = logits.float()
+        scores = scores - scores.amax(-1, keepdim=True)  # a small temperature overflows to -inf
         for warp in self._warpers:
             scores = warp(None, scores)  # looks at scores only, not at the text
         passed = scores.softmax(-1).double().cumsum(-1)
@@ -90,8 +95,18 @@ class Sampler:
         drawn = torch.stack(numbers).to(passed.device) * passed[:, -1:]
         # right: of equal sums the last, so never a token of probability 0
         chosen = torch.searchsorted(passed, drawn, right=True)[:, 0]
-        # NaN has no place; the check of the cache raises for it later
-        return chosen.clamp(max=logits.shape[1] - 1)
+        is_bad = ~passed[:, -1].isfinite()
+        self._is_bad = is_bad if self._is_bad is None else self._is_bad | is_bad
+        return chosen.clamp(max=logits.shape[1] - 1)  # NaN has no place; check raises for it
+
+    def check(self) -> None:
+        """Raise NonFiniteError if a token was drawn from scores with NaN or +Inf."""
+        if self._is_bad is not None and bool(self._is_bad.any()):
+            texts = self._is_bad.nonzero()[:, 0].tolist()
+            raise NonFiniteError(
+                f"the model's logits for the sequences {texts} hold NaN or Inf, so no token can be "
+                "drawn: run the model in bfloat16 or float32"
+            )
 
 
 def _number(name: str, value: float, most: float, how: str) -> float:

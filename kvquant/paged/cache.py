@@ -92,8 +92,9 @@ class PagedKVCache(NotCopied):
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
         rollback_len: tokens that left the recent window last, whose 16-bit rows are kept, so that
             truncate can take back as many new ones. When None these are those of a sequence's last
-            step if it had 2 to 16 tokens, as a step of drafted tokens has. With a number they are
-            kept in every step, which costs each step two copies; with 0 in none.
+            step if it had 2 to 16 tokens (and at most recent_len), as a step of drafted tokens has.
+            With a number they are kept in every step, which costs each step two copies; with 0 in
+            none.
         device: where all tensors lie.
         bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
         windows: of each layer, how many tokens, the last ones, attention sees; None for all. Where
@@ -262,6 +263,8 @@ class PagedKVCache(NotCopied):
         nbytes = whole_number("nbytes", nbytes)
         if plan is not None and shape:
             raise ConfigError(f"a plan has a shape of its own: give it without {list(shape)}")
+        if "num_pages" in options:
+            raise ConfigError("num_pages follows from nbytes: leave it out")
         make: Callable[..., Any] = partial(cls, *shape)
         if plan is not None:
             make = partial(cls.from_plan, plan)
@@ -279,7 +282,7 @@ class PagedKVCache(NotCopied):
             least = 0 if pages else rows.page_bytes  # there is one page, whoever needs it
             max_num_seqs = (nbytes - one.bad_rows.nbytes - least) // (rows.slot_bytes + pages)
         left = nbytes - one.bad_rows.nbytes - max_num_seqs * rows.slot_bytes
-        if not max_num_seqs or left < rows.page_bytes:
+        if max_num_seqs < 1 or left < rows.page_bytes:
             raise ConfigError(
                 f"{nbytes} bytes are too few: a page takes {rows.page_bytes}, and each of "
                 f"{max(max_num_seqs, 1)} sequence slots {rows.slot_bytes}. Give more, or a smaller "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -338,11 +339,7 @@ def _rows_of(
     basis = None
     if settings.plan is not None and not impl.is_draft:  # plans are of the model that is served
         settings.plan.check_model(vllm_config.model_config.hf_config.to_dict())
-        heads = rank_heads(
-            vllm_config.model_config.get_total_num_kv_heads(),
-            get_tensor_model_parallel_rank(),
-            get_tensor_model_parallel_world_size(),
-        )
+        heads = _heads_of(vllm_config)
         if len(heads) != layer.num_kv_heads:
             raise UnsupportedError(
                 f"it has {layer.num_kv_heads} KV heads on this rank, other layers {len(heads)}: "
@@ -358,7 +355,16 @@ def _rows_of(
         basis,
         None if is_plain else variant,
         settings.prompts_from_rows,
-        causal_attention_of(impl, device),
+        causal_attention_of(impl, layer.head_size_v, device),
+    )
+
+
+def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
+    """The KV heads of this rank."""
+    return rank_heads(
+        vllm_config.model_config.get_total_num_kv_heads(),
+        get_tensor_model_parallel_rank(),
+        get_tensor_model_parallel_world_size(),
     )
 
 
@@ -416,13 +422,16 @@ def _begin_to_compile(vllm_config: VllmConfig, impl: KVQuantImpl) -> None:
     device, drafts = torch.device("cuda", torch.cuda.current_device()), 0
     if vllm_config.speculative_config is not None:
         drafts = vllm_config.speculative_config.num_speculative_tokens or 0
-    with suppress(KVQuantError):
+    with suppress(Exception):  # StepBuilder makes the same once more, and tells what fails
         request = Request.of(vllm_config.additional_config["kvquant"])
         settings = backend_of(plugin.OURS[0], request).settings
         layout = settings.layout(impl.num_kv_heads, impl.head_size, impl.head_size)
         variant = impl.variant(torch.device("cpu"))
-        plan = None if impl.is_draft else settings.plan
-        for basis in [None] if plan is None else plan.layers:
+        bases: list[Any] = [None]
+        if settings.plan is not None and not impl.is_draft:
+            heads, places = _heads_of(vllm_config), settings.plan.places
+            bases = [settings.basis(place, heads, impl.head_size) for place in places]
+        for basis in bases:
             rows = LayerRows(
                 layout,
                 impl.scale,

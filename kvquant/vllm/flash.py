@@ -15,12 +15,13 @@ logger = init_logger(f"vllm.{__name__}")
 VERSIONS = 2, 3  # of FlashAttention: the next one compiles a kernel where it is first called
 
 
-def causal_attention_of(impl: Any, device: torch.device) -> CausalAttention | None:
+def causal_attention_of(impl: Any, v_size: int, device: torch.device) -> CausalAttention | None:
     """The kernel that vLLM has for the prompts of a layer; None where it has none, and torch's
     serve. The log says which, once.
 
     Args:
         impl: KVQuantImpl of the layer, whose weights are loaded.
+        v_size: head_dim of V.
         device: where it runs.
     """
     if device.type != "cuda":
@@ -33,12 +34,19 @@ def causal_attention_of(impl: Any, device: torch.device) -> CausalAttention | No
     except ImportError as error:
         _tell(f"torch's kernels, without vLLM's FlashAttention: {error}")
         return None
-    version = get_flash_attn_version(
-        requires_alibi=impl.alibi_slopes is not None,
-        head_size=impl.head_size,
-        has_sinks=impl.sinks is not None,
-        requires_softcap=bool(impl.soft_cap),
-    )
+    if v_size != impl.head_size:
+        _tell(f"torch's kernels: K of some layers has {impl.head_size} elements, V {v_size}")
+        return None
+    try:
+        version = get_flash_attn_version(
+            requires_alibi=impl.alibi_slopes is not None,
+            head_size=impl.head_size,
+            has_sinks=impl.sinks is not None,
+            requires_softcap=bool(impl.soft_cap),
+        )
+    except TypeError as error:  # of another version of vLLM
+        _tell(f"torch's kernels: vLLM's FlashAttention cannot be asked for, {error}")
+        return None
     if version not in VERSIONS or (version == 2 and impl.sinks is not None):
         _tell(f"torch's kernels: vLLM's FlashAttention for some layers is {version}")
         return None

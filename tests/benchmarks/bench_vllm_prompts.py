@@ -231,7 +231,7 @@ def main(fmt: str, basis: bool, has_few: bool) -> None:
         sliding_window=None,
         scale=SCALE,
     )
-    causal = causal_attention_of(impl, torch.device("cuda"))
+    causal = causal_attention_of(impl, impl.head_size, torch.device("cuda"))
     assert causal is not None, "vLLM has no FlashAttention here"
     ours = layer._replace(causal=causal)
     chunks(ours, layer, flash_attn_varlen_func)

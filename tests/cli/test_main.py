@@ -322,6 +322,11 @@ BAD = [  # the command, and the error
         "--device cuda:7: torch finds no GPU here; use --device cpu",
     ),
     (f"calibrate {{model}} --zero-data --windows 2 {OUT}", "--windows needs a text to score"),
+    (f"calibrate {{model}} --zero-data --sink-len 2 {OUT}", "--sink-len needs a text to score"),
+    (
+        f"calibrate {{model}} --zero-data --budget 4.2 --observed 256 --length 128 {OUT}",
+        "a budget of 4.2 bits asks for rows of 2 and 3 bits",
+    ),
     (f"calibrate {{model}} --text {{prompt}} --max-kl nan {OUT}", "nan is not a finite number"),
     (f"calibrate {{model}} --text {{prompt}} --budget -1 {OUT}", "-1.0 is not in the range x>0"),
     (f"{TAKE} -o {{tmp}}/nope/x.safetensors", "is not a folder"),

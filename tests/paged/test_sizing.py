@@ -66,6 +66,8 @@ def test_short_sequences_take_no_pages(seq_len: int) -> None:
         ({"nbytes": -1}, "-1 bytes are too few"),
         ({"nbytes": 1.5}, r"nbytes 1.5 is not possible"),
         ({"nbytes": 1000, "seq_len": 10}, "each of 1 sequence slots"),
+        ({"nbytes": 0, "seq_len": 400}, "0 bytes are too few"),
+        ({"num_pages": 3}, "num_pages follows from nbytes"),
         ({"seq_len": 10, "max_num_seqs": 2}, "give no max_num_seqs with it"),
         ({"seq_len": 401}, "at most max_seq_len, 400"),
         ({"seq_len": 0}, "seq_len 0 is not possible"),

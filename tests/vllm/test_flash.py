@@ -76,7 +76,7 @@ def causal_of(
     monkeypatch.setitem(sys.modules, name, stand)
     flash._tell.cache_clear()
     impl = SimpleNamespace(**{**PLAIN, "head_size": DIM, "scale": 0.11, **layer})
-    return flash.causal_attention_of(impl, torch.device(device))
+    return flash.causal_attention_of(impl, impl.head_size, torch.device(device))
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 
 from kvquant.errors import UnsupportedError
@@ -78,16 +77,29 @@ class _NotKeptError(Exception):
 def _compile(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> None:
     """Compile kernels; see compile_all."""
     todo.sort(key=lambda spec: -len(fields_of(spec.arguments)))  # those that take longest first
+    waiting: queue.SimpleQueue[Spec] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[Spec | BaseException] = queue.SimpleQueue()
+    for spec in todo:
+        waiting.put(spec)
+
+    def work(compilers: _Compilers) -> None:
+        with suppress(queue.Empty):
+            while True:
+                spec = waiting.get_nowait()
+                try:
+                    ended.put(compilers.compile(spec, arch))
+                except BaseException as error:
+                    ended.put(error)
+
     with _Compilers() as compilers:
-        pool = ThreadPoolExecutor(min(cores(), len(todo)))
-        try:
-            for done in as_completed([pool.submit(compilers.compile, one, arch) for one in todo]):
-                report(done.result())
-        except BaseException:
-            compilers.close()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+        # a process that ends waits for the threads of an executor, and for none of these
+        for _ in range(min(cores(), len(todo))):
+            threading.Thread(target=work, args=(compilers,), daemon=True).start()
+        for _ in todo:
+            found = ended.get()
+            if isinstance(found, BaseException):
+                raise found
+            report(found)
 
 
 class _Compilers:
