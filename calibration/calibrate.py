@@ -185,12 +185,12 @@ class _Rows:
         of_k, of_v = self.offered
         return self.bits(of_k[0], of_v[0])
 
-    def check_budget(self, goal: Goal, bits: float | None = None) -> None:
+    def check_budget(self, bits: float | None = None) -> None:
         """Raise if formats of so many bits, the cheapest when None, take more than there are."""
         least = self.least_bits if bits is None else bits
-        if goal.budget is not None and least > goal.budget + 1e-9:
+        if self.budget is not None and least > self.budget + 1e-9:
             raise ConfigError(
-                f"a budget of {goal.budget} bits is below {least:.2f}, which the cheapest formats "
+                f"a budget of {self.budget} bits is below {least:.2f}, which the cheapest formats "
                 "take: use as many or more"
             )
 
@@ -347,7 +347,7 @@ def finish(
     of_k, of_v = rows.offered
     start = (of_k[0], of_v[0]) if goal.format is None else rows.names_of(goal.format)
     formats = {name: rows.pair(name, name) for name in dict.fromkeys((*of_k, *of_v, *start))}
-    rows.check_budget(goal)
+    rows.check_budget()
     rows.check_text(passages is not None)
     if first.is_latent:
         rounding = "nearest"
@@ -385,7 +385,7 @@ def finish(
     ]
     kept = _kept(moments)
     plan = _assembled(moments, chosen, start, model.exact_format, kept, facts)
-    rows.check_budget(goal, plan.bits)  # with the layers that stay in 16 bit
+    rows.check_budget(plan.bits)  # with the layers that stay in 16 bit
     if passages is None:
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
@@ -619,7 +619,7 @@ def _check_goal(
     cheapest = [
         (one.k_dim + one.v_dim) * one.bits(*(names[0] for names in one.offered)) for one in rows
     ]
-    rows[0].check_budget(goal, sum(cheapest) / sum(layers.k_dims + layers.v_dims))
+    rows[0].check_budget(sum(cheapest) / sum(layers.k_dims + layers.v_dims))
     rows[0].check_text(has_text)
     # and a format without a kernel
     options: dict[str, Any] = {}

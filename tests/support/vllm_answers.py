@@ -200,6 +200,7 @@ def answers(name: str, folder: Path) -> dict[str, Any]:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = case.get("runner", "1")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm_engines import all_logits_of, counter, engine, generate
+    from vllm_texts import abort_second
 
     kind = case.get("model", "demo")
     if kind == "gpt-oss":
@@ -236,7 +237,8 @@ def answers(name: str, folder: Path) -> dict[str, Any]:
         three = generate(llm, prompts[9:13], TOKENS, n=3, seed=seed, temperature=1.0, **how)
         found["sampled"] = divergences(three, [ids for ids in short[9:13] for _ in range(3)])
         found["sampled_texts"] = len({tuple(text.ids) for text in three})
-        found["aborted"], others = abort_one(llm, prompts[10:14], how)
+        aborted, others = abort_second(llm, prompts[10:14], TOKENS, **how)
+        found["aborted"] = len(aborted.ids)
         found["beside_aborted"] = divergences(others, [short[10], short[12], short[13]])
         found["usage"] = counter(llm, "kv_cache_usage_perc")
         drafted = "num_draft_tokens", "num_accepted_tokens"
@@ -251,27 +253,6 @@ def answers(name: str, folder: Path) -> dict[str, Any]:
             ]
     found["seconds"] = time.perf_counter() - begun
     return found
-
-
-def abort_one(llm: Any, prompts: list[Any], how: dict[str, Any]) -> tuple[int, list[Any]]:
-    """Abort the second of four requests in the middle: how many tokens it got, and the texts of
-    the others."""
-    from vllm import SamplingParams
-    from vllm_texts import Text
-
-    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, **how)
-    for i, prompt in enumerate(prompts):
-        llm.llm_engine.add_request(f"request {i}", prompt, params)
-    found: dict[str, Text] = {}
-    for step in range(1000):
-        for request in llm.llm_engine.step():
-            found[request.request_id] = Text.of(request.outputs[0])
-        if step == 5:
-            llm.llm_engine.abort_request(["request 1"])
-        if not llm.llm_engine.has_unfinished_requests():
-            break
-    others = [found[f"request {i}"] for i in (0, 2, 3)]
-    return len(found["request 1"].ids) if "request 1" in found else 0, others
 
 
 KINDS = "generated", "again", "sampled", "beside_aborted", "prompts"

@@ -75,3 +75,35 @@ def check_alike(
                 break
             sure += sampled
     assert sure >= least_sure * total, f"only {sure} of {total} tokens are sure to be compared"
+
+
+def abort_second(
+    llm: Any, prompts: Sequence[Any], tokens: int, **options: Any
+) -> tuple[Text, list[Text]]:
+    """Abort the second of several requests in the middle.
+
+    Args:
+        llm: of vLLM.
+        prompts: of the requests.
+        tokens: of each text.
+        options: of SamplingParams.
+
+    Returns:
+        What the second one got, and the texts of the others.
+    """
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, **options)
+    names = [f"request {i}" for i in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        llm.llm_engine.add_request(name, prompt, params)
+    found: dict[str, Text] = {}
+    for step in range(1000):
+        for request in llm.llm_engine.step():
+            found[request.request_id] = Text.of(request.outputs[0])
+        if step == 5:
+            llm.llm_engine.abort_request([names[1]])
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+    aborted = found.pop(names[1], Text([], []))
+    return aborted, [found[name] for name in (names[0], *names[2:])]

@@ -34,7 +34,7 @@ from vllm_engines import (
     random_model,
     window_prompts,
 )
-from vllm_texts import Text, check_alike
+from vllm_texts import Text, abort_second, check_alike
 
 from kvquant import CachedModel, CachePlan, ConfigError, UnsupportedError
 from kvquant.calibration.fidelity import Planned, Reference, Scheme
@@ -173,24 +173,9 @@ def test_offloaded_pages_come_back(own: Any, rows: dict[str, str]) -> None:
 
 def _abort_one(llm: Any, prompts: list[Any], wanted: list[Text]) -> None:
     """Abort the second of four requests in the middle: the others do not notice."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=5)
-    for i, prompt in enumerate(prompts):
-        llm.llm_engine.add_request(f"request {i}", prompt, params)
-    found: dict[str, Text] = {}
-    for step in range(100):
-        for request in llm.llm_engine.step():
-            found[request.request_id] = Text.of(request.outputs[0])
-        if step == 5:
-            llm.llm_engine.abort_request(["request 1"])
-        if not llm.llm_engine.has_unfinished_requests():
-            break
-    assert len(found["request 1"].ids) < TOKENS
-    left = [0, 2, 3]
-    check_alike(
-        [found[f"request {i}"] for i in left], [wanted[i] for i in left], SAME_ROWS, least_sure=0.2
-    )
+    aborted, others = abort_second(llm, prompts, TOKENS, logprobs=5)
+    assert 0 < len(aborted.ids) < TOKENS
+    check_alike(others, [wanted[i] for i in (0, 2, 3)], SAME_ROWS, least_sure=0.2)
     assert counter(llm, "kv_cache_usage_perc") == 0
 
 
