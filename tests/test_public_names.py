@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forgotten import forget
 
 import kvquant
 from kvquant import errors
@@ -155,7 +156,7 @@ def test_engines_that_are_missing_are_told(
     module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, extra.replace("-", "_"), None)
-    monkeypatch.delitem(sys.modules, module, raising=False)
+    forget(monkeypatch, module)
     with pytest.raises(errors.UnsupportedError, match=rf"-m pip install .*\[{extra}\]"):
         importlib.import_module(module)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from example_plan import example_plan
+from forgotten import forget
 from slow_cases import mark_slow
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
@@ -138,11 +139,8 @@ def test_a_command_without_its_extra_says_how_to_install_it(
     example_plan(4, 1).save(tmp_path / "plan.safetensors")
     monkeypatch.setitem(sys.modules, module, None)
     if extra == "hf":  # what imports transformers is imported anew
-        for name in [*sys.modules]:
-            if name.startswith(
-                ("kvquant.hf", "kvquant.calibration", "kvquant.evaluation", "kvquant.cli.demo")
-            ):
-                monkeypatch.delitem(sys.modules, name)
+        packages = "kvquant.hf", "kvquant.calibration", "kvquant.evaluation", "kvquant.cli.demo"
+        forget(monkeypatch, *packages)
     line = next(line for line in SHELL if shlex.split(line)[1] == command)
     if command == "warmup":
         line = "kvquant warmup --arch sm_90 --format int8"  # its model needs another extra

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from forgotten import forget
 
 from kvquant import AttentionVariant, KVCache, debug
 from kvquant.cache import contiguous
@@ -1163,6 +1164,6 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
 
 def test_missing_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "kvquant.hf")
+    forget(monkeypatch, "kvquant.hf")
     with pytest.raises(UnsupportedError, match="install the extra 'hf'"):
         importlib.import_module("kvquant.hf")
