@@ -117,6 +117,7 @@ class _Rows:
         are_latent: whether they are latent.
         exact: their 16-bit format.
         budget: of bits per element; None for any.
+        in_16_bit: share of the layers that stay in 16 bit.
     """
 
     k_dim: int
@@ -124,12 +125,20 @@ class _Rows:
     are_latent: bool
     exact: str
     budget: float | None = None
+    in_16_bit: float = 0.0
+
+    @property
+    def left(self) -> float | None:
+        """What the layers that stay in 16 bit leave of the budget to an element of the others."""
+        if self.budget is None or self.in_16_bit == 1:
+            return None
+        return (self.budget - 16 * self.in_16_bit) / (1 - self.in_16_bit)
 
     @property
     def few_bits(self) -> tuple[str, ...]:
         """Formats below 4 bits, which are offered where the budget asks for them."""
         least = self.bits(BASE_FORMAT, BASE_FORMAT)
-        asked = not self.are_latent and self.budget is not None and self.budget < least - 1e-9
+        asked = not self.are_latent and self.left is not None and self.left < least - 1e-9
         return FEW_BITS if asked else ()
 
     @property
@@ -181,9 +190,10 @@ class _Rows:
 
     @property
     def least_bits(self) -> float:
-        """Bits per element of the cheapest formats."""
+        """Bits per element with the cheapest formats, and with the layers that stay in 16 bit."""
         of_k, of_v = self.offered
-        return self.bits(of_k[0], of_v[0])
+        cheapest = self.bits(of_k[0], of_v[0])
+        return cheapest + (16 - cheapest) * self.in_16_bit
 
     def check_budget(self, bits: float | None = None) -> None:
         """Raise if formats of so many bits, the cheapest when None, take more than there are."""
@@ -343,7 +353,9 @@ def finish(
     moments, held = renumbered(moments, places, shared), HeldLayers(model, places, shared)
     first = next(iter(moments.layers.values()))
     k_dim, v_dim = (first.tensors[f"{side}_sum"].shape[1] for side in "kv")
-    rows = _Rows(k_dim, v_dim, first.is_latent, model.exact_format, goal.budget)
+    kept = _kept(moments)
+    share = len(kept) / len(moments.layers)
+    rows = _Rows(k_dim, v_dim, first.is_latent, model.exact_format, goal.budget, share)
     of_k, of_v = rows.offered
     start = (of_k[0], of_v[0]) if goal.format is None else rows.names_of(goal.format)
     formats = {name: rows.pair(name, name) for name in dict.fromkeys((*of_k, *of_v, *start))}
@@ -383,9 +395,7 @@ def finish(
         }
         for layer in sorted(moments.layers)
     ]
-    kept = _kept(moments)
     plan = _assembled(moments, chosen, start, model.exact_format, kept, facts)
-    rows.check_budget(plan.bits)  # with the layers that stay in 16 bit
     if passages is None:
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
@@ -539,15 +549,12 @@ def _decided(
     )
     used, limit = start, goal.max_kl
     factor = found.kl / max(costs.total(start), 1e-12)
-    budget = goal.budget
-    if budget is not None and free:  # what the layers that stay in 16 bit leave of it
-        budget = 16 + (budget - 16) * plan.num_layers / len(free)
     for _ in range(ROUNDS):
         step(1)
         if goal.format is not None or (limit is not None and found.kl <= limit):
             break
         target = None if limit is None else 0.95 * limit / factor
-        wanted = allocate(costs, max_kl=target, budget=budget)
+        wanted = allocate(costs, max_kl=target, budget=rows.left)
         if wanted == used:
             break
         used, plan = wanted, plan.with_layer_formats(wanted)
