@@ -29,6 +29,7 @@ from ..rows.arguments import (
 from ..rows.basis import LayerBasis
 from ..rows.call import AttentionCall
 from ..rows.format import RowFormat, check_head_dims
+from ..rows.indptr import check_indptr_values, visible_to_rows
 from ..rows.quantize import FLOAT_DTYPES
 from ..rows.reference import reference_over_segments
 from ..rows.segment import (
@@ -65,7 +66,7 @@ ATTEND_SEGMENTS = (
     "(Tensor q, Tensor[] k_rows, Tensor[] v_rows, Tensor[] seq_lens, str[] k_formats, "
     "str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, "
     "int v_head_dim, float? sm_scale, bool return_lse, SymInt? num_splits, str? backend, "
-    "Tensor? q_lens, float? soft_cap, Tensor? sink_logits, Tensor? alibi_slopes, SymInt? window, "
+    "Tensor? q_lens, Tensor? q_indptr, bool padded, float? soft_cap, Tensor? sink_logits, Tensor? alibi_slopes, SymInt? window, "
     "Tensor? key_bias, Tensor? tree_mask, Tensor? score_offsets) -> Tensor[]"
 )
 
@@ -92,6 +93,7 @@ def decode_attention(
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = None,
     q_lens: torch.Tensor | None = None,
+    q_indptr: torch.Tensor | None = None,
     variant: AttentionVariant | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
@@ -185,7 +187,9 @@ def decode_attention(
     segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
     try:
         out, lse = attend(
-            AttentionCall(q, [segment], sm_scale, num_splits, return_lse, q_lens, variant, backend)
+            AttentionCall(
+                q, [segment], sm_scale, num_splits, return_lse, q_lens, variant, backend, q_indptr
+            )
         )
         return out if lse is None else (out, lse)
     except ShapeError:
@@ -221,7 +225,7 @@ def attend(
     Raises:
         As decode_attention.
     """
-    q, segments, _, num_splits, return_lse, q_lens, variant, backend = call
+    q, segments, _, num_splits, return_lse, q_lens, variant, backend, *_ = call
     if variant is not None:
         variant = in_use(variant)
         call = call._replace(variant=variant)
@@ -237,13 +241,13 @@ def attend(
         if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
             found = _cuda_kernel()(call, _check_cuda)
             if variant is not None and variant.key_bias is not None:
-                mark_unbiased(*found, segments, variant.key_bias)
+                mark_unbiased(*found, segments, variant.key_bias, call.q_indptr)
             return found
         return _attend_checked(call)
     except WRONG_TYPES:
-        check_types(q, segments, q_lens)
+        check_types(q, segments, q_lens, call.q_indptr)
         if variant is not None:
-            check_variant(q, variant)
+            check_variant(q, variant, call.q_indptr)
         raise
 
 
@@ -254,9 +258,9 @@ def _attend_in_basis(
     transformed: Transformed | None,
 ) -> Result:
     """Attend to rows in a basis; arguments as of attend."""
-    q, segments, sm_scale, _, return_lse, q_lens, variant, backend = call
+    q, segments, sm_scale, _, return_lse, q_lens, variant, backend, *_ = call
     if transformed is None:
-        check = functools.partial(check_segments, q, segments, q_lens)
+        check = functools.partial(check_segments, q, segments, q_lens, call.q_indptr)
         transformed = transform_query(q, basis.k, sm_scale, backend, check)
     sinks, is_whole, wants_lse = None, False, return_lse
     if variant is not None:
@@ -265,6 +269,8 @@ def _attend_in_basis(
         variant = variant._replace(sink_logits=None)
         variant, is_whole = with_missing_scores(variant, q, basis, sm_scale)
     stored, scale = transformed
+    if call.q_indptr is not None:  # before attention: what follows that may begin while it ends
+        seq_lens = visible_to_rows(_tokens_of(segments), call.q_indptr, q.shape[0])
     out, lse = attend(
         call._replace(q=stored, sm_scale=scale, return_lse=wants_lse, variant=variant)
     )
@@ -272,12 +278,16 @@ def _attend_in_basis(
         seq_lens = (lse != -torch.inf).any(-1).int()
         lse = lse if return_lse or sinks is not None else None
     elif q.ndim == 4:
-        tokens = torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)
-        seq_lens = visible_tokens(tokens, q_lens, q.shape[1])
+        seq_lens = visible_tokens(_tokens_of(segments), q_lens, q.shape[1])
     out, lse = restore_result(out, lse, q, basis, seq_lens, sm_scale, backend, is_whole)
     if sinks is not None and lse is not None:
         out, lse = add_sinks(out, lse, sinks)
     return out, lse if return_lse else None
+
+
+def _tokens_of(segments: Sequence[Segment]) -> torch.Tensor:
+    """Tokens of each sequence in all segments, [batch], int32."""
+    return torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)
 
 
 def with_missing_scores(
@@ -298,7 +308,7 @@ def with_missing_scores(
 def _attend_checked(call: AttentionCall) -> Result:
     """Attend by the backend that was asked for, once everything is checked, values too."""
     call = _check(call)
-    q, segments, sm_scale, _, return_lse, q_lens, variant, _ = call
+    q, segments, sm_scale, _, return_lse, q_lens, variant, *_ = call
     backend = kernels_for(q, call.backend)
     if backend == "cuda":
         _require_extra()
@@ -306,6 +316,8 @@ def _attend_checked(call: AttentionCall) -> Result:
         check_segment_values(segments)
         if q_lens is not None:
             check_q_len_values(q, q_lens)
+        if call.q_indptr is not None:
+            check_indptr_values(q, call.q_indptr, padded=call.padded)
         if variant is not None:
             check_variant_values(q, segments, q_lens, variant)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
@@ -315,7 +327,8 @@ def _attend_checked(call: AttentionCall) -> Result:
     if backend == "cpu":
         out, lse = cpu_kernel()(call)
     else:
-        out, lse = reference_over_segments(call.q, segments, sm_scale, q_lens, variant)
+        options = q_lens, variant, call.q_indptr
+        out, lse = reference_over_segments(call.q, segments, sm_scale, *options)
     return out.to(q.dtype), lse.float() if return_lse else None
 
 
@@ -342,7 +355,7 @@ def _require_extra() -> None:
 
 def _check(call: AttentionCall) -> AttentionCall:
     """The call, with formats in place of their names, if q can attend to the segments."""
-    q, segments, _, num_splits, _, q_lens, variant, _ = call
+    q, segments, _, num_splits, _, q_lens, variant, *_ = call
     made = []
     for segment in segments:
         if not isinstance(segment, Segment):
@@ -356,9 +369,9 @@ def _check(call: AttentionCall) -> AttentionCall:
         raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
     if num_splits is not None:
         check_num_splits(num_splits)
-    check_segments(q, made, q_lens)
+    check_segments(q, made, q_lens, call.q_indptr)
     if variant is not None:
-        check_variant(q, variant)
+        check_variant(q, variant, call.q_indptr)
     return call._replace(segments=made)
 
 
@@ -369,12 +382,17 @@ def _check_cuda(call: AttentionCall) -> AttentionCall:
 
 
 def check_types(
-    q: torch.Tensor, segments: Sequence[Segment], q_lens: torch.Tensor | None = None
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None = None,
+    q_indptr: torch.Tensor | None = None,
 ) -> None:
     """Raise ConfigError unless q and all of the segments are of the types that they must be."""
     check_readable(q=q)
     if q_lens is not None:
         check_readable(q_lens=q_lens)
+    if q_indptr is not None:
+        check_readable(q_indptr=q_indptr)
     if not isinstance(segments, Sequence) or isinstance(segments, Segment):
         raise ConfigError(f"segments is of type {type(segments).__name__}: give a list of Segment")
     for segment in segments:
@@ -391,7 +409,7 @@ def check_types(
 
 def _attend_traced(call: AttentionCall) -> Result:
     """Attend by the op of torch, which torch.compile puts into its graph."""
-    q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend = call
+    q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend, *_ = call
     check_flag("return_lse", return_lse)  # torch would take True for 1, here and below
     if not segments:
         raise ShapeError("no segments: attention needs at least one")
@@ -410,6 +428,8 @@ def _attend_traced(call: AttentionCall) -> Result:
         check_num_splits(num_splits),
         backend,
         q_lens,
+        call.q_indptr,
+        call.padded,
         *(variant or PLAIN),
     )
     return results[0], results[1] if return_lse else None
@@ -434,10 +454,12 @@ def segment_of(
 def _op_call(q: torch.Tensor, *args: Any) -> AttentionCall:
     """The call, from the arguments of the op."""
     count = len(args) - len(PLAIN)
-    *fields, v_head_dim, sm_scale, return_lse, num_splits, backend, q_lens = args[:count]
+    *fields, v_head_dim, sm_scale, return_lse, num_splits, backend = args[: count - 3]
+    q_lens, q_indptr, padded = args[count - 3 : count]
     segments = [segment_of(q, v_head_dim, *one) for one in zip(*fields, strict=True)]
     variant = AttentionVariant(*args[count:])
-    return AttentionCall(q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend)
+    options = sm_scale, num_splits, return_lse, q_lens, variant, backend, q_indptr, padded
+    return AttentionCall(q, segments, *options)
 
 
 def _attend_op(*args: Any) -> list[torch.Tensor]:
@@ -448,10 +470,10 @@ def _attend_op(*args: Any) -> list[torch.Tensor]:
 def _attend_fake(*args: Any) -> list[torch.Tensor]:
     call = _op_call(*args)
     q = call.q
-    check_segments(q, call.segments, call.q_lens)
+    check_segments(q, call.segments, call.q_lens, call.q_indptr)
     variant = in_use(call.variant)
     if variant is not None:
-        check_variant(q, variant)
+        check_variant(q, variant, call.q_indptr)
     out = q.new_empty(*q.shape[:-1], call.segments[0].v_format.head_dim)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     return [out, lse] if call.return_lse else [out]

@@ -115,7 +115,7 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
         UnsupportedError: there is no kernel for these segments, or this GPU.
         DeviceError: CUDA refuses the launch.
     """
-    q, segments, _, num_splits, _, q_lens, variant, _ = call
+    q, segments, _, num_splits, _, q_lens, variant, *_ = call
     index, address = q.get_device(), q.data_ptr()
     # all that the check and the launch depend on, beside the segments
     key: Hashable = (
@@ -206,7 +206,7 @@ def _facts_of_variant(variant: AttentionVariant) -> Hashable:
 
 def describe(call: AttentionCall, without: str = "") -> Work:
     """What a call with work to do asks for, as plan.candidates wants it; errors as of attend."""
-    q, segments, _, _, _, q_lens, variant, _ = call
+    q, segments, _, _, _, q_lens, variant, *_ = call
     if q.dtype not in CODECS:
         raise ConfigError(f"q is {q.dtype}: on CUDA use bfloat16 or float16")
     if q_lens is not None and q.ndim != 4:
@@ -344,7 +344,7 @@ class Launch:
 
     def __call__(self, call: AttentionCall, address: int, addresses: Sequence[Addresses]) -> State:
         """Launch on the current stream of the current device, which is that of q."""
-        q, segments, sm_scale, _, want_lse, q_lens, variant, _ = call
+        q, segments, sm_scale, _, want_lse, q_lens, variant, *_ = call
         out = empty_strided(*self._out)
         lse, lse_address = None, 0
         if want_lse:
