@@ -66,8 +66,9 @@ ATTEND_SEGMENTS = (
     "(Tensor q, Tensor[] k_rows, Tensor[] v_rows, Tensor[] seq_lens, str[] k_formats, "
     "str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, "
     "int v_head_dim, float? sm_scale, bool return_lse, SymInt? num_splits, str? backend, "
-    "Tensor? q_lens, Tensor? q_indptr, bool padded, float? soft_cap, Tensor? sink_logits, Tensor? alibi_slopes, SymInt? window, "
-    "Tensor? key_bias, Tensor? tree_mask, Tensor? score_offsets) -> Tensor[]"
+    "Tensor? q_lens, Tensor? q_indptr, bool padded, float? soft_cap, Tensor? sink_logits, "
+    "Tensor? alibi_slopes, SymInt? window, Tensor? key_bias, Tensor? tree_mask, "
+    "Tensor? score_offsets) -> Tensor[]"
 )
 
 

@@ -371,8 +371,8 @@ def _refuse_query(q: torch.Tensor, segment: Segment, q_indptr: torch.Tensor | No
         how = ". q is [batch, q_len, num_q_heads, head_dim]: give q.transpose(1, 2)"
     given = "" if q_indptr is None else f" with q_indptr [batch + 1] {list(q_indptr.shape)}"
     raise ShapeError(
-        f"q {list(q.shape)}{given} does not fit {rows}: the batch must be the same and num_q_heads a "
-        f"multiple of num_kv_heads{how}"
+        f"q {list(q.shape)}{given} does not fit {rows}: the batch must be the same and num_q_heads "
+        f"a multiple of num_kv_heads{how}"
     )
 
 
