@@ -14,7 +14,9 @@ from ..errors import ConfigError, DeviceError, ShapeError
 from .arguments import check_tensors
 
 
-def check_indptr(q: torch.Tensor, q_indptr: torch.Tensor, q_lens: torch.Tensor | None) -> None:
+def check_indptr(
+    q: torch.Tensor, q_indptr: torch.Tensor, q_lens: torch.Tensor | None = None
+) -> None:
     """Raise unless q_indptr may say which rows of q are whose; its values are not read."""
     check_tensors(q_indptr=q_indptr)
     if q.ndim != 3:
