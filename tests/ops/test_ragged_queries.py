@@ -1,4 +1,4 @@
-"""Ragged queries, [total, num_q_heads, head_dim] with q_indptr: as each sequence alone would have."""
+"""Ragged queries, [total, num_q_heads, head_dim] with q_indptr: each sequence is as alone."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from kvquant import (
     RowFormat,
     debug,
     decode_attention,
+    quantize_rows,
     reference_attention,
 )
 from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.indptr import visible_to_rows
 from kvquant.rows.ragged import pieces_of
+from kvquant.rows.segment import Segment
 
 BACKENDS = ("cpu", "reference")
 LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
@@ -129,10 +131,8 @@ def test_rows_in_a_basis(names: tuple[str, ...], kind: str, backend: str) -> Non
     # the values that the rows hold, as a segment in no basis
     exact = RowFormat.parse("fp16", 64)
     keys, values = cache.dequantized(0)
-    from kvquant import quantize_rows
-    from kvquant.rows.segment import Segment
-
-    plain = Segment(*(quantize_rows(x, exact) for x in (keys, values)), lens(*LENS), exact, exact)
+    rows = [quantize_rows(x, exact) for x in (keys, values)]
+    plain = Segment(rows[0], rows[1], lens(*LENS), exact, exact)
     expected = each_alone(q, [plain], CHUNKS, variant)
     assert_close(found, expected, 2e-3)  # of fp16 values
     padded = torch.zeros(5, max(CHUNKS), 4, 64)
@@ -140,8 +140,8 @@ def test_rows_in_a_basis(names: tuple[str, ...], kind: str, backend: str) -> Non
         padded[b, : len(part)] = part
     options |= {"q_indptr": None, "q_lens": lens(*CHUNKS)}
     whole = attend_segments(padded, segments, basis=basis, return_lse=True, **options)
-    rows = [x[torch.arange(max(CHUNKS)) < lens(*CHUNKS)[:, None]] for x in whole]
-    assert_close(found, (rows[0].double(), rows[1].double()), LIMIT)
+    is_query = torch.arange(max(CHUNKS)) < lens(*CHUNKS)[:, None]
+    assert_close(found, (whole[0][is_query].double(), whole[1][is_query].double()), LIMIT)
     alone = attend_segments(q, segments, basis=basis, **options | {"q_indptr": at, "q_lens": None})
     assert torch.equal(alone, found[0])
 
@@ -252,14 +252,11 @@ def test_what_does_not_fit_is_refused(name: str, function: Any) -> None:
 
 
 def test_rows_behind_the_last_sequence_where_they_are_allowed() -> None:
-    rows = packed(2, HEADS, 20)
     segments, _, _ = segments_of("linear", (5, 20), 64)
-    with pytest.raises(ShapeError, match="ends with 7, and q has 6 rows: it must end with no more"):
+    with pytest.raises(ShapeError, match="with 7, and q has 6 rows: it must end with no more"):
         attend_segments(Q, segments, q_indptr=lens(0, 3, 7), padded=True)
-    assert (
-        attend_segments(Q, segments, q_indptr=lens(0, 3, 5), padded=True).shape
-        == rows.new_empty(6, 4, 64).shape
-    )
+    out = attend_segments(Q, segments, q_indptr=lens(0, 3, 5), padded=True)
+    assert out.shape == (6, 4, 64) and not out[5].any()
 
 
 def test_rows_see_the_tokens_up_to_their_own() -> None:
@@ -319,7 +316,8 @@ def test_a_basis_in_a_graph(kind: str) -> None:
     matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
     basis = LayerBasis(*(Basis(torch.randn(HEADS, 64), kind, matrix) for _ in "kv"))
     cache = KVCache(1, 5, HEADS, 64, 100, sink_len=2, recent_len=8, bases=[basis])
-    cache.append(0, *torch.randn(2, 5, HEADS, 40, 64), LENS)
+    k, v = torch.randn(2, 5, HEADS, 40, 64)
+    cache.append(0, k, v, LENS)
 
     def call(q: torch.Tensor, at: torch.Tensor) -> Any:
         options: dict[str, Any] = {"basis": basis, "return_lse": True}
