@@ -110,12 +110,13 @@ def decode_attention(
     The queries of a sequence are those of its last tokens, whose rows are there already, and each
     sees the tokens up to its own: query i the first seq_len - q_lens + i + 1 of them, none where
     that is not positive. Several queries (of drafted tokens, say) take one call: rows are read once
-    for all of them.
+    for all of them. Ragged queries (q_indptr) may be of chunks of prompts and of decode steps in one
+    call, without padding.
 
     Args:
         q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for several
-            queries of each sequence; float32 (not on CUDA), bfloat16 or float16; num_q_heads is a
-            multiple of num_kv_heads, in any ratio.
+            queries of each sequence, or with q_indptr [total, num_q_heads, head_dim]; float32 (not
+            on CUDA), bfloat16 or float16; num_q_heads is a multiple of num_kv_heads, in any ratio.
         k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8; with a block_table
             [num_pages, num_kv_heads, page_size, row bytes of k_format], page_size 16, 32, 64 or
             128. Rows are contiguous, the other axes may have any strides.
@@ -127,6 +128,10 @@ def decode_attention(
             tokens; entries after the last page in use are not read.
         q_lens: [batch], int32: queries of each sequence, the first rows of q; the rest of q may
             hold anything. q_len of each when None; for q of four axes only.
+        q_indptr: [batch + 1], int32, on the device of q: sequence i has the rows q_indptr[i] to
+            q_indptr[i + 1] of q, none where these are equal. It goes from 0 up to total and never
+            down. A CUDA graph may be replayed with other values, and compiled code serves any; rows
+            that a replay does not need may belong to a sequence of 0 tokens. Not with a tree_mask.
         variant: what the model changes in attention (a soft cap, sink logits, ALiBi, a window,
             masks), see AttentionVariant; nothing when None.
         sm_scale: factor on q·k, on CUDA a positive one; 1 / sqrt(head_dim) when None.
@@ -139,17 +144,19 @@ def decode_attention(
             when None.
 
     Returns:
-        out [batch, num_q_heads, head_dim of v_format], or [batch, q_len, num_q_heads, head_dim of
-        v_format], the dtype of q; with return_lse also lse of that shape without its last axis,
-        float32, base e. A query that sees no token, and what is no query, gives zeros and lse -inf.
+        out [batch, num_q_heads, head_dim of v_format], [batch, q_len, num_q_heads, head_dim of
+        v_format] or [total, num_q_heads, head_dim of v_format], as q, the dtype of q; with
+        return_lse also lse of that shape without its last axis, float32, base e. A query that sees no token, and what is no query, gives zeros and lse -inf.
         On the CPU a head with a score that float32 cannot hold, as of an infinite query, gives NaN,
         out and lse. NaN in a row reaches the queries that see it; on CUDA, in a row of V, all of
         its sequence. Neither out nor lse has a gradient.
 
     Raises:
         ShapeError: the tensors do not fit one another, or a length is over the capacity, a page
-            does not exist or q_lens are not 0 to q_len (on CUDA these values are read in debug
-            mode only, see kvquant.debug, and q_lens are kept to 0 to q_len).
+            does not exist, q_lens are not 0 to q_len, or q_indptr does not begin with 0, falls or
+            does not end with total (on CUDA these values are read in debug mode only, see
+            kvquant.debug; q_lens are kept to 0 to q_len, q_indptr to 0 to total, and rows of q
+            behind its last entry give zeros).
         ConfigError: a dtype, a format or the backend does not exist, sm_scale or num_splits is not
             possible, or an argument is of another type.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
@@ -184,6 +191,20 @@ def decode_attention(
         ... )
         >>> out.shape, bool(out[1, 2].any())
         (torch.Size([2, 3, 32, 128]), False)
+
+        A chunk of 50 tokens of one prompt, and the last token of another sequence:
+
+        >>> out = decode_attention(
+        ...     torch.randn(51, 32, 128),  # [total, num_q_heads, head_dim]
+        ...     rows,
+        ...     rows,
+        ...     torch.tensor([100, 57], dtype=torch.int32),
+        ...     k_format="int8",
+        ...     v_format="int8",
+        ...     q_indptr=torch.tensor([0, 50, 51], dtype=torch.int32),
+        ... )
+        >>> out.shape
+        torch.Size([51, 32, 128])
     """
     segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
     try:
