@@ -110,8 +110,8 @@ def decode_attention(
     The queries of a sequence are those of its last tokens, whose rows are there already, and each
     sees the tokens up to its own: query i the first seq_len - q_lens + i + 1 of them, none where
     that is not positive. Several queries (of drafted tokens, say) take one call: rows are read once
-    for all of them. Ragged queries (q_indptr) may be of chunks of prompts and of decode steps in one
-    call, without padding.
+    for all of them. Ragged queries (q_indptr), those of chunks of prompts and of decode steps, take
+    one call without padding.
 
     Args:
         q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for several
@@ -146,10 +146,11 @@ def decode_attention(
     Returns:
         out [batch, num_q_heads, head_dim of v_format], [batch, q_len, num_q_heads, head_dim of
         v_format] or [total, num_q_heads, head_dim of v_format], as q, the dtype of q; with
-        return_lse also lse of that shape without its last axis, float32, base e. A query that sees no token, and what is no query, gives zeros and lse -inf.
-        On the CPU a head with a score that float32 cannot hold, as of an infinite query, gives NaN,
-        out and lse. NaN in a row reaches the queries that see it; on CUDA, in a row of V, all of
-        its sequence. Neither out nor lse has a gradient.
+        return_lse also lse of that shape without its last axis, float32, base e. A query that sees
+        no token, and what is no query, gives zeros and lse -inf. On the CPU a head with a score
+        that float32 cannot hold, as of an infinite query, gives NaN, out and lse. NaN in a row
+        reaches the queries that see it; on CUDA, in a row of V, all of its sequence. Neither out
+        nor lse has a gradient.
 
     Raises:
         ShapeError: the tensors do not fit one another, or a length is over the capacity, a page
