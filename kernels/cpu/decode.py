@@ -322,6 +322,7 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     q, segments, sm_scale, num_splits, _, q_lens, variant, *_ = call
     assert sm_scale is not None
     if call.q_indptr is not None:
+        address(q, "q")  # as below
         ratio = q.shape[1] // segments[0].k_rows.shape[1]
         return attend_to_pieces(call, max(MAX_HEADS // max(ratio, 1), 1), attend)
     if q.ndim == 3:

@@ -304,7 +304,7 @@ def _check_q_lens(q: torch.Tensor, q_lens: torch.Tensor) -> None:
     if q.ndim != 4:
         raise ShapeError(
             f"q_lens are given with q {list(q.shape)}: they need q [batch, q_len, num_q_heads, "
-            "head_dim]"
+            "head_dim]. For q [total, num_q_heads, head_dim] give q_indptr"
         )
     check_counts("q_lens", q_lens, q)
 

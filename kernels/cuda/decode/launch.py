@@ -233,8 +233,8 @@ def describe(call: AttentionCall, without: str = "") -> Work:
         raise ShapeError(
             f"key_bias is {list(variant.key_bias.shape)}: on CUDA it must hold a token at least"
         )
-    # else the one query sees all, wherever it is
     ragged = call.q_indptr is not None
+    # else the one query sees all, wherever it is
     causal = q_len > 1 or ragged or q_lens is not None or not POSITIONAL.isdisjoint(names)
     order = arrange_in_order(segments) if causal else arrange(segments)
     ordered = [segments[i] for i in order]
