@@ -4,7 +4,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from kvquant import OutOfPagesError, PagedBatch, PagedKVCache
@@ -14,11 +13,10 @@ TEXT = (HERE / "unseen.txt").read_text(encoding="utf-8")
 ROWS = {"k_format": "int8", "v_format": "int8", "recent_len": 32, "page_size": 16}
 
 
-def attend(module, q, k, v, mask, scaling, **options):  # [1, heads, tokens of all texts, head_dim]
-    batch.append(module.layer_idx, k[0].transpose(0, 1), v[0].transpose(0, 1))
-    padded = pad_sequence(q[0].transpose(0, 1).split(counts), batch_first=True)
-    out = batch.attend(module.layer_idx, padded, sm_scale=scaling)
-    return torch.cat([own[:count] for own, count in zip(out, counts, strict=True)])[None], None
+def attend(module, q, k, v, mask, scaling, **options):  # [1, heads, tokens, head_dim] each
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # all texts' tokens, one after another
+    out = batch.step(module.layer_idx, q, k, v, q_indptr=batch.q_indptr, sm_scale=scaling)
+    return out[None], None
 
 
 AttentionInterface.register("paged", attend)

@@ -40,6 +40,7 @@ BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
 
 
 LENS = torch.tensor([5, 3], dtype=torch.int32)
+INDPTR = torch.tensor([0, 0, 2], dtype=torch.int32)
 
 
 def untyped(value: Any) -> Any:
@@ -88,6 +89,7 @@ NO_TENSORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: call(**PAGES, block_table=[[0], [1]]), "block_table is of type list"),
     (lambda: call(q=Q[:, None], q_lens=[1, 1]), "q_lens is of type list"),
     (lambda: call(q_lens=LENS.numpy()), f"q_lens is of type {ARRAY}"),
+    (lambda: call(q_indptr=INDPTR.numpy()), f"q_indptr is of type {ARRAY}"),
     (lambda: REFERENCE(Q, rows(), rows(), [5, 3], **BOTH), "seq_lens is of type list"),
     (lambda: KVCache.attend(cache(), 0, untyped([[1.0]])), "q is of type list"),
     (lambda: append(cache(), 0, X.numpy(), X), f"k is of type {ARRAY}"),
@@ -468,6 +470,8 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "decode_attention": (decode_attention, {**attention, "block_table": None, **options}),
         "reference_attention": (reference_attention, attention),
         "queries": (decode_attention, {**attention, **queries}),
+        "ragged queries": (decode_attention, {**attention, "q_indptr": INDPTR}),
+        "ragged reference": (reference_attention, {**attention, "q_indptr": INDPTR}),
         "reference of queries": (reference_attention, {**attention, **queries}),
         "segment": (lambda **of: attend_segments(Q, [Segment(**of)]), two._asdict()),
         "segments": (attend_segments, {"q": Q, "segments": [two], **options}),

@@ -29,6 +29,7 @@ import torch
 
 from kvquant.rows.arguments import address
 from kvquant.rows.call import AttentionCall
+from kvquant.rows.ragged import attend_to_pieces
 from kvquant.rows.segment import PAGE_SIZES, Segment, visible_rows
 from kvquant.rows.variant import add_sinks
 
@@ -318,8 +319,12 @@ def make_decode_kernel(k_spec, v_spec, heads):
 
 def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to all segments and merge. The call is checked, and has a scale."""
-    q, segments, sm_scale, num_splits, _, q_lens, variant, _ = call
+    q, segments, sm_scale, num_splits, _, q_lens, variant, *_ = call
     assert sm_scale is not None
+    if call.q_indptr is not None:
+        address(q, "q")  # as below
+        ratio = q.shape[1] // segments[0].k_rows.shape[1]
+        return attend_to_pieces(call, max(MAX_HEADS // max(ratio, 1), 1), attend)
     if q.ndim == 3:
         if variant is None:
             return _attend(q, segments, sm_scale, num_splits, [one.seq_lens for one in segments])

@@ -29,6 +29,7 @@ from ..rows.arguments import (
 from ..rows.basis import LayerBasis
 from ..rows.call import AttentionCall
 from ..rows.format import RowFormat, check_head_dims
+from ..rows.indptr import check_indptr_values, visible_to_rows
 from ..rows.quantize import FLOAT_DTYPES
 from ..rows.reference import reference_over_segments
 from ..rows.segment import (
@@ -65,8 +66,9 @@ ATTEND_SEGMENTS = (
     "(Tensor q, Tensor[] k_rows, Tensor[] v_rows, Tensor[] seq_lens, str[] k_formats, "
     "str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, "
     "int v_head_dim, float? sm_scale, bool return_lse, SymInt? num_splits, str? backend, "
-    "Tensor? q_lens, float? soft_cap, Tensor? sink_logits, Tensor? alibi_slopes, SymInt? window, "
-    "Tensor? key_bias, Tensor? tree_mask, Tensor? score_offsets) -> Tensor[]"
+    "Tensor? q_lens, Tensor? q_indptr, bool padded, float? soft_cap, Tensor? sink_logits, "
+    "Tensor? alibi_slopes, SymInt? window, Tensor? key_bias, Tensor? tree_mask, "
+    "Tensor? score_offsets) -> Tensor[]"
 )
 
 
@@ -92,6 +94,7 @@ def decode_attention(
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = None,
     q_lens: torch.Tensor | None = None,
+    q_indptr: torch.Tensor | None = None,
     variant: AttentionVariant | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
@@ -107,12 +110,13 @@ def decode_attention(
     The queries of a sequence are those of its last tokens, whose rows are there already, and each
     sees the tokens up to its own: query i the first seq_len - q_lens + i + 1 of them, none where
     that is not positive. Several queries (of drafted tokens, say) take one call: rows are read once
-    for all of them.
+    for all of them. Ragged queries (q_indptr), those of chunks of prompts and of decode steps, take
+    one call without padding.
 
     Args:
         q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for several
-            queries of each sequence; float32 (not on CUDA), bfloat16 or float16; num_q_heads is a
-            multiple of num_kv_heads, in any ratio.
+            queries of each sequence, or with q_indptr [total, num_q_heads, head_dim]; float32 (not
+            on CUDA), bfloat16 or float16; num_q_heads is a multiple of num_kv_heads, in any ratio.
         k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8; with a block_table
             [num_pages, num_kv_heads, page_size, row bytes of k_format], page_size 16, 32, 64 or
             128. Rows are contiguous, the other axes may have any strides.
@@ -124,6 +128,10 @@ def decode_attention(
             tokens; entries after the last page in use are not read.
         q_lens: [batch], int32: queries of each sequence, the first rows of q; the rest of q may
             hold anything. q_len of each when None; for q of four axes only.
+        q_indptr: [batch + 1], int32, on the device of q: sequence i has the rows q_indptr[i] to
+            q_indptr[i + 1] of q, none where these are equal. It goes from 0 up to total and never
+            down. A CUDA graph may be replayed with other values, and compiled code serves any; rows
+            that a replay does not need may belong to a sequence of 0 tokens. Not with a tree_mask.
         variant: what the model changes in attention (a soft cap, sink logits, ALiBi, a window,
             masks), see AttentionVariant; nothing when None.
         sm_scale: factor on q·k, on CUDA a positive one; 1 / sqrt(head_dim) when None.
@@ -136,17 +144,20 @@ def decode_attention(
             when None.
 
     Returns:
-        out [batch, num_q_heads, head_dim of v_format], or [batch, q_len, num_q_heads, head_dim of
-        v_format], the dtype of q; with return_lse also lse of that shape without its last axis,
-        float32, base e. A query that sees no token, and what is no query, gives zeros and lse -inf.
-        On the CPU a head with a score that float32 cannot hold, as of an infinite query, gives NaN,
-        out and lse. NaN in a row reaches the queries that see it; on CUDA, in a row of V, all of
-        its sequence. Neither out nor lse has a gradient.
+        out [batch, num_q_heads, head_dim of v_format], [batch, q_len, num_q_heads, head_dim of
+        v_format] or [total, num_q_heads, head_dim of v_format], as q, the dtype of q; with
+        return_lse also lse of that shape without its last axis, float32, base e. A query that sees
+        no token, and what is no query, gives zeros and lse -inf. On the CPU a head with a score
+        that float32 cannot hold, as of an infinite query, gives NaN, out and lse. NaN in a row
+        reaches the queries that see it; on CUDA, in a row of V, all of its sequence. Neither out
+        nor lse has a gradient.
 
     Raises:
         ShapeError: the tensors do not fit one another, or a length is over the capacity, a page
-            does not exist or q_lens are not 0 to q_len (on CUDA these values are read in debug
-            mode only, see kvquant.debug, and q_lens are kept to 0 to q_len).
+            does not exist, q_lens are not 0 to q_len, or q_indptr does not begin with 0, falls or
+            does not end with total (on CUDA these values are read in debug mode only, see
+            kvquant.debug; q_lens are kept to 0 to q_len, q_indptr to 0 to total, and rows of q
+            behind its last entry give zeros).
         ConfigError: a dtype, a format or the backend does not exist, sm_scale or num_splits is not
             possible, or an argument is of another type.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
@@ -181,11 +192,27 @@ def decode_attention(
         ... )
         >>> out.shape, bool(out[1, 2].any())
         (torch.Size([2, 3, 32, 128]), False)
+
+        A chunk of 50 tokens of one prompt, and the last token of another sequence:
+
+        >>> out = decode_attention(
+        ...     torch.randn(51, 32, 128),  # [total, num_q_heads, head_dim]
+        ...     rows,
+        ...     rows,
+        ...     torch.tensor([100, 57], dtype=torch.int32),
+        ...     k_format="int8",
+        ...     v_format="int8",
+        ...     q_indptr=torch.tensor([0, 50, 51], dtype=torch.int32),
+        ... )
+        >>> out.shape
+        torch.Size([51, 32, 128])
     """
     segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
     try:
         out, lse = attend(
-            AttentionCall(q, [segment], sm_scale, num_splits, return_lse, q_lens, variant, backend)
+            AttentionCall(
+                q, [segment], sm_scale, num_splits, return_lse, q_lens, variant, backend, q_indptr
+            )
         )
         return out if lse is None else (out, lse)
     except ShapeError:
@@ -221,7 +248,7 @@ def attend(
     Raises:
         As decode_attention.
     """
-    q, segments, _, num_splits, return_lse, q_lens, variant, backend = call
+    q, segments, _, num_splits, return_lse, q_lens, variant, backend, *_ = call
     if variant is not None:
         variant = in_use(variant)
         call = call._replace(variant=variant)
@@ -237,13 +264,13 @@ def attend(
         if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
             found = _cuda_kernel()(call, _check_cuda)
             if variant is not None and variant.key_bias is not None:
-                mark_unbiased(*found, segments, variant.key_bias)
+                mark_unbiased(*found, segments, variant.key_bias, call.q_indptr)
             return found
         return _attend_checked(call)
     except WRONG_TYPES:
-        check_types(q, segments, q_lens)
+        check_types(q, segments, q_lens, call.q_indptr)
         if variant is not None:
-            check_variant(q, variant)
+            check_variant(q, variant, call.q_indptr)
         raise
 
 
@@ -254,9 +281,9 @@ def _attend_in_basis(
     transformed: Transformed | None,
 ) -> Result:
     """Attend to rows in a basis; arguments as of attend."""
-    q, segments, sm_scale, _, return_lse, q_lens, variant, backend = call
+    q, segments, sm_scale, _, return_lse, q_lens, variant, backend, *_ = call
     if transformed is None:
-        check = functools.partial(check_segments, q, segments, q_lens)
+        check = functools.partial(check_segments, q, segments, q_lens, call.q_indptr)
         transformed = transform_query(q, basis.k, sm_scale, backend, check)
     sinks, is_whole, wants_lse = None, False, return_lse
     if variant is not None:
@@ -265,6 +292,8 @@ def _attend_in_basis(
         variant = variant._replace(sink_logits=None)
         variant, is_whole = with_missing_scores(variant, q, basis, sm_scale)
     stored, scale = transformed
+    if call.q_indptr is not None:  # before attention: what follows that may begin while it ends
+        seq_lens = visible_to_rows(_tokens_of(segments), call.q_indptr, q.shape[0])
     out, lse = attend(
         call._replace(q=stored, sm_scale=scale, return_lse=wants_lse, variant=variant)
     )
@@ -272,12 +301,16 @@ def _attend_in_basis(
         seq_lens = (lse != -torch.inf).any(-1).int()
         lse = lse if return_lse or sinks is not None else None
     elif q.ndim == 4:
-        tokens = torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)
-        seq_lens = visible_tokens(tokens, q_lens, q.shape[1])
+        seq_lens = visible_tokens(_tokens_of(segments), q_lens, q.shape[1])
     out, lse = restore_result(out, lse, q, basis, seq_lens, sm_scale, backend, is_whole)
     if sinks is not None and lse is not None:
         out, lse = add_sinks(out, lse, sinks)
     return out, lse if return_lse else None
+
+
+def _tokens_of(segments: Sequence[Segment]) -> torch.Tensor:
+    """Tokens of each sequence in all segments, [batch], int32."""
+    return torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)
 
 
 def with_missing_scores(
@@ -298,7 +331,7 @@ def with_missing_scores(
 def _attend_checked(call: AttentionCall) -> Result:
     """Attend by the backend that was asked for, once everything is checked, values too."""
     call = _check(call)
-    q, segments, sm_scale, _, return_lse, q_lens, variant, _ = call
+    q, segments, sm_scale, _, return_lse, q_lens, variant, *_ = call
     backend = kernels_for(q, call.backend)
     if backend == "cuda":
         _require_extra()
@@ -306,6 +339,8 @@ def _attend_checked(call: AttentionCall) -> Result:
         check_segment_values(segments)
         if q_lens is not None:
             check_q_len_values(q, q_lens)
+        if call.q_indptr is not None:
+            check_indptr_values(q, call.q_indptr, padded=call.padded)
         if variant is not None:
             check_variant_values(q, segments, q_lens, variant)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
@@ -315,7 +350,8 @@ def _attend_checked(call: AttentionCall) -> Result:
     if backend == "cpu":
         out, lse = cpu_kernel()(call)
     else:
-        out, lse = reference_over_segments(call.q, segments, sm_scale, q_lens, variant)
+        options = q_lens, variant, call.q_indptr
+        out, lse = reference_over_segments(call.q, segments, sm_scale, *options)
     return out.to(q.dtype), lse.float() if return_lse else None
 
 
@@ -342,7 +378,7 @@ def _require_extra() -> None:
 
 def _check(call: AttentionCall) -> AttentionCall:
     """The call, with formats in place of their names, if q can attend to the segments."""
-    q, segments, _, num_splits, _, q_lens, variant, _ = call
+    q, segments, _, num_splits, _, q_lens, variant, *_ = call
     made = []
     for segment in segments:
         if not isinstance(segment, Segment):
@@ -356,9 +392,9 @@ def _check(call: AttentionCall) -> AttentionCall:
         raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
     if num_splits is not None:
         check_num_splits(num_splits)
-    check_segments(q, made, q_lens)
+    check_segments(q, made, q_lens, call.q_indptr)
     if variant is not None:
-        check_variant(q, variant)
+        check_variant(q, variant, call.q_indptr)
     return call._replace(segments=made)
 
 
@@ -369,12 +405,17 @@ def _check_cuda(call: AttentionCall) -> AttentionCall:
 
 
 def check_types(
-    q: torch.Tensor, segments: Sequence[Segment], q_lens: torch.Tensor | None = None
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None = None,
+    q_indptr: torch.Tensor | None = None,
 ) -> None:
     """Raise ConfigError unless q and all of the segments are of the types that they must be."""
     check_readable(q=q)
     if q_lens is not None:
         check_readable(q_lens=q_lens)
+    if q_indptr is not None:
+        check_readable(q_indptr=q_indptr)
     if not isinstance(segments, Sequence) or isinstance(segments, Segment):
         raise ConfigError(f"segments is of type {type(segments).__name__}: give a list of Segment")
     for segment in segments:
@@ -391,7 +432,7 @@ def check_types(
 
 def _attend_traced(call: AttentionCall) -> Result:
     """Attend by the op of torch, which torch.compile puts into its graph."""
-    q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend = call
+    q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend, *_ = call
     check_flag("return_lse", return_lse)  # torch would take True for 1, here and below
     if not segments:
         raise ShapeError("no segments: attention needs at least one")
@@ -410,6 +451,8 @@ def _attend_traced(call: AttentionCall) -> Result:
         check_num_splits(num_splits),
         backend,
         q_lens,
+        call.q_indptr,
+        call.padded,
         *(variant or PLAIN),
     )
     return results[0], results[1] if return_lse else None
@@ -434,10 +477,12 @@ def segment_of(
 def _op_call(q: torch.Tensor, *args: Any) -> AttentionCall:
     """The call, from the arguments of the op."""
     count = len(args) - len(PLAIN)
-    *fields, v_head_dim, sm_scale, return_lse, num_splits, backend, q_lens = args[:count]
+    *fields, v_head_dim, sm_scale, return_lse, num_splits, backend = args[: count - 3]
+    q_lens, q_indptr, padded = args[count - 3 : count]
     segments = [segment_of(q, v_head_dim, *one) for one in zip(*fields, strict=True)]
     variant = AttentionVariant(*args[count:])
-    return AttentionCall(q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend)
+    options = sm_scale, num_splits, return_lse, q_lens, variant, backend, q_indptr, padded
+    return AttentionCall(q, segments, *options)
 
 
 def _attend_op(*args: Any) -> list[torch.Tensor]:
@@ -448,10 +493,10 @@ def _attend_op(*args: Any) -> list[torch.Tensor]:
 def _attend_fake(*args: Any) -> list[torch.Tensor]:
     call = _op_call(*args)
     q = call.q
-    check_segments(q, call.segments, call.q_lens)
+    check_segments(q, call.segments, call.q_lens, call.q_indptr)
     variant = in_use(call.variant)
     if variant is not None:
-        check_variant(q, variant)
+        check_variant(q, variant, call.q_indptr)
     out = q.new_empty(*q.shape[:-1], call.segments[0].v_format.head_dim)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     return [out, lse] if call.return_lse else [out]

@@ -110,7 +110,7 @@ def attend_shared(
             attend to whole sequences.
         As decode_attention.
     """
-    q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend = call
+    q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend, *_ = call
     check_flag("return_lse", return_lse)
     check_kind("the prefix", prefix, Segment, "give a Segment")
     if isinstance(prefix.k_format, str) or isinstance(prefix.v_format, str):

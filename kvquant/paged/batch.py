@@ -28,6 +28,7 @@ from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
 from ..rows.basis import Encoding, Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide, AttentionCall
+from ..rows.indptr import check_indptr
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..rows.options import Either, No, PagedStepOptions, StepOptions, Yes
+    from ..rows.options import Either, No, PagedAttendOptions, PagedStepOptions, Yes
 
 
 class _Parts(NamedTuple):
@@ -97,6 +98,7 @@ class StepBatch(NotCopied):
                 "block_table": tables,
                 "seq_lens": counts,
                 "new_lens": counts,
+                "q_indptr": (torch.int32, (max_batch + 1,)),
                 "packed_lens": counts,
                 "exact_lens": counts,
                 "starts": counts,
@@ -309,7 +311,9 @@ class StepBatch(NotCopied):
         which have other prefixes, or none."""
         return bool(self.shared_prefix) or (self._num_members > 0 and not fixed)
 
-    def _seen_by(self, layer: int, q: torch.Tensor) -> tuple[_Parts, torch.Tensor | None, bool]:
+    def _seen_by(
+        self, layer: int, q: torch.Tensor, q_indptr: torch.Tensor | None = None
+    ) -> tuple[_Parts, torch.Tensor | None, bool]:
         """What queries attend to, if they fit the step.
 
         Returns:
@@ -322,7 +326,15 @@ class StepBatch(NotCopied):
             axes = "[batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim]"
             self._refuse(self.query, q, axes)
         batch, num_q_heads, q_lens, q_len = q.shape[0], q.shape[-2], None, 1
-        if q.ndim == 4:
+        if q_indptr is not None:
+            check_indptr(q, q_indptr)
+            batch = q_indptr.shape[0] - 1
+            if not compiling and not self._num_ids <= batch <= self.max_batch:
+                raise ShapeError(
+                    f"q_indptr is [batch + 1] {list(q_indptr.shape)}, the step has {self._num_ids} "
+                    f"sequences and the batch places for {self.max_batch}"
+                )
+        elif q.ndim == 4:
             q_lens, q_len = self.new_lens[:batch], q.shape[1]
         parts = self._segments_of(layer, batch, compiling)
         self.check_open()
@@ -335,7 +347,16 @@ class StepBatch(NotCopied):
                     f"{self._most_new} new tokens: give [batch, q_len, num_q_heads, head_dim] with "
                     "a query for each, or [batch, num_q_heads, head_dim] for the last one"
                 )
-        if not fixed:
+            if q_indptr is self._staged.tensors["q_indptr"] and q.shape[0] < self._num_tokens:
+                raise ShapeError(
+                    f"{self.query} is {list(q.shape)}, and the step has {self._num_tokens} new "
+                    "tokens: with the batch's own q_indptr give a row for each"
+                )
+        if q_indptr is not None:
+            if fixed and not compiling:
+                self._captured[0] = min(self._captured[0], batch)
+                self._captured[1] = min(self._captured[1], q.shape[0])
+        elif not fixed:
             self._ratio = q_len * num_q_heads // self.cache.num_kv_heads
         elif not compiling:
             self._captured[0] = min(self._captured[0], batch)
@@ -482,6 +503,9 @@ class StepBatch(NotCopied):
         ):
             arrays[name][:count] = values
             arrays[name][count:] = 0
+        indptr = arrays["q_indptr"]
+        indptr[1 : count + 1] = np.cumsum(step.counts)
+        indptr[count + 1 :] = indptr[count]
         self._staged.send()
 
     def _share(self, step: Step, used: Numbers, arrays: Mapping[str, Numbers]) -> None:
@@ -617,7 +641,19 @@ class PagedBatch(StepBatch):
         ...     out = batch.attend(0, torch.randn(2, 4, 32, 128))
         >>> out.shape
         torch.Size([2, 4, 32, 128])
+        >>> with batch.extend(["a", "b"], [1, 40]):  # a decode step of a, a chunk of b's prompt
+        ...     k, v = torch.randn(2, 41, 8, 128)  # [num_tokens, num_kv_heads, head_dim] each
+        ...     q = torch.randn(41, 32, 128)  # of the same tokens
+        ...     out = batch.step(0, q, k, v, q_indptr=batch.q_indptr)
+        >>> out.shape
+        torch.Size([41, 32, 128])
     """
+
+    @property
+    def q_indptr(self) -> torch.Tensor:
+        """[max_batch + 1] int32: where the new tokens of each place begin among those of the step,
+        for ragged queries; fixed address."""
+        return self._staged.tensors["q_indptr"]
 
     @staticmethod
     def _check_cache(cache: PagedKVCache) -> None:
@@ -667,6 +703,7 @@ class PagedBatch(StepBatch):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        q_indptr: torch.Tensor | None = None,
         rope: Rope | None = None,
         variant: AttentionVariant | None = None,
         sm_scale: float | None = None,
@@ -676,15 +713,16 @@ class PagedBatch(StepBatch):
     ) -> torch.Tensor | State:
         """Append k and v [num_tokens, heads, dim], and attend with q of each sequence.
 
-        K and V have no axis of sequences, and q has one. The result is that of append and attend,
-        bit for bit. With a plan, on CUDA and with one new token of each sequence, step is faster:
-        one launch brings the queries and the new rows into the basis.
+        K and V have no axis of sequences, and q has one, unless q_indptr is given. The result is
+        that of append and attend, bit for bit. With a plan, on CUDA and with one new token of each
+        sequence, step is faster: one launch brings the queries and the new rows into the basis.
 
         Args:
             layer: index of the layer.
-            q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim], as in
-                attend.
+            q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim], or with
+                q_indptr [num_tokens, num_q_heads, head_dim], as in attend.
             k, v: [num_tokens, num_kv_heads, head_dim], as in append.
+            q_indptr: as in attend.
             rope: as in append, of k; q comes with its rotary embedding.
             variant, sm_scale, return_lse, num_splits, backend: as in attend.
 
@@ -710,11 +748,13 @@ class PagedBatch(StepBatch):
         """
         self.cache.check_layer(layer)
         check_tensors(q=q, k=k, v=v)
+        if q_indptr is not None:
+            check_indptr(q, q_indptr)
         is_plain = variant is None is sm_scale and num_splits is None is backend
         if not (is_plain and type(return_lse) is bool and self._takes(q)):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
-                check_variant(q, variant)
+                check_variant(q, variant, q_indptr)
         basis, given = self.cache.rows.layers[layer].basis, None
         one_each = q.ndim == 3 and len(q) == len(k)
         if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
@@ -722,37 +762,53 @@ class PagedBatch(StepBatch):
         found = self._append(layer, k, v, rope, None if given is None else given[0])
         transformed = None if found is None or given is None else (found, given[1])
         options = sm_scale, num_splits, return_lse, backend
-        return self._attend(layer, q, transformed, variant, *options)
+        return self._attend(layer, q, q_indptr, transformed, variant, *options)
 
     @overload
-    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[No]]) -> Tensor: ...
+    def attend(
+        self, layer: int, q: Tensor, **options: Unpack[PagedAttendOptions[No]]
+    ) -> Tensor: ...
     @overload
-    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[Yes]]) -> State: ...
+    def attend(
+        self, layer: int, q: Tensor, **options: Unpack[PagedAttendOptions[Yes]]
+    ) -> State: ...
     @overload
-    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[bool]]) -> Either: ...
+    def attend(
+        self, layer: int, q: Tensor, **options: Unpack[PagedAttendOptions[bool]]
+    ) -> Either: ...
     def attend(
         self,
         layer: int,
         q: torch.Tensor,
         *,
+        q_indptr: torch.Tensor | None = None,
         variant: AttentionVariant | None = None,
         sm_scale: float | None = None,
         return_lse: bool = False,
         num_splits: int | None = None,
         backend: str | None = None,
     ) -> torch.Tensor | State:
-        """Attend with q [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim].
+        """Attend with q of each sequence: its last token's, or those of its new tokens.
 
         One query belongs to the last token of a sequence. Several queries are those of the step's
         new tokens, each of which sees the tokens before it and itself (new_lens are their q_lens,
         so a CUDA graph serves steps with any counts of them). Every query sees the rows as they are
         now: tokens that left the recent window in this step are packed for all of them.
 
+        Ragged queries, of chunks of prompts and decode steps in one call, follow one another as the
+        tokens of append do: give `q_indptr=batch.q_indptr`.
+
         Args:
             layer: index of the layer; append the step's K and V to it first.
             q: [batch, num_q_heads, head_dim], a row for each sequence at least: the query of its
                 last token. Or [batch, q_len, num_q_heads, head_dim]: those of its new tokens, in
-                the first rows of its q_len; what stands in the others is not read.
+                the first rows of its q_len; what stands in the others is not read. Or with q_indptr
+                [total, num_q_heads, head_dim].
+            q_indptr: [batch + 1], int32, as in decode_attention: which rows of q are whose; batch
+                may be the places of the step's sequences or more. `batch.q_indptr` says so of the
+                step's new tokens. What stands behind the last sequence's rows is not read. Its
+                values are read on the device, so a CUDA graph serves steps with any counts of
+                tokens up to the rows of q. Shared prefixes are not read once with it.
             variant: see AttentionVariant. A layer's own window needs none. Shared prefixes are not
                 read once there, nor with a window, ALiBi or key_bias, which count each sequence's
                 own positions; with a soft cap, score offsets or a tree only where shared_prefix is
@@ -760,7 +816,7 @@ class PagedBatch(StepBatch):
             sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
         Returns:
-            As decode_attention; zeros for places without a sequence, and rows without a new token.
+            As decode_attention; zeros for places without a sequence, and rows without a query.
 
         Raises:
             As decode_attention; ShapeError if there are fewer rows than sequences, or than new
@@ -768,12 +824,13 @@ class PagedBatch(StepBatch):
             and where it is known that the step's tokens were not appended to the layer.
         """
         options = sm_scale, num_splits, return_lse, backend
-        return self._attend(layer, q, None, variant, *options)
+        return self._attend(layer, q, q_indptr, None, variant, *options)
 
     def _attend(
         self,
         layer: int,
         q: torch.Tensor,
+        q_indptr: torch.Tensor | None,
         transformed: Transformed | None,
         variant: AttentionVariant | None,
         sm_scale: float | None,
@@ -782,20 +839,20 @@ class PagedBatch(StepBatch):
         backend: str | None,
     ) -> torch.Tensor | State:
         """Attend; transformed: q in the layer's basis, if an append has found it."""
-        parts, q_lens, fixed = self._seen_by(layer, q)
+        parts, q_lens, fixed = self._seen_by(layer, q, q_indptr)
         tensors, members = self._staged.tensors, None
         window = self.cache.windows[layer]
         if window is not None:
             variant = within(variant, window)
-        elif self._reads_once(fixed):
+        elif q_indptr is None and self._reads_once(fixed):
             if self.shared_prefix:
                 members = tensors["members"][: q.shape[0]] if is_shareable(variant) else None
             elif set(names_of(variant)) <= {"sink_logits"}:  # it pays by the plain kernels' times
                 members = tensors["members"][: self._num_members]
         basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
         segments, stored = parts.whole if members is None else parts.own, (basis, seq_lens)
-        options = sm_scale, num_splits, return_lse, q_lens, variant, backend
-        call = AttentionCall(q, segments, *options)
+        options = sm_scale, num_splits, return_lse, q_lens, variant, backend, q_indptr
+        call = AttentionCall(q, segments, *options, padded=True)
         if members is None:
             out, lse = attend(call, *stored, transformed)
         else:

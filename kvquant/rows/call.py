@@ -22,7 +22,8 @@ class AttentionCall(NamedTuple):
 
     Attributes:
         q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the queries
-            of each sequence's last tokens; float32, bfloat16 or float16.
+            of each sequence's last tokens, or with q_indptr [total, num_q_heads, head_dim];
+            float32, bfloat16 or float16.
         segments: rows to attend to, at least one segment; all have the same batch, number of KV
             heads and head dims. With several queries a sequence the segments are in the order of
             their tokens, but that the first Segment.sinks rows of a ring come before all others:
@@ -34,6 +35,9 @@ class AttentionCall(NamedTuple):
             all when None.
         variant: what the model changes in attention; None for plain attention.
         backend: "cpu", "cuda" or "reference"; by the device of q when None.
+        q_indptr: [batch + 1], int32: where the queries of each sequence begin among the rows of a
+            ragged q (see indptr.py); None for other queries.
+        padded: whether rows of a ragged q may stand behind the last sequence's.
     """
 
     q: torch.Tensor
@@ -44,6 +48,8 @@ class AttentionCall(NamedTuple):
     q_lens: torch.Tensor | None = None
     variant: AttentionVariant | None = None
     backend: str | None = None
+    q_indptr: torch.Tensor | None = None
+    padded: bool = False
 
 
 class LatentPrefix(NamedTuple):

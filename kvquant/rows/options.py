@@ -44,7 +44,7 @@ class RankOptions(_Options[Lse], total=False):
 
 
 class StepOptions(RankOptions[Lse], total=False):
-    """Of KVCache.step and PagedBatch.attend."""
+    """Of KVCache.step."""
 
     num_splits: int | None
 
@@ -56,7 +56,13 @@ class AttendOptions(StepOptions[Lse], total=False):
     in_step: bool
 
 
-class PagedStepOptions(StepOptions[Lse], total=False):
+class PagedAttendOptions(StepOptions[Lse], total=False):
+    """Of PagedBatch.attend."""
+
+    q_indptr: Maybe
+
+
+class PagedStepOptions(PagedAttendOptions[Lse], total=False):
     """Of PagedBatch.step."""
 
     rope: Rope | None
@@ -97,6 +103,7 @@ class RowOptions(TypedDict, Generic[Lse], total=False):
     v_format: Required[str | RowFormat]
     block_table: Maybe
     q_lens: Maybe
+    q_indptr: Maybe
     variant: AttentionVariant | None
     sm_scale: float | None
 

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, overload
 import torch
 
 from .arguments import check_flag, check_readable, check_scale
+from .call import AttentionCall
 from .format import RowFormat
+from .indptr import check_indptr_values
+from .ragged import attend_to_pieces
 from .segment import (
     Segment,
     check_q_len_values,
@@ -59,6 +62,7 @@ def reference_attention(
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = None,
     q_lens: torch.Tensor | None = None,
+    q_indptr: torch.Tensor | None = None,
     variant: AttentionVariant | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
@@ -67,7 +71,7 @@ def reference_attention(
 
     Args:
         q: [batch, num_q_heads, head_dim], any float dtype, or [batch, q_len, num_q_heads,
-            head_dim].
+            head_dim]; with q_indptr [total, num_q_heads, head_dim].
         k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8; with a block_table
             [num_pages, num_kv_heads, page_size, row bytes of k_format].
         v_rows: the same for V, with the row bytes of v_format.
@@ -76,6 +80,7 @@ def reference_attention(
         v_format: format of v_rows, or its short name (then of the head_dim of q).
         block_table: [batch, max_pages], int32: the pages of each sequence; None: no pages.
         q_lens: [batch], int32: queries of each sequence, as in decode_attention.
+        q_indptr: [batch + 1], int32: which rows of q are whose, as in decode_attention.
         variant: what the model changes in attention, see AttentionVariant; nothing when None.
         sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well.
@@ -100,19 +105,21 @@ def reference_attention(
     """
     check_flag("return_lse", return_lse)
     given = {"q": q, "k_rows": k_rows, "v_rows": v_rows, "seq_lens": seq_lens}
-    optional = {"block_table": block_table, "q_lens": q_lens}
+    optional = {"block_table": block_table, "q_lens": q_lens, "q_indptr": q_indptr}
     check_readable(**given, **{name: x for name, x in optional.items() if x is not None})
     rows = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
     segment = parse_formats(q, rows)
-    check_segments(q, [segment], q_lens)
+    check_segments(q, [segment], q_lens, q_indptr)
     check_segment_values([segment])
     if q_lens is not None:
         check_q_len_values(q, q_lens)
+    if q_indptr is not None:
+        check_indptr_values(q, q_indptr)
     if (variant := in_use(variant)) is not None:
-        check_variant(q, variant)
+        check_variant(q, variant, q_indptr)
         check_variant_values(q, [segment], q_lens, variant)
     scale = None if sm_scale is None else check_scale(sm_scale)
-    out, lse = reference_over_segments(q.detach(), [segment], scale, q_lens, variant)
+    out, lse = reference_over_segments(q.detach(), [segment], scale, q_lens, variant, q_indptr)
     return (out, lse) if return_lse else out
 
 
@@ -122,6 +129,7 @@ def reference_over_segments(
     sm_scale: float | None = None,
     q_lens: torch.Tensor | None = None,
     variant: AttentionVariant | None = None,
+    q_indptr: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the tokens of all segments as to one sequence; see reference_attention.
 
@@ -129,6 +137,13 @@ def reference_over_segments(
         out and lse, float64.
     """
     variant = variant or PLAIN
+    if q_indptr is not None:
+
+        def attend(one: AttentionCall) -> State:
+            return reference_over_segments(one.q, one.segments, sm_scale, None, one.variant)
+
+        call = AttentionCall(q, segments, variant=variant, q_indptr=q_indptr)
+        return attend_to_pieces(call, max(len(q), 1), attend, torch.float64)
     if q.ndim == 3:
         if variant.score_offsets is not None:
             variant = variant._replace(score_offsets=variant.score_offsets[:, None])

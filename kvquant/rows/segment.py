@@ -13,6 +13,7 @@ from ..errors import ConfigError, DeviceError, ShapeError, shown
 from .arguments import check_tensors
 from .bound import Bound
 from .format import RowFormat, check_head_dims
+from .indptr import check_indptr
 from .latent import LatentFormat
 from .quantize import check_rows, dequantize
 from .slots import Split
@@ -211,7 +212,10 @@ def _parts(segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_segments(
-    q: torch.Tensor, segments: Sequence[Segment], q_lens: torch.Tensor | None = None
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None = None,
+    q_indptr: torch.Tensor | None = None,
 ) -> None:
     """Raise unless queries can attend to the segments; the values in the tensors are not read.
 
@@ -229,7 +233,10 @@ def check_segments(
     shape = query_shape(q)
     batch, num_q_heads, head_dim = shape[0], shape[-2], shape[-1]
     device, int32, uint8 = q.device, torch.int32, torch.uint8
-    if q_lens is not None:
+    if q_indptr is not None:
+        check_indptr(q, q_indptr, q_lens)
+        batch = q_indptr.shape[0] - 1
+    elif q_lens is not None:
         _check_q_lens(q, q_lens)
     common = None  # num_kv_heads and head_dim of V, the same in all segments
     for segment in segments:
@@ -262,7 +269,7 @@ def check_segments(
         if starts is not None and (starts.dtype is not int32 or starts.shape != (rows_batch,)):
             _refuse_counts("starts", starts, rows_batch)
         if rows_batch != batch or num_kv_heads == 0 or num_q_heads % num_kv_heads:
-            _refuse_query(q, segment)
+            _refuse_query(q, segment, q_indptr)
         if k_format.head_dim != head_dim:
             raise ShapeError(f"q has head_dim {head_dim}, K has {k_format.head_dim}")
         if common is None:
@@ -297,7 +304,7 @@ def _check_q_lens(q: torch.Tensor, q_lens: torch.Tensor) -> None:
     if q.ndim != 4:
         raise ShapeError(
             f"q_lens are given with q {list(q.shape)}: they need q [batch, q_len, num_q_heads, "
-            "head_dim]"
+            "head_dim]. For q [total, num_q_heads, head_dim] give q_indptr"
         )
     check_counts("q_lens", q_lens, q)
 
@@ -355,16 +362,17 @@ def _refuse_counts(name: str, counts: torch.Tensor, batch: int) -> None:
     raise ShapeError(f"{name} is {list(counts.shape)}: it must be [{batch}], the batch")
 
 
-def _refuse_query(q: torch.Tensor, segment: Segment) -> None:
+def _refuse_query(q: torch.Tensor, segment: Segment, q_indptr: torch.Tensor | None) -> None:
     rows = f"rows {list(segment.k_rows.shape)}"
     if segment.block_table is not None:
         rows += f" with block_table {list(segment.block_table.shape)}"
     heads, how = segment.k_rows.shape[1], ""
     if q.ndim == 4 and heads and q.shape[2] % heads and not q.shape[1] % heads:
         how = ". q is [batch, q_len, num_q_heads, head_dim]: give q.transpose(1, 2)"
+    given = "" if q_indptr is None else f" with q_indptr [batch + 1] {list(q_indptr.shape)}"
     raise ShapeError(
-        f"q {list(q.shape)} does not fit {rows}: the batch must be the same and num_q_heads a "
-        f"multiple of num_kv_heads{how}"
+        f"q {list(q.shape)}{given} does not fit {rows}: the batch must be the same and num_q_heads "
+        f"a multiple of num_kv_heads{how}"
     )
 
 

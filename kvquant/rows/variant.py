@@ -12,6 +12,7 @@ import torch
 from .. import debug
 from ..errors import ConfigError, DeviceError, ShapeError, shown
 from .arguments import check_kind, check_readable, check_size, check_tensors
+from .indptr import sequences_of_rows
 from .segment import Segment
 
 MOST_TREE = 64  # queries of a sequence with a tree mask: a word of bits each
@@ -118,7 +119,9 @@ def within(variant: AttentionVariant | None, window: int) -> AttentionVariant:
     return variant._replace(window=shown)
 
 
-def check_variant(q: torch.Tensor, variant: AttentionVariant) -> None:
+def check_variant(
+    q: torch.Tensor, variant: AttentionVariant, q_indptr: torch.Tensor | None = None
+) -> None:
     """Raise unless queries, as check_segments has taken them, can attend so; the values in the
     tensors are not read.
 
@@ -136,6 +139,8 @@ def check_variant(q: torch.Tensor, variant: AttentionVariant) -> None:
     if variant.window is not None and not isinstance(variant.window, torch.SymInt):
         check_size("window", variant.window, at_least=1)  # the call has a number, a trace has none
     batch, heads = q.shape[0], q.shape[-2]
+    if q_indptr is not None:
+        batch = q_indptr.shape[0] - 1
     if variant.tree_mask is not None and (q.ndim != 4 or q.shape[1] > MOST_TREE):
         raise ShapeError(
             f"a tree_mask is given with q {list(q.shape)}: it needs q [batch, q_len, num_q_heads, "
@@ -213,19 +218,27 @@ def check_variant_values(
 
 
 def mark_unbiased(
-    out: torch.Tensor, lse: torch.Tensor | None, segments: Sequence[Segment], bias: torch.Tensor
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    segments: Sequence[Segment],
+    bias: torch.Tensor,
+    q_indptr: torch.Tensor | None = None,
 ) -> None:
     """Turn results of sequences with more tokens than biases into NaN; lengths are not read.
 
     Args:
-        out: [batch, ..., head_dim], changed in place.
+        out: [batch, ..., head_dim], or with q_indptr [total, ..., head_dim]; changed in place.
         lse: out without its last axis, changed in place.
         segments: all that was attended to.
         bias: key_bias of a variant.
+        q_indptr: of ragged queries.
     """
     if bias.shape[1] >= sum(segment.capacity for segment in segments):
         return
     too_long = torch.stack([segment.seq_lens for segment in segments]).sum(0) > bias.shape[1]
+    if q_indptr is not None:  # rows behind the last sequence's see nothing
+        too_long = torch.nn.functional.pad(too_long, (0, 1))
+        too_long = too_long[sequences_of_rows(q_indptr, len(out))]
     for found in (out, lse):
         if found is not None:
             found.masked_fill_(too_long.view(-1, *[1] * (found.ndim - 1)), torch.nan)

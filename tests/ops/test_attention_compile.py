@@ -239,7 +239,8 @@ def one_segment(return_lse: bool, pages: bool) -> tuple[Any, ...]:
     rows = paged(INT8) if pages else packed(3, 20, INT8)
     starts, table = (None, TABLE) if pages else (torch.full((3,), 5, dtype=torch.int32), None)
     fields = [[part] for part in (*rows, "int4-g4", "int8", starts, table, 0, None)]
-    options = (96, None, return_lse, None, "reference" if pages else None, None, *PLAIN)
+    backend = "reference" if pages else None
+    options = (96, None, return_lse, None, backend, None, None, False, *PLAIN)
     return (torch.randn(3, 4, 64), *fields, *options)
 
 
@@ -251,11 +252,11 @@ def two_segments(return_lse: bool, pages: bool) -> tuple[Any, ...]:
 
 
 def several_queries(return_lse: bool, pages: bool) -> tuple[Any, ...]:
-    _, *arguments = one_segment(return_lse, pages)[: -len(PLAIN) - 1]
+    _, *arguments = one_segment(return_lse, pages)[: -len(PLAIN) - 3]
     q_lens = torch.tensor([2, 0, 1], dtype=torch.int32)
     tree, key_bias = torch.ones(3, 2, 2, dtype=torch.bool), torch.zeros(3, 100)
     variant = 50.0, torch.ones(4), -torch.ones(4), 7, key_bias, tree, torch.ones(3, 2, 4)
-    return (torch.randn(3, 2, 4, 64), *arguments, q_lens, *variant)
+    return (torch.randn(3, 2, 4, 64), *arguments, q_lens, None, False, *variant)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of opcheck's own graphs

@@ -72,7 +72,7 @@ def make_variant(
         q_lens: [batch]: queries of each sequence.
     """
     made: dict[str, Any] = {}
-    batch, heads = q.shape[0], q.shape[-2]
+    batch, heads = len(segments[0].seq_lens), q.shape[-2]
     lens = torch.stack([segment.seq_lens for segment in segments]).sum(0)
     most = max(int(lens.max()), 1) if batch else 1
     random = {

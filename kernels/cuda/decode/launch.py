@@ -50,6 +50,7 @@ from .arrange import (
     packed_stride,
 )
 from .plan import Fit, Plan, fit, narrow, plan, shared_bytes, with_workers
+from .ragged import Cut, count_of_pieces, size_of_pieces
 from .spec import COMMON, HALF, POSITIONAL, QUERIES, SEGMENT, VARIANT, DecodeSpec
 from .tuned import Tuned, measured_plans
 
@@ -84,6 +85,8 @@ class Work:
         units: sequences times KV heads times blocks of columns that share one.
         order: the segments that have room, as indices, that of spec.first first.
         capacities: the most tokens that are attended to in each, in this order.
+        batch: sequences, or pieces of ragged queries (ragged.py).
+        q_len: queries of each, at most.
     """
 
     spec: DecodeSpec
@@ -91,6 +94,8 @@ class Work:
     units: int
     order: tuple[int, ...]
     capacities: tuple[int, ...]
+    batch: int
+    q_len: int
 
 
 def attend(call: AttentionCall, check: Check | None = None) -> State:
@@ -98,16 +103,17 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
 
     Args:
         call: its q is bfloat16 or float16. Of q_lens what is not within 0 to q_len counts as the
-            nearest that is. On the device tokens beyond the last one of key_bias have the bias of
-            that. Its backend is not looked at.
+            nearest that is; with a q_indptr that falls the results mean nothing. On the device
+            tokens beyond the last one of key_bias have the bias of that. Its backend is not looked
+            at.
         check: raises unless q can attend to the segments, and returns the call with formats in
             place of names; called only before a launch is prepared.
 
     Returns:
         out [batch, num_q_heads, head_dim of V], the dtype of q; lse [batch, num_q_heads], float32,
-        base e, or None. With q_len, both have it as their second axis; padding, and queries that
-        see no token, have zeros and -inf. NaN in a row of V reaches queries of its sequence that do
-        not see the row, too: they multiply it by 0.
+        base e, or None. With q_len, both have it as their second axis; with q_indptr their first is
+        that of q. Padding, and queries that see no token, have zeros and -inf. NaN in a row of V
+        reaches queries of its sequence that do not see the row, too: they multiply it by 0.
 
     Raises:
         ConfigError: q is float32, or rows are not aligned.
@@ -115,8 +121,8 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
         UnsupportedError: there is no kernel for these segments, or this GPU.
         DeviceError: CUDA refuses the launch.
     """
-    q, segments, _, num_splits, _, q_lens, variant, _ = call
-    index, address = q.get_device(), q.data_ptr()
+    q, segments, _, num_splits, _, q_lens, variant, *_ = call
+    index, address, q_indptr = q.get_device(), q.data_ptr(), call.q_indptr
     # all that the check and the launch depend on, beside the segments
     key: Hashable = (
         q.shape,
@@ -128,6 +134,7 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
         num_splits,
         q_lens if q_lens is None else _facts(q_lens),
         variant and _facts_of_variant(variant),
+        q_indptr if q_indptr is None else _facts(q_indptr),
     )
     bound = segments.bound if type(segments) is FixedSegments and _override is USUAL else None
     launch: Launch | Nothing | None = None if bound is None else bound.get(key)
@@ -206,16 +213,16 @@ def _facts_of_variant(variant: AttentionVariant) -> Hashable:
 
 def describe(call: AttentionCall, without: str = "") -> Work:
     """What a call with work to do asks for, as plan.candidates wants it; errors as of attend."""
-    q, segments, _, _, _, q_lens, variant, _ = call
+    q, segments, _, _, _, q_lens, variant, *_ = call
     if q.dtype not in CODECS:
         raise ConfigError(f"q is {q.dtype}: on CUDA use bfloat16 or float16")
     if q_lens is not None and q.ndim != 4:
         raise ShapeError(
             f"q_lens with q {list(q.shape)}: q must be [batch, q_len, num_q_heads, head_dim]"
         )
-    batch, q_len, num_q_heads, _ = _four_axes(q).shape
+    batch, q_len, num_q_heads, _ = _four_axes(call).shape
     num_kv_heads = segments[0].k_rows.shape[1]
-    count = num_q_heads // num_kv_heads * q_len
+    ratio = num_q_heads // num_kv_heads
     gpu = gpu_of(q.get_device())
     names, window = names_of(variant), MOST_TOKENS
     if variant is not None and variant.window is not None:
@@ -226,13 +233,25 @@ def describe(call: AttentionCall, without: str = "") -> Work:
         raise ShapeError(
             f"key_bias is {list(variant.key_bias.shape)}: on CUDA it must hold a token at least"
         )
+    ragged = call.q_indptr is not None
     # else the one query sees all, wherever it is
-    causal = q_len > 1 or q_lens is not None or not POSITIONAL.isdisjoint(names)
+    causal = q_len > 1 or ragged or q_lens is not None or not POSITIONAL.isdisjoint(names)
     order = arrange_in_order(segments) if causal else arrange(segments)
     ordered = [segments[i] for i in order]
+    if ragged:
+        formats = [fmt for one in ordered for fmt in (one.k_format, one.v_format)]
+        batch = len(segments[0].seq_lens)
+        q_len = size_of_pieces(q.shape[0], batch, ratio, formats)
+        batch = count_of_pieces(q.shape[0], batch, q_len)
+    count = ratio * q_len
     spec = make_spec(ordered, CODECS[q.dtype], count, without, causal=causal, variant=names)
-    spec = narrow(spec, gpu)
+    spec = narrow(replace(spec, ragged=ragged), gpu)
     columns = num_kv_heads * -(-count // spec.block_columns)
+    if ragged and batch > MOST_BLOCKS:
+        raise UnsupportedError(
+            f"{q.shape[0]} ragged queries in pieces of {q_len} are too many for one launch: at "
+            f"most {MOST_BLOCKS} pieces. Cut the batch"
+        )
     if batch > MOST_BLOCKS or columns > MOST_BLOCKS:
         queries = f" and {q_len} queries a sequence" if q.ndim == 4 else ""
         raise UnsupportedError(
@@ -244,11 +263,14 @@ def describe(call: AttentionCall, without: str = "") -> Work:
         spec = replace(spec, overlapped=True)
     most = window + q_len + HALF  # rows of a segment that are in a window, or read with them
     capacities = tuple(min(segments[i].capacity, most) for i in order)
-    return Work(spec, gpu, batch * columns, order, capacities)
+    return Work(spec, gpu, batch * columns, order, capacities, batch, q_len)
 
 
-def _four_axes(q: torch.Tensor) -> torch.Tensor:
-    """A query with an axis of queries."""
+def _four_axes(call: AttentionCall) -> torch.Tensor:
+    """Queries with an axis of them; ragged ones as those of one sequence."""
+    q = call.q
+    if call.q_indptr is not None:
+        return q[None]
     return q if q.ndim == 4 else q[:, None]
 
 
@@ -285,10 +307,11 @@ class Launch:
         shared: int,
         most_parts: int,
         workspaces: Workspaces,
+        cut: Cut | None = None,
     ) -> None:
         q, segments, variant = call.q, call.segments, call.variant
-        queries = _four_axes(q)
-        batch, q_len, num_q_heads, head_dim = queries.shape
+        queries, batch, q_len = _four_axes(call), work.batch, work.q_len
+        num_q_heads, head_dim = q.shape[-2:]
         num_kv_heads = segments[0].k_rows.shape[1]
         ratio = num_q_heads // num_kv_heads
         head_blocks = -(-ratio * q_len // work.spec.block_columns)
@@ -297,7 +320,7 @@ class Launch:
         places = work.units * parts
         if workers:
             places = max(places, workers + work.units * work.spec.segments)
-        self._index = q.get_device()
+        self._index, self._cut = q.get_device(), cut
         self._scale = head_dim**-0.5 * LOG2_E
         shape = *q.shape[:-1], v_dim
         contiguous = tuple(math.prod(shape[i:]) for i in range(1, len(shape) + 1))
@@ -344,7 +367,7 @@ class Launch:
 
     def __call__(self, call: AttentionCall, address: int, addresses: Sequence[Addresses]) -> State:
         """Launch on the current stream of the current device, which is that of q."""
-        q, segments, sm_scale, _, want_lse, q_lens, variant, _ = call
+        q, segments, sm_scale, _, want_lse, q_lens, variant, *_ = call
         out = empty_strided(*self._out)
         lse, lse_address = None, 0
         if want_lse:
@@ -370,6 +393,8 @@ class Launch:
         kept: list[torch.Tensor | None] = []  # copies, until the launch is enqueued
         if self._axis is not None:
             numbers = pack_counts(q_lens)
+            if self._cut is not None and call.q_indptr is not None:
+                numbers = self._cut(call.q_indptr)
             kept.append(numbers)
             values += (0 if numbers is None else numbers.data_ptr(), self._axis)
         for name, constants in self._variant:
@@ -413,7 +438,8 @@ class Nothing:
 
 def _prepare(call: AttentionCall) -> Launch | Nothing:
     q, segments, num_splits = call.q, call.segments, call.num_splits
-    if q.dtype in CODECS and not (q.numel() and any(one.capacity for one in segments)):
+    batch = len(segments[0].seq_lens)
+    if q.dtype in CODECS and not (q.numel() and batch and any(one.capacity for one in segments)):
         return Nothing((*q.shape[:-1], segments[0].v_format.head_dim))
     chosen, without = _override
     work = describe(call, without)
@@ -425,18 +451,20 @@ def _prepare(call: AttentionCall) -> Launch | Nothing:
         num_splits=num_splits,
         rows=_measured_plans(),
     )
-    device = q.get_device()
+    device, cut = q.get_device(), None
+    if call.q_indptr is not None:
+        cut = Cut(device, q.shape[0], batch, work.q_len, work.batch)
     kernel, fitted = _load(work, chosen or choose(work.spec), device)
     while chosen is None and not fitted.blocks:  # it takes more registers than was thought
         smaller = choose(fitted.spec, registers=kernel.registers)
         kernel, fitted = _load(work, smaller, device)
     if chosen is None:
         chosen = choose(fitted.spec, registers=kernel.registers)
-        if num_splits is None and len(q) > 1:  # lengths may differ
+        if num_splits is None and work.batch > 1:  # lengths may differ
             chosen = with_workers(chosen, fitted, work.units, work.capacities)
     shared = shared_bytes(fitted, work.units, chosen.splits)
     spaces = workspaces_of(q.device)
-    return Launch(call, work, chosen, kernel, shared, fitted.most_parts, spaces)
+    return Launch(call, work, chosen, kernel, shared, fitted.most_parts, spaces, cut)
 
 
 def _numbers_of(name: str, variant: AttentionVariant | None) -> tuple[float, ...]:

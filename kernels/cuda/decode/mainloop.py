@@ -42,7 +42,7 @@ from ..device.row_layout import operand_of
 from .accumulators import make_add_promoted, make_promote
 from .combine import make_combine_warps
 from .copies import make_clear_row, make_copy, make_locate, make_realign
-from .positions import make_count
+from .positions import make_count, make_piece_of
 from .queries import make_mask, make_references, make_see
 from .scores import make_load_query, make_scores
 from .spec import FIELD, PROMOTION_INTERVAL, TILE, QueryWords
@@ -102,6 +102,7 @@ def make_attend(spec, path, keep, recall):
     realign_v = make_realign(v, path.place)
     load_query = make_load_query(k, spec)
     count, see = make_count(spec), make_see(spec, path)
+    piece_of = make_piece_of(spec)
     start_references, mask_scores = make_references(spec), make_mask(spec, path)
     CHANGES = spec.changes_scores
     keep_changes, load_biases = make_keep_changes(spec), make_load_biases(spec, path)
@@ -123,15 +124,16 @@ def make_attend(spec, path, keep, recall):
         warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # tells ptxas it is uniform
         index = segment[INDEX]
         counts = count(common, segments, b)
+        sequence = piece_of(common, b)[0]
         start = int32(0)
-        outer = uint64(b)
+        outer = uint64(sequence)
         if PAGED:
-            index += uint64(4) * uint64(b) * uint64(segment[TABLE_STRIDE])
+            index += uint64(4) * uint64(sequence) * uint64(segment[TABLE_STRIDE])
             outer = uint64(0)
         if RING and index != uint64(0):
-            start = int32(load_global_u32(index + uint64(4) * uint64(b)))
+            start = int32(load_global_u32(index + uint64(4) * uint64(sequence)))
         if RING and segment[SEQ_SLOTS] != uint64(0):
-            outer = uint64(load_global_u32(segment[SEQ_SLOTS] + uint64(4) * uint64(b)))
+            outer = uint64(load_global_u32(segment[SEQ_SLOTS] + uint64(4) * uint64(sequence)))
         shift = segment[PAGE_SHIFT]
         mask = int32((int32(1) << shift) - int32(1))
         around = (start, segment[SINKS], segment[RING_ROWS], segment[CAPACITY])
@@ -231,7 +233,7 @@ def make_attend(spec, path, keep, recall):
                 k_rows = scratch
                 cuda.syncwarp()
             biases = cuda.local.array(4, float32)
-            load_biases(biases, common, b, first, end, lane, counts)
+            load_biases(biases, common, sequence, first, end, lane, counts)
             scores = cuda.local.array(SCORES, float32)
             scores_of(scores, k_rows, lane, fragments)
             change_scores(scores, factors, biases, first, lane, results[0], common, counts)

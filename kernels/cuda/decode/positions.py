@@ -9,14 +9,17 @@ of all segments from 0. So the tokens before a position are the first rows of ea
     position     0 1   2 3 4 5 6   7 8                         first: 2 rows, second: 2 rows
                  sinks first       second
 
+The queries of a piece (ragged.py) are the last ones of its sequence without the tokens of the
+queries behind it: all counts are of that shorter sequence.
+
 With a window a query sees no token that is `window` positions before its own, or more. What all
 queries of a sequence see begins where the first one's window does; tiles before that are no work.
 """
 
-from numba import int32, uint64
+from numba import int32, uint32, uint64
 
 from ..device.jit import device_function
-from ..device.ptx import load_global_u32
+from ..device.ptx import load_global_u32, load_global_u32x4
 from .spec import FIELD, HALF
 
 SEQ_LENS, CAPACITY, SPLITS, SINKS = (
@@ -33,10 +36,27 @@ def length_of(segment, b):
     return int32(max(min(length, segment[CAPACITY]), int32(0)))
 
 
+def make_piece_of(spec):
+    """Make the function that loads a piece: its sequence, its first row of q, its queries, and
+    those behind it; without pieces there is only the sequence itself."""
+    PIECES, RAGGED = spec.places.get("q_lens", 0), spec.ragged
+
+    @device_function
+    def whole(common, b):
+        return uint32(b), uint32(0), uint32(0), uint32(0)
+
+    @device_function
+    def piece(common, b):
+        return load_global_u32x4(common[PIECES] + uint64(16) * uint64(b))
+
+    return piece if RAGGED else whole
+
+
 def make_count(spec):
     """Make the function that loads how many queries and tokens a sequence has: queries, rows of
     the first segment, of the second, and of that without sinks."""
-    TWO, CAUSAL = spec.segments > 1, spec.causal
+    TWO, CAUSAL, RAGGED = spec.segments > 1, spec.causal, spec.ragged
+    piece_of = make_piece_of(spec)
     Q_LENS, Q_LEN = spec.places.get("q_lens", 0), spec.places.get("q_len", 0)
 
     @device_function
@@ -57,6 +77,27 @@ def make_count(spec):
             recent = int32(max(int32(second - segments[1][SINKS]), int32(0)))
         return number, first, second, recent
 
+    @device_function
+    def count_piece(common, segments, b):
+        sequence, _, number, behind = piece_of(common, b)
+        hidden = int32(behind)
+        first = length_of(segments[0], sequence)
+        second = int32(0)
+        recent = int32(0)
+        if TWO:
+            second = length_of(segments[1], sequence)
+            recent = int32(max(int32(second - segments[1][SINKS]), int32(0)))
+            less = int32(min(hidden, recent))
+            second, recent = int32(second - less), int32(recent - less)
+            hidden = int32(hidden - less)
+        less = int32(min(hidden, first))
+        first = int32(first - less)
+        if TWO:
+            second = int32(max(int32(second - int32(hidden - less)), recent))
+        return int32(number), first, second, recent
+
+    if RAGGED:
+        return count_piece
     return count if CAUSAL else count_nothing
 
 
@@ -97,7 +138,7 @@ def make_position_of(is_first):
 def make_extent(spec, which):
     """Make two functions of the rows of a segment that the queries of a sequence see: the first of
     them, rounded down to a half of a tile, and how many there are."""
-    WINDOW, WHICH = spec.places.get("window", 0), which
+    WINDOW, WHICH, RAGGED = spec.places.get("window", 0), which, spec.ragged
     count, rows_before = make_count(spec), make_rows_before(which == 0)
 
     @device_function
@@ -109,6 +150,14 @@ def make_extent(spec, which):
         return length_of(segments[WHICH], b)
 
     @device_function
+    def rows_of_piece(common, segments, b):
+        if WHICH == 2:  # there are two segments
+            return int32(0)
+        return count(common, segments, b)[WHICH + 1]
+
+    every = rows_of_piece if RAGGED else all_rows
+
+    @device_function
     def first_in_window(common, segments, b):
         counts = count(common, segments, b)
         number, first, second, _ = counts
@@ -118,6 +167,6 @@ def make_extent(spec, which):
     @device_function
     def rows_in_window(common, segments, b):
         before = first_in_window(common, segments, b)
-        return int32(max(int32(length_of(segments[WHICH], b) - before), int32(0)))
+        return int32(max(int32(every(common, segments, b) - before), int32(0)))
 
-    return (first_in_window, rows_in_window) if WINDOW else (row_0, all_rows)
+    return (first_in_window, rows_in_window) if WINDOW else (row_0, every)

@@ -18,6 +18,9 @@ hidden from any column are masked, each column for itself; all others cost what 
 query. What the columns of a warp see waits in its shared memory: in registers it would cost a block
 its place on the SM.
 
+Ragged queries come in pieces (ragged.py): a piece has a row of q where it begins, and no padding:
+the rows behind its queries are those of others.
+
 A column of padding has a query of zeros, and counts from so high a reference that every P is 0.
 """
 
@@ -30,7 +33,7 @@ from ..device.ptx import (
     store_shared_u32,
     word_from_lane,
 )
-from .positions import make_position_of, make_rows_before
+from .positions import make_piece_of, make_position_of, make_rows_before
 from .spec import COMMON, QUERIES, TILE
 
 NEVER, LOWEST = -3e38, -1e30  # score of a row that is not there; maximum of no rows
@@ -47,7 +50,7 @@ COUNT_MASK, BLOCK_SHIFT = 0xFF, 16
 def make_columns_of(spec):
     """Make the function that gives the columns of a unit, as `attend` takes them (mainloop.py);
     the row of out that the first belongs to; and a word of them, for make_row_of."""
-    COLUMNS = spec.block_columns
+    COLUMNS, piece_of = spec.block_columns, make_piece_of(spec)
 
     @device_function
     def blocks_of(column, head_blocks):
@@ -80,6 +83,23 @@ def make_columns_of(spec):
         row = uint32(uint32(uint32(b * uint32(q_len)) * uint32(common[HEADS])) + uint32(query_head))
         return rows, row, uint32(count | uint32(uint32(block) << uint32(BLOCK_SHIFT)))
 
+    @device_function
+    def columns_of_piece(common, segments, b, column):
+        ratio = common[RATIO]
+        kv_head, block = blocks_of(column, common[HEAD_BLOCKS])
+        first = int32(block * int32(COLUMNS))
+        query_head = int32(kv_head * ratio)
+        _, start, number, _ = piece_of(common, b)
+        count = uint32(max(min(int32(COLUMNS), int32(ratio * int32(number)) - first), int32(0)))
+        query = common[Q] + uint64(start) * common[OF_QUERY]
+        query += uint64(query_head) * common[OF_HEAD]
+        lie = (common[OF_HEAD], common[OF_QUERY], uint32(first), uint32(ratio))
+        rows = (int32(b), kv_head, query, lie, count, common[SCALE])
+        row = uint32(uint32(start * uint32(common[HEADS])) + uint32(query_head))
+        return rows, row, uint32(count | uint32(uint32(block) << uint32(BLOCK_SHIFT)))
+
+    if spec.ragged:
+        return columns_of_piece
     return columns_of_unit if spec.causal else heads_of_unit
 
 

@@ -46,7 +46,9 @@ COMMON: Table = (
 # of a kernel with several queries a sequence, behind those: q is [batch, q_len, num_q_heads,
 # head_dim], out and lse have its axis of queries
 QUERIES: Table = (
-    ("q_lens", "P"),  # [batch], int32: queries of each sequence; 0: q_len of all
+    # [batch], int32: queries of each sequence; 0: q_len of all. Of ragged queries the pieces, which
+    # stand for sequences (ragged.py)
+    ("q_lens", "P"),
     ("q_stride_query", "Q"),  # bytes
     ("q_len", "i"),
 )
@@ -152,6 +154,8 @@ class DecodeSpec(Spec):
         causal: whether a sequence has several queries, those of its last tokens, each of which sees
             the tokens up to its own (queries.py).
         variant: the fields of AttentionVariant in use, sorted (variant.py).
+        ragged: whether q, out and lse are [total, num_q_heads, ...], and pieces stand for sequences
+            (ragged.py); such a kernel is causal.
     """
 
     first: Path
@@ -165,6 +169,7 @@ class DecodeSpec(Spec):
     overlapped: bool = False
     causal: bool = False
     variant: tuple[str, ...] = ()
+    ragged: bool = False
 
     kernel = "decode.kernel.make_decode_kernel"
 

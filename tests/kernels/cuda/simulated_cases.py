@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -56,6 +57,8 @@ class Case:
         want_lse: whether the kernel writes the lse.
         q_len: queries of each sequence; 0: one, and q without an axis of them.
         q_lens: of each sequence, less than that; None: all.
+        ragged: q is [total, ...]: q_lens of each sequence, one behind another.
+        rest: rows of a ragged q behind them.
         variant: fields of AttentionVariant, each with its value or, of a tensor, a random one;
             pages before a window are not to be looked up.
     """
@@ -86,6 +89,8 @@ class Case:
     sharers: int = 1
     q_len: int = 0
     q_lens: Sequence[int] | None = None
+    ragged: bool = False
+    rest: int = 0
     variant: dict[str, Any] = field(default_factory=dict)
 
 
@@ -96,25 +101,31 @@ def run_case(name: str, case: Case) -> dict[str, float]:
     plain, segments = make_segments(case)
     dtype = DTYPES[case.query]
     around = torch.full((batch, num_q_heads + 2, dim), torch.nan, dtype=dtype)
-    if case.q_len:
+    q_lens = q_indptr = None
+    if case.ragged:
+        assert case.q_lens is not None
+        q_indptr = torch.tensor([0, *accumulate(case.q_lens)], dtype=torch.int32)
+        around = around[:1].repeat(sum(case.q_lens) + case.rest, 1, 1)
+    elif case.q_len:
         around = around[:, None].repeat(1, case.q_len, 1, 1)
     q = around[..., 1:-1, :]
     q.copy_(torch.randn(q.shape) * case.q_scale)
-    q_lens = None
-    if case.q_len:
+    if case.ragged and case.rest:
+        q[-case.rest :] = torch.nan
+    elif case.q_len:
         q_lens = torch.tensor(case.q_lens or [case.q_len] * batch, dtype=torch.int32)
         q[torch.arange(case.q_len) >= q_lens[:, None]] = torch.nan
     variant = make_variant(case.variant, q, plain, q_lens)
-    expected, expected_lse = reference_over_segments(q, plain, None, q_lens, variant)
+    expected, expected_lse = reference_over_segments(q, plain, None, q_lens, variant, q_indptr)
 
     def with_columns(spec: DecodeSpec, gpu: GPU) -> DecodeSpec:
         return replace(spec, columns=case.columns, sharers=case.sharers)
 
     splits = tuple(n for n in case.splits if n)
     chosen = Plan(splits, case.warps, case.stages, case.workers)
-    call = AttentionCall(
-        q, segments, None, None, case.want_lse, q_lens if case.q_lens else None, variant
-    )
+    q_lens = q_lens if case.q_lens else None
+    call = AttentionCall(q, segments, None, None, case.want_lse, q_lens, variant)
+    call = call._replace(q_indptr=q_indptr)
     outs = []
     meet = sum(splits) > 1 or case.workers > 0  # blocks that take parts of one sequence
     for backwards in orders_of(name, both=meet):

@@ -47,8 +47,8 @@ CUBIN = Cubin("decode", b"\x7fELF machine\ncode", Report(130, 0))
 def make_spec(text: str) -> DecodeSpec:
     """A kernel of a short description: "K[/V] [head_dim] [word ...]"; the words are "fp16" (the
     query), "paged", "ring", "strided", "segments" (bf16 sinks and a ring), "71:1" (query heads on a
-    KV head), "queries" (several a sequence, so many columns), the fields of a variant and
-    "without=..."."""
+    KV head), "queries" (several a sequence, so many columns), "pieces" (of ragged queries), the
+    fields of a variant and "without=..."."""
     formats, *words = text.split()
     head_dim = next((int(word) for word in words if word.isdecimal()), 128)
     k_name, _, v_name = formats.partition("/")
@@ -67,8 +67,9 @@ def make_spec(text: str) -> DecodeSpec:
         without=without.replace("_", " "),
         columns=columns,
         sharers=sharers,
-        causal="queries" in words or bool(POSITIONAL & {*variant}),
+        causal=bool({"queries", "pieces"} & {*words} or POSITIONAL & {*variant}),
         variant=variant,
+        ragged="pieces" in words,
     )
 
 
@@ -88,6 +89,8 @@ SOME = (
     (f"int4-g4 16:1 segments paged queries {EVERY_FIELD}", "sm_90"),
     (f"int4-g4 16:1 segments paged queries {EVERY_FIELD}", "sm_80"),
     ("int4-g4 8:1 segments sink_logits window", "sm_80"),
+    ("int4-g4 36:1 segments paged pieces", "sm_90"),
+    ("int4 16:1 segments paged pieces sink_logits window", "sm_80"),
 )
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [
@@ -103,6 +106,7 @@ ALL = [
     *(f"{name} 64:1 {head_dim}" for name in ("int4", "int4-g8", "bf16") for head_dim in (64, 256)),
     *(f"{name} {ratio}:1 queries" for name in FORMATS for ratio in (8, 16, 64)),
     *(f"{name} {ratio}:1 segments paged queries" for name in FORMATS for ratio in (8, 16, 64)),
+    *(f"{name} {ratio}:1 segments paged pieces" for name in FORMATS for ratio in (8, 16, 64)),
     *(f"{name} 8:1 segments {field}" for name in ("int4-g4", "bf16") for field in VARIANT),
     *(f"{name} {ratio}:1 segments queries {EVERY_FIELD}" for name in FORMATS for ratio in (8, 64)),
     *(f"{name} 256 paged {EVERY_FIELD}" for name in ("int4", "int4-g8", "bf16")),

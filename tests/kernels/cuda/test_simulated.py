@@ -181,6 +181,33 @@ QUERIES: dict[str, dict[str, Any]] = {
     "without V prefetch": {"q_len": 2, "lens": [34], "columns": 16, "without": "V prefetch"},
 }
 CASES |= {f"queries, {name}": case for name, case in QUERIES.items()}
+# ragged queries (ragged.py): q is [total, ...], and a piece stands for a sequence
+PIECES: dict[str, dict[str, Any]] = {
+    "chunks and single ones": of(
+        "heads=[4,2] columns=16 lens=[40,66,31,0,33] q_lens=[9,1,0,2,1] rest=3"
+    ),
+    "one of each": of("k=int4 heads=[8,1] lens=[33,0,70] q_lens=[1,1,1]"),
+    "a chunk of a whole prompt": of("heads=[2,1] lens=[35,3] q_lens=[35,5] columns=16"),
+    "fp16 query": of("heads=[4,1] k=bf16 query=fp16 lens=[33,70] q_lens=[5,1]"),
+    "pages": of("heads=[8,2] k=int4 place=paged lens=[17,49,64,0] q_lens=[7,1,2,0] rest=2"),
+    "a ring": of("heads=[2,1] place=ring sinks=4 seated=True lens=[3,5,33,66] q_lens=[5,3,9,0]"),
+    "sinks and recent rows": of(
+        "heads=[1,1] exact=bf16 sinks=4 seated=True lens=[70,0,2,33,1] "
+        "exact_lens=[[36,3,6,4,7],[]] q_lens=[50,4,9,0,3] splits=[2,1,0]"
+    ),
+    "sinks and recent rows after pages": of(
+        "heads=[8,1] columns=16 place=paged exact=fp16 sinks=2 lens=[33,16,0] "
+        "exact_lens=[[2,12,1],[]] q_lens=[6,14,1] splits=[1,1,0] warps=2"
+    ),
+    "splits": of("heads=[4,2] lens=[0,2,33,97] q_lens=[2,2,1,6] splits=[3] rest=1"),
+    "balanced": of("heads=[4,2] columns=16 lens=[300,0,1,40,33] q_lens=[1,2,3,9,0] workers=4"),
+    "warps that share a ring": of(
+        "heads=[7,1] columns=16 sharers=3 warps=3 lens=[34,3] q_lens=[12,1]"
+    ),
+    "blocks that share a KV head": of("k=int4 heads=[20,1] lens=[37,2] q_lens=[3,1] splits=[2]"),
+    "no lse": of("heads=[4,1] want_lse=False lens=[0,1,33] q_lens=[2,1,4] splits=[2] rest=1"),
+}
+CASES |= {f"pieces, {name}": {**case, "ragged": True} for name, case in PIECES.items()}
 # variants (variant.py): the tensors of a field that is True are random
 TREE = {"q_len": 4, "q_lens": [4, 2, 0, 4, 3, 4], "lens": [33, 1, 40, 66, 0, 2]}
 ALL = dict.fromkeys(
@@ -251,6 +278,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "warps that share a ring": QUERIES["warps that share a ring"]
     | {"q_lens": None, "variant": ALL},
+    "pieces": PIECES["sinks and recent rows"]
+    | {"q_lens": [5, 2, 1, 0, 3], "heads": [4, 1], "ragged": True, "rest": 1, "variant": LINEAR},
+    "a window of pieces": PIECES["pages"] | {"ragged": True, "variant": {"window": 5}},
 }
 CASES |= {f"variant, {name}": case for name, case in VARIANTS.items()}
 for technique in TECHNIQUES:

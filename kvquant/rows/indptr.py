@@ -1,0 +1,91 @@
+"""q_indptr: which rows of ragged queries are whose.
+
+    q_indptr  0 3 3 4 6    sequence 0 has rows 0 to 2 of q, 1 none, 2 row 3, 3 rows 4 and 5
+
+q is [total, num_q_heads, head_dim], and the queries of a sequence are those of its last tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import debug
+from ..errors import ConfigError, DeviceError, ShapeError
+from .arguments import check_tensors
+
+
+def check_indptr(
+    q: torch.Tensor, q_indptr: torch.Tensor, q_lens: torch.Tensor | None = None
+) -> None:
+    """Raise unless q_indptr may say which rows of q are whose; its values are not read."""
+    check_tensors(q_indptr=q_indptr)
+    if q.ndim != 3:
+        raise ShapeError(
+            f"q_indptr is given with q {list(q.shape)}: it needs q [total, num_q_heads, head_dim], "
+            "the queries of all sequences one behind another"
+        )
+    if q_lens is not None:
+        raise ShapeError(
+            "q_lens and q_indptr are both given: use q_indptr with q [total, num_q_heads, "
+            "head_dim], q_lens with q [batch, q_len, num_q_heads, head_dim]"
+        )
+    if q_indptr.dtype is not torch.int32:
+        raise ConfigError(f"q_indptr is {q_indptr.dtype}: use int32")
+    if q_indptr.ndim != 1 or not q_indptr.shape[0]:
+        raise ShapeError(f"q_indptr is {list(q_indptr.shape)}: it must be [batch + 1]")
+    if q_indptr.device != q.device:
+        raise DeviceError(f"q is on {q.device}, q_indptr on {q_indptr.device}")
+
+
+def check_indptr_values(q: torch.Tensor, q_indptr: torch.Tensor, *, padded: bool = False) -> None:
+    """Raise ShapeError unless q_indptr goes from 0 up to the rows of q, and never down.
+
+    As check_segment_values, not while a CUDA graph is captured.
+
+    Args:
+        q: [total, num_q_heads, head_dim].
+        q_indptr: [batch + 1], int32.
+        padded: whether rows of q may stand behind the last sequence's.
+    """
+    if debug.is_recorded(q_indptr):
+        return
+    starts, total = q_indptr.cpu().numpy(), q.shape[0]
+    if starts[0] != 0:
+        raise ShapeError(f"q_indptr begins with {starts[0]}: it must begin with 0")
+    falls = starts[1:] < starts[:-1]
+    if falls.any():
+        at = int(falls.argmax())
+        raise ShapeError(
+            f"q_indptr falls from {starts[at]} to {starts[at + 1]} at sequence {at}: each entry "
+            "must be the one before it or more, a sequence has the rows from one to the next"
+        )
+    if starts[-1] != total and not (padded and starts[-1] < total):
+        how = "no more" if padded else "that; rows of padding may belong to a sequence of 0 tokens"
+        raise ShapeError(
+            f"q_indptr ends with {starts[-1]}, and q has {total} rows: it must end with {how}"
+        )
+
+
+def sequences_of_rows(q_indptr: torch.Tensor, total: int) -> torch.Tensor:
+    """The sequence of each row of q, [total], int64; the number of sequences behind the last one's
+    rows."""
+    row = torch.arange(total, dtype=torch.int32, device=q_indptr.device)
+    return torch.searchsorted(q_indptr[1:].contiguous(), row, right=True)
+
+
+def visible_to_rows(seq_lens: torch.Tensor, q_indptr: torch.Tensor, total: int) -> torch.Tensor:
+    """How many tokens of its sequence each row of q sees: the first ones, up to its own.
+
+    Args:
+        seq_lens: [batch], int32: tokens of each sequence, in all segments.
+        q_indptr: [batch + 1], int32.
+        total: rows of q.
+
+    Returns:
+        [total], int32; 0 for rows behind the last sequence's, and for queries that would come
+        before the first token.
+    """
+    sequence = sequences_of_rows(q_indptr, total)
+    before_first = torch.nn.functional.pad(seq_lens - q_indptr[1:], (0, 1), value=-(1 << 30))
+    row = torch.arange(total, dtype=torch.int32, device=q_indptr.device)
+    return (before_first[sequence] + row + 1).clamp(min=0)

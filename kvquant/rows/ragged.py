@@ -1,0 +1,118 @@
+"""Ragged queries in pieces, which kernels for padded queries take.
+
+A piece is some consecutive queries of one sequence. The queries behind them are those of the last
+tokens, which the piece does not see: so it attends as the last queries of a shorter sequence.
+
+    5 queries, the last tokens of 9    0 1 2 3 4    pieces of 2: 2 of 6 tokens, 2 of 8, 1 of 9
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .call import AttentionCall
+from .segment import Numbers, Segment, rows_before
+
+State = tuple[torch.Tensor, torch.Tensor]
+
+
+class Pieces(NamedTuple):
+    """Pieces of ragged queries; [number of pieces] each, int64.
+
+    Attributes:
+        sequences: whose queries.
+        firsts: the first row of q.
+        counts: queries.
+        behind: queries of the sequence behind the piece.
+    """
+
+    sequences: Numbers
+    firsts: Numbers
+    counts: Numbers
+    behind: Numbers
+
+
+def pieces_of(starts: Numbers, most: int) -> Pieces:
+    """Cut queries into pieces.
+
+    Args:
+        starts: q_indptr, on the host.
+        most: queries of a piece; the last one of a sequence may have fewer.
+    """
+    starts = starts.astype(np.int64)
+    numbers = -(-np.diff(starts) // most)
+    sequences = np.arange(len(numbers)).repeat(numbers)
+    place = np.arange(len(sequences)) - (numbers.cumsum() - numbers)[sequences]
+    firsts = starts[sequences] + place * most
+    left = starts[sequences + 1] - firsts
+    counts = left.clip(max=most)
+    return Pieces(sequences, firsts, counts, left - counts)
+
+
+def attend_to_pieces(
+    call: AttentionCall,
+    most: int,
+    attend: Callable[[AttentionCall], State],
+    dtype: torch.dtype = torch.float32,
+) -> State:
+    """Attend with ragged queries by calls of padded ones: the pieces of one length make a call, so
+    that no query is padded.
+
+    Args:
+        call: of ragged queries, checked; q_indptr is read.
+        most: queries of a piece.
+        attend: takes q [batch, q_len, num_q_heads, head_dim]; gives out and lse.
+        dtype: of out and lse.
+
+    Returns:
+        out [total, num_q_heads, head_dim of V] and lse [total, num_q_heads]; rows behind the last
+        sequence's are 0 and -inf.
+    """
+    q, segments, variant = call.q, call.segments, call.variant
+    assert call.q_indptr is not None
+    out = q.new_zeros(*q.shape[:-1], segments[0].v_format.head_dim, dtype=dtype)
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
+    pieces = pieces_of(call.q_indptr.cpu().numpy(), most)
+    for count in np.unique(pieces.counts).tolist():
+        alike = pieces.counts == count
+        sequences, firsts, _, behind = (torch.from_numpy(x[alike]).to(q.device) for x in pieces)
+        rows = firsts[:, None] + torch.arange(count, device=q.device)
+        own = variant
+        if own is not None and own.score_offsets is not None:
+            own = own._replace(score_offsets=own.score_offsets[rows])
+        if own is not None and own.key_bias is not None:
+            own = own._replace(key_bias=own.key_bias[sequences])
+        shorter = _without_last(segments, sequences, behind)
+        padded = call._replace(q=q[rows], segments=shorter, variant=own, q_indptr=None)
+        out[rows], lse[rows] = attend(padded)
+    return out, lse
+
+
+def _without_last(
+    segments: Sequence[Segment], sequences: torch.Tensor, behind: torch.Tensor
+) -> list[Segment]:
+    """Some sequences of segments, each without so many of its last tokens; both [any], int64."""
+
+    def chosen(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x[sequences]
+
+    made = []
+    for segment in segments:
+        seq_slots = segment.seq_slots
+        if segment.block_table is None:
+            seq_slots = sequences.int() if seq_slots is None else seq_slots[sequences]
+        made.append(
+            segment._replace(
+                seq_lens=segment.seq_lens[sequences],
+                starts=chosen(segment.starts),
+                block_table=chosen(segment.block_table),
+                seq_slots=seq_slots,
+            )
+        )
+    ends = torch.stack([one.seq_lens for one in made]).sum(0) - behind
+    lens = rows_before(made, ends[:, None])[..., 0].int()
+    return [one._replace(seq_lens=own) for one, own in zip(made, lens, strict=True)]
