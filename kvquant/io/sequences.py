@@ -124,9 +124,9 @@ def save_sequences(
     check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; save_cache saves a KVCache")
     path, ids = check_name(path), listed(ids)
     cache.prepare(ids)
-    if cache.state.window is not None:
+    if cache.state.pool.windows:
         raise UnsupportedError(
-            "every layer of this cache has a window, and drops the pages before it: its sequences "
+            "layers of this cache have a window, and drop the pages before it: its sequences "
             "cannot be saved"
         )
     if not ids or len(set(ids)) < len(ids):
@@ -295,14 +295,18 @@ def _place_rows(
             [sequence.packed_len for sequence in sequences],
             [sequence.pages for sequence in sequences],
             [sequence.tokens for sequence in sequences],
+            dropped=[cache.state.first_pages(sequence.length) for sequence in sequences],
         )
     with cache.state.or_free(ids):
-        index = torch.tensor(pages, dtype=torch.int64, device=cache.device)
+        in_groups = range(len(cache.state.groups))
+        tables = [cache.state.places(group, pages) for group in in_groups]
+        places = [torch.tensor(table, dtype=torch.int64, device="cpu") for table in tables]
         for part in manifest.parts.values():
             rows = file.rows(part).to(cache.device)
             target = _storage(cache, part)
             if isinstance(part, PagePart):
-                target.index_copy_(0, index, rows)
+                at = places[cache.rows.layers[part.layer].group]
+                target.index_copy_(0, at[at >= 0].to(cache.device), rows[at >= 0])
                 continue
             each = zip(ids, sequences, rows.split(list(part.counts)), strict=True)
             for sequence_id, sequence, own in each:

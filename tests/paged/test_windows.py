@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_cases import DIM, HEADS, PAGE, begin, extend, make, new_rows, same, values
+from paged_cases import DIM, HEADS, PAGE, begin, extend, make, new_rows, poison, same, values
 from paged_plans import PLANS, make_paged
 from relative_l2 import relative_l2
 from slow_cases import mark_slow
@@ -22,14 +22,6 @@ from kvquant.paged.state import SPARE
 
 LONG: dict[str, Any] = {"max_seq_len": 600, "num_pages": 60}
 WINDOWS = [40, 20]
-
-
-def poisoned(cache: PagedKVCache) -> None:
-    """Free pages hold what decodes to NaN."""
-    for page in cache.state.pool._free:
-        for side in cache.rows.pages:
-            for stack in side.stacks:
-                stack[:, page] = 255
 
 
 def states(batch: PagedBatch, ids: list[str], q: torch.Tensor, windows: Any) -> list[torch.Tensor]:
@@ -73,7 +65,7 @@ def test_each_layer_sees_its_window_whatever_free_pages_hold(
         rows = new_rows(sum(counts), device)
         for batch in batches:
             extend(batch, ["a", "b"], counts, rows=rows)
-        poisoned(ours.cache)
+        poison(ours.cache)
         ours.cache.check_invariants()
         q = queries(2, 2 * HEADS, DIM)
         expected = states(whole, ["a", "b"], q, windows)
@@ -119,7 +111,7 @@ def test_pages_before_all_windows_serve_others() -> None:
             assert same(values(cache, "b"), values(cache, "a"))
     assert cache.length("a") == 400
     cache.truncate("a", 400 - SPARE)
-    with pytest.raises(ShapeError, match="its layers see the last 40, its first"):
+    with pytest.raises(ShapeError, match="layers see the last 40, its first"):
         cache.truncate("a", 60)
     extend(batch, ["a"], 30)
     cache.truncate("a", 2)  # sinks alone
@@ -129,7 +121,7 @@ def test_pages_before_all_windows_serve_others() -> None:
         cache.free(name, forget=True)
     cache.check_invariants()
     assert cache.num_free_pages == pages
-    assert cache.allocate("c", range(500)) == 0  # pages of such a cache are found by nobody
+    assert cache.allocate("c", range(500)) == 0
 
 
 def test_compiled_code_attends_to_windows() -> None:
@@ -140,7 +132,7 @@ def test_compiled_code_attends_to_windows() -> None:
     compiled = torch.compile(lambda q: batch.attend(0, q), backend=counter, fullgraph=True)
     for _ in range(3):
         extend(batch, ["a"], 40)
-        poisoned(batch.cache)
+        poison(batch.cache)
         q = torch.randn(1, 4, DIM)
         with batch.extend(["a"], 0):
             found, expected = compiled(q), batch.attend(0, q)
@@ -194,6 +186,6 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
     begin(whole, "b", 70, range(70))
     save_sequences(whole.cache, ["b"], path)
     load_sequences(batch.cache, path)
-    extend(batch, ["b"], 20)
+    assert batch.cache.allocate("c", range(70)) > 0
+    extend(batch, ["b", "c"], 20)
     batch.cache.check_invariants()
-    assert batch.cache.allocate("c", range(70)) == 0
