@@ -139,9 +139,8 @@ class PagedState(NotCopied):
         num_pages = sizes[0].num_pages
         if sizes[0].window is not None:  # a page of the pool has no rows of its own
             num_pages += max_num_seqs * max_pages
-        spare = spare_tokens(split)
         self.groups = [
-            None if window is None else WindowPages(window, frames, num_pages, size, spare)
+            None if window is None else WindowPages(window, frames, num_pages, size, SPARE)
             for window, frames in sizes
         ]
         windows = [group for group in self.groups if group is not None]
@@ -476,8 +475,7 @@ class PagedState(NotCopied):
     def drop_pages(self, step: Step) -> None:
         """Let a step's sequences see the pages before their windows no more; the step has ended.
 
-        SPARE tokens more stay in sight, or a page: so many can be truncated, and the whole of a
-        sequence's full pages is found by others.
+        SPARE tokens more stay in sight: so many can be truncated.
         """
         self.pool.settle()
         if self.pool.windows:
@@ -700,11 +698,6 @@ def pages_of(split: Split, max_seq_len: int) -> int:
     return max(split.num_pages(max_seq_len - split.sink_len), 1)
 
 
-def spare_tokens(split: Split) -> int:
-    """Tokens before a window that stay in sight."""
-    return max(SPARE, split.page_size)
-
-
 def group_sizes(
     windows: Iterable[int | None], num_pages: int, max_num_seqs: int, split: Split, chunk_len: int
 ) -> list[GroupSize]:
@@ -719,7 +712,7 @@ def group_sizes(
     found = [GroupSize(order[0], num_pages)]
     for window in order[1:]:
         assert window is not None
-        held = held_pages(window, split.page_size, spare_tokens(split))
+        held = held_pages(window, split.page_size, SPARE) + 1  # new tokens may begin two pages
         most = max_num_seqs * held + split.num_pages(chunk_len)
         found.append(GroupSize(window, min(num_pages, most)))
     return found

@@ -111,7 +111,7 @@ class PagedRows(NotCopied):
         of_pages, of_slots = (  # of each tensor that holds rows
             list(zip(*map(kind.stored, *sides), strict=True)) for sides in (packed, exact)
         )
-        kinds: list[tuple[list[Sequence[AnyFormat]], int, int]] = [
+        kinds: list[tuple[Sequence[Sequence[AnyFormat]], int, int]] = [
             ([[side[layer] for layer in layers] for side in of_pages], num_pages, split.page_size)
             for layers, num_pages in groups
         ]
@@ -244,9 +244,9 @@ class PagedRows(NotCopied):
         found = []
         for group, of_one in zip(self.groups, places, strict=True):
             there = np.array(of_one, np.int64)
-            bad = np.zeros((len(there), self.split.page_size), np.bool_)
-            bad[there >= 0] = self._nan_in(group.sides, there[there >= 0].tolist())
-            found.append(bad)
+            of_group = np.zeros((len(there), self.split.page_size), np.bool_)
+            of_group[there >= 0] = self._nan_in(group.sides, there[there >= 0].tolist())
+            found.append(of_group)
         bad: NDArray[np.bool_] = np.logical_or.reduce(found)
         return bad
 

@@ -53,8 +53,8 @@ class WindowPages:
         return len(self._free) + len(self._kept)
 
     def first_seen(self, length: int) -> int:
-        """How many of the first pages are seen no more behind so many tokens in pages."""
-        return max(length - self.window, 0) // self.page_size
+        """How many of its first pages a sequence need not see, with so many tokens in pages."""
+        return first_seen(length, self.window, self.page_size)
 
     def num_kept(self, pages: Iterable[int]) -> int:
         """How many of the pages have a frame that could be taken."""
@@ -113,6 +113,14 @@ class WindowPages:
         invariant(self._kept.keys() <= in_tree, f"{name}: a page is kept that nobody finds")
         frames = sorted([*self._free, *(int(self.frames[page]) for page in has_frame)])
         invariant(frames == list(range(self.num_frames)), f"{name}: a frame is lost, or has two")
+
+
+def first_seen(length: int, window: int, page_size: int) -> int:
+    """How many of its first pages a sequence need not see, with so many tokens in pages.
+
+    It sees the window behind its full pages, so that others can begin with all of these.
+    """
+    return max(length // page_size * page_size - window, 0) // page_size
 
 
 def held_pages(window: int, page_size: int, spare: int) -> int:

@@ -17,7 +17,6 @@ from kvquant import AttentionVariant
 from kvquant.errors import ConfigError, OutOfPagesError, ShapeError, UnsupportedError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
-from kvquant.paged.cache import PagedKVCache
 from kvquant.paged.state import SPARE
 
 LONG: dict[str, Any] = {"max_seq_len": 600, "num_pages": 60}
