@@ -535,10 +535,17 @@ class PagePool:
             raise self._out_of_pages(needs, needed)
 
     def _out_of_pages(self, needs: str, needed: int) -> OutOfPagesError:
-        has = f"{self.num_free} of {self.num_pages} can be taken"
-        for window in self.windows:
-            has += f", {window.num_free} of {window.num_frames} with a window of {window.window}"
-        return OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences")
+        has = [
+            f"{one.num_free} of {one.num_frames} can be taken with a window of {one.window}"
+            for one in self.windows
+            if needed > one.num_free
+        ]
+        if needed > self.num_free or not has:
+            has = [f"{self.num_free} of {self.num_pages} can be taken", *has]
+        advice = ", or append fewer tokens in one step" * bool(self.windows)
+        return OutOfPagesError(
+            f"{needs}, but {', '.join(has)}: free, truncate or swap out sequences{advice}"
+        )
 
     def _in_sight(self) -> list[Counter[int]]:
         """By how many sequences each page is seen, in each window."""

@@ -14,10 +14,11 @@ from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant import AttentionVariant
-from kvquant.errors import ConfigError, OutOfPagesError, ShapeError, UnsupportedError
+from kvquant.errors import CheckpointError, ConfigError, OutOfPagesError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.state import SPARE
+from kvquant.paged.window_pages import held_pages
 
 LONG: dict[str, Any] = {"max_seq_len": 600, "num_pages": 60}
 WINDOWS = [40, 20]
@@ -90,7 +91,7 @@ def test_each_layer_sees_its_window_whatever_free_pages_hold(
 
 def test_pages_before_all_windows_serve_others() -> None:
     """A pool far smaller than the tokens, of sequences that fork, swap, end and are cut."""
-    pages = 2 * -(-(40 + SPARE + 5 + PAGE) // PAGE) + 1
+    pages = 2 * (held_pages(40, PAGE, SPARE) + 1)
     batch = PagedBatch(make(num_pages=pages, max_seq_len=2000, windows=WINDOWS), 4, 40)
     cache = batch.cache
     cache.allocate("a", range(500))
@@ -173,18 +174,31 @@ def test_failed_steps_and_nan_are_found_where_pages_are_dropped() -> None:
         cache.check()
 
 
-def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_windows_is_read_into_a_cache_with_them(tmp_path: Path) -> None:
     path = tmp_path / "saved.safetensors"
-    batch = PagedBatch(make(windows=WINDOWS), 2, 90, shared_prefix=True)
-    begin(batch, "a", 20)
-    with pytest.raises(UnsupportedError, match="cannot be saved"):
-        save_sequences(batch.cache, ["a"], path)
+    whole = PagedBatch(make(max_seq_len=200), 2, 190)
+    begin(whole, "b", 190, range(190))
+    save_sequences(whole.cache, ["b"], path)
+    batch = PagedBatch(make(windows=[20, 40], max_seq_len=200), 2, 90, shared_prefix=True)
+    load_sequences(batch.cache, path)
+    poison(batch.cache)
+    batch.cache.check_invariants()
+    found, expected = values(batch.cache, "b"), values(whole.cache, "b")
+    windows = [20, 20, 40, 40]
+    assert same(found, [x[:, -w:] for x, w in zip(expected, windows, strict=True)])
+    assert batch.cache.allocate("c", range(190)) == whole.cache.match_prefix(range(190)) > 0
+    extend(batch, ["b"], 10)
+    batch.cache.check_invariants()
+
+
+def test_windows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="3 windows for 2 layers"):
         make(windows=[1, 2, 3])
-    whole = PagedBatch(make(), 2, 90)
-    begin(whole, "b", 70, range(70))
-    save_sequences(whole.cache, ["b"], path)
-    load_sequences(batch.cache, path)
-    assert batch.cache.allocate("c", range(70)) > 0
-    extend(batch, ["b", "c"], 20)
-    batch.cache.check_invariants()
+    with pytest.raises(ConfigError, match="chunk_len 0 is not possible"):
+        make(windows=WINDOWS, chunk_len=0)
+    batch = PagedBatch(make(windows=WINDOWS), 2, 90)
+    begin(batch, "a", 60)
+    path = save_sequences(batch.cache, ["a"], tmp_path / "saved.safetensors")
+    for windows in (None, [40, 21], [None, 20]):
+        with pytest.raises(CheckpointError, match=r"windows is \[40, 20\] in the file and"):
+            load_sequences(make(windows=windows), path)
