@@ -246,7 +246,8 @@ class PagedKVCache(NotCopied):
         """Make an empty cache whose tensors take at most so many bytes.
 
         Sequence slots come first: max_num_seqs of them, or with seq_len as many as there can be
-        sequences of that length. Pages get the rest. `token_capacity` tells how many tokens fit.
+        sequences of that length; and in layers with a window the pages that these hold. The pages
+        of layers that see all tokens get the rest. `token_capacity` tells how many tokens fit.
 
         Args:
             nbytes: bytes of all tensors, as cache.nbytes counts them. PagedBatch, the model and
@@ -363,7 +364,7 @@ class PagedKVCache(NotCopied):
     @property
     def token_capacity(self) -> int:
         """Tokens that there is room for, in as many sequences as there are sequence slots: those in
-        pages, and those in 16 bit. Pages that windows drop, and prefixes, let more in."""
+        pages of the layers that see the most, and those in 16 bit. Prefixes let more in."""
         split = self.state.split
         of_slot = split.sink_len + split.recent_len
         return self._num_pages * split.page_size + len(self.state.lengths) * of_slot
@@ -401,8 +402,9 @@ class PagedKVCache(NotCopied):
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with.
             room: tokens of the sequence for which there must be pages, those that are present
-                included: len(tokens) for the prompt, and more for what follows. Windows that drop
-                pages are not looked at. Nothing is asked when None.
+                included: len(tokens) for the prompt, and more for what follows. In layers with a
+                window there must be those that a sequence holds between steps. Nothing is asked
+                when None.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
@@ -448,8 +450,8 @@ class PagedKVCache(NotCopied):
         shared stays the sequence's own.
 
         Raises:
-            ShapeError: a length below 0 or over the present one, or tokens that the windows would
-                show are dropped.
+            ShapeError: a length below 0 or over the present one, or pages that a window would show
+                are gone.
             ConfigError: the sequence does not live, or length is not a whole number.
         """
         self.prepare([sequence_id])

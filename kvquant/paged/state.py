@@ -264,7 +264,8 @@ class PagedState(NotCopied):
         dropped = self.pool.dropped(sequence_id)
         for window, pages in zip(self.pool.windows, dropped, strict=True):
             if first and pages > window.first_seen(first):
-                least = pages * self.split.page_size + window.window + self._outside_pages
+                full = pages + self.split.num_pages(window.window)
+                least = full * self.split.page_size + self._outside_pages
                 raise ShapeError(
                     f"sequence {shown(sequence_id)} cannot be truncated to {length} tokens: layers "
                     f"see the last {window.window}, its first {pages} pages are dropped there. "

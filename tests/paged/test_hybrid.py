@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,35 @@ def test_a_layout_as_of_gemma_takes_the_bytes_of_the_formula() -> None:
     assert cache.nbytes == pages + in_slots + cache.bad_rows.nbytes
     assert plain.nbytes == 6 * options["num_pages"] * of_page + in_slots + cache.bad_rows.nbytes
     assert plain.nbytes > 3.5 * cache.nbytes
+
+
+SHAPES = {  # layers, KV heads, head_dim, window, and of how many layers one sees all
+    "Gemma 3 4B": (34, 4, 256, 1024, 6),
+    "Gemma 3 12B": (48, 8, 256, 1024, 6),
+    "Gemma 3 27B": (62, 16, 128, 1024, 6),
+    "gpt-oss 20B": (24, 8, 64, 128, 2),
+    "gpt-oss 120B": (36, 8, 64, 128, 2),
+}
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_the_table_of_the_page_is_what_caches_take(model: str) -> None:
+    """16 sequences, each written to its end; for_memory divides by the same sizes."""
+    (layers, heads, dim, window, every), lines = SHAPES[model], []
+    windows = [None if (i + 1) % every == 0 else window for i in range(layers)]
+    sizes = layers, windows.count(None), heads, dim, window
+    first = f"{model} | {', '.join(f'{size:,}' for size in sizes)}"
+    for length in (8192, 32768):
+        pages, both = 16 * -(-(length - 132) // 64), list[float]()
+        for given in (None, windows):
+            options: dict[str, Any] = {"max_num_seqs": 1, "max_seq_len": length, "windows": given}
+            one = PagedKVCache(layers, heads, dim, 1, **options)
+            both.append(one._bytes_of(pages, 16) / 2**30)
+        gib = " | ".join(f"{size:.1f} GiB" for size in both)
+        lines.append(f"| {first} | {length:,} | {gib} | {both[0] / both[1]:.1f} |")
+        first = "|"
+    page = (Path(__file__).parents[2] / "kvquant" / "paged" / "README.md").read_text()
+    assert "\n".join(lines) in page
 
 
 def test_more_sequences_fit_into_the_same_bytes() -> None:
@@ -207,8 +237,16 @@ def test_drafts_are_taken_back_at_windows() -> None:
         ours.cache.check_invariants()
         assert same(values(ours.cache, "a"), values(theirs.cache, "a"))
     ours.cache.truncate("a", 281 - SPARE)
-    with pytest.raises(ShapeError, match="layers see the last 40, its first 10 pages are dropped"):
+    message = r"layers see the last 40, its first 10 pages are dropped there. Keep (\d+) or more"
+    with pytest.raises(ShapeError, match=message) as error:
         ours.cache.truncate("a", 150)
+    least = int(re.findall(message, str(error.value))[0])
+    ours.cache.truncate("a", least)
+    poison(ours.cache)
+    with ours.extend(["a"], 0):
+        for layer in range(3):
+            out = ours.attend(layer, torch.randn(1, 2 * HEADS, DIM))
+            assert isinstance(out, torch.Tensor) and not out.isnan().any()
 
 
 def test_a_sequence_of_a_prefix_can_be_cut_to_it() -> None:

@@ -77,13 +77,18 @@ def nothing(_batch: PagedBatch, _path: Path) -> None:
     pass
 
 
+def cut(batch: PagedBatch) -> int:
+    """A length that a may be cut to: a window has only its last pages."""
+    return 38 if any(batch.cache.windows) else 20
+
+
 Call = Callable[[PagedBatch, Path], Any]
 CALLS: dict[str, tuple[Call, Call]] = {
     "allocate": (nothing, lambda batch, _: batch.cache.allocate("n", Z)),
     "fork": (nothing, lambda batch, _: batch.cache.fork("a", "n")),
     "free": (nothing, lambda batch, _: batch.cache.free("a")),
     "forget": (nothing, lambda batch, _: batch.cache.free("a", forget=True)),
-    "truncate": (nothing, lambda batch, _: batch.cache.truncate("a", 20)),
+    "truncate": (nothing, lambda batch, _: batch.cache.truncate("a", cut(batch))),
     "swap out": (nothing, lambda batch, _: batch.cache.swap_out("a")),
     "swap in": (swapped, lambda batch, _: batch.cache.swap_in("a")),
     "load": (nothing, lambda batch, path: load_sequences(batch.cache, path, ids={"a": "n"})),
