@@ -32,7 +32,8 @@ from kvquant.paged.batch import PagedBatch
 from kvquant.paged.state import SPARE
 from kvquant.paged.window_pages import held_pages
 
-HYBRID: dict[str, Any] = {"windows": [None, 20, 40], "num_layers": 3}
+WINDOWS = [None, 20, 40]
+HYBRID: dict[str, Any] = {"windows": WINDOWS, "num_layers": 3}
 HYBRID |= {"max_seq_len": 400, "num_pages": 60}
 GOLDEN = Path(__file__).parents[1] / "data" / "pages-v4.safetensors"
 
@@ -265,7 +266,9 @@ def test_a_sequence_of_a_prefix_can_be_cut_to_it() -> None:
     assert isinstance(out, torch.Tensor) and not out.isnan().any()
 
 
-def test_a_page_that_only_the_writer_sees_is_copied_before_it_is_given_away() -> None:
+def test_a_page_that_only_the_writer_sees_is_copied_before_it_is_given_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The other sequence is past the shared page, so that the copy's source is free after it."""
     batch = PagedBatch(make(**HYBRID | {"rollback_len": 0}), 2, 300)
     cache = batch.cache
@@ -274,7 +277,17 @@ def test_a_page_that_only_the_writer_sees_is_copied_before_it_is_given_away() ->
     extend(batch, ["b"], 200)
     before = values(cache, "a")
     cache.truncate("a", 30)
-    expected = [x[:, :30] for x in whole(cache, "a")]
+    expected, seen = [x[:, :30] for x in whole(cache, "a")], values(cache, "a")
+
+    def fail() -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(batch._staged, "send", fail)
+        batch.extend(["a"], 90)
+    poison(cache)
+    cache.check_invariants()
+    assert same(values(cache, "a"), seen), "the page that was to be copied is there"
     extend(batch, ["a"], 20)
     poison(cache)
     cache.check_invariants()
@@ -285,6 +298,29 @@ def test_a_page_that_only_the_writer_sees_is_copied_before_it_is_given_away() ->
     with pytest.raises(ZeroDivisionError), batch.extend(["a"], 20):
         raise ZeroDivisionError
     cache.check_invariants()
+
+
+def test_a_shared_last_page_is_copied_in_each_group() -> None:
+    """Beside a cache that keeps all pages; frames have other numbers than pages."""
+    ours, theirs = (PagedBatch(make(**HYBRID | {"windows": w}), 3, 300) for w in (WINDOWS, None))
+    numbers = list[int]()
+    for batch in (ours, theirs):
+        begin(batch, "long", 200)
+        batch.cache.allocate("a")
+    for ids, count in ((["a"], 60), (["a", "long"], 40), (["fork"], 0), (["a", "b"], 7)):
+        rows = new_rows(len(ids) * count)
+        for batch in (ours, theirs):
+            if count:
+                extend(batch, ids, count, rows=rows)
+            else:
+                batch.cache.fork("a", "b")
+                numbers += [batch.cache.state.pool.block_table("a")[-1]]
+    state = ours.cache.state
+    assert state.places(1, numbers[:1]) not in ([-1], numbers[:1])
+    poison(ours.cache)
+    for name in "ab":
+        found, expected = values(ours.cache, name), values(theirs.cache, name)
+        assert same(found, [x[:, -y.shape[1] :] for x, y in zip(expected, found, strict=True)])
 
 
 # Attention, swaps, files
