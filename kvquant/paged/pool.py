@@ -213,12 +213,14 @@ class PagePool:
         Returns:
             The pages taken, and the copies to make before the tokens are written.
         """
+        self.settle()  # a step that could not be ended has left some
         sequences = self._to_append(sequence_ids, counts)
         needed = self._needed(sequences, counts)
         if needed > self._num_free_in_all:
             names = ", ".join(map(repr, sequence_ids))
             needs = f"{needed} more pages for {sum(counts)} tokens"
-            raise self._out_of_pages(f"sequences {names:.200} need {needs}", needed)
+            short = [window for window in self.windows if needed > window.num_free]
+            raise self._out_of_pages(f"sequences {names:.200} need {needs}", short)
         growth, size = growth or Growth([], []), self.page_size
         for place, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             pages = sequence.pages
@@ -313,10 +315,10 @@ class PagePool:
             for at in range(len(self.windows))
         ]
         if len(numbers) > self.num_free:
-            raise self._out_of_pages(f"{len(numbers)} pages are needed", len(numbers))
+            raise self._out_of_pages(f"{len(numbers)} pages are needed")
         for window, seen in zip(self.windows, in_sight, strict=True):
             if len(seen) > window.num_free:
-                raise self._out_of_pages(f"{len(seen)} pages are needed", len(seen))
+                raise self._out_of_pages(f"{len(seen)} pages are needed", [window])
         pages = [self._take_page() for _ in numbers]
         for page in pages:
             self._references[page] = 0
@@ -525,27 +527,26 @@ class PagePool:
         """Raise OutOfPagesError unless a new sequence finds so many pages beside those of its
         prefix, in each window as many as it sees at most."""
         cached = sum(page in self._cached for page in pages)  # which can no longer be taken then
-        short = needed > self.num_free - cached
-        for window, first in zip(self.windows, dropped, strict=True):
-            kept = window.num_kept(pages[first:])
-            short = short or min(needed, window.held) > window.num_free - kept
-        if short:
+        short = [
+            window
+            for window, first in zip(self.windows, dropped, strict=True)
+            if min(needed, window.held) > window.num_free - window.num_kept(pages[first:])
+        ]
+        if short or needed > self.num_free - cached:
             has = f"{len(pages)} pages of its prefix are there, {cached} of these among those free"
             needs = f"sequence {shown(sequence_id)} needs {needed} more pages ({has})"
-            raise self._out_of_pages(needs, needed)
+            raise self._out_of_pages(needs, short)
 
-    def _out_of_pages(self, needs: str, needed: int) -> OutOfPagesError:
-        has = [
-            f"{one.num_free} of {one.num_frames} can be taken with a window of {one.window}"
-            for one in self.windows
-            if needed > one.num_free
-        ]
-        if needed > self.num_free or not has:
-            has = [f"{self.num_free} of {self.num_pages} can be taken", *has]
-        advice = ", or append fewer tokens in one step" * bool(self.windows)
-        return OutOfPagesError(
-            f"{needs}, but {', '.join(has)}: free, truncate or swap out sequences{advice}"
-        )
+    def _out_of_pages(self, needs: str, short: Sequence[WindowPages] = ()) -> OutOfPagesError:
+        """What needs pages finds too few, in these windows if any are given."""
+        has, advice = f"{self.num_free} of {self.num_pages} can be taken", ""
+        if short:
+            has = ", ".join(
+                f"{one.num_free} of {one.num_frames} can be taken with a window of {one.window}"
+                for one in short
+            )
+            advice = ", or append fewer tokens in one step"
+        return OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences{advice}")
 
     def _in_sight(self) -> list[Counter[int]]:
         """By how many sequences each page is seen, in each window."""
@@ -702,7 +703,7 @@ class PagePool:
             page, before = before, self._tree.before[before]
             self._uncache([page, *self._tree.remove(page)])
 
-    def _uncache(self, pages: Iterable[int]) -> None:
+    def _uncache(self, pages: Sequence[int]) -> None:
         """Free those of the pages outside the tree that no sequence refers to."""
         self._forget_rows(pages)
         for page in pages:
@@ -710,7 +711,7 @@ class PagePool:
                 del self._cached[page]
                 self._free.append(page)
 
-    def _forget_rows(self, pages: Iterable[int]) -> None:
+    def _forget_rows(self, pages: Sequence[int]) -> None:
         """Free the frames of pages outside the tree that no sequence sees."""
         for window in self.windows:
             for page in pages:
