@@ -41,7 +41,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
 
         Where it is "latent", "k" are the latents and "v" the RoPE parts, and every layer has
         "format", the name of its LatentFormat. Of a cache every layer has "window", the last tokens
-        that it sees (None: all).
+        that it sees (None: all), and of sequences, if any layer sees fewer than all.
 
         Of sequences: "sequences": of each its id, length, how many tokens are "packed" and how many
         "exact" (16 bit), its "pages", how many of them are "shared" with others of the file, and of
@@ -92,6 +92,8 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         problems = _all_exact(manifest, layers)
     elif isinstance(manifest, SequencesManifest):
         described |= _describe_sequences(manifest)
+        for layer, window in zip(layers, manifest.windows, strict=False):
+            layer["window"] = window
     problems += warnings(layers, manifest.model, _sides(described))
     return described | totals(layers) | {"layers": layers, "warnings": problems}
 

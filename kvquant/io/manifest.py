@@ -22,9 +22,10 @@ from msgspec.structs import replace
 
 from ..cache.contiguous import KVCache
 from ..cache.layer import ROLLBACK, Rooms, packed_row_bytes, rooms_of
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, shown
 from ..paged.cache import PagedKVCache
 from ..paged.state import MAX_ID_BITS
+from ..paged.window_pages import first_seen
 from ..rows.basis import fingerprints
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
@@ -59,6 +60,7 @@ LATENT_VERSION = 4  # of caches of latent rows; all else is as in version 3
 LATENT_BASES_VERSION = 5  # of those whose rows are in bases; all else is as in version 4
 LISTS_VERSION = 2  # of sequences whose pages and tokens stand in tensors; all else is the same
 LATENT_PAGES_VERSION = 3  # of sequences of latent rows; all else is as in version 2
+WINDOW_PAGES_VERSION = 4  # of sequences of layers with windows; all else is as in version 2
 MANY = 1 << 16  # numbers of pages and tokens, above which they do
 LISTS = {"pages": torch.int32, "tokens": torch.int64}  # what SavedSequence lists
 
@@ -365,7 +367,7 @@ class SavedSequence(Object):
 
 
 class _Counted(Object):
-    """A sequence of a file of version 2 or 3: how many of its tokens are known."""
+    """A sequence of a file from version 2 on: how many of its tokens are known."""
 
     id: str | int
     length: Length
@@ -377,10 +379,11 @@ class _PagedManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
     """The manifest of sequences, but for the sequences."""
 
     page_size: Length
+    windows: Annotated[tuple[Count | None, ...], Meta(max_length=MAX_LAYERS)] = ()
 
 
 class _CountedManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=True):
-    """Versions 2 and 3, as they stand in a file."""
+    """The versions from 2 on, as they stand in a file."""
 
     sequences: Annotated[tuple[_Counted, ...], Meta(max_length=MAX_SEQUENCES)]
 
@@ -393,7 +396,7 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
 
     KEY = "kvquant_pages"
     FORMAT = "kvquant-pages"
-    VERSIONS = 1, LISTS_VERSION, LATENT_PAGES_VERSION
+    VERSIONS = 1, LISTS_VERSION, LATENT_PAGES_VERSION, WINDOW_PAGES_VERSION
     KINDS = ("pages", "exact")
 
     sequences: Annotated[tuple[SavedSequence, ...], Meta(max_length=MAX_SEQUENCES)]
@@ -420,23 +423,38 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
                 found[page] = max(rows, before), owner, first
         return dict(sorted(found.items()))
 
+    def _pages(self, window: int | None) -> dict[str, tuple[int, ...]]:
+        """The pages of layers with a window, those that a sequence sees: what PagePart has."""
+        seen = set(self.used)
+        if window is not None:
+            size, each = self.page_size, self.sequences
+            tables = [x.pages[first_seen(x.packed_len, window, size) :] for x in each]
+            seen = {page for table in tables for page in table}
+        found = {number: page for number, page in self.used.items() if number in seen}
+        used, owners, places = zip(*found.values(), strict=True) if found else ((), (), ())
+        return {
+            "counts": (self.page_size,) * len(found),
+            "firsts": tuple(self.sink_len + at * self.page_size for at in places),
+            "owners": owners,
+            "used": used,
+            "numbers": tuple(found),
+        }
+
     @cached_property
     def parts(self) -> dict[str, Part]:
         """The tensors of rows of the file by name, in their order; empty ones have none."""
         found: dict[str, Part] = {}
         packed_lens = tuple(sequence.packed_len for sequence in self.sequences)
         exact = tuple(sequence.length - sequence.packed_len for sequence in self.sequences)
-        used = tuple(rows for rows, _, _ in self.used.values())
-        owners = tuple(owner for _, owner, _ in self.used.values())
-        firsts = tuple(self.sink_len + at * self.page_size for _, _, at in self.used.values())
-        counts, zeros = (self.page_size,) * len(self.used), (0,) * len(exact)
+        windows, zeros = self.windows or (None,) * len(self.layers), (0,) * len(exact)
+        pages: dict[int | None, dict[str, Any]] = {one: self._pages(one) for one in set(windows)}
         for layer, formats in enumerate(self.formats):
             for side, fmt in zip("kv", formats, strict=True):
                 fmt16 = RowFormat.parse(self.exact_format, fmt.head_dim)
-                packed = fmt, self.num_kv_heads, counts, firsts
+                packed = fmt, self.num_kv_heads
                 kept = fmt16, self.num_kv_heads, exact, zeros, fmt, self.sink_len
                 for part in (
-                    PagePart(layer, side, "pages", *packed, owners=owners, used=used),
+                    PagePart(layer, side, "pages", *packed, **pages[windows[layer]]),
                     ExactPart(layer, side, "exact", *kept, packed_lens=packed_lens),
                 ):
                     if part.num_rows:
@@ -469,11 +487,16 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
         if manifest.latent != (manifest.version == LATENT_PAGES_VERSION):
             what = f"{'is' if manifest.latent else 'is not'} of latent rows"
             raise CheckpointError(f"the file has version {manifest.version}, and {what}")
+        if any(manifest.windows) != (manifest.version == WINDOW_PAGES_VERSION):
+            what = f"its windows are {shown(manifest.windows)}"
+            raise CheckpointError(f"the file has version {manifest.version}, and {what}")
         return manifest
 
     def _check(self) -> None:
         if not self.formats or not self.sequences:
             raise CheckpointError("layers and sequences must not be empty")
+        if self.windows and len(self.windows) != len(self.layers):
+            raise CheckpointError(f"{len(self.windows)} windows for {len(self.layers)} layers")
         self._check_formats()
         for i, sequence in enumerate(self.sequences):
             if isinstance(sequence.id, int) and sequence.id.bit_length() > MAX_ID_BITS:
@@ -517,7 +540,7 @@ def _check_page_size(manifest: _PagedManifest) -> None:
 
 
 def _with_lists(given: _CountedManifest, read: Read) -> tuple[SavedSequence, ...]:
-    """The sequences of a manifest of version 2 or 3 with what its tensors list."""
+    """The sequences of a manifest from version 2 on with what its tensors list."""
     counts = {
         "pages": [-(-sequence.packed_len // given.page_size) for sequence in given.sequences],
         "tokens": [sequence.known for sequence in given.sequences],

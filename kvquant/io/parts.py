@@ -84,10 +84,12 @@ class PagePart(Part):
     Attributes:
         owners: the first sequence that uses each page.
         used: rows of each page that hold a token, the first ones.
+        numbers: of the pages, among those of the file.
     """
 
     owners: tuple[int, ...] = ()
     used: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

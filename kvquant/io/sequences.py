@@ -8,7 +8,7 @@ The file is a safetensors file. Its metadata has two strings:
 The manifest is an object with exactly these keys; every number is whole:
 
     format         "kvquant-pages"
-    version        1; 2 where there are many pages and tokens; 3 if latent is given
+    version        1; 2 where there are many pages and tokens; 3 with latent; 4 with windows
     writer         the program that wrote the file, for people
     num_kv_heads   KV heads of every layer
     page_size      tokens of a page
@@ -17,6 +17,8 @@ The manifest is an object with exactly these keys; every number is whole:
     exact_format   "bf16" or "fp16": the 16-bit rows
     latent         true: of a LatentPagedKVCache, whose latents are k and whose RoPE parts are v of
                    one KV head; left out of all others
+    windows        of each layer, how many tokens, the last ones, attention sees; null for all; left
+                   out where every layer sees all
     layers         one object per layer: k, v: {"format": a short name, "head_dim": elements}
     sequences      one object per sequence:
         id            a string or a number
@@ -32,13 +34,14 @@ The manifest is an object with exactly these keys; every number is whole:
 The tensors, of layer I and of K and V each, uint8; one without rows is left out:
 
     layers.I.k_pages   [pages, num_kv_heads, page_size, row_bytes], each page once; zeros after the
-                       last row in use
+                       last row in use. Of a layer with a window the pages that sequences see: of
+                       each those from the window before its last full page's end on
     layers.I.k_exact   [16-bit rows of all sequences, num_kv_heads, row_bytes]: sequence after
                        sequence, its sinks and then its recent tokens, in their order
 
 Row bytes are those of kvquant/rows/format.py.
 
-In versions 2 and 3 pages and tokens stand in tensors, those of all sequences one after another, and
+From version 2 on pages and tokens stand in tensors, those of all sequences one after another, and
 a sequence has in their place
 
         known         how many of its tokens are known
@@ -57,7 +60,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, ConfigError, UnsupportedError, shown
+from ..errors import CheckpointError, ConfigError, shown
 from ..paged.cache import PagedKVCache
 from ..paged.latent import LatentPagedKVCache
 from ..paged.pool import SequenceId
@@ -71,6 +74,7 @@ from .manifest import (
     LISTS,
     LISTS_VERSION,
     MANY,
+    WINDOW_PAGES_VERSION,
     LayerEntry,
     SavedSequence,
     SequencesManifest,
@@ -109,7 +113,6 @@ def save_sequences(
     Raises:
         ConfigError: a sequence does not live or is given twice, model or creation is not plain
             data, or path has another ending.
-        UnsupportedError: every layer has a window, so that pages before it are dropped.
         CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
             packed with, or what the file says of the sequences is too long.
         OSError: the file cannot be written.
@@ -124,11 +127,6 @@ def save_sequences(
     check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; save_cache saves a KVCache")
     path, ids = check_name(path), listed(ids)
     cache.prepare(ids)
-    if cache.state.window is not None:
-        raise UnsupportedError(
-            "every layer of this cache has a window, and drops the pages before it: its sequences "
-            "cannot be saved"
-        )
     if not ids or len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {shown(list(ids))}: give at least one sequence, and each once")
     manifest, pages = _manifest_of(cache, ids, model, creation)
@@ -160,7 +158,8 @@ def load_sequences(
 
     Args:
         cache: with the same layers, heads, formats, page_size, sink_len and recent_len, and made
-            from the same plan if there was one.
+            from the same plan if there was one. With the same windows, if the file has any; a file
+            without them can be read into a cache with windows.
         path: what was given to save_sequences.
         ids: new ids for saved ones, by these; those that are not named keep theirs.
         model: the config, as a dict, of the model that is to continue; None to take any file.
@@ -214,8 +213,11 @@ def _manifest_of(
         numbers = tuple(number[page] for page in table)
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
         sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens))
-    latent = isinstance(cache, LatentPagedKVCache)
+    latent, windows = isinstance(cache, LatentPagedKVCache), tuple(cache.windows)
     count = sum(len(sequence.pages) + len(sequence.tokens) for sequence in sequences)
+    version = LISTS_VERSION if count > MANY else 1
+    if latent or any(windows):
+        version = LATENT_PAGES_VERSION if latent else WINDOW_PAGES_VERSION
     manifest = SequencesManifest(
         **common_keys(SequencesManifest, cache, model, creation),
         page_size=state.split.page_size,
@@ -224,8 +226,9 @@ def _manifest_of(
             for rows in cache.rows.layers
         ),
         sequences=tuple(sequences),
-        version=LATENT_PAGES_VERSION if latent else LISTS_VERSION if count > MANY else 1,
+        version=version,
         latent=latent,
+        windows=windows if any(windows) else (),
     )
     return manifest, pages
 
@@ -243,8 +246,10 @@ def _page_chunks(cache: PagedKVCache, part: PagePart, pages: list[int]) -> Itera
     """Pages of the cache, a few at a time, zeros in place of rows that are not in use."""
     rows, size = _storage(cache, part), part.counts[0]
     used = torch.tensor(part.used, device="cpu")
-    for start in range(0, len(pages), _CHUNK):
-        index = torch.tensor(pages[start : start + _CHUNK], device="cpu").to(rows.device)
+    group = cache.rows.layers[part.layer].group
+    places = cache.state.places(group, [pages[number] for number in part.numbers])
+    for start in range(0, len(places), _CHUNK):
+        index = torch.tensor(places[start : start + _CHUNK], device="cpu").to(rows.device)
         chunk = rows.index_select(0, index).cpu()
         unused = torch.arange(size, device="cpu") >= used[start : start + _CHUNK, None]
         chunk.masked_fill_(unused[:, None, :, None], 0)
@@ -295,14 +300,21 @@ def _place_rows(
             [sequence.packed_len for sequence in sequences],
             [sequence.pages for sequence in sequences],
             [sequence.tokens for sequence in sequences],
+            dropped=[
+                [window.first_seen(sequence.packed_len) for window in cache.state.pool.windows]
+                for sequence in sequences
+            ],
         )
     with cache.state.or_free(ids):
-        index = torch.tensor(pages, dtype=torch.int64, device=cache.device)
+        in_groups = range(len(cache.state.groups))
+        tables = [cache.state.places(group, pages) for group in in_groups]
+        places = [torch.tensor(table, dtype=torch.int64, device="cpu") for table in tables]
         for part in manifest.parts.values():
             rows = file.rows(part).to(cache.device)
             target = _storage(cache, part)
             if isinstance(part, PagePart):
-                target.index_copy_(0, index, rows)
+                at = places[cache.rows.layers[part.layer].group][list(part.numbers)]
+                target.index_copy_(0, at[at >= 0].to(cache.device), rows[at >= 0])
                 continue
             each = zip(ids, sequences, rows.split(list(part.counts)), strict=True)
             for sequence_id, sequence, own in each:
@@ -334,6 +346,7 @@ def _check_cache(cache: PagedKVCache, manifest: SequencesManifest) -> None:
         "recent_len": (manifest.recent_len, cache.recent_len),
         "exact_format": (manifest.exact_format, cache.exact_format),
         "layers": (len(manifest.formats), cache.num_layers),
+        "windows": (list(manifest.windows), cache.windows if manifest.windows else []),
     }
     for name, (saved, ours) in each.items():
         if saved != ours:

@@ -81,6 +81,11 @@ class StepBatch(NotCopied):
         self.max_tokens = check_size("max_tokens", max_tokens, at_least=1)
         counts, slots = (torch.int32, (max_batch,)), (torch.int64, (max_tokens,))
         tables = torch.int32, (max_batch, cache.state.tables.shape[1])
+        others = {
+            _in_group(name, group): spec
+            for group in range(1, len(cache.rows.groups))
+            for name, spec in (("packed", slots), ("evicted", slots), ("block_table", tables))
+        }
         shared = {
             "members": (torch.int64, (max_batch,)),
             "prefix_lens": (torch.int32, (1,)),
@@ -103,11 +108,13 @@ class StepBatch(NotCopied):
                 "exact_lens": counts,
                 "starts": counts,
                 "seq_slots": counts,
+                **others,
                 **(shared if shared_prefix is not False else {}),
             },
             cache.device,
         )
-        for name in (*Slots._fields, *(shared_prefix is not False) * ["members"]):
+        nowhere = [name for name in others if not name.startswith("block_table")]
+        for name in (*Slots._fields, *nowhere, *(shared_prefix is not False) * ["members"]):
             self._staged.tensors[name].fill_(-1)
         self._step: Step | None = None
         self._is_entered = False  # whether a step's block is: what compiled code can look at
@@ -120,7 +127,7 @@ class StepBatch(NotCopied):
         self._is_compiled = False  # whether compiled code has appended in this step
         self._num_members = 0  # sequences of this step whose prefix is read once
         self._ratio = 0  # queries on a KV head of a sequence, once attend has seen them
-        self._slots: dict[int, Slots] = {}
+        self._slots: dict[tuple[int, int], Slots] = {}  # by groups and tokens
         self._segments: dict[tuple[int, int], _Parts] = {}
         self._num_ids = self._num_tokens = self._most_new = self._longest = 0
         self._bound = [Bound() for _ in range(cache.num_layers)]
@@ -140,7 +147,10 @@ class StepBatch(NotCopied):
 
     @property
     def block_table(self) -> torch.Tensor:
-        """[max_batch, max_pages] int32, the pages of each sequence's packed rows; fixed address."""
+        """[max_batch, max_pages] int32, the pages of each sequence's packed rows; fixed address.
+
+        Where layers have windows, those of the layers that see the most.
+        """
         return self._staged.tensors["block_table"]
 
     @property
@@ -215,7 +225,7 @@ class StepBatch(NotCopied):
         except BaseException:
             self.cache.end_step(written=False, begun=False)
             raise
-        self._step, self._num_ids, self._num_tokens = step, len(ids), len(step.slots.packed)
+        self._step, self._num_ids, self._num_tokens = step, len(ids), len(step.slots[0].packed)
         self._most_new, self._appended, self._is_compiled = most_new, set(), False
         opened = _OpenStep(self, step)
         self.cache.hold_step(opened)
@@ -264,11 +274,12 @@ class StepBatch(NotCopied):
             raise ConfigError(
                 f"layer {layer} was appended to in this step: give all its tokens in one call"
             )
-        slots = None if compiling else self._slots.get(k.shape[0])
+        group = self.cache.rows.layers[layer].group
+        slots = None if compiling else self._slots.get((group, k.shape[0]))
         if slots is None:
-            slots = self._make_slots(k.shape[0])
+            slots = self._make_slots(group, k.shape[0])
             if not compiling and k.shape[0] <= self.max_batch:  # prompts have any length
-                self._slots[k.shape[0]] = slots
+                self._slots[group, k.shape[0]] = slots
         rows, has_exact = self.cache.rows.layers[layer], slots.exact is not None
         exact_k, exact_v = (rows.k_exact, rows.v_exact) if has_exact else (None, None)
         k_transform = v_transform = Encoding()
@@ -461,8 +472,9 @@ class StepBatch(NotCopied):
 
     def _make_segments(self, layer: int, batch: int) -> _Parts:
         self.cache.check_layer(layer)
-        staged = self._staged.tensors
-        names = "block_table", "packed_lens", "exact_lens", "starts", "seq_slots"
+        staged, group = self._staged.tensors, self.cache.rows.layers[layer].group
+        table = _in_group("block_table", group)
+        names = table, "packed_lens", "exact_lens", "starts", "seq_slots"
         whole = self.cache.rows.segments(layer, *(staged[name][:batch] for name in names))
         if self.shared_prefix is False:
             return _Parts(whole, None, whole)
@@ -473,16 +485,21 @@ class StepBatch(NotCopied):
         )
         return _Parts(whole, prefix, [own, *others])
 
-    def _make_slots(self, num_tokens: int) -> Slots:
-        """The slots of the first tokens of a step."""
-        packed, exact, evicted = (self._staged.tensors[name][:num_tokens] for name in Slots._fields)
+    def _make_slots(self, group: int, num_tokens: int) -> Slots:
+        """The slots of the first tokens of a step, in the layers of a group."""
+        names = _in_group("packed", group), "exact", _in_group("evicted", group)
+        packed, exact, evicted = (self._staged.tensors[name][:num_tokens] for name in names)
         has_exact = self.cache.state.split.exact_len > 0
         return Slots(packed, exact, evicted) if has_exact else Slots(packed)
 
     def _set(self, step: Step) -> None:
         """Set all tensors to a step, by one copy."""
         state, arrays = self.cache.state, self._staged.next_arrays()
-        for name, numbers in step.slots._asdict().items():
+        numbers_of = step.slots[0]._asdict()
+        for group, slots in enumerate(step.slots[1:], 1):
+            numbers_of[_in_group("packed", group)] = slots.packed
+            numbers_of[_in_group("evicted", group)] = slots.evicted
+        for name, numbers in numbers_of.items():
             arrays[name][: len(numbers)] = numbers
             arrays[name][len(numbers) :] = 0 if name == "positions" else -1
         count, seq_slots = len(step.ids), step.seq_slots
@@ -490,8 +507,13 @@ class StepBatch(NotCopied):
         self._longest = int(lengths.max(initial=0))
         # tables are as wide as the longest sequence there may be: only what is in use is copied
         used = state.split.num_pages(packed_lens)
-        _copy_pages(arrays["block_table"], np.arange(count), state.tables, seq_slots, used)
-        if self.shared_prefix is not False:
+        for group, of in enumerate(state.groups):
+            table = arrays[_in_group("block_table", group)]
+            _copy_pages(table, np.arange(count), state.tables, seq_slots, used)
+            if of is not None:
+                width = int(used.max(initial=0))
+                table[:count, :width] = of.frames[table[:count, :width]].clip(min=0)
+        if self.shared_prefix is not False and state.groups[0] is None:  # else nobody reads it
             self._share(step, used, arrays)
         for name, values in (
             ("seq_lens", lengths),
@@ -542,6 +564,11 @@ class StepBatch(NotCopied):
             own_lens[members] -= shared * page_size
             rest = used[members] - shared
             _copy_pages(own_tables, members, state.tables, seq_slots[members], rest, first=shared)
+
+
+def _in_group(name: str, group: int) -> str:
+    """The name of a group's tensor: the first group has the plain one."""
+    return f"{name}_{group}" if group else name
 
 
 def _copy_pages(

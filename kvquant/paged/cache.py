@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,12 +37,13 @@ from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
 from .pool import SequenceId
 from .prefix_tree import Origin, invariant, whole_number
-from .state import PagedState, Step, for_each, listed, plain_id
+from .state import PagedState, Step, for_each, group_sizes, listed, pages_of, plain_id
 from .storage import PagedRows, nan_rows
 from .swap import Swapped, SwapSpace
 
 SEQ_SLOTS = 16  # 304 MiB of 16-bit rows with 32 layers of 8 KV heads of 128
 DRAFTS = 16  # tokens of a step that can be taken back, without rollback_len
+CHUNK = 2048  # new tokens of a step, for which layers with a window have pages
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypedDict, Unpack
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
         rollback_len: int | None
         device: torch.device | str
         windows: Sequence[int | None] | None
+        chunk_len: int
 
 
 class PagedKVCache(NotCopied):
@@ -80,7 +83,7 @@ class PagedKVCache(NotCopied):
         num_layers: layers with attention.
         num_kv_heads: KV heads of each layer.
         head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
-        num_pages: pages of packed tokens, in every layer.
+        num_pages: pages of packed tokens, in every layer that sees all tokens, or the most.
         max_num_seqs: sequences that may live at a time. Each has room for sink_len + recent_len
             tokens in 16 bit, in every layer, and so many sinks are kept to be found again.
         max_seq_len: tokens that a sequence may have.
@@ -97,10 +100,12 @@ class PagedKVCache(NotCopied):
             none.
         device: where all tensors lie.
         bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
-        windows: of each layer, how many tokens, the last ones, attention sees; None for all. Where
-            every layer has one, pages before the largest window, and 64 tokens and recent_len more,
-            are free for others; then no prefix is found, and sequences are not saved. With layers
-            that see all tokens, all pages stay, in every layer.
+        windows: of each layer, how many tokens, the last ones, attention sees; None for all. Layers
+            with the same window share pages of their own: those before the window, and 64 tokens
+            and recent_len more, are free for others. They have at most num_pages, and as many as
+            max_num_seqs sequences and a step of chunk_len new tokens need.
+        chunk_len: new tokens of a step of all sequences that there are pages for, in layers with a
+            window. Longer prompts come in several steps.
 
     Attributes:
         rows: the tensors.
@@ -146,6 +151,7 @@ class PagedKVCache(NotCopied):
         device: torch.device | str = "cpu",
         bases: Sequence[LayerBasis] | None = None,
         windows: Sequence[int | None] | None = None,
+        chunk_len: int = CHUNK,
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
         num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
@@ -180,28 +186,29 @@ class PagedKVCache(NotCopied):
             check_cuda_codecs([*k_formats, *v_formats])
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         sides = k_formats, v_formats, [basis and basis.to(self.device) for basis in checked]
+        self.windows = list(check_windows(windows, num_layers))
+        self.chunk_len = check_size("chunk_len", chunk_len, at_least=1)
+        groups = group_sizes(self.windows, num_pages, max_num_seqs, split, self.chunk_len)
         # the host has a table for each sequence slot, and lists of pages and sequence slots
-        bookkeeping = 300 * (num_pages + max_num_seqs) + 4 * max_num_seqs * (
-            max_seq_len // page_size
-        )
+        tables = max_num_seqs * pages_of(split, max_seq_len)
+        bookkeeping = 300 * (num_pages + max_num_seqs) + 4 * tables
+        bookkeeping += 100 * tables * (None not in self.windows)  # see PagedState
         what = f"the bookkeeping of {num_pages} pages and {max_num_seqs} sequence slots"
         check_room(bookkeeping, torch.device("cpu"), what, "use fewer, or a smaller max_seq_len")
-        sizes = num_kv_heads, num_pages, max_num_seqs
+        in_groups = [
+            (
+                [at for at, window in enumerate(self.windows) if window == group.window],
+                group.num_pages,
+            )
+            for group in groups
+        ]
+        sizes = num_kv_heads, in_groups, max_num_seqs
         self.rows = PagedRows(self.row_kind, *sides, exact_format, *sizes, split, kept, self.device)
-        self.windows = list(check_windows(windows, num_layers))
-        all_have = [window for window in self.windows if window is not None]
-        largest = max(all_have) if len(all_have) == num_layers else None
         self.state = PagedState(
-            num_pages,
-            max_num_seqs,
-            max_seq_len,
-            split,
-            kept,
-            largest,
-            drafts_only=rollback_len is None,
+            groups, max_num_seqs, max_seq_len, split, kept, drafts_only=rollback_len is None
         )
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self.swap_space = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
+        self.swap_space = SwapSpace(self.state, self.rows)
         self._step: Step | None = None  # whose rows are being written
         self._entered = False  # whether its block is
         self._holder: Callable[[], object | None] = _nobody  # who can end it, if that is there yet
@@ -239,7 +246,8 @@ class PagedKVCache(NotCopied):
         """Make an empty cache whose tensors take at most so many bytes.
 
         Sequence slots come first: max_num_seqs of them, or with seq_len as many as there can be
-        sequences of that length. Pages get the rest. `token_capacity` tells how many tokens fit.
+        sequences of that length; and in layers with a window the pages that these hold. The pages
+        of layers that see all tokens get the rest. `token_capacity` tells how many tokens fit.
 
         Args:
             nbytes: bytes of all tensors, as cache.nbytes counts them. PagedBatch, the model and
@@ -278,26 +286,34 @@ class PagedKVCache(NotCopied):
                     f"seq_len is {seq_len}, which says how many sequence slots there are: give no "
                     f"max_num_seqs with it, and at most max_seq_len, {one.max_seq_len}"
                 )
-            pages = rows.split.num_pages(rows.split.packed_len(seq_len)) * rows.page_bytes
-            least = 0 if pages else rows.page_bytes  # there is one page, whoever needs it
-            max_num_seqs = (nbytes - one.bad_rows.nbytes - least) // (rows.slot_bytes + pages)
-        left = nbytes - one.bad_rows.nbytes - max_num_seqs * rows.slot_bytes
-        if max_num_seqs < 1 or left < rows.page_bytes:
+            pages = rows.split.num_pages(rows.split.packed_len(seq_len))
+            # there is one page, whoever needs it
+            max_num_seqs = _most(lambda n: one._bytes_of(max(n * pages, 1), n) <= nbytes)
+        num_pages = _most(lambda n: one._bytes_of(n, max(max_num_seqs, 1)) <= nbytes)
+        if max_num_seqs < 1 or num_pages < 1:
             raise ConfigError(
                 f"{nbytes} bytes are too few: a page takes {rows.page_bytes}, and each of "
                 f"{max(max_num_seqs, 1)} sequence slots {rows.slot_bytes}. Give more, or a smaller "
                 "max_num_seqs, seq_len or recent_len"
             )
         layers = range(one.num_layers)
-        made: Self = one.like(layers, left // rows.page_bytes, max_num_seqs, one.device)
+        made: Self = one.like(layers, num_pages, max_num_seqs, one.device)
         return made
+
+    def _bytes_of(self, num_pages: int, max_num_seqs: int) -> int:
+        """Bytes of a cache like this one, of so many pages and sequence slots."""
+        rows = self.rows
+        sizes = group_sizes(self.windows, num_pages, max_num_seqs, rows.split, self.chunk_len)
+        each = zip(sizes, rows.groups, strict=True)
+        pages = sum(size.num_pages * group.page_bytes for size, group in each)
+        return self.bad_rows.nbytes + max_num_seqs * rows.slot_bytes + pages
 
     def __repr__(self) -> str:
         formats = dict.fromkeys(f"{rows.k_format} and {rows.v_format}" for rows in self.rows.layers)
-        pool = self.state.pool
+        size = self.state.split.page_size
         return (
             f"PagedKVCache({self.num_layers} layers, {self.num_kv_heads} KV heads, "
-            f"{', '.join(formats):.80}, {pool.num_pages} pages of {pool.page_size} tokens, "
+            f"{', '.join(formats):.80}, {self._num_pages} pages of {size} tokens, "
             f"{len(self.state.lengths)} sequence slots, room for {self.token_capacity} tokens, "
             f"{len(self.ids)} sequences, {self.device})"
         )
@@ -329,9 +345,10 @@ class PagedKVCache(NotCopied):
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be taken, those that are kept only to be found again included."""
+        """Pages that can be taken, those that are kept only to be found again included; where
+        layers have windows, in those that see the most."""
         self._let_go()
-        return self.state.pool.num_free
+        return self.state.num_free_pages
 
     @property
     def num_free_seq_slots(self) -> int:
@@ -347,10 +364,15 @@ class PagedKVCache(NotCopied):
     @property
     def token_capacity(self) -> int:
         """Tokens that there is room for, in as many sequences as there are sequence slots: those in
-        pages, and those in 16 bit. Pages that windows drop, and prefixes, let more in."""
-        pool, split = self.state.pool, self.state.split
+        pages of the layers that see the most, and those in 16 bit. Prefixes let more in."""
+        split = self.state.split
         of_slot = split.sink_len + split.recent_len
-        return pool.num_pages * pool.page_size + len(self.state.lengths) * of_slot
+        return self._num_pages * split.page_size + len(self.state.lengths) * of_slot
+
+    @property
+    def _num_pages(self) -> int:
+        """Pages of the layers that see the most."""
+        return len(self.rows.groups[0].sides[0].layers[0])
 
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence, swapped out or not."""
@@ -380,8 +402,9 @@ class PagedKVCache(NotCopied):
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with.
             room: tokens of the sequence for which there must be pages, those that are present
-                included: len(tokens) for the prompt, and more for what follows. Windows that drop
-                pages are not looked at. Nothing is asked when None.
+                included: len(tokens) for the prompt, and more for what follows. In layers with a
+                window there must be those that a sequence holds between steps. Nothing is asked
+                when None.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
@@ -427,8 +450,8 @@ class PagedKVCache(NotCopied):
         shared stays the sequence's own.
 
         Raises:
-            ShapeError: a length below 0 or over the present one, or tokens that the windows would
-                show are dropped.
+            ShapeError: a length below 0 or over the present one, or pages that a window would show
+                are gone.
             ConfigError: the sequence does not live, or length is not a whole number.
         """
         self.prepare([sequence_id])
@@ -503,24 +526,28 @@ class PagedKVCache(NotCopied):
         state, split, found = self.state, self.state.split, {}
         here = [i for i in ids if self.swap_space.find(i) is None]
         self._await(here)
-        dropped = {i: state.pool.num_dropped(i) for i in here}
-        tables = {i: state.pool.block_table(i)[dropped[i] :] for i in here}
-        pages = list(dict.fromkeys(page for table in tables.values() for page in table))
         seq_slots = [state.seq_slot(i) for i in here]
-        in_pages = dict(zip(pages, self.rows.nan_in_pages(pages), strict=True))
         for i, seq_slot, exact in zip(
             here, seq_slots, self.rows.nan_in_seq_slots(seq_slots), strict=True
         ):
-            clean = np.zeros((dropped[i], state.split.page_size), np.bool_)
-            packed = np.concatenate([clean, *(in_pages[page][None] for page in tables[i])])
+            table = state.pool.block_table(i)
+            packed = self.rows.nan_in_pages(
+                [
+                    [-1] * first + state.places(group, table[first:])
+                    for group, first in enumerate(state.dropped(i))
+                ]
+            )
             lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
             found[i] = split.by_token(packed, exact, *lens)
         for i in ids:
             swapped = self.swap_space.find(i)
             if swapped is not None:
                 swapped.wait()
-                clean = np.zeros((swapped.dropped, self.state.split.page_size), np.bool_)
-                packed = np.concatenate([clean, nan_rows(self.rows.pages, swapped.pages)])
+                pages = split.num_pages(swapped.packed_len)
+                packed = np.zeros((pages, split.page_size), np.bool_)
+                for group, rows in zip(self.rows.groups, swapped.pages, strict=True):
+                    seen = nan_rows(group.sides, rows)
+                    packed[pages - len(seen) :] |= seen
                 exact = nan_rows(self.rows.exact, [rows[:, None] for rows in swapped.exact])[0]
                 found[i] = split.by_token(packed, exact, swapped.length, swapped.packed_len)
         return {i: bad for i, bad in found.items() if bad.any()}
@@ -612,8 +639,9 @@ class PagedKVCache(NotCopied):
         self._await([sequence_id])
         state, seq_slot = self.state, self.state.seq_slot(sequence_id)
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
-        table = state.pool.block_table(sequence_id)
-        dropped, window = state.pool.num_dropped(sequence_id), self.windows[layer]
+        group, window = self.rows.layers[layer].group, self.windows[layer]
+        dropped = state.dropped(sequence_id)[group]
+        table = state.places(group, state.pool.block_table(sequence_id)[dropped:])
         k, v = self.rows.dequantized(layer, table, seq_slot, *lens, dtype, dropped)
         return (k, v) if window is None else (k[:, -window:], v[:, -window:])
 
@@ -629,7 +657,7 @@ class PagedKVCache(NotCopied):
             try:
                 with self.swap_space.hinting():
                     step = self.state.extend(ids, counts, tokens)
-                self.rows.copy_pages(step.copies)
+                self.rows.copy_pages(self._in_groups(step.copies))
                 self.rows.copy_originals(step.leaving)
             except BaseException:
                 if step is not None:
@@ -637,6 +665,15 @@ class PagedKVCache(NotCopied):
                 raise
             self._holder, self._entered, self._step = _nobody, False, step
         return step
+
+    def _in_groups(self, copies: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """Copies of pages as those of each group's rows."""
+        sources, targets = zip(*copies, strict=True) if copies else ((), ())
+        places = self.state.places
+        return [
+            list(zip(places(group, sources), places(group, targets), strict=True))
+            for group in range(len(self.rows.groups))
+        ]
 
     def hold_step(self, holder: object) -> None:
         """The step that was begun last is undone once its holder is there no more."""
@@ -663,7 +700,6 @@ class PagedKVCache(NotCopied):
             with self.changing():
                 if written:
                     self.insert_prefixes(self.state.to_insert(step))
-                    self.state.drop_pages(step)
                 elif not begun:
                     self.state.take_back(step)
                 else:
@@ -675,6 +711,8 @@ class PagedKVCache(NotCopied):
             self._step = None
             raise
         self._step = None  # after an interrupt it is there until all of it is undone
+        with self.changing():  # of a step that is undone all pages are needed
+            self.state.drop_pages(step)
 
     @contextmanager
     def changing(self, *new: SequenceId) -> Iterator[None]:
@@ -756,7 +794,9 @@ class PagedKVCache(NotCopied):
         self.finish_swaps()
         pool, bad = self.state.pool, self._bad([*self.ids, *self.swapped_ids])
         in_tree, kept = np.array(pool.pages_in_tree, np.int64), np.array(pool.kept, np.int64)
-        in_tree = in_tree[self.rows.nan_in_pages(in_tree.tolist()).any(1)]
+        in_groups = range(len(self.rows.groups))
+        places = [self.state.places(group, in_tree.tolist()) for group in in_groups]
+        in_tree = in_tree[self.rows.nan_in_pages(places).any(1)]
         kept = kept[self.rows.nan_in_sinks(kept.tolist()).any(1)]
         with self.changing():
             pool.hide(in_tree.tolist())
@@ -816,6 +856,7 @@ class PagedKVCache(NotCopied):
             k_format=[at.k_format for at in kinds],
             v_format=[at.v_format for at in kinds],
             windows=[self.windows[layer] for layer in layers],
+            chunk_len=self.chunk_len,
             **options,
         )
 
@@ -859,6 +900,14 @@ class PagedKVCache(NotCopied):
                 "whole number of up to 1024 bits that no other has, swapped out ones included"
             )
         return new_id
+
+
+def _most(fits: Callable[[int], bool]) -> int:
+    """The largest whole number that fits, where all smaller ones do; 0 if none does."""
+    end = 1
+    while fits(end):
+        end *= 2
+    return bisect.bisect_left(range(1, end), True, key=lambda n: not fits(n))
 
 
 def _nobody() -> None:

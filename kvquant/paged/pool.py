@@ -12,8 +12,9 @@ page enters the prefix tree once its contents are written (insert), if its token
 first root_len tokens of a sequence stand outside the pages: they are counted in no length here, but
 prefixes begin with them (prefix_tree.py).
 
-The first pages of a sequence may be given up (drop_first): its table still names them, and others
-have them. Such pages are never in the tree.
+Layers with a window have rows of some pages only (window_pages.py): of those that a sequence sees
+in the window, and of those that are kept to be found again. So a page may be without rows there. A
+prefix is found as far as all layers have the rows that the next token sees.
 
 Pages are released from the last to the first, so that a cached page is never older than the cached
 pages that follow it. Several pages may have one node; of these, cached ones are those that others
@@ -37,6 +38,7 @@ from .prefix_tree import (
     token_ids,
     whole_number,
 )
+from .window_pages import WindowPages, seen_by
 
 SequenceId: TypeAlias = Hashable
 
@@ -70,19 +72,14 @@ class Growth(NamedTuple):
 @dataclass(eq=False, slots=True)
 class _Sequence:
     """Pages of length tokens; the first `in_tree` ones are in the prefix tree, under the root, and
-    the first `dropped` ones are no longer its own."""
+    of each window the first `dropped` ones are seen no more."""
 
     pages: list[int]
     length: int
     in_tree: int
     root: PrefixRoot | None
     origin: Origin
-    dropped: int = 0
-
-    @property
-    def own(self) -> list[int]:
-        """The pages that it refers to."""
-        return self.pages[self.dropped :]
+    dropped: list[int]
 
 
 class PagePool:
@@ -98,10 +95,17 @@ class PagePool:
         root_len: first tokens of a sequence that do not stand in pages.
         num_roots: roots whose pages can be found again at a time; with as many as there can be
             sequences every full page with known tokens is found again.
+        windows: those of the layers that do not see all tokens.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, root_len: int = 0, num_roots: int = 1
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        root_len: int = 0,
+        num_roots: int = 1,
+        windows: Sequence[WindowPages] = (),
     ) -> None:
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_roots": num_roots}
         for name, value in sizes.items():
@@ -110,7 +114,9 @@ class PagePool:
         if root_len < 0:
             raise ConfigError(f"root_len {root_len} is too small: use 0 or more")
         self.num_pages, self.page_size, self.root_len = num_pages, page_size, root_len
+        self.windows = list(windows)
         self._references = [0] * num_pages
+        self._sources: list[int] = []  # of copies of this step, which windows still see
         self._tree_sizes = num_pages, page_size, root_len, num_roots
         self._tree = PrefixTree(*self._tree_sizes)
         self._free = list(range(num_pages - 1, -1, -1))
@@ -133,20 +139,28 @@ class PagePool:
         return list(self._sequences)
 
     def block_table(self, sequence_id: SequenceId) -> tuple[int, ...]:
-        """The pages of a sequence in the order of its tokens, those that it dropped included."""
+        """The pages of a sequence in the order of its tokens."""
         return tuple(self._get(sequence_id).pages)
 
-    def num_dropped(self, sequence_id: SequenceId) -> int:
-        """How many of the first pages of a sequence are no longer its own."""
-        return self._get(sequence_id).dropped
+    def dropped(self, sequence_id: SequenceId) -> list[int]:
+        """How many of the first pages of a sequence are seen no more, in each window."""
+        return list(self._get(sequence_id).dropped)
 
-    def drop_first(self, sequence_id: SequenceId, count: int) -> None:
-        """Give up the first pages of a sequence, full ones, of which none is in the tree."""
+    def drop(self, sequence_id: SequenceId, counts: Sequence[int]) -> None:
+        """Let a sequence see its first pages no more: so many, full ones, in each window."""
         sequence = self._get(sequence_id)
-        assert not sequence.in_tree and count <= sequence.length // self.page_size
-        for page in sequence.pages[sequence.dropped : count]:
-            self._drop_reference(page)
-        sequence.dropped = max(sequence.dropped, count)
+        for at, (window, count) in enumerate(zip(self.windows, counts, strict=True)):
+            first = sequence.dropped[at]
+            sequence.dropped[at] = max(first, count)  # first: an interrupt may follow
+            for page in sequence.pages[first:count]:
+                window.leave(page, is_found=self._is_found(page))
+
+    def settle(self) -> None:
+        """The copies that append asked for are made: their sources are left in all windows."""
+        while self._sources:
+            source = self._sources.pop()
+            for window in self.windows:
+                window.leave(source, is_found=self._is_found(source))
 
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence in its pages."""
@@ -154,7 +168,7 @@ class PagePool:
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
         """How many tokens after the root are in pages of the tree: a multiple of page_size."""
-        return len(self._tree.match(token_ids(tokens))) * self.page_size
+        return len(self._match(token_ids(tokens))) * self.page_size
 
     def allocate(
         self, sequence_id: SequenceId, tokens: Sequence[int] = (), room: int = 0
@@ -168,20 +182,19 @@ class PagePool:
         """
         self._check_new(sequence_id)
         known = token_ids(tokens)
-        pages = self._tree.match(known)
-        needed = -(-room // self.page_size) - len(pages)
-        cached = sum(page in self._cached for page in pages)  # which can no longer be taken then
-        if needed > self.num_free - cached:
-            has = f"{len(pages)} pages of its prefix are there, {cached} of these among those free"
-            needs = f"sequence {shown(sequence_id)} needs {needed} more pages ({has})"
-            raise self._out_of_pages(needs)
+        pages = self._match(known)
+        length = len(pages) * self.page_size
+        dropped = [window.first_seen(length) for window in self.windows]
+        self._check_room(sequence_id, pages, dropped, -(-room // self.page_size) - len(pages))
         root = self._tree.acquire(tuple(known[: self.root_len])) if pages else None
         for page in pages:
             self._cached.pop(page, None)
             self._references[page] += 1
-        length = len(pages) * self.page_size
+        for window, first in zip(self.windows, dropped, strict=True):
+            window.see(pages[first:])
         origin = root.origin if root is not None and root.origin is not None else Origin()
-        self._sequences[sequence_id] = _Sequence(pages, length, len(pages), root, origin)
+        sequence = _Sequence(pages, length, len(pages), root, origin, dropped)
+        self._sequences[sequence_id] = sequence
         return Prefix(length, None if root is None else root.place)
 
     def append(
@@ -200,11 +213,14 @@ class PagePool:
         Returns:
             The pages taken, and the copies to make before the tokens are written.
         """
+        self.settle()  # a step that could not be ended has left some
         sequences = self._to_append(sequence_ids, counts)
-        if (needed := self._needed(sequences, counts)) > self.num_free:
+        needed = self._needed(sequences, counts)
+        if needed > self._num_free_in_all:
             names = ", ".join(map(repr, sequence_ids))
             needs = f"{needed} more pages for {sum(counts)} tokens"
-            raise self._out_of_pages(f"sequences {names:.200} need {needs}")
+            short = [window for window in self.windows if needed > window.num_free]
+            raise self._out_of_pages(f"sequences {names:.200} need {needs}", short)
         growth, size = growth or Growth([], []), self.page_size
         for place, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             pages = sequence.pages
@@ -218,7 +234,8 @@ class PagePool:
 
     def can_append(self, sequence_ids: Sequence[SequenceId], counts: Sequence[int]) -> bool:
         """Whether append would find pages."""
-        return self._needed(self._to_append(sequence_ids, counts), counts) <= self.num_free
+        needed = self._needed(self._to_append(sequence_ids, counts), counts)
+        return needed <= self._num_free_in_all
 
     def insert(self, sequence_id: SequenceId, tokens: Sequence[int]) -> int | None:
         """Put the full pages of a sequence into the prefix tree, where others find them.
@@ -254,18 +271,21 @@ class PagePool:
         """Begin a sequence with the tokens of another; they share all pages."""
         parent = self._get(parent_id)
         self._check_new(child_id)
-        for page in parent.own:
+        for page in parent.pages:
             self._references[page] += 1
+        for window, first in zip(self.windows, parent.dropped, strict=True):
+            window.see(parent.pages[first:])
         if parent.root is not None:
             parent.root.uses += 1
-        self._sequences[child_id] = replace(parent, pages=list(parent.pages))
+        pages, dropped = list(parent.pages), list(parent.dropped)
+        self._sequences[child_id] = replace(parent, pages=pages, dropped=dropped)
 
     def place(
         self,
         tables: Mapping[SequenceId, Sequence[int]],
         lengths: Sequence[int],
         origins: Sequence[Origin] = (),
-        dropped: int = 0,
+        dropped: Sequence[Sequence[int]] = (),
     ) -> list[int]:
         """Begin sequences that share pages with one another as they did in another pool.
 
@@ -273,7 +293,8 @@ class PagePool:
             tables: by their ids, the pages that they had, numbered from 0 without gaps.
             lengths: tokens of each in its pages.
             origins: where what belongs to their roots came from; of their own if empty.
-            dropped: first pages of each that it had dropped, and are not in its table.
+            dropped: of each, how many of its first pages it sees no more in each window; none if
+                empty.
 
         Returns:
             The page of this pool for each page of the other one.
@@ -282,22 +303,36 @@ class PagePool:
             self._check_new(sequence_id)
         numbers = {number for table in tables.values() for number in table}
         if numbers != set(range(len(numbers))) or any(
-            -(-length // self.page_size) != dropped + len(table) or len(set(table)) != len(table)
+            -(-length // self.page_size) != len(table) or len(set(table)) != len(table)
             for table, length in zip(tables.values(), lengths, strict=True)
         ):
             raise ShapeError("the tables do not fit the lengths, or pages are not counted from 0")
+        firsts = [list(of_one) for of_one in dropped] or [[0] * len(self.windows) for _ in tables]
+        in_sight = [
+            seen_by(
+                table[first[at] :] for table, first in zip(tables.values(), firsts, strict=True)
+            )
+            for at in range(len(self.windows))
+        ]
         if len(numbers) > self.num_free:
             raise self._out_of_pages(f"{len(numbers)} pages are needed")
-        pages = [self._take() for _ in numbers]
+        for window, seen in zip(self.windows, in_sight, strict=True):
+            if len(seen) > window.num_free:
+                raise self._out_of_pages(f"{len(seen)} pages are needed", [window])
+        pages = [self._take_page() for _ in numbers]
         for page in pages:
             self._references[page] = 0
-        each = zip(tables.items(), lengths, origins or [Origin() for _ in tables], strict=True)
-        for (sequence_id, table), length, origin in each:
+        for window, seen in zip(self.windows, in_sight, strict=True):
+            for number, count in seen.items():
+                window.take(pages[number], count)
+        each = zip(
+            tables.items(), lengths, origins or [Origin() for _ in tables], firsts, strict=True
+        )
+        for (sequence_id, table), length, origin, first in each:
             own = [pages[number] for number in table]
             for page in own:
                 self._references[page] += 1
-            pages_of = [*[0] * dropped, *own]
-            self._sequences[sequence_id] = _Sequence(pages_of, length, 0, None, origin, dropped)
+            self._sequences[sequence_id] = _Sequence(own, length, 0, None, origin, first)
         return pages
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
@@ -330,6 +365,9 @@ class PagePool:
                 self._references[target], pages[-1] = 0, sources[target]
                 self._references[pages[-1]] += 1
                 self._free.append(target)
+                for window in self.windows:  # which see the source all the time
+                    window.leave(target, is_found=False)
+        self._sources = []
 
     def free(self, sequence_id: SequenceId) -> None:
         """End a sequence; its pages in the tree stay cached."""
@@ -413,13 +451,15 @@ class PagePool:
             sequence.length, sequence.in_tree, sequence.root = lengths[sequence_id], 0, None
             pages = sequence.pages[: -(-sequence.length // self.page_size)]
             sequence.pages = [*pages[:-1], *(sources.get(page, page) for page in pages[-1:])]
-            sequence.dropped = min(sequence.dropped, len(sequence.pages))
-        self._sequences = kept
-        uses = Counter(page for sequence in kept.values() for page in sequence.own)
+            sequence.dropped = [min(first, len(sequence.pages)) for first in sequence.dropped]
+        self._sequences, self._sources = kept, []
+        uses = seen_by(sequence.pages for sequence in kept.values())
         self._references = [uses[page] for page in range(self.num_pages)]
         self._free = [page for page in reversed(range(self.num_pages)) if not uses[page]]
         self._cached = OrderedDict()
         self._tree = PrefixTree(*self._tree_sizes)
+        for window, seen in zip(self.windows, self._in_sight(), strict=True):
+            window.rebuild(seen)
 
     def check(self) -> None:
         """Look through all the bookkeeping, in time proportional to the pool.
@@ -427,7 +467,7 @@ class PagePool:
         Raises:
             InvariantError: something contradicts something else; the message says what.
         """
-        uses = Counter(page for sequence in self._sequences.values() for page in sequence.own)
+        uses = seen_by(sequence.pages for sequence in self._sequences.values())
         places = sorted([*self._free, *self._cached, *uses])
         invariant(places == list(range(self.num_pages)), "a page is in no state or in two")
         invariant(
@@ -436,11 +476,15 @@ class PagePool:
         self._tree.check()
         in_tree = {p for p, node in enumerate(self._tree.node_of_page) if node is not None}
         for page in in_tree:
-            cached = page in self._cached and not self._tree.is_spare(page)
+            # a window takes frames away: then a cached page may be of no more use than its twin
+            is_twin = not self.windows and self._is_spare(page)
+            cached = page in self._cached and not is_twin
             invariant(
                 uses[page] or cached, f"page {page} is in the tree, but free or a cached twin"
             )
         invariant(self._cached.keys() <= in_tree, "a page is cached outside the tree")
+        for window, seen in zip(self.windows, self._in_sight(), strict=True):
+            window.check(seen + Counter(self._sources), in_tree)
         roots = Counter(id(s.root) for s in self._sequences.values() if s.root is not None)
         held = {id(root): root.uses for root in self._tree.roots.values() if root.uses}
         invariant(roots == held, "the uses of a root are not its sequences")
@@ -449,12 +493,10 @@ class PagePool:
             invariant(
                 len(pages) == -(-sequence.length // size), f"{shown(sequence_id)}: length or pages"
             )
-            own = sequence.own
-            invariant(len(set(own)) == len(own), f"{shown(sequence_id)} has a page twice")
-            fits = sequence.dropped * size <= sequence.length and not (
-                sequence.dropped and sequence.in_tree
-            )
-            invariant(fits, f"{shown(sequence_id)}: dropped pages")
+            invariant(len(set(pages)) == len(pages), f"{shown(sequence_id)} has a page twice")
+            for window, first in zip(self.windows, sequence.dropped, strict=True):
+                fits = first <= window.first_seen(sequence.length)
+                invariant(fits, f"{shown(sequence_id)}: dropped pages")
             invariant(
                 sequence.in_tree * size <= sequence.length,
                 f"{shown(sequence_id)}: too many pages in the tree",
@@ -474,9 +516,80 @@ class PagePool:
         if sequence_id in self._sequences:
             raise ConfigError(f"sequence {shown(sequence_id)} exists: free it or use another id")
 
-    def _out_of_pages(self, needs: str) -> OutOfPagesError:
-        has = f"{self.num_free} of {self.num_pages} can be taken"
-        return OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences")
+    @property
+    def _num_free_in_all(self) -> int:
+        """Pages that can be taken, with rows in all layers."""
+        return min([self.num_free, *(window.num_free for window in self.windows)])
+
+    def _check_room(
+        self, sequence_id: SequenceId, pages: list[int], dropped: list[int], needed: int
+    ) -> None:
+        """Raise OutOfPagesError unless a new sequence finds so many pages beside those of its
+        prefix, in each window as many as it sees at most."""
+        cached = sum(page in self._cached for page in pages)  # which can no longer be taken then
+        short = [
+            window
+            for window, first in zip(self.windows, dropped, strict=True)
+            if min(needed, window.held) > window.num_free - window.num_kept(pages[first:])
+        ]
+        if short or needed > self.num_free - cached:
+            has = f"{len(pages)} pages of its prefix are there, {cached} of these among those free"
+            needs = f"sequence {shown(sequence_id)} needs {needed} more pages ({has})"
+            raise self._out_of_pages(needs, short)
+
+    def _out_of_pages(self, needs: str, short: Sequence[WindowPages] = ()) -> OutOfPagesError:
+        """What needs pages finds too few, in these windows if any are given."""
+        has, advice = f"{self.num_free} of {self.num_pages} can be taken", ""
+        if short:
+            has = ", ".join(
+                f"{one.num_free} of {one.num_frames} can be taken with a window of {one.window}"
+                for one in short
+            )
+            advice = ", or append fewer tokens in one step"
+        return OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences{advice}")
+
+    def _in_sight(self) -> list[Counter[int]]:
+        """By how many sequences each page is seen, in each window."""
+        return [
+            seen_by(sequence.pages[sequence.dropped[at] :] for sequence in self._sequences.values())
+            for at in range(len(self.windows))
+        ]
+
+    def _is_found(self, page: int) -> bool:
+        return self._tree.node_of_page[page] is not None
+
+    def _match(self, tokens: Sequence[int]) -> list[int]:
+        """The longest chain of pages that holds tokens after the root, and of which each window has
+        those that the next token sees."""
+        way = self._tree.known_way(tokens)
+        for count in range(len(way), 0, -1):
+            for page in way[count - 1].pages:
+                if self._sees(page, count):
+                    return self._tree.chain(page)
+        return []
+
+    def _sees(self, last: int, count: int) -> bool:
+        """Whether each window has what is seen behind a chain of so many pages, by its last."""
+        for window in self.windows:
+            page: int | None = last
+            for _ in range(count - window.first_seen(count * self.page_size)):
+                assert page is not None
+                if window.frames[page] < 0:
+                    return False
+                page = self._tree.before[page]
+        return True
+
+    def _is_spare(self, page: int) -> bool:
+        """Whether what leads to a page leads to another one that serves as well, and on from
+        there: that has rows in all windows, or this one has not."""
+        twins = self._tree.node_of(page).pages
+        return self._tree.is_spare(page) and (
+            not self._has_rows(page) or any(self._has_rows(twin) for twin in twins if twin != page)
+        )
+
+    def _has_rows(self, page: int) -> bool:
+        """Whether a page has rows in all layers."""
+        return all(window.frames[page] >= 0 for window in self.windows)
 
     def _to_append(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> list[_Sequence]:
         if len(set(ids)) < len(ids):
@@ -506,10 +619,18 @@ class PagePool:
         target = self._take()
         growth.copies.append((source, target))
         self._references[source] -= 1
+        self._sources += [source] * bool(self.windows)
         sequence.pages[-1] = target
         growth.entries.append((place, len(sequence.pages) - 1, target))
 
     def _take(self) -> int:
+        """Take a page, with rows in all layers, for one sequence."""
+        page = self._take_page()
+        for window in self.windows:
+            window.take(page)
+        return page
+
+    def _take_page(self) -> int:
         if self._free:
             page = self._free.pop()
         else:
@@ -520,10 +641,13 @@ class PagePool:
 
     def _release(self, sequence: _Sequence, keep: int) -> None:
         """Drop the references to all but the first pages of a sequence, the last page first."""
-        while len(sequence.pages) > max(keep, sequence.dropped):
-            self._drop_reference(sequence.pages.pop())
-        del sequence.pages[keep:]
-        sequence.dropped = min(sequence.dropped, keep)
+        while len(sequence.pages) > keep:
+            page = sequence.pages.pop()
+            for window, first in zip(self.windows, sequence.dropped, strict=True):
+                if len(sequence.pages) >= first:
+                    window.leave(page, is_found=self._is_found(page))
+            self._drop_reference(page)
+        sequence.dropped = [min(first, keep) for first in sequence.dropped]
         if not sequence.pages and sequence.root is not None:
             sequence.root.uses -= 1
             sequence.root = None
@@ -533,7 +657,7 @@ class PagePool:
         self._references[page] -= 1
         if self._references[page]:
             return
-        if self._tree.node_of_page[page] is None or self._tree.is_spare(page):
+        if self._tree.node_of_page[page] is None or self._is_spare(page):
             self._take_out(page)
             self._free.append(page)
         else:
@@ -561,7 +685,7 @@ class PagePool:
             if node is None:  # the page came from elsewhere with other tokens
                 return
             for twin in [twin for twin in node.pages if twin in self._cached]:
-                if self._tree.is_spare(twin):
+                if self._is_spare(twin):
                     self._drop(twin)
             sequence.in_tree, before = at + 1, page
 
@@ -573,14 +697,22 @@ class PagePool:
     def _take_out(self, page: int) -> None:
         """Take a page out of the tree; cached pages that are of no use without it become free."""
         before = self._tree.before[page]
+        self._forget_rows([page])
         self._uncache(self._tree.remove(page))
-        while before is not None and before in self._cached and self._tree.is_spare(before):
+        while before is not None and before in self._cached and self._is_spare(before):
             page, before = before, self._tree.before[before]
             self._uncache([page, *self._tree.remove(page)])
 
-    def _uncache(self, pages: Iterable[int]) -> None:
+    def _uncache(self, pages: Sequence[int]) -> None:
         """Free those of the pages outside the tree that no sequence refers to."""
+        self._forget_rows(pages)
         for page in pages:
             if page in self._cached:
                 del self._cached[page]
                 self._free.append(page)
+
+    def _forget_rows(self, pages: Sequence[int]) -> None:
+        """Free the frames of pages outside the tree that no sequence sees."""
+        for window in self.windows:
+            for page in pages:
+                window.forget(page)

@@ -110,13 +110,14 @@ class PrefixTree:
         self._after: dict[int, set[int]] = {}  # the pages that follow one
         self._free_places = list(range(num_roots - 1, -1, -1))
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """The chain of pages that holds the most of the tokens after the root."""
+    def known_way(self, tokens: Sequence[int]) -> list[PrefixNode]:
+        """As way, where what belongs to the root is kept; else there is none."""
         root = self.roots.get(tuple(tokens[: self.root_len]))
-        if root is None or root.origin is None:
-            return []
-        chain: list[int] = []
-        page = next((page for node in self.way(tokens)[-1:] for page in node.pages), None)
+        return [] if root is None or root.origin is None else self.way(tokens)
+
+    def chain(self, last: int) -> list[int]:
+        """The pages up to this one, each after the one that it follows."""
+        chain, page = [last], self.before[last]
         while page is not None:
             chain.append(page)
             page = self.before[page]

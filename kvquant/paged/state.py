@@ -17,9 +17,10 @@ from ..rows.arguments import is_whole
 from ..rows.slots import Ints, Split, TokenSlots, token_slots
 from .pool import Growth, PagePool, SequenceId
 from .prefix_tree import Origin, invariant, token_ids, whole_number
+from .window_pages import WindowPages, held_pages
 
 MAX_ID_BITS = 1024  # of an id that is a number
-SPARE = 64  # tokens before all windows whose pages are kept: as many can be truncated
+SPARE = 64  # tokens before a window whose pages are kept: as many can be truncated
 
 
 class Allocation(NamedTuple):
@@ -60,7 +61,7 @@ class Step:
         seq_slots: [batch], their slots.
         lengths, packed_lens: [batch], before the step.
         copies: (source, target) pages to copy before anything is written.
-        slots: where the new tokens go, sequence after sequence.
+        slots: where the new tokens go, sequence after sequence, in the layers of each group.
         leaving: tokens whose 16-bit rows are to be kept before they are overwritten.
     """
 
@@ -70,8 +71,20 @@ class Step:
     lengths: Ints
     packed_lens: Ints
     copies: list[tuple[int, int]]
-    slots: TokenSlots
+    slots: tuple[TokenSlots, ...]
     leaving: RingTokens
+
+
+class GroupSize(NamedTuple):
+    """Layers that see as many tokens: how many of the last ones, and their pages.
+
+    Attributes:
+        window: None if they see all.
+        num_pages: that have rows at a time.
+    """
+
+    window: int | None
+    num_pages: int
 
 
 class _Growing(NamedTuple):
@@ -89,15 +102,16 @@ class PagedState(NotCopied):
 
     A call that raises has changed nothing.
 
+    Layers that see as many tokens are a group. What a page of the pool is to the layers that see
+    all, a frame is to those with a window (window_pages.py): `places` tells which.
+
     Args:
-        num_pages: pages of the pool.
+        sizes: of the groups, that which sees the most first.
         max_num_seqs: sequences that may live at a time.
         max_seq_len: tokens that a sequence may have.
         split: how the tokens of a sequence are split.
         rollback_len: tokens of a sequence that were packed last, whose 16-bit rows are kept.
         drafts_only: keep them in steps of 2 to rollback_len tokens of a sequence only.
-        window: last tokens that any layer attends to; None if one attends to all. With a window
-            pages before it are dropped, and no prefix is found: no tokens are kept as known.
 
     Attributes:
         pool: the pages; the length of a sequence there is its packed tokens.
@@ -106,25 +120,33 @@ class PagedState(NotCopied):
         exact_firsts: [max_num_seqs], the first token behind the sinks that could be in 16 bit: of
             those from here on the 16-bit rows are in the ring, or kept.
         tables: [max_num_seqs, max_pages] int32, the pages of each; undefined after the last in use.
+        groups: of each group its frames; None of layers that see all, which have every page.
     """
 
     def __init__(
         self,
-        num_pages: int,
+        sizes: Sequence[GroupSize],
         max_num_seqs: int,
         max_seq_len: int,
         split: Split,
         rollback_len: int = 0,
-        window: int | None = None,
         *,
         drafts_only: bool = False,
     ) -> None:
         self.split, self.max_seq_len, self.rollback_len = split, max_seq_len, rollback_len
-        self.window, self.drafts_only = window, drafts_only
+        self.drafts_only = drafts_only
+        max_pages, size = pages_of(split, max_seq_len), split.page_size
+        num_pages = sizes[0].num_pages
+        if sizes[0].window is not None:  # a page of the pool has no rows of its own
+            num_pages += max_num_seqs * max_pages
+        self.groups = [
+            None if window is None else WindowPages(window, frames, num_pages, size, SPARE)
+            for window, frames in sizes
+        ]
+        windows = [group for group in self.groups if group is not None]
         self.pool = PagePool(
-            num_pages, split.page_size, root_len=split.sink_len, num_roots=max_num_seqs
+            num_pages, size, root_len=split.sink_len, num_roots=max_num_seqs, windows=windows
         )
-        max_pages = max(split.num_pages(max_seq_len - split.sink_len), 1)
         self.lengths = np.zeros(max_num_seqs, np.int64)
         self.packed_lens = np.zeros(max_num_seqs, np.int64)
         self.exact_firsts = np.zeros(max_num_seqs, np.int64)
@@ -143,6 +165,21 @@ class PagedState(NotCopied):
     def num_free_seq_slots(self) -> int:
         """Sequences that can be begun."""
         return len(self._free_seq_slots)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that can be taken, of the group that sees the most."""
+        return (self.groups[0] or self.pool).num_free
+
+    def places(self, group: int, pages: Sequence[int]) -> list[int]:
+        """Where the rows of pages are in the layers of a group; -1 where they are gone."""
+        of = self.groups[group]
+        return list(pages) if of is None else of.frames[list(pages)].tolist()
+
+    def dropped(self, sequence_id: SequenceId) -> list[int]:
+        """How many of the first pages of a sequence are seen no more, in each group."""
+        dropped = iter(self.pool.dropped(sequence_id))
+        return [0 if group is None else next(dropped) for group in self.groups]
 
     def seq_slot(self, sequence_id: SequenceId) -> int:
         """The slot of a sequence."""
@@ -188,7 +225,7 @@ class PagedState(NotCopied):
         tables: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
         origins: Sequence[Origin] = (),
-        dropped: int = 0,
+        dropped: Sequence[Sequence[int]] = (),
     ) -> list[int]:
         """Begin sequences as they were in another cache; see PagePool.place.
 
@@ -199,8 +236,7 @@ class PagedState(NotCopied):
         pages = self.pool.place(by_id, packed_lens, origins, dropped)
         each = zip(ids, lengths, packed_lens, tokens, strict=True)
         for sequence_id, length, packed, known in each:
-            tokens_known = list(known) if self.window is None else []
-            self._assign_slot(sequence_id, length, packed, tokens_known)
+            self._assign_slot(sequence_id, length, packed, list(known))
         return pages
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> tuple[int, int]:
@@ -224,34 +260,35 @@ class PagedState(NotCopied):
         if not 0 <= length <= self.lengths[seq_slot]:
             has = f"sequence {shown(sequence_id)} has {self.lengths[seq_slot]} tokens"
             raise ShapeError(f"{has}: it cannot be truncated to {length}")
-        dropped = self.pool.num_dropped(sequence_id)
-        if dropped and length > self.split.sink_len:
-            least = self._last_seen(dropped * self.split.page_size)
-            if length < least:
+        _, first = self._packed_of(seq_slot, length)
+        dropped = self.pool.dropped(sequence_id)
+        for window, pages in zip(self.pool.windows, dropped, strict=True):
+            if first and pages > window.first_seen(first):
+                full = pages + self.split.num_pages(window.window)
+                least = full * self.split.page_size + self._outside_pages
                 raise ShapeError(
-                    f"sequence {shown(sequence_id)} cannot be truncated to {length} tokens: its "
-                    f"layers see the last {self.window}, its first {dropped} pages are dropped. "
+                    f"sequence {shown(sequence_id)} cannot be truncated to {length} tokens: layers "
+                    f"see the last {window.window}, its first {pages} pages are dropped there. "
                     f"Keep {least} or more, or {self.split.sink_len} at most"
                 )
         return self._cut(sequence_id, length)
 
-    def _last_seen(self, packed: int) -> int:
-        """The fewest tokens with which so many packed ones, the first, are seen no more.
-
-        Not even if a step then fails, and cuts recent_len of them.
-        """
-        return packed + self.split.sink_len + (self.window or 0) + self.split.recent_len
+    def _packed_of(self, seq_slot: int, length: int) -> tuple[int, int]:
+        """Packed tokens of a sequence that is cut to a length; and without those that can be read
+        from the ring again."""
+        behind = max(length - self.split.sink_len, 0)
+        packed = min(int(self.packed_lens[seq_slot]), behind)
+        if not self.rollback_len:
+            return packed, packed
+        exact_first = int(self.exact_firsts[seq_slot])
+        return packed, min(packed, max(exact_first, behind - self.split.recent_len))
 
     def _cut(self, sequence_id: SequenceId, length: int) -> RingTokens:
         """Keep the first tokens of a sequence, which are there; see truncate."""
         seq_slot = self._seq_slots[sequence_id]
-        behind = max(length - self.split.sink_len, 0)
-        packed = min(int(self.packed_lens[seq_slot]), behind)
-        first = packed
+        packed, first = self._packed_of(seq_slot, length)
         if self.rollback_len:
-            exact_first = int(self.exact_firsts[seq_slot])
-            first = min(packed, max(exact_first, behind - self.split.recent_len))
-            self.exact_firsts[seq_slot] = min(exact_first, packed)
+            self.exact_firsts[seq_slot] = min(int(self.exact_firsts[seq_slot]), packed)
         self.lengths[seq_slot], self.packed_lens[seq_slot] = length, packed
         self.pool.truncate(sequence_id, packed)
         del self._tokens[seq_slot][length:]
@@ -372,14 +409,27 @@ class PagedState(NotCopied):
             leaving = self._let_leave(seq_slots, lengths, packed_lens, new)
             for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
                 self.pool.renew(ids[i])  # its sinks are its own, from here on at the least
-            if known is not None and self.window is None:
+            if known is not None:
                 self._learn(seq_slots.tolist(), lengths.tolist(), new.tolist(), known)
             slots = token_slots(self.split, seq_slots, lengths, packed_lens, new, self.tables)
+            each = tuple(self._in_group(slots, group) for group in self.groups)
         except BaseException:  # no memory, or an interrupt
             self.take_back(self._growing)
             raise
         copies = growth.copies
-        return Step(tuple(ids), new, seq_slots, lengths, packed_lens, copies, slots, leaving)
+        return Step(tuple(ids), new, seq_slots, lengths, packed_lens, copies, each, leaving)
+
+    def _in_group(self, slots: TokenSlots, group: WindowPages | None) -> TokenSlots:
+        """Slots of pages of the pool as those of a group's rows."""
+        if group is None:
+            return slots
+
+        def mapped(packed: Ints) -> Ints:
+            frames = group.frames[packed // size].astype(np.int64)
+            return np.where(packed < 0, packed, frames * size + packed % size)
+
+        size = self.split.page_size
+        return slots._replace(packed=mapped(slots.packed), evicted=mapped(slots.evicted))
 
     def _let_leave(
         self, seq_slots: Ints, lengths: Ints, packed_lens: Ints, new: Ints
@@ -424,17 +474,25 @@ class PagedState(NotCopied):
         return [step.ids[i] for i in filled.nonzero()[0]]
 
     def drop_pages(self, step: Step) -> None:
-        """Drop the pages before the windows of a step's sequences, whose rows are written.
+        """Let a step's sequences see the pages before their windows no more; the step has ended.
 
-        SPARE tokens more are kept: so many can be truncated.
+        SPARE tokens more stay in sight: so many can be truncated.
         """
-        if self.window is None:
-            return
-        unseen = self.lengths[step.seq_slots] - self._last_seen(SPARE)
-        unseen = np.clip(unseen, 0, self.packed_lens[step.seq_slots])
-        pages = (unseen // self.split.page_size).tolist()
-        for sequence_id, count in zip(step.ids, pages, strict=True):
-            self.pool.drop_first(sequence_id, count)
+        self.pool.settle()
+        if self.pool.windows:
+            lengths = self.lengths[step.seq_slots].tolist()
+            for sequence_id, length in zip(step.ids, lengths, strict=True):
+                self.pool.drop(sequence_id, self.first_pages(length))
+
+    def first_pages(self, length: int) -> list[int]:
+        """How many of its first pages a sequence of this length need not see, in each window."""
+        behind = length - self._outside_pages
+        return [window.first_seen(behind - window.spare) for window in self.pool.windows]
+
+    @property
+    def _outside_pages(self) -> int:
+        """Tokens of a sequence in 16 bit: a step that fails may cut the recent ones."""
+        return self.split.sink_len + self.split.recent_len
 
     def hide(self, sequence_id: SequenceId, bad: NDArray[np.bool_]) -> None:
         """Let no other sequence begin with rows of a sequence that decode to NaN.
@@ -634,3 +692,28 @@ def plain_id(sequence_id: SequenceId) -> SequenceId | None:
         return None
     number = operator.index(sequence_id)
     return number if number.bit_length() <= MAX_ID_BITS else None
+
+
+def pages_of(split: Split, max_seq_len: int) -> int:
+    """Pages of a sequence of max_seq_len tokens, one at least."""
+    return max(split.num_pages(max_seq_len - split.sink_len), 1)
+
+
+def group_sizes(
+    windows: Iterable[int | None], num_pages: int, max_num_seqs: int, split: Split, chunk_len: int
+) -> list[GroupSize]:
+    """The groups of layers with these windows, and their pages.
+
+    Those that see the most have num_pages. Others have what all sequences hold, and what the new
+    tokens of one step take, if this is less.
+    """
+    all_windows = set(windows)
+    order: list[int | None] = [None] * (None in all_windows)
+    order += sorted((window for window in all_windows if window is not None), reverse=True)
+    found = [GroupSize(order[0], num_pages)]
+    for window in order[1:]:
+        assert window is not None
+        held = held_pages(window, split.page_size, SPARE) + 1  # new tokens may begin two pages
+        most = max_num_seqs * held + split.num_pages(chunk_len)
+        found.append(GroupSize(window, min(num_pages, most)))
+    return found

@@ -16,7 +16,7 @@ from ..ops.quantize import dequantize_segment
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.kind import KEY_VALUE, KeyValue
-from ..rows.latent import parts_of
+from ..rows.latent import AnyFormat, parts_of
 from ..rows.quantize import full_precision, is_nan_row, nan_bytes
 from ..rows.segment import Segment
 from ..rows.slots import Split
@@ -29,6 +29,7 @@ class LayerRows(NamedTuple):
     """The rows of one layer.
 
     Attributes:
+        group: the place of the layer's group among those of PagedRows.
         k_pages, v_pages: [num_pages, num_kv_heads, page_size, row_bytes], uint8.
         k_exact, v_exact: [max_num_seqs, num_kv_heads, exact_len, 16-bit row bytes], uint8.
         k_format, v_format: of the pages.
@@ -36,6 +37,7 @@ class LayerRows(NamedTuple):
         basis: what rows are stored as; None if as they came.
     """
 
+    group: int
     k_pages: torch.Tensor
     v_pages: torch.Tensor
     k_exact: torch.Tensor
@@ -47,6 +49,23 @@ class LayerRows(NamedTuple):
     basis: LayerBasis | None
 
 
+class PageGroup(NamedTuple):
+    """The pages of the layers that see as many tokens.
+
+    Attributes:
+        layers: which these are.
+        sides: their packed rows of K and of V; of latent rows one for both.
+    """
+
+    layers: Sequence[int]
+    sides: list[RowStacks]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, in all these layers."""
+        return sum(stack[:, :1].nbytes for stack in stacks_of(self.sides))
+
+
 class PagedRows(NotCopied):
     """Rows of all layers.
 
@@ -56,14 +75,14 @@ class PagedRows(NotCopied):
         bases: what the rows of each layer are stored as.
         exact_format: "bf16" or "fp16".
         num_kv_heads: KV heads of each layer.
-        num_pages: pages of a layer.
+        groups: the layers of each group, and its pages.
         max_num_seqs: sequences that have 16-bit rows, and beginnings whose sinks are kept.
         split: how the tokens of a sequence are split.
         rollback_len: tokens of a sequence that were packed last, whose 16-bit rows are kept.
         device: where the tensors lie.
 
     Attributes:
-        pages: packed rows of K and of V, in pages; of latent rows one for both.
+        groups: packed rows, in pages.
         exact: their 16-bit rows, in sequence slots.
         layers: the same rows, layer by layer.
     """
@@ -76,7 +95,7 @@ class PagedRows(NotCopied):
         bases: Sequence[LayerBasis | None],
         exact_format: str,
         num_kv_heads: int,
-        num_pages: int,
+        groups: Sequence[tuple[Sequence[int], int]],
         max_num_seqs: int,
         split: Split,
         rollback_len: int,
@@ -92,12 +111,14 @@ class PagedRows(NotCopied):
         of_pages, of_slots = (  # of each tensor that holds rows
             list(zip(*map(kind.stored, *sides), strict=True)) for sides in (packed, exact)
         )
-        kinds = (
-            (of_pages, num_pages, split.page_size),
-            (of_slots, max_num_seqs, split.exact_len),
-            (of_slots, max_num_seqs, split.sink_len),
-            (of_slots, max_num_seqs, rollback_len),
-        )
+        kinds: list[tuple[Sequence[Sequence[AnyFormat]], int, int]] = [
+            ([[side[layer] for layer in layers] for side in of_pages], num_pages, split.page_size)
+            for layers, num_pages in groups
+        ]
+        kinds += [
+            (of_slots, max_num_seqs, length)
+            for length in (split.exact_len, split.sink_len, rollback_len)
+        ]
         check_room(
             sum(
                 RowStacks.bytes_of(side, units, num_kv_heads, length)
@@ -105,35 +126,51 @@ class PagedRows(NotCopied):
                 for side in sides
             ),
             device,
-            f"a cache of {num_pages} pages and {max_num_seqs} sequence slots",
+            f"a cache of {groups[0][1]} pages and {max_num_seqs} sequence slots",
             "use fewer pages or sequence slots",
         )
-        self.pages, self.exact, self._sinks, self._originals = (
+        made = [
             [RowStacks(side, units, num_kv_heads, length, device) for side in sides]
             for sides, units, length in kinds
-        )
+        ]
+        *pages, self.exact, self._sinks, self._originals = made
+        self.groups = [
+            PageGroup(layers, sides) for (layers, _), sides in zip(groups, pages, strict=True)
+        ]
+        where = {
+            layer: (at, i) for at, of in enumerate(self.groups) for i, layer in enumerate(of.layers)
+        }
         self.layers: list[LayerRows] = []
+        self._stored: list[tuple[torch.Tensor, ...]] = []  # the pages of each layer, as they lie
         for layer, basis in enumerate(bases):
             k_format, v_format = k_formats[layer], v_formats[layer]
-            pages = kind.k_and_v(_rows_of(self.pages, layer), k_format)
+            group, at = where[layer]
+            own = _rows_of(self.groups[group].sides, at)
             slots = kind.k_and_v(_rows_of(self.exact, layer), k_exact[layer])
             formats = k_format, v_format, k_exact[layer], v_exact[layer]
-            self.layers.append(LayerRows(*pages, *slots, *formats, basis))
+            rows = *kind.k_and_v(own, k_format), *slots
+            self.layers.append(LayerRows(group, *rows, *formats, basis))
+            self._stored.append(own)
+
+    @property
+    def pages(self) -> list[RowStacks]:
+        """Packed rows of K and of V, in pages, group after group."""
+        return [side for group in self.groups for side in group.sides]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(stack.nbytes for stack in _stacks([*self.pages, *self._of_slots]))
+        return sum(stack.nbytes for stack in stacks_of([*self.pages, *self._of_slots]))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page, in all layers."""
-        return sum(stack[:, :1].nbytes for stack in _stacks(self.pages))
+        return sum(group.page_bytes for group in self.groups)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the 16-bit rows of a sequence slot, in all layers, and of its kept sinks."""
-        return sum(stack[:, :1].nbytes for stack in _stacks(self._of_slots))
+        return sum(stack[:, :1].nbytes for stack in stacks_of(self._of_slots))
 
     @property
     def _of_slots(self) -> list[RowStacks]:
@@ -153,9 +190,9 @@ class PagedRows(NotCopied):
         """The rows of sequences in a layer as attention reads them, or K and V apart; packed ones
         first, then exact ones if there are any."""
         at, split, kind = self.layers[layer], self.split, self.kind
-        pages, slots = _rows_of(self.pages, layer), _rows_of(self.exact, layer)
+        pages, slots = self._stored[layer], _rows_of(self.exact, layer)
         if apart:
-            kind, pages, slots = KEY_VALUE, at[:2], at[2:4]
+            kind, pages, slots = KEY_VALUE, at[1:3], at[3:5]
         formats = kind.stored(at.k_format, at.v_format)
         packed = kind.segment(pages, formats, packed_lens, None, block_table)
         if not split.exact_len:
@@ -177,10 +214,10 @@ class PagedRows(NotCopied):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy K and V of one sequence in the order of its tokens; see PagedKVCache.
 
-        Without those of its first pages, if so many are dropped.
+        Without those of its first pages, if so many are dropped; table: where the others are.
         """
         start = self.split.ring_row(packed_len)
-        table, in_pages = table[dropped:], packed_len - dropped * self.split.page_size
+        in_pages = packed_len - dropped * self.split.page_size
         numbers = [[in_pages], [length - packed_len], [start], [seq_slot]]
         pages, counts = (
             torch.tensor(one, dtype=torch.int32, device="cpu").to(self.device)
@@ -198,9 +235,20 @@ class PagedRows(NotCopied):
             )
         return k, v
 
-    def nan_in_pages(self, pages: Sequence[int]) -> NDArray[np.bool_]:
-        """Which rows of pages decode to NaN in some layer and head: [pages, page_size]."""
-        return self._nan_in(self.pages, pages)
+    def nan_in_pages(self, places: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
+        """Which rows of pages decode to NaN in some layer and head: [pages, page_size].
+
+        Args:
+            places: of each group where its rows of these pages are; -1 where they are gone.
+        """
+        found = []
+        for group, of_one in zip(self.groups, places, strict=True):
+            there = np.array(of_one, np.int64)
+            of_group = np.zeros((len(there), self.split.page_size), np.bool_)
+            of_group[there >= 0] = self._nan_in(group.sides, there[there >= 0].tolist())
+            found.append(of_group)
+        bad: NDArray[np.bool_] = np.logical_or.reduce(found)
+        return bad
 
     def nan_in_seq_slots(self, seq_slots: Sequence[int]) -> NDArray[np.bool_]:
         """The same of the 16-bit rows of sequence slots: [sequence slots, exact_len]."""
@@ -214,13 +262,14 @@ class PagedRows(NotCopied):
         found = []
         for start in range(0, max(len(units), 1), _CHUNK):
             index = to_device(units[start : start + _CHUNK], self.device)
-            found.append(nan_rows(sides, _stacks(sides), index))
+            found.append(nan_rows(sides, stacks_of(sides), index))
         return np.concatenate(found)
 
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages, (source, target) each; no source is a target."""
-        for side in self.pages:
-            side.copy_units(pairs)
+    def copy_pages(self, pairs: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Copy whole pages, (source, target) each, in each group; no source is a target."""
+        for group, of_one in zip(self.groups, pairs, strict=True):
+            for side in group.sides:
+                side.copy_units(of_one)
 
     def copy_seq_slot(self, source: int, target: int) -> None:
         """Copy the 16-bit rows of a sequence slot to another one."""
@@ -238,7 +287,7 @@ class PagedRows(NotCopied):
             tokens.indices % self.rollback_len,
         )
         seq_slot, ring, kept = to_device([row.tolist() for row in rows], self.device)
-        each = zip(_stacks(self.exact), _stacks(self._originals), strict=True)
+        each = zip(stacks_of(self.exact), stacks_of(self._originals), strict=True)
         for exact, originals in each:
             if back:
                 exact[:, seq_slot, :, ring] = originals[:, seq_slot, :, kept]
@@ -291,7 +340,7 @@ def nan_rows(
     return bad
 
 
-def _stacks(sides: Iterable[RowStacks]) -> list[torch.Tensor]:
+def stacks_of(sides: Iterable[RowStacks]) -> list[torch.Tensor]:
     """The stacks of K and of V."""
     return [stack for side in sides for stack in side.stacks]
 

@@ -11,6 +11,7 @@ On the CPU the copies are plain ones and done at once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from dataclasses import dataclass
 import torch
 
 from ..cache.copying import NotCopied
-from ..cache.row_stacks import RowStacks, to_device
+from ..cache.row_stacks import to_device
 from ..errors import ConfigError, OutOfPagesError, shown
 from .pool import SequenceId
 from .prefix_tree import Origin
 from .state import PagedState, Step
+from .storage import PagedRows, stacks_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,8 +35,9 @@ class Swapped:
         length, packed_len: its tokens, and how many of them are packed.
         tokens: its first tokens, as far as they are known.
         origin: where its sinks came from.
-        dropped: how many of its first pages it has dropped.
-        pages: for every stack its other pages, [layers, pages, num_kv_heads, page_size, row_bytes].
+        dropped: in each window, how many of its first pages it sees no more.
+        pages: of each group, for every stack the pages that it sees, [layers, pages, num_kv_heads,
+            page_size, row_bytes].
         exact: for every stack its 16-bit rows, [layers, num_kv_heads, exact_len, row_bytes].
         done: when the copy ends; None for now.
     """
@@ -43,8 +46,8 @@ class Swapped:
     packed_len: int
     tokens: list[int]
     origin: Origin
-    dropped: int
-    pages: list[torch.Tensor]
+    dropped: list[int]
+    pages: list[list[torch.Tensor]]
     exact: list[torch.Tensor]
     done: torch.cuda.Event | None
 
@@ -63,8 +66,7 @@ class SwapSpace(NotCopied):
 
     Args:
         state: of the sequences that are here; those that leave are there by their Swapped.
-        pages, exact: the stacks of PagedRows.
-        device: where they lie.
+        rows: of the cache.
 
     Attributes:
         swapped: sequences that are swapped out, by their ids.
@@ -74,14 +76,11 @@ class SwapSpace(NotCopied):
     def __init__(
         self,
         state: PagedState,
-        pages: Iterable[RowStacks],
-        exact: Iterable[RowStacks],
-        device: torch.device,
+        rows: PagedRows,
     ) -> None:
-        self._state = state
-        self._pages = [stack for side in pages for stack in side.stacks]
-        self._exact = [stack for side in exact for stack in side.stacks]
-        self._device = device
+        self._state, self._device = state, rows.device
+        self._pages = [stacks_of(group.sides) for group in rows.groups]
+        self._exact = stacks_of(rows.exact)
         self.swapped: dict[SequenceId, Swapped] = {}
         self.swapping_out: list[Swapped] = []
         self._side: torch.cuda.Stream | None = None
@@ -144,9 +143,10 @@ class SwapSpace(NotCopied):
     def swap_out(self, sequence_id: SequenceId) -> None:
         """Begin to move a sequence; its pages and sequence slot are free when the copy is done."""
         state, seq_slot = self._state, self._state.seq_slot(sequence_id)
-        dropped = state.pool.num_dropped(sequence_id)
-        table = state.pool.block_table(sequence_id)[dropped:]
-        pages, exact, done = self.copy_out(table, seq_slot)
+        dropped, table = state.pool.dropped(sequence_id), state.pool.block_table(sequence_id)
+        firsts = enumerate(state.dropped(sequence_id))
+        tables = [state.places(group, table[first:]) for group, first in firsts]
+        pages, exact, done = self.copy_out(tables, seq_slot)
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         known = state.tokens(sequence_id), state.pool.origin(sequence_id)
         swapped = Swapped(*lens, *known, dropped, pages, exact, done)
@@ -167,8 +167,7 @@ class SwapSpace(NotCopied):
             self.swapping_out.remove(swapped)
             self._state.rename(swapped, sequence_id)
         else:
-            count = self._state.split.num_pages(swapped.packed_len) - swapped.dropped
-            table = range(count)
+            table = range(self._state.split.num_pages(swapped.packed_len))
             with self.hinting():
                 pages = self._state.place(
                     [sequence_id],
@@ -177,7 +176,7 @@ class SwapSpace(NotCopied):
                     [table],
                     [swapped.tokens],
                     [swapped.origin],
-                    swapped.dropped,
+                    [swapped.dropped],
                 )
             with self._state.or_free([sequence_id]):
                 self.copy_in(sequence_id, swapped, pages, self._state.seq_slot(sequence_id))
@@ -197,21 +196,22 @@ class SwapSpace(NotCopied):
             raise OutOfPagesError(f"{error}, {more}") from None
 
     def copy_out(
-        self, table: Sequence[int], seq_slot: int
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.Event | None]:
-        """Begin to copy a sequence's pages and 16-bit rows to the host.
+        self, tables: Sequence[Sequence[int]], seq_slot: int
+    ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], torch.cuda.Event | None]:
+        """Begin to copy a sequence's pages, in each group, and 16-bit rows to the host.
 
         Returns:
             pages, exact and done, as in Swapped.
         """
         pages, exact = [], []
         with self._beside():
-            index = to_device(table, self._device)
-            for stack in self._pages:
-                shape = (stack.shape[0], len(table), *stack.shape[2:])
-                pages.append(self._host(shape))
-                for layer, host in zip(stack, pages[-1], strict=True):
-                    host.copy_(layer.index_select(0, index), non_blocking=True)
+            for stacks, table in zip(self._pages, tables, strict=True):
+                index, hosts = to_device(table, self._device), []
+                for stack in stacks:
+                    hosts.append(self._host((stack.shape[0], len(table), *stack.shape[2:])))
+                    for layer, host in zip(stack, hosts[-1], strict=True):
+                        host.copy_(layer.index_select(0, index), non_blocking=True)
+                pages.append(hosts)
             for stack in self._exact:
                 exact.append(self._host(stack[:, seq_slot].shape))
                 for layer, host in zip(stack, exact[-1], strict=True):
@@ -224,10 +224,11 @@ class SwapSpace(NotCopied):
     ) -> None:
         """Begin to copy a sequence back, to pages and a sequence slot of its own."""
         with self._beside():
-            index = to_device(table, self._device)
-            for stack, rows in zip(self._pages, swapped.pages, strict=True):
-                for layer, host in zip(stack, rows, strict=True):
-                    layer.index_copy_(0, index, host.to(self._device, non_blocking=True))
+            for group, first in enumerate(self._state.dropped(sequence_id)):
+                index = to_device(self._state.places(group, table[first:]), self._device)
+                for stack, rows in zip(self._pages[group], swapped.pages[group], strict=True):
+                    for layer, host in zip(stack, rows, strict=True):
+                        layer.index_copy_(0, index, host.to(self._device, non_blocking=True))
             for stack, rows in zip(self._exact, swapped.exact, strict=True):
                 for layer, host in zip(stack, rows, strict=True):
                     layer[seq_slot].copy_(host, non_blocking=True)
@@ -256,7 +257,7 @@ class SwapSpace(NotCopied):
             return
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)
-            for stack in (*self._pages, *self._exact):
+            for stack in (*itertools.chain(*self._pages), *self._exact):
                 stack.record_stream(self._side)  # so that no memory is given away under a copy
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         try:

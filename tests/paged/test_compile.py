@@ -18,6 +18,7 @@ from kvquant.paged.batch import PagedBatch
 CASES: dict[str, tuple[RowKind, dict[str, Any], str, bool | None]] = {
     "heads": (KINDS["heads"], {}, "aot_eager", None),
     "packed": (KINDS["heads"], {"sink_len": 0, "recent_len": 0}, "eager", None),
+    "windows": (KINDS["heads"], {"windows": [None, 20]}, "eager", True),
     "plan": (planned("hadamard"), {}, "eager", False),
     "shared plan": (planned("matrix clip feedback"), {}, "eager", True),
     "latents": (KINDS["latents"], {}, "aot_eager", None),

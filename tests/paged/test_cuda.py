@@ -15,6 +15,7 @@ from paged_cases import (
     changing_steps,
     extend,
     new_rows,
+    poison,
     rows_of,
     same,
     values,
@@ -22,6 +23,7 @@ from paged_cases import (
 from relative_l2 import relative_l2
 from row_kinds import KINDS
 
+from kvquant.paged import state
 from kvquant.paged.batch import PagedBatch
 
 pytestmark = pytest.mark.gpu
@@ -68,8 +70,12 @@ def test_bytes_are_those_of_the_cpu(lengths: tuple[int, int], kind: str) -> None
     batches[1].cache.check_invariants()
 
 
-def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages() -> None:
-    on_cpu, prefill = both()
+@pytest.mark.parametrize("windows", [None, [20, None]], ids=str)
+def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
+    windows: list[int | None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "SPARE", 0)  # so that short sequences are past pages
+    on_cpu, prefill = both(windows=windows)
     cache = prefill.cache
     batch = PagedBatch(cache, 4)
     k, v = (torch.empty(4, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -83,6 +89,7 @@ def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages() -> None:
             at.cache.allocate(name)
             extend(at, [name], count, rows=rows.to(at.cache.device))
     for ids in changing_steps([on_cpu.cache, cache], 36):
+        poison(cache)
         for x in (k, v, q):
             x.copy_(torch.randn(x.shape))
         with batch.extend(ids):

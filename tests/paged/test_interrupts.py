@@ -10,20 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from paged_cases import poison
 from slow_cases import mark_slow
 
 from kvquant.io import sequences
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged import cache as paged
+from kvquant.paged import state as paged_state
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 
-NAMES = "cache batch state pool prefix_tree swap staged_tensors"
+NAMES = "cache batch state pool prefix_tree swap staged_tensors window_pages"
 FILES = {str(Path(paged.__file__).with_name(f"{name}.py")) for name in NAMES.split()}
 FILES.add(str(sequences.__file__))
 NUM_PAGES, MAX_NUM_SEQS = 10, 5
 A, Z = list(range(45)), list(range(100, 140))
 B = [*A[:30], *range(60, 70)]
+WINDOWS = [None, 8]
 KNOWN = {"a": [*A, *range(45, 65)], "b": [*B, 70, 71], "c": [*A, 50, *range(51, 69)]}
 
 
@@ -33,14 +36,16 @@ def grow(
     """One step whose rows hold the ids of their tokens."""
     with batch.extend(ids, counts, tokens):
         rows = torch.tensor(tokens).float()[:, None, None].expand(-1, 1, 64).contiguous()
-        batch.append(0, rows, rows)
+        for layer in range(batch.cache.num_layers):
+            batch.append(layer, rows, rows)
 
 
-def filled() -> PagedBatch:
+def filled(windows: Sequence[int | None] = (None,)) -> PagedBatch:
     """Sequences that share pages, a page that two write to, and pages that are only found."""
     options: dict[str, Any] = {"k_format": "int8", "v_format": "int8", "page_size": 16}
     options |= {"max_num_seqs": MAX_NUM_SEQS, "max_seq_len": 128, "sink_len": 2, "recent_len": 3}
-    batch = PagedBatch(PagedKVCache(1, 1, 64, NUM_PAGES, **options), 4, 64)
+    options |= {"windows": windows, "chunk_len": 16}
+    batch = PagedBatch(PagedKVCache(len(windows), 1, 64, NUM_PAGES, **options), 4, 64)
     for name, tokens in (("a", A), ("b", B), ("z", Z)):
         present = batch.cache.allocate(name, tokens)
         grow(batch, [name], [len(tokens) - present], tokens[present:])
@@ -52,9 +57,15 @@ def filled() -> PagedBatch:
 
 def shown(cache: PagedKVCache, name: Any) -> list[int]:
     """The ids of the tokens whose rows a sequence has."""
-    k, v = cache.dequantized(name, 0)
-    assert k.equal(v) and k.shape[1] == cache.length(name)
-    return [round(x) for x in k[0, :, 0].tolist()]
+    poison(cache)
+    length, found = cache.length(name), list[int]()
+    for layer, window in enumerate(cache.windows):
+        k, v = cache.dequantized(name, layer)
+        assert k.equal(v) and k.shape[1] == min(length, window or length)
+        seen = [round(x) for x in k[0, :, 0].tolist()]
+        found = found or seen
+        assert seen == found[-len(seen) :] or not seen
+    return found
 
 
 def swapped(batch: PagedBatch, _: Path) -> None:
@@ -66,13 +77,18 @@ def nothing(_batch: PagedBatch, _path: Path) -> None:
     pass
 
 
+def cut(batch: PagedBatch) -> int:
+    """A length that a may be cut to: a window has only its last pages."""
+    return 38 if any(batch.cache.windows) else 20
+
+
 Call = Callable[[PagedBatch, Path], Any]
 CALLS: dict[str, tuple[Call, Call]] = {
     "allocate": (nothing, lambda batch, _: batch.cache.allocate("n", Z)),
     "fork": (nothing, lambda batch, _: batch.cache.fork("a", "n")),
     "free": (nothing, lambda batch, _: batch.cache.free("a")),
     "forget": (nothing, lambda batch, _: batch.cache.free("a", forget=True)),
-    "truncate": (nothing, lambda batch, _: batch.cache.truncate("a", 20)),
+    "truncate": (nothing, lambda batch, _: batch.cache.truncate("a", cut(batch))),
     "swap out": (nothing, lambda batch, _: batch.cache.swap_out("a")),
     "swap in": (swapped, lambda batch, _: batch.cache.swap_in("a")),
     "load": (nothing, lambda batch, path: load_sequences(batch.cache, path, ids={"a": "n"})),
@@ -139,17 +155,22 @@ def check(batch: PagedBatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files not closed
+@pytest.mark.parametrize("windows", [(None,), WINDOWS], ids=["plain", "windows"])
 @pytest.mark.parametrize("case", mark_slow([*((c, 1) for c in CALLS), *FEW], FEW), ids=str)
 def test_an_interrupt_at_any_line_leaves_a_whole_cache(
-    tmp_path: Path, case: tuple[str, int]
+    tmp_path: Path,
+    case: tuple[str, int],
+    windows: Sequence[int | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(paged_state, "SPARE", 0)  # so that short sequences are past pages
     name, stride = case
     before, call = CALLS[name]
     path = tmp_path / "x.safetensors"
-    save_sequences(filled().cache, ["a"], path)
+    save_sequences(filled(windows).cache, ["a"], path)
     number, stride = 1, stride * (3 if name in ("forget", "load", "step") else 1)  # of many lines
     while True:
-        batch = filled()
+        batch = filled(windows)
         before(batch, path)
         if not interrupted(lambda batch=batch: call(batch, path), number):  # type: ignore[misc]
             break

@@ -14,7 +14,7 @@ from kvquant.paged.pool import Growth, PagePool, Prefix
 class KnownPool(PagePool):
     """A pool of sequences with known tokens, published as soon as they are written."""
 
-    def __init__(self, num_pages: int, page_size: int, **options: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, **options: Any) -> None:
         super().__init__(num_pages, page_size, **options)
         self.known: dict[Any, list[int]] = {}
 

@@ -185,7 +185,7 @@ class PoolMachine(RuleBasedStateMachine):
             if number % 3 == 0:  # what others still have stays to be found
                 self.pool.forget(known)
                 used = self.used()
-                assert all(page in used for page in self.pool._tree.match(known))
+                assert all(page in used for page in self.pool._match(known))
 
     @invariant()
     def every_sequence_has_its_contents(self) -> None:

@@ -7,29 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from paged_cases import DIM, HEADS, PAGE, begin, extend, make, new_rows, same, values
+from paged_cases import DIM, HEADS, PAGE, begin, extend, make, new_rows, poison, same, values
 from paged_plans import PLANS, make_paged
 from relative_l2 import relative_l2
 from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant import AttentionVariant
-from kvquant.errors import ConfigError, OutOfPagesError, ShapeError, UnsupportedError
+from kvquant.errors import CheckpointError, ConfigError, OutOfPagesError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
-from kvquant.paged.cache import PagedKVCache
 from kvquant.paged.state import SPARE
+from kvquant.paged.window_pages import held_pages
 
 LONG: dict[str, Any] = {"max_seq_len": 600, "num_pages": 60}
 WINDOWS = [40, 20]
-
-
-def poisoned(cache: PagedKVCache) -> None:
-    """Free pages hold what decodes to NaN."""
-    for page in cache.state.pool._free:
-        for side in cache.rows.pages:
-            for stack in side.stacks:
-                stack[:, page] = 255
 
 
 def states(batch: PagedBatch, ids: list[str], q: torch.Tensor, windows: Any) -> list[torch.Tensor]:
@@ -73,7 +65,7 @@ def test_each_layer_sees_its_window_whatever_free_pages_hold(
         rows = new_rows(sum(counts), device)
         for batch in batches:
             extend(batch, ["a", "b"], counts, rows=rows)
-        poisoned(ours.cache)
+        poison(ours.cache)
         ours.cache.check_invariants()
         q = queries(2, 2 * HEADS, DIM)
         expected = states(whole, ["a", "b"], q, windows)
@@ -99,7 +91,7 @@ def test_each_layer_sees_its_window_whatever_free_pages_hold(
 
 def test_pages_before_all_windows_serve_others() -> None:
     """A pool far smaller than the tokens, of sequences that fork, swap, end and are cut."""
-    pages = 2 * -(-(40 + SPARE + 5 + PAGE) // PAGE) + 1
+    pages = 2 * (held_pages(40, PAGE, SPARE) + 1)
     batch = PagedBatch(make(num_pages=pages, max_seq_len=2000, windows=WINDOWS), 4, 40)
     cache = batch.cache
     cache.allocate("a", range(500))
@@ -119,7 +111,7 @@ def test_pages_before_all_windows_serve_others() -> None:
             assert same(values(cache, "b"), values(cache, "a"))
     assert cache.length("a") == 400
     cache.truncate("a", 400 - SPARE)
-    with pytest.raises(ShapeError, match="its layers see the last 40, its first"):
+    with pytest.raises(ShapeError, match="layers see the last 40, its first"):
         cache.truncate("a", 60)
     extend(batch, ["a"], 30)
     cache.truncate("a", 2)  # sinks alone
@@ -129,7 +121,7 @@ def test_pages_before_all_windows_serve_others() -> None:
         cache.free(name, forget=True)
     cache.check_invariants()
     assert cache.num_free_pages == pages
-    assert cache.allocate("c", range(500)) == 0  # pages of such a cache are found by nobody
+    assert cache.allocate("c", range(500)) == 0
 
 
 def test_compiled_code_attends_to_windows() -> None:
@@ -140,7 +132,7 @@ def test_compiled_code_attends_to_windows() -> None:
     compiled = torch.compile(lambda q: batch.attend(0, q), backend=counter, fullgraph=True)
     for _ in range(3):
         extend(batch, ["a"], 40)
-        poisoned(batch.cache)
+        poison(batch.cache)
         q = torch.randn(1, 4, DIM)
         with batch.extend(["a"], 0):
             found, expected = compiled(q), batch.attend(0, q)
@@ -182,18 +174,31 @@ def test_failed_steps_and_nan_are_found_where_pages_are_dropped() -> None:
         cache.check()
 
 
-def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_windows_is_read_into_a_cache_with_them(tmp_path: Path) -> None:
     path = tmp_path / "saved.safetensors"
-    batch = PagedBatch(make(windows=WINDOWS), 2, 90, shared_prefix=True)
-    begin(batch, "a", 20)
-    with pytest.raises(UnsupportedError, match="cannot be saved"):
-        save_sequences(batch.cache, ["a"], path)
+    whole = PagedBatch(make(max_seq_len=200), 2, 190)
+    begin(whole, "b", 190, range(190))
+    save_sequences(whole.cache, ["b"], path)
+    batch = PagedBatch(make(windows=[20, 40], max_seq_len=200), 2, 90, shared_prefix=True)
+    load_sequences(batch.cache, path)
+    poison(batch.cache)
+    batch.cache.check_invariants()
+    found, expected = values(batch.cache, "b"), values(whole.cache, "b")
+    windows = [20, 20, 40, 40]
+    assert same(found, [x[:, -w:] for x, w in zip(expected, windows, strict=True)])
+    assert batch.cache.allocate("c", range(190)) == whole.cache.match_prefix(range(190)) > 0
+    extend(batch, ["b"], 10)
+    batch.cache.check_invariants()
+
+
+def test_windows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="3 windows for 2 layers"):
         make(windows=[1, 2, 3])
-    whole = PagedBatch(make(), 2, 90)
-    begin(whole, "b", 70, range(70))
-    save_sequences(whole.cache, ["b"], path)
-    load_sequences(batch.cache, path)
-    extend(batch, ["b"], 20)
-    batch.cache.check_invariants()
-    assert batch.cache.allocate("c", range(70)) == 0
+    with pytest.raises(ConfigError, match="chunk_len 0 is not possible"):
+        make(windows=WINDOWS, chunk_len=0)
+    batch = PagedBatch(make(windows=WINDOWS), 2, 90)
+    begin(batch, "a", 60)
+    path = save_sequences(batch.cache, ["a"], tmp_path / "saved.safetensors")
+    for windows in (None, [40, 21], [None, 20]):
+        with pytest.raises(CheckpointError, match=r"windows is \[40, 20\] in the file and"):
+            load_sequences(make(windows=windows), path)

@@ -120,6 +120,16 @@ def same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
+def poison(cache: PagedKVCache) -> None:
+    """Free pages, in the layers of each group, and free sequence slots hold what decodes to NaN."""
+    state = cache.state
+    free = [(of or state.pool)._free for of in state.groups]
+    sides = [(group.sides, pages) for group, pages in zip(cache.rows.groups, free, strict=True)]
+    for stacks, units in (*sides, (cache.rows.exact, state._free_seq_slots)):
+        for stack in (stack for side in stacks for stack in side.stacks):
+            stack[:, units] = 0xFF
+
+
 def seen(cache: PagedKVCache) -> object:
     """All that a refused call must leave as it was."""
     state = cache.state

@@ -1,0 +1,133 @@
+"""WindowPages: which pages of a pool have rows in the layers of one window, and in which frames.
+
+    take                 leave: can be found -> kept, else -> free
+    free ──▶ seen ───────────────▶ kept ──▶ taken for another page when no frame is free:
+     ▲         ▲                    │        the page that was left first
+     │         └────────────────────┤
+     └──────────────────────────────┘ see: same prefix; forget: found no longer
+
+Layers that see all tokens have rows of every page, at its own number. Layers with a window need
+rows of few pages at a time, so they have fewer frames. A frame has room for one page's rows. A
+sequence that is past a page leaves it. The page stays in the pool, for the layers that see all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..errors import shown
+from .prefix_tree import invariant
+
+
+class WindowPages:
+    """Frames of the layers of one window.
+
+    Args:
+        window: last tokens that the layers see.
+        num_frames: pages that have rows at a time.
+        num_pages: pages of the pool.
+        page_size: tokens of a page.
+        spare: tokens before the window that sequences keep in sight.
+
+    Attributes:
+        frames: [num_pages] int32, the frame of each page of the pool; -1 where its rows are gone.
+        held: pages that a sequence sees at most, between steps and in one of a single token.
+    """
+
+    def __init__(
+        self, window: int, num_frames: int, num_pages: int, page_size: int, spare: int
+    ) -> None:
+        self.window, self.num_frames, self.page_size = window, num_frames, page_size
+        self.spare, self.held = spare, held_pages(window, page_size, spare)
+        self.frames = np.full(num_pages, -1, np.int32)
+        self._seen = [0] * num_pages  # by so many sequences
+        self._free = list(range(num_frames - 1, -1, -1))
+        self._kept: OrderedDict[int, None] = OrderedDict()  # pages, the one left first comes first
+
+    @property
+    def num_free(self) -> int:
+        """Frames that can be taken: free ones, and those kept only to be found again."""
+        return len(self._free) + len(self._kept)
+
+    def first_seen(self, length: int) -> int:
+        """How many of its first pages a sequence need not see, with so many tokens in pages."""
+        return first_seen(length, self.window, self.page_size)
+
+    def num_kept(self, pages: Iterable[int]) -> int:
+        """How many of the pages have a frame that could be taken."""
+        return sum(page in self._kept for page in pages)
+
+    def take(self, page: int, seen: int = 1) -> None:
+        """Give a page a frame; so many sequences see it."""
+        if self._free:
+            frame = self._free.pop()
+        else:
+            lost, _ = self._kept.popitem(last=False)
+            frame, self.frames[lost] = int(self.frames[lost]), -1
+        self.frames[page], self._seen[page] = frame, seen
+
+    def see(self, pages: Iterable[int]) -> None:
+        """Let one more sequence see pages that have frames."""
+        for page in pages:
+            self._kept.pop(page, None)
+            self._seen[page] += 1
+
+    def leave(self, page: int, *, is_found: bool) -> None:
+        """Let one sequence less see a page; is_found: whether its tokens are in the tree."""
+        self._seen[page] -= 1
+        if not self._seen[page]:
+            self._kept[page] = None
+            if not is_found:
+                self.forget(page)
+
+    def forget(self, page: int) -> None:
+        """A page is found no longer: unless a sequence sees it its frame is free."""
+        if page in self._kept:
+            del self._kept[page]
+            self._free.append(int(self.frames[page]))
+            self.frames[page] = -1
+
+    def rebuild(self, seen: Counter[int]) -> None:
+        """Count anew, after a call that was interrupted; seen: by how many sequences each page is.
+
+        Pages that nobody sees have no frames then.
+        """
+        self._seen = [seen[page] for page in range(len(self.frames))]
+        self.frames[np.array(self._seen) == 0] = -1
+        used = set(self.frames.tolist())
+        self._free = [frame for frame in reversed(range(self.num_frames)) if frame not in used]
+        self._kept = OrderedDict()
+
+    def check(self, seen: Counter[int], in_tree: set[int]) -> None:
+        """Raise InvariantError if something contradicts something else; seen as in rebuild."""
+        name = f"the window of {self.window} tokens"
+        for page, count in enumerate(self._seen):
+            invariant(count == seen[page], f"{name}: {shown(page)} is not seen so often")
+        held = {page for page, count in enumerate(self._seen) if count}
+        has_frame = set(np.flatnonzero(self.frames >= 0).tolist())
+        invariant(held | self._kept.keys() == has_frame, f"{name}: pages with frames")
+        invariant(not held & self._kept.keys(), f"{name}: a page is seen, and could be taken")
+        invariant(self._kept.keys() <= in_tree, f"{name}: a page is kept that nobody finds")
+        frames = sorted([*self._free, *(int(self.frames[page]) for page in has_frame)])
+        invariant(frames == list(range(self.num_frames)), f"{name}: a frame is lost, or has two")
+
+
+def first_seen(length: int, window: int, page_size: int) -> int:
+    """How many of its first pages a sequence need not see, with so many tokens in pages.
+
+    It sees the window behind its full pages, so that others can begin with all of these.
+    """
+    return max(length // page_size * page_size - window, 0) // page_size
+
+
+def held_pages(window: int, page_size: int, spare: int) -> int:
+    """Pages that a sequence sees at most, of layers with a window: see WindowPages.held."""
+    return -(-(window + spare) // page_size) + 2
+
+
+def seen_by(tables: Iterable[Sequence[int]]) -> Counter[int]:
+    """By how many of some sequences each page is seen, from the pages that each of them sees."""
+    return Counter(page for table in tables for page in table)
