@@ -84,7 +84,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "doge": (r"layer 0 \(DogeAttention\) got an attention mask that is not", {}),
     "falcon": (ITSELF, {}),
     "falcon_h1": ("layer 0 has a state beside its attention", {}),
-    "gemma4_unified_text": ("layer 1 has rows .* head_dim 512 is not supported", {}),
     "granitemoehybrid": ("layer 0 is 'linear_attention'", {}),
     "jamba": ("layer 0 is 'linear_attention'", {}),
     "jetmoe": (r"layer 0 \(JetMoeAttention\) attends to other (keys|values)", {}),
