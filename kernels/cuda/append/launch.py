@@ -214,11 +214,11 @@ def _groups_of(call: AppendCall, queries: Queries | None) -> int:
     heads = 2 * num_heads + (0 if queries is None else queries.x.shape[1])
     sm_count = gpu_of(call.k.x.get_device()).sm_count
     groups = -(-num_tokens // PRODUCT_ROWS)
-    if any(_feedback_of(side) is not None for side in sides):
-        return int(groups * heads <= WITH_FEEDBACK * sm_count)
     dim = max(side.fmt.head_dim for side in sides)
     if dim > WIDEST:
         return 0
+    if any(_feedback_of(side) is not None for side in sides):
+        return int(groups * heads <= WITH_FEEDBACK * sm_count)
     for count in GROUPS:
         if count * dim <= MOST_OF_BLOCK and -(-groups // count) * heads <= BLOCKS_PER_SM * sm_count:
             return count
