@@ -93,7 +93,9 @@ SOME = (
 )
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [
-    *(f"{name} {head_dim}" for name in FORMATS for head_dim in (64, 128, 256, 512)),
+    *(f"{name} {head_dim}" for name in FORMATS for head_dim in (64, 128, 256)),
+    # int4-g8 spills 8 bytes outside its loop (kernels/FACTS.md)
+    *(f"{name} 512" for name in FORMATS if name != "int4-g8"),
     *(f"{name} {head_dim}" for name in ("int4", "bf16") for head_dim in (80, 96, 112, 192)),
     *(f"{name} {word}" for name in FORMATS for word in ("segments", "paged")),
     *(f"{name} fp16" for name in FORMATS),
