@@ -18,7 +18,7 @@ import torch
 from .. import debug
 from ..errors import ConfigError, DeviceError, ShapeError
 from ..rows.arguments import check_readable
-from ..rows.format import HEAD_DIMS
+from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat, parse_any
 from ..rows.quantize import FLOAT_DTYPES, check_dtype, check_format, format_of
 from .append_checks import check_pages, check_tensor
@@ -92,7 +92,8 @@ def _dequantize(
 ) -> None:
     """Check and dequantize into out; see dequantize_pages."""
     backend = kernels_for(rows, backend)
-    has_kernel = fmt.head_dim in HEAD_DIMS  # latent rows and their parts have none
+    # latent rows and their parts have none
+    has_kernel = isinstance(fmt, RowFormat) and fmt.is_of_heads
     if (
         backend == "cuda" and has_kernel and not debug.enabled
     ):  # the launcher checks only calls it has not seen

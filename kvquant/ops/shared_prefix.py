@@ -5,8 +5,9 @@
 
 To the prefix the queries of all members are those of one sequence: they see all of it, so it makes
 no difference that there may be several of each member. On CUDA a kernel expands its rows once for
-up to 256 queries (kernels/cuda/prefix/launch.py); on the CPU, and where scores are changed, they
-are one token with many heads. The two states are merged by their log-sum-exp, exactly.
+up to 256 queries (kernels/cuda/prefix/launch.py); on the CPU, where scores are changed, and where
+rows have more than 256 elements, they are one token with many heads. The two states are merged by
+their log-sum-exp, exactly.
 
 torch.ops.kvquant.add_prefix, which is called under torch.compile only, is the prefix's part on
 CUDA; it writes out and lse.
@@ -28,6 +29,7 @@ from ..rehearsal import is_rehearsed
 from ..rows.arguments import check_flag, check_kind, check_tensors
 from ..rows.basis import LayerBasis
 from ..rows.call import AttentionCall
+from ..rows.format import RowFormat
 from ..rows.segment import (
     Segment,
     check_segment_values,
@@ -72,6 +74,13 @@ _OF_QUERIES = {"sink_logits", "soft_cap", "score_offsets", "tree_mask"}
 def is_shareable(variant: AttentionVariant | None) -> bool:
     """Whether sequences that attend so can read a prefix once for all of them."""
     return _OF_QUERIES.issuperset(names_of(variant))
+
+
+def has_kernel(*formats: RowFormat) -> bool:
+    """Whether the prefix kernel on CUDA expands such rows; others are read by the decode kernel."""
+    from ..kernels.cuda.prefix.spec import WIDEST
+
+    return all(fmt.head_dim <= WIDEST for fmt in formats)
 
 
 def attend_shared(
@@ -146,6 +155,7 @@ def attend_shared(
         q, out, lse = (x.flatten(0, 1) for x in (q, out, lse))
         offsets = None if offsets is None else offsets.flatten(0, 1)
     is_plain = variant.soft_cap is None and offsets is None  # to the prefix a tree is nothing
+    is_plain = is_plain and has_kernel(prefix.k_format, prefix.v_format)
     if is_plain and (out.is_cuda or is_rehearsed(out)) and backend != "reference":
         scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
         _add_prefix(q, prefix, members, out, lse, scale, num_splits)

@@ -22,7 +22,7 @@ from ..ops.append_checks import (
     check_tokens,
 )
 from ..ops.attention import State, Transformed, attend
-from ..ops.shared_prefix import attend_shared, is_shareable
+from ..ops.shared_prefix import attend_shared, has_kernel, is_shareable
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
 from ..rows.basis import Encoding, Queries
@@ -896,4 +896,6 @@ class PagedBatch(StepBatch):
             tokens: of the prefix.
             ratio: queries on a KV head of a sequence.
         """
+        if not all(has_kernel(at.k_format, at.v_format) for at in self.cache.rows.layers):
+            return False  # the decode kernel unpacks a prefix for each 8 queries, here or there
         return pays(num_members, tokens, self.cache.num_kv_heads, ratio)

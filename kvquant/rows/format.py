@@ -31,8 +31,8 @@ A word of low bits holds 16 elements. The order of their high bits is such that 
 make two words of nibbles from both, of the even and of the odd elements: elements 0 to 7 and 8 to
 15 stand in different halves of the word, and their high bits as far apart as these allow.
 
-Rows of 512 and 32 elements are parts of latent rows (latent.py), and so is FP8_DS_MLA, the one
-codec whose codes come first: 512 E4M3 codes, then 4 float32 scales without shifts.
+Rows of 32 elements are parts of latent rows (latent.py), and so is FP8_DS_MLA, the one codec whose
+codes come first: 512 E4M3 codes, then 4 float32 scales without shifts.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from numbers import Integral
 from ..errors import ConfigError, shown
 from .codec import CODECS, GROUPS, Codec, T, codec_names, one_of
 
-HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
-ROW_DIMS = (32, *HEAD_DIMS, 512)  # the others are parts of latent rows
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
+ROW_DIMS = (32, *HEAD_DIMS)  # 32: the RoPE parts of latent rows
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RowFormat:
             latents.
         groups: 1, 2, 4 or 8 equal parts of the row with a scale and a shift each; 1 for "int2",
             "int3" and 16-bit rows, 4 for "fp8_ds_mla".
-        head_dim: elements in a row: 64, 80, 96, 112, 128, 192 or 256; 32 and 512 as parts of latent
+        head_dim: elements in a row: 64, 80, 96, 112, 128, 192, 256 or 512; 32 as part of latent
             rows.
         facts: what the table of codecs says of the codec.
 
@@ -145,6 +145,11 @@ class RowFormat:
         """Whether rows hold the 16-bit elements themselves, without codes."""
         return self.facts.header == "none"
 
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether K and V of heads may have such rows; others are parts of latent rows."""
+        return self.head_dim in HEAD_DIMS and self.facts.only is None
+
     def pick(self, **choices: T) -> T:
         """The choice for the codec, as Codec.pick."""
         return self.facts.pick(**choices)
@@ -228,9 +233,10 @@ def _parse(name: str, head_dim: int) -> RowFormat:
 def check_head_dims(*formats: RowFormat) -> None:
     """Raise ConfigError unless K and V of heads can have rows of these formats."""
     for fmt in formats:
-        if fmt.head_dim not in HEAD_DIMS:
+        if not fmt.is_of_heads:
+            what = f"codec {fmt}" if fmt.facts.only else f"head_dim {fmt.head_dim}"
             raise ConfigError(
-                f"head_dim {fmt.head_dim} is that of a part of latent rows: rows of heads have "
-                f"{one_of(HEAD_DIMS)}; for latent rows there are mla_decode_attention, "
-                "LatentKVCache and LatentPagedKVCache"
+                f"{what} is that of a part of latent rows: rows of heads have "
+                f"{one_of(HEAD_DIMS)}, of {one_of(codec_names())}; for latent rows there are "
+                "mla_decode_attention, LatentKVCache and LatentPagedKVCache"
             )

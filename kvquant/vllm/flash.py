@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from ..engine.contract import CausalAttention, Lengths
 
 logger = init_logger(f"vllm.{__name__}")
+MOST = 256  # elements of a head that these versions take
 VERSIONS = 2, 3  # of FlashAttention: the next one compiles a kernel where it is first called
 
 
@@ -36,6 +37,9 @@ def causal_attention_of(impl: Any, v_size: int, device: torch.device) -> CausalA
         return None
     if v_size != impl.head_size:
         _tell(f"torch's kernels: K of some layers has {impl.head_size} elements, V {v_size}")
+        return None
+    if impl.head_size > MOST:
+        _tell(f"torch's kernels: some layers have heads of {impl.head_size} elements")
         return None
     try:
         version = get_flash_attn_version(

@@ -324,9 +324,9 @@ def test_values_too_large_in_a_basis_are_told_as_such() -> None:
 
 
 def test_files_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
-    cache = make_cache(latent_dim=512, rope_dim=64, fmt="int8")
-    cache.append(0, torch.randn(3, 1, 60, 512), torch.randn(3, 1, 60, 64))
-    cache.append(1, torch.randn(3, 1, 60, 512), torch.randn(3, 1, 60, 64))
+    cache = make_cache(latent_dim=512, rope_dim=32, fmt="int8")
+    cache.append(0, torch.randn(3, 1, 60, 512), torch.randn(3, 1, 60, 32))
+    cache.append(1, torch.randn(3, 1, 60, 512), torch.randn(3, 1, 60, 32))
     [path] = save_cache(cache, tmp_path / "cache.safetensors")
     with RowsFile(path, CacheManifest) as file:
         manifest = file.manifest
@@ -334,7 +334,7 @@ def test_files_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
     for forged, message in (
         (
             replace(manifest, latent=False, version=1),
-            "formats that no cache has: head_dim 512 is that of",
+            "formats that no cache has: head_dim 32 is that of",
         ),
         (replace(manifest, num_kv_heads=2), "latent rows are of one size, and of one KV head"),
         (replace(manifest, head_dim=64), "head_dim is 64: that of latent rows is"),
@@ -364,9 +364,9 @@ def test_torch_compile_takes_a_step_whole() -> None:
 
 
 def test_other_kernels_of_cuda_refuse_rows_of_such_widths() -> None:
-    for width in (32, 512):
+    for name, width in (("int8", 32), ("fp8_ds_mla", 512)):
         with pytest.raises(UnsupportedError, match=f"rows of {width} elements, of latent rows"):
-            refuse_latents(RowFormat.parse("int8", width))
+            refuse_latents(RowFormat.parse(name, width))
 
 
 def test_more_queries_than_tokens_are_refused() -> None:

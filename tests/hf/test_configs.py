@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "layer 0 has latent rows and a sliding window",
     ),
     "head_dim": ({"head_dim": 72}, "layer 0 has rows .*: head_dim 72 is not supported"),
-    "values": ({"v_head_dim": 512}, "layer 0 has rows .*: head_dim 512 is not supported"),
+    "values": ({"v_head_dim": 320}, "layer 0 has rows .*: head_dim 320 is not supported"),
     "index": ({"layer_types": ["indexed_attention"] * 3}, "layer 0 is 'indexed_attention'"),
 }
 

@@ -88,8 +88,8 @@ def test_layers_that_share_rows_are_described_to_the_last() -> None:
 
 
 def test_layers_may_share_the_keys_of_a_layer_of_transformers() -> None:
-    """Gemma 4 as it is by default: layers that see all tokens have rows of 512 elements."""
-    own = tiny("Gemma4Text", **SHARING, global_head_dim=512)
+    """Layers that see all tokens have rows of a size that no format has."""
+    own = tiny("Gemma4Text", **SHARING, global_head_dim=320)
     ids = tokens(2, 25)
     own.model.set_attn_implementation("kvquant")
     cache = QuantizedCache(own.model, **FP16)

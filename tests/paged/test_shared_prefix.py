@@ -15,7 +15,7 @@ from row_kinds import KINDS, RowKind
 from torch._dynamo.testing import CompileCounterWithBackend
 from variant_cases import variant_with
 
-from kvquant import AttentionVariant, LatentPagedBatch
+from kvquant import AttentionVariant, LatentPagedBatch, PagedKVCache
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.ops.mla import attend_latents
 from kvquant.ops.shared_prefix import attend_shared
@@ -54,6 +54,12 @@ def test_it_pays_with_many_sequences_and_long_prefixes() -> None:
     assert pays(64, 16384, 8, 4) and pays(64, 16384, 32, 1) and pays(64, 1024, 32, 1)
     assert pays(64, 16384, 8, 8) and not pays(64, 1024, 8, 8)
     assert not pays(64, 64, 8, 4) and not pays(2, 1024, 8, 4) and not pays(2, 1 << 20, 8, 4)
+
+
+def test_of_rows_that_the_decode_kernel_reads_it_never_pays() -> None:
+    for head_dim, is_read in ((256, True), (512, False)):
+        cache = PagedKVCache(1, 8, head_dim, num_pages=2, max_num_seqs=1, max_seq_len=128)
+        assert PagedBatch(cache, 1, 8).pays(64, 64, 16384, 4) == is_read
 
 
 def test_it_pays_with_few_heads_and_many_sequences() -> None:

@@ -142,7 +142,7 @@ def test_other_head_dims_are_refused(head_dim: int) -> None:
     RowFormat.parse("int4", 128)  # 128.0 must not find this one
     for make in (RowFormat.parse, lambda name, dim: RowFormat(name, 1, dim)):
         with pytest.raises(
-            ConfigError, match="is not supported: use 64, 80, 96, 112, 128, 192 or 256"
+            ConfigError, match="is not supported: use 64, 80, 96, 112, 128, 192, 256 or 512"
         ):
             make("int4", head_dim)
 

@@ -142,11 +142,20 @@ def fp16_row() -> tuple[list[float], list[float], str]:
     )
 
 
+def wide_row() -> tuple[list[float], list[float], str]:
+    # 512 elements in 8 groups of 64. Group j is 0 to 15 times 2**j, four times: its shift is 0, its
+    # scale 2**j = 3c00, 4000, 4400 ... 5800, its codes 0 to 15.
+    values = [2.0**j * (i % 16) for j in range(8) for i in range(64)]
+    headers = "0000 ".join(f"00{code:02x} " for code in range(0x3C, 0x5C, 4)) + "0000"
+    return values, values, headers + 32 * "10 32 54 76 98 ba dc fe"
+
+
 GOLDEN = {
     "int2": int2_row,
     "int3": int3_row,
     "int4": int4_one_group,
     "int4-g4": int4_four_groups,
+    "int4-g8": wide_row,
     "int8": int8_one_group,
     "fp8": fp8_one_group,
     "bf16": bf16_row,
@@ -158,7 +167,8 @@ GOLDEN = {
 @pytest.mark.parametrize("name", GOLDEN)
 def test_values_become_the_row_derived_by_hand(name: str, backend: str) -> None:
     values, _, row = GOLDEN[name]()
-    rows = quantize_rows(torch.tensor([values]), RowFormat.parse(name, 64), backend=backend)
+    fmt = RowFormat.parse(name, len(values))
+    rows = quantize_rows(torch.tensor([values]), fmt, backend=backend)
     assert bytes(rows[0].tolist()).hex(" ") == bytes.fromhex(row).hex(" ")
 
 
@@ -167,12 +177,12 @@ def test_values_become_the_row_derived_by_hand(name: str, backend: str) -> None:
 def test_the_row_derived_by_hand_decodes(name: str, backend: str) -> None:
     _, decoded, row = GOLDEN[name]()
     rows = torch.tensor(list(bytes.fromhex(row)), dtype=torch.uint8)
-    values = dequantize_rows(rows, RowFormat.parse(name, 64), backend=backend)
+    values = dequantize_rows(rows, RowFormat.parse(name, len(decoded)), backend=backend)
     assert values.tolist() == torch.tensor(decoded).tolist()
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_int4_rows_read_as_xformers_words(groups: int, head_dim: int) -> None:
     """xFormers sees int32 words: one a group (low half scale, high shift), then 8 codes each."""
     fmt = RowFormat("int4", groups, head_dim)

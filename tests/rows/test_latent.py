@@ -130,15 +130,17 @@ def test_what_a_part_cannot_hold_makes_all_of_it_nan(name: str, backend: str) ->
         quantize_rows(x[1:], fmt, backend=backend)
 
 
-def test_rows_of_heads_are_not_as_wide_as_latents() -> None:
-    fmt = RowFormat.parse("int8", 512)
-    rows = quantize_rows(torch.randn(1, 1, 5, 512), fmt)
+def test_rows_of_heads_are_not_as_narrow_as_rope_parts() -> None:
+    fmt = RowFormat.parse("int8", 32)
+    rows = quantize_rows(torch.randn(1, 1, 5, 32), fmt)
     lens = torch.tensor([5], dtype=torch.int32)
-    message = "head_dim 512 is that of a part of latent rows"
+    message = "head_dim 32 is that of a part of latent rows"
     with pytest.raises(ConfigError, match=message):
-        q = torch.randn(1, 16, 512)
+        q = torch.randn(1, 16, 32)
         decode_attention(q, rows, rows, lens, k_format=fmt, v_format="int8")
+    with pytest.raises(ConfigError, match="codec fp8_ds_mla is that of a part of latent rows"):
+        KVCache(1, 1, 1, 512, 64, k_format="fp8_ds_mla")
     with pytest.raises(ConfigError, match=message):
-        KVCache(1, 1, 1, 512, 64)
+        KVCache(1, 1, 1, 32, 64)
     with pytest.raises(ConfigError, match=message):
-        PagedKVCache(1, 1, 512, num_pages=2, page_size=16, max_num_seqs=1)
+        PagedKVCache(1, 1, 32, num_pages=2, page_size=16, max_num_seqs=1)

@@ -68,9 +68,17 @@ def seated(segment: Segment) -> Segment:
     return segment._replace(k_rows=stores[0], v_rows=stores[1], seq_slots=seq_slots.int())
 
 
-def ring(names: str, lens: Sequence[int], heads: int, capacity: int, *, sinks: int = 0) -> Segment:
+def ring(
+    names: str,
+    lens: Sequence[int],
+    heads: int,
+    capacity: int,
+    *,
+    sinks: int = 0,
+    head_dim: int = 128,
+) -> Segment:
     """A ring from random starts, behind sinks; rows that are not in use hold NaN."""
-    k_format, v_format = formats(names)
+    k_format, v_format = formats(names, head_dim)
     starts = torch.randint(capacity - sinks, (len(lens),)).tolist()
     k = random_rows(k_format, len(lens), heads, capacity, scale=2, shift=1)
     v = random_rows(v_format, len(lens), heads, capacity, shift=0.3)
@@ -81,9 +89,11 @@ def ring(names: str, lens: Sequence[int], heads: int, capacity: int, *, sinks: i
     return Segment(k, v, int32(lens), k_format, v_format, starts=int32(starts), sinks=sinks)
 
 
-def paged(names: str, lens: Sequence[int], heads: int, page_size: int) -> Segment:
+def paged(
+    names: str, lens: Sequence[int], heads: int, page_size: int, *, head_dim: int = 128
+) -> Segment:
     """Scattered pages; what is not in use holds NaN, and nonsense in the table."""
-    k_format, v_format = formats(names)
+    k_format, v_format = formats(names, head_dim)
     most = -(-max(lens) // page_size) + 1
     num_pages = len(lens) * most + 3
     table = torch.randperm(num_pages)[: len(lens) * most].view(len(lens), most)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_cases import LATENT_SIZES
+from hf_cases import GEMMA3N, LATENT_SIZES, SHARING
 
 import kvquant
 
@@ -39,6 +39,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"num_hidden_layers": 4, "layer_types": MIXED, "attn_logit_softcapping": 0.5},
     "gemma3_text": {"num_hidden_layers": 4, "layer_types": MIXED},
+    "gemma3n_text": GEMMA3N,  # the last two layers read the rows of the first two
+    # rows of 256 elements with a window and of 512 without, as the large models have them
+    "gemma4_text": SHARING | {"head_dim": 256, "global_head_dim": 512},
     "gpt_oss": {"num_hidden_layers": 4, "layer_types": MIXED, "num_experts_per_tok": 2},
     "cohere2": {"num_hidden_layers": 4, "layer_types": MIXED},
     "mimo_v2_flash": {  # keys wider than values, twice the heads and sink logits in windows

@@ -53,6 +53,9 @@ BLOCKS_PER_SM, WITH_FEEDBACK = 2, 4
 GROUPS = (1, 2, 4)
 MOST_OF_BLOCK = 512  # groups times head_dim: 8 warps have the rows of a block at a time
 MOST_FEEDBACK = 128  # head_dim of a step's rows with feedback
+# head_dim of rows whose block has room for its part of a matrix in registers, and for the elements
+# of 32 rows a warp with feedback
+WIDEST = 256
 NAMES = addresses_of(APPEND)  # of the tensors of a call
 STEP_NAMES = addresses_of(StepSpec.arguments)
 K, V = NAMES.index("k.x"), NAMES.index("v.x")
@@ -205,14 +208,17 @@ def _is_of_step(side: AppendSide, rope: Rope | None) -> bool:
 
 
 def _groups_of(call: AppendCall, queries: Queries | None) -> int:
-    """Groups of 8 tokens that a block of a step has; 0 if there are too many tokens."""
+    """Groups of 8 tokens that a block of a step has; 0 if there are too many tokens, or rows are
+    too wide."""
     sides, (num_tokens, num_heads, _) = (call.k, call.v), call.k.x.shape
     heads = 2 * num_heads + (0 if queries is None else queries.x.shape[1])
     sm_count = gpu_of(call.k.x.get_device()).sm_count
     groups = -(-num_tokens // PRODUCT_ROWS)
+    dim = max(side.fmt.head_dim for side in sides)
+    if dim > WIDEST:
+        return 0
     if any(_feedback_of(side) is not None for side in sides):
         return int(groups * heads <= WITH_FEEDBACK * sm_count)
-    dim = max(side.fmt.head_dim for side in sides)
     for count in GROUPS:
         if count * dim <= MOST_OF_BLOCK and -(-groups // count) * heads <= BLOCKS_PER_SM * sm_count:
             return count
@@ -397,7 +403,9 @@ def _prepare_with_feedback(sides: Sequence[OneSide], tensors: Tensors) -> Launch
         return None
     num_tokens, num_heads, _ = x.shape
     num_rows = num_tokens * num_heads * len(sides)
-    share = FEW_LANES if num_rows <= ROWS_PER_SM * gpu_of(x.get_device()).sm_count else 1
+    is_wide = max(side.call.k.fmt.head_dim for side in sides) > WIDEST
+    are_few = num_rows <= ROWS_PER_SM * gpu_of(x.get_device()).sm_count
+    share = FEW_LANES if are_few or is_wide else 1
     spec = make_feedback_spec([_feedback_side(side, share) for side in sides])
     names = addresses_of(spec.arguments)
     copied = _unaligned(names, tensors)

@@ -8,7 +8,7 @@ warp's copies follow one another; where several warps share a ring, so do all th
 
 from numba import cuda, int32, uint32, uint64
 
-from ..device.jit import device_function
+from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     copy_16,
     load_global_u32,
@@ -18,6 +18,8 @@ from ..device.ptx import (
     store_shared_u32x4,
 )
 from .spec import TILE
+
+UNROLLED = 16  # chunks of a row that a lane has in registers at a time
 
 
 @device_function
@@ -183,11 +185,25 @@ def make_clear_row(staged):
 
 def make_realign(staged, place):
     """Make the function that moves a landed tile to where ldmatrix can read it, a row a lane."""
+    starts = range(0, staged.chunks, UNROLLED)
+    pieces = [(i, min(i + UNROLLED, staged.chunks)) for i in starts]
+    return in_turn([_make_realign_piece(staged, place, *piece) for piece in pieces])
+
+
+def _make_realign_piece(staged, place, start, stop):
+    """Make the function that moves chunks of codes; the first ones with the header."""
     WINDOWS, LANDING, STRIDE = staged.windows, staged.landing, staged.stride
     RING, DENSE = place == "ring", staged.dense
     HEADER, WORDS = staged.fmt.header_bytes // 4, staged.fmt.row_bytes // 4
-    BY_ONE, UNITS = staged.alignment < 8, 1 + staged.chunks
-    LOADED = 4 * WINDOWS
+    BY_ONE = staged.alignment < 8
+    # the row's words that the piece needs; other rows have windows around them
+    FIRST = HEADER + 4 * start if start else 0
+    LAST = min(HEADER + 4 * stop, WORDS)
+    if not DENSE:
+        FIRST = FIRST // 4 * 4
+    END_WINDOW = min(-(-(LAST + 3) // 4), WINDOWS)
+    COUNT = LAST - FIRST
+    LOADED = max(4 * END_WINDOW - FIRST, HEADER + 4 * stop - FIRST)
 
     @device_function
     def realign(landed, target, base, first, end, row_stride, around):
@@ -195,20 +211,21 @@ def make_realign(staged, place):
         landed += lane * uint32(LANDING)
         words = cuda.local.array(LOADED, uint32)
         if DENSE:  # an odd number of words or pairs: no bank conflicts
+            at = landed + uint32(4 * FIRST)
             if BY_ONE:
-                for i in range(WORDS):
-                    words[i] = load_shared_u32(landed + uint32(4 * i))
+                for i in range(COUNT):
+                    words[i] = load_shared_u32(at + uint32(4 * i))
             else:
-                for i in range(WORDS // 2):
-                    pair = load_shared_u32x2(landed + uint32(8 * i))
+                for i in range(COUNT // 2):
+                    pair = load_shared_u32x2(at + uint32(8 * i))
                     words[2 * i], words[2 * i + 1] = pair[0], pair[1]
         else:  # shift the words of the windows by the 0 to 3 that stand before the row
             slot = int32(first + int32(lane))
             if RING:
                 slot = slot_in_ring(slot, around)
             before = uint32(base) + uint32(slot) * uint32(row_stride)
-            for i in range(WINDOWS):
-                unit = load_shared_u32x4(landed + uint32(16 * i))
+            for i in range(END_WINDOW - FIRST // 4):
+                unit = load_shared_u32x4(landed + uint32(4 * FIRST + 16 * i))
                 words[4 * i], words[4 * i + 1] = unit[0], unit[1]
                 words[4 * i + 2], words[4 * i + 3] = unit[2], unit[3]
             two = (before & uint32(8)) != uint32(0)
@@ -219,23 +236,23 @@ def make_realign(staged, place):
                 for i in range(LOADED - 3):
                     words[i] = words[i + 1] if one else words[i]
         if int32(first + int32(lane)) >= end:  # what lies behind the last row may be NaN
-            for i in range(WORDS):
+            for i in range(COUNT):
                 words[i] = uint32(0)
-        for i in range(WORDS, LOADED):
+        for i in range(COUNT, LOADED):
             words[i] = uint32(0)
         to = target + lane * uint32(STRIDE)
-        # zeros in the pad: the header's unit is multiplied as a whole
-        store_shared_u32x4(
-            to,
-            (
-                uint32(0),
-                uint32(0),
-                words[0] if HEADER == 2 else uint32(0),
-                words[HEADER - 1],
-            ),
-        )
-        for i in range(UNITS - 1):
-            w = HEADER + 4 * i
+        if start == 0:  # zeros in the pad: the header's unit is multiplied as a whole
+            store_shared_u32x4(
+                to,
+                (
+                    uint32(0),
+                    uint32(0),
+                    words[0] if HEADER == 2 else uint32(0),
+                    words[HEADER - 1],
+                ),
+            )
+        for i in range(start, stop):
+            w = HEADER + 4 * i - FIRST
             store_shared_u32x4(
                 to + uint32(16 * (i + 1)),
                 (words[w], words[w + 1], words[w + 2], words[w + 3]),

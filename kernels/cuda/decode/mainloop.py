@@ -44,7 +44,7 @@ from .combine import make_combine_warps
 from .copies import make_clear_row, make_copy, make_locate, make_realign
 from .positions import make_count, make_piece_of
 from .queries import make_mask, make_references, make_see
-from .scores import make_load_query, make_scores
+from .scores import make_keep_query, make_load_query, make_scores
 from .spec import FIELD, PROMOTION_INTERVAL, TILE, QueryWords
 from .values import (
     HEADROOM,
@@ -100,7 +100,8 @@ def make_attend(spec, path, keep, recall):
     copy_v = make_copy(v, path.place, SHARERS, ROLLED)
     realign_k = make_realign(k, path.place)
     realign_v = make_realign(v, path.place)
-    load_query = make_load_query(k, spec)
+    load_query, keep_query = make_load_query(k, spec), make_keep_query(k, spec)
+    QUERIES, QUERY_BYTES = spec.queries_at, spec.query_bytes(path)
     count, see = make_count(spec), make_see(spec, path)
     piece_of = make_piece_of(spec)
     start_references, mask_scores = make_references(spec), make_mask(spec, path)
@@ -118,7 +119,7 @@ def make_attend(spec, path, keep, recall):
     @device_function
     def attend(segments, segment, begin, end, reach, rows, results, shared):
         common = results[1]
-        b, kv_head, query, queries_lie, _, score_scale = rows[:6]
+        b, kv_head, first_query, queries_lie, _, score_scale = rows[:6]
         tid = uint32(cuda.threadIdx.x)
         lane = uint32(tid & uint32(31))
         warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # tells ptxas it is uniform
@@ -186,8 +187,10 @@ def make_attend(spec, path, keep, recall):
         keep_changes(results, rows, counts, first_column, used)
         factors = cuda.local.array(PAIRS, float32)
         fragments = cuda.local.array(FRAGMENTS, uint32)
-        queries = (query, queries_lie, first_column, used)
+        queries = (first_query, queries_lie, first_column, used)
         load_query(fragments, factors, queries, score_scale, lane)
+        at = uint32(shared + uint32(QUERIES) + sharer * uint32(QUERY_BYTES))
+        query = keep_query(fragments, at, lane, of_ring)
         if CHANGES:  # changed scores count as they are
             ones = cuda.local.array(PAIRS, float32)
             for i in range(PAIRS):
@@ -235,7 +238,7 @@ def make_attend(spec, path, keep, recall):
             biases = cuda.local.array(4, float32)
             load_biases(biases, common, sequence, first, end, lane, counts)
             scores = cuda.local.array(SCORES, float32)
-            scores_of(scores, k_rows, lane, fragments)
+            scores_of(scores, k_rows, lane, query)
             change_scores(scores, factors, biases, first, lane, results[0], common, counts)
             mask_scores(scores, first, end, lane, results[0], common, counts, sight)
             if not PREFETCH_V:

@@ -21,7 +21,12 @@ from .spec import AHEAD, TILE, UNIT_STEPS, DecodeSpec
 from .tuned import Tuned, lookup
 
 RINGS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
-REGISTERS = {64: 112, 128: 144, 256: 248}  # of a thread, by head_dim, before it is compiled
+REGISTERS = {
+    64: 112,
+    128: 144,
+    256: 248,
+    512: 255,
+}  # of a thread, by head_dim, before it is compiled
 MOST_REGISTERS = 255  # of any thread, and of one whose warp has 16 columns
 QUARTERS = 4  # of an SM; a warp has its registers in one of them
 REGISTERS_PER_QUARTER = 1 << 14  # of every GPU from sm_80 on
@@ -227,11 +232,14 @@ def kernels(
             found.append(best)
     if not found:
         smallest = replace(spec, warps=spec.sharers, stages=min(STAGES))
+        largest = max(spec.paths, key=smallest.ring_bytes)
+        advice = "use formats with fewer bytes"
+        if largest is spec.second:
+            advice = "keep no sinks and recent tokens in 16 bit (sink_len=0, recent_len=0)"
         raise UnsupportedError(
-            f"K in {spec.first.k_format} and V in {spec.first.v_format} take "
-            f"{smallest.shared_bytes} bytes of shared memory in the smallest kernel, a block has "
-            f"{gpu.shared_per_block} on {gpu.name}: use formats with fewer bytes, or "
-            "backend='reference'"
+            f"K in {largest.k_format} and V in {largest.v_format} take {smallest.shared_bytes} "
+            f"bytes of shared memory in the smallest kernel, a block has {gpu.shared_per_block} on "
+            f"{gpu.name}: {advice}, or backend='reference'"
         )
     wide = [one for one in found if one.spec.warps > 1]
     return tuple(wide if wide and not are_short else found)

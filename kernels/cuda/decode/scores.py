@@ -34,6 +34,7 @@ from ..device.ptx import (
     load_matrix_x2,
     load_matrix_x4,
     load_shared_u32,
+    load_shared_u32x2,
     load_shared_u32x4,
     low_bf16,
     low_f16,
@@ -41,10 +42,15 @@ from ..device.ptx import (
     mma_f16,
     pack_f16,
     shfl,
+    store_shared_u32x2,
+    word_from_lane,
 )
 from ..device.row_layout import factor_of, operand_of
 from .queries import make_query_row
 from .spec import MMA_COLUMNS, QueryWords
+
+WORDS_UNROLLED = 32
+MMAS_UNROLLED = 32  # of 8 columns: a longer loop stays one, and puts fragments into local memory
 
 
 def make_load_query(staged, spec):
@@ -159,6 +165,60 @@ def _make_load_eight(staged, spec, e):
     return load_eight
 
 
+def make_keep_query(staged, spec):
+    """Make the function that leaves a warp's fragments where `scores_of` finds them: in registers,
+    or in shared memory, where the warps of one ring put them for all.
+
+    A lane's words stand in pairs, as MMAs take them, and it reads no others.
+    """
+    words = QueryWords(staged, spec.query)
+    WORDS = words.fragments
+
+    @device_function
+    def leave(fragments, place, lane, of_ring):
+        return fragments
+
+    def make_store(start, stop):
+        @device_function
+        def store(fragments, at):
+            for i in range(start, stop, 2):
+                store_shared_u32x2(at + uint32(128 * i), load_pair(fragments, i))
+
+        return store
+
+    pieces = range(0, WORDS, WORDS_UNROLLED)
+    store_all = in_turn([make_store(i, min(i + WORDS_UNROLLED, WORDS)) for i in pieces])
+
+    @device_function
+    def share(fragments, place, lane, of_ring):
+        if of_ring == uint32(0):
+            store_all(fragments, place + uint32(8) * lane)
+        cuda.syncthreads()
+        return place
+
+    return share if words.in_shared else leave
+
+
+def _make_query_reader(words):
+    """Make two functions: what a tile begins with, and the one that gives two words of a lane's
+    fragments then."""
+
+    @device_function
+    def in_registers(fragments, lane):
+        return fragments
+
+    @device_function
+    def in_shared(place, lane):
+        # from a lane, anew for each tile: LLVM would keep the address of each pair in a register
+        return word_from_lane(place, uint32(0)) + uint32(8) * lane
+
+    @device_function
+    def pair_in_shared(place, i):
+        return load_shared_u32x2(place + uint32(128 * i))
+
+    return (in_shared, pair_in_shared) if words.in_shared else (in_registers, load_pair)
+
+
 def make_scores(staged, query, eights):
     """Make the function from a tile in shared memory to its scores, but for a factor.
 
@@ -179,12 +239,16 @@ def make_scores(staged, query, eights):
         STEPS = -(-CHUNKS // 2 // CHAINS)
     else:
         STEPS = MMAS * (PER_GROUP if GROUPS > 1 else -(-CHUNKS // CHAINS))
-    # halves of 16 rows that are worked on together: more need too many registers
-    TOGETHER = 2 if CHAINS * EIGHTS <= 4 else 1
+    # chains, and halves of 16 rows, that are worked on together: more need too many registers
+    SIDE_BY_SIDE = min(CHAINS, 2) if words.in_shared else CHAINS
+    TOGETHER = 2 if SIDE_BY_SIDE * EIGHTS <= 4 else 1
     PAIRS = (CHUNKS + 1) // 2
+    # chains of several groups start all over the row; those of one group go along it
+    AT_ONCE = GROUPS > 1 and not words.in_shared
+    UNROLLED = max(1, MMAS_UNROLLED // (SIDE_BY_SIDE * TOGETHER))
     SUMS, WORDS = 4 * CHAINS * EIGHTS * TOGETHER, 4 * PAIRS * TOGETHER
     unpack = make_unpack(staged.fmt)
-    mma = MMA[operand_of(staged.fmt)]
+    mma, (query_of, query_pair) = MMA[operand_of(staged.fmt)], _make_query_reader(words)
 
     @device_function
     def exact_products(sums, rows, lane, fragments):
@@ -198,44 +262,58 @@ def make_scores(staged, query, eights):
                         for e in range(EIGHTS):
                             at = 4 * ((h * CHAINS + j) * EIGHTS + e)
                             for part in range(QUERY_PARTS):
-                                q = load_pair(
-                                    fragments, e * FRAGMENTS + 2 * (c * QUERY_PARTS + part)
-                                )
+                                i = e * FRAGMENTS + 2 * (c * QUERY_PARTS + part)
+                                q = query_pair(fragments, i)
                                 store_sums(sums, at, mma(keys, q, load_sums(sums, at)))
 
-    @device_function
-    def code_products(sums, rows, lane, fragments):
-        matrix = rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
-        codes = cuda.local.array(WORDS, uint32)
-        if GROUPS > 1:  # chains start all over the row; those of one group go along it
-            for pair in range(PAIRS):
-                for h in range(TOGETHER):
-                    at = matrix + uint32(PREFIX + 32 * pair + 16 * ROW * h)
-                    store_sums(codes, 4 * (h * PAIRS + pair), load_matrix_x4(at))
-        for s in range(STEPS):
-            m = s % MMAS
-            for j in range(CHAINS):
-                part = 0
-                if GROUPS == 1:
-                    c = j + CHAINS * (s // MMAS)
-                elif PARTS == 1:
-                    c = j * PER_GROUP + s // MMAS
-                else:
-                    c = j // PARTS
-                    part = j % PARTS
-                if c < CHUNKS:
+    def make_steps(chain, start):
+        stop, last = min(start + UNROLLED, STEPS), min(chain + SIDE_BY_SIDE, CHAINS)
+
+        @device_function
+        def steps(sums, codes, matrix, fragments):
+            for s in range(start, stop):
+                m = s % MMAS
+                for j in range(chain, last):
+                    part = 0
+                    if GROUPS == 1:
+                        c = j + CHAINS * (s // MMAS)
+                    elif PARTS == 1:
+                        c = j * PER_GROUP + s // MMAS
+                    else:
+                        c = j // PARTS
+                        part = j % PARTS
+                    if c < CHUNKS:
+                        for h in range(TOGETHER):
+                            pair = 4 * (h * PAIRS + c // 2)
+                            if not AT_ONCE and c % 2 == 0 and m == 0:
+                                at = matrix + uint32(PREFIX + 16 * c + 16 * ROW * h)
+                                store_sums(codes, pair, load_matrix_x4(at))
+                            x0, x1 = unpack(codes[pair + 2 * (c % 2)], m)
+                            y0, y1 = unpack(codes[pair + 2 * (c % 2) + 1], m)
+                            for e in range(EIGHTS):
+                                at = 4 * ((h * CHAINS + j) * EIGHTS + e)
+                                i = e * FRAGMENTS + ((c * PARTS + part) * MMAS + m) * 2
+                                q = query_pair(fragments, i)
+                                a = mma_f16((x0, y0, x1, y1), q, load_sums(sums, at))
+                                store_sums(sums, at, a)
+
+        return steps
+
+    def make_code_products(chain):
+        all_steps = in_turn([make_steps(chain, s) for s in range(0, STEPS, UNROLLED)])
+
+        @device_function
+        def code_products(sums, rows, lane, fragments):
+            matrix = rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
+            codes = cuda.local.array(WORDS, uint32)
+            if AT_ONCE:
+                for pair in range(PAIRS):
                     for h in range(TOGETHER):
-                        pair = 4 * (h * PAIRS + c // 2)
-                        if GROUPS == 1 and c % 2 == 0 and m == 0:
-                            at = matrix + uint32(PREFIX + 16 * c + 16 * ROW * h)
-                            store_sums(codes, pair, load_matrix_x4(at))
-                        x0, x1 = unpack(codes[pair + 2 * (c % 2)], m)
-                        y0, y1 = unpack(codes[pair + 2 * (c % 2) + 1], m)
-                        for e in range(EIGHTS):
-                            at = 4 * ((h * CHAINS + j) * EIGHTS + e)
-                            i = e * FRAGMENTS + ((c * PARTS + part) * MMAS + m) * 2
-                            q = load_pair(fragments, i)
-                            store_sums(sums, at, mma_f16((x0, y0, x1, y1), q, load_sums(sums, at)))
+                        at = matrix + uint32(PREFIX + 32 * pair + 16 * ROW * h)
+                        store_sums(codes, 4 * (h * PAIRS + pair), load_matrix_x4(at))
+            all_steps(sums, codes, matrix, fragments)
+
+        return code_products
 
     @device_function
     def load_headers(rows, lane):
@@ -248,58 +326,74 @@ def make_scores(staged, query, eights):
     @device_function
     def shift_products(h, fragments, e):
         i = e * FRAGMENTS + SHIFTS
-        sums = mma_f16((h[0], h[1], h[0], h[1]), load_pair(fragments, i), ZEROS)
+        sums = mma_f16((h[0], h[1], h[0], h[1]), query_pair(fragments, i), ZEROS)
         if UNITS == 2:
-            sums = mma_f16((h[2], h[3], h[2], h[3]), load_pair(fragments, i + 2), sums)
+            sums = mma_f16((h[2], h[3], h[2], h[3]), query_pair(fragments, i + 2), sums)
         return sums
 
-    @device_function
-    def load_scales(scales, rows, lane):
-        mine = rows + (lane >> uint32(2)) * uint32(ROW) + uint32(HEADER)
-        for half in range(2):  # rows g and g + 8
-            at = mine + uint32(8 * ROW * half)
-            if GROUPS >= 4:
-                for i in range(UNITS):
-                    store_sums(
-                        scales, half * GROUPS + 4 * i, load_shared_u32x4(at + uint32(16 * i))
-                    )
-            else:
-                for i in range(GROUPS):
-                    scales[half * GROUPS + i] = load_shared_u32(at + uint32(WORD + 4 * i))
+    def make_load_scales(chain):
+        first_unit, last_unit = chain // 4, -(-min(chain + SIDE_BY_SIDE, GROUPS) // 4)
 
-    @device_function
-    def scores_of(scores, rows, lane, fragments):
-        for first in range(0, 2, TOGETHER):
+        @device_function
+        def load_scales(scales, rows, lane):
+            mine = rows + (lane >> uint32(2)) * uint32(ROW) + uint32(HEADER)
+            for half in range(2):  # rows g and g + 8
+                at = mine + uint32(8 * ROW * half)
+                if GROUPS >= 4:
+                    for i in range(first_unit, last_unit):
+                        store_sums(
+                            scales, half * GROUPS + 4 * i, load_shared_u32x4(at + uint32(16 * i))
+                        )
+                else:
+                    for i in range(GROUPS):
+                        scales[half * GROUPS + i] = load_shared_u32(at + uint32(WORD + 4 * i))
+
+        return load_scales
+
+    def make_part(first, chain):
+        """Of halves from `first` on, the chains from `chain` on, added to the scores so far."""
+        last, starts = min(chain + SIDE_BY_SIDE, GROUPS), chain == 0
+        products_of = exact_products if IS_EXACT else make_code_products(chain)
+        load_scales = make_load_scales(chain)
+
+        @device_function
+        def part_of_scores(scores, rows, lane, fragments):
             here = rows + uint32(16 * ROW * first)
             sums = cuda.local.array(SUMS, float32)
             for i in range(SUMS):
                 sums[i] = float32(0)
-            if IS_EXACT:
-                exact_products(sums, here, lane, fragments)
-            else:
-                code_products(sums, here, lane, fragments)
+            query = query_of(fragments, lane)
+            products_of(sums, here, lane, query)
             for h in range(TOGETHER):
                 if not IS_EXACT:
                     scales = cuda.local.array(SCALES, uint32)
                     half = here + uint32(16 * ROW * h)
                     load_scales(scales, half, lane)
-                    headers = load_headers(half, lane)
+                    if starts:
+                        headers = load_headers(half, lane)
                 for e in range(EIGHTS):
                     at = 4 * (h * CHAINS * EIGHTS + e)
+                    target = 8 * e + 4 * (first + h)
                     if GROUPS == 1:
                         total = load_sums(sums, at)
                         for j in range(1, CHAINS):
                             more = load_sums(sums, at + 4 * j * EIGHTS)
                             total = add_rows(total, float32(1), float32(1), more)
                     if not IS_EXACT:
-                        shifted = shift_products(headers, fragments, e)
-                        for j in range(GROUPS):
+                        if starts:
+                            shifted = shift_products(headers, query, e)
+                        else:
+                            shifted = load_sums(scores, target)
+                        for j in range(chain, last):
                             products = load_sums(sums, at + 4 * j * EIGHTS)
                             if GROUPS == 1:
                                 products = total
                             low, high = low_f16(scales[j]), low_f16(scales[GROUPS + j])
                             shifted = add_rows(shifted, low, high, products)
                         total = shifted
-                    store_sums(scores, 8 * e + 4 * (first + h), total)
+                    store_sums(scores, target, total)
 
-    return scores_of
+        return part_of_scores
+
+    chains = range(0, CHAINS, SIDE_BY_SIDE)
+    return in_turn([make_part(first, j) for first in range(0, 2, TOGETHER) for j in chains])

@@ -14,6 +14,7 @@ TILE = 32  # tokens that a warp works on at a time: a row for each lane
 HALF = 16  # those of them that have a page of their own
 MOST_COLUMNS = 16  # of a warp: the sums of more take too many registers
 WIDE_HEAD_DIM, WIDE_GROUPS = 128, 4  # rows with more leave no room for more than 8
+MOST_IN_REGISTERS = 256  # head_dim of keys whose queries stay in registers
 MOST_SHARERS = 8  # warps that share a ring: as many as an SM has registers for
 PROMOTION_INTERVAL = 16  # tiles of a warp after which it promotes its sums (accumulators.py)
 AHEAD = 16  # parts whose loads are on their way together when they are combined
@@ -106,6 +107,8 @@ class QueryWords:
         shifts: the first word of the B fragments of the shifts, which stand behind the others.
         fragments: words of all B fragments.
         raw: words of a lane's elements as they are loaded.
+        in_shared: whether a block keeps them in shared memory: beside the sums of wider values
+            registers have no room for them.
     """
 
     def __init__(self, staged: StagedRow, query: str) -> None:
@@ -115,6 +118,12 @@ class QueryWords:
         self.shifts = chunks * self.parts if exact else 2 * chunks * staged.parts * staged.mmas
         self.fragments = self.shifts + 2 * staged.header_units
         self.raw = chunks if exact else chunks * staged.span // 8
+        self.in_shared = staged.fmt.head_dim > MOST_IN_REGISTERS
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory of the fragments of 8 columns."""
+        return 4 * 32 * self.fragments if self.in_shared else 0
 
 
 @dataclass(frozen=True)
@@ -295,13 +304,26 @@ class DecodeSpec(Spec):
         return self.promoted_at(path) + self.sharers * self.promoted_bytes(path)
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """The kinds of segments."""
+        return (self.first,) if self.second is None else (self.first, self.second)
+
+    def query_bytes(self, path: Path) -> int:
+        """Shared memory of the queries of a warp's columns, which the rings of a block share."""
+        return self.eights * QueryWords(self.rows(path)[0], self.query).nbytes
+
+    @property
+    def queries_at(self) -> int:
+        """Byte of the rings' memory at which these stand: behind the rings."""
+        return max(self.rings_of(path) * self.ring_bytes(path) for path in self.paths)
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: what is kept, the rings, and over them what is left to
-        combine."""
-        paths = [self.first] if self.second is None else [self.first, self.second]
-        rings = max(self.rings_of(path) * self.ring_bytes(path) for path in paths)
+        """Dynamic shared memory of a block: what is kept, the rings and queries, and over them what
+        is left to combine."""
+        queries = self.sharers * max(map(self.query_bytes, self.paths))
         combined = combine_bytes(self.first.v_format.head_dim, self.warps * self.columns)
-        return self.warps * self.kept + max(rings, combined)
+        return self.warps * self.kept + max(self.queries_at + queries, combined)
 
 
 def columns_of(count: int, *formats: RowFormat) -> tuple[int, int]:

@@ -38,6 +38,7 @@ from ..device.row_layout import factor_of, operand_of
 from .spec import MMA_COLUMNS
 
 ONE = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}  # 1, twice
+UNROLLED = 16  # chunks of codes: a longer loop stays one, and puts the sums into local memory
 HEADROOM = 11  # powers of two that P may exceed 2**4 by; P and P * scale stay below 2**15
 
 
@@ -106,6 +107,46 @@ def make_accumulate(staged, query, eights):
     ONES, mma = ONE[operand_of(staged.fmt)], MMA[operand_of(staged.fmt)]
     unpack = make_unpack(staged.fmt)
 
+    def make_piece(start, stop):
+        @device_function
+        def add_chunks(sums, scaled, rest, matrix, header, p, lane):
+            g = lane >> uint32(2)
+            for c in range(start, stop):
+                if c % 2 == 0:
+                    codes = load_matrix_x4_t(matrix + uint32(PREFIX + 16 * c))
+                for part in range(PARTS):
+                    if PARTS > 1 or c * SPAN % GROUP == 0:
+                        unit = 2 * (FIRST_WORD + c * SPAN // GROUP + part)
+                        source = uint32(4 * (unit % 8)) + (lane & uint32(3))
+                        low = header[0] if unit < 8 else header[1]
+                        high = header[2] if unit < 8 else header[3]
+                        low, high = word_from_lane(low, source), word_from_lane(high, source)
+                        for i in range(0, PAIRS, 2):
+                            scaled[i] = multiply_f16(p[i], low)
+                            scaled[i + 1] = multiply_f16(p[i + 1], high)
+                            if PRECISE:
+                                rest[i] = lost_f16(p[i], low, scaled[i])
+                                rest[i + 1] = lost_f16(p[i + 1], high, scaled[i + 1])
+                    x = codes[0] if c % 2 == 0 else codes[2]
+                    y = codes[1] if c % 2 == 0 else codes[3]
+                    if PARTS > 1 and g * uint32(STEP) // uint32(GROUP) != uint32(part):
+                        x = uint32(0)
+                        y = uint32(0)
+                    for m in range(MMAS):
+                        x0, x1 = unpack(x, m)
+                        y0, y1 = unpack(y, m)
+                        a = (x0, x1, y0, y1)
+                        for e in range(EIGHTS):
+                            i = e * SUMS + (c * MMAS + m) * 4
+                            added = mma_f16(a, load_pair(scaled, 2 * e), load_sums(sums, i))
+                            if PRECISE:
+                                added = mma_f16(a, load_pair(rest, 2 * e), added)
+                            store_sums(sums, i, added)
+
+        return add_chunks
+
+    add_all = in_turn([make_piece(*piece) for piece in _pieces(CHUNKS)])
+
     @device_function
     def accumulate(sums, header_sums, rows, header, p, lane):
         g = lane >> uint32(2)
@@ -131,49 +172,26 @@ def make_accumulate(staged, query, eights):
             return
         scaled = cuda.local.array(PAIRS, uint32)
         rest = cuda.local.array(PAIRS, uint32)
-        for c in range(CHUNKS):
-            if c % 2 == 0:
-                codes = load_matrix_x4_t(matrix + uint32(PREFIX + 16 * c))
-            for part in range(PARTS):
-                if PARTS > 1 or c * SPAN % GROUP == 0:
-                    unit = 2 * (FIRST_WORD + c * SPAN // GROUP + part)
-                    source = uint32(4 * (unit % 8)) + (lane & uint32(3))
-                    low = header[0] if unit < 8 else header[1]
-                    high = header[2] if unit < 8 else header[3]
-                    low, high = word_from_lane(low, source), word_from_lane(high, source)
-                    for i in range(0, PAIRS, 2):
-                        scaled[i] = multiply_f16(p[i], low)
-                        scaled[i + 1] = multiply_f16(p[i + 1], high)
-                        if PRECISE:
-                            rest[i] = lost_f16(p[i], low, scaled[i])
-                            rest[i + 1] = lost_f16(p[i + 1], high, scaled[i + 1])
-                x = codes[0] if c % 2 == 0 else codes[2]
-                y = codes[1] if c % 2 == 0 else codes[3]
-                if PARTS > 1 and g * uint32(STEP) // uint32(GROUP) != uint32(part):
-                    x = uint32(0)
-                    y = uint32(0)
-                for m in range(MMAS):
-                    x0, x1 = unpack(x, m)
-                    y0, y1 = unpack(y, m)
-                    for e in range(EIGHTS):
-                        i = e * SUMS + (c * MMAS + m) * 4
-                        a = mma_f16((x0, x1, y0, y1), load_pair(scaled, 2 * e), load_sums(sums, i))
-                        if PRECISE:
-                            a = mma_f16((x0, x1, y0, y1), load_pair(rest, 2 * e), a)
-                        store_sums(sums, i, a)
+        add_all(sums, scaled, rest, matrix, header, p, lane)
 
     return accumulate
 
 
 def make_put_output(staged, eights):
     """Make the function that writes a warp's output, times a factor a column, to shared memory."""
-    return in_turn([_make_put_eight(staged, e) for e in range(eights)])
+    pieces = _pieces(staged.chunks)
+    return in_turn([_make_put_eight(staged, e, *piece) for e in range(eights) for piece in pieces])
 
 
-def _make_put_eight(staged, e):
-    """Make the function that writes 8 columns of the output, the e-th eight of a warp's."""
+def _pieces(chunks):
+    """(first chunk, one behind the last) of loops that are short enough to be unrolled."""
+    return [(i, min(i + UNROLLED, chunks)) for i in range(0, chunks, UNROLLED)]
+
+
+def _make_put_eight(staged, e, start, stop):
+    """Make the function that writes chunks of the output of the e-th eight of a warp's columns."""
     COLUMN, FIRST, HEADER, REFERENCE = MMA_COLUMNS * e, e * staged.sums, 4 * e, 2 * e
-    DIM, CHUNKS, SPAN = staged.fmt.head_dim, staged.chunks, staged.span
+    DIM, SPAN = staged.fmt.head_dim, staged.span
     FMT, PARTS, MMAS, FACTOR = staged.fmt, staged.parts, staged.mmas, factor_of(staged.fmt)
     GROUP, IS_EXACT = FMT.group_size, FMT.is_exact
     FIRST_WORD, HEAD = staged.header_word(0), 4 * (staged.fmt.head_dim + 4)  # bytes of a column
@@ -186,14 +204,14 @@ def _make_put_eight(staged, e):
         t = lane & uint32(3)
         here = target + uint32(COLUMN * HEAD) + t * uint32(2 * HEAD)
         if IS_EXACT:
-            for c in range(CHUNKS // 2):
+            for c in range(start // 2, stop // 2):
                 at = here + uint32(64 * c) + uint32(4) * g
                 store_shared_f32(at, sums[FIRST + 4 * c] * first)
                 store_shared_f32(at + uint32(HEAD), sums[FIRST + 4 * c + 1] * second)
                 store_shared_f32(at + uint32(32), sums[FIRST + 4 * c + 2] * first)
                 store_shared_f32(at + uint32(32 + HEAD), sums[FIRST + 4 * c + 3] * second)
             return
-        for c in range(CHUNKS):
+        for c in range(start, stop):
             shift0 = float32(0)
             shift1 = float32(0)
             for part in range(PARTS):

@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvquant.errors import UnsupportedError
-from kvquant.rows.format import HEAD_DIMS, RowFormat
+from kvquant.rows.format import RowFormat
 
 UNIT = 16  # bytes
 ELEMENTS = 16  # of a row that a lane has
@@ -58,7 +58,7 @@ def refuse_latents(*formats: RowFormat) -> None:
     """Raise unless these are rows of heads: of the kernels that walk over rows only the append
     kernel takes parts of latent rows."""
     for fmt in formats:
-        if fmt.head_dim not in HEAD_DIMS:
+        if not fmt.is_of_heads:
             raise UnsupportedError(
                 f"{fmt} rows of {fmt.head_dim} elements, of latent rows, have no CUDA kernel here: "
                 "use the CPU, or backend='reference'"

@@ -13,6 +13,7 @@ from ..runtime.spec import Spec, Table
 STAGES = 3  # tiles of packed rows: one is expanded, one has come, one is on its way
 ROWS = 16  # queries of an MMA
 WIDE = 128  # elements of a row up to which the sums of 32 queries fit a warp's registers
+WIDEST = 256  # those up to which the sums of 16 do: wider prefixes are for the decode kernel
 # warps, blocks and tokens of a tile, the first that fits: the more queries a block has, the less
 # often rows are expanded; the fewer tokens a tile has, the less shared memory it takes
 SHAPES = ((8, 2, 64), (8, 2, 32), (4, 2, 32), (4, 1, 32), (4, 1, 16), (2, 1, 16), (1, 1, 16))
@@ -93,6 +94,11 @@ class PrefixSpec(Spec):
     def __post_init__(self) -> None:
         for fmt in (self.k_format, self.v_format):
             StagedRow(fmt)  # refuses groups that no kernel reads
+            if fmt.head_dim > WIDEST:
+                raise UnsupportedError(
+                    f"rows of {fmt.head_dim} elements have no prefix kernel, which takes up to "
+                    f"{WIDEST}: attend_shared reads them by the decode kernel, once for all"
+                )
 
     @property
     def rows(self) -> int:

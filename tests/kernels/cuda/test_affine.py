@@ -60,6 +60,11 @@ def make(
     return x, matrix, offset, lens
 
 
+def roundings_of(head_dim: int) -> int:
+    """Sums in a row that are rounded, and a few: of a warp's part, of 8 parts, of the offset."""
+    return max(45, head_dim // 8 + 8 + 5)
+
+
 def check_result(y: torch.Tensor, given: Arguments) -> None:
     """Compare with float64: the limit is one rounding to 16 bit and sums in float32."""
     x, matrix, offset, lens = (t if t is None else t.double().cpu() for t in given)
@@ -78,7 +83,7 @@ def check_result(y: torch.Tensor, given: Arguments) -> None:
     if lens is not None:
         empty = lens[: len(x)] == 0
         wanted[empty], size[empty] = 0, 0
-    of_sums = 45 * 2**-24 * size  # at most 32 + 8 + 1 of them in a row, each of them rounded
+    of_sums = roundings_of(x.shape[-1]) * 2**-24 * size
     limit = ROUNDING[y.dtype] * (wanted.abs() + of_sums) + of_sums + (size > 0) * 2**-25
     error = (y.double().cpu() - wanted).abs()
     assert bool((error <= limit).all()), float(
@@ -96,7 +101,8 @@ def check_encoded(y: torch.Tensor, given: Arguments) -> None:
         torch.einsum("bhd,hde->bhe", a, b) for a, b in ((rows, matrix), (size, matrix.abs()))
     )
     error = (y.double().cpu() - wanted).abs()
-    assert bool((error <= 45 * 2**-24 * size + 1e-30).all()), float((error / size).max() * 2**24)
+    most = roundings_of(x.shape[-1]) * 2**-24 * size + 1e-30
+    assert bool((error <= most).all()), float((error / size).max() * 2**24)
 
 
 # In the simulator
@@ -183,12 +189,14 @@ def test_blocks_go_on_with_more_rows() -> None:
         (AffineSpec(256, "fp16", encodes=True), "sm_80"),
         (AffineSpec(128, "fp16", width=2), "sm_90"),
         (AffineSpec(256, "bf16", encodes=True, width=2), "sm_90"),
+        (AffineSpec(512, "bf16"), "sm_90"),
     ],
     ids=str,
 )
 def test_machine_code_spills_nothing(spec: AffineSpec, arch: str) -> None:
     report = compile_spec(spec, arch).report
     most = {1: 96 if spec.encodes else 80, 2: 128}[spec.width]  # two blocks an SM, at least
+    most = 128 if spec.head_dim > 256 else most
     assert report.stack_bytes == 0 and report.registers <= most
 
 

@@ -163,6 +163,7 @@ def test_of_latent_rows_the_append_kernel_takes_the_parts_alone(cuda: FakeDriver
     assert given["k.stride_row"] == given["v.stride_row"] == 288 + 64
     assert given["k.exact_rows"] + 1024 == given["v.exact_rows"]
     assert given["k.exact_stride_row"] == 1024 + 64
+    call = make_call(Case(**latent_case("fp8")))
     matrix = Encoding(matrix=torch.zeros(1, 512, 512))
     with pytest.raises(UnsupportedError, match="rows of 512 elements, of latent rows"):
         launch_append(**call | {"k_transform": matrix})

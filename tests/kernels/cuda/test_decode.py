@@ -50,15 +50,15 @@ def test_k_and_v_formats_apart(names: str, dtype: str) -> None:
     compare(query(segment, 16, DTYPES[dtype]), [segment])
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 192, 256, 512])
 @pytest.mark.parametrize("name", ["int4", "int8", "bf16"])
 def test_head_dims(name: str, head_dim: int) -> None:
     segment = linear(name, LENS, 1, head_dim=head_dim)
     compare(query(segment, 8), [segment])
 
 
-@pytest.mark.parametrize("name", ["int4-g4", "int8-g8", "fp8-g4"])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("name", ["int4-g4", "int4-g8", "int8-g8", "fp8-g4"])
+@pytest.mark.parametrize("head_dim", [64, 256, 512])
 def test_groups_at_other_head_dims(name: str, head_dim: int) -> None:
     segment = linear(name, LENS, 1, head_dim=head_dim)
     compare(query(segment, 8, torch.float16), [segment])
@@ -85,12 +85,25 @@ def test_wide_groups(name: str, dtype: str, ratio: int) -> None:
 
 @pytest.mark.parametrize("ratio", [17, 64])
 @pytest.mark.parametrize("name", ["int4-g4", "int4"])
-@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 256, 512])
 def test_wide_groups_of_other_head_dims(name: str, head_dim: int, ratio: int) -> None:
     if name == "int4-g4" and head_dim == 80:
         pytest.skip("groups of 20 elements do not line up")
     segment = linear(name, (300, 129), 1, head_dim=head_dim)
     compare(query(segment, ratio), [segment])
+
+
+@pytest.mark.parametrize("ratio", [2, 17])
+@pytest.mark.parametrize("name", ["int4-g4", "int8"])
+def test_rows_of_512_elements_with_pages_sinks_and_recent_rows(name: str, ratio: int) -> None:
+    packed = paged(name, (1300, 0, 1, 0), 2, 64, head_dim=512)
+    recent = ring("bf16", (128, 100, 128, 0), 2, 128, head_dim=512)
+    sinks = linear("bf16", (4, 2, 4, 0), 2, head_dim=512)
+    q = query(packed, 2 * ratio)
+    compare(q, [packed])
+    compare(q, [sinks, packed, recent])
+    rows = ring(name, (311, 97, 0, 31), 2, 311, head_dim=512)
+    compare(query(rows, 2 * ratio, torch.float16), [rows])
 
 
 @pytest.mark.parametrize("ratio", [17, 71])

@@ -62,6 +62,7 @@ def make_spec(name: str, head_dim: int = 128, words: str = "", share: int = 1) -
         ("int4-g4", 128, "clip float32 exact", 1, "sm_90"),
         ("int8-g8", 80, "clip exact", 4, "sm_80"),
         ("int4", 256, "float32", 1, "sm_100"),
+        ("int4-g4", 512, "clip exact", 4, "sm_90"),
     ],
 )
 def test_machine_code_spills_nothing(
@@ -77,7 +78,7 @@ def test_a_block_fits_every_gpu_and_the_code_is_that_of_its_spec() -> None:
         make_spec(name, head_dim, words, share)
         for name in FORMATS
         for head_dim in HEAD_DIMS
-        for share in (1, 2, 4)
+        for share in ((1, 2, 4) if head_dim <= launching.WIDEST else (launching.FEW_LANES,))
         for words in ("", "clip")
     ]
     for spec in specs:
@@ -100,13 +101,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def test_few_rows_have_several_lanes_each(cuda: FakeDriver) -> None:
-    fmt = RowFormat.parse("int4", 64)
-    for shape in ((64, 8, 1), (1, 8, 4096)):
-        quantize_with_feedback(torch.zeros(*shape, 64), fmt, None, torch.zeros(8, 64, 64))
-    specs = loaded_specs()
+    for dim, shape in ((64, (64, 8, 1)), (64, (1, 8, 4096)), (512, (1, 1, 20000))):
+        fmt, feedback = RowFormat.parse("int4", dim), torch.zeros(shape[1], dim, dim)
+        quantize_with_feedback(torch.zeros(*shape, dim), fmt, None, feedback)
+    *specs, wide = loaded_specs()
     assert [spec.sides[0].share for spec in specs] == [4, 1]
-    assert [one.grid for one in cuda.launched] == [(2, 8, 1), (32, 8, 1)]
-    for spec, one in zip(specs, cuda.launched, strict=True):
+    assert (wide.sides[0].share, wide.threads) == (4, 64), "wider rows always have as many"
+    *launched, _ = cuda.launched
+    assert [one.grid for one in launched] == [(2, 8, 1), (32, 8, 1)]
+    for spec, one in zip(specs, launched, strict=True):
         assert (one.block, one.shared) == ((128, 1, 1), spec.shared_bytes)
         assert one.stream == STREAM
 

@@ -71,7 +71,7 @@ LATENTS = ("int4-g8/fp8-g4", "int8-g4/bf16", "int4-g8/bf16", "fp8_ds_mla/bf16", 
 ROW_WORDS = ("", " exact", " rotated", " exact rotated rope", " dequantize")
 ALL_ROWS = [
     *(f"{name}{words}" for name in FORMATS for words in ROW_WORDS),
-    *(f"{name} {dim}" for name in FORMATS for dim in (64, 80, 96, 112, 192, 256)),
+    *(f"{name} {dim}" for name in FORMATS for dim in (64, 80, 96, 112, 192, 256, 512)),
     *(f"int4-g4 float32{words}" for words in ROW_WORDS),
     *(f"{name} 512/64{words}" for name in LATENTS for words in ("", " exact", " exact float32")),
 ]

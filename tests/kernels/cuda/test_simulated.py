@@ -33,6 +33,20 @@ for head_dim in (64, 80, 96, 112, 192, 256):
         CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "lens": [35]}
 for k, head_dim in (("int8-g2", 96), ("int4-g2", 192), ("fp8-g8", 256)):
     CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "lens": [35]}
+# queries in shared memory; loops in pieces; of one group, rows realigned in pieces
+for k in FORMATS:
+    CASES[f"{k}, head_dim 512"] = {"k": k, "head_dim": 512, "lens": [35]}
+CASES |= {
+    "head_dim 512, a ring of int8": of("k=int8 head_dim=512 place=ring layout=tokens lens=[33,40]"),
+    "head_dim 512, sums promoted twice": of("k=int4-g8 v=int8 head_dim=512 lens=[1060]"),
+    "head_dim 512, three segments": of(
+        "head_dim=512 exact=bf16 query=fp16 splits=[2,1,1] warps=2 place=paged lens=[70,0,33]"
+    ),
+    "head_dim 512, 17 on 1 heads": of(
+        "k=int4-g8 head_dim=512 heads=[17,1] sharers=3 warps=6 lens=[70]"
+    ),
+    "head_dim 512, balanced": of("head_dim=512 lens=[300,0,40] workers=4 heads=[4,2]"),
+}
 for heads in ([1, 1], [5, 1], [10, 2], [10, 1]):
     CASES[f"{heads[0]} on {heads[1]} heads"] = {"heads": heads, "lens": [33, 5]}
 for k in ("int4-g4", "int4"):

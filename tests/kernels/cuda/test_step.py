@@ -53,6 +53,13 @@ def test_blocks_take_more_tokens_where_there_are_more(
         assert len(cuda.launched) == 5
 
 
+def test_rows_of_512_elements_are_multiplied_before_they_are_appended(cuda: FakeDriver) -> None:
+    """Their part of a matrix, 256 floats a lane, has no room in registers."""
+    case = Case(matrix="kv", tokens=1, heads=8, head_dim=512)
+    launch_append(**make_call(case), queries=make_queries(case))
+    assert len(cuda.launched) == 5 and not any(isinstance(x, StepSpec) for x in loaded_specs())
+
+
 @pytest.mark.parametrize(
     ("changes", "count"),
     [
