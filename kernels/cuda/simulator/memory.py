@@ -35,8 +35,8 @@ class Shared:
     """
 
     def __init__(self, size: int, warps: int):
-        self.bytes = np.full(size, POISON, np.uint8)
-        self._view = memoryview(self.bytes)
+        self._memory = bytearray([POISON]) * size
+        self.bytes = np.frombuffer(self._memory, np.uint8)
         # by word of 4 bytes, since syncthreads: who wrote it last, and who has read it since, by
         # warp; all earlier uses came before that write, or it was a race
         self._written: dict[int, tuple[int, int, int]] = {}  # the warp, and its use
@@ -134,7 +134,7 @@ class Shared:
         """Write bytes."""
         start = self._at(address, len(data))
         self._start_writing(lane, start, len(data))
-        self._view[start : start + len(data)] = data
+        self._memory[start : start + len(data)] = data
 
     def start_copy(self, lane: int, address: int, data: bytes) -> int:
         """Poison what an asynchronous copy will write, and give its place for `finish_copy`."""
@@ -148,7 +148,7 @@ class Shared:
         words = range(start // 4, (start + len(data)) // 4)
         self._copied_to.difference_update(words)
         self._write(lane, words)
-        self._view[start : start + len(data)] = data
+        self._memory[start : start + len(data)] = data
 
     def _at(self, address: int, size: int) -> int:
         start = int(address) - SHARED_BASE
