@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from relative_l2 import relative_l2
 if TYPE_CHECKING:
     from fake_cuda import FakeDriver
 
-pytest.register_assert_rewrite("cuda_cases")
+pytest.register_assert_rewrite("cuda_cases", "mla_calls")
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for one another
     torch.set_num_threads(1)
 hypothesis.settings.register_profile(
@@ -69,10 +70,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # after those of -m are chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # numba-cuda and torch warn of matters of their own
             item.add_marker(pytest.mark.filterwarnings("default"))
+    if config.option.markexpr == "slow":  # files of the simulator take minutes: they come first
+        counts = Counter(item.path for item in items)
+        takes_minutes = functools.cache(lambda file: "simulator" in file.read_text("utf-8"))
+        items.sort(key=lambda item: (not takes_minutes(item.path), -counts[item.path]))
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist
@@ -91,6 +97,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         shares = "@in_simulator" in text and config.option.markexpr != "slow"  # these do not
         return "simulator" if shares else file
 
+    if config.option.markexpr == "slow":
+        config.option.loadscopereorder = False  # see pytest_collection_modifyitems
     scheduler = LoadFileScheduling(config, log)
     scheduler._split_scope = lambda nodeid: unit_of(nodeid.partition("::")[0])
     return scheduler

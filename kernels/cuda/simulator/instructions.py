@@ -137,8 +137,7 @@ def _load(name: Name) -> Operation:
 def _store(name: Name) -> Operation:
     def store(address: Any, values: Any) -> Any:
         now = block()
-        values = values if isinstance(values, tuple) else (values,)
-        data = b"".join(value.tobytes() for value in values)
+        data = b"".join(values if isinstance(values, tuple) else (values,))
         if name[1] == "shared":
             now.shared.store(now.current.number, address, data)
         else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -34,15 +35,17 @@ class Shared:
     """
 
     def __init__(self, size: int, warps: int):
-        self.bytes = np.full(size, POISON, np.uint8)
-        # by word of 4 bytes, since syncthreads: the last use of each warp
+        self._memory = bytearray([POISON]) * size
+        self.bytes = np.frombuffer(self._memory, np.uint8)
+        # by word of 4 bytes, since syncthreads: who wrote it last, and who has read it since, by
+        # warp; all earlier uses came before that write, or it was a race
+        self._written: dict[int, tuple[int, int, int]] = {}  # the warp, and its use
         self._read: dict[int, dict[int, Use]] = {}
-        self._written: dict[int, dict[int, Use]] = {}
         self._barriers = [0] * warps
         # by warp: of each warp, the barriers before which all that it did came before
         self._known = [[0] * warps for _ in range(warps)]
         self._copied_to: set[int] = set()  # words that asynchronous copies are under way to
-        self._unfenced: dict[int, set[int]] = {}  # by lane, words that wgmma need not see
+        self._unfenced = defaultdict[int, set[int]](set)  # by lane, words that wgmma need not see
 
     def meet(self, warps: Iterable[int] | None = None) -> None:
         """Note a barrier of some warps, or of the block."""
@@ -74,24 +77,36 @@ class Shared:
     def load(self, lane: int, address: int, size: int) -> Array:
         """Bytes that a lane reads."""
         start = self._at(address, size)
-        self._use(lane, lane // WARP, range(start // 4, (start + size) // 4), writes=False)
+        warp = lane // WARP
+        use, known = (lane, self._barriers[warp]), self._known[warp]
+        for word in range(start // 4, (start + size) // 4):
+            if word in self._copied_to:
+                continue  # poison, which a kernel may read if it does not use it
+            if word in self._written:
+                other, writer, barriers = self._written[word]
+                if barriers >= known[other] and writer != lane:
+                    raise _race(word, "read", lane, "written", writer)
+            readers = self._read.setdefault(word, {})
+            last, barriers = readers.get(warp, use)
+            readers[warp] = use if last == lane or barriers < known[warp] else (SEVERAL, use[1])
         return self.bytes[start : start + size]
 
     def load_rows(self, warp: int, addresses: list[int]) -> Array:
         """Rows of 16 bytes that a warp reads for all of its lanes."""
         starts = [self._at(address, 16) for address in addresses]
-        words = [word for start in starts for word in range(start // 4, start // 4 + 4)]
-        self._use(SEVERAL, warp, words, writes=False)
+        words = {word for start in starts for word in range(start // 4, start // 4 + 4)}
+        self._read_by_warps([warp], words)
         return np.stack([self.bytes[start : start + 16] for start in starts])
 
-    def load_halves(self, warps: Iterable[int], addresses: Array) -> Array:
-        """Words of 16 bits that wgmma reads, for all lanes of the warps of a warpgroup."""
-        starts = addresses - SHARED_BASE
-        if starts.min() < 0 or starts.max() + 2 > len(self.bytes):
-            raise Fault(f"shared addresses to {starts.max()}: there are {len(self.bytes)} bytes")
-        words = np.unique(starts // 4).tolist()
-        for warp in warps:
-            self._use(SEVERAL, warp, words, writes=False)
+    def load_halves(self, warps: Sequence[int], starts: Array, words: Set[int]) -> Array:
+        """Words of 16 bits that wgmma reads, for all lanes of the warps of a warpgroup.
+
+        Args:
+            warps: of the warpgroup.
+            starts: where they lie in the memory.
+            words: the words of 4 bytes that they are in.
+        """
+        self._read_by_warps(warps, words)
         for lane, written in self._unfenced.items():
             if not written.isdisjoint(words):
                 raise Fault(
@@ -101,11 +116,25 @@ class Shared:
         found: Array = self.bytes.view(np.uint16)[starts // 2]
         return found
 
+    def _read_by_warps(self, warps: Sequence[int], words: Set[int]) -> None:
+        """Note that all lanes of some warps read words."""
+        uses = {warp: (SEVERAL, self._barriers[warp]) for warp in warps}
+        known = list(map(min, *(self._known[warp] for warp in warps), self._known[warps[0]]))
+        for word in words - self._copied_to:
+            if word in self._written:
+                other, writer, barriers = self._written[word]
+                if barriers >= known[other]:
+                    raise _race(word, "read", SEVERAL, "written", writer)
+            if word in self._read:
+                self._read[word].update(uses)
+            else:
+                self._read[word] = uses.copy()
+
     def store(self, lane: int, address: int, data: bytes) -> None:
         """Write bytes."""
         start = self._at(address, len(data))
         self._start_writing(lane, start, len(data))
-        self.bytes[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        self._memory[start : start + len(data)] = data
 
     def start_copy(self, lane: int, address: int, data: bytes) -> int:
         """Poison what an asynchronous copy will write, and give its place for `finish_copy`."""
@@ -118,9 +147,8 @@ class Shared:
         """Write what a lane has waited for."""
         words = range(start // 4, (start + len(data)) // 4)
         self._copied_to.difference_update(words)
-        self._use(lane, lane // WARP, words, writes=True)
-        self._unfenced.setdefault(lane, set()).update(words)
-        self.bytes[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        self._write(lane, words)
+        self._memory[start : start + len(data)] = data
 
     def _at(self, address: int, size: int) -> int:
         start = int(address) - SHARED_BASE
@@ -135,29 +163,31 @@ class Shared:
         words = range(start // 4, (start + size) // 4)
         if not self._copied_to.isdisjoint(words):
             raise Fault(f"shared address {start} is written while a copy to it is under way")
-        self._use(lane, lane // WARP, words, writes=True)
-        self._unfenced.setdefault(lane, set()).update(words)
+        self._write(lane, words)
         return words
 
-    def _use(self, lane: int, warp: int, words: Iterable[int], *, writes: bool) -> None:
-        now, known = self._barriers[warp], self._known[warp]
+    def _write(self, lane: int, words: range) -> None:
+        """Note that a lane writes words."""
+        warp = lane // WARP
+        known, use = self._known[warp], (warp, lane, self._barriers[warp])
         for word in words:
-            if not writes and word in self._copied_to:
-                continue  # poison, which a kernel may read if it does not use it
-            who = lane
-            for way, table in (("written", self._written), ("read", self._read)):
-                for other, (last, barriers) in table.get(word, {}).items():
-                    if barriers < known[other] or last == lane != SEVERAL:
-                        continue
-                    if writes or way == "written":
-                        raise Fault(
-                            f"a race: shared address {4 * word} is "
-                            f"{'written' if writes else 'read'} by {_name(lane)}, {way} by "
-                            f"{_name(last)}, and no barrier in between"
-                        )
-                    if other == warp:
-                        who = SEVERAL
-            (self._written if writes else self._read).setdefault(word, {})[warp] = who, now
+            if word in self._written:
+                other, writer, barriers = self._written[word]
+                if barriers >= known[other] and writer != lane:
+                    raise _race(word, "written", lane, "written", writer)
+            if word in self._read:
+                for other, (reader, barriers) in self._read.pop(word).items():
+                    if barriers >= known[other] and reader != lane:
+                        raise _race(word, "written", lane, "read", reader)
+            self._written[word] = use
+        self._unfenced[lane].update(words)
+
+
+def _race(word: int, is_used: str, lane: int, was_used: str, last: int) -> Fault:
+    return Fault(
+        f"a race: shared address {4 * word} is {is_used} by {_name(lane)}, {was_used} by "
+        f"{_name(last)}, and no barrier in between"
+    )
 
 
 def _name(lane: int) -> str:

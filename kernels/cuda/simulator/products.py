@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .memory import SHARED_BASE, Fault
 from .simulator import block
 
 LANES, WARPS = 128, 4  # of a warpgroup
@@ -53,6 +55,22 @@ def stand_in(
 
 def _load(shared: Any, descriptor: int, codec: str, rows: int, transposed: bool) -> Array:
     """The numbers of a matrix [rows, DEPTH] that a descriptor tells, float64."""
+    first = block().current.warp // WARPS * WARPS
+    starts, words = _places(descriptor, rows, transposed, len(shared.bytes))
+    halves: Array = shared.load_halves(range(first, first + WARPS), starts, words)
+    if codec == "bf16":
+        halves = (halves.astype(np.uint32) << 16).view(np.float32)
+    else:
+        assert codec == "fp16", codec
+        halves = halves.view(np.float16)
+    return halves.astype(np.float64)
+
+
+@functools.lru_cache(1024)
+def _places(
+    descriptor: int, rows: int, transposed: bool, size: int
+) -> tuple[Array, frozenset[int]]:
+    """Where the numbers of a matrix lie in shared memory of this size, and in which words of it."""
     start, block_bytes, eight_bytes = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     assert descriptor >> 62 == 1, "only tiles that are swizzled over 128 bytes are simulated"
     row, k = np.mgrid[:rows, :DEPTH]
@@ -62,12 +80,7 @@ def _load(shared: Any, descriptor: int, codec: str, rows: int, transposed: bool)
         places = row // 8 * eight_bytes + row % 8 * 128 + k * 2
     places = places + start
     places ^= (places >> 7 & 7) << 4
-    first = block().current.warp // WARPS * WARPS
-    warps = range(first, first + WARPS)
-    halves: Array = shared.load_halves(warps, places.ravel()).reshape(row.shape)
-    if codec == "bf16":
-        halves = (halves.astype(np.uint32) << 16).view(np.float32)
-    else:
-        assert codec == "fp16", codec
-        halves = halves.view(np.float16)
-    return halves.astype(np.float64)
+    places -= SHARED_BASE
+    if places.min() < 0 or places.max() + 2 > size:
+        raise Fault(f"shared addresses to {places.max()}: there are {size} bytes")
+    return places, frozenset(np.unique(places // 4).tolist())
