@@ -8,6 +8,8 @@ warp's copies follow one another; where several warps share a ring, so do all th
 
 from numba import cuda, int32, uint32, uint64
 
+from ..device.codes import HIGH_HALVES, LOW_HALVES, high_bits, nibbles_of
+from ..device.fragments import load_sums
 from ..device.jit import device_function
 from ..device.ptx import (
     copy_16,
@@ -17,6 +19,7 @@ from ..device.ptx import (
     load_shared_u32x4,
     store_shared_u32x4,
 )
+from ..device.row_layout import UNIT
 from .spec import TILE
 
 
@@ -186,8 +189,9 @@ def make_realign(staged, place):
     WINDOWS, LANDING, STRIDE = staged.windows, staged.landing, staged.stride
     RING, DENSE = place == "ring", staged.dense
     HEADER, WORDS = staged.fmt.header_bytes // 4, staged.fmt.row_bytes // 4
-    BY_ONE, UNITS = staged.alignment < 8, 1 + staged.chunks
-    LOADED = 4 * WINDOWS
+    BY_ONE, BY_TWO, CHUNKS = staged.alignment < 8, staged.alignment < UNIT, staged.chunks
+    LANDED, LOADED = 4 * WINDOWS, max(4 * WINDOWS, HEADER + 4 * CHUNKS)
+    put_codes = _make_put_codes(staged)
 
     @device_function
     def realign(landed, target, base, first, end, row_stride, around):
@@ -211,12 +215,13 @@ def make_realign(staged, place):
                 unit = load_shared_u32x4(landed + uint32(16 * i))
                 words[4 * i], words[4 * i + 1] = unit[0], unit[1]
                 words[4 * i + 2], words[4 * i + 3] = unit[2], unit[3]
-            two = (before & uint32(8)) != uint32(0)
-            for i in range(LOADED - 2):
-                words[i] = words[i + 2] if two else words[i]
+            if BY_TWO:
+                two = (before & uint32(8)) != uint32(0)
+                for i in range(LANDED - 2):
+                    words[i] = words[i + 2] if two else words[i]
             if BY_ONE:
                 one = (before & uint32(4)) != uint32(0)
-                for i in range(LOADED - 3):
+                for i in range(LANDED - 3):
                     words[i] = words[i + 1] if one else words[i]
         if int32(first + int32(lane)) >= end:  # what lies behind the last row may be NaN
             for i in range(WORDS):
@@ -234,11 +239,38 @@ def make_realign(staged, place):
                 words[HEADER - 1],
             ),
         )
-        for i in range(UNITS - 1):
-            w = HEADER + 4 * i
-            store_shared_u32x4(
-                to + uint32(16 * (i + 1)),
-                (words[w], words[w + 1], words[w + 2], words[w + 3]),
-            )
+        put_codes(to + uint32(16), words)
 
     return realign
+
+
+def _make_put_codes(staged):
+    """Make the function that stores the codes of a row, of which it has all words, as chunks."""
+    HEADER, CHUNKS, LOWS = staged.fmt.header_bytes // 4, staged.chunks, staged.fmt.head_dim // 16
+
+    @device_function
+    def put_words(to, words):
+        for i in range(CHUNKS):
+            store_shared_u32x4(to + uint32(16 * i), load_sums(words, HEADER + 4 * i))
+
+    @device_function
+    def nibbles(words, i):
+        """Of 16 elements, the even ones and the odd ones."""
+        if i >= LOWS:
+            return uint32(0), uint32(0)
+        which = HIGH_HALVES if i % 2 else LOW_HALVES
+        bits = high_bits(words[HEADER + LOWS + i // 2], uint32(which))
+        return nibbles_of(words[HEADER + i], bits)
+
+    @device_function
+    def put_planes(to, words):
+        for pair in range(CHUNKS // 2):
+            i = 4 * pair
+            one, two = nibbles(words, i), nibbles(words, i + 1)
+            three, four = nibbles(words, i + 2), nibbles(words, i + 3)
+            at = to + uint32(32 * pair)
+            store_shared_u32x4(at, (one[0], two[0], three[0], four[0]))
+            store_shared_u32x4(at + uint32(16), (one[1], two[1], three[1], four[1]))
+
+    of_words = dict.fromkeys(("quarters", "nibbles", "bytes", "elements"), put_words)
+    return staged.fmt.pick(planes=put_planes, **of_words)

@@ -166,6 +166,7 @@ store_global_f32x2 = instruction("st.global.v2.f32 [$0],{$1,$2};", "", "u64 f32 
 store_global_f32x4 = instruction(
     "st.global.v4.f32 [$0],{$1,$2,$3,$4};", "", "u64 f32x4", pure=False
 )
+store_global_u16 = instruction("st.global.u16 [$0],$1;", "", "u64 u16", pure=False)
 store_global_u32 = instruction("st.global.u32 [$0],$1;", "", "u64 u32", pure=False)
 store_global_u32x2 = instruction("st.global.v2.u32 [$0],{$1,$2};", "", "u64 u32 u32", pure=False)
 store_global_u32x4 = instruction(

@@ -133,7 +133,7 @@ def _load(name: Name) -> Operation:
     return load
 
 
-@operation(r"st\.(shared|global)(?:\.v[24])?\.(?:u32|f32)")
+@operation(r"st\.(shared|global)(?:\.v[24])?\.(?:u16|u32|f32)")
 def _store(name: Name) -> Operation:
     def store(address: Any, values: Any) -> Any:
         now = block()

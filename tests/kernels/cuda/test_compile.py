@@ -76,6 +76,8 @@ EVERY_FIELD = " ".join(VARIANT)
 SOME = (
     ("int4-g4 segments", "sm_90"),
     ("int4", "sm_100"),
+    ("int3/int2", "sm_90"),
+    ("int2/int3 16:1 segments", "sm_80"),
     ("int8-g4/int4-g4", "sm_80"),
     ("fp8 fp16", "sm_89"),
     ("bf16 256", "sm_90"),
@@ -89,13 +91,19 @@ SOME = (
     (f"int4-g4 16:1 segments paged queries {EVERY_FIELD}", "sm_80"),
     ("int4-g4 8:1 segments sink_logits window", "sm_80"),
 )
-FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
+FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [
     *(f"{name} {head_dim}" for name in FORMATS for head_dim in (64, 128, 256)),
-    *(f"{name} {head_dim}" for name in ("int4", "bf16") for head_dim in (80, 96, 112, 192)),
+    *(f"{name} {head_dim}" for name in ("int2", "int4", "bf16") for head_dim in (80, 96, 112, 192)),
+    *(f"int3 {head_dim}" for head_dim in (96, 192)),
     *(f"{name} {word}" for name in FORMATS for word in ("segments", "paged")),
     *(f"{name} fp16" for name in FORMATS),
-    *(f"{name} {word}" for name in ("int4", "int4-g4", "bf16") for word in ("strided", "ring")),
+    *(
+        f"{name} {word}"
+        for name in ("int2", "int3", "int4", "int4-g4", "bf16")
+        for word in ("strided", "ring")
+    ),
+    *"int3/int2 int2/int3 int4/int2 int3/int8-g8 int2/bf16 fp8/int3".split(),
     *"int8-g4/int4-g4 int8/int4 fp8/int4-g4 bf16/int4-g8 int4/bf16 fp16/fp8-g4".split(),
     *(f"{name} 16:1" for name in FORMATS),
     *(f"{name} 71:1 {word}" for name in FORMATS for word in ("segments", "paged")),
