@@ -191,7 +191,7 @@ def make_realign(staged, place):
     HEADER, WORDS = staged.fmt.header_bytes // 4, staged.fmt.row_bytes // 4
     BY_ONE, BY_TWO, CHUNKS = staged.alignment < 8, staged.alignment < UNIT, staged.chunks
     LANDED, LOADED = 4 * WINDOWS, max(4 * WINDOWS, HEADER + 4 * CHUNKS)
-    put_codes = _make_put_codes(staged)
+    put_codes, clear_row = _make_put_codes(staged), make_clear_row(staged)
 
     @device_function
     def realign(landed, target, base, first, end, row_stride, around):
@@ -223,9 +223,6 @@ def make_realign(staged, place):
                 one = (before & uint32(4)) != uint32(0)
                 for i in range(LANDED - 3):
                     words[i] = words[i + 1] if one else words[i]
-        if int32(first + int32(lane)) >= end:  # what lies behind the last row may be NaN
-            for i in range(WORDS):
-                words[i] = uint32(0)
         for i in range(WORDS, LOADED):
             words[i] = uint32(0)
         to = target + lane * uint32(STRIDE)
@@ -240,6 +237,8 @@ def make_realign(staged, place):
             ),
         )
         put_codes(to + uint32(16), words)
+        if int32(first + int32(lane)) >= end:  # what lies behind the last row may be NaN
+            clear_row(to)
 
     return realign
 

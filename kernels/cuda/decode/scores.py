@@ -133,7 +133,7 @@ def _make_load_eight(staged, spec, e):
                         x = x if mine else float32(0)
                         y = y if mine else float32(0)
                         total += x + y
-                        f = float32(1) / float32(pair_factor(j))
+                        f = float32(1) / float32(pair_factor(2 * MMAS * (c % STRANDS) + j))
                         i = FIRST + (c * SHARED + part) * MMAS * 2 + j
                         fragments[i] = pack_f16(y * f, x * f)
                     group = c * SHARED + part if SHARED > 1 else c * SPAN // GROUP
@@ -166,6 +166,7 @@ def make_scores(staged, query, eights):
     EIGHTS, FRAGMENTS, SHIFTS = eights, words.fragments, words.shifts
     ROW, PREFIX, CHUNKS, SPAN = staged.stride, staged.prefix, staged.chunks, staged.span
     GROUPS, PARTS, MMAS = staged.fmt.groups, staged.parts, staged.mmas
+    STRANDS = staged.strands
     IS_EXACT, UNITS, QUERY_PARTS = staged.fmt.is_exact, staged.header_units, words.parts
     HEADER = PREFIX - 16 * UNITS
     WORD, SCALES = 4 * staged.header_word(0), 4 * GROUPS
@@ -226,8 +227,9 @@ def make_scores(staged, query, eights):
                         if GROUPS == 1 and c % 2 == 0 and m == 0:
                             at = matrix + uint32(PREFIX + 16 * c + 16 * ROW * h)
                             store_sums(codes, pair, load_matrix_x4(at))
-                        x0, x1 = unpack(codes[pair + 2 * (c % 2)], m)
-                        y0, y1 = unpack(codes[pair + 2 * (c % 2) + 1], m)
+                        of_strand = MMAS * (c % STRANDS) + m
+                        x0, x1 = unpack(codes[pair + 2 * (c % 2)], of_strand)
+                        y0, y1 = unpack(codes[pair + 2 * (c % 2) + 1], of_strand)
                         for e in range(EIGHTS):
                             at = 4 * ((h * CHAINS + j) * EIGHTS + e)
                             i = e * FRAGMENTS + ((c * PARTS + part) * MMAS + m) * 2

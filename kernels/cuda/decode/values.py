@@ -102,7 +102,7 @@ def make_accumulate(staged, query, eights):
     ROW, PREFIX, CHUNKS, SPAN = staged.stride, staged.prefix, staged.chunks, staged.span
     GROUP, PARTS, MMAS = staged.group_span, staged.parts, staged.mmas
     IS_EXACT, FIRST_WORD = staged.fmt.is_exact, staged.header_word(0)
-    STEP = SPAN // 8  # elements in a unit
+    STEP, STRANDS = SPAN // 8, staged.strands  # STEP: elements in a unit
     ONES, mma = ONE[operand_of(staged.fmt)], MMA[operand_of(staged.fmt)]
     unpack = make_unpack(staged.fmt)
 
@@ -153,8 +153,9 @@ def make_accumulate(staged, query, eights):
                     x = uint32(0)
                     y = uint32(0)
                 for m in range(MMAS):
-                    x0, x1 = unpack(x, m)
-                    y0, y1 = unpack(y, m)
+                    of_strand = MMAS * (c % STRANDS) + m
+                    x0, x1 = unpack(x, of_strand)
+                    y0, y1 = unpack(y, of_strand)
                     for e in range(EIGHTS):
                         i = e * SUMS + (c * MMAS + m) * 4
                         a = mma_f16((x0, x1, y0, y1), load_pair(scaled, 2 * e), load_sums(sums, i))
@@ -210,8 +211,9 @@ def _make_put_eight(staged, e):
                     shift1 = b
             for m in range(MMAS):
                 i = FIRST + (c * MMAS + m) * 4
-                f = float32(FACTOR) / float32(pair_factor(2 * m))
-                f_odd = float32(FACTOR) / float32(pair_factor(2 * m + 1))
+                pair = 2 * (MMAS * (c % STRANDS) + m)
+                f = float32(FACTOR) / float32(pair_factor(pair))
+                f_odd = float32(FACTOR) / float32(pair_factor(pair + 1))
                 d = uint32(STRANDS * (SPAN * (c // STRANDS) + 2 * m) + c % STRANDS)
                 d += uint32(STRANDS * STEP) * g
                 if d < uint32(DIM):

@@ -171,9 +171,9 @@ def _make_numbers(spec):
         words = cuda.local.array(4, uint32)
         load_codes(codes, part, words)
         for k in range(ELEMENTS):
-            i = k // STRANDS  # row_layout.place_of_code
-            word = words[STRANDS * (i // PER_WORD) + k % STRANDS]
-            code = uint32(word >> uint32(i % PER_WORD * APART)) & uint32(MASK)
+            i, strand = k // STRANDS, k % STRANDS
+            word = words[STRANDS * (i // PER_WORD) + strand]
+            code = uint32(word >> uint32(i % PER_WORD * APART + strand)) & uint32(MASK)
             x[k] = subtract(bits_float(uint32(code | uint32(ROUNDER_BITS))), float32(ROUNDER))
 
     @device_function

@@ -14,12 +14,12 @@ exactly; one four bits higher is 16 times that. E4M3 shifted to fp16's place is 
                                      >> 8, then the same     -> 3 and 1
 
 INT3 has two planes. A word of the low bits of 16 elements and a half word of their high bits make
-two words of nibbles, of the even and of the odd elements; the highest bit of a nibble is of no
-meaning, and masks of 3 bits leave it out.
+two words of nibbles, of the even and of the odd elements. Codes of the odd ones stand a bit higher.
+The fourth bit of a nibble has no meaning; masks of 3 bits leave it out.
 
-    low     & 0x33333333 | bits & 0xCCCCCCCC         -> elements 14 12 10 8 6 4 2 0
-    low >> 2, bits >> 1, then the same               -> elements 15 13 11 9 7 5 3 1
-                                                        bits: the half word << 2 | the same << 16
+    low      & 0x33333333 | bits & 0xCCCCCCCC        -> elements 14 12 10 8 6 4 2 0
+    low >> 1 & 0x77777777 | bits & 0x88888888        -> 15 13 11 9 7 5 3 1, times 2
+                                                        bits: the half word << 2, the same << 16
 """
 
 from numba import uint32
@@ -38,8 +38,9 @@ from .ptx import (
     pack_bf16,
     pack_f16,
     permute,
+    select_bits,
 )
-from .row_layout import bits_apart
+from .row_layout import bits_apart, codes_per_word
 
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # of two words, for permute
 
@@ -53,8 +54,8 @@ MMA = {"bf16": mma_bf16, "fp16": mma_f16}
 def make_unpack(fmt):
     """The function from a word of codes to the two pairs of fp16 of its m-th MMA.
 
-    INT2 words serve four MMAs (m = 0 to 3), words of nibbles two, words of bytes one. None for
-    16-bit rows.
+    INT2 words serve four MMAs (m = 0 to 3), words of INT4 two, words of bytes one; of INT3 the
+    words of even elements two (m = 0, 1), those of odd ones two (2, 3). None for 16-bit rows.
     """
     if fmt.is_exact:
         return None
@@ -62,28 +63,40 @@ def make_unpack(fmt):
 
 
 def make_pair_factor(fmt):
-    """The function to what the j-th pair of a word is too large by: those of its m-th MMA are the
+    """The function to what the j-th pair is too large by: those of the m-th MMA of a word are the
     pairs 2m and 2m + 1."""
-    APART = 8 if fmt.is_exact else bits_apart(fmt)
-    PER_BYTE = 8 // APART
+    bit_of = make_bit_of(fmt)
 
     @device_function
     def pair_factor(j):
-        return uint32(1) << uint32(APART * (j % PER_BYTE))
+        return uint32(1) << uint32(bit_of(j))
 
     return pair_factor
 
 
-def _make_unpack_integers(fmt):
-    APART, MASK = bits_apart(fmt), 0x00010001 * (2**fmt.bits - 1)
+def make_bit_of(fmt):
+    """The function to the bit at which the j-th pair stands in a word, or in the word >> 8."""
+    APART, PAIRS = (8, 1) if fmt.is_exact else (bits_apart(fmt), codes_per_word(fmt) // 2)
     PER_BYTE = 8 // APART
 
     @device_function
+    def bit_of(j):
+        return APART * (j % PER_BYTE) + j // PAIRS
+
+    return bit_of
+
+
+def _make_unpack_integers(fmt):
+    PER_BYTE, PAIRS = 8 // bits_apart(fmt), codes_per_word(fmt) // 2
+    MASK, bit_of = 0x00010001 * (2**fmt.bits - 1), make_bit_of(fmt)
+
+    @device_function
+    def pair(word, j):
+        return (word >> uint32(8 * (j % PAIRS // PER_BYTE))) & uint32(MASK << bit_of(j))
+
+    @device_function
     def unpack(word, m):
-        first, second = 2 * m, 2 * m + 1
-        x = (word >> uint32(8 * (first // PER_BYTE))) & uint32(MASK << APART * (first % PER_BYTE))
-        y = (word >> uint32(8 * (second // PER_BYTE))) & uint32(MASK << APART * (second % PER_BYTE))
-        return x, y
+        return pair(word, 2 * m), pair(word, 2 * m + 1)
 
     return unpack
 
@@ -135,10 +148,9 @@ def high_bits(word, which):
 
 @device_function
 def nibbles_of(low, bits):
-    """Words of nibbles of the even and of the odd elements; their highest bits have no meaning."""
-    even = (low & uint32(0x33333333)) | (bits & uint32(0xCCCCCCCC))
-    odd = ((low >> uint32(2)) & uint32(0x33333333)) | ((bits >> uint32(1)) & uint32(0xCCCCCCCC))
-    return even, odd
+    """Words of nibbles of the even elements, and of the odd ones times 2."""
+    even = select_bits(low, bits, uint32(0x33333333))
+    return even, select_bits(low >> uint32(1), bits, uint32(0x77777777))
 
 
 @device_function

@@ -11,7 +11,14 @@ multiply-add, rounded once, makes the number of it. Pairs of codes come out as t
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..device.codes import HALVES, HIGH_HALVES, LOW_HALVES, make_load_codes, make_unpack
+from ..device.codes import (
+    HALVES,
+    HIGH_HALVES,
+    LOW_HALVES,
+    make_bit_of,
+    make_load_codes,
+    make_unpack,
+)
 from ..device.jit import device_function
 from ..device.ptx import (
     bits_float,
@@ -30,7 +37,6 @@ from ..device.ptx import (
 )
 from ..device.row_copies import COPIES
 from ..device.row_layout import (
-    bits_apart,
     codes_per_word,
     factor_of,
     operand_of,
@@ -170,15 +176,15 @@ def make_expand(fmt, stride, tokens, threads):
     PER_WORD = STRANDS * codes_per_word(fmt)  # of codes that are in one word, or alternate in two
     WORDS, FOURS = 0 if fmt.is_exact else PIECE // PER_WORD, PER_WORD // 4
     FACTOR, ALL = factor_of(fmt) if IS_FP8 else 1.0, tokens * PIECES
-    APART = 8 if fmt.is_exact else bits_apart(fmt)
     low, high = HALVES[operand_of(fmt)]
     unpack, load_codes = make_unpack(fmt), None if fmt.is_exact else make_load_codes(fmt)
+    bit_of = make_bit_of(fmt)
 
     @device_function
     def numbers_of(pair, j, scale, shift):
         """Of the j-th pair of a word."""
         if not IS_FP8:
-            halvings = uint32(HALF * (APART * j % 8))
+            halvings = uint32(HALF * bit_of(j))
             times, take = uint32(TIMES) - halvings, uint32(TAKE) - halvings
             pair = multiply_add_f16(pair | uint32(MAGIC), times, take)
         return multiply_add_f16(pair, scale, shift)
@@ -201,8 +207,8 @@ def make_expand(fmt, stride, tokens, threads):
                     j, other = 2 * m, 2 * m + 1
                     x, y = unpack(codes[w], m)
                 else:
-                    j, other = m, m
-                    even, odd = unpack(codes[0], m // 2), unpack(codes[1], m // 2)
+                    j, other = m, FOURS + m
+                    even, odd = unpack(codes[0], m // 2), unpack(codes[1], (FOURS + m) // 2)
                     x = even[0] if m % 2 == 0 else even[1]
                     y = odd[0] if m % 2 == 0 else odd[1]
                 x, y = numbers_of(x, j, scale, shift), numbers_of(y, other, scale, shift)

@@ -263,6 +263,11 @@ def test_arguments_are_cast_as_numba_casts_them() -> None:
 
 
 @in_simulator
+def test_bits_of_two_words() -> None:
+    assert ptx.select_bits(u32(0x12345678), u32(0x9ABCDEF0), u32(0xFF00F00F)) == 0x12BC5EF8
+
+
+@in_simulator
 def test_a_block_meets_at_syncthreads_and_a_warp_at_syncwarp() -> None:
     for backwards in (False, True):
 
