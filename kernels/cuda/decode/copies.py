@@ -185,7 +185,8 @@ def make_clear_row(staged):
 
 
 def make_realign(staged, place):
-    """Make the function that moves a landed tile to where ldmatrix can read it, a row a lane."""
+    """Make the function that moves a landed tile to where ldmatrix can read it, a row a lane. The
+    planes of INT3 become nibbles on the way: a lane has all words of its row."""
     WINDOWS, LANDING, STRIDE = staged.windows, staged.landing, staged.stride
     RING, DENSE = place == "ring", staged.dense
     HEADER, WORDS = staged.fmt.header_bytes // 4, staged.fmt.row_bytes // 4

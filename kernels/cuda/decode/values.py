@@ -1,7 +1,7 @@
 """P V of a tile, and the output of a warp.
 
-    A  16 elements x 16 tokens: ldmatrix transposes, lane (g, t) gets unit g (16 bits: 4 codes of
-       INT4, 2 bytes or an element) of a chunk, of tokens 2t and 2t + 1
+    A  16 elements x 16 tokens: ldmatrix transposes, lane (g, t) gets unit g (16 bits: 8 codes of
+       INT2, 4 nibbles, 2 bytes or an element) of a chunk, of tokens 2t and 2t + 1
     B  16 tokens x 8 columns: P, turned from the scores' fragment by movmatrix, in registers
     D  the output: elements of unit g, columns 2t and 2t + 1
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path as FilePath
 
 import pytest
-from machine_code import COPY_TO_SHARED, count_instructions
+from machine_code import COPY_TO_SHARED, count_instructions, instructions
 from threads import run_in_threads
 
 from kvquant.errors import UnsupportedError
@@ -152,6 +152,17 @@ def test_loads_are_unrolled_unless_it_is_measured_without(name: str, unrolled: i
     made, rolled_up = (compile_spec(one, "sm_90").code for one in (spec, rolled))
     assert count_instructions(made, COPY_TO_SHARED) == 4 * unrolled
     assert count_instructions(rolled_up, COPY_TO_SHARED) == 4
+
+
+@pytest.mark.slow
+@needs_numba_cuda
+def test_few_bits_take_few_instructions_to_unpack() -> None:
+    logic = 0x212, 0x812, 0x219, 0x819, 0x216, 0x816  # LOP3, SHF and PRMT, of registers or not
+    found = instructions(compile_spec(make_spec("int4"), "sm_90").code)
+    of_int4 = sum(map(found.count, logic))
+    for name, share in (("int2", 0.97), ("int3", 1.25)):
+        found = instructions(compile_spec(make_spec(name), "sm_90").code)
+        assert sum(map(found.count, logic)) < share * of_int4, name
 
 
 @needs_numba_cuda
