@@ -10,7 +10,7 @@ from numba import cuda, int32, uint32, uint64
 
 from ..device.codes import HIGH_HALVES, LOW_HALVES, high_bits, nibbles_of
 from ..device.fragments import load_sums
-from ..device.jit import device_function
+from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     copy_16,
     load_global_u32,
@@ -246,31 +246,37 @@ def make_realign(staged, place):
 
 def _make_put_codes(staged):
     """Make the function that stores the codes of a row, of which it has all words, as chunks."""
-    HEADER, CHUNKS, LOWS = staged.fmt.header_bytes // 4, staged.chunks, staged.fmt.head_dim // 16
+    HEADER, CHUNKS = staged.fmt.header_bytes // 4, staged.chunks
 
     @device_function
     def put_words(to, words):
         for i in range(CHUNKS):
             store_shared_u32x4(to + uint32(16 * i), load_sums(words, HEADER + 4 * i))
 
+    if staged.strands == 1:
+        return put_words
+    return in_turn([_make_put_planes(staged.fmt, pair) for pair in range(CHUNKS // 2)])
+
+
+def _make_put_planes(fmt, pair):
+    """Make the function that stores 64 elements of INT3 as nibbles, in the pair-th two chunks."""
+    LOWS, FIRST = fmt.header_bytes // 4, 4 * pair
+    HIGHS, COUNT = LOWS + fmt.head_dim // 16, fmt.head_dim // 16
+
     @device_function
     def nibbles(words, i):
         """Of 16 elements, the even ones and the odd ones."""
-        if i >= LOWS:
+        if i >= COUNT:
             return uint32(0), uint32(0)
         which = HIGH_HALVES if i % 2 else LOW_HALVES
-        bits = high_bits(words[HEADER + LOWS + i // 2], uint32(which))
-        return nibbles_of(words[HEADER + i], bits)
+        return nibbles_of(words[LOWS + i], high_bits(words[HIGHS + i // 2], uint32(which)))
 
     @device_function
     def put_planes(to, words):
-        for pair in range(CHUNKS // 2):
-            i = 4 * pair
-            one, two = nibbles(words, i), nibbles(words, i + 1)
-            three, four = nibbles(words, i + 2), nibbles(words, i + 3)
-            at = to + uint32(32 * pair)
-            store_shared_u32x4(at, (one[0], two[0], three[0], four[0]))
-            store_shared_u32x4(at + uint32(16), (one[1], two[1], three[1], four[1]))
+        one, two = nibbles(words, FIRST), nibbles(words, FIRST + 1)
+        three, four = nibbles(words, FIRST + 2), nibbles(words, FIRST + 3)
+        at = to + uint32(32 * pair)
+        store_shared_u32x4(at, (one[0], two[0], three[0], four[0]))
+        store_shared_u32x4(at + uint32(16), (one[1], two[1], three[1], four[1]))
 
-    of_words = dict.fromkeys(("quarters", "nibbles", "bytes", "elements"), put_words)
-    return staged.fmt.pick(planes=put_planes, **of_words)
+    return put_planes

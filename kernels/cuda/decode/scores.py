@@ -133,7 +133,7 @@ def _make_load_eight(staged, spec, e):
                         x = x if mine else float32(0)
                         y = y if mine else float32(0)
                         total += x + y
-                        f = float32(1) / float32(pair_factor(2 * MMAS * (c % STRANDS) + j))
+                        f = float32(1) / float32(pair_factor(j, c % STRANDS))
                         i = FIRST + (c * SHARED + part) * MMAS * 2 + j
                         fragments[i] = pack_f16(y * f, x * f)
                     group = c * SHARED + part if SHARED > 1 else c * SPAN // GROUP
@@ -177,6 +177,7 @@ def make_scores(staged, query, eights):
         STEPS = -(-CHUNKS // 2 // CHAINS)
     else:
         STEPS = MMAS * (PER_GROUP if GROUPS > 1 else -(-CHUNKS // CHAINS))
+    assert STRANDS in (1, CHAINS)  # so a chain has the chunks of a strand
     # halves of 16 rows that are worked on together: more need too many registers
     TOGETHER = 2 if CHAINS * EIGHTS <= 4 else 1
     PAIRS = (CHUNKS + 1) // 2
@@ -227,9 +228,8 @@ def make_scores(staged, query, eights):
                         if GROUPS == 1 and c % 2 == 0 and m == 0:
                             at = matrix + uint32(PREFIX + 16 * c + 16 * ROW * h)
                             store_sums(codes, pair, load_matrix_x4(at))
-                        of_strand = MMAS * (c % STRANDS) + m
-                        x0, x1 = unpack(codes[pair + 2 * (c % 2)], of_strand)
-                        y0, y1 = unpack(codes[pair + 2 * (c % 2) + 1], of_strand)
+                        x0, x1 = unpack(codes[pair + 2 * (c % 2)], m, j % STRANDS)
+                        y0, y1 = unpack(codes[pair + 2 * (c % 2) + 1], m, j % STRANDS)
                         for e in range(EIGHTS):
                             at = 4 * ((h * CHAINS + j) * EIGHTS + e)
                             i = e * FRAGMENTS + ((c * PARTS + part) * MMAS + m) * 2

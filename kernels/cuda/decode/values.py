@@ -153,9 +153,8 @@ def make_accumulate(staged, query, eights):
                     x = uint32(0)
                     y = uint32(0)
                 for m in range(MMAS):
-                    of_strand = MMAS * (c % STRANDS) + m
-                    x0, x1 = unpack(x, of_strand)
-                    y0, y1 = unpack(y, of_strand)
+                    x0, x1 = unpack(x, m, c % STRANDS)
+                    y0, y1 = unpack(y, m, c % STRANDS)
                     for e in range(EIGHTS):
                         i = e * SUMS + (c * MMAS + m) * 4
                         a = mma_f16((x0, x1, y0, y1), load_pair(scaled, 2 * e), load_sums(sums, i))
@@ -211,9 +210,8 @@ def _make_put_eight(staged, e):
                     shift1 = b
             for m in range(MMAS):
                 i = FIRST + (c * MMAS + m) * 4
-                pair = 2 * (MMAS * (c % STRANDS) + m)
-                f = float32(FACTOR) / float32(pair_factor(pair))
-                f_odd = float32(FACTOR) / float32(pair_factor(pair + 1))
+                f = float32(FACTOR) / float32(pair_factor(2 * m, c % STRANDS))
+                f_odd = float32(FACTOR) / float32(pair_factor(2 * m + 1, c % STRANDS))
                 d = uint32(STRANDS * (SPAN * (c // STRANDS) + 2 * m) + c % STRANDS)
                 d += uint32(STRANDS * STEP) * g
                 if d < uint32(DIM):

@@ -40,7 +40,7 @@ from .ptx import (
     permute,
     select_bits,
 )
-from .row_layout import bits_apart, codes_per_word
+from .row_layout import bits_apart
 
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # of two words, for permute
 
@@ -54,8 +54,8 @@ MMA = {"bf16": mma_bf16, "fp16": mma_f16}
 def make_unpack(fmt):
     """The function from a word of codes to the two pairs of fp16 of its m-th MMA.
 
-    INT2 words serve four MMAs (m = 0 to 3), words of INT4 two, words of bytes one; of INT3 the
-    words of even elements two (m = 0, 1), those of odd ones two (2, 3). None for 16-bit rows.
+    INT2 words serve four MMAs (m = 0 to 3), words of nibbles two, words of bytes one. `strand` is 1
+    for words of odd elements of INT3, else 0. None for 16-bit rows.
     """
     if fmt.is_exact:
         return None
@@ -63,46 +63,46 @@ def make_unpack(fmt):
 
 
 def make_pair_factor(fmt):
-    """The function to what the j-th pair is too large by: those of the m-th MMA of a word are the
-    pairs 2m and 2m + 1."""
+    """The function to what the j-th pair of a word is too large by: those of the m-th MMA of it are
+    the pairs 2m and 2m + 1."""
     bit_of = make_bit_of(fmt)
 
     @device_function
-    def pair_factor(j):
-        return uint32(1) << uint32(bit_of(j))
+    def pair_factor(j, strand):
+        return uint32(1) << uint32(bit_of(j, strand))
 
     return pair_factor
 
 
 def make_bit_of(fmt):
     """The function to the bit at which the j-th pair stands in a word, or in the word >> 8."""
-    APART, PAIRS = (8, 1) if fmt.is_exact else (bits_apart(fmt), codes_per_word(fmt) // 2)
+    APART = 8 if fmt.is_exact else bits_apart(fmt)
     PER_BYTE = 8 // APART
 
     @device_function
-    def bit_of(j):
-        return APART * (j % PER_BYTE) + j // PAIRS
+    def bit_of(j, strand):
+        return APART * (j % PER_BYTE) + strand
 
     return bit_of
 
 
 def _make_unpack_integers(fmt):
-    PER_BYTE, PAIRS = 8 // bits_apart(fmt), codes_per_word(fmt) // 2
+    PER_BYTE = 8 // bits_apart(fmt)
     MASK, bit_of = 0x00010001 * (2**fmt.bits - 1), make_bit_of(fmt)
 
     @device_function
-    def pair(word, j):
-        return (word >> uint32(8 * (j % PAIRS // PER_BYTE))) & uint32(MASK << bit_of(j))
+    def pair(word, j, strand):
+        return (word >> uint32(8 * (j // PER_BYTE))) & uint32(MASK << bit_of(j, strand))
 
     @device_function
-    def unpack(word, m):
-        return pair(word, 2 * m), pair(word, 2 * m + 1)
+    def unpack(word, m, strand=0):
+        return pair(word, 2 * m, strand), pair(word, 2 * m + 1, strand)
 
     return unpack
 
 
 @device_function
-def unpack_e4m3(word, m):
+def unpack_e4m3(word, m, strand=0):
     odd = word >> uint32(8)
     low = (word & uint32(0x007F007F)) << uint32(7) | (word & uint32(0x00800080)) << uint32(8)
     high = (odd & uint32(0x007F007F)) << uint32(7) | (odd & uint32(0x00800080)) << uint32(8)

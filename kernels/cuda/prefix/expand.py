@@ -181,10 +181,10 @@ def make_expand(fmt, stride, tokens, threads):
     bit_of = make_bit_of(fmt)
 
     @device_function
-    def numbers_of(pair, j, scale, shift):
+    def numbers_of(pair, j, strand, scale, shift):
         """Of the j-th pair of a word."""
         if not IS_FP8:
-            halvings = uint32(HALF * bit_of(j))
+            halvings = uint32(HALF * bit_of(j, strand))
             times, take = uint32(TIMES) - halvings, uint32(TAKE) - halvings
             pair = multiply_add_f16(pair | uint32(MAGIC), times, take)
         return multiply_add_f16(pair, scale, shift)
@@ -204,14 +204,15 @@ def make_expand(fmt, stride, tokens, threads):
             for m in range(FOURS):
                 # of codes 2m and 2m + PER_WORD / 2; 2m + 1 and 2m + 1 + PER_WORD / 2
                 if STRANDS == 1:
-                    j, other = 2 * m, 2 * m + 1
+                    j, other, strand = 2 * m, 2 * m + 1, 0
                     x, y = unpack(codes[w], m)
                 else:
-                    j, other = m, FOURS + m
-                    even, odd = unpack(codes[0], m // 2), unpack(codes[1], (FOURS + m) // 2)
+                    j, other, strand = m, m, 1  # of the even elements and of the odd ones
+                    even, odd = unpack(codes[0], m // 2), unpack(codes[1], m // 2, 1)
                     x = even[0] if m % 2 == 0 else even[1]
                     y = odd[0] if m % 2 == 0 else odd[1]
-                x, y = numbers_of(x, j, scale, shift), numbers_of(y, other, scale, shift)
+                x = numbers_of(x, j, 0, scale, shift)
+                y = numbers_of(y, other, strand, scale, shift)
                 at = 2 * FOURS * w + m
                 words[at] = permute(x, y, uint32(LOW_HALVES))
                 words[at + FOURS] = permute(x, y, uint32(HIGH_HALVES))
