@@ -76,8 +76,8 @@ STRANGE = [
     Codec("nf4", 4, "nibbles", "quantiles", "pairs", FP16_MAX, 1.0),
     Codec("mx8", 8, "bytes", "e4m3", "exponents", FP16_MAX, 448.0),
 ]
-NOT_ON_CUDA = "int3", "int2"  # without a kernel yet
-SERVED_CODECS = INT5.name, *NOT_ON_CUDA
+FEW_BITS = "int3", "int2"  # without a CUDA kernel of latents
+SERVED_CODECS = INT5.name, *FEW_BITS
 Place = Callable[[str, Path], None]
 
 
@@ -296,27 +296,40 @@ KERNELS: dict[str, Callable[[RowFormat], Spec]] = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_ON_CUDA)
-def test_caches_on_cuda_refuse_codecs_without_kernels(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before they take memory."""
+@pytest.fixture
+def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there was a GPU."""
     for module in (checks, paged_cache, paged_latent):
-        monkeypatch.setattr(module, "check_device", torch.device)  # as if there was a GPU
-    message = (
-        f"no CUDA kernel: {name} rows .* code for int4, int8, .* use one of .* on the CPU|"
-        f"{name} (latents|RoPE parts) .* no CUDA kernel of MLA: use .* or backend='reference'"
-    )
-    makers: list[Callable[..., object]] = [
-        partial(KVCache, 1, 1, 2, 128, 64, k_format="int4", v_format=name),
-        partial(PagedKVCache, 1, 2, 128, num_pages=4, max_seq_len=64, k_format=name),
-        partial(LatentKVCache, 1, 1, 64, fmt=name),
-        partial(LatentPagedKVCache, 1, num_pages=4, max_seq_len=64, fmt=f"int4-g8+{name}"),
-    ]
+        monkeypatch.setattr(module, "check_device", torch.device)
+
+
+def refused(message: str, *makers: Callable[..., object]) -> None:
+    """Assert that caches are served on the CPU and refused on a GPU, before they take memory."""
     for make in makers:
         make(device="cpu")
         with pytest.raises(UnsupportedError, match=message):
             make(device="cuda")
+
+
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_latents_on_cuda_refuse_codecs_without_kernels(name: str) -> None:
+    refused(
+        f"{name} (latents|RoPE parts) .* no CUDA kernel of MLA: use .* or backend='reference'",
+        partial(LatentKVCache, 1, 1, 64, fmt=name),
+        partial(LatentPagedKVCache, 1, num_pages=4, max_seq_len=64, fmt=f"int4-g8+{name}"),
+    )
+
+
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("head_dim", [80, 112])
+def test_caches_on_cuda_refuse_rows_that_do_not_lie_at_words(head_dim: int) -> None:
+    length = {80: 34, 112: 46}[head_dim]
+    refused(
+        f"no CUDA kernel: int3 rows of head_dim {head_dim} .* {length} bytes, .* on the CPU",
+        partial(KVCache, 1, 1, 2, head_dim, 64, k_format="int4", v_format="int3"),
+        partial(PagedKVCache, 1, 2, head_dim, num_pages=4, max_seq_len=64, k_format="int3"),
+    )
 
 
 @pytest.mark.extra("cuda")
@@ -324,23 +337,27 @@ def test_caches_on_cuda_refuse_codecs_without_kernels(
 def test_a_cuda_kernel_serves_or_refuses_a_codec(kernel: str) -> None:
     make = KERNELS[kernel]
     assert callable(make(RowFormat.parse(INT5.name, 128)).build())
-    for name in (*NOT_ON_CUDA, *(codec.name for codec in STRANGE)):
+    of_latents = kernel in ("latents", "RoPE parts", "latents of many heads")
+    for name in () if of_latents else FEW_BITS:
+        assert callable(make(RowFormat.parse(name, 128)).build())
+    for name in (*(FEW_BITS if of_latents else ()), *(codec.name for codec in STRANGE)):
         with pytest.raises(UnsupportedError, match=name):
             make(RowFormat.parse(name, 128)).build()
 
 
 def test_kernels_are_made_ready_for_known_codecs_only() -> None:
-    for codec in (INT5, *STRANGE, *(CODECS[name] for name in NOT_ON_CUDA)):
+    served = [CODECS[name] for name in SERVED_CODECS]
+    for codec in (*served, *STRANGE):
         make = partial(KVCache, 1, 1, 2, 128, 64, k_format=codec.name, v_format=codec.name)
         meta = partial(make, recent_len=0, device="meta")
         calls = [Calls(meta, torch.bfloat16, 4, (TOKENS,))]
         try:
             found = kernels_of(calls, GPUS["sm_90"])
         except UnsupportedError as error:
-            assert codec.name in str(error) and codec is not INT5
+            assert codec.name in str(error) and codec not in served
         else:
             kinds = {type(spec) for spec in found if codec.name in repr(spec)}
-            assert kinds == ({AppendSpec, DecodeSpec} if codec is INT5 else set())
+            assert kinds == ({AppendSpec, DecodeSpec} if codec in served else set())
 
 
 # what is about one codec by its name: layouts of other projects, and rows without a kernel

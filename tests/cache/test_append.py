@@ -217,9 +217,14 @@ def test_the_rows_of_a_layer_take_one_launch(
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(2, 5), (0, 0), (0, 5), (MAX, 0)], ids=str)
 @pytest.mark.parametrize("with_basis", [False, True], ids=["plain", "basis"])
-def test_rows_are_those_of_the_cpu(lengths: tuple[int, int], with_basis: bool) -> None:
+@pytest.mark.parametrize("few_bits", [False, True], ids=["", "few bits"])
+def test_rows_are_those_of_the_cpu(
+    few_bits: bool, lengths: tuple[int, int], with_basis: bool
+) -> None:
     chosen = bases() if with_basis else None
     options: dict[str, Any] = {"sink_len": lengths[0], "recent_len": lengths[1]}
+    if few_bits:
+        options |= {"k_format": "int3", "v_format": "int2"}
     options["bases"] = chosen
     cache, other = make("cuda", **options), make(**options)
     for new_lens in ([3, 0, 1], None, [1, 9, 0], [1, 1, 1], [0, 1, 0]):

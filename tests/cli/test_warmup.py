@@ -99,6 +99,11 @@ def kernels(result: Result) -> tuple[int, int]:
     return int(words[0]), int(words[4])
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_rows_of_few_bits() -> None:
+    assert kernels(run("--arch", "sm_90", "--batch", 8, "--format", "int3/int2")) == (3, 0)
+
+
 @needs_hf
 @pytest.mark.usefixtures("in_this_process")
 def test_latent_rows_of_a_format_a_model_and_a_plan(folder: Path) -> None:

@@ -59,7 +59,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return driver
 
 
-@pytest.mark.parametrize("formats", [("int4-g4", "int4-g4"), ("int8", "int4-g4")])
+@pytest.mark.parametrize(
+    "formats", [("int4-g4", "int4-g4"), ("int8", "int4-g4"), ("int3", "int2")], ids="/".join
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_is_launched_was_told(name: str, formats: tuple[str, str], cuda: FakeDriver) -> None:
     layer = LayerRows(Settings(*formats).layout(HEADS, DIM, DIM), 0.1, **LAYERS[name])
@@ -151,12 +153,12 @@ def test_the_log_tells_how_far_compiling_is(
     assert re.fullmatch(r"kvquant: waited \d+\.\d s for kernels", told[-1])
 
 
-@pytest.mark.parametrize("names", [("int3", "int3"), ("int4-g4", "int2")])
+@pytest.mark.parametrize("names", [("int3", "int3"), ("int4-g4", "int3")])
 def test_rows_without_a_kernel_are_refused_at_the_start(
     names: tuple[str, str], cuda: FakeDriver
 ) -> None:
-    layout = Settings(*names).layout(HEADS, DIM, DIM)
-    with pytest.raises(UnsupportedError, match=f"{names[1]} rows are not served here"):
+    layout = Settings(*names).layout(HEADS, 80, 80)
+    with pytest.raises(UnsupportedError, match="int3 rows of head_dim 80 are not served here"):
         warm_up_layers(torch.device("cuda", 0), [calls(LayerRows(layout, 0.1))])
 
 

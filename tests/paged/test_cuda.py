@@ -29,13 +29,18 @@ from kvquant.paged.batch import PagedBatch
 pytestmark = pytest.mark.gpu
 
 
-FORMATS: dict[str, dict[str, Any]] = {"heads": {}, "latents": {"fmt": ["int8-g4", "int4-g8"]}}
+FORMATS: dict[str, dict[str, Any]] = {
+    "heads": {},
+    "heads, few bits": {"k_format": "int3", "v_format": "int2"},
+    "latents": {"fmt": ["int8-g4", "int4-g8"]},
+}
 
 
 def both(kind: str = "heads", **options: Any) -> list[Any]:
     """The same batch on the CPU and on the GPU."""
-    make, options = KINDS[kind].make, {"num_pages": 30, **FORMATS[kind], **options}
-    return [KINDS[kind].batch(make(device=at, **options), 4, 100) for at in ("cpu", "cuda")]
+    options = {"num_pages": 30, **FORMATS[kind], **options}
+    of_rows = KINDS[kind.partition(",")[0]]
+    return [of_rows.batch(of_rows.make(device=at, **options), 4, 100) for at in ("cpu", "cuda")]
 
 
 @pytest.mark.parametrize("kind", FORMATS)

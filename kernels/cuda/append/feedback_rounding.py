@@ -16,8 +16,9 @@ elements at once, here an element adds what the errors before it cost: the same 
 order. The chain of 16 roundings is short beside the sums, of which no lane waits for another.
 """
 
-from numba import cuda, float32, int32, uint32, uint64
+from numba import cuda, float32, int32, uint16, uint32, uint64
 
+from ..device.codes import planes_of
 from ..device.jit import device_function
 from ..device.ptx import (
     add,
@@ -34,13 +35,14 @@ from ..device.ptx import (
     multiply_add,
     reciprocal,
     shfl,
+    store_global_u16,
     store_global_u32,
     store_shared_f32x4,
     subtract,
     wait_copies,
 )
 from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of
-from ..device.row_layout import codes_per_word
+from ..device.row_layout import place_of_code, words_of_codes
 from .spec import TILE
 
 wait_for_all = wait_copies[0]
@@ -50,7 +52,7 @@ def make_round_row(spec):
     """Make the function that rounds the row in a buffer, with the other lanes that share it."""
     FMT, STRIDE, STAGE_BYTES = spec.fmt, spec.stride, spec.stage_bytes
     TILES = FMT.head_dim // TILE
-    PIECES, WORDS, SHARE = TILE // piece_of(FMT), TILE * FMT.bits // 32, spec.share
+    PIECES, WORDS, SHARE = TILE // piece_of(FMT), words_of_codes(FMT), spec.share
     load_tile, put_tile = make_load_tile(FMT), make_put_tile(FMT)
     ask_tile, past, within = (
         make_ask_tile(spec),
@@ -123,8 +125,9 @@ def make_load_tile(fmt):
 def make_put_tile(fmt):
     """Make the function that puts errors in place of the elements of a tile, for those to come, and
     codes to the row."""
-    HEADER, TILE_BYTES = fmt.header_bytes, TILE * fmt.bits // 8
-    WORDS = TILE_BYTES // 4
+    HEADER, WORDS = fmt.header_bytes, words_of_codes(fmt)
+    PLANES = fmt.pick(quarters=False, planes=True, nibbles=False, bytes=False)
+    HIGH = HEADER + fmt.head_dim // 4  # where INT3 has its high bits
 
     @device_function
     def put_tile(buffer, tile, error, codes, target, to_packed):
@@ -132,9 +135,15 @@ def make_put_tile(fmt):
         for i in range(TILE // 4):
             four = (error[4 * i], error[4 * i + 1], error[4 * i + 2], error[4 * i + 3])
             store_shared_f32x4(own + uint32(16 * i), four)
-        if to_packed:
+        if to_packed and PLANES:
+            low, high = planes_of(codes[0], codes[1])
+            place = uint32(uint32(HEADER) + uint32(4) * tile)
+            store_global_u32(target + uint64(place), uint32(low))
+            place = uint32(uint32(HIGH) + uint32(2) * tile)
+            store_global_u16(target + uint64(place), uint16(high))
+        elif to_packed:
             for w in range(WORDS):
-                place = uint32(uint32(HEADER) + uint32(TILE_BYTES) * tile + uint32(4 * w))
+                place = uint32(uint32(HEADER) + uint32(4 * WORDS) * tile + uint32(4 * w))
                 store_global_u32(target + uint64(place), codes[w])
 
     return put_tile
@@ -220,8 +229,8 @@ def make_within(fmt, i, stride):
     """Make the function that rounds the elements of a tile from the i-th on."""
     if i == TILE:
         return _nothing
-    BITS, MOST, PIECE = fmt.bits, fmt.pick(integers=fmt.facts.levels), piece_of(fmt)
-    PER_WORD, LAST, PLACE = codes_per_word(fmt), i // 4 * 4, i // PIECE
+    MOST, PIECE = fmt.pick(integers=fmt.facts.levels), piece_of(fmt)
+    LAST, PLACE, (WORD, BIT) = i // 4 * 4, i // PIECE, place_of_code(fmt, i)
     rest = make_within(fmt, i + 1, stride)
 
     @device_function
@@ -242,7 +251,7 @@ def make_within(fmt, i, stride):
         rounded = add(wanted, float32(ROUNDER))
         bits = uint32(float_bits(rounded) - uint32(ROUNDER_BITS))
         bits = bits if rounded == rounded else uint32(0)  # NaN
-        codes[i // PER_WORD] |= uint32(bits << uint32(i % PER_WORD * BITS))
+        codes[WORD] |= uint32(bits << uint32(BIT))
         code = subtract(rounded, float32(ROUNDER))
         error[i] = subtract(multiply_add(code, scale, shift), value[i])  # the product is exact
         rest(diagonal, value, group, owed, error, codes)

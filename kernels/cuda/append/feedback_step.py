@@ -27,7 +27,7 @@ from ..device.ptx import (
     store_shared_f32,
 )
 from ..device.quantize import piece_of
-from ..device.row_layout import PRODUCT_ROWS, PRODUCT_WARPS
+from ..device.row_layout import PRODUCT_ROWS, PRODUCT_WARPS, words_of_codes
 from .feedback_rounding import make_load_tile, make_own_past, make_put_tile, make_within
 from .spec import SHARE, TILE
 
@@ -66,7 +66,7 @@ def make_round_rows(layout, fmt, buffer_bytes):
     16]; of each row the address that it goes to, in two words, and whether it does.
     """
     TILES, STRIDE, HALF, BUFFER = layout.tiles, layout.stride, layout.half, buffer_bytes
-    PIECES, WORDS = TILE // piece_of(fmt), TILE * fmt.bits // 32
+    PIECES, WORDS = TILE // piece_of(fmt), words_of_codes(fmt)
     PARTIALS, BLOCK = 4 * TILE * PRODUCT_ROWS, TILE * layout.stride
     load_tile, put_tile = make_load_tile(fmt), make_put_tile(fmt)
     own_past, within = make_own_past(SHARE, STRIDE), make_within(fmt, 0, STRIDE)

@@ -193,7 +193,7 @@ def _append_calibrated(
 
 
 def _feedback_of(side: AppendSide) -> torch.Tensor | None:
-    """What rows are rounded with; other formats than int4 and int8 are not."""
+    """What rows are rounded with, where their codes are integers."""
     return side.transform.feedback if side.fmt.facts.is_integer else None
 
 
@@ -232,7 +232,7 @@ def quantize_with_feedback(
 
     Args:
         x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16, not empty.
-        fmt: int4 or int8.
+        fmt: its codes are integers.
         clip: [num_kv_heads], float32, or None.
         feedback: [num_kv_heads, head_dim, head_dim], float32.
 

@@ -116,7 +116,7 @@ class Side:
         fmt: the packed rows.
         offset: whether a vector is subtracted.
         rotate: whether rows are rotated then.
-        clip: whether groups keep a share of their range only; int4 and int8.
+        clip: whether groups keep a share of their range only; where codes are integers.
     """
 
     fmt: RowFormat
@@ -293,7 +293,7 @@ class FeedbackSide:
     beside the rounding that costs no time, and one kernel serves all.
 
     Attributes:
-        fmt: the rows, int4 or int8.
+        fmt: the rows, whose codes are integers.
         clip: as of Side.
         source, exact, rotary_dim, interleaved: as of AppendSpec.
         share: lanes that round a row: 1, 2 or 4.

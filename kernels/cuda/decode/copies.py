@@ -8,6 +8,8 @@ warp's copies follow one another; where several warps share a ring, so do all th
 
 from numba import cuda, int32, uint32, uint64
 
+from ..device.codes import HIGH_HALVES, LOW_HALVES, high_bits, nibbles_of
+from ..device.fragments import load_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     copy_16,
@@ -17,6 +19,7 @@ from ..device.ptx import (
     load_shared_u32x4,
     store_shared_u32x4,
 )
+from ..device.row_layout import UNIT
 from .spec import TILE
 
 UNROLLED = 16  # chunks of a row that a lane has in registers at a time
@@ -191,19 +194,22 @@ def make_realign(staged, place):
 
 
 def _make_realign_piece(staged, place, start, stop):
-    """Make the function that moves chunks of codes; the first ones with the header."""
+    """Make the function that moves chunks of codes; the first ones with the header, and the last
+    ones clear what lies behind the last row. The planes of INT3 become nibbles on the way."""
     WINDOWS, LANDING, STRIDE = staged.windows, staged.landing, staged.stride
     RING, DENSE = place == "ring", staged.dense
     HEADER, WORDS = staged.fmt.header_bytes // 4, staged.fmt.row_bytes // 4
-    BY_ONE = staged.alignment < 8
+    BY_ONE, BY_TWO = staged.alignment < 8, staged.alignment < UNIT
     # the row's words that the piece needs; other rows have windows around them
     FIRST = HEADER + 4 * start if start else 0
     LAST = min(HEADER + 4 * stop, WORDS)
     if not DENSE:
         FIRST = FIRST // 4 * 4
     END_WINDOW = min(-(-(LAST + 3) // 4), WINDOWS)
-    COUNT = LAST - FIRST
-    LOADED = max(4 * END_WINDOW - FIRST, HEADER + 4 * stop - FIRST)
+    COUNT, LANDED = LAST - FIRST, 4 * END_WINDOW - FIRST
+    LOADED = max(LANDED, HEADER + 4 * stop - FIRST)
+    IS_LAST, clear_row = stop == staged.chunks, make_clear_row(staged)
+    put_codes = _make_put_codes(staged, start, stop, FIRST)
 
     @device_function
     def realign(landed, target, base, first, end, row_stride, around):
@@ -228,16 +234,14 @@ def _make_realign_piece(staged, place, start, stop):
                 unit = load_shared_u32x4(landed + uint32(4 * FIRST + 16 * i))
                 words[4 * i], words[4 * i + 1] = unit[0], unit[1]
                 words[4 * i + 2], words[4 * i + 3] = unit[2], unit[3]
-            two = (before & uint32(8)) != uint32(0)
-            for i in range(LOADED - 2):
-                words[i] = words[i + 2] if two else words[i]
+            if BY_TWO:
+                two = (before & uint32(8)) != uint32(0)
+                for i in range(LANDED - 2):
+                    words[i] = words[i + 2] if two else words[i]
             if BY_ONE:
                 one = (before & uint32(4)) != uint32(0)
-                for i in range(LOADED - 3):
+                for i in range(LANDED - 3):
                     words[i] = words[i + 1] if one else words[i]
-        if int32(first + int32(lane)) >= end:  # what lies behind the last row may be NaN
-            for i in range(COUNT):
-                words[i] = uint32(0)
         for i in range(COUNT, LOADED):
             words[i] = uint32(0)
         to = target + lane * uint32(STRIDE)
@@ -251,11 +255,48 @@ def _make_realign_piece(staged, place, start, stop):
                     words[HEADER - 1],
                 ),
             )
-        for i in range(start, stop):
-            w = HEADER + 4 * i - FIRST
-            store_shared_u32x4(
-                to + uint32(16 * (i + 1)),
-                (words[w], words[w + 1], words[w + 2], words[w + 3]),
-            )
+        put_codes(to + uint32(16), words)
+        if IS_LAST:
+            if int32(first + int32(lane)) >= end:  # what lies behind the last row may be NaN
+                clear_row(to)
 
     return realign
+
+
+def _make_put_codes(staged, start, stop, first):
+    """Make the function that stores chunks of codes from the words of a row, from the first on."""
+    HEADER = staged.fmt.header_bytes // 4
+
+    @device_function
+    def put_words(to, words):
+        for i in range(start, stop):
+            store_shared_u32x4(to + uint32(16 * i), load_sums(words, HEADER + 4 * i - first))
+
+    if staged.strands == 1:
+        return put_words
+    assert (start, stop) == (0, staged.chunks)  # planes: a chunk has words of both
+    return in_turn([_make_put_planes(staged.fmt, pair) for pair in range(stop // 2)])
+
+
+def _make_put_planes(fmt, pair):
+    """Make the function that stores 64 elements of INT3 as nibbles, in the pair-th two chunks."""
+    LOWS, FIRST = fmt.header_bytes // 4, 4 * pair
+    HIGHS, COUNT = LOWS + fmt.head_dim // 16, fmt.head_dim // 16
+
+    @device_function
+    def nibbles(words, i):
+        """Of 16 elements, the even ones and the odd ones."""
+        if i >= COUNT:
+            return uint32(0), uint32(0)
+        which = HIGH_HALVES if i % 2 else LOW_HALVES
+        return nibbles_of(words[LOWS + i], high_bits(words[HIGHS + i // 2], uint32(which)))
+
+    @device_function
+    def put_planes(to, words):
+        one, two = nibbles(words, FIRST), nibbles(words, FIRST + 1)
+        three, four = nibbles(words, FIRST + 2), nibbles(words, FIRST + 3)
+        at = to + uint32(32 * pair)
+        store_shared_u32x4(at, (one[0], two[0], three[0], four[0]))
+        store_shared_u32x4(at + uint32(16), (one[1], two[1], three[1], four[1]))
+
+    return put_planes

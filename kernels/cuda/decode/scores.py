@@ -20,7 +20,7 @@ from operator import add
 
 from numba import cuda, float32, uint32, uint64
 
-from ..device.codes import HALVES, MMA, PACK, make_unpack
+from ..device.codes import HALVES, MMA, PACK, make_pair_factor, make_unpack
 from ..device.fragments import ZEROS, add_rows, load_pair, load_sums, over_quad, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
@@ -62,19 +62,20 @@ def _make_load_eight(staged, spec, e):
     """Make the function that loads the queries of 8 columns, the e-th eight of a warp's."""
     query, words = spec.query, QueryWords(staged, spec.query)
     RAW, PARTS, FRAGMENTS, SHIFTS = words.raw, words.parts, words.fragments, words.shifts
-    DIM, GROUPS, GROUP = staged.fmt.head_dim, staged.fmt.groups, staged.fmt.group_size
-    CHUNKS, SPAN = staged.chunks + staged.chunks % 2, staged.span
+    DIM, GROUPS, GROUP = staged.fmt.head_dim, staged.fmt.groups, staged.group_span
+    CHUNKS, SPAN, STRANDS = staged.chunks, staged.span, staged.strands
     SHARED, MMAS = staged.parts, staged.mmas  # SHARED: groups in a chunk
-    IS_INT4 = staged.fmt.pick(nibbles=True, bytes=False, elements=False)
     UNITS, FIRST_WORD = staged.header_units, staged.header_word(0)
     IN_BF16 = operand_of(staged.fmt) == "bf16"
     IS_EXACT, NORMAL = staged.fmt.is_exact, not IN_BF16  # bf16 has the range of float32
-    STEP = SPAN // 4  # elements of a lane in a chunk, one after another
+    # elements of a lane in a chunk, or in chunks among which they alternate, one after another
+    STEP = STRANDS * SPAN // 4
+    HALF = STEP // 2  # a pair is an element and the one so many behind it
     UNSCALE, FACTOR = 1 / factor_of(staged.fmt), factor_of(staged.fmt)
     COLUMN, FIRST, FIRST_FACTOR = MMA_COLUMNS * e, e * FRAGMENTS, 2 * e
     SHIFTS += FIRST
     pack, (low, high) = PACK[operand_of(staged.fmt)], HALVES[query]
-    query_row = make_query_row(spec.causal)
+    query_row, pair_factor = make_query_row(spec.causal), make_pair_factor(staged.fmt)
 
     @device_function
     def load_eight(fragments, factors, queries, score_scale, lane):
@@ -90,17 +91,17 @@ def _make_load_eight(staged, spec, e):
                 for c in range(CHUNKS):
                     raw[c] = load_global_u32(row + uint64(16 * c) + uint64(4) * uint64(t))
             else:
-                for c in range(CHUNKS):
-                    d = uint32(SPAN * c) + uint32(STEP) * uint32(t)
+                for b in range(CHUNKS // STRANDS):
+                    d = uint32(STRANDS * SPAN * b) + uint32(STEP) * uint32(t)
                     if d < uint32(DIM):
                         at = row + uint64(2) * uint64(d)
-                        if IS_INT4:
-                            four = load_global_u32x4(at)
-                            raw[4 * c], raw[4 * c + 1] = four[0], four[1]
-                            raw[4 * c + 2], raw[4 * c + 3] = four[2], four[3]
-                        else:
+                        if STEP == 4:
                             pair = load_global_u32x2(at)
-                            raw[2 * c], raw[2 * c + 1] = pair[0], pair[1]
+                            raw[2 * b], raw[2 * b + 1] = pair[0], pair[1]
+                        else:
+                            for i in range(STEP // 8):
+                                four = load_global_u32x4(at + uint64(16 * i))
+                                store_sums(raw, HALF * b + 4 * i, four)
         norm = float32(1)
         back = float32(1)
         if NORMAL:
@@ -130,23 +131,19 @@ def _make_load_eight(staged, spec, e):
                         part
                     )
                     total = float32(0)
-                    for m in range(MMAS):
-                        for r in range(2):
-                            if IS_INT4:  # elements 2m + r and 2m + r + 4 of the lane's eight
-                                first, second = raw[4 * c + m], raw[4 * c + m + 2]
-                            else:  # r and r + 2 of its four
-                                first, second = raw[2 * c], raw[2 * c + 1]
-                            x = (low(first) if r == 0 else high(first)) * norm
-                            y = (low(second) if r == 0 else high(second)) * norm
-                            x = x if mine else float32(0)
-                            y = y if mine else float32(0)
-                            total += x + y
-                            f = float32(0.0625) if (IS_INT4 and r == 1) else float32(1)
-                            i = FIRST + ((c * SHARED + part) * MMAS + m) * 2 + r
-                            fragments[i] = pack_f16(y * f, x * f)
+                    for j in range(2 * MMAS):
+                        element = HALF * (c // STRANDS) * 2 + STRANDS * j + c % STRANDS
+                        first, second = raw[element // 2], raw[(element + HALF) // 2]
+                        x = (low(first) if element % 2 == 0 else high(first)) * norm
+                        y = (low(second) if element % 2 == 0 else high(second)) * norm
+                        x = x if mine else float32(0)
+                        y = y if mine else float32(0)
+                        total += x + y
+                        f = float32(1) / float32(pair_factor(j, c % STRANDS))
+                        i = FIRST + (c * SHARED + part) * MMAS * 2 + j
+                        fragments[i] = pack_f16(y * f, x * f)
                     group = c * SHARED + part if SHARED > 1 else c * SPAN // GROUP
-                    if group < GROUPS:
-                        sums[group] += total
+                    sums[group] += total
             for unit in range(UNITS):
                 of_word = float32(0)
                 for group in range(GROUPS):
@@ -229,6 +226,7 @@ def make_scores(staged, query, eights):
     EIGHTS, FRAGMENTS, SHIFTS = eights, words.fragments, words.shifts
     ROW, PREFIX, CHUNKS, SPAN = staged.stride, staged.prefix, staged.chunks, staged.span
     GROUPS, PARTS, MMAS = staged.fmt.groups, staged.parts, staged.mmas
+    STRANDS = staged.strands
     IS_EXACT, UNITS, QUERY_PARTS = staged.fmt.is_exact, staged.header_units, words.parts
     HEADER = PREFIX - 16 * UNITS
     WORD, SCALES = 4 * staged.header_word(0), 4 * GROUPS
@@ -239,6 +237,7 @@ def make_scores(staged, query, eights):
         STEPS = -(-CHUNKS // 2 // CHAINS)
     else:
         STEPS = MMAS * (PER_GROUP if GROUPS > 1 else -(-CHUNKS // CHAINS))
+    assert STRANDS in (1, CHAINS)  # so a chain has the chunks of a strand
     # chains, and halves of 16 rows, that are worked on together: more need too many registers
     SIDE_BY_SIDE = min(CHAINS, 2) if words.in_shared else CHAINS
     TOGETHER = 2 if SIDE_BY_SIDE * EIGHTS <= 4 else 1
@@ -288,8 +287,8 @@ def make_scores(staged, query, eights):
                             if not AT_ONCE and c % 2 == 0 and m == 0:
                                 at = matrix + uint32(PREFIX + 16 * c + 16 * ROW * h)
                                 store_sums(codes, pair, load_matrix_x4(at))
-                            x0, x1 = unpack(codes[pair + 2 * (c % 2)], m)
-                            y0, y1 = unpack(codes[pair + 2 * (c % 2) + 1], m)
+                            x0, x1 = unpack(codes[pair + 2 * (c % 2)], m, j % STRANDS)
+                            y0, y1 = unpack(codes[pair + 2 * (c % 2) + 1], m, j % STRANDS)
                             for e in range(EIGHTS):
                                 at = 4 * ((h * CHAINS + j) * EIGHTS + e)
                                 i = e * FRAGMENTS + ((c * PARTS + part) * MMAS + m) * 2

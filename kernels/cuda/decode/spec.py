@@ -112,7 +112,7 @@ class QueryWords:
     """
 
     def __init__(self, staged: StagedRow, query: str) -> None:
-        chunks = staged.chunks + staged.chunks % 2  # ldmatrix takes two
+        chunks = staged.chunks
         exact = staged.fmt.is_exact
         self.parts = 2 if operand_of(staged.fmt) == "bf16" and query == "fp16" else 1
         self.shifts = chunks * self.parts if exact else 2 * chunks * staged.parts * staged.mmas

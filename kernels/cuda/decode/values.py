@@ -1,7 +1,7 @@
 """P V of a tile, and the output of a warp.
 
-    A  16 elements x 16 tokens: ldmatrix transposes, lane (g, t) gets unit g (16 bits: 4 codes of
-       INT4, 2 bytes or an element) of a chunk, of tokens 2t and 2t + 1
+    A  16 elements x 16 tokens: ldmatrix transposes, lane (g, t) gets unit g (16 bits: 8 codes of
+       INT2, 4 nibbles, 2 bytes or an element) of a chunk, of tokens 2t and 2t + 1
     B  16 tokens x 8 columns: P, turned from the scores' fragment by movmatrix, in registers
     D  the output: elements of unit g, columns 2t and 2t + 1
 
@@ -16,7 +16,7 @@ two, as many as the largest scale so far allows, so that neither large nor tiny 
 
 from numba import cuda, float32, int32, uint32
 
-from ..device.codes import MMA, make_unpack
+from ..device.codes import MMA, make_pair_factor, make_unpack
 from ..device.fragments import load_pair, load_sums, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
@@ -101,9 +101,9 @@ def make_accumulate(staged, query, eights):
     PRECISE = query == "fp16"
     EIGHTS, SUMS, PAIRS = eights, staged.sums, 2 * eights
     ROW, PREFIX, CHUNKS, SPAN = staged.stride, staged.prefix, staged.chunks, staged.span
-    GROUP, PARTS, MMAS = staged.fmt.group_size, staged.parts, staged.mmas
+    GROUP, PARTS, MMAS = staged.group_span, staged.parts, staged.mmas
     IS_EXACT, FIRST_WORD = staged.fmt.is_exact, staged.header_word(0)
-    STEP = SPAN // 8  # elements in a unit
+    STEP, STRANDS = SPAN // 8, staged.strands  # STEP: elements in a unit
     ONES, mma = ONE[operand_of(staged.fmt)], MMA[operand_of(staged.fmt)]
     unpack = make_unpack(staged.fmt)
 
@@ -133,8 +133,8 @@ def make_accumulate(staged, query, eights):
                         x = uint32(0)
                         y = uint32(0)
                     for m in range(MMAS):
-                        x0, x1 = unpack(x, m)
-                        y0, y1 = unpack(y, m)
+                        x0, x1 = unpack(x, m, c % STRANDS)
+                        y0, y1 = unpack(y, m, c % STRANDS)
                         a = (x0, x1, y0, y1)
                         for e in range(EIGHTS):
                             i = e * SUMS + (c * MMAS + m) * 4
@@ -193,9 +193,9 @@ def _make_put_eight(staged, e, start, stop):
     COLUMN, FIRST, HEADER, REFERENCE = MMA_COLUMNS * e, e * staged.sums, 4 * e, 2 * e
     DIM, SPAN = staged.fmt.head_dim, staged.span
     FMT, PARTS, MMAS, FACTOR = staged.fmt, staged.parts, staged.mmas, factor_of(staged.fmt)
-    GROUP, IS_EXACT = FMT.group_size, FMT.is_exact
+    GROUP, IS_EXACT, STRANDS = staged.group_span, FMT.is_exact, staged.strands
     FIRST_WORD, HEAD = staged.header_word(0), 4 * (staged.fmt.head_dim + 4)  # bytes of a column
-    STEP, ODD_FACTOR = SPAN // 8, FMT.pick(nibbles=FACTOR / 16, bytes=FACTOR, elements=FACTOR)
+    STEP, pair_factor = SPAN // 8, make_pair_factor(FMT)
 
     @device_function
     def put_eight(target, sums, header_sums, factors, lane):
@@ -228,18 +228,23 @@ def _make_put_eight(staged, e, start, stop):
                     shift1 = b
             for m in range(MMAS):
                 i = FIRST + (c * MMAS + m) * 4
-                d = uint32(SPAN * c + 2 * m) + uint32(STEP) * g
+                f = float32(FACTOR) / float32(pair_factor(2 * m, c % STRANDS))
+                f_odd = float32(FACTOR) / float32(pair_factor(2 * m + 1, c % STRANDS))
+                d = uint32(STRANDS * (SPAN * (c // STRANDS) + 2 * m) + c % STRANDS)
+                d += uint32(STRANDS * STEP) * g
                 if d < uint32(DIM):
                     at = here + uint32(4) * d
-                    store_shared_f32x2(
-                        at,
-                        (sums[i] * float32(FACTOR) + shift0) * first,
-                        (sums[i + 2] * float32(ODD_FACTOR) + shift0) * first,
-                    )
-                    store_shared_f32x2(
-                        at + uint32(HEAD),
-                        (sums[i + 1] * float32(FACTOR) + shift1) * second,
-                        (sums[i + 3] * float32(ODD_FACTOR) + shift1) * second,
-                    )
+                    x0 = (sums[i] * f + shift0) * first
+                    x1 = (sums[i + 2] * f_odd + shift0) * first
+                    y0 = (sums[i + 1] * f + shift1) * second
+                    y1 = (sums[i + 3] * f_odd + shift1) * second
+                    if STRANDS == 1:
+                        store_shared_f32x2(at, x0, x1)
+                        store_shared_f32x2(at + uint32(HEAD), y0, y1)
+                    else:
+                        store_shared_f32(at, x0)
+                        store_shared_f32(at + uint32(4 * STRANDS), x1)
+                        store_shared_f32(at + uint32(HEAD), y0)
+                        store_shared_f32(at + uint32(HEAD + 4 * STRANDS), y1)
 
     return put_eight

@@ -11,7 +11,7 @@ A token without a slot has no row: its copies bring zeros, which stand for zeros
 
 from numba import cuda, float32, int32, uint16, uint32, uint64
 
-from ..device.codes import PACK
+from ..device.codes import PACK, make_load_codes
 from ..device.jit import device_function
 from ..device.ptx import (
     bits_float,
@@ -20,8 +20,6 @@ from ..device.ptx import (
     high_f16,
     load_global_u64,
     load_shared_u32,
-    load_shared_u32x2,
-    load_shared_u32x4,
     low_f16,
     multiply_add,
     pack_f16,
@@ -33,7 +31,18 @@ from ..device.ptx import (
 )
 from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of
 from ..device.row_copies import make_ask, make_store, page_and_offset
-from ..device.row_layout import ELEMENTS, SIZES, STAGES, UNIT, prefix_of, staged_bytes, unit_of
+from ..device.row_layout import (
+    ELEMENTS,
+    SIZES,
+    STAGES,
+    UNIT,
+    bits_apart,
+    codes_per_word,
+    prefix_of,
+    staged_bytes,
+    strands_of,
+    unit_of,
+)
 from ..device.transform import EIGHT, make_load, swizzle
 
 wait_for_oldest = wait_copies[STAGES - 2]
@@ -150,26 +159,21 @@ def make_values(spec):
 
 def _make_numbers(spec):
     """Make the function from the words of 16 codes to floats."""
-    IS_INT4 = spec.fmt.pick(nibbles=True, bytes=False, elements=False)
-    PER_WORD, BITS, MASK = (8, 4, 15) if IS_INT4 else (4, 8, 255)
+    fmt = spec.fmt
+    if fmt.is_exact:
+        return None
+    PER_WORD, APART, STRANDS = codes_per_word(fmt), bits_apart(fmt), strands_of(fmt)
+    MASK, load_codes = 2**fmt.bits - 1, make_load_codes(fmt)
     from_e4m3 = unpack_e4m3 if spec.converts_fp8 else e4m3_halves
-
-    @device_function
-    def load_codes(codes, part, words):
-        if IS_INT4:
-            pair = load_shared_u32x2(codes + uint32(8) * part)
-            words[0], words[1] = pair[0], pair[1]
-        else:
-            four = load_shared_u32x4(codes + uint32(16) * part)
-            for i in range(4):
-                words[i] = four[i]
 
     @device_function
     def integers(codes, part, x):
         words = cuda.local.array(4, uint32)
         load_codes(codes, part, words)
         for k in range(ELEMENTS):
-            code = uint32(words[k // PER_WORD] >> uint32(k % PER_WORD * BITS)) & uint32(MASK)
+            i, strand = k // STRANDS, k % STRANDS
+            word = words[STRANDS * (i // PER_WORD) + strand]
+            code = uint32(word >> uint32(i % PER_WORD * APART + strand)) & uint32(MASK)
             x[k] = subtract(bits_float(uint32(code | uint32(ROUNDER_BITS))), float32(ROUNDER))
 
     @device_function
@@ -180,7 +184,7 @@ def _make_numbers(spec):
             halves = from_e4m3(uint16(words[i // 2] >> uint32(16 * (i % 2))))
             x[2 * i], x[2 * i + 1] = low_f16(halves), high_f16(halves)
 
-    return spec.fmt.pick(e4m3=fp8, integers=integers, elements=None)
+    return fmt.pick(e4m3=fp8, integers=integers)
 
 
 @device_function

@@ -166,6 +166,7 @@ store_global_f32x2 = instruction("st.global.v2.f32 [$0],{$1,$2};", "", "u64 f32 
 store_global_f32x4 = instruction(
     "st.global.v4.f32 [$0],{$1,$2,$3,$4};", "", "u64 f32x4", pure=False
 )
+store_global_u16 = instruction("st.global.u16 [$0],$1;", "", "u64 u16", pure=False)
 store_global_u32 = instruction("st.global.u32 [$0],$1;", "", "u64 u32", pure=False)
 store_global_u32x2 = instruction("st.global.v2.u32 [$0],{$1,$2};", "", "u64 u32 u32", pure=False)
 store_global_u32x4 = instruction(
@@ -192,6 +193,8 @@ maximum = instruction("max.f32 $0,$1,$2;", "f32", "f32 f32")
 minimum_or_nan = instruction("min.NaN.f32 $0,$1,$2;", "f32", "f32 f32")
 maximum_or_nan = instruction("max.NaN.f32 $0,$1,$2;", "f32", "f32 f32")
 # with a rounding mode they are never fused
+# bits of $1 where $3 has them, and of $2 elsewhere; ptxas does not make it of two masks
+select_bits = instruction("lop3.b32 $0,$1,$2,$3,0xE4;", "u32", "u32 u32 u32")
 permute = instruction("prmt.b32 $0,$1,$2,$3;", "u32", "u32 u32 u32")  # bytes, by 4 numbers
 add = instruction("add.rn.f32 $0,$1,$2;", "f32", "f32 f32")
 subtract = instruction("sub.rn.f32 $0,$1,$2;", "f32", "f32 f32")

@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numba import cuda, float32, uint16, uint32
 
-from .codes import PACK
+from .codes import PACK, planes_of
 from .jit import device_function
 from .ptx import (
     add,
@@ -39,7 +39,14 @@ from .ptx import (
     store_shared_u32x4,
     subtract,
 )
-from .row_layout import ELEMENTS, codes_per_word, prefix_of
+from .row_layout import (
+    ELEMENTS,
+    bits_apart,
+    codes_per_word,
+    prefix_of,
+    strands_of,
+    words_of_codes,
+)
 
 WORDS = ELEMENTS // 2  # of 16-bit elements of a lane
 NAN_WORDS = {"bf16": 0x7FC07FC0, "fp16": 0x7E007E00}  # of two 16-bit numbers
@@ -64,14 +71,14 @@ def make_quantize(fmt, lanes, converts_fp8, clips=False):
         return _make_quantize_exact(fmt, lanes)
     SIZE, HEAD_DIM = fmt.group_size, fmt.head_dim
     START = prefix_of(fmt) - fmt.header_bytes
-    CODES = START + fmt.code_offset
+    CODES, WORDS_OF_CODES = START + fmt.code_offset, words_of_codes(fmt)
     HEADER = START + fmt.pick(pairs=0, scales=fmt.code_bytes)
     PIECE = piece_of(fmt)
-    PIECES, LANE_BYTES = ELEMENTS // PIECE, ELEMENTS * fmt.bits // 8
+    PIECES = ELEMENTS // PIECE
     NAN, CLIPS = fmt.pick(pairs=NAN_WORDS["fp16"], scales=NAN_FLOAT), clips
     FULL, ACTIVE = lanes * ELEMENTS == HEAD_DIM, HEAD_DIM // ELEMENTS
     measure, parameters = make_measure(fmt, lanes, clips), make_parameters(fmt)
-    pack = _make_pack(fmt, converts_fp8)
+    pack, put_codes = _make_pack(fmt, converts_fp8), _make_put_codes(fmt)
 
     @device_function
     def quantize(x, ratio, part, row):
@@ -94,23 +101,9 @@ def make_quantize(fmt, lanes, converts_fp8, clips=False):
                 scaled[k] = multiply(subtract(value, shift), inverse)
         codes = cuda.local.array(4, uint32)
         pack(scaled, codes)
-        target = row + uint32(CODES) + uint32(LANE_BYTES) * part
-        if active:
-            none = uint32(0)
-            if LANE_BYTES == 8:
-                store_shared_u32x2(
-                    target, (codes[0] if holds else none, codes[1] if holds else none)
-                )
-            else:
-                store_shared_u32x4(
-                    target,
-                    (
-                        codes[0] if holds else none,
-                        codes[1] if holds else none,
-                        codes[2] if holds else none,
-                        codes[3] if holds else none,
-                    ),
-                )
+        for w in range(WORDS_OF_CODES):
+            codes[w] = codes[w] if holds else uint32(0)
+        put_codes(row + uint32(CODES), part, codes, active)
         return holds
 
     return quantize
@@ -310,9 +303,9 @@ def _make_pack(fmt, converts_fp8):
     (1 + 2**-21). Added to 2**23 they are rounded, ties to even, and stand in the low bits; the high
     bits are taken off all at once.
     """
-    PER_WORD, BITS = codes_per_word(fmt), fmt.bits
-    WORDS = ELEMENTS // PER_WORD
-    HIGH = sum(ROUNDER_BITS << BITS * i for i in range(PER_WORD)) % 2**32
+    PER_WORD, APART, STRANDS = codes_per_word(fmt), bits_apart(fmt), strands_of(fmt)
+    WORDS = words_of_codes(fmt)
+    HIGH = sum(ROUNDER_BITS << APART * i for i in range(PER_WORD)) % 2**32
     to_e4m3 = pack_e4m3 if converts_fp8 else e4m3_pair
 
     @device_function
@@ -320,9 +313,9 @@ def _make_pack(fmt, converts_fp8):
         for w in range(WORDS):
             word = uint32(0)
             for i in range(PER_WORD):
-                k = PER_WORD * w + PER_WORD - 1 - i
+                k = STRANDS * (PER_WORD * (w // STRANDS) + PER_WORD - 1 - i) + w % STRANDS
                 bits = float_bits(add(scaled[k], float32(ROUNDER)))
-                word = uint32(uint32(word << uint32(BITS)) + bits)
+                word = uint32(uint32(word << uint32(APART)) + bits)
             codes[w] = uint32(word - uint32(HIGH))
 
     @device_function
@@ -333,6 +326,39 @@ def _make_pack(fmt, converts_fp8):
             codes[w] = uint32(uint32(high) << uint32(16) | uint32(low))
 
     return fmt.pick(e4m3=pack_fp8, integers=pack_integers)
+
+
+def _make_put_codes(fmt):
+    """Make the function that stores a lane's words of codes where the codes of its row stand."""
+    HIGH = fmt.head_dim // 4  # where INT3 has its high bits
+
+    @device_function
+    def put_planes(codes, part, words, active):
+        low, high = planes_of(words[0], words[1])
+        other = shfl_xor(bits_float(uint32(high)), uint32(1))  # two lanes have a word of high bits
+        if active:
+            store_shared_u32(codes + uint32(4) * part, uint32(low))
+            if part % uint32(2) == uint32(0):
+                both = uint32(uint32(high) | uint32(float_bits(other) << uint32(16)))
+                store_shared_u32(codes + uint32(HIGH) + uint32(2) * part, both)
+
+    @device_function
+    def put_one(codes, part, words, active):
+        if active:
+            store_shared_u32(codes + uint32(4) * part, words[0])
+
+    @device_function
+    def put_two(codes, part, words, active):
+        if active:
+            store_shared_u32x2(codes + uint32(8) * part, (words[0], words[1]))
+
+    @device_function
+    def put_four(codes, part, words, active):
+        if active:
+            four = (words[0], words[1], words[2], words[3])
+            store_shared_u32x4(codes + uint32(16) * part, four)
+
+    return fmt.pick(quarters=put_one, planes=put_planes, nibbles=put_two, bytes=put_four)
 
 
 @device_function

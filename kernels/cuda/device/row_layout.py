@@ -16,6 +16,10 @@ so again, others come as the 16-byte windows that cover them, wherever they star
     landing, not dense    ┌ before ┬ header ┬ codes ┬ after ┐    with bytes of the rows around it
                           0      shift                16 * windows
 
+Rows of INT3 are realigned, too, and their planes become words of nibbles on the way (codes.py), in
+pairs of chunks: of 64 elements the even ones in a chunk, the odd ones in the next. So they stand as
+rows of INT4 do, but for this order.
+
 Kernels that write rows, or turn them into elements, walk over rows instead (RowSpec). A row belongs
 to `lanes` lanes of a warp, 16 elements each: 8 lanes for a head_dim of 128, so that a warp has 4
 rows at a time. Rows pass through shared memory on both sides, a warp's own:
@@ -36,6 +40,7 @@ from kvquant.errors import UnsupportedError
 from kvquant.rows.format import RowFormat
 
 UNIT = 16  # bytes
+WORD = 4
 ELEMENTS = 16  # of a row that a lane has
 STAGES = 4  # of a warp's ring of rows
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
@@ -89,10 +94,17 @@ def staged_bytes(fmt: RowFormat) -> int:
 
 
 def check_codec(*formats: RowFormat) -> None:
-    """Raise UnsupportedError unless kernels have code for the codecs of these formats."""
+    """Raise UnsupportedError unless kernels have code for the codecs of these formats, and rows lie
+    at words."""
     for fmt in formats:
         mmas_of(fmt)
         operand_of(fmt)
+        if fmt.alignment % WORD:
+            raise UnsupportedError(
+                f"{fmt} rows of head_dim {fmt.head_dim} are not served here: they take "
+                f"{fmt.row_bytes} bytes, and rows must be a multiple of {WORD} long. Use another "
+                "format"
+            )
 
 
 def operand_of(fmt: RowFormat) -> str:
@@ -103,12 +115,36 @@ def operand_of(fmt: RowFormat) -> str:
 def mmas_of(fmt: RowFormat) -> int:
     """MMAs that a word of codes takes, or two words of elements: each takes 16 elements of a row
     from four lanes."""
-    return fmt.pick(nibbles=2, bytes=1, elements=1)
+    return fmt.pick(quarters=4, planes=2, nibbles=2, bytes=1, elements=1)
 
 
 def codes_per_word(fmt: RowFormat) -> int:
-    """Codes of a word, which stand in it one after another; 0 for elements."""
-    return fmt.pick(nibbles=8, bytes=4, elements=0)
+    """Codes of a word, a whole number of bits apart; 0 for elements. The planes of INT3 come as
+    words of nibbles (codes.py)."""
+    return fmt.pick(quarters=16, planes=8, nibbles=8, bytes=4, elements=0)
+
+
+def strands_of(fmt: RowFormat) -> int:
+    """Words among which codes alternate: the planes of INT3 make words of the even and of the odd
+    elements."""
+    return fmt.pick(quarters=1, planes=2, nibbles=1, bytes=1, elements=1)
+
+
+def bits_apart(fmt: RowFormat) -> int:
+    """Bits from a code of a word to the next."""
+    return 32 // codes_per_word(fmt)
+
+
+def words_of_codes(fmt: RowFormat) -> int:
+    """Words that hold the codes of a lane's 16 elements."""
+    return ELEMENTS // codes_per_word(fmt)
+
+
+def place_of_code(fmt: RowFormat, i: int) -> tuple[int, int]:
+    """The word, and the bit in it, at which the code of a lane's i-th element stands."""
+    strands = strands_of(fmt)
+    word, place = divmod(i // strands, codes_per_word(fmt))
+    return strands * word + i % strands, place * bits_apart(fmt)
 
 
 def factor_of(fmt: RowFormat) -> float:
@@ -189,13 +225,25 @@ class StagedRow:
 
     @property
     def chunks(self) -> int:
-        """Units of codes, the last one perhaps not full."""
-        return -(-self.fmt.code_bytes // UNIT)
+        """Units of codes, the last one perhaps not full; the last ones where codes alternate."""
+        if self.fmt.is_exact:
+            return self.fmt.code_bytes // UNIT
+        return self.strands * -(-self.fmt.head_dim // (self.strands * self.span))
+
+    @property
+    def strands(self) -> int:
+        """Chunks among which the codes of their elements alternate."""
+        return strands_of(self.fmt)
+
+    @property
+    def group_span(self) -> int:
+        """Elements of a group; of the only one with those that the last chunk is filled with."""
+        return self.fmt.group_size if self.fmt.groups > 1 else self.chunks * self.span
 
     @property
     def stride(self) -> int:
         """Bytes from a row to the next: a number of units that is no multiple of 4."""
-        return self._spread(-(-(self.prefix + self.fmt.code_bytes) // UNIT), 4)
+        return self._spread(self.prefix // UNIT + self.chunks, 4)
 
     @property
     def realigned(self) -> bool:
@@ -246,5 +294,4 @@ class StagedRow:
     @property
     def sums(self) -> int:
         """Accumulators of a lane for the output of 8 heads."""
-        chunks = self.chunks + self.chunks % 2  # ldmatrix takes two
-        return 2 * chunks if self.fmt.is_exact else 4 * chunks * self.mmas
+        return 2 * self.chunks if self.fmt.is_exact else 4 * self.chunks * self.mmas

@@ -3,14 +3,22 @@
     global ──cp.async──▶ packed rows ──▶ times a power of two ──▶ fp16, an odd number of units apart
                          (a stage)       the tile's, see kernel.py
 
-A code of INT4 or of a byte becomes fp16 as the low bits of 1024, from which 1024 is taken; then
-one multiply-add, rounded once, makes the number of it. Pairs of codes come out as they stand in a
-word (codes.py) and are put in order.
+A code that is an integer becomes fp16 as the low bits of 1024, from which 1024 is taken; of a code
+that stands n bits higher, the number times 2**-n, from which 1024 * 2**-n is taken. Then one
+multiply-add, rounded once, makes the number of it. Pairs of codes come out as they stand in a word
+(codes.py) and are put in order.
 """
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..device.codes import HALVES, make_unpack
+from ..device.codes import (
+    HALVES,
+    HIGH_HALVES,
+    LOW_HALVES,
+    make_bit_of,
+    make_load_codes,
+    make_unpack,
+)
 from ..device.jit import device_function
 from ..device.ptx import (
     bits_float,
@@ -18,7 +26,6 @@ from ..device.ptx import (
     high_f16,
     load_global_u32,
     load_shared_u32,
-    load_shared_u32x2,
     load_shared_u32x4,
     low_f16,
     maximum,
@@ -29,14 +36,21 @@ from ..device.ptx import (
     word_from_lane,
 )
 from ..device.row_copies import COPIES
-from ..device.row_layout import factor_of, operand_of, prefix_of, staged_bytes, unit_of
+from ..device.row_layout import (
+    codes_per_word,
+    factor_of,
+    operand_of,
+    prefix_of,
+    staged_bytes,
+    strands_of,
+    unit_of,
+)
 
 PIECE = 16  # elements that a thread expands at a time
 PAGE = 16  # rows that lie in one page at least
 MAGIC = 0x64006400  # 1024, twice
-TAKE_1024 = 0x3C003C00, 0xE400E400  # times 1, minus 1024
-TAKE_64 = 0x2C002C00, 0xD400D400  # times 1/16, minus 64: of codes that stand 4 bits higher
-LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632
+TIMES, TAKE = 0x3C003C00, 0xE400E400  # 1 and -1024, twice
+HALF = 0x04000400  # what makes halves of them
 MOST = 14  # numbers of a tile are below 2**14
 TINIEST = 2.0**-24
 
@@ -157,25 +171,28 @@ def make_expand(fmt, stride, tokens, threads):
     """
     STEP, CODES, PIECES = staged_bytes(fmt), prefix_of(fmt), fmt.head_dim // PIECE
     HEADER, GROUP = prefix_of(fmt) - fmt.header_bytes, fmt.group_size
-    IS_INT4 = fmt.pick(nibbles=True, bytes=False, elements=False)
     IS_FP8 = fmt.pick(e4m3=True, integers=False, elements=False)
-    WORDS, PER_WORD = (2, 8) if IS_INT4 else (4, 4)
+    STRANDS = strands_of(fmt)
+    PER_WORD = STRANDS * codes_per_word(fmt)  # of codes that are in one word, or alternate in two
+    WORDS, FOURS = 0 if fmt.is_exact else PIECE // PER_WORD, PER_WORD // 4
     FACTOR, ALL = factor_of(fmt) if IS_FP8 else 1.0, tokens * PIECES
     low, high = HALVES[operand_of(fmt)]
-    unpack = make_unpack(fmt)
+    unpack, load_codes = make_unpack(fmt), None if fmt.is_exact else make_load_codes(fmt)
+    bit_of = make_bit_of(fmt)
 
     @device_function
-    def numbers_of(pair, times, take, scale, shift):
+    def numbers_of(pair, j, strand, scale, shift):
+        """Of the j-th pair of a word."""
         if not IS_FP8:
-            pair = multiply_add_f16(pair | uint32(MAGIC), uint32(times), uint32(take))
+            halvings = uint32(HALF * bit_of(j, strand))
+            times, take = uint32(TIMES) - halvings, uint32(TAKE) - halvings
+            pair = multiply_add_f16(pair | uint32(MAGIC), times, take)
         return multiply_add_f16(pair, scale, shift)
 
     @device_function
     def expand_codes(row, piece, power, words):
-        if IS_INT4:
-            codes = load_shared_u32x2(row + uint32(CODES) + uint32(8) * piece)
-        else:
-            codes = load_shared_u32x4(row + uint32(CODES) + uint32(16) * piece)
+        codes = cuda.local.array(4, uint32)
+        load_codes(row + uint32(CODES), piece, codes)
         scale, shift = uint32(0), uint32(0)
         for w in range(WORDS):
             if w == 0 or GROUP < PIECE:
@@ -184,16 +201,21 @@ def make_expand(fmt, stride, tokens, threads):
                 header = load_shared_u32(row + uint32(HEADER) + uint32(4) * group)
                 scale = twice(low_f16(header) * power * float32(FACTOR))
                 shift = twice(high_f16(header) * power)
-            for m in range(PER_WORD // 4):
-                x, y = unpack(codes[w], m)  # of INT4 codes 2m and 2m + 4; 2m + 1 and 2m + 5
-                x = numbers_of(x, TAKE_1024[0], TAKE_1024[1], scale, shift)
-                if IS_INT4:
-                    y = numbers_of(y, TAKE_64[0], TAKE_64[1], scale, shift)
+            for m in range(FOURS):
+                # of codes 2m and 2m + PER_WORD / 2; 2m + 1 and 2m + 1 + PER_WORD / 2
+                if STRANDS == 1:
+                    j, other, strand = 2 * m, 2 * m + 1, 0
+                    x, y = unpack(codes[w], m)
                 else:
-                    y = numbers_of(y, TAKE_1024[0], TAKE_1024[1], scale, shift)
-                at = w * PER_WORD // 2 + m
+                    j, other, strand = m, m, 1  # of the even elements and of the odd ones
+                    even, odd = unpack(codes[0], m // 2), unpack(codes[1], m // 2, 1)
+                    x = even[0] if m % 2 == 0 else even[1]
+                    y = odd[0] if m % 2 == 0 else odd[1]
+                x = numbers_of(x, j, 0, scale, shift)
+                y = numbers_of(y, other, strand, scale, shift)
+                at = 2 * FOURS * w + m
                 words[at] = permute(x, y, uint32(LOW_HALVES))
-                words[at + PER_WORD // 4] = permute(x, y, uint32(HIGH_HALVES))
+                words[at + FOURS] = permute(x, y, uint32(HIGH_HALVES))
 
     @device_function
     def expand_exact(row, piece, power, words):

@@ -11,6 +11,7 @@ and 2t + 1 of row g; an MMA's operands are made of such 8x8 matrices (PTX ISA, m
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable
@@ -133,7 +134,7 @@ def _load(name: Name) -> Operation:
     return load
 
 
-@operation(r"st\.(shared|global)(?:\.v[24])?\.(?:u32|f32)")
+@operation(r"st\.(shared|global)(?:\.v[24])?\.(?:u16|u32|f32)")
 def _store(name: Name) -> Operation:
     def store(address: Any, values: Any) -> Any:
         now = block()
@@ -333,6 +334,19 @@ def _permute(name: Name) -> Operation:
         return given[chosen].view(np.uint32)[0]
 
     return permute
+
+
+@operation(r"lop3\.b32")
+def _logic(name: Name) -> Operation:
+    def logic(a: Any, b: Any, c: Any, table: int) -> Any:
+        result = np.uint32(0)
+        for row in range(8):  # of the table, by a bit of a, of b and of c
+            if table >> row & 1:
+                terms = (x if row >> place & 1 else ~x for x, place in ((a, 2), (b, 1), (c, 0)))
+                result |= functools.reduce(operator.and_, terms)
+        return result
+
+    return logic
 
 
 @operation(r"setp\.ne\.u32")

@@ -33,7 +33,7 @@ from kvquant.rows.basis import Encoding
 from kvquant.rows.format import ROW_DIMS
 from kvquant.rows.slots import Slots
 
-FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
+FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 7, 16, 48, 641, 2**16 + 1, 2**31 - 1])
@@ -53,6 +53,10 @@ def test_every_format_has_units_that_its_rows_and_codes_are_aligned_to() -> None
         assert 16 * lanes_of(RowFormat("bf16", 1, head_dim)) >= head_dim
         for name in FORMATS:
             fmt = RowFormat.parse(name, head_dim)
+            if (name, head_dim) in (("int3", 80), ("int3", 112)):
+                with pytest.raises(UnsupportedError, match="rows must be a multiple of 4 long"):
+                    lanes_of(fmt)
+                continue
             unit = unit_of(fmt)
             assert unit in (4, 8, 16) and not fmt.row_bytes % unit and not fmt.header_bytes % unit
 
@@ -189,7 +193,8 @@ ON_GPU: dict[str, Case] = {name: Case(k=name, tokens=77, heads=3, hostile=True) 
 ON_GPU |= {
     f"{k}, head_dim {head_dim}": Case(k=k, head_dim=head_dim, tokens=40, heads=2, rotate="k")
     for head_dim in (64, 80, 96, 112, 192, 256)
-    for k in ("int4", "int8-g8")
+    for k in ("int2", "int3", "int4", "int8-g8")
+    if (k, head_dim) not in (("int3", 80), ("int3", 112))  # refused
 }
 ON_GPU |= {
     "int8 and int4-g4": Case(k="int8", v="int4-g4", tokens=40, heads=8),
@@ -229,7 +234,10 @@ def test_bytes_are_those_of_the_meaning(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*FORMATS, "int4 80", "int8-g8 96", "fp8 192", "bf16 256"])
+@pytest.mark.parametrize(
+    "name",
+    [*FORMATS, "int2 80", "int3 96", "int3 192", "int4 80", "int8-g8 96", "fp8 192", "bf16 256"],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_are_those_of_the_meaning(name: str, dtype: str) -> None:
     fmt, _, head_dim = name.partition(" ")

@@ -14,17 +14,21 @@ from slow_cases import mark_slow
 
 pytestmark = pytest.mark.extra("cuda")
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 fp16".split()
+FORMATS += "int2", "int3"
 # name -> what differs from the defaults of append_cases.Case
 CASES: dict[str, dict[str, Any]] = {
     name: {"k": name, "tokens": 14, "hostile": True} for name in FORMATS
 }
-for names in ("int8 int4-g4", "int4 bf16", "fp16 fp8-g4", "fp8-g8 int8"):
+for names in ("int8 int4-g4", "int4 bf16", "fp16 fp8-g4", "fp8-g8 int8", "int3 int2"):
     k, v = names.split()
     CASES[f"{k} and {v}"] = {"k": k, "v": v, "tokens": 5}
 for head_dim in (64, 80, 96, 112, 192, 256):
     for k in ("int4", "int8-g8", "bf16"):
         CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "rotate": "k"}
-for k, head_dim in (("int4-g8", 80), ("int8-g4", 112), ("int4-g4", 96), ("fp8-g2", 192)):
+ODD = ("int4-g8", 80), ("int8-g4", 112), ("int4-g4", 96), ("fp8-g2", 192)
+FEW = [("int2", head_dim) for head_dim in (64, 80, 96, 112, 192, 256)]
+FEW += [("int3", head_dim) for head_dim in (64, 96, 192, 256)]
+for k, head_dim in (*ODD, *FEW):
     CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "hostile": True}
 CASES |= {
     "a made-up codec": {"k": "int5-g4", "v": "int5", "tokens": 14, "hostile": True},
@@ -114,6 +118,25 @@ CASES |= {
     "a matrix of float32": {"matrix": "k", "source": "fp32", "head_dim": 64},
     "feedback of fp8 is none": {"feedback": "kv", "matrix": "k", "k": "fp8", "tokens": 3},
 }
+for k, v in (("int3", "int2"), ("int2", "int3")):
+    CASES |= {
+        f"few bits, {k}, RoPE, offset, rotation, clipped": of(
+            f"rotary_dim=64 offset=k rotate=k clip=kv k={k} v={v} heads=2 tokens=6"
+        ),
+        f"few bits, {k}, 16-bit rows": of(f"exact=bf16 tokens=14 hostile=True k={k} v={v}"),
+        f"feedback, few bits, {k}": of(
+            f"feedback=kv clip=k head_dim=64 tokens=9 exact=bf16 k={k} v={v} hostile=True"
+        ),
+        f"feedback, few bits, {k}, a lane a row": of(
+            f"feedback=kv head_dim=96 tokens=4 k={k} v={v} skip=True heads=2"
+        ),
+        f"feedback and matrices in a step, few bits, {k}": of(
+            f"feedback=k matrix=kv offset=kv head_dim=64 tokens=5 queries=1 k={k} v={v} clip=kv"
+        ),
+        f"dequantize {k}, pages of 5, float32": of(
+            f"page_size=5 heads=3 pages=tokens k={k} source=fp32 tokens=5"
+        ),
+    }
 for name in LATENTS:
     CASES[f"latents, {name}"] = latent_case(name)
     CASES[f"latents, {name}, 16-bit rows"] = latent_case(
@@ -127,6 +150,8 @@ for name in FORMATS:
 for head_dim in (64, 80, 96, 112, 192, 256):
     for k in ("int4", "int8-g8", "bf16"):
         CASES[f"dequantize {k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "tokens": 3}
+for k, head_dim in FEW:
+    CASES[f"dequantize {k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "tokens": 3}
 CASES |= {
     "dequantize fp8, before sm_89": {"k": "fp8-g2", "hostile": True},
     "dequantize to fp16": {"k": "int8", "source": "fp16", "tokens": 3},
@@ -143,6 +168,7 @@ USUAL = (
     "int4-g4",
     "RoPE, offset and rotation",
     "feedback, 16-bit rows",
+    "feedback, few bits, int3",
     "latents, int4-g8+fp8-g4, 16-bit rows",
     "dequantize pages of 5",
 )

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path as FilePath
 
 import pytest
-from machine_code import COPY_TO_SHARED, count_instructions
+from machine_code import COPY_TO_SHARED, count_instructions, instructions
 from threads import run_in_threads
 
 from kvquant.errors import UnsupportedError
@@ -77,6 +77,8 @@ EVERY_FIELD = " ".join(VARIANT)
 SOME = (
     ("int4-g4 segments", "sm_90"),
     ("int4", "sm_100"),
+    ("int3/int2", "sm_90"),
+    ("int2/int3 16:1 segments", "sm_80"),
     ("int8-g4/int4-g4", "sm_80"),
     ("fp8 fp16", "sm_89"),
     ("bf16 256", "sm_90"),
@@ -94,15 +96,21 @@ SOME = (
     ("int4-g4 36:1 segments paged pieces", "sm_90"),
     ("int4 16:1 segments paged pieces sink_logits window", "sm_80"),
 )
-FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
+FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [
     *(f"{name} {head_dim}" for name in FORMATS for head_dim in (64, 128, 256)),
     # int4-g8 spills 8 bytes outside its loop (kernels/FACTS.md)
     *(f"{name} 512" for name in FORMATS if name != "int4-g8"),
-    *(f"{name} {head_dim}" for name in ("int4", "bf16") for head_dim in (80, 96, 112, 192)),
+    *(f"{name} {head_dim}" for name in ("int2", "int4", "bf16") for head_dim in (80, 96, 112, 192)),
+    *(f"int3 {head_dim}" for head_dim in (96, 192)),
     *(f"{name} {word}" for name in FORMATS for word in ("segments", "paged")),
     *(f"{name} fp16" for name in FORMATS),
-    *(f"{name} {word}" for name in ("int4", "int4-g4", "bf16") for word in ("strided", "ring")),
+    *(
+        f"{name} {word}"
+        for name in ("int2", "int3", "int4", "int4-g4", "bf16")
+        for word in ("strided", "ring")
+    ),
+    *"int3/int2 int2/int3 int4/int2 int3/int8-g8 int2/bf16 fp8/int3".split(),
     *"int8-g4/int4-g4 int8/int4 fp8/int4-g4 bf16/int4-g8 int4/bf16 fp16/fp8-g4".split(),
     *(f"{name} 16:1" for name in FORMATS),
     *(f"{name} 71:1 {word}" for name in FORMATS for word in ("segments", "paged")),
@@ -152,6 +160,17 @@ def test_loads_are_unrolled_unless_it_is_measured_without(name: str, unrolled: i
     made, rolled_up = (compile_spec(one, "sm_90").code for one in (spec, rolled))
     assert count_instructions(made, COPY_TO_SHARED) == 4 * unrolled
     assert count_instructions(rolled_up, COPY_TO_SHARED) == 4
+
+
+@pytest.mark.slow
+@needs_numba_cuda
+def test_few_bits_take_few_instructions_to_unpack() -> None:
+    logic = 0x212, 0x812, 0x219, 0x819, 0x216, 0x816  # LOP3, SHF and PRMT, of registers or not
+    found = instructions(compile_spec(make_spec("int4"), "sm_90").code)
+    of_int4 = sum(map(found.count, logic))
+    for name, share in (("int2", 0.97), ("int3", 1.25)):
+        found = instructions(compile_spec(make_spec(name), "sm_90").code)
+        assert sum(map(found.count, logic)) < share * of_int4, name
 
 
 @needs_numba_cuda

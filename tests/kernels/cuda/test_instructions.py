@@ -210,6 +210,7 @@ def test_global_memory() -> None:
         ptx.store_global_u32x2(at(target, 2), u32(0x3F800000), u32(0x40000000))
         ptx.store_global_f32x2(at(target, 10), f32(2), f32(3))
         ptx.store_global_f32x4(at(target, 4), (f32(6), f32(7), f32(8), f32(9)))
+        ptx.store_global_u16(at(target, 15), np.uint16(7))
         ptx.fence()
         written = ptx.load_written_f32(at(target)), ptx.load_written_f32x4(at(target, 4))
         ptx.store_global_u32(at(target, 8), u32(0x40400000))
@@ -259,6 +260,11 @@ def test_arguments_are_cast_as_numba_casts_them() -> None:
     same = ptx.permute(np.int64(-1), 0, 0x3210)
     assert same == 0xFFFFFFFF and type(same) is u32
     assert ptx.float_bits(1) == 0x3F800000
+
+
+@in_simulator
+def test_bits_of_two_words() -> None:
+    assert ptx.select_bits(u32(0x12345678), u32(0x9ABCDEF0), u32(0xFF00F00F)) == 0x12BC5EF8
 
 
 @in_simulator

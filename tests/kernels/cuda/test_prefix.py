@@ -23,7 +23,6 @@ from kvquant.kernels.cuda.prefix import launch as launching
 from kvquant.kernels.cuda.prefix import spec as prefix_spec
 from kvquant.kernels.cuda.prefix.spec import (
     SHAPES,
-    WIDEST,
     PrefixSpec,
     blocks_per_sm,
     fit,
@@ -39,7 +38,7 @@ if SIMULATED:
     from simulated_launches import simulated
 
 needs_numba_cuda = pytest.mark.extra("cuda")
-FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g8 fp8 fp8-g4 bf16 fp16".split()
+FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g8 fp8 fp8-g4 bf16 fp16".split()
 H200, RTX_4090 = 232448, 101376  # shared memory of a block
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
 INT4 = RowFormat.parse("int4-g4", 128)
@@ -111,6 +110,13 @@ def test_rows_of_a_made_up_codec() -> None:
 
 @pytest.mark.slow
 @in_simulator
+def test_rows_of_few_bits() -> None:
+    for names, head_dim in (("int3/int2", 64), ("int2/int3", 96)):
+        simulate(make_prefix(names, head_dim, 9, (4, 2), 70), 2)
+
+
+@pytest.mark.slow
+@in_simulator
 def test_16_bit_rows() -> None:
     simulate(make_prefix("bf16/fp16", 80, 3, (4, 1), 50, dtype=torch.float16), span=16)
 
@@ -142,6 +148,7 @@ def test_tiny_and_large_numbers() -> None:
         ("int4-g4/int4-g4", 128, 256, "sm_90"),
         ("int8/fp8", 80, 128, "sm_89"),
         ("bf16/int4", 256, 64, "sm_100"),
+        ("int3/int2", 128, 256, "sm_90"),
     ],
 )
 def test_machine_code_spills_nothing(names: str, head_dim: int, rows: int, arch: str) -> None:
@@ -157,8 +164,8 @@ def test_every_format_fits_every_gpu() -> None:
             try:
                 spec = PrefixSpec(fmt, fmt)
             except UnsupportedError as error:
-                what = "512 elements have no prefix kernel" if head_dim > WIDEST else "groups"
-                assert what in str(error)
+                whats = "groups", "512 elements have no prefix kernel", f"{name} rows of head_dim"
+                assert any(what in str(error) for what in whats)
                 continue
             for num_rows in (1, 64, 65, 1000):
                 for most in (H200, RTX_4090):

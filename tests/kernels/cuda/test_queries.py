@@ -33,6 +33,7 @@ pytestmark = pytest.mark.gpu
 LENS = (1000, 37, 1, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 fp16".split()
+FORMATS += "int2", "int3"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -67,7 +68,9 @@ def test_ratios_and_queries(ratio: int, q_len: int) -> None:
     compare_queries(q, [segment], (1, q_len // 2, q_len), num_splits=2)
 
 
-@pytest.mark.parametrize("names", ["int8 int4-g4", "int4 bf16", "fp16 fp8-g4", "bf16 int4"])
+@pytest.mark.parametrize(
+    "names", ["int8 int4-g4", "int4 bf16", "fp16 fp8-g4", "bf16 int4", "int3 int2"]
+)
 def test_k_and_v_formats_apart(names: str) -> None:
     segment = linear(names, LENS, 2)
     compare_queries(queries(segment, 4, 8, torch.float16), [segment], (4, 3, 2, 1))
@@ -103,7 +106,7 @@ def test_tokens_that_a_query_does_not_see_do_not_count(name: str, seq_len: int) 
         compare_queries(q, [segment], (8, 7, 3), num_splits)
 
 
-@pytest.mark.parametrize("name", ["int4-g4", "int4"])
+@pytest.mark.parametrize("name", ["int4-g4", "int4", "int3", "int2"])
 def test_rings_pages_and_the_order_of_tokens(name: str) -> None:
     rows = ring(name, (311, 97, 0, 31), 2, 311)
     compare_queries(queries(rows, 4, 8), [rows], (4, 3, 1, 2))

@@ -20,7 +20,7 @@ LENS = {
     "more than a warp has lanes": (*[17 * i % 190 for i in range(70)], 3000, 5),
     "more than a warp asks for at once": (*[i % 40 for i in range(300)], 2600),
 }
-FORMATS = ("int4-g4", "int4", "int8-g4", "bf16")
+FORMATS = ("int4-g4", "int4", "int3", "int2", "int8-g4", "bf16")
 
 
 @pytest.mark.parametrize("name", FORMATS)

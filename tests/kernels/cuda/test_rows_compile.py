@@ -26,7 +26,7 @@ from kvquant.rows.format import RowFormat
 compile_once = functools.cache(compile_spec)
 
 GPUS = ("sm_80", "sm_89", "sm_90", "sm_100")
-FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
+FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 
 
 FEEDBACK = FeedbackSpec((FeedbackSide(RowFormat.parse("int4", 64), share=4),) * 2)
@@ -61,6 +61,7 @@ DEQUANTIZE = "fp8-g8 80 dequantize float32"
 SOME_ROWS = (
     ("int4-g4 exact rotated rope clip", "sm_80"),
     ("int4/int8-g8 96 exact", "sm_100"),
+    ("int3/int2 exact clip", "sm_90"),
     ("fp8 256 rotated", "sm_89"),
     ("fp8/int4-g8 80", "sm_90"),
     (DEQUANTIZE, "sm_90"),
@@ -71,7 +72,12 @@ LATENTS = ("int4-g8/fp8-g4", "int8-g4/bf16", "int4-g8/bf16", "fp8_ds_mla/bf16", 
 ROW_WORDS = ("", " exact", " rotated", " exact rotated rope", " dequantize")
 ALL_ROWS = [
     *(f"{name}{words}" for name in FORMATS for words in ROW_WORDS),
-    *(f"{name} {dim}" for name in FORMATS for dim in (64, 80, 96, 112, 192, 256, 512)),
+    *(
+        f"{name} {dim}"
+        for name in FORMATS
+        for dim in (64, 80, 96, 112, 192, 256, 512)
+        if (name, dim) not in (("int3", 80), ("int3", 112))  # refused
+    ),
     *(f"int4-g4 float32{words}" for words in ROW_WORDS),
     *(f"{name} 512/64{words}" for name in LATENTS for words in ("", " exact", " exact float32")),
 ]

@@ -16,7 +16,9 @@ LIMITS = {"bf16": 3e-3, "fp16": 8e-4}  # of the output, by its dtype
 LSE_LIMIT = 2e-3  # sums of P, in bf16 where V is; else far less
 
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 fp16".split()
+FORMATS += "int2", "int3"
 PAIRS = "int8 int4-g4, int4 bf16, fp16 fp8-g4, bf16 int4, int4-g8 int8".split(", ")
+PAIRS += "int3 int2", "int2 int3", "int3 int4-g4", "int8-g8 int2", "int2 bf16", "fp16 int3"
 TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
 
 # name -> what differs from the defaults of simulated_cases.Case
@@ -31,6 +33,11 @@ for pair in PAIRS:
 for head_dim in (64, 80, 96, 112, 192, 256):
     for k in ("int4", "int8", "bf16"):
         CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "lens": [35]}
+for head_dim in (64, 80, 96, 112, 192, 256):
+    for k in ("int2", "int3") if head_dim not in (80, 112) else ("int2",):  # int3 is refused
+        for place in ("linear", "ring"):
+            case = {"k": k, "head_dim": head_dim, "place": place, "heads": [4, 2], "lens": [35]}
+            CASES[f"{k}, {place}, head_dim {head_dim}"] = case
 for k, head_dim in (("int8-g2", 96), ("int4-g2", 192), ("fp8-g8", 256)):
     CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "lens": [35]}
 # queries in shared memory; loops in pieces; of one group, rows realigned in pieces
@@ -59,6 +66,24 @@ for k in ("int4-g4", "int4"):
     for page_size in (32, 64, 128):
         case = {"k": k, "place": "paged", "page_size": page_size, "lens": [0, 129, 47]}
         CASES[f"{k}, pages of {page_size}"] = case
+for k in ("int3", "int2"):
+    for place in ("linear", "ring", "paged"):
+        for layout in ("heads",) if place == "paged" else ("heads", "odd heads", "tokens"):
+            case = {"k": k, "place": place, "layout": layout, "heads": [4, 2], "lens": [33, 70]}
+            CASES[f"{k}, {place}, {layout}"] = case
+    CASES |= {
+        f"{k}, lengths": {"k": k, "lens": [0, 1, 31, 33, 100], "stages": 3},
+        f"{k}, sums promoted twice": {"k": k, "lens": [1060]},
+        f"{k}, sinks and recent rows, pages, a window": of(
+            f"k={k} exact=bf16 sinks=4 place=paged lens=[70,0,20] exact_lens=[[40,3,8],[]] "
+            "splits=[2,1,0] warps=2 heads=[4,2]"
+        )
+        | {"variant": {"window": 90}},
+        f"{k}, balanced": {"k": k, "lens": [300, 0, 1, 40], "workers": 4, "heads": [4, 2]},
+        f"{k}, warps that share a ring": of(
+            f"k={k} q_len=5 heads=[7,1] columns=16 sharers=3 warps=3 lens=[34,3] q_lens=[5,2]"
+        ),
+    }
 for place in ("linear", "ring", "paged"):
     for layout in ("heads", "tokens"):
         case = {"k": "int4", "place": place, "layout": layout, "lens": [33, 64], "overlong": True}
@@ -302,7 +327,12 @@ for technique in TECHNIQUES:
         CASES[f"{k} without {technique}"] = {"k": k, "without": technique, "lens": [100]}
 
 # one of each kind, of which a user's change breaks most; all others are slow
-USUAL = ("int4-g4", "sinks and recent rows at their sequence slots", "variant, all, one query")
+USUAL = (
+    "int4-g4",
+    "int3 and int2",
+    "sinks and recent rows at their sequence slots",
+    "variant, all, one query",
+)
 
 Results = dict[str, dict[str, Any]]
 

@@ -112,6 +112,7 @@ SPECS = [
     ("int4-g4", "sm_90", {"k_matrix": True, "v_matrix": True, "query": "bf16"}),
     ("int8", "sm_100", {"k_matrix": True, "v_matrix": True, "k_feedback": True, "query": "bf16"}),
     ("int4", "sm_80", {"k_feedback": True, "v_feedback": True}),
+    ("int3", "sm_90", {"k_matrix": True, "k_feedback": True, "v_feedback": True}),
     ("int4-g4", "sm_89", {"query": "fp16", "groups": 4}),
 ]
 
@@ -187,7 +188,7 @@ def test_steps_are_append_and_attend(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["int4-g4", "int4", "int8-g2"])
+@pytest.mark.parametrize("name", ["int4-g4", "int4", "int3", "int2", "int8-g2"])
 @pytest.mark.parametrize("feedback", ["", "kv"])
 def test_a_step_and_a_prompt_give_the_same_bytes(
     name: str, feedback: str, monkeypatch: pytest.MonkeyPatch

@@ -97,7 +97,7 @@ def test_every_field_alone(field: str, kind: Callable[[], list[Segment]]) -> Non
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("names", ["int4-g4", "int4", "int8-g4 bf16", "bf16"])
+@pytest.mark.parametrize("names", ["int4-g4", "int4", "int3 int2", "int8-g4 bf16", "bf16"])
 def test_all_fields_together(names: str, dtype: torch.dtype) -> None:
     segment = linear(names, LENS, 2)
     compare(query(segment, 8, dtype), [segment], ONE_QUERY)
