@@ -209,7 +209,7 @@ def sheets(model: CachedModel, length: int, count: int) -> list[int]:
 
 def made_plan(model: CachedModel, tokens: list[int], length: int, goal: Goal) -> CachePlan:
     """A plan from such a text. Formats that a budget chooses are chosen on more of it."""
-    windows, scored = (2, SCORED) if goal.budget is None else (8, 4 * SCORED)
+    windows, scored = (2, SCORED) if goal.budget is None else (4, 4 * SCORED)
     amounts = Amounts(len(tokens), length, windows, length // 2, scored)
     plan = calibrate(model, tokens, sizes=amounts, goal=goal)
     assert plan is not None
