@@ -2,20 +2,15 @@
 
 What a side of a layer costs, in KL, is measured once by decoding with this side alone in the
 cheapest format; in another format it is taken to shrink as the square of the weighted error of its
-rows. Costs add up, times a factor that the decoding of the whole plan tells. So the best choice of
-all is found layer by layer: of the choices for some layers only those count that no other one beats
-in both bits and KL. K keeps at least the bits of V, unless V alone was measured to cost more than K
-alone, or the sides are the parts of latent rows.
+rows. Costs add up, times a factor that the decoding of the whole plan tells. The greedy step is the
+one that saves the most KL per bit. K keeps at least the bits of V, unless V alone was measured to
+cost more than K alone, or the sides are the parts of latent rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import product
-
-import numpy as np
-from numpy.typing import NDArray
 
 Side = tuple[int, str]  # layer, "k" or "v"
 
@@ -63,48 +58,35 @@ class Costs:
 def allocate(
     costs: Costs, *, max_kl: float | None = None, budget: float | None = None
 ) -> dict[Side, str]:
-    """Choose formats: the best of all choices, by the costs that are given.
+    """Choose formats.
 
     Args:
         costs: what they cost.
-        max_kl: the fewest bits whose costs add up to no more; the least cost when None.
+        max_kl: stop as soon as the costs add up to no more; never when None.
         budget: bits per element to stay within; any number when None.
 
     Returns:
-        The format of every side; the best within the budget where max_kl is out of reach, and the
-        cheapest where the budget is.
+        The format of every side; the best within the budget where max_kl is out of reach.
     """
-    # choices of the layers so far that no other one beats in bits and in KL, by their bits
-    bits, kl = np.zeros(1), np.zeros(1)
-    taken: list[tuple[NDArray[np.intp], list[dict[Side, str]]]] = []
-    for options in _by_layer(costs):
-        more = [sum(costs.row_bits(*one) for one in option.items()) for option in options]
-        bits = np.add.outer(bits, more).ravel()
-        kl = np.add.outer(kl, [costs.total(option) for option in options]).ravel()
-        order = np.lexsort((kl, bits.round(6)))  # sums of the same bits differ in their last digits
-        least = np.minimum.accumulate(kl[order])
-        kept = order[np.append(True, least[1:] < least[:-1])]
-        taken.append((kept, options))
-        bits, kl = bits[kept], kl[kept]
-    if budget is not None:
-        within = int((bits <= (budget + 1e-9) * costs.width(costs.kl)).sum())
-        bits, kl = bits[: max(within, 1)], kl[: max(within, 1)]
-    enough = np.flatnonzero(kl <= (-np.inf if max_kl is None else max_kl))
-    place = int(enough[0]) if len(enough) else len(kl) - 1
-    formats: dict[Side, str] = {}
-    for kept, options in reversed(taken):
-        place, option = divmod(int(kept[place]), len(options))
-        formats |= options[option]
-    return {side: formats[side] for side in costs.kl}
-
-
-def _by_layer(costs: Costs) -> Iterator[list[dict[Side, str]]]:
-    """The formats that the sides of each layer may take together."""
-    for layer in dict.fromkeys(layer for layer, _ in costs.kl):
-        sides = [(layer, side) for side in "kv" if (layer, side) in costs.kl]
-        names = [costs.offered(side) for side in sides]
-        options = [dict(zip(sides, pair, strict=True)) for pair in product(*names)]
-        yield [option for option in options if _may_take(costs, option, layer)]
+    formats = {side: next(iter(costs.offered(side))) for side in costs.kl}
+    while max_kl is None or costs.total(formats) > max_kl:
+        steps = [
+            (saved / more, side, name)
+            for side, now in formats.items()
+            for name in costs.offered(side)
+            if (more := costs.row_bits(side, name) - costs.row_bits(side, now)) > 0
+            and (saved := costs.kl[side][now] - costs.kl[side][name]) > 0
+            and _may_take(costs, formats, side, name)
+            and (
+                budget is None
+                or costs.mean_bits(formats) + more / costs.width(formats) <= budget + 1e-9
+            )
+        ]
+        if not steps:
+            break
+        _, side, name = max(steps)
+        formats[side] = name
+    return formats
 
 
 def worst_layers(costs: Costs, formats: Mapping[Side, str], *, count: int = 3) -> list[int]:
@@ -123,12 +105,12 @@ def worst_layers(costs: Costs, formats: Mapping[Side, str], *, count: int = 3) -
     return chosen
 
 
-def _may_take(costs: Costs, formats: Mapping[Side, str], layer: int) -> bool:
-    """Whether K keeps at least the bits of V, or V was measured to need more."""
-    k, v = (layer, "k"), (layer, "v")
-    if not costs.k_first or not formats.keys() >= {k, v}:
+def _may_take(costs: Costs, formats: Mapping[Side, str], side: Side, name: str) -> bool:
+    """Whether K would keep at least the bits of V, or V was measured to need more."""
+    layer, which = side
+    if not costs.k_first or which == "k" or (layer, "k") not in formats:
         return True
     cheapest = next(iter(costs.bits))
-    if costs.kl[v][cheapest] > costs.kl[k][cheapest]:
+    if costs.kl[side][cheapest] > costs.kl[layer, "k"][cheapest]:
         return True
-    return costs.bits[formats[v]] <= costs.bits[formats[k]]
+    return costs.bits[name] <= costs.bits[formats[layer, "k"]]

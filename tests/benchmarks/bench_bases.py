@@ -74,7 +74,8 @@ def weighted_moments(subject: Subject, score: Score) -> list[LayerMoments]:
         keys, rows = (x.transpose(0, 1).flatten(1, 2).double() for x in (k, v))
         counted = score(layer, keys)[..., None] * rows
         parts = [counted.sum(1), counted.mT @ rows]
-        sums[layer] = [a + b for a, b in zip(sums.get(layer, [0, 0]), parts, strict=True)]
+        known = sums.setdefault(layer, [torch.zeros_like(one) for one in parts])
+        sums[layer] = [a + b for a, b in zip(known, parts, strict=True)]
 
     for window in subject.observed:
         subject.model.observe(window[None], take)

@@ -1,10 +1,9 @@
-"""How formats are chosen: by calibration/format_search.py, greedily, and by trying all choices.
+"""How formats are chosen: by calibration/format_search.py, and by trying all choices.
 
 For a small model, with 2, 3, 4 and 8 bits for K and V of each layer, in the plan's rows:
 
-    greedy       kvquant's choice until it was exact: the step that saves the most KL for its bits
-    allocate     kvquant's choice
-    exhaustive   the best of all choices, by the same costs: as allocate, or allocate is at fault
+    allocate     kvquant's choice, step by step: always that which saves the most KL for its bits
+    exhaustive   the best of all choices, by the same costs
     measured     allocate's choice where each side's KL was measured in each format, and not taken
                  from that in the cheapest one by the error of its rows
     uniform      one format for all
@@ -42,7 +41,7 @@ from row_study import (
     with_options,
 )
 
-from kvquant.calibration.format_search import Costs, Side, _by_layer, _may_take, allocate
+from kvquant.calibration.format_search import Costs, Side, _may_take, allocate
 from kvquant.cli.console import COUNT
 from kvquant.errors import KVQuantError
 from kvquant.rows.format import RowFormat
@@ -51,46 +50,29 @@ FORMATS = ("int2", "int3", "int4", "int8")
 Formats = dict[Side, str]
 
 
-def greedy(costs: Costs, budget: float) -> Formats:
-    """The formats of the most KL saved for the bits of each step."""
-    formats = {side: next(iter(costs.offered(side))) for side in costs.kl}
-    while True:
-        steps = [
-            ((costs.kl[side][now] - costs.kl[side][name]) / more, side, name)
-            for side, now in formats.items()
-            for name in costs.offered(side)
-            if (more := costs.row_bits(side, name) - costs.row_bits(side, now)) > 0
-            and costs.kl[side][now] > costs.kl[side][name]
-            and _may_take(costs, formats | {side: name}, side[0])
-            and costs.mean_bits(formats) + more / costs.width(formats) <= budget + 1e-9
-        ]
-        if not steps:
-            return formats
-        _, side, name = max(steps)
-        formats[side] = name
+def every_choice(costs: Costs) -> list[Formats]:
+    """All choices in which K keeps the bits of V where calibrate has it so."""
+    layers = sorted({layer for layer, _ in costs.kl})
+    options = []
+    for layer in layers:
+        sides = [(layer, side) for side in "kv"]
+        pairs = (dict(zip(sides, names, strict=True)) for names in product(costs.bits, repeat=2))
+        options.append([p for p in pairs if _may_take(costs, p, sides[1], p[sides[1]])])
+    return [{k: v for one in choice for k, v in one.items()} for choice in product(*options)]
 
 
 def exhaustive(costs: Costs, budget: float) -> Formats:
     """The best of all choices."""
-    best: tuple[float, float, Formats] | None = None
-    for options in product(*_by_layer(costs)):
-        formats = {side: name for option in options for side, name in option.items()}
-        found = costs.total(formats), costs.mean_bits(formats), formats
-        if found[1] <= budget + 1e-9 and (best is None or found[:2] < best[:2]):
-            best = found
-    assert best is not None
-    return best[2]
+    within = [one for one in every_choice(costs) if costs.mean_bits(one) <= budget + 1e-9]
+    return min(within, key=costs.total)
 
 
 def drawn(costs: Costs, budget: float, count: int) -> list[Formats]:
     """Choices at random that leave less than a quarter of a bit of a budget."""
-    source, found = random.Random(0), list[Formats]()
-    layers = [*_by_layer(costs)]
-    while len(found) < count:
-        formats = {k: v for options in layers for k, v in source.choice(options).items()}
-        if budget - 0.25 < costs.mean_bits(formats) <= budget + 1e-9 and formats not in found:
-            found.append(formats)
-    return found
+    near = [
+        one for one in every_choice(costs) if budget - 0.25 < costs.mean_bits(one) <= budget + 1e-9
+    ]
+    return random.Random(0).sample(near, count)
 
 
 def ranks(values: Iterable[float]) -> list[int]:
@@ -139,7 +121,6 @@ def measured(subject: Subject, budgets: Iterable[float], sample: int) -> dict[st
     found = {}
     for budget in budgets:
         choices = {
-            "greedy": greedy(scaled, budget),
             "allocate": allocate(scaled, budget=budget),
             "exhaustive": exhaustive(scaled, budget),
             "measured": allocate(known, budget=budget),
@@ -156,7 +137,7 @@ def measured(subject: Subject, budgets: Iterable[float], sample: int) -> dict[st
                 "bits": scaled.mean_bits(one),
                 "predicted": scaled.total(one),
             }
-            | compared(parts[what], parts["greedy"])
+            | compared(parts[what], parts["allocate"])
             for what, one in choices.items()
         }
         tried = drawn(scaled, budget, sample)
@@ -171,7 +152,7 @@ def measured(subject: Subject, budgets: Iterable[float], sample: int) -> dict[st
             "rank_correlation": statistics.correlation(
                 ranks(means), ranks(map(scaled.total, tried))
             ),
-        } | compared(costs[best], parts["greedy"])
+        } | compared(costs[best], parts["allocate"])
         found[f"{budget:g}"] = rows
         for what, row in rows.items():
             click.echo(f"{subject.name} {budget:g} {what}: {row}")

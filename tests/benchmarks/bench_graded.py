@@ -104,15 +104,14 @@ def measured(subject: Subject, name: str) -> tuple[dict[str, Any], dict[str, dic
             plan_reader(subject, place, fmt),
             best_graded(subject, place, fmt),
         )
-        ours, theirs = (
-            float(error_of(subject, place, read).sum())
-            for read in (graded[place].read, plan[place])
-        )
-        errors[place] = ours, theirs
         one = graded[place]
+        errors[place] = (
+            float(error_of(subject, place, one.read).sum()),
+            float(error_of(subject, place, plan[place]).sum()),
+        )
         click.echo(
-            f"{place} {name}: {theirs / ours:.2f} times less error, {one.kind} {one.header} "
-            f"{one.bits} of {one.row_bytes:g} bytes"
+            f"{place} {name}: {errors[place][1] / errors[place][0]:.2f} times less error, "
+            f"{one.kind} {one.header} {one.bits} of {one.row_bytes:g} bytes"
         )
     readers: dict[Place, Reader] = {place: one.read for place, one in graded.items()}
     chosen = {at: readers[at] if errors[at][0] < errors[at][1] else plan[at] for at in plan}

@@ -70,7 +70,8 @@ class Graded:
     @functools.cached_property
     def inverse(self) -> torch.Tensor:
         """M^-1, [heads, dim, dim]."""
-        return torch.linalg.inv(self.matrix.double()).float()
+        found: torch.Tensor = torch.linalg.inv(self.matrix.double()).float()
+        return found
 
     @property
     def row_bytes(self) -> float:
@@ -79,7 +80,8 @@ class Graded:
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [batch, heads, tokens, dim] in the basis."""
-        return (x - self.offset[:, None]) @ self.inverse.mT
+        encoded: torch.Tensor = (x - self.offset[:, None]) @ self.inverse.mT
+        return encoded
 
     def ranges(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The middle and half the range of each group, as headers have them: [..., groups]."""
@@ -104,8 +106,10 @@ class Graded:
         step = torch.where(levels > 0, 2 * half / levels.clamp(min=1), 0)
         low = torch.where(levels > 0, middle - half, 0)
         width = y.shape[-1] // len(self.bits)
-        per_element = [t.repeat_interleave(width, -1) for t in (low, step, levels)]
-        return rounded(y, *per_element, self.feedback) @ self.matrix.mT + self.offset[:, None]
+        low, step, levels = (t.repeat_interleave(width, -1) for t in (low, step, levels))
+        values = rounded(y, low, step, levels, self.feedback)
+        read: torch.Tensor = values @ self.matrix.mT + self.offset[:, None]
+        return read
 
 
 def rounded(
@@ -206,11 +210,9 @@ def made(
     order = counts.argsort(descending=True).tolist()
     ranked = []
     for falling in choices(groups, header, dim, row_bytes):
-        bits = [0] * groups
-        for group, one in zip(order, falling, strict=True):
-            bits[group] = one
+        bits = tuple(one for _, one in sorted(zip(order, falling, strict=True)))
         cost = sum(float(c) * ERRORS[b] for c, b in zip(counts, bits, strict=True))
-        ranked.append((cost, tuple(bits)))
+        ranked.append((cost, bits))
     std = variance.unflatten(-1, (groups, -1)).mean(-1).sqrt().float()
     for _, bits in sorted(ranked)[:FEW]:
         ends = torch.tensor([ENDS.get(one, 0.0) for one in bits]) * std
@@ -246,4 +248,5 @@ def searched(one: Graded, error: Callable[[Graded], float]) -> Graded:
 
 def _power(moment: torch.Tensor, exponent: float) -> torch.Tensor:
     values, vectors = torch.linalg.eigh(moment)
-    return (vectors * values.clamp(min=1e-300).pow(exponent)[:, None]) @ vectors.mT
+    found: torch.Tensor = (vectors * values.clamp(min=1e-300).pow(exponent)[:, None]) @ vectors.mT
+    return found
