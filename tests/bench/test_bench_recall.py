@@ -17,6 +17,7 @@ import bench_recall
 import results
 from evaluations import Evaluations, draw, labels, of_models, read_runs, tables, text_of, together
 
+from kvquant.calibration.calibrate import Goal, calibrate
 from kvquant.cli.demo import MODEL
 from kvquant.evaluation.statistics import paired
 from kvquant.hf.model import CachedModel
@@ -82,6 +83,23 @@ def test_plans_and_peers_are_made_on_the_spot() -> None:
     assert plan.bits == 4.25 and plan.facts["observed_tokens"] <= 1500
     windows = {str(bench_recall.with_window(one, (4, 64))).partition(" + ")[2] for one in found}
     assert windows == {"4 sinks, 64 recent"} and len(found) == 11
+
+
+@pytest.mark.slow
+def test_plans_for_few_bits_share_what_was_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CachedModel.from_pretrained(MODEL)
+    tokens = bench_recall.sheets(model, 128, 2200)[:2200]
+    goals: list[Goal] = []
+
+    def noted(*args: Any, goal: Goal, **options: Any) -> CachePlan | None:
+        goals.append(goal)
+        return calibrate(*args, goal=goal, **options)
+
+    monkeypatch.setattr(bench_recall, "calibrate", noted)
+    found = [*bench_recall.made_plans(model, ["int2", "2.75"], tokens, 128)]
+    assert [str(one) for one in found] == ["plan int2", "plan for 2.75 bits"]
+    assert goals == [Goal(budget=2.75)]
+    assert found[0].plan.bits == 2.25 < found[1].plan.bits <= 2.75
 
 
 def run_of(

@@ -207,12 +207,33 @@ def sheets(model: CachedModel, length: int, count: int) -> list[int]:
     return found
 
 
-def made_plan(model: CachedModel, tokens: list[int], length: int) -> CachePlan:
-    """A plan from such a text."""
-    amounts = Amounts(len(tokens), length, windows=2, context=length // 2, scored=SCORED)
-    plan = calibrate(model, tokens, sizes=amounts, goal=Goal(format="int4"))
+def made_plan(model: CachedModel, tokens: list[int], length: int, goal: Goal) -> CachePlan:
+    """A plan from such a text. Formats that a budget chooses are chosen on more of it."""
+    windows, scored = (2, SCORED) if goal.budget is None else (4, 4 * SCORED)
+    amounts = Amounts(len(tokens), length, windows, length // 2, scored)
+    plan = calibrate(model, tokens, sizes=amounts, goal=goal)
     assert plan is not None
     return plan
+
+
+def made_plans(
+    model: CachedModel, names: Sequence[str], tokens: list[int], length: int
+) -> Iterator[Planned]:
+    """Plans by their names: a format of all layers, or the bits of a budget."""
+    budgets = {name: float(name) for name in names if name[0].isdigit()}
+    made = {
+        name: made_plan(model, tokens, length, Goal(budget=bits)) for name, bits in budgets.items()
+    }
+    plans = [*made.values()]
+    for name in names:
+        if name in made:
+            yield Planned(made[name], f"plan for {name} bits")
+            continue
+        plan = next((one for one in plans if name in one.facts["candidates"]), None)
+        if plan is None:
+            plan = made_plan(model, tokens, length, Goal(format=name))
+            plans.append(plan)
+        yield Planned(plan.with_formats(name), f"plan {name}")
 
 
 def all_caches(
@@ -228,15 +249,13 @@ def all_caches(
     Args:
         model: reads the tokens.
         formats: K or K/V, or of latents.
-        plans: formats of plans.
+        plans: formats of plans, or budgets in bits.
         with_peers: whether others' caches are there.
         tokens: of a text, for plans and for rotations; cut into passages of this length.
         length: of a passage.
     """
     found: list[str | Planned | PeerCache] = [*formats]
-    if plans := [*plans]:
-        plan = made_plan(model, tokens, length)
-        found += [Planned(plan.with_formats(name), f"plan {name}") for name in plans]
+    found += made_plans(model, [*plans], tokens, length)
     if with_peers:
         found += peers(model, spread(tokens, min(16, len(tokens) // length), length))
     return found
@@ -301,6 +320,7 @@ def prepare(
     with_peers: bool,
     device: str,
     text: str = "",
+    only: Sequence[str] = (),
 ) -> Subject:
     """Load a model and make its caches.
 
@@ -311,6 +331,7 @@ def prepare(
         device: where.
         text: a half of what plans are made from, if any; sheets of the tasks as they are now are
             the rest.
+        only: caches whose names hold one of these words; all of them where there is none.
     """
     start, name = time.monotonic(), folder.name
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -328,6 +349,7 @@ def prepare(
         tokens = model.encode(text)[: OBSERVED // 2] if text else []
         tokens += sheets(model, max(lengths), OBSERVED - len(tokens))
     caches = all_caches(model, formats, plans, with_peers, tokens, max(lengths))
+    caches = [one for one in caches if not only or any(word in _name(one) for word in only)]
     click.echo(f"{name}: {len(caches)} caches made in {time.monotonic() - start:.0f} s")
     return Subject(name, model, caches, lengths, start)
 
@@ -362,9 +384,12 @@ def measure(subject: Subject, amount: Amount, json_file: Path | None) -> list[Ru
 @click.option("--window", "windows", multiple=True, default=WINDOWS, callback=pairs)
 @click.option("--task", "tasks", type=click.Choice([*TASKS]), multiple=True, default=ASKED)
 @click.option("--format", "formats", multiple=True, default=FORMATS, help="K or K/V.")
-@click.option("--plan", "plans", multiple=True, default=PLANS, help="A format, with a plan.")
+@click.option(
+    "--plan", "plans", multiple=True, default=PLANS, help="A format, or bits of a budget."
+)
 @click.option("--no-plans", is_flag=True)
 @click.option("--peers/--no-peers", "with_peers", default=True)
+@click.option("--only", multiple=True, help="Caches whose name holds this word.")
 @click.option("--seeds", type=COUNT, default=3, show_default=True)
 @click.option("--prompts", type=COUNT, default=44, show_default=True, help="Of a seed.")
 @click.option("--questions", type=COUNT, default=8, show_default=True, help="Of a prompt.")
@@ -381,6 +406,7 @@ def main(
     plans: tuple[str, ...],
     no_plans: bool,
     with_peers: bool,
+    only: tuple[str, ...],
     device: str,
     json_file: Path | None,
     kept: tuple[Path, ...],
@@ -391,9 +417,8 @@ def main(
     found: list[Run] = []
     amount = Amount(**amounts)
     for folder in folders:
-        subject = prepare(
-            folder, amount.lengths, formats, () if no_plans else plans, with_peers, device
-        )
+        made = () if no_plans else plans
+        subject = prepare(folder, amount.lengths, formats, made, with_peers, device, only=only)
         found += measure(subject, amount, json_file)
     if json_file is not None:
         found = read_runs(json_file)  # of other models, too

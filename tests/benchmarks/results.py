@@ -14,6 +14,8 @@ measured and the date:
     fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
                                             kvquant calibrate --budget 3.25, named MODEL-3
     recall, code                            tests/benchmarks/bench_recall.py, bench_code.py
+    row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
+                                            bench_graded.py
 
 zen4-decode is the one of two runs, one after the other, whose ratios to torch are less favourable.
 Its record of the machine was added by hand: the command did not write one yet.
@@ -88,6 +90,7 @@ def shown() -> dict[str, list[str]]:
         "calibration/README.md": [
             *(fidelity_about(), fidelity(CACHES)),
             *(fidelity_about("few-bits"), fidelity(FEW_BITS, "few-bits")),
+            *(chosen_formats(), other_bases(), graded(), answers_of_graded()),
         ],
         **evaluated(),
         "kernels/FACTS.md": [peers(), latent_rows(), latent_peers(), variants()],
@@ -581,6 +584,89 @@ def fidelity(caches: Mapping[str, str], name: str = "fidelity") -> str:
         found = [f"{kl_of(mean)} ({100 * mean['top1']:.1f} %)" for mean in means]
         rows.append([shown_as, f"{means[-1]['bits']:.2f}", *found])
     return table(["cache", "bits per element", *MODELS.values()], rows)
+
+
+CHOICES = {
+    "allocate": "`calibrate`'s, step by step",
+    "exhaustive": "best of all choices",
+    "measured": "step by step, each KL measured",
+    "uniform": "`int3` everywhere",
+    "sample": "best of {drawn} drawn at random",
+}
+
+
+def times(found: Mapping[str, float]) -> str:
+    """How many times less a KL is, and its standard error."""
+    return f"{found['times_less']:.2f} ± {found['error']:.2f}"
+
+
+def chosen_formats() -> str:
+    """What ways to choose formats cost."""
+    rows = []
+    for budgets in (one["budgets"] for one in read("row-formats")["models"].values()):
+        for budget, choices in budgets.items():
+            for key, title in CHOICES.items():
+                if key in choices:
+                    one = choices[key]
+                    kl = [f"{one[name]:.4f}" for name in ("predicted", "kl")]
+                    cells = [budget, title.format(**one), f"{one['bits']:.2f}", *kl]
+                    rows.append([*cells, ", ".join(one["formats"]).replace("int", "")])
+    titles = ["budget", "choice", "bits", "predicted KL", "KL", "bits of K and V, by layer"]
+    return table(titles, rows)
+
+
+def other_bases() -> str:
+    """How many times less the KL of one side is in other bases than in the plan's."""
+    models = read("row-bases")["models"]
+    found = {
+        (one["side"].upper(), one["format"], one["basis"], name): times(one)
+        for name, figures in models.items()
+        for one in figures["bases"]
+    }
+    rows = [
+        [side, f"`{fmt}`", title, *(found.get((side, fmt, basis, name), "-") for name in models)]
+        for side in "KV"
+        for fmt in ("int3", "int2")
+        for basis, title in BASES.items()
+        if side == "V" or basis == "oscar"
+    ]
+    return table(["rows of", "format", "basis", *(f"`{name}`" for name in models)], rows)
+
+
+BASES = {
+    "weighted": "OSCAR's weight",
+    "centred": "the same of centred keys",
+    "oscar": "OSCAR's rotation",
+}
+
+
+def graded() -> str:
+    """What rows with graded bits cost beside the plan's rows of as many bytes."""
+    rows = []
+    for name, figures in read("row-graded")["models"].items():
+        for one in figures["rows"]:
+            bits = RowFormat.parse(one["format"], 128).bits_per_element
+            cells = [f"`{name}`", f"{bits:.2f}"]
+            for what in ("K", "V", "chosen"):
+                kl = one["kl"].get(what)
+                cells.append("-" if kl is None else f"{kl['of']:.4f}, {kl['kl']:.4f}, {times(kl)}")
+            rows.append(cells)
+    return table(["model", "bits", "K alone: plan, graded, times less", "V alone", "both"], rows)
+
+
+def answers_of_graded() -> str:
+    """Right answers of the recall model with such rows."""
+    found = read("row-graded")["models"]["llama-recall-5m"]["retrieval"]
+    cells = {
+        task: [
+            f"{100 * (one['given'] - one['exact']):+.1f} ± {100 * one['error']:.1f}"
+            for one in row["caches"]
+        ]
+        for task, row in found["tasks"].items()
+    }
+    names = [name.partition(" + ")[0] for name in found["caches"][1:]]
+    rows = [[name, *(each[at] for each in cells.values())] for at, name in enumerate(names)]
+    return table(["cache", *(f"`{task}`" for task in cells)], rows)
 
 
 PICTURED = 4, 128  # first and last tokens in 16 bit
