@@ -123,24 +123,28 @@ class PagedMachine(RuleBasedStateMachine):
         lengths=st.sampled_from(LENGTHS),
         shared_prefix=st.sampled_from(SHARES),
         in_basis=st.booleans(),
+        page=st.sampled_from([PAGE, PAGE, 1]),
     )
-    def start(self, lengths: tuple[int, int], shared_prefix: bool | None, in_basis: bool) -> None:
+    def start(
+        self, lengths: tuple[int, int], shared_prefix: bool | None, in_basis: bool, page: int
+    ) -> None:
         torch.manual_seed(0)
         self.threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the tensors are small: several would wait for one another
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(sharedprefix, "FIXED", -math.inf)  # None: in every step that could
         self.sinks, self.recent = lengths
+        self.page, self.pages = page, PAGES * PAGE // page
         plain = Basis(torch.zeros(HEADS, DIM))
         basis = make_basis() if in_basis else LayerBasis(plain, plain)
         self.cache = PagedKVCache(
             LAYERS,
             HEADS,
             DIM,
-            PAGES,
+            self.pages,
             max_num_seqs=SEQ_SLOTS,
             max_seq_len=MAX,
-            page_size=PAGE,
+            page_size=self.page,
             k_format=FORMATS[0],
             v_format=FORMATS[1],
             sink_len=self.sinks,
@@ -246,7 +250,7 @@ class PagedMachine(RuleBasedStateMachine):
             assert not self.cache.num_free_seq_slots or self.device != "cpu"
             return
         assert present == expected < max(count, 1)
-        assert not present or (present - self.sinks) % PAGE == 0
+        assert not present or (present - self.sinks) % self.page == 0
         tokens = self.chain(ids[:present], [], True)
         self.live[i] = [replace(t, packed=at >= self.sinks) for at, t in enumerate(tokens)]
         self.next_id += 1
@@ -326,7 +330,7 @@ class PagedMachine(RuleBasedStateMachine):
         try:
             self.cache.swap_in(i)
         except OutOfPagesError:
-            assert len(self.live) == SEQ_SLOTS or self.cache.num_free_pages < PAGES
+            assert len(self.live) == SEQ_SLOTS or self.cache.num_free_pages < self.pages
             self.cache.finish_swaps()
             return
         self.live[i] = self.swapped.pop(i)
@@ -365,7 +369,7 @@ class PagedMachine(RuleBasedStateMachine):
             ):
                 assert torch.equal(got.cpu(), expected)
             known = [token.id for token in tokens if token.known]
-            packed = sum(token.packed for token in tokens if token.known) // PAGE * PAGE
+            packed = sum(token.packed for token in tokens if token.known) // self.page * self.page
             assert self.cache.match_prefix([*known, -1]) >= (packed and packed + self.sinks)
 
     @invariant()
@@ -389,7 +393,8 @@ def soak(device: str, seed: int, goes_on: Callable[[int], bool]) -> int:
     draw, calls = random.Random(seed), 0
     while goes_on(calls):
         machine = PagedMachine()
-        machine.start(draw.choice(LENGTHS), draw.choice(SHARES), draw.random() < 0.5)
+        basis, page = draw.random() < 0.5, draw.choice([PAGE, PAGE, 1])
+        machine.start(draw.choice(LENGTHS), draw.choice(SHARES), basis, page)
         for _ in range(100):
             n = draw.randrange(51)
             rest: dict[str, dict[str, int]] = {
