@@ -393,8 +393,8 @@ def soak(device: str, seed: int, goes_on: Callable[[int], bool]) -> int:
     draw, calls = random.Random(seed), 0
     while goes_on(calls):
         machine = PagedMachine()
-        basis, page = draw.random() < 0.5, draw.choice([PAGE, PAGE, 1])
-        machine.start(draw.choice(LENGTHS), draw.choice(SHARES), basis, page)
+        page = (PAGE, PAGE, 1)[calls // 100 % 3]
+        machine.start(draw.choice(LENGTHS), draw.choice(SHARES), draw.random() < 0.5, page)
         for _ in range(100):
             n = draw.randrange(51)
             rest: dict[str, dict[str, int]] = {
