@@ -54,7 +54,7 @@ class RowsAttention(AttentionBackend):
         page_size = self.token_to_kv_pool.page_size
         table = self.req_to_token_pool.req_to_token[:, :longest:page_size]
         pages = table[batch.req_pool_indices]
-        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
         return describe_step(
             NewTokens(
                 pages // page_size if page_size > 1 else pages,
