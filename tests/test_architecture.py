@@ -30,6 +30,7 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
     "hf": f"{BASE} rows ops cache io",
     "engine": f"{BASE} rows ops cache io",
     "vllm": f"{BASE} rows engine",
+    "sglang": f"{BASE} rows engine",
     "lmcache": f"{BASE} rows ops io engine",
     "calibration": f"{BASE} text html rows ops cache io hf",
     "evaluation": f"version {BASE} text html rows cache io hf calibration",
@@ -78,6 +79,7 @@ ALLOWED_LATE = {
 LIBRARIES = {
     "transformers": {"hf"},
     "vllm": {"vllm"},
+    "sglang": {"sglang"},
     "lmcache": {"lmcache"},
     "lm_eval": {"lm_eval"},
     "numba": {name for name in ALLOWED if name.startswith("kernels.")},

@@ -148,6 +148,7 @@ def test_the_oldest_transformers_is_that_of_the_extra() -> None:
     ("module", "extra"),
     [
         ("kvquant.vllm.backend", "vllm"),
+        ("kvquant.sglang.pool", "sglang"),
         ("kvquant.lmcache.serde", "lmcache"),
         ("kvquant.lm_eval.model", "lm-eval"),
     ],

@@ -17,7 +17,8 @@ its token's. No score is masked: a tile ends with the rows that all queries see,
 them make tiles of one row each, and a head's result is written after its last row.
 
 A tile is read as runs of rows that lie at one stride: a run is a page or a part of one, and without
-pages the whole tile. Tiles are the same with and without pages, so the results are, bit for bit.
+pages the whole tile. A block has rows of several runs where pages are smaller than it: then each of
+its rows is looked up. Tiles are the same with and without pages, so the results are, bit for bit.
 """
 
 import functools
@@ -30,7 +31,7 @@ import torch
 from kvquant.rows.arguments import address
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.ragged import attend_to_pieces
-from kvquant.rows.segment import PAGE_SIZES, Segment, visible_rows
+from kvquant.rows.segment import RUN, Segment, visible_rows
 from kvquant.rows.variant import add_sinks
 
 from .combine import make_merge_kernel
@@ -101,14 +102,17 @@ def tile_tokens(v_format):
 
 
 @functools.cache
-def make_decode_kernel(k_spec, v_spec, heads):
+def make_decode_kernel(k_spec, v_spec, heads, least=RUN):
     """Compile the kernel for two formats and a number of heads that share the rows; its address.
+
+    least: rows that lie at one stride at least: RUN, or those of a smaller page.
 
     It takes the arguments named below, and the index of (sequence, block of heads, split).
     """
     k_dim, v_dim = parse_spec(k_spec).head_dim, parse_spec(v_spec).head_dim
     k_bytes, v_bytes = parse_spec(k_spec).row_bytes, parse_spec(v_spec).row_bytes
     tokens = tokens_per_block(heads)
+    runs_of_block, in_run = max(tokens // least, 1), min(tokens, least)
     # scratch of a work item: places in floats
     tile = tile_tokens(parse_spec(v_spec))
     lanes_at = tile // tokens * LANES
@@ -118,7 +122,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
     k_params_at = acc_at + heads * v_dim
     v_params_at = k_params_at + tokens * widened_floats(parse_spec(k_spec))
     runs_at = v_params_at + tile * widened_floats(parse_spec(v_spec))
-    said_at = runs_at + (tile // min(PAGE_SIZES) + 1) * RUN_BYTES // 4
+    said_at = runs_at + (tile // least + 1) * RUN_BYTES // 4
     scratch_floats = said_at + TILE_BYTES // 4
 
     def decode_kernel(args, item):
@@ -134,7 +138,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
         seq_len = load_int32(argument(args, SEQ_LENS) + 4 * b)
         begin = 0
         if argument(args, FIRST_ROWS) != 0:
-            begin = load_int32(argument(args, FIRST_ROWS) + 4 * b) // tokens * tokens
+            begin = load_int32(argument(args, FIRST_ROWS) + 4 * b) // in_run * in_run
         size = (seq_len - begin + num_splits - 1) // num_splits
         size = (size + tokens - 1) // tokens * tokens  # so that a block lies in one page
         end = min(begin + (split + 1) * size, seq_len)
@@ -229,15 +233,21 @@ def make_decode_kernel(k_spec, v_spec, heads):
                 store_int(at + 8 * RUN_NEXT_K, k_head + page * k_page_stride + slot * k_stride)
             # Step 4: scores of the tile, and the greatest of each lane
             top = splat(np.float32(-np.inf))
-            for r in range(num_runs):
+            for r in range(0, num_runs, runs_of_block):
                 at = runs + RUN_BYTES * r
                 end, k_row, v_row = argument(at, RUN_END), argument(at, RUN_K), argument(at, RUN_V)
+                if runs_of_block > 1:
+                    end = min(argument(at, RUN_FIRST) + tokens, count)
                 for token in range(argument(at, RUN_FIRST), end, tokens):
                     row = k_row + token * k_stride
-                    score = score_block(k_spec, heads, q, row, k_stride, end - token, k_params)
+                    score = score_block(
+                        k_spec, heads, least, q, row, k_stride, end - token, k_params, at
+                    )
                     store(scores + 4 * LANES * (token // tokens), score)
                     top = maximum(top, score)
                     for t in range(tokens):  # V prefetch: its rows come while K is computed with
+                        if runs_of_block > 1:
+                            v_row = argument(at + RUN_BYTES * (t // least), RUN_V)
                         prefetch(v_row + (token + t) * v_stride, v_bytes)
             if change != 0:
                 store_int(said + 8 * FIRST, first)
@@ -385,14 +395,16 @@ def _attend(
 
     done = 0
     for (i, segment), longest, count in zip(work, lengths, splits, strict=True):
-        kernel = make_decode_kernel(spec(segment.k_format), spec(segment.v_format), heads)
+        table, page_size = segment.block_table, segment.k_rows.shape[2]
+        least = RUN if table is None else min(page_size, RUN)
+        kernel = make_decode_kernel(spec(segment.k_format), spec(segment.v_format), heads, least)
         seq_lens, seen = segment.seq_lens.contiguous(), visible[i].contiguous()
         starts = None if segment.starts is None else segment.starts.contiguous()
         seq_slots = None if segment.seq_slots is None else segment.seq_slots.contiguous()
-        pages, table = [0, 0, 0, NO_PAGES], segment.block_table
+        pages = [0, 0, 0, NO_PAGES]
         if table is not None:
             strides = [4 * stride for stride in table.stride()]
-            pages = [table.data_ptr(), *strides, segment.k_rows.shape[2].bit_length() - 1]
+            pages = [table.data_ptr(), *strides, page_size.bit_length() - 1]
         arguments = np.array(
             [
                 address(scaled, "q"),

@@ -205,17 +205,16 @@ def chunks_per_pass(heads, chunks):
     )
 
 
-@operation(
-    f32x16, literal, literal, types.int64, types.int64, types.int64, types.int64, types.int64
-)
-def score_block(emit, format_spec, heads, q, row, stride, count, params):
+@operation(f32x16, literal, literal, literal, *[types.int64] * 6)
+def score_block(emit, format_spec, heads, least, q, row, stride, count, params, runs):
     """Scores of the next tokens with all heads: lane token * heads + head; -inf beyond the tokens.
 
     A score that is not finite is NaN, and with it all of its head's result.
 
     q [heads, head_dim] float32; row: address of the first token's row; count: tokens that exist, at
     least 1 (the last one's row is read again in place of missing ones); params: widened ones of the
-    block's rows. A latent row is read part by part.
+    block's rows; runs: the first of the block's, each of which has `least` rows where the block has
+    several. A latent row is read part by part.
     """
     b, fmt = emit.builder, parse_spec(format_spec)
     tokens = tokens_per_block(heads)
@@ -224,7 +223,12 @@ def score_block(emit, format_spec, heads, q, row, stride, count, params):
         last = b.sub(count, ir.Constant(I64, 1))
         inside = b.icmp_signed("<", ir.Constant(I64, token), count)
         index = b.select(inside, ir.Constant(I64, token), last)
-        rows.append(b.add(row, b.mul(index, stride)))
+        at = b.add(row, b.mul(index, stride))
+        if least < tokens:  # from the first run to that of the row
+            run = b.add(runs, emit.times(b.udiv(index, ir.Constant(I64, least)), RUN_BYTES))
+            bases = [emit.load_scalar(emit.at(one, 8 * RUN_K), I64) for one in (run, runs)]
+            at = b.add(at, b.sub(*bases))
+        rows.append(at)
         row_params.append(emit.at(params, 4 * token * widened_floats(fmt)))
     sums = [cgutils.alloca_once_value(b, emit.constant(0.0)) for _ in range(tokens * heads)]
     for part in parts_of(fmt):

@@ -22,7 +22,7 @@ from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat, LatentFormat
 from ..rows.quantize import exact_codec
 from ..rows.reference import reference_over_segments
-from ..rows.segment import PAGE_SIZES, Segment, latent_segment
+from ..rows.segment import PAGE_SIZES, PAGE_SIZES_TEXT, Segment, latent_segment
 from ..rows.spacing import spaced_len
 from ..rows.variant import AttentionVariant
 
@@ -174,7 +174,7 @@ class Case:
                 "sequences of one length"
             )
         if self.page_size and self.page_size not in PAGE_SIZES:
-            raise ConfigError(f"--page-size {self.page_size}: use 16, 32, 64, 128, or 0 for none")
+            raise ConfigError(f"--page-size {self.page_size}: use {PAGE_SIZES_TEXT}, or 0 for none")
         if min(self.packed_lens) < 1:
             raise ConfigError(
                 f"--exact {self.sink_len} {self.recent_len} leaves nothing of --seq-len "

@@ -22,8 +22,9 @@ begins the prompts:
     k       [num_tokens or more, num_kv_heads, head_dim], as q
     v       [num_tokens or more, num_kv_heads, head_dim of V], as q
     out     [num_tokens or more, num_q_heads, head_dim of V], as q: written by attend
-    pages   [num_pages, layout.slots, page_size, layout.slot_bytes], uint8, slots contiguous; new
-            pages may hold anything
+    pages   [num_pages, layout.slots, page_size, layout.slot_bytes], uint8, slots contiguous; or K's
+            and V's apart, [num_pages, num_kv_heads, page_size, row bytes or more] each, rows
+            contiguous. New pages may hold anything
     slots   [num_tokens], int64: page * page_size + place in the page, where a token's rows go; a
             token with a negative one is not written
 
@@ -34,7 +35,7 @@ from the device. A CUDA graph may hold append and attend for a Step without prom
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -44,6 +45,7 @@ from ..rows.format import RowFormat
 from ..rows.variant import AttentionVariant
 
 UNIT = 16  # bytes that pages, and what is in them, are aligned to on CUDA
+Pages: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 
 class PageLayout(NamedTuple):
@@ -75,11 +77,12 @@ class PageLayout(NamedTuple):
         row_bytes = self.v_format.row_bytes
         return row_bytes if self._is_even else self._v_start + -(-row_bytes // UNIT) * UNIT
 
-    def views(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def views(self, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V rows of pages.
 
         Args:
-            pages: [num_pages, slots, page_size, slot_bytes], uint8, slots contiguous.
+            pages: [num_pages, slots, page_size, slot_bytes], uint8, slots contiguous; or K's and
+                V's, [num_pages, num_kv_heads, page_size, row bytes or more] each.
 
         Returns:
             [num_pages, num_kv_heads, page_size, row bytes] each, without a copy.
@@ -87,6 +90,9 @@ class PageLayout(NamedTuple):
         Raises:
             ShapeError: the pages are others.
         """
+        if not isinstance(pages, torch.Tensor):
+            k_pages, v_pages = pages
+            return k_pages[..., : self.k_format.row_bytes], v_pages[..., : self.v_format.row_bytes]
         if pages.shape[1:2] + pages.shape[3:] != (self.slots, self.slot_bytes):
             raise ShapeError(
                 f"pages are {list(pages.shape)}: they must be [num_pages, {self.slots}, page_size, "

@@ -29,7 +29,7 @@ from ..rows.basis import Basis
 from ..rows.call import AttentionCall
 from ..rows.format import RowFormat
 from ..rows.segment import Segment
-from .contract import LayerRows, Lengths, NewTokens
+from .contract import LayerRows, Lengths, NewTokens, Pages
 
 # queries of a chunk that attends to rows, made up to one of these: each number of them would be
 # another kernel to compile; for more it pays to dequantize the rows once
@@ -141,7 +141,7 @@ def describe_step(new: NewTokens) -> Step:
 
 
 def append(
-    layer: LayerRows, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+    layer: LayerRows, k: torch.Tensor, v: torch.Tensor, pages: Pages, slots: torch.Tensor
 ) -> None:
     """Write the rows of new tokens.
 
@@ -174,7 +174,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    pages: torch.Tensor,
+    pages: Pages,
     out: torch.Tensor,
 ) -> None:
     """Attend with all queries of a step, whose rows have been written.
@@ -249,7 +249,7 @@ def _attend_causally(
 
 
 def _attend_with_few(
-    layer: LayerRows, step: Step, sequence: int, q: torch.Tensor, pages: torch.Tensor
+    layer: LayerRows, step: Step, sequence: int, q: torch.Tensor, pages: Pages
 ) -> torch.Tensor:
     """Attend with the last tokens of one sequence, to rows alone."""
     count = len(q)
@@ -266,7 +266,7 @@ def _attend_to_rows(
     sequences: slice,
     queries: torch.Tensor,
     q_lens: torch.Tensor | None,
-    pages: torch.Tensor,
+    pages: Pages,
 ) -> torch.Tensor:
     """Attend with the last tokens of some sequences, to rows alone."""
     lens, table = step.seq_lens[sequences], step.block_table[sequences]
@@ -282,7 +282,7 @@ def _seen(
     chunk: Chunk,
     k: torch.Tensor,
     v: torch.Tensor,
-    pages: torch.Tensor,
+    pages: Pages,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of the tokens that a chunk sees, its own the last, [tokens, num_kv_heads, ...]."""
     past = chunk.past
@@ -292,8 +292,8 @@ def _seen(
         return k, v
     window = None if layer.variant is None else layer.variant.window
     first = 0 if window is None else max(chunk.past - window + 1, 0)
-    slots = step.slots(chunk.sequence, first, past, pages.shape[2])
     k_rows, v_rows = layer.layout.views(pages)
+    slots = step.slots(chunk.sequence, first, past, k_rows.shape[2])
     k_format, v_format, _ = layer.layout
     k_basis, v_basis = layer.basis or (None, None)
     keys = _behind_past(k, k_rows, k_format, k_basis, slots)

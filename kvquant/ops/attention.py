@@ -118,8 +118,8 @@ def decode_attention(
             queries of each sequence, or with q_indptr [total, num_q_heads, head_dim]; float32 (not
             on CUDA), bfloat16 or float16; num_q_heads is a multiple of num_kv_heads, in any ratio.
         k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8; with a block_table
-            [num_pages, num_kv_heads, page_size, row bytes of k_format], page_size 16, 32, 64 or
-            128. Rows are contiguous, the other axes may have any strides.
+            [num_pages, num_kv_heads, page_size, row bytes of k_format], page_size 1, 2, 4, 8, 16,
+            32, 64, 128 or 256. Rows are contiguous, the other axes may have any strides.
         v_rows: the same for V, with the row bytes of v_format.
         seq_lens: [batch], int32: rows in use, the first ones; the rest may hold anything.
         k_format: format of k_rows, or its short name ("int4-g4").

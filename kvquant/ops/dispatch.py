@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -56,6 +57,19 @@ def check_cuda_codecs(formats: Iterable[RowFormat]) -> None:
         check_codec(*formats)
     except UnsupportedError as error:
         raise UnsupportedError(f"no CUDA kernel: {error}, or keep the rows on the CPU") from None
+
+
+def check_cuda_pages(formats: Iterable[RowFormat], page_size: int) -> None:
+    """Raise ConfigError unless pages of so many rows begin at multiples of 16 bytes, one behind
+    another: kernels find the rows of a page by that."""
+    for fmt in formats:
+        if page_size * fmt.row_bytes % 16:
+            least = 16 // math.gcd(fmt.row_bytes, 16)
+            raise ConfigError(
+                f"pages of {page_size} rows of {fmt} take {page_size * fmt.row_bytes} bytes, no "
+                f"multiple of 16 as CUDA needs: use page_size {least} or more, or a format whose "
+                "rows are a multiple of 16 bytes long"
+            )
 
 
 def torch_op(

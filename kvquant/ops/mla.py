@@ -121,9 +121,9 @@ def mla_decode_attention(
             bfloat16 or float16: W_UK^T q of each head.
         q_rope: the same shape but for its last axis, rope_dim, and the same dtype: the RoPE part.
         rows: [batch, capacity, row_bytes], uint8, the bytes of a row contiguous, the other axes of
-            any strides; with a block_table [num_pages, page_size, row_bytes], of pages of 16, 32,
-            64 or 128 rows. On CUDA rows must follow one another without gaps, from a multiple of 16
-            bytes on.
+            any strides; with a block_table [num_pages, page_size, row_bytes], of pages of 1, 2, 4,
+            8, 16, 32, 64, 128 or 256 rows. On CUDA rows must follow one another without gaps, from
+            a multiple of 16 bytes on.
         seq_lens: [batch], int32: rows in use; 0 is allowed.
         fmt: format of the rows, or its short name ("int4-g8+int8-g4").
         sm_scale: factor on the scores, the model's: 1 / sqrt(head_dim) of its K before absorption

@@ -27,13 +27,13 @@ from ..cache.checks import (
 from ..cache.copying import NotCopied
 from ..cache.memory import check_room
 from ..errors import ConfigError, NonFiniteError, shown
-from ..ops.dispatch import check_cuda_codecs
+from ..ops.dispatch import check_cuda_codecs, check_cuda_pages
 from ..rows.arguments import check_device, check_flag, check_size
 from ..rows.basis import LayerBasis
 from ..rows.codec import check_exact_format
 from ..rows.kind import KEY_VALUE, KeyValue
 from ..rows.quantize import check_dtype
-from ..rows.segment import PAGE_SIZES
+from ..rows.segment import PAGE_SIZES, PAGE_SIZES_TEXT
 from ..rows.slots import Split
 from .pool import SequenceId
 from .prefix_tree import Origin, invariant, whole_number
@@ -87,7 +87,7 @@ class PagedKVCache(NotCopied):
         max_num_seqs: sequences that may live at a time. Each has room for sink_len + recent_len
             tokens in 16 bit, in every layer, and so many sinks are kept to be found again.
         max_seq_len: tokens that a sequence may have.
-        page_size: tokens of a page: 16, 32, 64 or 128.
+        page_size: tokens of a page: 1, 2, 4, 8, 16, 32, 64, 128 or 256.
         k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
         v_format: of V, as k_format.
         sink_len: first tokens of each sequence to keep in 16 bit.
@@ -161,7 +161,7 @@ class PagedKVCache(NotCopied):
         max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         page_size = check_size("page_size", page_size)
         if page_size not in PAGE_SIZES:
-            raise ConfigError(f"page_size {shown(page_size)} does not exist: use 16, 32, 64 or 128")
+            raise ConfigError(f"page_size {shown(page_size)} does not exist: use {PAGE_SIZES_TEXT}")
         check_exact_format(exact_format)
         self.sink_len = check_size("sink_len", sink_len)
         self.recent_len = check_size("recent_len", recent_len)
@@ -184,6 +184,7 @@ class PagedKVCache(NotCopied):
         self.row_kind.check_formats([*k_formats, *v_formats])
         if self.device.type == "cuda":
             check_cuda_codecs([*k_formats, *v_formats])
+            check_cuda_pages([*k_formats, *v_formats], page_size)
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         sides = k_formats, v_formats, [basis and basis.to(self.device) for basis in checked]
         self.windows = list(check_windows(windows, num_layers))

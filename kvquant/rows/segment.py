@@ -19,7 +19,9 @@ from .quantize import check_rows, dequantize
 from .slots import Split
 
 Numbers: TypeAlias = "NDArray[np.integer[Any]]"
-PAGE_SIZES = (16, 32, 64, 128)
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PAGE_SIZES_TEXT = "1, 2, 4, 8, 16, 32, 64, 128 or 256"
+RUN = 16  # rows of a page that kernels find by one look-up; of a smaller page all
 
 
 class Segment(NamedTuple):
@@ -33,7 +35,7 @@ class Segment(NamedTuple):
     Attributes:
         k_rows: [batch, num_kv_heads, capacity, k_format.row_bytes], uint8; rows contiguous, the
             other axes of any strides. With a block_table [num_pages, num_kv_heads, page_size,
-            k_format.row_bytes], of pages of 16, 32, 64 or 128 rows.
+            k_format.row_bytes], of pages of 1, 2, 4, 8, 16, 32, 64, 128 or 256 rows.
         v_rows: the same for V, with v_format.row_bytes.
         seq_lens: [batch], int32: rows in use; 0 is allowed.
         k_format: format of k_rows, or its short name ("int4-g4").
@@ -320,7 +322,7 @@ def check_counts(name: str, counts: torch.Tensor, q: torch.Tensor) -> None:
 def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) -> int:
     """The batch, which the block table has."""
     if page_size not in PAGE_SIZES:
-        raise ShapeError(f"page_size {page_size} is not supported: use 16, 32, 64 or 128")
+        raise ShapeError(f"page_size {page_size} is not supported: use {PAGE_SIZES_TEXT}")
     if segment.starts is not None or segment.sinks or segment.seq_slots is not None:
         raise ConfigError(
             "a segment has a block_table (pages), or starts, sinks and seq_slots (a ring), not both"

@@ -43,7 +43,7 @@ from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import StepCalls, begin_warm_up, runs_on, warm_up_layers
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 from ..rows.format import HEAD_DIMS
-from ..rows.segment import PAGE_SIZES
+from ..rows.segment import PAGE_SIZES, RUN
 from ..rows.variant import AttentionVariant, names_of
 from . import plugin
 from .flash import causal_attention_of
@@ -137,7 +137,7 @@ class KVQuantBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[Any]:
-        return list(PAGE_SIZES)
+        return [size for size in PAGE_SIZES if RUN <= size <= 128]  # tried ones
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -288,7 +288,7 @@ def _calls_of(
         rows,
         num_heads,
         config.dtype,
-        PAGE_SIZES[0],
+        RUN,  # larger pages have the same kernels
         config.max_model_len,
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,

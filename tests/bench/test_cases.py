@@ -118,7 +118,10 @@ def test_tables_have_cases_of_their_own() -> None:
     ("sizes", "message"),
     [
         ({"num_q_heads": 7}, "--q-heads 7 is not a multiple of --kv-heads 2"),
-        ({"page_size": 48}, "--page-size 48: use 16, 32, 64, 128, or 0 for none"),
+        (
+            {"page_size": 48},
+            "--page-size 48: use 1, 2, 4, 8, 16, 32, 64, 128 or 256, or 0 for none",
+        ),
         ({"sink_len": 4, "recent_len": 66}, "--exact 4 66 leaves nothing of --seq-len 70"),
         ({"lens": (4, 70), "sink_len": 4}, "--exact 4 0 leaves nothing of --seq-len 4"),
         ({"lens": (4, 70), "q_len": 2}, "2 queries: of sequences of one length"),

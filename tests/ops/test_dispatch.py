@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvquant.errors import ConfigError, DeviceError, KVQuantError
-from kvquant.ops.dispatch import kernels_for, torch_op
+from kvquant.ops.dispatch import check_cuda_pages, kernels_for, torch_op
+from kvquant.rows.format import RowFormat
 
 ON_CPU = torch.empty(0, dtype=torch.uint8, device="cpu")
 ON_META = torch.empty(0, dtype=torch.uint8, device="meta")
@@ -66,3 +67,12 @@ def test_an_op_is_one_node_of_a_compiled_graph() -> None:
     assert torch.equal(compiled(x, out), x * 2 + 1)
     assert torch.equal(out, x * 2)
     assert called and called[0] == x.shape
+
+
+def test_pages_of_few_rows_begin_at_multiples_of_16_bytes_on_cuda() -> None:
+    """68 bytes a row of INT4: four of them are a multiple of 16."""
+    formats = [RowFormat.parse(name, 128) for name in ("int4-g4", "int4")]
+    check_cuda_pages(formats, 4)
+    check_cuda_pages(formats[:1], 1)
+    with pytest.raises(ConfigError, match=r"pages of 2 rows of int4 .* page_size 4"):
+        check_cuda_pages(formats, 2)

@@ -132,6 +132,7 @@ class PagedMachine(RuleBasedStateMachine):
         shared_prefix=st.sampled_from(SHARES),
         in_basis=st.booleans(),
         windows=st.sampled_from(WINDOWS),
+        page=st.sampled_from([PAGE, PAGE, 1]),
     )
     def start(
         self,
@@ -139,6 +140,7 @@ class PagedMachine(RuleBasedStateMachine):
         shared_prefix: bool | None,
         in_basis: bool,
         windows: tuple[int | None, ...],
+        page: int,
     ) -> None:
         torch.manual_seed(0)
         self.threads = torch.get_num_threads()
@@ -149,16 +151,17 @@ class PagedMachine(RuleBasedStateMachine):
         self.patch.setattr(paged_state, "held_pages", lambda *_: 0)
         self.sinks, self.recent = lengths
         self.windows = windows
+        self.page, self.pages = page, PAGES * PAGE // page
         plain = Basis(torch.zeros(HEADS, DIM))
         basis = make_basis() if in_basis else LayerBasis(plain, plain)
         self.cache = PagedKVCache(
             LAYERS,
             HEADS,
             DIM,
-            PAGES,
+            self.pages,
             max_num_seqs=SEQ_SLOTS,
             max_seq_len=MAX,
-            page_size=PAGE,
+            page_size=self.page,
             k_format=FORMATS[0],
             v_format=FORMATS[1],
             sink_len=self.sinks,
@@ -262,7 +265,7 @@ class PagedMachine(RuleBasedStateMachine):
             assert not self.cache.num_free_seq_slots or self.device != "cpu"
             return
         assert present == expected < max(count, 1)
-        assert not present or (present - self.sinks) % PAGE == 0
+        assert not present or (present - self.sinks) % self.page == 0
         self.began(i, ids[:present])
         self.next_id += 1
         self.step({i: ids[present:]})
@@ -390,8 +393,8 @@ class PagedMachine(RuleBasedStateMachine):
                 assert torch.equal(got.cpu(), expected)
             PagedMachine.lost += sum(self.cache.state.dropped(i))
             known = [token.id for token in tokens if token.known]
-            packed = sum(token.packed for token in tokens if token.known) // PAGE * PAGE
-            if sum(token.packed for token in tokens) - packed >= PAGE and any(self.windows):
+            packed = sum(token.packed for token in tokens if token.known) // self.page * self.page
+            if sum(token.packed for token in tokens) - packed >= self.page and any(self.windows):
                 continue  # windows are past the known tokens
             assert self.cache.match_prefix([*known, -1]) >= (packed and packed + self.sinks)
 
@@ -416,8 +419,9 @@ def soak(device: str, seed: int, goes_on: Callable[[int], bool]) -> int:
     draw, calls = random.Random(seed), 0
     while goes_on(calls):
         machine = PagedMachine()
+        page = (PAGE, PAGE, 1)[calls // 100 % 3]
         options = draw.choice(LENGTHS), draw.choice(SHARES), draw.random() < 0.5
-        machine.start(*options, draw.choice(WINDOWS))
+        machine.start(*options, draw.choice(WINDOWS), page)
         for _ in range(100):
             n = draw.randrange(51)
             rest: dict[str, dict[str, int]] = {

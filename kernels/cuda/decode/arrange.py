@@ -11,7 +11,7 @@ from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import Segment
 
 from ..device.row_layout import UNIT, StagedRow
-from .spec import POSITIONAL, DecodeSpec, Path, columns_of
+from .spec import HALF, POSITIONAL, DecodeSpec, Path, columns_of
 
 MOST_TOKENS = 1 << 30  # positions are int32, and a tile may end beyond the last token
 
@@ -93,15 +93,15 @@ def make_spec(
     first, others = segments[0], segments[1:]
     formats = [fmt for one in segments for fmt in (one.k_format, one.v_format)]
     of_warp, sharers = columns_of(columns, *formats)
-    place = "linear"
+    place, run = "linear", HALF
     if first.starts is not None or first.seq_slots is not None:
         place = "ring"
     if first.block_table is not None:
-        place = "paged"
+        place, run = "paged", min(first.k_rows.shape[2], HALF)
     second = Path(others[0].k_format, others[0].v_format, "ring", False) if others else None
-    dense = place != "ring" and _is_dense(first)
+    dense = place != "ring" and run == HALF and _is_dense(first)
     return DecodeSpec(
-        Path(first.k_format, first.v_format, place, dense),
+        Path(first.k_format, first.v_format, place, dense, run),
         second,
         query,
         without=without,

@@ -18,6 +18,7 @@ from ..device.ptx import (
     load_shared_u32x2,
     load_shared_u32x4,
     store_shared_u32x4,
+    word_from_lane,
 )
 from ..device.row_layout import UNIT
 from .spec import TILE
@@ -37,15 +38,22 @@ def slot_in_ring(row, around):
     return slot
 
 
-def make_locate(place):
+def make_locate(path):
     """Make the function that finds the two halves of a tile, of 16 rows each.
 
-    It gives the page of each half (paged), or the tile's first row twice.
+    It gives the page of each half (paged), that of a lane's row where pages are smaller, or the
+    tile's first row twice.
     """
-    PAGED = place == "paged"
+    PAGED, BY_ROW = path.place == "paged", path.by_row
 
     @device_function
     def locate(first, end, index, page_shift):
+        if BY_ROW:
+            row = int32(first + int32(uint32(cuda.threadIdx.x) & uint32(31)))
+            page = uint32(0)
+            if row < end:
+                page = load_global_u32(index + uint64(4) * uint64(row >> page_shift))
+            return page, page
         if PAGED:
             low = uint32(0)
             high = uint32(0)
@@ -68,20 +76,21 @@ def times_one(count, one):
     return int32(int32(count) * int32(one))
 
 
-def make_copy(staged, place, sharers, rolled):
+def make_copy(staged, path, sharers, rolled):
     """Make the function that asks for the rows of a tile.
 
     Args:
         staged: the rows in shared memory.
-        place: "linear", "ring" or "paged".
+        path: how they are found.
         sharers: warps that ask together.
         rolled: leave the loop rolled, to measure what unrolled loads bring.
     """
     if staged.dense and staged.landing == staged.fmt.row_bytes:
-        return _make_copy_bytes(staged, place, sharers, rolled)
+        return _make_copy_bytes(staged, path.place, sharers, rolled)
     DENSE, LANES = staged.dense, 32 * sharers
     WINDOWS, LANDING, REALIGNED = staged.windows, staged.landing, staged.realigned
-    ROW_BYTES, PAGED, RING = staged.fmt.row_bytes, place == "paged", place == "ring"
+    ROW_BYTES, RING, BY_ROW = staged.fmt.row_bytes, path.place == "ring", path.by_row
+    PAGED = path.place == "paged" and not BY_ROW
     OFFSET = 0 if REALIGNED else staged.prefix - staged.fmt.header_bytes
     SPARE = -(-ROW_BYTES // 16) < WINDOWS
     STEPS = -(-TILE * WINDOWS // LANES)
@@ -117,6 +126,9 @@ def make_copy(staged, place, sharers, rolled):
             if RING:
                 slot = uint32(slot_in_ring(int32(first + int32(row)), around))
                 source = base
+            if BY_ROW:  # the lane of a row looked its page up
+                slot = uint32(int32(first + int32(row)) & page_mask)
+                source = base + uint64(word_from_lane(where[0], row)) * outer
             source += uint64(slot) * stride
             valid = row < rows
             if REALIGNED:
@@ -186,18 +198,18 @@ def make_clear_row(staged):
     return clear_row
 
 
-def make_realign(staged, place):
+def make_realign(staged, path):
     """Make the function that moves a landed tile to where ldmatrix can read it, a row a lane."""
     starts = range(0, staged.chunks, UNROLLED)
     pieces = [(i, min(i + UNROLLED, staged.chunks)) for i in starts]
-    return in_turn([_make_realign_piece(staged, place, *piece) for piece in pieces])
+    return in_turn([_make_realign_piece(staged, path, *piece) for piece in pieces])
 
 
-def _make_realign_piece(staged, place, start, stop):
+def _make_realign_piece(staged, path, start, stop):
     """Make the function that moves chunks of codes; the first ones with the header, and the last
     ones clear what lies behind the last row. The planes of INT3 become nibbles on the way."""
     WINDOWS, LANDING, STRIDE = staged.windows, staged.landing, staged.stride
-    RING, DENSE = place == "ring", staged.dense
+    RING, DENSE, BY_ROW = path.place == "ring", staged.dense, path.by_row
     HEADER, WORDS = staged.fmt.header_bytes // 4, staged.fmt.row_bytes // 4
     BY_ONE, BY_TWO = staged.alignment < 8, staged.alignment < UNIT
     # the row's words that the piece needs; other rows have windows around them
@@ -212,7 +224,7 @@ def _make_realign_piece(staged, place, start, stop):
     put_codes = _make_put_codes(staged, start, stop, FIRST)
 
     @device_function
-    def realign(landed, target, base, first, end, row_stride, around):
+    def realign(landed, target, base, first, end, row_stride, around, page_mask):
         lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
         landed += lane * uint32(LANDING)
         words = cuda.local.array(LOADED, uint32)
@@ -229,6 +241,8 @@ def _make_realign_piece(staged, place, start, stop):
             slot = int32(first + int32(lane))
             if RING:
                 slot = slot_in_ring(slot, around)
+            if BY_ROW:
+                slot = int32(slot & page_mask)
             before = uint32(base) + uint32(slot) * uint32(row_stride)
             for i in range(END_WINDOW - FIRST // 4):
                 unit = load_shared_u32x4(landed + uint32(4 * FIRST + 16 * i))

@@ -95,11 +95,11 @@ def make_attend(spec, path, keep, recall):
     wait_for_oldest, wait_for_values = wait_copies[STAGES - 2], wait_copies[1]
     wait_for_all = wait_copies[0]
     meet = _make_meet(SHARERS)
-    locate = make_locate(path.place)
-    copy_k = make_copy(k, path.place, SHARERS, ROLLED)
-    copy_v = make_copy(v, path.place, SHARERS, ROLLED)
-    realign_k = make_realign(k, path.place)
-    realign_v = make_realign(v, path.place)
+    locate = make_locate(path)
+    copy_k = make_copy(k, path, SHARERS, ROLLED)
+    copy_v = make_copy(v, path, SHARERS, ROLLED)
+    realign_k = make_realign(k, path)
+    realign_v = make_realign(v, path)
     load_query, keep_query = make_load_query(k, spec), make_keep_query(k, spec)
     QUERIES, QUERY_BYTES = spec.queries_at, spec.query_bytes(path)
     count, see = make_count(spec), make_see(spec, path)
@@ -232,7 +232,7 @@ def make_attend(spec, path, keep, recall):
             k_rows = ring + current * uint32(STAGE_BYTES)
             v_rows = k_rows + uint32(K_TILE)
             if K_REALIGNED:
-                realign_k(k_rows, scratch, k_base, first, end, k_row, around)
+                realign_k(k_rows, scratch, k_base, first, end, k_row, around, mask)
                 k_rows = scratch
                 cuda.syncwarp()
             biases = cuda.local.array(4, float32)
@@ -246,7 +246,7 @@ def make_attend(spec, path, keep, recall):
                 meet(of_ring)
             if V_REALIGNED:
                 cuda.syncwarp()
-                realign_v(v_rows, scratch, v_base, first, end, v_row, around)
+                realign_v(v_rows, scratch, v_base, first, end, v_row, around, mask)
                 v_rows = scratch
                 cuda.syncwarp()
 

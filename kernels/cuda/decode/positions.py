@@ -137,8 +137,9 @@ def make_position_of(is_first):
 
 def make_extent(spec, which):
     """Make two functions of the rows of a segment that the queries of a sequence see: the first of
-    them, rounded down to a half of a tile, and how many there are."""
+    them, rounded down to a half of a tile or a smaller page, and how many there are."""
     WINDOW, WHICH, RAGGED = spec.places.get("window", 0), which, spec.ragged
+    RUN = HALF if which else spec.first.run
     count, rows_before = make_count(spec), make_rows_before(which == 0)
 
     @device_function
@@ -162,7 +163,7 @@ def make_extent(spec, which):
         counts = count(common, segments, b)
         number, first, second, _ = counts
         position = int32(int32(first + second) - int32(number + common[WINDOW]) + int32(1))
-        return int32(rows_before(position, counts) & int32(-HALF))
+        return int32(rows_before(position, counts) & int32(-RUN))
 
     @device_function
     def rows_in_window(common, segments, b):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvquant.rows.format import RowFormat
+from kvquant.rows.segment import RUN
 
 from ..device.row_layout import StagedRow, operand_of
 from ..runtime.spec import Spec, Table
 
 MMA_COLUMNS = 8  # of an MMA: its N
 TILE = 32  # tokens that a warp works on at a time: a row for each lane
-HALF = 16  # those of them that have a page of their own
+HALF = RUN  # those of them that have a page of their own, but where pages are smaller
 MOST_COLUMNS = 16  # of a warp: the sums of more take too many registers
 WIDE_HEAD_DIM, WIDE_GROUPS = 128, 4  # rows with more leave no room for more than 8
 MOST_IN_REGISTERS = 256  # head_dim of keys whose queries stay in registers
@@ -134,13 +135,20 @@ class Path:
         k_format, v_format: the rows.
         place: where a token's row lies: "linear", "ring" (from a start, around) or "paged".
         dense: whether rows follow one another without gaps, and sequences, heads and pages start at
-            multiples of 16 bytes. Rings are not.
+            multiples of 16 bytes. Rings are not, nor are pages of fewer than HALF rows.
+        run: rows of a page that one look-up finds: HALF, or all of a smaller page.
     """
 
     k_format: RowFormat
     v_format: RowFormat
     place: str = "linear"
     dense: bool = True
+    run: int = HALF
+
+    @property
+    def by_row(self) -> bool:
+        """Whether each row of a tile is looked up."""
+        return self.run < HALF
 
 
 @dataclass(frozen=True)

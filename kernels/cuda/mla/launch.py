@@ -34,7 +34,6 @@ from .wgmma.spec import COLUMNS, TOKENS, WideMlaSpec, is_wide
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 MOST_BLOCKS = 65535  # of a grid, but along x
-LEAST_PAGE = 16
 RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has been measured)
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
@@ -56,10 +55,10 @@ def attend(
     Args:
         call: q_latent [batch, q_len, num_heads, latent_dim] and q_rope [batch, q_len, num_heads,
             rope_dim], bfloat16 or float16; segments with rows without gaps, whose longer lengths
-            count as the capacity, and pages of a power of two of tokens, at least 16; with several
-            queries at most two segments, in the order of arrange_in_order; sm_scale positive;
-            num_splits: blocks that share a sequence's tokens in a segment, at most. Its backend is
-            not looked at.
+            count as the capacity, and pages of a power of two of tokens; with several queries at
+            most two segments, in the order of arrange_in_order; sm_scale positive; num_splits:
+            blocks that share a sequence's tokens in a segment, at most. Its backend is not looked
+            at.
         check: raises unless the arguments fit one another; called only before a launch is prepared.
 
     Returns:
@@ -67,7 +66,7 @@ def attend(
         queries that see no token, have zeros and -inf.
 
     Raises:
-        ConfigError: rows are not aligned or have gaps, or pages are too small.
+        ConfigError: rows are not aligned or have gaps, or a page is no power of two of tokens.
         UnsupportedError: the GPU is too old, a format has no kernel, sm_scale is not positive, or
             there are too many segments for several queries.
         DeviceError: CUDA refuses the launch.
@@ -232,10 +231,8 @@ def _fitted(
         place = "slots"
     if segment.block_table is not None:
         place = "paged"
-    if place == "paged" and (page_size < LEAST_PAGE or page_size & (page_size - 1)):
-        raise ConfigError(
-            f"pages have {page_size} tokens: on CUDA use a power of two, {LEAST_PAGE} or more"
-        )
+    if place == "paged" and page_size.bit_count() != 1:
+        raise ConfigError(f"pages have {page_size} tokens: on CUDA use a power of two")
     fmt = segment.k_format
     assert isinstance(fmt, LatentFormat)
     spec = MlaSpec(

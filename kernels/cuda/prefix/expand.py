@@ -47,7 +47,7 @@ from ..device.row_layout import (
 )
 
 PIECE = 16  # elements that a thread expands at a time
-PAGE = 16  # rows that lie in one page at least
+TOKENS = 64  # of a tile, at most
 MAGIC = 0x64006400  # 1024, twice
 TIMES, TAKE = 0x3C003C00, 0xE400E400  # 1 and -1024, twice
 HALF = 0x04000400  # what makes halves of them
@@ -55,23 +55,35 @@ MOST = 14  # numbers of a tile are below 2**14
 TINIEST = 2.0**-24
 
 
-def make_find_pages(paged):
-    """Make the function from a tile to its pages, one of 16 rows a lane."""
+def lanes_of_pages(run):
+    """Lanes that look up the pages of a tile: one for each run of rows, or for two."""
+    return min(TOKENS // run, 32)
+
+
+def make_find_pages(paged, run):
+    """Make the function from a tile to its pages, one of a run of rows a lane; where a run is one
+    row also that of the row 32 behind it."""
+    LANES, TWO = lanes_of_pages(run), 32 * run < TOKENS
 
     @device_function
     def find_pages(table, first, end, shift):
-        page = uint32(0)
+        low, high = uint32(0), uint32(0)
         if paged:
-            token = int32(first + int32(PAGE) * int32(uint32(cuda.threadIdx.x) & uint32(3)))
+            token = int32(first + int32(run) * int32(uint32(cuda.threadIdx.x) & uint32(LANES - 1)))
             if token < end:
-                page = load_global_u32(table + uint64(4) * uint64(token >> shift))
-        return page
+                low = load_global_u32(table + uint64(4) * uint64(token >> shift))
+            if TWO and token + int32(32) < end:
+                high = load_global_u32(
+                    table + uint64(4) * uint64(int32(token + int32(32)) >> shift)
+                )
+        return low, high
 
     return find_pages
 
 
-def make_copy_tile(fmt, paged, tokens, threads):
+def make_copy_tile(fmt, paged, run, tokens, threads):
     """Make the function that asks for the packed rows of a tile; zeros behind `end`."""
+    LANES, TWO = lanes_of_pages(run), 32 * run < tokens
     UNIT = unit_of(fmt)
     UNITS, FIRST, STEP = fmt.row_bytes // UNIT, prefix_of(fmt) - fmt.header_bytes, staged_bytes(fmt)
     ALL = tokens * UNITS
@@ -87,7 +99,11 @@ def make_copy_tile(fmt, paged, tokens, threads):
             token = int32(first + int32(row))
             source = base + uint64(uint32(UNIT) * unit)
             if paged:
-                page = word_from_lane(pages, uint32(row // uint32(PAGE)) & uint32(3))
+                lane = uint32(row // uint32(run)) & uint32(LANES - 1)
+                page = word_from_lane(pages[0], lane)
+                if TWO:
+                    high = word_from_lane(pages[1], lane)
+                    page = high if row >= uint32(32) else page
                 source += uint64(page) * stride_page
                 source += uint64(uint32(uint32(token & mask) * uint32(stride_row)))
             else:

@@ -75,9 +75,9 @@ def make_prefix_kernel(spec):
     HALVES, SUMS = 2 * BLOCKS, BLOCKS * V_DIM // 2
     BLOCK_SUMS, PAIRS = V_DIM // 2, K.head_dim // 8
     LOADED = HALVES * PAIRS
-    find_pages = make_find_pages(PAGED)
-    copy_k = make_copy_tile(K, PAGED, TOKENS, THREADS)
-    copy_v = make_copy_tile(V, PAGED, TOKENS, THREADS)
+    find_pages = make_find_pages(PAGED, spec.run)
+    copy_k = make_copy_tile(K, PAGED, spec.run, TOKENS, THREADS)
+    copy_v = make_copy_tile(V, PAGED, spec.run, TOKENS, THREADS)
     largest_k, largest_v = make_largest(K, TOKENS, THREADS), make_largest(V, TOKENS, THREADS)
     expand_k, K_PIECES = make_expand(K, K_STRIDE, TOKENS, THREADS)
     expand_v, V_PIECES = make_expand(V, V_STRIDE, TOKENS, THREADS)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from kvquant.rehearsal import is_rehearsed
-from kvquant.rows.segment import Segment
+from kvquant.rows.segment import RUN, Segment
 
 from ..decode.arrange import pack_counts
 from ..runtime.launch import Launch, cached_launch, gpu_of
@@ -80,7 +80,8 @@ def _prepare(
     ratio = q.shape[1] // num_kv_heads
     paged = prefix.block_table is not None
     gpu = gpu_of(q.get_device())
-    spec = PrefixSpec(prefix.k_format, prefix.v_format, QUERIES[q.dtype], paged)
+    run = min(k_rows.shape[2], RUN) if paged else RUN
+    spec = PrefixSpec(prefix.k_format, prefix.v_format, QUERIES[q.dtype], paged, run)
     units = num_kv_heads * worth_splits(prefix.capacity)
     spec = fit(spec, num_members * ratio, gpu.shared_per_block, units, gpu.sm_count)
     blocks, tiles = -(-num_members * ratio // spec.rows), -(-prefix.capacity // spec.tokens)

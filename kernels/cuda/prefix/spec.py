@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvquant.errors import UnsupportedError
 from kvquant.rows.format import RowFormat
+from kvquant.rows.segment import RUN
 
 from ..device.row_layout import UNIT, StagedRow, staged_bytes
 from ..runtime.spec import Spec, Table
@@ -72,6 +73,7 @@ class PrefixSpec(Spec):
         k_format, v_format: the rows.
         query: "bf16" or "fp16", the codec of q.
         paged: whether rows lie in pages.
+        run: rows of a page that one look-up finds: RUN, or all of a smaller page.
         warps: warps of a block.
         blocks: 16 queries each that a warp has.
         tokens: of a tile.
@@ -82,6 +84,7 @@ class PrefixSpec(Spec):
     v_format: RowFormat
     query: str = "bf16"
     paged: bool = True
+    run: int = RUN
     warps: int = 4
     blocks: int = 2
     tokens: int = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,12 +25,15 @@ from kvquant.kernels.cpu import decode
 from kvquant.kernels.cpu.parallel import run
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.reference import reference_over_segments
-from kvquant.rows.segment import PAGE_SIZES, Segment
+from kvquant.rows.segment import PAGE_SIZES, RUN, Segment
 
 State = tuple[torch.Tensor, torch.Tensor]
 
 LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
 INT4 = RowFormat.parse("int4-g4", 64)
+# page sizes: one kernel serves the whole ones, each of the small ones has its own
+WHOLE = [size for size in PAGE_SIZES if size >= RUN]
+SMALL = [size for size in PAGE_SIZES if size < RUN]
 BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
 RAGGED = (0, 1, 15, 16, 17, 127, 128, 129, 1000)
 
@@ -101,10 +105,11 @@ def check_pages(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     seq_lens: torch.Tensor,
+    sizes: Sequence[int] = WHOLE,
     **formats: Any,
 ) -> None:
     """The rows in pages in any order give the same bits; what is not in use is NaN, or no page."""
-    for page_size, num_splits in itertools.product(PAGE_SIZES, (1, 3)):
+    for page_size, num_splits in itertools.product(sizes, (1, 3)):
         used = (-(-seq_lens // page_size)).tolist()
         table = torch.full((len(used), max(used) + 1), 2**30, dtype=torch.int32)
         pages = torch.randperm(sum(used) + 2, dtype=torch.int32)[: sum(used)].split(used)
@@ -125,6 +130,16 @@ def test_any_ratio_of_query_heads_to_kv_heads(ratio: int) -> None:
     q = torch.randn(len(RAGGED), 2 * ratio, 64)
     check(q, k_rows, v_rows, lens(*RAGGED), **BOTH)
     check_pages(q, k_rows, v_rows, lens(*RAGGED), **BOTH)
+
+
+# ratios 1 to 16 have blocks of 16 to 1 tokens: several pages of one block, or blocks of one page
+@pytest.mark.parametrize("shape", mark_slow([(1, 1), (2, 1), (4, 1), (1, 3)], [(1, 1)]))
+@pytest.mark.parametrize("page_size", mark_slow(SMALL, [1, 4]))
+def test_pages_smaller_than_a_block(page_size: int, shape: tuple[int, int]) -> None:
+    ratio, q_len = shape
+    k_rows, v_rows = make_rows(INT4, RAGGED, 2), make_rows(INT4, RAGGED, 2)
+    q = torch.randn(len(RAGGED), q_len, 2 * ratio, 64)
+    check_pages(q if q_len > 1 else q[:, 0], k_rows, v_rows, lens(*RAGGED), [page_size], **BOTH)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +409,7 @@ def test_any_number_of_query_heads_costs_little_more_than_its_own(
 ) -> None:
     """Counted in heads of work items: a number without divisors was attended head by head."""
     items: list[int] = []
-    monkeypatch.setattr(decode, "make_decode_kernel", lambda k, v, heads: heads)
+    monkeypatch.setattr(decode, "make_decode_kernel", lambda k, v, heads, least: heads)
     monkeypatch.setattr(decode, "run", lambda kernel, arguments, count, **_: items.append(count))
     k_rows = torch.zeros(1, 1, 64, INT4.row_bytes, dtype=torch.uint8)
     segment = Segment(k_rows, k_rows, lens(64), INT4, INT4)

@@ -26,6 +26,7 @@ from kvquant.errors import UnsupportedError
 from kvquant.kernels import disk_cache
 from kvquant.kernels.cuda.decode.plan import fit, kernels, plan
 from kvquant.kernels.cuda.decode.spec import (
+    HALF,
     POSITIONAL,
     TECHNIQUES,
     VARIANT,
@@ -46,8 +47,9 @@ CUBIN = Cubin("decode", b"\x7fELF machine\ncode", Report(130, 0))
 
 def make_spec(text: str) -> DecodeSpec:
     """A kernel of a short description: "K[/V] [head_dim] [word ...]"; the words are "fp16" (the
-    query), "paged", "ring", "strided", "segments" (bf16 sinks and a ring), "71:1" (query heads on a
-    KV head), "queries" (several a sequence, so many columns), "pieces" (of ragged queries), the
+    query), "paged", "pages=4" (of so few rows), "ring", "strided", "segments" (bf16 sinks and a
+    ring), "71:1" (query heads on a KV head), "queries" (several a sequence, so many columns),
+    "pieces" (of ragged queries), the
     fields of a variant and "without=..."."""
     formats, *words = text.split()
     head_dim = next((int(word) for word in words if word.isdecimal()), 128)
@@ -55,13 +57,15 @@ def make_spec(text: str) -> DecodeSpec:
     k, v = (RowFormat.parse(name, head_dim) for name in (k_name, v_name or k_name))
     exact = RowFormat.parse("bf16", head_dim)
     place = next((word for word in words if word in ("paged", "ring")), "linear")
+    pages = next((int(word.removeprefix("pages=")) for word in words if "pages=" in word), 0)
+    place, run = ("paged", pages) if pages else (place, HALF)
     without = next((word.partition("=")[2] for word in words if "without=" in word), "")
     ratio = next((int(word.removesuffix(":1")) for word in words if word.endswith(":1")), 1)
     second = [exact] if "segments" in words else []
     columns, sharers = columns_of(ratio, k, v, *second)
     variant = tuple(sorted({*words} & {*VARIANT}))
     return DecodeSpec(
-        Path(k, v, place, place != "ring" and "strided" not in words),
+        Path(k, v, place, place != "ring" and not pages and "strided" not in words, run),
         Path(exact, exact, "ring", False) if "segments" in words else None,
         "fp16" if "fp16" in words else "bf16",
         without=without.replace("_", " "),
@@ -95,6 +99,8 @@ SOME = (
     ("int4-g4 8:1 segments sink_logits window", "sm_80"),
     ("int4-g4 36:1 segments paged pieces", "sm_90"),
     ("int4 16:1 segments paged pieces sink_logits window", "sm_80"),
+    ("int4-g4 pages=1", "sm_90"),
+    ("int4 16:1 pages=8 queries", "sm_90"),
 )
 FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [
@@ -111,6 +117,7 @@ ALL = [
         for word in ("strided", "ring")
     ),
     *"int3/int2 int2/int3 int4/int2 int3/int8-g8 int2/bf16 fp8/int3".split(),
+    *(f"{name} {ratio}:1 pages=1 segments" for name in FORMATS for ratio in (8, 64)),
     *"int8-g4/int4-g4 int8/int4 fp8/int4-g4 bf16/int4-g8 int4/bf16 fp16/fp8-g4".split(),
     *(f"{name} 16:1" for name in FORMATS),
     *(f"{name} 71:1 {word}" for name in FORMATS for word in ("segments", "paged")),

@@ -24,7 +24,7 @@ from threads import run_in_threads
 
 from kvquant import KVCache, RowFormat, decode_attention, quantize_rows
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
-from kvquant.rows.segment import Segment
+from kvquant.rows.segment import PAGE_SIZES, Segment
 
 pytestmark = pytest.mark.gpu
 LENS = (1000, 37, 1, 0)
@@ -144,13 +144,18 @@ def test_rings(name: str) -> None:
     compare(query(segment, 8), [segment])
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("name", ["int4-g4", "int4", "int3", "int2", "int8-g2", "bf16"])
 def test_pages(name: str, page_size: int) -> None:
     segment = paged(name, (310, 97, 1, 0, 128), 2, page_size)
     q = query(segment, 8)
+    if page_size * segment.k_format.row_bytes % 16:
+        with pytest.raises(ConfigError, match="must be aligned to 16 bytes on CUDA"):
+            compare(q, [segment])
+        return
     compare(q, [segment])
     compare(q, [segment], num_splits=2)
+    compare(query(segment, 71), [segment])
 
 
 def test_pages_in_the_order_of_tokens_and_strided_tables() -> None:

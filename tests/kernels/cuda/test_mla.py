@@ -133,6 +133,17 @@ def test_pages_splits_and_teams() -> None:
 
 @pytest.mark.slow
 @in_simulator
+def test_small_pages() -> None:
+    """Each row is looked up, by 4 lanes (23 units of copies) or 8 (a 16-bit row)."""
+    simulate(make_mla(AIM, 3, (70, 0, 1), page_size=1), 2, teams=2)
+    simulate(make_mla("bf16", 5, (66,), page_size=2), 2, stages=2)
+    simulate(make_mla("fp8", 5, (40, 3), page_size=8, q_lens=(2, 1)))
+    simulate_wide(make_mla(AIM, 6, (70, 2), page_size=1), 2)
+    simulate(make_mla(AIM, 3, (300,), page_size=256))
+
+
+@pytest.mark.slow
+@in_simulator
 def test_several_queries() -> None:
     simulate(make_mla(AIM, 8, (50, 1, 0), q_lens=(2, 2, 1)))
     simulate(make_mla(AIM, 6, (66, 3), q_lens=(4, 0)), 2, blocks=2)
@@ -600,7 +611,7 @@ def test_every_format_fits_every_gpu() -> None:
 def test_formats(name: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and ("bf16" in name or name == "fp8"):
         pytest.skip("refused")
-    for page_size in (0, 64):
+    for page_size in (0, 1, 8, 64):
         lens = (1000, 0, 1, 33, 700)
         compare_on_gpu(make_mla(name, 16, lens, page_size=page_size, dtype=dtype, device="cuda"))
 

@@ -83,6 +83,15 @@ def test_splits_and_pages() -> None:
 
 @pytest.mark.slow
 @in_simulator
+def test_small_pages() -> None:
+    """With tiles of 64 rows a lane looks up two pages of one token."""
+    for page_size, tokens in ((1, 64), (1, 32), (2, 64), (8, 16)):
+        case = make_prefix("int4-g4/int4-g4", 64, 3, (4, 2), 150, page_size=page_size)
+        simulate(case, 2, tokens=tokens, span=16)
+
+
+@pytest.mark.slow
+@in_simulator
 def test_splits_without_tokens_say_so() -> None:
     simulate(make_prefix("int8/fp8", 64, 2, (2, 2), 33, page_size=32), 4)
 
@@ -294,7 +303,7 @@ def test_formats(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("names", ["int4", "int8/bf16"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims(head_dim: int, names: str) -> None:
-    for page_size in (0, 16):
+    for page_size in (0, 1, 4, 16):
         case = make_prefix(names, head_dim, 33, (6, 2), 300, page_size=page_size, device="cuda")
         check(case)
 

@@ -115,7 +115,7 @@ def test_rings_pages_and_the_order_of_tokens(name: str) -> None:
     compare_queries(queries(with_sinks, 4, 8), [seated(with_sinks)])
     tokens = linear(name, (300, 211, 5), 4, order="tokens")
     compare_queries(queries(tokens, 3, 8), [tokens])
-    for page_size in (16, 32, 64, 128):
+    for page_size in (4, 8, 16, 32, 64, 128, 256):
         pages = paged(name, (310, 97, 1, 0, 128), 2, page_size)
         q = queries(pages, 4, 8)
         compare_queries(q, [pages], (4, 3, 4, 4, 2))

@@ -63,7 +63,9 @@ for k in ("int4-g4", "int4"):
             case = {"k": k, "place": place, "layout": layout, "heads": [4, 2], "lens": [33, 70]}
             if (k, place, layout) != ("int4", "paged", "tokens"):  # refused: heads are not aligned
                 CASES[f"{k}, {place}, {layout}"] = case
-    for page_size in (32, 64, 128):
+    for page_size in (1, 2, 4, 8, 32, 64, 128, 256):
+        if k == "int4" and page_size < 4:  # refused: pages are not aligned
+            continue
         case = {"k": k, "place": "paged", "page_size": page_size, "lens": [0, 129, 47]}
         CASES[f"{k}, pages of {page_size}"] = case
 for k in ("int3", "int2"):
@@ -154,6 +156,23 @@ for name, case in WIDE.items():
 for k in FORMATS:
     CASES[f"wide, {k}"] = {"k": k, "heads": [16, 1], "columns": 16, "lens": [33, 70]}
     CASES[f"wide, {k}, fp16 query"] = {**CASES[f"wide, {k}"], "query": "fp16"}
+# pages of which a tile has more than two: the lane of a row looks its page up
+SMALL: dict[str, dict[str, Any]] = {
+    "tokens": {"page_size": 1, "layout": "tokens", "heads": [4, 2], "lens": [33, 70]},
+    "bf16": {"page_size": 1, "k": "bf16", "lens": [40, 1], "query": "fp16"},
+    "realigned": of("k=int4 page_size=4 heads=[4,2] lens=[35,0,70] overlong=True"),
+    "wide": of("page_size=2 heads=[20,1] columns=8 sharers=3 warps=3 lens=[33,70]"),
+    "balanced": of("page_size=1 lens=[300,0,1,40,33] workers=5 heads=[4,2]"),
+    "splits, 2 warps": of("page_size=8 lens=[0,1,65,150] warps=2 splits=[2] stages=3"),
+    "without unrolled loads": {"page_size": 1, "lens": [70], "without": "unrolled loads"},
+    "a window": {"page_size": 1, "lens": [33, 0, 170, 1, 100], "variant": {"window": 20}},
+    "a window of int4": of("k=int4 page_size=4 lens=[50,7]") | {"variant": {"window": 9}},
+    "queries, sinks and recent rows": of(
+        "page_size=1 q_len=2 heads=[8,1] columns=16 exact=fp16 sinks=2 lens=[33,16,0] "
+        "exact_lens=[[2,12,1],[]] splits=[1,1,0] warps=2"
+    ),
+}
+CASES |= {f"small pages, {name}": {**case, "place": "paged"} for name, case in SMALL.items()}
 for place in ("ring", "paged"):
     for layout in ("heads", "tokens"):
         case = {"k": "int4", "heads": [20, 1], "columns": 8, "sharers": 3, "warps": 3}
@@ -330,6 +349,7 @@ for technique in TECHNIQUES:
 USUAL = (
     "int4-g4",
     "int3 and int2",
+    "small pages, wide",
     "sinks and recent rows at their sequence slots",
     "variant, all, one query",
 )

@@ -4,6 +4,7 @@
               of a run, which lies in one page
     padded    8 threads (or 4) copy a row, 16 rows at a time
     ring      the same, each row from its slot; so where it is in a sequence slot
+    by row    the same, each row from its page, where pages are smaller than HALF rows
 
 All copies of a tile are asked for back to back, without registers. What lies behind the last token
 becomes zeros, and is not read.
@@ -21,14 +22,17 @@ THREADS = 32 * SLICES
 
 
 def make_find_pages(spec):
-    """Make the function that gives the pages of a tile's runs."""
-    RUN, RUNS, PAGED = spec.run, TILE // spec.run, spec.place == "paged"
+    """Make the function that gives the pages of a tile's runs, or of a thread's rows."""
+    LOOKUPS, PAGED, BY_ROW = spec.lookups, spec.place == "paged", spec.by_row
+    STEP, LANES = TILE // LOOKUPS, spec.lanes_of_row
 
     @device_function
-    def find_pages(pages, table, first, end, shift):
-        for r in range(RUNS):
+    def find_pages(pages, table, first, end, shift, thread):
+        if BY_ROW:
+            first = int32(first + int32(uint32(thread // uint32(LANES))))
+        for r in range(LOOKUPS):
             pages[r] = uint32(0)
-            token = int32(first + int32(RUN * r))
+            token = int32(first + int32(STEP * r))
             if PAGED and token < end:
                 pages[r] = load_global_u32(table + uint64(4) * uint64(token >> shift))
 
@@ -37,8 +41,8 @@ def make_find_pages(spec):
 
 def make_copy_tile(spec):
     """Make the function that asks for a tile; around: as slot_in_ring takes it."""
-    if spec.place in ("ring", "slots"):
-        return _make_copy_ring(spec)
+    if spec.place in ("ring", "slots") or spec.by_row:
+        return _make_copy_rows(spec)
     RUN, RUNS, ROW, STRIDE, PAGED = (
         spec.run,
         TILE // spec.run,
@@ -100,24 +104,29 @@ def make_copy_tile(spec):
     return copy_tile
 
 
-def _make_copy_ring(spec):
-    """Make the function that asks for a tile of rows whose places go round."""
+def _make_copy_rows(spec):
+    """Make the function that asks for a tile of rows whose places go round, or of small pages."""
     ROW, STRIDE, UNITS = spec.row_bytes, spec.stride, spec.row_bytes // UNIT
-    LANES = 4 if UNITS % 8 == 4 else 8
+    LANES, BY_ROW = spec.lanes_of_row, spec.by_row
     AT_ONCE, STEPS = THREADS // LANES, -(-UNITS // LANES)
 
     @device_function
-    def copy_ring(target, rows, stride_outer, pages, first, end, mask, around, thread):
+    def copy_rows(target, rows, stride_outer, pages, first, end, mask, around, thread):
         row, unit = uint32(thread // uint32(LANES)), uint32(thread % uint32(LANES))
         target += row * uint32(STRIDE) + uint32(UNIT) * unit
         for i in range(TILE // AT_ONCE):
             token = int32(first + int32(row) + int32(AT_ONCE * i))
             valid = uint32(UNIT) if token < end else uint32(0)
-            slot = uint64(uint32(slot_in_ring(token, around)))
-            source = rows + slot * uint64(ROW) + uint64(uint32(UNIT) * unit)
+            source = rows + uint64(uint32(UNIT) * unit)
+            if BY_ROW:
+                source += uint64(pages[i]) * stride_outer
+                source += uint64(uint32(token & mask)) * uint64(ROW)
+            else:
+                slot = uint64(uint32(slot_in_ring(token, around)))
+                source += slot * uint64(ROW)
             for j in range(STEPS):
                 if LANES * (j + 1) <= UNITS or unit < uint32(UNITS - LANES * j):
                     at = UNIT * LANES * j
                     copy_16(target + uint32(AT_ONCE * STRIDE * i + at), source + uint64(at), valid)
 
-    return copy_ring
+    return copy_rows

@@ -73,7 +73,7 @@ from .values import FIRST_POWER, make_accumulate, make_fit_scales, make_put_outp
 def make_mla_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     TEAMS, STAGES, BLOCKS, COLUMNS = spec.teams, spec.stages, spec.blocks, spec.block_columns
-    CAUSAL, RUNS = spec.causal, TILE // spec.run
+    CAUSAL, LOOKUPS = spec.causal, spec.lookups
     STEP, STAGE, TEAM = TILE * TEAMS, spec.stage_bytes, spec.team_bytes
     EXCHANGE, QUERIES, P = STAGES * STAGE, spec.query_bytes, spec.p_at
     HALVES, SCORES, SUMS = 2 * BLOCKS, 4 * BLOCKS, BLOCKS * sums_of(spec)
@@ -135,15 +135,15 @@ def make_mla_kernel(spec):
         rows, index, around = find_rows(rows, index, seq_slots, b, steps, of_ring)
         first = int32(begin + int32(team) * int32(TILE))
         asked = first
-        pages = cuda.local.array(RUNS, uint32)
-        find_pages(pages, index, asked, end, page_shift)
+        pages = cuda.local.array(LOOKUPS, uint32)
+        find_pages(pages, index, asked, end, page_shift, thread)
         for s in range(STAGES - 1):
             if asked < end:
                 stage = uint32(ring + uint32(STAGE * s))
                 copy_tile(stage, rows, stride_outer, pages, asked, end, page_mask, around, thread)
             commit_copies()
             asked = int32(asked + int32(STEP))
-            find_pages(pages, index, asked, end, page_shift)
+            find_pages(pages, index, asked, end, page_shift, thread)
 
         # Step 3: the queries, while the first tiles are on their way
         fragments = cuda.local.array(FRAGMENTS, uint32)
@@ -203,7 +203,7 @@ def make_mla_kernel(spec):
                 copy_tile(free, rows, stride_outer, pages, asked, end, page_mask, around, thread)
             commit_copies()
             asked = int32(asked + int32(STEP))
-            find_pages(pages, index, asked, end, page_shift)
+            find_pages(pages, index, asked, end, page_shift, thread)
 
             # Step 6: P of eight tokens
             added = cuda.local.array(HALVES, float32)

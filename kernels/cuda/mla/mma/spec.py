@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvquant.errors import UnsupportedError
 from kvquant.rows.format import NAMES, RowFormat
+from kvquant.rows.segment import RUN
 
 from ...device.row_layout import UNIT, mmas_of
 from ...runtime.spec import Spec
@@ -40,7 +41,8 @@ class MlaSpec(Spec):
         latent, rope: the two parts of a row, side by side; both a multiple of 16 bytes long, as are
             their headers.
         query: "bf16" or "fp16", the codec of the queries and of out.
-        run: rows that lie in one run of memory at least: the page size, or TILE.
+        run: rows that lie in one run of memory at least: the page size, or TILE; of pages of fewer
+            than RUN rows each row is looked up.
         place: how rows are found: "linear", "ring", "slots" (a ring, or sinks alone, in a sequence
             slot) or "paged".
         teams: teams of SLICES warps in a block, each with a ring and tiles of its own.
@@ -115,6 +117,21 @@ class MlaSpec(Spec):
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return self.latent.row_bytes + self.rope.row_bytes
+
+    @property
+    def by_row(self) -> bool:
+        """Whether each row is looked up."""
+        return self.run < RUN
+
+    @property
+    def lanes_of_row(self) -> int:
+        """Threads that copy a row where rows do not follow one another."""
+        return 4 if self.row_bytes // UNIT % 8 == 4 else 8
+
+    @property
+    def lookups(self) -> int:
+        """Pages that a thread looks up of a tile: of all runs, or of the rows that it copies."""
+        return TILE * self.lanes_of_row // (32 * SLICES) if self.by_row else TILE // self.run
 
     @property
     def stride(self) -> int:

@@ -1,0 +1,1 @@
+"""A plugin of SGLang: attention over quantized rows in SGLang's own memory pool."""
