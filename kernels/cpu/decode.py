@@ -59,6 +59,8 @@ from .values import (
     RUN_K,
     RUN_NEXT_K,
     RUN_V,
+    in_order,
+    order_queries,
     parse_spec,
     score_block,
     spec,
@@ -118,7 +120,8 @@ def make_decode_kernel(k_spec, v_spec, heads):
     v_params_at = k_params_at + tokens * widened_floats(parse_spec(k_spec))
     runs_at = v_params_at + tile * widened_floats(parse_spec(v_spec))
     said_at = runs_at + (tile // min(PAGE_SIZES) + 1) * RUN_BYTES // 4
-    scratch_floats = said_at + TILE_BYTES // 4
+    q_at = -(-(said_at + TILE_BYTES // 4) // LANES) * LANES
+    scratch_floats = q_at + heads * k_dim
 
     def decode_kernel(args, item):
         # Step 1: the work item
@@ -170,6 +173,8 @@ def make_decode_kernel(k_spec, v_spec, heads):
         decay, acc = scores + 4 * decay_at, scores + 4 * acc_at
         k_params, v_params = scores + 4 * k_params_at, scores + 4 * v_params_at
         runs, said = scores + 4 * runs_at, scores + 4 * said_at
+        order_queries(k_spec, heads, q, scores + 4 * q_at)
+        q = scores + 4 * q_at
         change = argument(args, CHANGE)
         store_int(said + 8 * FIELDS, argument(args, CHANGE_FIELDS))
         store_int(said + 8 * SCORES, scores)
@@ -197,7 +202,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
                     share = splat(1 / total if total != 0 else np.float32(0))
                     for chunk in range(0, v_dim, LANES):
                         place = 4 * (h * v_dim + chunk)
-                        store(out + place, times(load(acc + place), share))
+                        store(out + place, times(in_order(v_spec, load(acc + place)), share))
             if first >= last:
                 break
             index, end = first, sinks

@@ -4,6 +4,9 @@ parameters of a row as floats ("widened"), one layout of two:
     groups of whole chunks      [scale 0, shift 0, scale 1, shift 1, ...]
     any other group size        per chunk of 16 elements [16 scales, 16 shifts]
 
+A chunk's lanes are in the order in which its codes leave memory. Queries are put into the order of
+K's, outputs back from the order of V's, once for all rows.
+
 A row is read 16 elements at a time, by RowReader; score_block and weigh_rows are what decode.py
 calls, for a block of tokens and for a tile of them.
 """
@@ -19,10 +22,12 @@ from numba.core import cgutils
 from kvquant.rows.format import RowFormat
 from kvquant.rows.latent import LatentFormat, parts_of
 
-from .simd import F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
+from .simd import F32, I8, I16, I32, I64, LANES, f32x16, in_hardware, literal, operation
 
 # where the low bits of each of 16 elements stand in a word
 LOW_BITS = [2 * i for i in range(LANES)]
+IN_ORDER = [*range(LANES)]
+FROM_TWO_WORDS = [8 * (i % 2) + i // 2 for i in range(LANES)]  # elements of INT4, by turns
 MAX_SUMS = 28  # sums (head, chunk) in registers; AVX-512 has 32
 
 # A run of a tile: rows at one stride. Five int64: its tokens, counted from the first of the tile,
@@ -52,6 +57,19 @@ def widened_floats(fmt):
     )
 
 
+def order_of(fmt):
+    """The elements of a chunk that its lanes hold."""
+    return fmt.pick(
+        nibbles=FROM_TWO_WORDS,
+        **dict.fromkeys(("quarters", "planes", "bytes", "elements"), IN_ORDER),
+    )
+
+
+def lanes_in_order(fmt):
+    """The lanes that hold the elements of a chunk."""
+    return [order_of(fmt).index(element) for element in range(LANES)]
+
+
 def code_addresses(emit, fmt, codes, chunk):
     """Where the codes of a chunk begin, and of rows in planes their high bits, else None.
 
@@ -68,6 +86,12 @@ class RowReader:
     def __init__(self, emit, fmt):
         self.emit, self.fmt = emit, fmt
         self.chunks = fmt.head_dim // LANES
+        # chunks that have a scale and a shift in common
+        self.alike = fmt.group_size // LANES if fmt.group_size % LANES == 0 else 1
+        # codes number the values of a table
+        self.has_table = (
+            in_hardware("avx512f") and 0 < fmt.facts.levels < LANES and fmt.group_size % LANES == 0
+        )
 
     def widen(self, row, params):
         """Write the parameters of a row, as floats, to an address."""
@@ -94,30 +118,49 @@ class RowReader:
             return
         for i in range(2 * self.chunks):
             chunk, is_shift = divmod(i, 2)
-            elements = range(chunk * LANES, (chunk + 1) * LANES)
+            elements = [chunk * LANES + element for element in order_of(fmt)]
             lanes = [ir.Constant(I32, 2 * (e // fmt.group_size) + is_shift) for e in elements]
             spread = ir.Constant(ir.VectorType(I32, LANES), lanes)
             emit.store(
                 emit.at(params, 4 * LANES * i), emit.builder.shuffle_vector(floats, floats, spread)
             )
 
-    def values(self, row, params, chunk):
-        """The 16 values of a chunk (its index an i64), from a row and its widened parameters."""
+    def scaling(self, params, chunk):
+        """What makes the values of chunks that have their parameters in common with this one.
+
+        A scale and a shift, or the table of all values; None of 16-bit elements. chunk: an i64.
+        """
         emit, fmt, b = self.emit, self.fmt, self.emit.builder
-        numbers = self.unpack(emit.at(row, fmt.code_offset), chunk)
         if fmt.is_exact:
-            return numbers
+            return None
         if fmt.group_size % LANES == 0:
-            group = b.udiv(chunk, ir.Constant(I64, fmt.group_size // LANES))
-            at = b.add(params, emit.times(group, 8))
+            at = b.add(params, emit.times(b.udiv(chunk, ir.Constant(I64, self.alike)), 8))
             scale, shift = emit.load_splat(at), emit.load_splat(emit.at(at, 4))
         else:
             at = b.add(params, emit.times(chunk, 8 * LANES))
             scale, shift = emit.load(at, F32), emit.load(emit.at(at, 4 * LANES), F32)
-        return emit.fma(numbers, scale, shift)
+        if not self.has_table:
+            return scale, shift
+        codes = [lane % (int(fmt.facts.levels) + 1) for lane in range(LANES)]
+        return emit.fma(emit.each(codes, F32), scale, shift)
+
+    def values(self, row, chunk, scaling):
+        """The 16 values of a chunk (its index an i64), in the order of its lanes."""
+        codes = self.emit.at(row, self.fmt.code_offset)
+        if self.has_table:
+            return self.emit.look_up(scaling, self.codes_in_lanes(codes, chunk))
+        numbers = self.unpack(codes, chunk)
+        return numbers if scaling is None else self.emit.fma(numbers, *scaling)
+
+    def codes_in_lanes(self, codes, chunk):
+        """Integer codes of a chunk in the lowest bits of the lanes; what is above them is not."""
+        split = self.fmt.pick(
+            bytes=split_bytes, nibbles=split_nibbles, quarters=split_quarters, planes=split_planes
+        )
+        return split(self.emit, *code_addresses(self.emit, self.fmt, codes, chunk))
 
     def unpack(self, codes, chunk):
-        """The codes or 16-bit elements of a chunk as floats, in the order of the elements.
+        """The codes or 16-bit elements of a chunk as floats, in the order of its lanes.
 
         codes: address of those of the row.
 
@@ -127,7 +170,7 @@ class RowReader:
         """
         emit, b, fmt = self.emit, self.emit.builder, self.fmt
         floats, numbers = ir.VectorType(F32, LANES), fmt.facts.numbers
-        address, high = code_addresses(emit, fmt, codes, chunk)
+        address, _ = code_addresses(emit, fmt, codes, chunk)
         if numbers == "fp16":
             return emit.from_half(emit.load(address, I16))
         if numbers == "bf16":
@@ -142,39 +185,31 @@ class RowReader:
             # a float32 scale may have no room for the factor
             has_factor = fmt.pick(pairs=True, scales=False)
             return floats if has_factor else b.fmul(floats, emit.constant(256.0))
-        unpack = fmt.pick(
-            integers=fmt.pick(
-                bytes=unpack_bytes,
-                nibbles=unpack_nibbles,
-                quarters=unpack_quarters,
-                planes=unpack_planes,
-            )
-        )
-        return b.sitofp(unpack(emit, address, high), floats)
+        greatest = fmt.pick(integers=int(fmt.facts.levels))
+        lanes = self.codes_in_lanes(codes, chunk)
+        return b.sitofp(b.and_(lanes, emit.constant(greatest, I32)), floats)
 
 
-def unpack_bytes(emit, address, _high):
-    """16 codes of a byte each, as int32."""
+def split_bytes(emit, address, _high):
+    """16 codes of a byte each."""
     return emit.builder.zext(emit.load(address, I8), ir.VectorType(I32, LANES))
 
 
-def unpack_nibbles(emit, address, _high):
-    """16 codes of INT4. 8 bytes become 8 quadwords x: x | x << 28 has the low nibble, at bit 28,
-    and the high nibble, at bit 32, apart; masked, the two halves of a quadword are two codes."""
+def split_nibbles(emit, address, _high):
+    """16 codes of INT4: lanes have their two words by turns, each shifted by its own distance."""
     b = emit.builder
-    wide = b.zext(emit.load(address, I8, LANES // 2), ir.VectorType(I64, LANES // 2))
-    pairs = b.or_(wide, b.shl(wide, emit.constant(28, I64, LANES // 2)))
-    pairs = b.and_(pairs, emit.constant(0x0000000F_0000000F, I64, LANES // 2))
-    return b.bitcast(pairs, ir.VectorType(I32, LANES))
+    words = emit.splat(emit.load_scalar(address, I64), LANES // 2)
+    words = b.bitcast(words, ir.VectorType(I32, LANES))
+    return b.lshr(words, emit.each([4 * (element % 8) for element in FROM_TWO_WORDS], I32))
 
 
-def unpack_quarters(emit, address, _high):
+def split_quarters(emit, address, _high):
     """16 codes of INT2: each lane shifts their word by its own distance."""
-    b, word = emit.builder, emit.splat(emit.load_scalar(address, I32))
-    return b.and_(b.lshr(word, emit.each(LOW_BITS, I32)), emit.constant(3, I32))
+    word = emit.splat(emit.load_scalar(address, I32))
+    return emit.builder.lshr(word, emit.each(LOW_BITS, I32))
 
 
-def unpack_planes(emit, address, high):
+def split_planes(emit, address, high):
     """16 codes of INT3. Low and high bits make a quadword, the nibbles of the even elements in its
     low half and those of the odd ones in its high half; shifted, its halves are two codes."""
     b = emit.builder
@@ -189,8 +224,23 @@ def unpack_planes(emit, address, high):
     bits = b.and_(bits, ir.Constant(I64, 0x44444444_44444444))
     nibbles = emit.splat(b.or_(low, bits), LANES // 2)
     pairs = b.lshr(nibbles, emit.each(range(0, 32, 4), I64))
-    pairs = b.and_(pairs, emit.constant(0x00000007_00000007, I64, LANES // 2))
     return b.bitcast(pairs, ir.VectorType(I32, LANES))
+
+
+@operation(types.void, literal, literal, types.int64, types.int64)
+def order_queries(emit, format_spec, heads, q, ordered):
+    """Copy q [heads, head_dim] float32 with each chunk in the order of K's lanes."""
+    parts = parts_of(parse_spec(format_spec)) * heads
+    orders = [order_of(part) for part in parts for _ in range(part.head_dim // LANES)]
+    for chunk, order in enumerate(orders):
+        queries = emit.load(emit.at(q, 4 * LANES * chunk), F32)
+        emit.store(emit.at(ordered, 4 * LANES * chunk), emit.pick_lanes(queries, order))
+
+
+@operation(f32x16, literal, f32x16)
+def in_order(emit, format_spec, chunk):
+    """A chunk of a sum of V's rows in the order of its elements."""
+    return emit.pick_lanes(chunk, lanes_in_order(parse_spec(format_spec)))
 
 
 def tokens_per_block(heads):
@@ -213,9 +263,9 @@ def score_block(emit, format_spec, heads, q, row, stride, count, params):
 
     A score that is not finite is NaN, and with it all of its head's result.
 
-    q [heads, head_dim] float32; row: address of the first token's row; count: tokens that exist, at
-    least 1 (the last one's row is read again in place of missing ones); params: widened ones of the
-    block's rows. A latent row is read part by part.
+    q [heads, head_dim] float32 from order_queries; row: address of the first token's row; count:
+    tokens that exist, at least 1 (the last one's row is read again in place of missing ones);
+    params: widened ones of the block's rows. A latent row is read part by part.
     """
     b, fmt = emit.builder, parse_spec(format_spec)
     tokens = tokens_per_block(heads)
@@ -231,14 +281,18 @@ def score_block(emit, format_spec, heads, q, row, stride, count, params):
         reader = RowReader(emit, part)
         for token in range(tokens):
             reader.widen(rows[token], row_params[token])
-        with cgutils.for_range(b, ir.Constant(I64, reader.chunks)) as loop:
-            chunk_q = b.add(q, emit.times(loop.index, 4 * LANES))
-            keys = [reader.values(r, p, loop.index) for r, p in zip(rows, row_params, strict=True)]
-            for head in range(heads):
-                query = emit.load(emit.at(chunk_q, 4 * fmt.head_dim * head), F32)
-                for token in range(tokens):
-                    total = sums[token * heads + head]
-                    b.store(emit.fma(keys[token], query, b.load(total)), total)
+        with cgutils.for_range(b, ir.Constant(I64, reader.chunks // reader.alike)) as loop:
+            first = emit.times(loop.index, reader.alike)
+            scalings = [reader.scaling(at, first) for at in row_params]
+            with cgutils.for_range(b, ir.Constant(I64, reader.alike)) as inner:
+                chunk = b.add(first, inner.index)
+                chunk_q = b.add(q, emit.times(chunk, 4 * LANES))
+                keys = [reader.values(r, chunk, s) for r, s in zip(rows, scalings, strict=True)]
+                for head in range(heads):
+                    query = emit.load(emit.at(chunk_q, 4 * fmt.head_dim * head), F32)
+                    for token in range(tokens):
+                        total = sums[token * heads + head]
+                        b.store(emit.fma(keys[token], query, b.load(total)), total)
         q = emit.at(q, 4 * part.head_dim)
         rows = [emit.at(row, part.row_bytes) for row in rows]
         row_params = [emit.at(row, 4 * widened_floats(part)) for row in row_params]
@@ -312,7 +366,9 @@ def weigh_rows(
             lane = emit.times(b.urem(token, ir.Constant(I64, tokens)), heads)
             at_weights = b.add(weights, emit.times(b.add(block, lane), 4))
             for c, chunk in enumerate(chunks):
-                values = reader.values(row, row_params, chunk)
+                if c % reader.alike == 0 or width % reader.alike != 0 != reader.alike % width:
+                    scaling = reader.scaling(row_params, chunk)
+                values = reader.values(row, chunk, scaling)
                 for head in range(heads):
                     total = sums[head * width + c]
                     weight = emit.load_splat(emit.at(at_weights, 4 * head))
