@@ -34,6 +34,7 @@ from kvquant.rows.variant import add_sinks
 
 from .combine import make_merge_kernel
 from .compile import compile_kernel
+from .integers import Keys, Values
 from .parallel import run
 from .simd import (
     LANES,
@@ -59,15 +60,18 @@ from .values import (
     RUN_K,
     RUN_NEXT_K,
     RUN_V,
-    in_order,
-    order_queries,
     parse_spec,
+    prepare_queries,
     score_block,
     spec,
     store_int,
+    store_output,
     tokens_per_block,
     weigh_rows,
     widened_floats,
+    TILE,
+    integer_keys,
+    integer_values,
 )
 from .variant import (
     COUNT,
@@ -83,7 +87,6 @@ from .variant import (
     Change,
 )
 
-TILE = 128  # tokens: their K and V rows, scores and parameters stay in the L2 cache
 SMALL_TILE = 32  # where every element has parameters of its own, on the stack
 MAX_HEADS = LANES  # query heads of a work item: 16 sums, one token at a time
 MIN_SPLIT = 512  # tokens that are worth a work item of their own
@@ -102,7 +105,7 @@ def tile_tokens(v_format):
 
 
 @functools.cache
-def make_decode_kernel(k_spec, v_spec, heads):
+def make_decode_kernel(k_spec, v_spec, heads, in_integers=False):
     """Compile the kernel for two formats and a number of heads that share the rows; its address.
 
     It takes the arguments named below, and the index of (sequence, block of heads, split).
@@ -111,17 +114,28 @@ def make_decode_kernel(k_spec, v_spec, heads):
     k_bytes, v_bytes = parse_spec(k_spec).row_bytes, parse_spec(v_spec).row_bytes
     tokens = tokens_per_block(heads)
     # scratch of a work item: places in floats
-    tile = tile_tokens(parse_spec(v_spec))
+    k_format, v_format = parse_spec(k_spec), parse_spec(v_spec)
+    k_in_integers = int(in_integers and Keys.serve(k_format, heads, tokens))
+    v_in_integers = int(in_integers and Values.serve(v_format, heads))
+    if k_in_integers:
+        k_floats = integer_keys(None, k_spec, heads).room_bytes // 4
+    else:
+        k_floats = heads * k_dim
+    tile = TILE if v_in_integers else tile_tokens(v_format)
+    if v_in_integers:
+        v_floats = integer_values(None, v_spec, heads).room_bytes // 4
+    else:
+        v_floats = tile * widened_floats(v_format)
     lanes_at = tile // tokens * LANES
     max_at = lanes_at + LANES
     decay_at = max_at + LANES
     acc_at = decay_at + LANES
     k_params_at = acc_at + heads * v_dim
     v_params_at = k_params_at + tokens * widened_floats(parse_spec(k_spec))
-    runs_at = v_params_at + tile * widened_floats(parse_spec(v_spec))
+    runs_at = v_params_at + v_floats
     said_at = runs_at + (tile // min(PAGE_SIZES) + 1) * RUN_BYTES // 4
     q_at = -(-(said_at + TILE_BYTES // 4) // LANES) * LANES
-    scratch_floats = q_at + heads * k_dim
+    scratch_floats = q_at + k_floats
 
     def decode_kernel(args, item):
         # Step 1: the work item
@@ -173,8 +187,8 @@ def make_decode_kernel(k_spec, v_spec, heads):
         decay, acc = scores + 4 * decay_at, scores + 4 * acc_at
         k_params, v_params = scores + 4 * k_params_at, scores + 4 * v_params_at
         runs, said = scores + 4 * runs_at, scores + 4 * said_at
-        order_queries(k_spec, heads, q, scores + 4 * q_at)
-        q = scores + 4 * q_at
+        prepared = scores + 4 * q_at
+        prepare_queries(k_spec, k_in_integers, heads, q, load_float(args + 8 * FACTOR), prepared)
         change = argument(args, CHANGE)
         store_int(said + 8 * FIELDS, argument(args, CHANGE_FIELDS))
         store_int(said + 8 * SCORES, scores)
@@ -199,10 +213,9 @@ def make_decode_kernel(k_spec, v_spec, heads):
                     for token in range(tokens):
                         total += load_float(lanes + 4 * (token * heads + h))
                     store_float(lse + 4 * h, load_float(maxima + 4 * h) * LN2 + math.log(total))
-                    share = splat(1 / total if total != 0 else np.float32(0))
-                    for chunk in range(0, v_dim, LANES):
-                        place = 4 * (h * v_dim + chunk)
-                        store(out + place, times(in_order(v_spec, load(acc + place)), share))
+                    share = 1 / total if total != 0 else np.float32(0)
+                    sums, place = acc + 4 * h * v_dim, out + 4 * h * v_dim
+                    store_output(v_spec, v_in_integers, heads, sums, share, place)
             if first >= last:
                 break
             index, end = first, sinks
@@ -238,7 +251,16 @@ def make_decode_kernel(k_spec, v_spec, heads):
                 end, k_row, v_row = argument(at, RUN_END), argument(at, RUN_K), argument(at, RUN_V)
                 for token in range(argument(at, RUN_FIRST), end, tokens):
                     row = k_row + token * k_stride
-                    score = score_block(k_spec, heads, q, row, k_stride, end - token, k_params)
+                    score = score_block(
+                        k_spec,
+                        k_in_integers,
+                        heads,
+                        prepared,
+                        row,
+                        k_stride,
+                        end - token,
+                        k_params,
+                    )
                     store(scores + 4 * LANES * (token // tokens), score)
                     top = maximum(top, score)
                     for t in range(tokens):  # V prefetch: its rows come while K is computed with
@@ -271,6 +293,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
             # Step 7: weighted sum of the V rows
             weigh_rows(
                 v_spec,
+                v_in_integers,
                 k_bytes,
                 heads,
                 scores,
@@ -289,7 +312,8 @@ def make_decode_kernel(k_spec, v_spec, heads):
 
 # what a decode kernel is given
 (
-    Q,  # [batch, num_q_heads, k_dim] float32, times sm_scale * log2(e)
+    Q,  # [batch, num_q_heads, k_dim] float32
+    FACTOR,  # on scores, a float32 in the first bytes: sm_scale * log2(e)
     K_ROWS,
     V_ROWS,
     K_STRIDE_BATCH,  # strides in bytes: from a sequence or page, a KV head, a token to the next
@@ -318,7 +342,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
     FIRST_ROWS,  # [batch] int32, rows before these are seen by no query; or 0
     CHANGE,  # address of the kernel that changes scores, or 0; see variant.py
     CHANGE_FIELDS,
-) = range(29)
+) = range(30)
 
 
 def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -370,7 +394,8 @@ def _attend(
     ratio = num_q_heads // segments[0].k_rows.shape[1]
     heads = heads_of_block(ratio)
     blocks = num_q_heads // ratio * -(-ratio // heads) if ratio else 0  # of all KV heads
-    scaled = (q.float() * (sm_scale * LOG2E)).contiguous()
+    in_integers = q.dtype != torch.float32
+    q, factor = q.float().contiguous(), np.array([sm_scale * LOG2E, 0], np.float32)
     work, lengths = [], []  # the segments with rows to attend to, and the most of them
     for i, segment in enumerate(segments):
         lens = segment.seq_lens if change is None else segment.seq_lens - change.firsts[i]
@@ -378,14 +403,14 @@ def _attend(
             work.append((i, segment))
             lengths.append(longest)
     splits = [min(num_splits, n) if num_splits else plan_splits(batch * blocks, n) for n in lengths]
-    out = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads, v_dim)
-    lse = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads)
+    out = q.new_empty(max(sum(splits), 1), batch, num_q_heads, v_dim)
+    lse = q.new_empty(max(sum(splits), 1), batch, num_q_heads)
     if not work:
         return out[0].zero_(), lse[0].fill_(-math.inf)
 
     done = 0
     for (i, segment), longest, count in zip(work, lengths, splits, strict=True):
-        kernel = make_decode_kernel(spec(segment.k_format), spec(segment.v_format), heads)
+        kernel = make_decode_kernel(spec(segment.k_format), spec(segment.v_format), heads, in_integers)
         seq_lens, seen = segment.seq_lens.contiguous(), visible[i].contiguous()
         starts = None if segment.starts is None else segment.starts.contiguous()
         seq_slots = None if segment.seq_slots is None else segment.seq_slots.contiguous()
@@ -395,7 +420,8 @@ def _attend(
             pages = [table.data_ptr(), *strides, segment.k_rows.shape[2].bit_length() - 1]
         arguments = np.array(
             [
-                address(scaled, "q"),
+                address(q, "q"),
+                *factor.view(np.int64),
                 address(segment.k_rows, "k_rows"),
                 address(segment.v_rows, "v_rows"),
                 *segment.k_rows.stride()[:3],

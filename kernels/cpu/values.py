@@ -22,13 +22,14 @@ from numba.core import cgutils
 from kvquant.rows.format import RowFormat
 from kvquant.rows.latent import LatentFormat, parts_of
 
+from .integers import MAX_SUMS, Keys, Values
 from .simd import F32, I8, I16, I32, I64, LANES, f32x16, in_hardware, literal, operation
 
 # where the low bits of each of 16 elements stand in a word
 LOW_BITS = [2 * i for i in range(LANES)]
 IN_ORDER = [*range(LANES)]
 FROM_TWO_WORDS = [8 * (i % 2) + i // 2 for i in range(LANES)]  # elements of INT4, by turns
-MAX_SUMS = 28  # sums (head, chunk) in registers; AVX-512 has 32
+TILE = 128  # tokens: their K and V rows, scores and parameters stay in the L2 cache
 
 # A run of a tile: rows at one stride. Five int64: its tokens, counted from the first of the tile,
 # and the addresses that token 0 would have: of K, of V, and of K in the next tile.
@@ -227,20 +228,44 @@ def split_planes(emit, address, high):
     return b.bitcast(pairs, ir.VectorType(I32, LANES))
 
 
-@operation(types.void, literal, literal, types.int64, types.int64)
-def order_queries(emit, format_spec, heads, q, ordered):
-    """Copy q [heads, head_dim] float32 with each chunk in the order of K's lanes."""
+def integer_keys(emit, k_spec, heads):
+    """Scores by integers, of rows that integers.Keys serves."""
+    return Keys(emit, parse_spec(k_spec), heads, tokens_per_block(heads))
+
+
+def integer_values(emit, v_spec, heads):
+    """Weighted sums by integers, of rows that integers.Values serves."""
+    return Values(emit, parse_spec(v_spec), heads, tokens_per_block(heads), TILE)
+
+
+@operation(types.void, literal, literal, literal, types.int64, types.float32, types.int64)
+def prepare_queries(emit, format_spec, in_integers, heads, q, factor, prepared):
+    """Write q [heads, head_dim] float32 times a factor as score_block wants it."""
+    if in_integers:
+        integer_keys(emit, format_spec, heads).prepare(q, factor, prepared)
+        return
     parts = parts_of(parse_spec(format_spec)) * heads
     orders = [order_of(part) for part in parts for _ in range(part.head_dim // LANES)]
+    factors = emit.splat(factor)
     for chunk, order in enumerate(orders):
-        queries = emit.load(emit.at(q, 4 * LANES * chunk), F32)
-        emit.store(emit.at(ordered, 4 * LANES * chunk), emit.pick_lanes(queries, order))
+        queries = emit.builder.fmul(emit.load(emit.at(q, 4 * LANES * chunk), F32), factors)
+        emit.store(emit.at(prepared, 4 * LANES * chunk), emit.pick_lanes(queries, order))
 
 
-@operation(f32x16, literal, f32x16)
-def in_order(emit, format_spec, chunk):
-    """A chunk of a sum of V's rows in the order of its elements."""
-    return emit.pick_lanes(chunk, lanes_in_order(parse_spec(format_spec)))
+@operation(types.void, literal, literal, literal, types.int64, types.float32, types.int64)
+def store_output(emit, format_spec, in_integers, heads, acc, share, out):
+    """The sums of a head times its share, in the order of the elements."""
+    fmt = parse_spec(format_spec)
+    chunks = [
+        emit.builder.fmul(emit.load(emit.at(acc, 4 * at), F32), emit.splat(share))
+        for at in range(0, fmt.head_dim, LANES)
+    ]
+    if in_integers:
+        chunks = integer_values(emit, format_spec, heads).in_order(chunks)
+    else:
+        chunks = [emit.pick_lanes(chunk, lanes_in_order(fmt)) for chunk in chunks]
+    for i, chunk in enumerate(chunks):
+        emit.store(emit.at(out, 4 * LANES * i), chunk)
 
 
 def tokens_per_block(heads):
@@ -255,27 +280,9 @@ def chunks_per_pass(heads, chunks):
     )
 
 
-@operation(
-    f32x16, literal, literal, types.int64, types.int64, types.int64, types.int64, types.int64
-)
-def score_block(emit, format_spec, heads, q, row, stride, count, params):
-    """Scores of the next tokens with all heads: lane token * heads + head; -inf beyond the tokens.
-
-    A score that is not finite is NaN, and with it all of its head's result.
-
-    q [heads, head_dim] float32 from order_queries; row: address of the first token's row; count:
-    tokens that exist, at least 1 (the last one's row is read again in place of missing ones);
-    params: widened ones of the block's rows. A latent row is read part by part.
-    """
-    b, fmt = emit.builder, parse_spec(format_spec)
-    tokens = tokens_per_block(heads)
-    rows, row_params = [], []
-    for token in range(tokens):
-        last = b.sub(count, ir.Constant(I64, 1))
-        inside = b.icmp_signed("<", ir.Constant(I64, token), count)
-        index = b.select(inside, ir.Constant(I64, token), last)
-        rows.append(b.add(row, b.mul(index, stride)))
-        row_params.append(emit.at(params, 4 * token * widened_floats(fmt)))
+def _scores(emit, fmt, heads, q, rows, row_params):
+    """Scores of rows, lane token * heads + head."""
+    b, tokens = emit.builder, len(rows)
     sums = [cgutils.alloca_once_value(b, emit.constant(0.0)) for _ in range(tokens * heads)]
     for part in parts_of(fmt):
         reader = RowReader(emit, part)
@@ -296,7 +303,34 @@ def score_block(emit, format_spec, heads, q, row, stride, count, params):
         q = emit.at(q, 4 * part.head_dim)
         rows = [emit.at(row, part.row_bytes) for row in rows]
         row_params = [emit.at(row, 4 * widened_floats(part)) for row in row_params]
-    scores = emit.sums([b.load(total) for total in sums] + [None] * (LANES - len(sums)))
+    return emit.sums([b.load(total) for total in sums] + [None] * (LANES - len(sums)))
+
+
+@operation(
+    f32x16, literal, literal, literal, *[types.int64] * 5
+)
+def score_block(emit, format_spec, in_integers, heads, q, row, stride, count, params):
+    """Scores of the next tokens with all heads: lane token * heads + head; -inf beyond the tokens.
+
+    A score that is not finite is NaN, and with it all of its head's result.
+
+    q: of all heads, from prepare_queries; row: address of the first token's row; count:
+    tokens that exist, at least 1 (the last one's row is read again in place of missing ones);
+    params: widened ones of the block's rows. A latent row is read part by part.
+    """
+    b, fmt = emit.builder, parse_spec(format_spec)
+    tokens = tokens_per_block(heads)
+    rows, row_params = [], []
+    for token in range(tokens):
+        last = b.sub(count, ir.Constant(I64, 1))
+        inside = b.icmp_signed("<", ir.Constant(I64, token), count)
+        index = b.select(inside, ir.Constant(I64, token), last)
+        rows.append(b.add(row, b.mul(index, stride)))
+        row_params.append(emit.at(params, 4 * token * widened_floats(fmt)))
+    if in_integers:
+        scores = integer_keys(emit, format_spec, heads).scores(rows, q)
+    else:
+        scores = _scores(emit, fmt, heads, q, rows, row_params)
     scores = emit.fma(scores, emit.constant(0.0), scores)
     lanes = ir.Constant(ir.VectorType(I32, LANES), [ir.Constant(I32, i) for i in range(LANES)])
     limit = b.trunc(b.mul(count, ir.Constant(I64, heads)), I32)
@@ -315,9 +349,9 @@ def store_int(emit, address, value):
     emit.store(address, value)
 
 
-@operation(types.void, literal, literal, literal, *[types.int64] * 8)
+@operation(types.void, literal, literal, literal, literal, *[types.int64] * 8)
 def weigh_rows(
-    emit, v_spec, k_bytes, heads, weights, runs, num_runs, v_stride, k_stride, params, decay, acc
+    emit, v_spec, in_integers, k_bytes, heads, weights, runs, num_runs, v_stride, k_stride, params, decay, acc
 ):
     """acc = acc * decay + weights · V over the rows of a tile, while the next K rows are fetched.
 
@@ -325,8 +359,41 @@ def weigh_rows(
     room for their widened parameters; decay [heads] and acc [heads, head_dim] float32.
     """
     b, fmt = emit.builder, parse_spec(v_spec)
-    reader = RowReader(emit, fmt)
     tokens = tokens_per_block(heads)
+
+    if in_integers:
+
+        def each(step, write, fetch):
+            """write(token // step, rows) for each step tokens; the last row stands for others."""
+            with cgutils.for_range(b, num_runs) as loop:
+                run = b.add(runs, emit.times(loop.index, RUN_BYTES))
+                first, end, v_row, next_k = (
+                    emit.load_scalar(emit.at(run, 8 * field), I64)
+                    for field in (RUN_FIRST, RUN_END, RUN_V, RUN_NEXT_K)
+                )
+                last = b.sub(end, ir.Constant(I64, 1))
+                with cgutils.for_range_slice(
+                    b, first, end, ir.Constant(I64, step), inc=True
+                ) as (token, _):
+                    rows = []
+                    for i in range(step):
+                        at = b.add(token, ir.Constant(I64, i))
+                        if fetch:
+                            emit.prefetch(b.add(next_k, b.mul(at, k_stride)), k_bytes)
+                        if i:
+                            at = b.select(b.icmp_signed("<", at, end), at, last)
+                        rows.append(b.add(v_row, b.mul(at, v_stride)))
+                    write(b.udiv(token, ir.Constant(I64, step)), rows)
+
+        values = integer_values(emit, v_spec, heads)
+        last_run = b.add(runs, emit.times(b.sub(num_runs, ir.Constant(I64, 1)), RUN_BYTES))
+        count = emit.load_scalar(emit.at(last_run, 8 * RUN_END), I64)
+        blocks = b.udiv(b.add(count, ir.Constant(I64, tokens - 1)), ir.Constant(I64, tokens))
+        values.round_weights(weights, lambda write: each(tokens, write, True), blocks, params)
+        values.weigh(lambda write: each(2, write, False), params, decay, acc)
+        return
+
+    reader = RowReader(emit, fmt)
     width = chunks_per_pass(heads, reader.chunks)
     param_bytes = 4 * widened_floats(fmt)
 
