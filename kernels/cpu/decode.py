@@ -10,7 +10,8 @@
         V       per token each chunk is unpacked, scaled and added to the sums (head, chunk)
 
 A code is unpacked once for all query heads that share it, in registers, and never stored. All sums
-are float32. The splits of all segments are merged at the end by their log-sum-exp.
+are float32, but with 16-bit queries on a processor with VNNI: see integers.py. The splits of all
+segments are merged at the end by their log-sum-exp.
 
 Several queries of a sequence are more query heads, each of which sees the first rows only, up to
 its token's. No score is masked: a tile ends with the rows that all queries see, the rows behind
@@ -32,9 +33,10 @@ from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import PAGE_SIZES, Segment, visible_rows
 from kvquant.rows.variant import add_sinks
 
+from . import simd
 from .combine import make_merge_kernel
 from .compile import compile_kernel
-from .integers import Keys, Values
+from .integers import MAX_INTEGER_HEADS, Keys, Values
 from .parallel import run
 from .simd import (
     LANES,
@@ -60,18 +62,18 @@ from .values import (
     RUN_K,
     RUN_NEXT_K,
     RUN_V,
+    TILE,
     parse_spec,
     prepare_queries,
+    query_floats,
     score_block,
     spec,
     store_int,
     store_output,
     tokens_per_block,
+    value_floats,
     weigh_rows,
     widened_floats,
-    TILE,
-    integer_keys,
-    integer_values,
 )
 from .variant import (
     COUNT,
@@ -108,6 +110,8 @@ def tile_tokens(v_format):
 def make_decode_kernel(k_spec, v_spec, heads, in_integers=False):
     """Compile the kernel for two formats and a number of heads that share the rows; its address.
 
+    in_integers: whether rows that integers.py serves are multiplied as it says.
+
     It takes the arguments named below, and the index of (sequence, block of heads, split).
     """
     k_dim, v_dim = parse_spec(k_spec).head_dim, parse_spec(v_spec).head_dim
@@ -117,25 +121,17 @@ def make_decode_kernel(k_spec, v_spec, heads, in_integers=False):
     k_format, v_format = parse_spec(k_spec), parse_spec(v_spec)
     k_in_integers = int(in_integers and Keys.serve(k_format, heads, tokens))
     v_in_integers = int(in_integers and Values.serve(v_format, heads))
-    if k_in_integers:
-        k_floats = integer_keys(None, k_spec, heads).room_bytes // 4
-    else:
-        k_floats = heads * k_dim
     tile = TILE if v_in_integers else tile_tokens(v_format)
-    if v_in_integers:
-        v_floats = integer_values(None, v_spec, heads).room_bytes // 4
-    else:
-        v_floats = tile * widened_floats(v_format)
     lanes_at = tile // tokens * LANES
     max_at = lanes_at + LANES
     decay_at = max_at + LANES
     acc_at = decay_at + LANES
     k_params_at = acc_at + heads * v_dim
     v_params_at = k_params_at + tokens * widened_floats(parse_spec(k_spec))
-    runs_at = v_params_at + v_floats
+    runs_at = v_params_at + value_floats(v_spec, heads, v_in_integers, tile)
     said_at = runs_at + (tile // min(PAGE_SIZES) + 1) * RUN_BYTES // 4
     q_at = -(-(said_at + TILE_BYTES // 4) // LANES) * LANES
-    scratch_floats = q_at + k_floats
+    scratch_floats = q_at + query_floats(k_spec, heads, k_in_integers)
 
     def decode_kernel(args, item):
         # Step 1: the work item
@@ -392,10 +388,13 @@ def _attend(
     batch, num_q_heads, _ = q.shape
     v_dim = segments[0].v_format.head_dim
     ratio = num_q_heads // segments[0].k_rows.shape[1]
-    heads = heads_of_block(ratio)
+    # rounds less than 16-bit queries and outputs are rounded anyway
+    in_integers = q.dtype != torch.float32 and simd.in_hardware("avx512vnni")
+    heads = heads_of_block(ratio, MAX_INTEGER_HEADS if in_integers else MAX_HEADS)
     blocks = num_q_heads // ratio * -(-ratio // heads) if ratio else 0  # of all KV heads
-    in_integers = q.dtype != torch.float32
-    q, factor = q.float().contiguous(), np.array([sm_scale * LOG2E, 0], np.float32)
+    q = q.float().contiguous()
+    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite
+        factor = np.array([sm_scale * LOG2E, 0], np.float32)
     work, lengths = [], []  # the segments with rows to attend to, and the most of them
     for i, segment in enumerate(segments):
         lens = segment.seq_lens if change is None else segment.seq_lens - change.firsts[i]
@@ -410,7 +409,9 @@ def _attend(
 
     done = 0
     for (i, segment), longest, count in zip(work, lengths, splits, strict=True):
-        kernel = make_decode_kernel(spec(segment.k_format), spec(segment.v_format), heads, in_integers)
+        kernel = make_decode_kernel(
+            spec(segment.k_format), spec(segment.v_format), heads, in_integers
+        )
         seq_lens, seen = segment.seq_lens.contiguous(), visible[i].contiguous()
         starts = None if segment.starts is None else segment.starts.contiguous()
         seq_slots = None if segment.seq_slots is None else segment.seq_slots.contiguous()
@@ -461,9 +462,9 @@ def _attend(
     return out[0], lse[0]
 
 
-def heads_of_block(ratio: int) -> int:
+def heads_of_block(ratio: int, most: int = MAX_HEADS) -> int:
     """Query heads of a work item, of the ratio that share a KV head."""
-    blocks = max(-(-ratio // MAX_HEADS), 1)
+    blocks = max(-(-ratio // most), 1)
     return -(-ratio // blocks)
 
 

@@ -23,7 +23,7 @@ from numba.core import cgutils
 
 from kvquant.rows.format import RowFormat
 
-from .simd import F32, I16, I32, I64, LANES, in_hardware
+from .simd import F32, I16, I32, I64, LANES
 
 GREATEST = 32767.0  # of an int16
 LEAST_STEP = 2.0**-100
@@ -39,10 +39,12 @@ def _elements_of(fmt, nbytes):
 
 def _may_serve(fmt, heads, nbytes):
     """Whether rows are vectors of such pieces, each in one group or of whole groups."""
-    if not in_hardware("avx512vnni") or heads > MAX_INTEGER_HEADS or not isinstance(fmt, RowFormat):
-        return False
-    if not fmt.pick(
-        nibbles=True, quarters=True, planes=False, elements=False, bytes=fmt.facts.is_integer
+    if (
+        heads > MAX_INTEGER_HEADS
+        or not isinstance(fmt, RowFormat)
+        or not fmt.pick(
+            nibbles=True, quarters=True, planes=False, elements=False, bytes=fmt.facts.is_integer
+        )
     ):
         return False
     piece, group = _elements_of(fmt, nbytes), fmt.group_size
@@ -88,16 +90,13 @@ class Fields:
         low = b.and_(low, self.emit.constant(0xFFFF, I32, count))
         return b.or_(low, b.shl(high, self.emit.constant(16, I32, count)))
 
-    def parameters(self, rows, groups, lanes):
-        """Scales and shifts of some groups of some rows: lanes number (row, group)."""
-        emit, b = self.emit, self.emit.builder
-        places = [emit.at(row, 4 * group) for row in rows for group in groups]
-        size = 1 << (len(places) - 1).bit_length()
-        pairs = ir.Constant(VectorType(I32, size), [ir.Constant(I32, 0)] * size)
-        for i, place in enumerate(places):
-            pairs = b.insert_element(pairs, emit.load_scalar(place, I32), ir.Constant(I32, i))
-        floats = emit.from_half(b.bitcast(pairs, VectorType(I16, 2 * size)))
-        return [emit.pick_lanes(floats, [2 * lane + i for lane in lanes]) for i in (0, 1)]
+    def parameters(self, rows):
+        """A function of lanes that number (row, group): their scales and their shifts."""
+        emit, b, groups = self.emit, self.emit.builder, self.fmt.groups
+        headers = joined(emit, [emit.load(row, I32, groups) for row in rows])
+        count = 2 * headers.type.count
+        floats = emit.from_half(b.bitcast(headers, VectorType(I16, count)))
+        return lambda lanes: [emit.pick_lanes(floats, [2 * at + i for at in lanes]) for i in (0, 1)]
 
 
 class Keys(Fields):
@@ -196,9 +195,10 @@ class Keys(Fields):
         groups = self.segment // fmt.group_size
         spread = [lane % self.words for lane in range(LANES)]
         lanes = [
-            lane // self.words * groups + lane % self.words * groups // self.words
+            lane // self.words * fmt.groups + lane % self.words * groups // self.words
             for lane in range(LANES)
         ]
+        parameters = [self.parameters(own) for own in quads]
         for segment in range(self.segments):
             tables = VECTOR_BYTES * segment * self.heads
             sums = {
@@ -223,9 +223,9 @@ class Keys(Fields):
                         for quad in range(len(quads)):
                             key = quad, head
                             sums[key] = self.add_products(sums[key], numbers[quad], query)
-            of_segment = range(segment * groups, (segment + 1) * groups)
-            for quad, own in enumerate(quads):
-                scale, shift = self.parameters(own, of_segment, lanes)
+            of_segment = [lane + segment * groups for lane in lanes]
+            for quad in range(len(quads)):
+                scale, shift = parameters[quad](of_segment)
                 for head in range(self.heads):
                     at = emit.at(room, self.shifts_at + tables + VECTOR_BYTES * head)
                     total = emit.fma(emit.load(at, F32), shift, totals[quad, head])
@@ -246,7 +246,9 @@ class Keys(Fields):
         odd = [lane + 1 for lane in even]
         vectors = vectors + [emit.constant(0.0)] * (words - len(vectors))
         for _ in range(2):
-            vectors = [halved(x, y, even, odd) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+            vectors = [
+                halved(x, y, even, odd) for x, y in zip(vectors[::2], vectors[1::2], strict=True)
+            ]
         if words == 8:  # lanes (token, half, head % 4)
             low = [(i // 8) * 8 + i % 4 + (i // 4 % 2) * 16 for i in range(LANES)]
             vectors = [halved(*vectors, low, [lane + 4 for lane in low])]
@@ -273,7 +275,7 @@ def joined(emit, vectors):
 class Values(Fields):
     """Weighted sums of a tile: a vector of codes is a unit of two rows.
 
-    room: [groups, pairs, heads] w16 pairs; [groups, blocks] 16 float32 weights; then, for each
+    room: [pairs, heads, groups] w16 pairs; [groups, blocks] 16 float32 weights; then, for each
     group, 16 float32 steps and 16 float32 sums of shifts, lane i of the head i % heads.
     """
 
@@ -282,6 +284,12 @@ class Values(Fields):
         self.heads, self.tokens, self.tile = heads, tokens, tile
         self.unit = _elements_of(fmt, UNIT_BYTES)
         self.units = fmt.head_dim // self.unit
+        # groups of a unit, which its lanes have by turns, and the word of each lane
+        self.together = max(self.unit // fmt.group_size, 1)
+        self.words = [
+            lane % self.together * (LANES // self.together) + lane // self.together
+            for lane in range(LANES)
+        ]
         self.weights_at = 4 * fmt.groups * tile // 2 * heads
         self.steps_at = self.weights_at + VECTOR_BYTES * fmt.groups * (tile // tokens)
         self.shifts_at = self.steps_at + VECTOR_BYTES * fmt.groups
@@ -301,8 +309,8 @@ class Values(Fields):
             distance *= 2
         return x
 
-    def round_weights(self, weights, each_block, num_blocks, room):
-        """Fill the room. each_block(write) calls write(block, rows) for each block of tokens."""
+    def round_weights(self, weights, each, count, room):
+        """Fill the room for a tile of count tokens; each: as weigh_rows has it."""
         emit, b, fmt = self.emit, self.emit.builder, self.fmt
         groups = range(fmt.groups)
         tables = VECTOR_BYTES * (self.tile // self.tokens)
@@ -312,11 +320,12 @@ class Values(Fields):
         )
         lanes = [min(lane // self.heads, self.tokens - 1) for lane in range(LANES)]
 
-        def write(block, rows):
-            weight = emit.load(b.add(weights, emit.times(block, VECTOR_BYTES)), F32)
-            place = b.add(room, emit.times(block, VECTOR_BYTES))
+        with each(self.tokens) as (token, rows, _):
+            at = emit.times(b.udiv(token, ir.Constant(I64, self.tokens)), VECTOR_BYTES)
+            weight, place = emit.load(b.add(weights, at), F32), b.add(room, at)
+            parameters = self.parameters(rows)
             for group in groups:
-                scale, shift = self.parameters(rows, [group], lanes)
+                scale, shift = parameters([at * fmt.groups + group for at in lanes])
                 scaled = b.fmul(weight, scale)
                 emit.store(emit.at(place, self.weights_at + tables * group), scaled)
                 magnitude = emit.call("llvm.fabs", scaled)
@@ -324,114 +333,112 @@ class Values(Fields):
                 b.store(top, greatest[group])
                 b.store(b.fadd(b.load(scales[group]), scaled), scales[group])
                 b.store(emit.fma(weight, shift, b.load(shifts[group])), shifts[group])
-
-        each_block(write)
-        half = self.tokens // 2
+        pairs = self.tokens // 2 * self.heads
         orders = [
-            [(2 * pair + odd) * self.heads + head for pair in range(half) for head in range(self.heads)]
-            for odd in (0, 1)
+            [2 * at - at % self.heads + odd * self.heads for at in range(pairs)] for odd in (0, 1)
         ]
+        inverses, steps, rounded = [], [], []
         for group in groups:
             top = self.by_head(functools.partial(emit.call, "llvm.maxnum"), b.load(greatest[group]))
             top = emit.call("llvm.maxnum", top, emit.constant(LEAST_STEP))
-            inverse = b.fdiv(emit.constant(GREATEST), top)
-            step = b.fmul(top, emit.constant(1 / GREATEST))
-            rounded = cgutils.alloca_once_value(b, emit.constant(0, I32))
-            with cgutils.for_range(b, num_blocks) as loop:
-                place = b.add(room, emit.times(loop.index, VECTOR_BYTES))
+            inverses.append(b.fdiv(emit.constant(GREATEST), top))
+            steps.append(b.fmul(top, emit.constant(1 / GREATEST)))
+            rounded.append(cgutils.alloca_once_value(b, emit.constant(0, I32)))
+        last = b.udiv(b.sub(count, ir.Constant(I64, 1)), ir.Constant(I64, self.tokens))
+        with cgutils.for_range(b, b.add(last, ir.Constant(I64, 1))) as loop:
+            place = b.add(room, emit.times(loop.index, VECTOR_BYTES))
+            words = []
+            for group in groups:
                 scaled = emit.load(emit.at(place, self.weights_at + tables * group), F32)
-                whole = self.rounded(b.fmul(scaled, inverse))
-                b.store(b.add(b.load(rounded), whole), rounded)
-                pairs = self.paired(*(emit.pick_lanes(whole, order) for order in orders))
-                at = b.add(room, emit.times(loop.index, 4 * half * self.heads))
-                emit.store(emit.at(at, 4 * group * (self.tile // 2) * self.heads), pairs)
-            left = b.fsub(b.load(scales[group]), b.fmul(b.sitofp(b.load(rounded), step.type), step))
+                whole = self.rounded(b.fmul(scaled, inverses[group]))
+                b.store(b.add(b.load(rounded[group]), whole), rounded[group])
+                words.append(self.paired(*(emit.pick_lanes(whole, order) for order in orders)))
+            words = padded(emit, words, 1 << (pairs - 1).bit_length())
+            stride = words.type.count // fmt.groups
+            order = [group * stride + pair for pair in range(pairs) for group in groups]
+            at = b.add(room, emit.times(loop.index, 4 * pairs * fmt.groups))
+            emit.store(at, emit.pick_lanes(words, order))
+        for group in groups:
+            sums = b.sitofp(b.load(rounded[group]), steps[group].type)
+            left = b.fsub(b.load(scales[group]), b.fmul(sums, steps[group]))
             shift = emit.fma(left, emit.constant(self.middle), b.load(shifts[group]))
             at = emit.at(room, VECTOR_BYTES * group)
-            emit.store(emit.at(at, self.steps_at), step)
+            emit.store(emit.at(at, self.steps_at), steps[group])
             emit.store(emit.at(at, self.shifts_at), self.by_head(b.fadd, shift))
 
-    def of_groups(self, read, unit):
-        """A vector for a unit's 16 words: read(group) in the lanes of each group."""
-        emit, b, size = self.emit, self.emit.builder, self.fmt.group_size
-        if size % self.unit == 0:
-            return read(b.udiv(emit.times(unit, self.unit), ir.Constant(I64, size)))
-        count = self.unit // size
-        first = emit.times(unit, count)
-        result = read(first)
-        for group in range(1, count):
-            mask = [int(lane * count // LANES == group) for lane in range(LANES)]
-            mask = emit.each(mask, ir.IntType(1))
-            result = b.select(mask, read(b.add(first, ir.Constant(I64, group))), result)
-        return result
+    def first_group(self, unit):
+        """Of a unit, which may have several."""
+        in_unit = self.emit.times(unit, self.unit)
+        return self.emit.builder.udiv(in_unit, ir.Constant(I64, self.fmt.group_size))
 
-    def weigh(self, each_pair, room, decay, acc):
-        """acc = acc * decay + w16 · V; each_pair(write) calls write(pair, rows) for two rows."""
+    def of_head(self, table, head, unit):
+        """What a table of the room, [groups] vectors, has for a head and for a unit's words."""
+        emit, b = self.emit, self.emit.builder
+        at = emit.at(b.add(table, emit.times(self.first_group(unit), VECTOR_BYTES)), 4 * head)
+        found = emit.load_splat(at)
+        for group in range(1, self.together):
+            mask = [int(lane % self.together == group) for lane in range(LANES)]
+            other = emit.load_splat(emit.at(at, VECTOR_BYTES * group))
+            found = b.select(emit.each(mask, ir.IntType(1)), other, found)
+        return found
+
+    def weigh(self, each, room, k_bytes, decay, acc):
+        """acc = acc * decay + w16 · V; each, k_bytes: as weigh_rows has them."""
         emit, b, heads = self.emit, self.emit.builder, self.heads
-        i64 = functools.partial(ir.Constant, I64)
         most = max(MAX_SUMS // heads, 1)
-        together = max(count for count in (1, 2, 4, 8) if count <= min(self.count, most))
-        units = max(
-            u for u in range(1, self.units + 1) if self.units % u == 0 and (u == 1 or u * self.count <= most)
-        )
-        for begin in range(0, self.count, together):
-            fields = range(begin, begin + together)
-            with cgutils.for_range(b, i64(self.units // units)) as loop:
+        at_a_time = max(n for n in (1, 2, 4, 8) if n <= min(self.count, most))
+        fit = [
+            n for n in range(1, self.units + 1) if self.units % n == 0 and n * self.count <= most
+        ]
+        units = max(fit, default=1)
+        for begin in range(0, self.count, at_a_time):
+            with cgutils.for_range(b, ir.Constant(I64, self.units // units)) as loop:
                 first = emit.times(loop.index, units)
-                own = [b.add(first, i64(u)) for u in range(units)]
+                own = [b.add(first, ir.Constant(I64, unit)) for unit in range(units)]
                 sums = {
-                    (u, head, field): cgutils.alloca_once_value(b, emit.constant(0, I32))
-                    for u in range(units)
+                    (unit, head, field): cgutils.alloca_once_value(b, emit.constant(0, I32))
+                    for unit in own
                     for head in range(heads)
-                    for field in fields
+                    for field in range(begin, begin + at_a_time)
                 }
-
-                def write(pair, rows):
-                    at_weights = b.add(room, emit.times(pair, 4 * heads))
-                    for u, unit in enumerate(own):
-                        place = emit.times(unit, UNIT_BYTES)
-                        codes = [
-                            emit.load(emit.at(b.add(row, place), self.fmt.code_offset), I16)
-                            for row in rows
-                        ]
-                        order = [half * LANES + lane for lane in range(LANES) for half in (0, 1)]
-                        words = b.shuffle_vector(*codes, emit.each(order, I32))
-                        factors = [
-                            self.of_groups(functools.partial(self._weight, at_weights, head), unit)
-                            for head in range(heads)
-                        ]
-                        for field in fields:
+                with each(2) as (token, rows, next_k):
+                    for row in next_k:
+                        emit.prefetch(row, k_bytes)
+                    pair = b.udiv(token, ir.Constant(I64, 2))
+                    weights = b.add(room, emit.times(pair, 4 * heads * self.fmt.groups))
+                    for unit in own:
+                        words, factors = self._pair(rows, weights, unit)
+                        for field in range(begin, begin + at_a_time):
                             numbers = self.of(words, field)
                             for head in range(heads):
-                                total = sums[u, head, field]
-                                b.store(
-                                    self.add_products(b.load(total), numbers, factors[head]), total
-                                )
-
-                each_pair(write)
-                for (u, head, field), total in sums.items():
-                    step, shift = (
-                        self.of_groups(functools.partial(self._of_head, at, room, head), own[u])
-                        for at in (self.steps_at, self.shifts_at)
-                    )
-                    chunk = b.add(emit.times(own[u], self.count), i64(field))
-                    place = b.add(
-                        emit.at(acc, 4 * self.fmt.head_dim * head), emit.times(chunk, VECTOR_BYTES)
-                    )
+                                total = sums[unit, head, field]
+                                found = self.add_products(b.load(total), numbers, factors[head])
+                                b.store(found, total)
+                for (unit, head, field), total in sums.items():
+                    step = self.of_head(emit.at(room, self.steps_at), head, unit)
+                    shift = self.of_head(emit.at(room, self.shifts_at), head, unit)
+                    chunk = b.add(emit.times(unit, self.count), ir.Constant(I64, field))
+                    place = emit.at(acc, 4 * self.fmt.head_dim * head)
+                    place = b.add(place, emit.times(chunk, VECTOR_BYTES))
                     factor = emit.load_splat(emit.at(decay, 4 * head))
                     before = emit.fma(emit.load(place, F32), factor, shift)
                     floats = b.sitofp(b.load(total), before.type)
                     emit.store(place, emit.fma(floats, step, before))
 
-    def _weight(self, at_weights, head, group):
-        emit = self.emit
-        at = emit.builder.add(at_weights, emit.times(group, 4 * (self.tile // 2) * self.heads))
-        return emit.splat(emit.load_scalar(emit.at(at, 4 * head), I32))
-
-    def _of_head(self, at, room, head, group):
-        emit = self.emit
-        place = emit.builder.add(room, emit.times(group, VECTOR_BYTES))
-        return emit.load_splat(emit.at(place, at + 4 * head))
+    def _pair(self, rows, weights, unit):
+        """The words of a unit of two rows, and for each head the w16 pairs that multiply them."""
+        emit, b = self.emit, self.emit.builder
+        at = emit.times(unit, UNIT_BYTES)
+        codes = [emit.load(emit.at(b.add(row, at), self.fmt.code_offset), I16) for row in rows]
+        order = [half * LANES + word for word in self.words for half in (0, 1)]
+        words = b.shuffle_vector(*codes, emit.each(order, I32))
+        at = b.add(weights, emit.times(self.first_group(unit), 4))
+        spread = [lane % self.together for lane in range(LANES)]
+        pairs = [
+            emit.load(emit.at(at, 4 * self.fmt.groups * head), I32, self.together)
+            for head in range(self.heads)
+        ]
+        return words, [emit.pick_lanes(pair, spread) for pair in pairs]
 
     def in_order(self, chunks):
         """The chunks of a row of acc in the order of its elements."""
@@ -440,6 +447,14 @@ class Values(Fields):
             fields = joined(emit, chunks[unit : unit + self.count])
             for at in range(0, self.unit, LANES):
                 elements = range(at, at + LANES)
-                lanes = [e % self.count * LANES + e // self.count for e in elements]
+                lanes = [
+                    e % self.count * LANES + self.words.index(e // self.count) for e in elements
+                ]
                 ordered.append(emit.pick_lanes(fields, lanes))
         return ordered
+
+
+def padded(emit, vectors, count):
+    """One vector of all, each with unused lanes up to a count."""
+    order = [min(lane, vectors[0].type.count - 1) for lane in range(count)]
+    return joined(emit, [emit.pick_lanes(x, order) for x in vectors])

@@ -22,8 +22,9 @@ from numba.core import cgutils
 from kvquant.rows.format import RowFormat
 from kvquant.rows.latent import LatentFormat, parts_of
 
+from . import simd
 from .integers import MAX_SUMS, Keys, Values
-from .simd import F32, I8, I16, I32, I64, LANES, f32x16, in_hardware, literal, operation
+from .simd import F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
 
 # where the low bits of each of 16 elements stand in a word
 LOW_BITS = [2 * i for i in range(LANES)]
@@ -91,7 +92,9 @@ class RowReader:
         self.alike = fmt.group_size // LANES if fmt.group_size % LANES == 0 else 1
         # codes number the values of a table
         self.has_table = (
-            in_hardware("avx512f") and 0 < fmt.facts.levels < LANES and fmt.group_size % LANES == 0
+            simd.in_hardware("avx512f")
+            and 0 < fmt.facts.levels < LANES
+            and fmt.group_size % LANES == 0
         )
 
     def widen(self, row, params):
@@ -228,6 +231,20 @@ def split_planes(emit, address, high):
     return b.bitcast(pairs, ir.VectorType(I32, LANES))
 
 
+def query_floats(k_spec, heads, in_integers):
+    """Floats that prepare_queries writes."""
+    if in_integers:
+        return integer_keys(None, k_spec, heads).room_bytes // 4
+    return heads * parse_spec(k_spec).head_dim
+
+
+def value_floats(v_spec, heads, in_integers, tile):
+    """Floats that weigh_rows needs room for, for a tile of tokens."""
+    if in_integers:
+        return integer_values(None, v_spec, heads).room_bytes // 4
+    return tile * widened_floats(parse_spec(v_spec))
+
+
 def integer_keys(emit, k_spec, heads):
     """Scores by integers, of rows that integers.Keys serves."""
     return Keys(emit, parse_spec(k_spec), heads, tokens_per_block(heads))
@@ -306,9 +323,7 @@ def _scores(emit, fmt, heads, q, rows, row_params):
     return emit.sums([b.load(total) for total in sums] + [None] * (LANES - len(sums)))
 
 
-@operation(
-    f32x16, literal, literal, literal, *[types.int64] * 5
-)
+@operation(f32x16, literal, literal, literal, *[types.int64] * 5)
 def score_block(emit, format_spec, in_integers, heads, q, row, stride, count, params):
     """Scores of the next tokens with all heads: lane token * heads + head; -inf beyond the tokens.
 
@@ -351,70 +366,68 @@ def store_int(emit, address, value):
 
 @operation(types.void, literal, literal, literal, literal, *[types.int64] * 8)
 def weigh_rows(
-    emit, v_spec, in_integers, k_bytes, heads, weights, runs, num_runs, v_stride, k_stride, params, decay, acc
+    emit,
+    v_spec,
+    in_integers,
+    k_bytes,
+    heads,
+    weights,
+    runs,
+    num_runs,
+    v_stride,
+    k_stride,
+    room,
+    decay,
+    acc,
 ):
     """acc = acc * decay + weights · V over the rows of a tile, while the next K rows are fetched.
 
-    weights: as score_block leaves them, 16 floats a block; runs: of the rows of the tile; params:
-    room for their widened parameters; decay [heads] and acc [heads, head_dim] float32.
+    weights: as score_block leaves them, 16 floats a block; runs: of the rows of the tile; room:
+    value_floats; decay [heads] and acc [heads, head_dim] float32.
     """
-    b, fmt = emit.builder, parse_spec(v_spec)
-    tokens = tokens_per_block(heads)
-
-    if in_integers:
-
-        def each(step, write, fetch):
-            """write(token // step, rows) for each step tokens; the last row stands for others."""
-            with cgutils.for_range(b, num_runs) as loop:
-                run = b.add(runs, emit.times(loop.index, RUN_BYTES))
-                first, end, v_row, next_k = (
-                    emit.load_scalar(emit.at(run, 8 * field), I64)
-                    for field in (RUN_FIRST, RUN_END, RUN_V, RUN_NEXT_K)
-                )
-                last = b.sub(end, ir.Constant(I64, 1))
-                with cgutils.for_range_slice(
-                    b, first, end, ir.Constant(I64, step), inc=True
-                ) as (token, _):
-                    rows = []
-                    for i in range(step):
-                        at = b.add(token, ir.Constant(I64, i))
-                        if fetch:
-                            emit.prefetch(b.add(next_k, b.mul(at, k_stride)), k_bytes)
-                        if i:
-                            at = b.select(b.icmp_signed("<", at, end), at, last)
-                        rows.append(b.add(v_row, b.mul(at, v_stride)))
-                    write(b.udiv(token, ir.Constant(I64, step)), rows)
-
-        values = integer_values(emit, v_spec, heads)
-        last_run = b.add(runs, emit.times(b.sub(num_runs, ir.Constant(I64, 1)), RUN_BYTES))
-        count = emit.load_scalar(emit.at(last_run, 8 * RUN_END), I64)
-        blocks = b.udiv(b.add(count, ir.Constant(I64, tokens - 1)), ir.Constant(I64, tokens))
-        values.round_weights(weights, lambda write: each(tokens, write, True), blocks, params)
-        values.weigh(lambda write: each(2, write, False), params, decay, acc)
-        return
-
-    reader = RowReader(emit, fmt)
-    width = chunks_per_pass(heads, reader.chunks)
-    param_bytes = 4 * widened_floats(fmt)
+    b, i64 = emit.builder, functools.partial(ir.Constant, I64)
 
     @contextlib.contextmanager
-    def each_token():
-        """The code to write, for each token of the tile: itself, the addresses of V and next K."""
+    def each(step):
+        """The code to write for each step tokens of the tile: the first, addresses of V and next K.
+
+        The last row of a run stands for missing ones.
+        """
         with cgutils.for_range(b, num_runs) as loop:
             run = b.add(runs, emit.times(loop.index, RUN_BYTES))
             first, end, v_row, next_k = (
                 emit.load_scalar(emit.at(run, 8 * field), I64)
                 for field in (RUN_FIRST, RUN_END, RUN_V, RUN_NEXT_K)
             )
-            with cgutils.for_range(b, end, start=first) as inner:
-                token = inner.index
+            last = b.sub(end, i64(1))
+            with cgutils.for_range_slice(b, first, end, i64(step)) as (token, _):
+                tokens = [token]
+                for i in range(1, step):
+                    other = b.add(token, i64(i))
+                    tokens.append(b.select(b.icmp_signed("<", other, end), other, last))
                 yield (
                     token,
-                    b.add(v_row, b.mul(token, v_stride)),
-                    b.add(next_k, b.mul(token, k_stride)),
+                    [b.add(v_row, b.mul(at, v_stride)) for at in tokens],
+                    [b.add(next_k, b.mul(at, k_stride)) for at in tokens],
                 )
 
-    with each_token() as (token, row, _):
+    if in_integers:
+        values = integer_values(emit, v_spec, heads)
+        last_run = b.add(runs, emit.times(b.sub(num_runs, i64(1)), RUN_BYTES))
+        count = emit.load_scalar(emit.at(last_run, 8 * RUN_END), I64)
+        values.round_weights(weights, each, count, room)
+        values.weigh(each, room, k_bytes, decay, acc)
+    else:
+        _weigh(emit, parse_spec(v_spec), k_bytes, heads, weights, each, room, decay, acc)
+
+
+def _weigh(emit, fmt, k_bytes, heads, weights, each, params, decay, acc):
+    """As weigh_rows, by float32 products."""
+    b, reader = emit.builder, RowReader(emit, fmt)
+    tokens = tokens_per_block(heads)
+    width = chunks_per_pass(heads, reader.chunks)
+    param_bytes = 4 * widened_floats(fmt)
+    with each(1) as (token, (row,), _):
         reader.widen(row, b.add(params, emit.times(token, param_bytes)))
     with cgutils.for_range(b, ir.Constant(I64, reader.chunks // width)) as part:
         first = emit.times(part.index, width)
@@ -426,7 +439,7 @@ def weigh_rows(
         ]
         # a sum of their own for the tile: added one by one to a long sum, tokens lose digits
         sums = [cgutils.alloca_once_value(b, emit.constant(0.0)) for _ in places]
-        with each_token() as (token, row, next_k):
+        with each(1) as (token, (row,), (next_k,)):
             emit.prefetch(next_k, k_bytes)
             row_params = b.add(params, emit.times(token, param_bytes))
             block = emit.times(b.udiv(token, ir.Constant(I64, tokens)), LANES)
