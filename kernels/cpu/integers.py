@@ -22,6 +22,7 @@ from llvmlite.ir import VectorType
 from numba.core import cgutils
 
 from kvquant.rows.format import RowFormat
+from kvquant.rows.latent import AnyFormat
 
 from .simd import F32, I16, I32, I64, LANES
 
@@ -33,11 +34,11 @@ MAX_INTEGER_HEADS = 8  # query heads of a work item: at least two tokens a block
 MAX_SUMS = 28  # sums (head, chunk) in registers; AVX-512 has 32
 
 
-def _elements_of(fmt, nbytes):
+def _elements_of(fmt: RowFormat, nbytes: int) -> int:
     return nbytes * 8 // fmt.bits
 
 
-def _may_serve(fmt, heads, nbytes):
+def _may_serve(fmt: AnyFormat, heads: int, nbytes: int) -> bool:
     """Whether rows are vectors of such pieces, each in one group or of whole groups."""
     if (
         heads > MAX_INTEGER_HEADS
@@ -121,7 +122,7 @@ class Keys(Fields):
         self.room_bytes = self.steps_at + VECTOR_BYTES
 
     @classmethod
-    def serve(cls, fmt, heads, tokens):
+    def serve(cls, fmt: AnyFormat, heads: int, tokens: int) -> bool:
         """Whether there is code for rows of this format."""
         return _may_serve(fmt, heads, VECTOR_BYTES // min(4, tokens))
 
@@ -296,7 +297,7 @@ class Values(Fields):
         self.room_bytes = self.shifts_at + VECTOR_BYTES * fmt.groups
 
     @classmethod
-    def serve(cls, fmt, heads):
+    def serve(cls, fmt: AnyFormat, heads: int) -> bool:
         """Whether there is code for rows of this format."""
         return _may_serve(fmt, heads, UNIT_BYTES)
 

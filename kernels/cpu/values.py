@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 
 from kvquant.rows.format import RowFormat
-from kvquant.rows.latent import LatentFormat, parts_of
+from kvquant.rows.latent import AnyFormat, LatentFormat, parts_of
 
 from . import simd
 from .integers import MAX_SUMS, Keys, Values
@@ -43,7 +43,7 @@ def spec(fmt):
     return f"{fmt}/" + "+".join(str(part.head_dim) for part in parts_of(fmt))
 
 
-def parse_spec(word):
+def parse_spec(word: str) -> AnyFormat:
     """The format of a word."""
     name, dims = word.split("/")
     kind = LatentFormat if "+" in dims else RowFormat
@@ -285,7 +285,7 @@ def store_output(emit, format_spec, in_integers, heads, acc, share, out):
         emit.store(emit.at(out, 4 * LANES * i), chunk)
 
 
-def tokens_per_block(heads):
+def tokens_per_block(heads: int) -> int:
     """Tokens whose scores fill a vector: a power of two with tokens * heads <= 16."""
     return 1 << int(math.log2(LANES // heads))
 

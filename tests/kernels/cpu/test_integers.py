@@ -15,6 +15,7 @@ from kvquant import RowFormat, dequantize_rows, reference_attention
 from kvquant.kernels.cpu import compile as compiling
 from kvquant.kernels.cpu import decode, simd
 from kvquant.kernels.cpu.integers import MAX_INTEGER_HEADS, Keys, Values
+from kvquant.kernels.cpu.values import parse_spec, tokens_per_block
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import Segment
 
@@ -43,7 +44,7 @@ def attend(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     seq_lens: torch.Tensor,
-    **options: RowFormat,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel's float32 result, before it is rounded to the dtype of q."""
     segment = Segment(k_rows, v_rows, seq_lens, options["k_format"], options["v_format"])
@@ -79,8 +80,10 @@ def name_of(pair: tuple[str, str]) -> str:
 @pytest.mark.parametrize("ratio", mark_slow([1, 2, 3, 4, 5, 8, 16], [4]))
 @pytest.mark.parametrize("pair", mark_slow(PAIRS, PAIRS[1:3]), ids=name_of)
 def test_any_pair_of_formats_and_ratio_of_heads(pair: tuple[str, str], ratio: int) -> None:
-    k_format, v_format = map(decode.parse_spec, pair)
-    options = {"k_format": k_format, "v_format": v_format}
+    k_format, v_format = (
+        RowFormat.parse(name, int(dim)) for name, dim in (word.split("/") for word in pair)
+    )
+    options: dict[str, Any] = {"k_format": k_format, "v_format": v_format}
     k_rows, v_rows = make_rows(k_format, RAGGED, 2), make_rows(v_format, RAGGED, 2)
     for dtype in (torch.bfloat16, torch.float16):
         q = torch.randn(len(RAGGED), 2 * ratio, k_format.head_dim).to(dtype)
@@ -155,7 +158,7 @@ def test_nan_and_inf_reach_the_output(where: str, bad: float) -> None:
 def test_bfloat16_queries_are_exact_above_a_part_of_their_greatest_element() -> None:
     k_rows, v_rows = make_rows(INT4, (600,), 1), make_rows(RowFormat.parse("bf16", 64), (600,), 1)
     q = (torch.rand(1, 4, 64) + 0.02).bfloat16() * torch.randn(1, 4, 64).sign()
-    options = {"k_format": INT4, "v_format": RowFormat.parse("bf16", 64)}
+    options: dict[str, Any] = {"k_format": INT4, "v_format": RowFormat.parse("bf16", 64)}
     out, lse = attend(q, k_rows, v_rows, lens(600), **options)
     expected, expected_lse = reference_attention(
         q, k_rows, v_rows, lens(600), return_lse=True, **options
@@ -171,7 +174,8 @@ def test_processors_without_a_feature_have_other_code(
 ) -> None:
     fmt = RowFormat.parse(name, 128)
     k_rows, v_rows = make_rows(fmt, (300, 5), 2), make_rows(fmt, (300, 5), 2)
-    q, options = torch.randn(2, 8, 128).to(dtype), {"k_format": fmt, "v_format": fmt}
+    q = torch.randn(2, 8, 128).to(dtype)
+    options: dict[str, Any] = {"k_format": fmt, "v_format": fmt}
     out, _ = attend(q, k_rows, v_rows, lens(300, 5), **options)
     expected = reference_attention(q, k_rows, v_rows, lens(300, 5), **options)
     assert relative_l2(out, expected) <= limit(q, feature)
@@ -179,13 +183,13 @@ def test_processors_without_a_feature_have_other_code(
     code = kernel._library.get_asm_str()
     is_integer = feature is None and HAS_VNNI and dtype != torch.float32 and name != "int3"
     assert ("vpdpwssd" in code) == is_integer
-    if feature == "avx512f":
-        assert "vpermps" not in code  # of a table
+    if simd.in_hardware("avx512f") and not is_integer and name != "int8":
+        assert "vcvtdq2ps" not in code  # codes number values, nothing converts them
 
 
 def test_which_rows_are_multiplied_as_integers() -> None:
     def served(name: str, heads: int) -> tuple[bool, bool]:
-        fmt, tokens = decode.parse_spec(name), decode.tokens_per_block(heads)
+        fmt, tokens = parse_spec(name), tokens_per_block(heads)
         return Keys.serve(fmt, heads, tokens), Values.serve(fmt, heads)
 
     for name in ("int4/64", "int4-g4/128", "int4-g8/128", "int8/64", "int8-g8/256", "int2/128"):
