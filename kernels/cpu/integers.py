@@ -127,7 +127,7 @@ class Keys(Fields):
         return _may_serve(fmt, heads, VECTOR_BYTES // min(4, tokens))
 
     def place_of_query(self, block, field, head):
-        """Where 16-bit queries are, from the begin of the room: block and head may be i64."""
+        """Where 16-bit queries begin in the room."""
         return ((block * self.count + field) * self.heads + head) * 4 * self.words
 
     def prepare(self, q, factor, room):
