@@ -10,7 +10,8 @@
         V       per token each chunk is unpacked, scaled and added to the sums (head, chunk)
 
 A code is unpacked once for all query heads that share it, in registers, and never stored. All sums
-are float32. The splits of all segments are merged at the end by their log-sum-exp.
+are float32, but with 16-bit queries on a processor with VNNI: see integers.py. The splits of all
+segments are merged at the end by their log-sum-exp.
 
 Several queries of a sequence are more query heads, each of which sees the first rows only, up to
 its token's. No score is masked: a tile ends with the rows that all queries see, the rows behind
@@ -34,8 +35,10 @@ from kvquant.rows.ragged import attend_to_pieces
 from kvquant.rows.segment import RUN, Segment, visible_rows
 from kvquant.rows.variant import add_sinks
 
+from . import simd
 from .combine import make_merge_kernel
 from .compile import compile_kernel
+from .integers import MAX_INTEGER_HEADS, Keys, Values
 from .parallel import run
 from .simd import (
     LANES,
@@ -61,11 +64,16 @@ from .values import (
     RUN_K,
     RUN_NEXT_K,
     RUN_V,
+    TILE,
     parse_spec,
+    prepare_queries,
+    query_floats,
     score_block,
     spec,
     store_int,
+    store_output,
     tokens_per_block,
+    value_floats,
     weigh_rows,
     widened_floats,
 )
@@ -83,7 +91,6 @@ from .variant import (
     Change,
 )
 
-TILE = 128  # tokens: their K and V rows, scores and parameters stay in the L2 cache
 SMALL_TILE = 32  # where every element has parameters of its own, on the stack
 MAX_HEADS = LANES  # query heads of a work item: 16 sums, one token at a time
 MIN_SPLIT = 512  # tokens that are worth a work item of their own
@@ -102,10 +109,12 @@ def tile_tokens(v_format):
 
 
 @functools.cache
-def make_decode_kernel(k_spec, v_spec, heads, least=RUN):
+def make_decode_kernel(k_spec, v_spec, heads, least=RUN, in_integers=False):
     """Compile the kernel for two formats and a number of heads that share the rows; its address.
 
-    least: rows that lie at one stride at least: RUN, or those of a smaller page.
+    least: rows that lie at one stride at least: RUN, or those of a smaller page; in_integers:
+    whether rows that integers.py serves are multiplied as it says. It takes V only where a block's
+    rows lie at one stride.
 
     It takes the arguments named below, and the index of (sequence, block of heads, split).
     """
@@ -114,16 +123,20 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN):
     tokens = tokens_per_block(heads)
     runs_of_block, in_run = max(tokens // least, 1), min(tokens, least)
     # scratch of a work item: places in floats
-    tile = tile_tokens(parse_spec(v_spec))
+    k_format, v_format = parse_spec(k_spec), parse_spec(v_spec)
+    k_in_integers = int(in_integers and Keys.serve(k_format, heads, tokens))
+    v_in_integers = int(in_integers and tokens <= least and Values.serve(v_format, heads))
+    tile = TILE if v_in_integers else tile_tokens(v_format)
     lanes_at = tile // tokens * LANES
     max_at = lanes_at + LANES
     decay_at = max_at + LANES
     acc_at = decay_at + LANES
     k_params_at = acc_at + heads * v_dim
     v_params_at = k_params_at + tokens * widened_floats(parse_spec(k_spec))
-    runs_at = v_params_at + tile * widened_floats(parse_spec(v_spec))
+    runs_at = v_params_at + value_floats(v_spec, heads, v_in_integers, tile)
     said_at = runs_at + (tile // least + 1) * RUN_BYTES // 4
-    scratch_floats = said_at + TILE_BYTES // 4
+    q_at = -(-(said_at + TILE_BYTES // 4) // LANES) * LANES
+    scratch_floats = q_at + query_floats(k_spec, heads, k_in_integers)
 
     def decode_kernel(args, item):
         # Step 1: the work item
@@ -175,6 +188,8 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN):
         decay, acc = scores + 4 * decay_at, scores + 4 * acc_at
         k_params, v_params = scores + 4 * k_params_at, scores + 4 * v_params_at
         runs, said = scores + 4 * runs_at, scores + 4 * said_at
+        prepared = scores + 4 * q_at
+        prepare_queries(k_spec, k_in_integers, heads, q, load_float(args + 8 * FACTOR), prepared)
         change = argument(args, CHANGE)
         store_int(said + 8 * FIELDS, argument(args, CHANGE_FIELDS))
         store_int(said + 8 * SCORES, scores)
@@ -199,10 +214,9 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN):
                     for token in range(tokens):
                         total += load_float(lanes + 4 * (token * heads + h))
                     store_float(lse + 4 * h, load_float(maxima + 4 * h) * LN2 + math.log(total))
-                    share = splat(1 / total if total != 0 else np.float32(0))
-                    for chunk in range(0, v_dim, LANES):
-                        place = 4 * (h * v_dim + chunk)
-                        store(out + place, times(load(acc + place), share))
+                    share = 1 / total if total != 0 else np.float32(0)
+                    sums, place = acc + 4 * h * v_dim, out + 4 * h * v_dim
+                    store_output(v_spec, v_in_integers, heads, sums, share, place)
             if first >= last:
                 break
             index, end = first, sinks
@@ -241,7 +255,16 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN):
                 for token in range(argument(at, RUN_FIRST), end, tokens):
                     row = k_row + token * k_stride
                     score = score_block(
-                        k_spec, heads, least, q, row, k_stride, end - token, k_params, at
+                        k_spec,
+                        k_in_integers,
+                        heads,
+                        least,
+                        prepared,
+                        row,
+                        k_stride,
+                        end - token,
+                        k_params,
+                        at,
                     )
                     store(scores + 4 * LANES * (token // tokens), score)
                     top = maximum(top, score)
@@ -277,6 +300,7 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN):
             # Step 7: weighted sum of the V rows
             weigh_rows(
                 v_spec,
+                v_in_integers,
                 k_bytes,
                 heads,
                 scores,
@@ -295,7 +319,8 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN):
 
 # what a decode kernel is given
 (
-    Q,  # [batch, num_q_heads, k_dim] float32, times sm_scale * log2(e)
+    Q,  # [batch, num_q_heads, k_dim] float32
+    FACTOR,  # on scores, a float32 in the first bytes: sm_scale * log2(e)
     K_ROWS,
     V_ROWS,
     K_STRIDE_BATCH,  # strides in bytes: from a sequence or page, a KV head, a token to the next
@@ -324,7 +349,7 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN):
     FIRST_ROWS,  # [batch] int32, rows before these are seen by no query; or 0
     CHANGE,  # address of the kernel that changes scores, or 0; see variant.py
     CHANGE_FIELDS,
-) = range(29)
+) = range(30)
 
 
 def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -378,9 +403,13 @@ def _attend(
     batch, num_q_heads, _ = q.shape
     v_dim = segments[0].v_format.head_dim
     ratio = num_q_heads // segments[0].k_rows.shape[1]
-    heads = heads_of_block(ratio)
+    # rounds less than 16-bit queries and outputs are rounded anyway
+    in_integers = q.dtype != torch.float32 and simd.in_hardware("avx512vnni")
+    heads = heads_of_block(ratio, MAX_INTEGER_HEADS if in_integers else MAX_HEADS)
     blocks = num_q_heads // ratio * -(-ratio // heads) if ratio else 0  # of all KV heads
-    scaled = (q.float() * (sm_scale * LOG2E)).contiguous()
+    q = q.float().contiguous()
+    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite
+        factor = np.array([sm_scale * LOG2E, 0], np.float32)
     work, lengths = [], []  # the segments with rows to attend to, and the most of them
     for i, segment in enumerate(segments):
         lens = segment.seq_lens if change is None else segment.seq_lens - change.firsts[i]
@@ -388,8 +417,8 @@ def _attend(
             work.append((i, segment))
             lengths.append(longest)
     splits = [min(num_splits, n) if num_splits else plan_splits(batch * blocks, n) for n in lengths]
-    out = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads, v_dim)
-    lse = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads)
+    out = q.new_empty(max(sum(splits), 1), batch, num_q_heads, v_dim)
+    lse = q.new_empty(max(sum(splits), 1), batch, num_q_heads)
     if not work:
         return out[0].zero_(), lse[0].fill_(-math.inf)
 
@@ -397,7 +426,9 @@ def _attend(
     for (i, segment), longest, count in zip(work, lengths, splits, strict=True):
         table, page_size = segment.block_table, segment.k_rows.shape[2]
         least = RUN if table is None else min(page_size, RUN)
-        kernel = make_decode_kernel(spec(segment.k_format), spec(segment.v_format), heads, least)
+        kernel = make_decode_kernel(
+            spec(segment.k_format), spec(segment.v_format), heads, least, in_integers
+        )
         seq_lens, seen = segment.seq_lens.contiguous(), visible[i].contiguous()
         starts = None if segment.starts is None else segment.starts.contiguous()
         seq_slots = None if segment.seq_slots is None else segment.seq_slots.contiguous()
@@ -407,7 +438,8 @@ def _attend(
             pages = [table.data_ptr(), *strides, page_size.bit_length() - 1]
         arguments = np.array(
             [
-                address(scaled, "q"),
+                address(q, "q"),
+                *factor.view(np.int64),
                 address(segment.k_rows, "k_rows"),
                 address(segment.v_rows, "v_rows"),
                 *segment.k_rows.stride()[:3],
@@ -447,9 +479,9 @@ def _attend(
     return out[0], lse[0]
 
 
-def heads_of_block(ratio: int) -> int:
+def heads_of_block(ratio: int, most: int = MAX_HEADS) -> int:
     """Query heads of a work item, of the ratio that share a KV head."""
-    blocks = max(-(-ratio // MAX_HEADS), 1)
+    blocks = max(-(-ratio // most), 1)
     return -(-ratio // blocks)
 
 

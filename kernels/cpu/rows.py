@@ -45,6 +45,7 @@ from .values import (
     LOW_BITS,
     RowReader,
     code_addresses,
+    lanes_in_order,
     parse_spec,
     spec,
     widened_floats,
@@ -214,11 +215,12 @@ def to_e4m3(emit, x):
 @operation(types.void, literal, types.int64, types.int64, types.int64)
 def unpack_row(emit, format_spec, row, params, x):
     """The values of a row to an address; params: room for its widened parameters."""
-    reader = RowReader(emit, parse_spec(format_spec))
+    reader, fmt = RowReader(emit, parse_spec(format_spec)), parse_spec(format_spec)
     reader.widen(row, params)
-    for chunk in range(reader.chunks):
-        values = reader.values(row, params, ir.Constant(I64, chunk))
-        emit.store(emit.at(x, 4 * LANES * chunk), values)
+    for place in range(reader.chunks):
+        chunk = ir.Constant(I64, place)
+        values = reader.values(row, chunk, reader.scaling(params, chunk))
+        emit.store(emit.at(x, 4 * LANES * place), emit.pick_lanes(values, lanes_in_order(fmt)))
 
 
 @operation(types.void, literal, types.int64, types.int64, types.int64, types.int64, types.int64)

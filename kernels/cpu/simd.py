@@ -44,8 +44,12 @@ def in_hardware(name):
     """Whether the processor that numba compiles for has "fma", or converts "half", by itself.
 
     Else LLVM writes a call, of a function that the process may not have: x86-64 has both since 2013
-    but virtual machines hide them, and NUMBA_CPU_NAME can.
+    but virtual machines hide them, and NUMBA_CPU_NAME can. A feature by LLVM's name ("avx512f") has
+    instructions that kernels name themselves: LLVM writes nothing in their place.
     """
+    codegen = registry.cpu_target.target_context.codegen()
+    if name.startswith("avx512"):
+        return f"+{name}" in codegen.magic_tuple()[2].split(",")
     body, called = {
         "fma": ("call <16 x float> @llvm.fma.v16f32(<16 x float> %x, <16 x float> %x, "
                 "<16 x float> %x)", ("fmaf",)),
@@ -56,8 +60,7 @@ def in_hardware(name):
         f"define <16 x float> @f(<16 x float> %x, <16 x half> %h) {{\n%y = {body}\n"
         "ret <16 x float> %y\n}"
     )
-    machine = registry.cpu_target.target_context.codegen()._tm
-    assembly = machine.emit_assembly(llvm.parse_assembly(text))
+    assembly = codegen._tm.emit_assembly(llvm.parse_assembly(text))
     return not any(function in assembly for function in called)
 
 
@@ -128,6 +131,21 @@ class Emitter:
             self.builder.module, ir.FunctionType(kind, [kind] * len(args)), f"{name}.{suffix}"
         )
         return self.builder.call(function, args)
+
+    def look_up(self, table, lanes):
+        """The float of a table of 16 that the four low bits of each lane number, with AVX-512."""
+        function = cgutils.get_or_insert_function(
+            self.builder.module,
+            ir.FunctionType(table.type, [table.type, lanes.type]),
+            "llvm.x86.avx512.permvar.sf.512",
+        )
+        return self.builder.call(function, [table, lanes])
+
+    def pick_lanes(self, x, lanes):
+        """The vector whose lane i is lane lanes[i] of x."""
+        return self.builder.shuffle_vector(
+            x, ir.Constant(x.type, ir.Undefined), self.each(lanes, I32)
+        )
 
     def reduce(self, name, x):
         """The least ("fmin") or greatest ("fmax") lane of a vector of floats; "or" of int32."""

@@ -4,6 +4,9 @@ parameters of a row as floats ("widened"), one layout of two:
     groups of whole chunks      [scale 0, shift 0, scale 1, shift 1, ...]
     any other group size        per chunk of 16 elements [16 scales, 16 shifts]
 
+A chunk's lanes are in the order in which its codes leave memory. Queries are put into the order of
+K's, outputs back from the order of V's, once for all rows.
+
 A row is read 16 elements at a time, by RowReader; score_block and weigh_rows are what decode.py
 calls, for a block of tokens and for a tile of them.
 """
@@ -17,13 +20,17 @@ from numba import types
 from numba.core import cgutils
 
 from kvquant.rows.format import RowFormat
-from kvquant.rows.latent import LatentFormat, parts_of
+from kvquant.rows.latent import AnyFormat, LatentFormat, parts_of
 
+from . import simd
+from .integers import MAX_SUMS, Keys, Values
 from .simd import F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
 
 # where the low bits of each of 16 elements stand in a word
 LOW_BITS = [2 * i for i in range(LANES)]
-MAX_SUMS = 28  # sums (head, chunk) in registers; AVX-512 has 32
+IN_ORDER = [*range(LANES)]
+FROM_TWO_WORDS = [8 * (i % 2) + i // 2 for i in range(LANES)]  # elements of INT4, by turns
+TILE = 128  # tokens: their K and V rows, scores and parameters stay in the L2 cache
 
 # A run of a tile: rows at one stride. Five int64: its tokens, counted from the first of the tile,
 # and the addresses that token 0 would have: of K, of V, and of K in the next tile.
@@ -36,7 +43,7 @@ def spec(fmt):
     return f"{fmt}/" + "+".join(str(part.head_dim) for part in parts_of(fmt))
 
 
-def parse_spec(word):
+def parse_spec(word: str) -> AnyFormat:
     """The format of a word."""
     name, dims = word.split("/")
     kind = LatentFormat if "+" in dims else RowFormat
@@ -50,6 +57,19 @@ def widened_floats(fmt):
         for part in parts_of(fmt)
         if not part.is_exact
     )
+
+
+def order_of(fmt):
+    """The elements of a chunk that its lanes hold."""
+    return fmt.pick(
+        nibbles=FROM_TWO_WORDS,
+        **dict.fromkeys(("quarters", "planes", "bytes", "elements"), IN_ORDER),
+    )
+
+
+def lanes_in_order(fmt):
+    """The lanes that hold the elements of a chunk."""
+    return [order_of(fmt).index(element) for element in range(LANES)]
 
 
 def code_addresses(emit, fmt, codes, chunk):
@@ -68,6 +88,14 @@ class RowReader:
     def __init__(self, emit, fmt):
         self.emit, self.fmt = emit, fmt
         self.chunks = fmt.head_dim // LANES
+        # chunks that have a scale and a shift in common
+        self.alike = fmt.group_size // LANES if fmt.group_size % LANES == 0 else 1
+        # codes number the values of a table
+        self.has_table = (
+            simd.in_hardware("avx512f")
+            and 0 < fmt.facts.levels < LANES
+            and fmt.group_size % LANES == 0
+        )
 
     def widen(self, row, params):
         """Write the parameters of a row, as floats, to an address."""
@@ -94,30 +122,49 @@ class RowReader:
             return
         for i in range(2 * self.chunks):
             chunk, is_shift = divmod(i, 2)
-            elements = range(chunk * LANES, (chunk + 1) * LANES)
+            elements = [chunk * LANES + element for element in order_of(fmt)]
             lanes = [ir.Constant(I32, 2 * (e // fmt.group_size) + is_shift) for e in elements]
             spread = ir.Constant(ir.VectorType(I32, LANES), lanes)
             emit.store(
                 emit.at(params, 4 * LANES * i), emit.builder.shuffle_vector(floats, floats, spread)
             )
 
-    def values(self, row, params, chunk):
-        """The 16 values of a chunk (its index an i64), from a row and its widened parameters."""
+    def scaling(self, params, chunk):
+        """What makes the values of chunks that have their parameters in common with this one.
+
+        A scale and a shift, or the table of all values; None of 16-bit elements. chunk: an i64.
+        """
         emit, fmt, b = self.emit, self.fmt, self.emit.builder
-        numbers = self.unpack(emit.at(row, fmt.code_offset), chunk)
         if fmt.is_exact:
-            return numbers
+            return None
         if fmt.group_size % LANES == 0:
-            group = b.udiv(chunk, ir.Constant(I64, fmt.group_size // LANES))
-            at = b.add(params, emit.times(group, 8))
+            at = b.add(params, emit.times(b.udiv(chunk, ir.Constant(I64, self.alike)), 8))
             scale, shift = emit.load_splat(at), emit.load_splat(emit.at(at, 4))
         else:
             at = b.add(params, emit.times(chunk, 8 * LANES))
             scale, shift = emit.load(at, F32), emit.load(emit.at(at, 4 * LANES), F32)
-        return emit.fma(numbers, scale, shift)
+        if not self.has_table:
+            return scale, shift
+        codes = [lane % (int(fmt.facts.levels) + 1) for lane in range(LANES)]
+        return emit.fma(emit.each(codes, F32), scale, shift)
+
+    def values(self, row, chunk, scaling):
+        """The 16 values of a chunk (its index an i64), in the order of its lanes."""
+        codes = self.emit.at(row, self.fmt.code_offset)
+        if self.has_table:
+            return self.emit.look_up(scaling, self.codes_in_lanes(codes, chunk))
+        numbers = self.unpack(codes, chunk)
+        return numbers if scaling is None else self.emit.fma(numbers, *scaling)
+
+    def codes_in_lanes(self, codes, chunk):
+        """Integer codes of a chunk in the lowest bits of the lanes; what is above them is not."""
+        split = self.fmt.pick(
+            bytes=split_bytes, nibbles=split_nibbles, quarters=split_quarters, planes=split_planes
+        )
+        return split(self.emit, *code_addresses(self.emit, self.fmt, codes, chunk))
 
     def unpack(self, codes, chunk):
-        """The codes or 16-bit elements of a chunk as floats, in the order of the elements.
+        """The codes or 16-bit elements of a chunk as floats, in the order of its lanes.
 
         codes: address of those of the row.
 
@@ -127,7 +174,7 @@ class RowReader:
         """
         emit, b, fmt = self.emit, self.emit.builder, self.fmt
         floats, numbers = ir.VectorType(F32, LANES), fmt.facts.numbers
-        address, high = code_addresses(emit, fmt, codes, chunk)
+        address, _ = code_addresses(emit, fmt, codes, chunk)
         if numbers == "fp16":
             return emit.from_half(emit.load(address, I16))
         if numbers == "bf16":
@@ -142,39 +189,31 @@ class RowReader:
             # a float32 scale may have no room for the factor
             has_factor = fmt.pick(pairs=True, scales=False)
             return floats if has_factor else b.fmul(floats, emit.constant(256.0))
-        unpack = fmt.pick(
-            integers=fmt.pick(
-                bytes=unpack_bytes,
-                nibbles=unpack_nibbles,
-                quarters=unpack_quarters,
-                planes=unpack_planes,
-            )
-        )
-        return b.sitofp(unpack(emit, address, high), floats)
+        greatest = fmt.pick(integers=int(fmt.facts.levels))
+        lanes = self.codes_in_lanes(codes, chunk)
+        return b.sitofp(b.and_(lanes, emit.constant(greatest, I32)), floats)
 
 
-def unpack_bytes(emit, address, _high):
-    """16 codes of a byte each, as int32."""
+def split_bytes(emit, address, _high):
+    """16 codes of a byte each."""
     return emit.builder.zext(emit.load(address, I8), ir.VectorType(I32, LANES))
 
 
-def unpack_nibbles(emit, address, _high):
-    """16 codes of INT4. 8 bytes become 8 quadwords x: x | x << 28 has the low nibble, at bit 28,
-    and the high nibble, at bit 32, apart; masked, the two halves of a quadword are two codes."""
+def split_nibbles(emit, address, _high):
+    """16 codes of INT4: lanes have their two words by turns, each shifted by its own distance."""
     b = emit.builder
-    wide = b.zext(emit.load(address, I8, LANES // 2), ir.VectorType(I64, LANES // 2))
-    pairs = b.or_(wide, b.shl(wide, emit.constant(28, I64, LANES // 2)))
-    pairs = b.and_(pairs, emit.constant(0x0000000F_0000000F, I64, LANES // 2))
-    return b.bitcast(pairs, ir.VectorType(I32, LANES))
+    words = emit.splat(emit.load_scalar(address, I64), LANES // 2)
+    words = b.bitcast(words, ir.VectorType(I32, LANES))
+    return b.lshr(words, emit.each([4 * (element % 8) for element in FROM_TWO_WORDS], I32))
 
 
-def unpack_quarters(emit, address, _high):
+def split_quarters(emit, address, _high):
     """16 codes of INT2: each lane shifts their word by its own distance."""
-    b, word = emit.builder, emit.splat(emit.load_scalar(address, I32))
-    return b.and_(b.lshr(word, emit.each(LOW_BITS, I32)), emit.constant(3, I32))
+    word = emit.splat(emit.load_scalar(address, I32))
+    return emit.builder.lshr(word, emit.each(LOW_BITS, I32))
 
 
-def unpack_planes(emit, address, high):
+def split_planes(emit, address, high):
     """16 codes of INT3. Low and high bits make a quadword, the nibbles of the even elements in its
     low half and those of the odd ones in its high half; shifted, its halves are two codes."""
     b = emit.builder
@@ -189,11 +228,64 @@ def unpack_planes(emit, address, high):
     bits = b.and_(bits, ir.Constant(I64, 0x44444444_44444444))
     nibbles = emit.splat(b.or_(low, bits), LANES // 2)
     pairs = b.lshr(nibbles, emit.each(range(0, 32, 4), I64))
-    pairs = b.and_(pairs, emit.constant(0x00000007_00000007, I64, LANES // 2))
     return b.bitcast(pairs, ir.VectorType(I32, LANES))
 
 
-def tokens_per_block(heads):
+def query_floats(k_spec, heads, in_integers):
+    """Floats that prepare_queries writes."""
+    if in_integers:
+        return integer_keys(None, k_spec, heads).room_bytes // 4
+    return heads * parse_spec(k_spec).head_dim
+
+
+def value_floats(v_spec, heads, in_integers, tile):
+    """Floats that weigh_rows needs room for, for a tile of tokens."""
+    if in_integers:
+        return integer_values(None, v_spec, heads).room_bytes // 4
+    return tile * widened_floats(parse_spec(v_spec))
+
+
+def integer_keys(emit, k_spec, heads):
+    """Scores by integers, of rows that integers.Keys serves."""
+    return Keys(emit, parse_spec(k_spec), heads, tokens_per_block(heads))
+
+
+def integer_values(emit, v_spec, heads):
+    """Weighted sums by integers, of rows that integers.Values serves."""
+    return Values(emit, parse_spec(v_spec), heads, tokens_per_block(heads), TILE)
+
+
+@operation(types.void, literal, literal, literal, types.int64, types.float32, types.int64)
+def prepare_queries(emit, format_spec, in_integers, heads, q, factor, prepared):
+    """Write q [heads, head_dim] float32 times a factor as score_block wants it."""
+    if in_integers:
+        integer_keys(emit, format_spec, heads).prepare(q, factor, prepared)
+        return
+    parts = parts_of(parse_spec(format_spec)) * heads
+    orders = [order_of(part) for part in parts for _ in range(part.head_dim // LANES)]
+    factors = emit.splat(factor)
+    for chunk, order in enumerate(orders):
+        queries = emit.builder.fmul(emit.load(emit.at(q, 4 * LANES * chunk), F32), factors)
+        emit.store(emit.at(prepared, 4 * LANES * chunk), emit.pick_lanes(queries, order))
+
+
+@operation(types.void, literal, literal, literal, types.int64, types.float32, types.int64)
+def store_output(emit, format_spec, in_integers, heads, acc, share, out):
+    """The sums of a head times its share, in the order of the elements."""
+    fmt = parse_spec(format_spec)
+    chunks = [
+        emit.builder.fmul(emit.load(emit.at(acc, 4 * at), F32), emit.splat(share))
+        for at in range(0, fmt.head_dim, LANES)
+    ]
+    if in_integers:
+        chunks = integer_values(emit, format_spec, heads).in_order(chunks)
+    else:
+        chunks = [emit.pick_lanes(chunk, lanes_in_order(fmt)) for chunk in chunks]
+    for i, chunk in enumerate(chunks):
+        emit.store(emit.at(out, 4 * LANES * i), chunk)
+
+
+def tokens_per_block(heads: int) -> int:
     """Tokens whose scores fill a vector: a power of two with tokens * heads <= 16."""
     return 1 << int(math.log2(LANES // heads))
 
@@ -205,16 +297,42 @@ def chunks_per_pass(heads, chunks):
     )
 
 
-@operation(f32x16, literal, literal, literal, *[types.int64] * 6)
-def score_block(emit, format_spec, heads, least, q, row, stride, count, params, runs):
+def _scores(emit, fmt, heads, q, rows, row_params):
+    """Scores of rows, lane token * heads + head."""
+    b, tokens = emit.builder, len(rows)
+    sums = [cgutils.alloca_once_value(b, emit.constant(0.0)) for _ in range(tokens * heads)]
+    for part in parts_of(fmt):
+        reader = RowReader(emit, part)
+        for token in range(tokens):
+            reader.widen(rows[token], row_params[token])
+        with cgutils.for_range(b, ir.Constant(I64, reader.chunks // reader.alike)) as loop:
+            first = emit.times(loop.index, reader.alike)
+            scalings = [reader.scaling(at, first) for at in row_params]
+            with cgutils.for_range(b, ir.Constant(I64, reader.alike)) as inner:
+                chunk = b.add(first, inner.index)
+                chunk_q = b.add(q, emit.times(chunk, 4 * LANES))
+                keys = [reader.values(r, chunk, s) for r, s in zip(rows, scalings, strict=True)]
+                for head in range(heads):
+                    query = emit.load(emit.at(chunk_q, 4 * fmt.head_dim * head), F32)
+                    for token in range(tokens):
+                        total = sums[token * heads + head]
+                        b.store(emit.fma(keys[token], query, b.load(total)), total)
+        q = emit.at(q, 4 * part.head_dim)
+        rows = [emit.at(row, part.row_bytes) for row in rows]
+        row_params = [emit.at(row, 4 * widened_floats(part)) for row in row_params]
+    return emit.sums([b.load(total) for total in sums] + [None] * (LANES - len(sums)))
+
+
+@operation(f32x16, *[literal] * 4, *[types.int64] * 6)
+def score_block(emit, format_spec, in_integers, heads, least, q, row, stride, count, params, runs):
     """Scores of the next tokens with all heads: lane token * heads + head; -inf beyond the tokens.
 
     A score that is not finite is NaN, and with it all of its head's result.
 
-    q [heads, head_dim] float32; row: address of the first token's row; count: tokens that exist, at
-    least 1 (the last one's row is read again in place of missing ones); params: widened ones of the
-    block's rows; runs: the first of the block's, each of which has `least` rows where the block has
-    several. A latent row is read part by part.
+    q: of all heads, from prepare_queries; row: address of the first token's row; count: tokens that
+    exist, at least 1 (the last one's row is read again in place of missing ones); params: widened
+    ones of the block's rows; runs: the first of the block's, each of which has `least` rows where
+    the block has several. A latent row is read part by part.
     """
     b, fmt = emit.builder, parse_spec(format_spec)
     tokens = tokens_per_block(heads)
@@ -230,23 +348,10 @@ def score_block(emit, format_spec, heads, least, q, row, stride, count, params, 
             at = b.add(at, b.sub(*bases))
         rows.append(at)
         row_params.append(emit.at(params, 4 * token * widened_floats(fmt)))
-    sums = [cgutils.alloca_once_value(b, emit.constant(0.0)) for _ in range(tokens * heads)]
-    for part in parts_of(fmt):
-        reader = RowReader(emit, part)
-        for token in range(tokens):
-            reader.widen(rows[token], row_params[token])
-        with cgutils.for_range(b, ir.Constant(I64, reader.chunks)) as loop:
-            chunk_q = b.add(q, emit.times(loop.index, 4 * LANES))
-            keys = [reader.values(r, p, loop.index) for r, p in zip(rows, row_params, strict=True)]
-            for head in range(heads):
-                query = emit.load(emit.at(chunk_q, 4 * fmt.head_dim * head), F32)
-                for token in range(tokens):
-                    total = sums[token * heads + head]
-                    b.store(emit.fma(keys[token], query, b.load(total)), total)
-        q = emit.at(q, 4 * part.head_dim)
-        rows = [emit.at(row, part.row_bytes) for row in rows]
-        row_params = [emit.at(row, 4 * widened_floats(part)) for row in row_params]
-    scores = emit.sums([b.load(total) for total in sums] + [None] * (LANES - len(sums)))
+    if in_integers:
+        scores = integer_keys(emit, format_spec, heads).scores(rows, q)
+    else:
+        scores = _scores(emit, fmt, heads, q, rows, row_params)
     scores = emit.fma(scores, emit.constant(0.0), scores)
     lanes = ir.Constant(ir.VectorType(I32, LANES), [ir.Constant(I32, i) for i in range(LANES)])
     limit = b.trunc(b.mul(count, ir.Constant(I64, heads)), I32)
@@ -265,39 +370,70 @@ def store_int(emit, address, value):
     emit.store(address, value)
 
 
-@operation(types.void, literal, literal, literal, *[types.int64] * 8)
+@operation(types.void, literal, literal, literal, literal, *[types.int64] * 8)
 def weigh_rows(
-    emit, v_spec, k_bytes, heads, weights, runs, num_runs, v_stride, k_stride, params, decay, acc
+    emit,
+    v_spec,
+    in_integers,
+    k_bytes,
+    heads,
+    weights,
+    runs,
+    num_runs,
+    v_stride,
+    k_stride,
+    room,
+    decay,
+    acc,
 ):
     """acc = acc * decay + weights · V over the rows of a tile, while the next K rows are fetched.
 
-    weights: as score_block leaves them, 16 floats a block; runs: of the rows of the tile; params:
-    room for their widened parameters; decay [heads] and acc [heads, head_dim] float32.
+    weights: as score_block leaves them, 16 floats a block; runs: of the rows of the tile; room:
+    value_floats; decay [heads] and acc [heads, head_dim] float32.
     """
-    b, fmt = emit.builder, parse_spec(v_spec)
-    reader = RowReader(emit, fmt)
-    tokens = tokens_per_block(heads)
-    width = chunks_per_pass(heads, reader.chunks)
-    param_bytes = 4 * widened_floats(fmt)
+    b, i64 = emit.builder, functools.partial(ir.Constant, I64)
 
     @contextlib.contextmanager
-    def each_token():
-        """The code to write, for each token of the tile: itself, the addresses of V and next K."""
+    def each(step):
+        """The code to write for each step tokens of the tile: the first, addresses of V and next K.
+
+        The last row of a run stands for missing ones.
+        """
         with cgutils.for_range(b, num_runs) as loop:
             run = b.add(runs, emit.times(loop.index, RUN_BYTES))
             first, end, v_row, next_k = (
                 emit.load_scalar(emit.at(run, 8 * field), I64)
                 for field in (RUN_FIRST, RUN_END, RUN_V, RUN_NEXT_K)
             )
-            with cgutils.for_range(b, end, start=first) as inner:
-                token = inner.index
+            last = b.sub(end, i64(1))
+            with cgutils.for_range_slice(b, first, end, i64(step)) as (token, _):
+                tokens = [token]
+                for i in range(1, step):
+                    other = b.add(token, i64(i))
+                    tokens.append(b.select(b.icmp_signed("<", other, end), other, last))
                 yield (
                     token,
-                    b.add(v_row, b.mul(token, v_stride)),
-                    b.add(next_k, b.mul(token, k_stride)),
+                    [b.add(v_row, b.mul(at, v_stride)) for at in tokens],
+                    [b.add(next_k, b.mul(at, k_stride)) for at in tokens],
                 )
 
-    with each_token() as (token, row, _):
+    if in_integers:
+        values = integer_values(emit, v_spec, heads)
+        last_run = b.add(runs, emit.times(b.sub(num_runs, i64(1)), RUN_BYTES))
+        count = emit.load_scalar(emit.at(last_run, 8 * RUN_END), I64)
+        values.round_weights(weights, each, count, room)
+        values.weigh(each, room, k_bytes, decay, acc)
+    else:
+        _weigh(emit, parse_spec(v_spec), k_bytes, heads, weights, each, room, decay, acc)
+
+
+def _weigh(emit, fmt, k_bytes, heads, weights, each, params, decay, acc):
+    """As weigh_rows, by float32 products."""
+    b, reader = emit.builder, RowReader(emit, fmt)
+    tokens = tokens_per_block(heads)
+    width = chunks_per_pass(heads, reader.chunks)
+    param_bytes = 4 * widened_floats(fmt)
+    with each(1) as (token, (row,), _):
         reader.widen(row, b.add(params, emit.times(token, param_bytes)))
     with cgutils.for_range(b, ir.Constant(I64, reader.chunks // width)) as part:
         first = emit.times(part.index, width)
@@ -309,14 +445,16 @@ def weigh_rows(
         ]
         # a sum of their own for the tile: added one by one to a long sum, tokens lose digits
         sums = [cgutils.alloca_once_value(b, emit.constant(0.0)) for _ in places]
-        with each_token() as (token, row, next_k):
+        with each(1) as (token, (row,), (next_k,)):
             emit.prefetch(next_k, k_bytes)
             row_params = b.add(params, emit.times(token, param_bytes))
             block = emit.times(b.udiv(token, ir.Constant(I64, tokens)), LANES)
             lane = emit.times(b.urem(token, ir.Constant(I64, tokens)), heads)
             at_weights = b.add(weights, emit.times(b.add(block, lane), 4))
             for c, chunk in enumerate(chunks):
-                values = reader.values(row, row_params, chunk)
+                if c % reader.alike == 0 or width % reader.alike != 0 != reader.alike % width:
+                    scaling = reader.scaling(row_params, chunk)
+                values = reader.values(row, chunk, scaling)
                 for head in range(heads):
                     total = sums[head * width + c]
                     weight = emit.load_splat(emit.at(at_weights, 4 * head))

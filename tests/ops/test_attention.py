@@ -129,7 +129,9 @@ def test_out_has_the_dtype_of_q_and_lse_is_float32(dtype: torch.dtype, backend: 
     assert isinstance(alone, torch.Tensor)
     assert torch.equal(alone, out)
     exact = reference_attention(q, k_rows, v_rows, lens(9), k_format=INT4, v_format=INT4)
-    torch.testing.assert_close(out.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    # integer products of 16-bit queries (kernels/cpu/integers.py) round by parts of the greatest
+    atol = 1e-5 if dtype == torch.float32 else 5e-4 * float(exact.abs().max())
+    torch.testing.assert_close(out.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=atol)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
