@@ -150,7 +150,7 @@ def test_make_uninstalls_the_old_name_before_it_installs() -> None:
 def test_make_says_what_pip_is_doing() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^INSTALL := .ci/install.py$", makefile, re.M)
-    assert makefile.count("$(INSTALL)") == 7 and "pip install" not in makefile
+    assert makefile.count("$(INSTALL)") == 8 and "pip install" not in makefile
 
 
 def test_a_line_tells_how_far_pip_is() -> None:

@@ -126,6 +126,7 @@ def attend_shared(
         prefix = parse_formats(q, prefix)
     try:
         _check_prefix(q, prefix, segments)
+        is_served = has_kernel(prefix.k_format, prefix.v_format)
     except WRONG_TYPES:
         for rows in ([prefix], segments):
             check_types(q, rows)
@@ -155,8 +156,7 @@ def attend_shared(
         q, out, lse = (x.flatten(0, 1) for x in (q, out, lse))
         offsets = None if offsets is None else offsets.flatten(0, 1)
     is_plain = variant.soft_cap is None and offsets is None  # to the prefix a tree is nothing
-    is_plain = is_plain and has_kernel(prefix.k_format, prefix.v_format)
-    if is_plain and (out.is_cuda or is_rehearsed(out)) and backend != "reference":
+    if is_plain and is_served and (out.is_cuda or is_rehearsed(out)) and backend != "reference":
         scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
         _add_prefix(q, prefix, members, out, lse, scale, num_splits)
     else:
