@@ -129,9 +129,10 @@ def decode_attention(
         q_lens: [batch], int32: queries of each sequence, the first rows of q; the rest of q may
             hold anything. q_len of each when None; for q of four axes only.
         q_indptr: [batch + 1], int32, on the device of q: sequence i has the rows q_indptr[i] to
-            q_indptr[i + 1] of q, none where these are equal. It goes from 0 up to total and never
-            down. A CUDA graph may be replayed with other values, and compiled code serves any; rows
-            that a replay does not need may belong to a sequence of 0 tokens. Not with a tree_mask.
+            q_indptr[i + 1] of q, none where these are equal. It begins
+            with 0, never falls and ends with total. A CUDA graph may be replayed with other values,
+            and compiled code serves any. A replay that needs fewer rows gives the others to a
+            sequence of 0 tokens. Not with a tree_mask.
         variant: what the model changes in attention (a soft cap, sink logits, ALiBi, a window,
             masks), see AttentionVariant; nothing when None.
         sm_scale: factor on q·k, on CUDA a positive one; 1 / sqrt(head_dim) when None.

@@ -831,11 +831,12 @@ class PagedBatch(StepBatch):
                 last token. Or [batch, q_len, num_q_heads, head_dim]: those of its new tokens, in
                 the first rows of its q_len; what stands in the others is not read. Or with q_indptr
                 [total, num_q_heads, head_dim].
-            q_indptr: [batch + 1], int32, as in decode_attention: which rows of q are whose; batch
-                may be the places of the step's sequences or more. `batch.q_indptr` says so of the
-                step's new tokens. What stands behind the last sequence's rows is not read. Its
-                values are read on the device, so a CUDA graph serves steps with any counts of
-                tokens up to the rows of q. Shared prefixes are not read once with it.
+            q_indptr: [batch + 1], int32, as in decode_attention: which rows of q belong to
+                which sequence; one entry more than the step has sequences, or more entries, up to
+                max_batch + 1. `batch.q_indptr` has those of the step's new tokens. Rows of q
+                behind the last sequence's are not read. The values of q_indptr are read on the
+                device, so a CUDA graph serves steps with any counts of tokens up to the rows of
+                q. With q_indptr each sequence reads a shared prefix by itself.
             variant: see AttentionVariant. A layer's own window needs none. Shared prefixes are not
                 read once there, nor with a window, ALiBi or key_bias, which count each sequence's
                 own positions; with a soft cap, score offsets or a tree only where shared_prefix is

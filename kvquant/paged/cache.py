@@ -101,11 +101,12 @@ class PagedKVCache(NotCopied):
         device: where all tensors lie.
         bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
         windows: of each layer, how many tokens, the last ones, attention sees; None for all. Layers
-            with the same window share pages of their own: those before the window, and 64 tokens
-            and recent_len more, are free for others. They have at most num_pages, and as many as
-            max_num_seqs sequences and a step of chunk_len new tokens need.
-        chunk_len: new tokens of a step of all sequences that there are pages for, in layers with a
-            window. Longer prompts come in several steps.
+            with the same window have pages of their own. They keep the last window + 64 +
+            recent_len tokens of a sequence; the pages before these are free for others. There are
+            as many pages as max_num_seqs sequences and a step of chunk_len new tokens need, and
+            at most num_pages.
+        chunk_len: new tokens of a step, of all its sequences together, for which layers with a
+            window have pages. Give a longer prompt in several steps.
 
     Attributes:
         rows: the tensors.
