@@ -340,6 +340,13 @@ class StepBatch(NotCopied):
         if q_indptr is not None:
             check_indptr(q, q_indptr)
             batch = q_indptr.shape[0] - 1
+            group = self.cache.rows.layers[layer].group
+            is_own = q_indptr is self._staged.tensors["q_indptr"]
+            if not is_own and self.cache.state.groups[group] is not None:
+                raise ConfigError(
+                    f"layer {layer} has a window, whose pages serve the step's new tokens alone: "
+                    "give the batch's own q_indptr (batch.q_indptr)"
+                )
             if not compiling and not self._num_ids <= batch <= self.max_batch:
                 raise ShapeError(
                     f"q_indptr is [batch + 1] {list(q_indptr.shape)}, the step has {self._num_ids} "

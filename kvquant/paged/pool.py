@@ -319,6 +319,7 @@ class PagePool:
         for window, seen in zip(self.windows, in_sight, strict=True):
             if len(seen) > window.num_free:
                 raise self._out_of_pages(f"{len(seen)} pages are needed", [window])
+        self.settle()  # of a step that could not be ended
         pages = [self._take_page() for _ in numbers]
         for page in pages:
             self._references[page] = 0

@@ -625,7 +625,7 @@ def test_a_picture_is_the_last_thing(
         (["--seconds", "inf", "--device", "cpu"], "inf is not a finite number"),
         (["--json", "x.txt"], "name it NAME.json"),
         (["--q-heads", 7], "--q-heads 7 is not a multiple of --kv-heads 8"),
-        (["--page-size", 7], "--page-size 7: use 16"),
+        (["--page-size", 7], "--page-size 7: use 1, 2, 4"),
         (["--dtype", "float32"], "'float32' is not one of"),
         (["--plot", "x.svg"], "name it NAME.png"),
         (["--tune", "--ablate"], "--tune or --ablate"),

@@ -53,13 +53,15 @@ def check_alike(
 
     Args:
         found, wanted: texts of the same prompts.
-        limit: how far the log-probabilities of the two likeliest tokens may move.
+        limit: how far the log-probabilities of the two likeliest tokens may move; a quarter of it
+            is what they may move by in the mean of all steps.
         least_sure: share of all tokens that stand before the first step of their text whose margin
             is too small: they are compared on any processor.
         sampled: tokens were drawn, so that a text may part anywhere, and rarely does; least_sure is
             then the share of tokens that were compared.
     """
     sure = total = 0
+    moved: list[float] = []
     for ours, theirs in zip(found, wanted, strict=True):
         total += len(theirs.ids)
         sure += 0 if sampled else theirs.sure_steps(2 * limit)
@@ -69,12 +71,14 @@ def check_alike(
             likely = {*sorted(there, key=there.__getitem__)[-2:], other}
             errors = [abs(here[one] - there[one]) for one in likely & here.keys()]
             assert errors and max(errors) < limit, (at, here, there)
+            moved.append(max(errors))
             if token != other:
                 gap = there[other] - there.get(token, -float("inf"))
                 assert sampled or gap < 2 * limit, (at, here, there)
                 break
             sure += sampled
     assert sure >= least_sure * total, f"only {sure} of {total} tokens are sure to be compared"
+    assert sum(moved) <= limit / 4 * len(moved)
 
 
 def abort_second(

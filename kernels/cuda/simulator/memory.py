@@ -79,7 +79,7 @@ class Shared:
         start = self._at(address, size)
         warp = lane // WARP
         use, known = (lane, self._barriers[warp]), self._known[warp]
-        for word in range(start // 4, (start + size) // 4):
+        for word in range(start // 4, -(-(start + size) // 4)):
             if word in self._copied_to:
                 continue  # poison, which a kernel may read if it does not use it
             if word in self._written:
@@ -145,7 +145,7 @@ class Shared:
 
     def finish_copy(self, lane: int, start: int, data: bytes) -> None:
         """Write what a lane has waited for."""
-        words = range(start // 4, (start + len(data)) // 4)
+        words = range(start // 4, -(-(start + len(data)) // 4))
         self._copied_to.difference_update(words)
         self._write(lane, words)
         self._memory[start : start + len(data)] = data
@@ -160,7 +160,7 @@ class Shared:
         return start
 
     def _start_writing(self, lane: int, start: int, size: int) -> range:
-        words = range(start // 4, (start + size) // 4)
+        words = range(start // 4, -(-(start + size) // 4))
         if not self._copied_to.isdisjoint(words):
             raise Fault(f"shared address {start} is written while a copy to it is under way")
         self._write(lane, words)
