@@ -341,7 +341,8 @@ class StepBatch(NotCopied):
             check_indptr(q, q_indptr)
             batch = q_indptr.shape[0] - 1
             group = self.cache.rows.layers[layer].group
-            is_own = q_indptr is self._staged.tensors["q_indptr"]
+            own = self._staged.tensors["q_indptr"]
+            is_own = q_indptr is own or (not compiling and q_indptr.data_ptr() == own.data_ptr())
             if not is_own and self.cache.state.groups[group] is not None:
                 raise ConfigError(
                     f"layer {layer} has a window, whose pages serve the step's new tokens alone: "
@@ -843,7 +844,9 @@ class PagedBatch(StepBatch):
                 max_batch + 1. `batch.q_indptr` has those of the step's new tokens. Rows of q
                 behind the last sequence's are not read. The values of q_indptr are read on the
                 device, so a CUDA graph serves steps with any counts of tokens up to the rows of
-                q. With q_indptr each sequence reads a shared prefix by itself.
+                q. With q_indptr each sequence reads a shared prefix by itself. A layer with a
+                window takes batch.q_indptr alone, or its first entries: what older queries would
+                see is gone.
             variant: see AttentionVariant. A layer's own window needs none. Shared prefixes are not
                 read once there, nor with a window, ALiBi or key_bias, which count each sequence's
                 own positions; with a soft cap, score offsets or a tree only where shared_prefix is

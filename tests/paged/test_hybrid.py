@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,37 @@ def test_a_page_that_only_the_writer_sees_is_copied_before_it_is_given_away(
     with pytest.raises(ZeroDivisionError), batch.extend(["a"], 20):
         raise ZeroDivisionError
     cache.check_invariants()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_swap_after_a_step_that_could_not_be_ended_keeps_its_pages(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a page that the step copied nobody sees the source; its place may come to a swap."""
+    cache = make(windows=[None, 20], sink_len=0, recent_len=0, num_pages=40)
+    batch = PagedBatch(cache, 2, 100)
+    begin(batch, "c", 30)
+    expected = values(cache, "c")
+    cache.swap_out("c")
+    begin(batch, "e", 5)
+    begin(batch, "a", 5)
+    cache.fork("a", "b")
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        if fails:
+            patched.setattr(cache, "insert_prefixes", fail)
+        with suppress(MemoryError):
+            extend(batch, ["a", "b"], 1)
+    cache.free("b")
+    cache.free("a")
+    cache.swap_in("c")
+    cache.check_invariants()
+    begin(batch, "d", 50)
+    poison(cache)
+    assert same(values(cache, "c"), expected)
 
 
 def test_a_shared_last_page_is_copied_in_each_group() -> None:

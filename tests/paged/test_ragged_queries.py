@@ -91,6 +91,20 @@ def test_each_sequence_is_as_with_padded_queries(
                 compare(again, expected, device)
 
 
+def test_a_layer_with_a_window_takes_the_queries_of_the_step_alone() -> None:
+    """Its pages before the window are free: older queries would read rows of other sequences."""
+    batch = batch_of(make(num_pages=40, windows=[20, None]))
+    q, given = torch.randn(9, 2 * HEADS, DIM), torch.tensor([0, 9], dtype=torch.int32)
+    with batch.extend(["a"], 1):
+        for layer in (0, 1):
+            batch.append(layer, *new_rows(1, "cpu"))
+        assert torch.isfinite(batch.attend(1, q, q_indptr=given)).all()
+        with pytest.raises(ConfigError, match=r"layer 0 has a window.*give the batch's own"):
+            batch.attend(0, q, q_indptr=given)
+        own = batch.q_indptr[:2]
+        assert torch.equal(batch.attend(0, q[:1], q_indptr=own), batch.attend(0, q[:1]))
+
+
 def test_a_variant_and_a_step() -> None:
     batches = []
     for _ in range(2):
