@@ -28,10 +28,6 @@ WINDOWS, CONTEXT, SCORED = 8, 256, 64  # of a text, and their tokens
 # How far the log-probability of a likely token may move. Rows of bfloat16 round each element of K
 # and V by 2**-9: over 1300 tokens that moves it by .004 in the median, and by .031 at most.
 MOST_MOVE = 0.05
-# Of the same int4 rows one code in some 10,000 rounds to its neighbour, by a 15th of a group's
-# range, where sums are in another order: then codes of later layers and tokens do. Most steps do
-# not move at all; with two versions of the CPU kernels one of 512 moved by .075.
-SAME_ROWS = 0.15
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: vLLM is imported once

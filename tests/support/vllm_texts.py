@@ -43,6 +43,7 @@ def check_alike(
     wanted: Sequence[Text],
     limit: float,
     *,
+    most: float | None = None,
     least_sure: float = 1 / 3,
     sampled: bool = False,
 ) -> None:
@@ -53,14 +54,16 @@ def check_alike(
 
     Args:
         found, wanted: texts of the same prompts.
-        limit: how far the log-probabilities of the two likeliest tokens may move; a quarter of it
-            is what they may move by in the mean of all steps.
+        limit: how far the log-probabilities of the two likeliest tokens may move.
+        most: how far they may move in a few steps, where the mean of all is below half the limit;
+            the limit when None.
         least_sure: share of all tokens that stand before the first step of their text whose margin
             is too small: they are compared on any processor.
         sampled: tokens were drawn, so that a text may part anywhere, and rarely does; least_sure is
             then the share of tokens that were compared.
     """
     sure = total = 0
+    most = limit if most is None else most
     moved: list[float] = []
     for ours, theirs in zip(found, wanted, strict=True):
         total += len(theirs.ids)
@@ -70,15 +73,25 @@ def check_alike(
             # the likeliest, and what was drawn: what is less likely moves more, and never comes
             likely = {*sorted(there, key=there.__getitem__)[-2:], other}
             errors = [abs(here[one] - there[one]) for one in likely & here.keys()]
-            assert errors and max(errors) < limit, (at, here, there)
+            assert errors and max(errors) < most, (at, here, there)
             moved.append(max(errors))
             if token != other:
                 gap = there[other] - there.get(token, -float("inf"))
-                assert sampled or gap < 2 * limit, (at, here, there)
+                assert sampled or gap < 2 * most, (at, here, there)
                 break
             sure += sampled
     assert sure >= least_sure * total, f"only {sure} of {total} tokens are sure to be compared"
-    assert sum(moved) <= limit / 4 * len(moved)
+    assert most == limit or sum(moved) < limit / 2 * len(moved)
+
+
+def check_same_rows(found: Sequence[Text], wanted: Sequence[Text], **options: Any) -> None:
+    """check_alike where both texts were read from the same int4 rows.
+
+    One code in some 10,000 rounds to its neighbour, by a 15th of a group's range, where sums are in
+    another order. Then codes of later layers and tokens do. Most steps do not move at all; with two
+    versions of the CPU kernels one of 512 moved by .075.
+    """
+    check_alike(found, wanted, 0.025, most=0.15, **options)
 
 
 def abort_second(

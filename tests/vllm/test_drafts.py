@@ -12,14 +12,13 @@ from vllm_engines import (
     BF16,
     MODEL,
     MOST_MOVE,
-    SAME_ROWS,
     TOKENS,
     counter,
     engine,
     generate,
     noisy_draft_model,
 )
-from vllm_texts import check_alike
+from vllm_texts import check_alike, check_same_rows
 
 from kvquant import CachePlan
 from kvquant.engine.step import FEW, Step, describe_step
@@ -106,7 +105,7 @@ def test_drafts_beside_a_plan_have_no_basis(
     assert [*known.values()] == [[side.fingerprint for side in layer] for layer in layers]
     for config, count in ((draft_model, 4), (eagle, 1)):
         with engine({"plan": plan}, speculative_config=config, **options) as llm:
-            check_alike(generate(llm, prompts, TOKENS), wanted, SAME_ROWS)
+            check_same_rows(generate(llm, prompts, TOKENS), wanted)
             assert counter(llm, "spec_decode_num_accepted_tokens") > 0
             found = bases_of(llm)
         assert {name: found.pop(name) for name in known} == known

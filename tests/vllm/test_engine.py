@@ -23,7 +23,6 @@ from vllm_engines import (
     LENGTHS,
     MODEL,
     MOST_MOVE,
-    SAME_ROWS,
     SIZES,
     TOKENS,
     counter,
@@ -34,7 +33,7 @@ from vllm_engines import (
     random_model,
     window_prompts,
 )
-from vllm_texts import Text, abort_second, check_alike
+from vllm_texts import Text, abort_second, check_alike, check_same_rows
 
 from kvquant import CachedModel, CachePlan, ConfigError, UnsupportedError
 from kvquant.calibration.fidelity import Planned, Reference, Scheme
@@ -101,11 +100,11 @@ def test_prompts_that_attend_to_rows_do_not_show_how_they_were_read(own: Any) ->
     rows, tokens = {**INT4, "prompts": "rows"}, 32
     with engine(rows) as llm:
         wanted = generate(llm, prompts, tokens)
-        check_alike(generate(llm, prompts, tokens), wanted, SAME_ROWS)
+        check_same_rows(generate(llm, prompts, tokens), wanted)
         assert counter(llm, "prefix_cache_hits") > 800
     small = {"max_model_len": 352, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 100}
     with engine(rows, **small) as llm:
-        check_alike(generate(llm, prompts, tokens), wanted, SAME_ROWS)
+        check_same_rows(generate(llm, prompts, tokens), wanted)
         assert counter(llm, "num_preemptions") > 2
 
 
@@ -115,15 +114,15 @@ def test_int4_requests_together_are_those_one_at_a_time(own: Any) -> None:
     with engine(INT4, enable_prefix_caching=False) as llm:
         together = generate(llm, prompts, TOKENS)
         alone = [generate(llm, [one], TOKENS)[0] for one in prompts[1::2]]
-        check_alike(alone, together[1::2], SAME_ROWS)
+        check_same_rows(alone, together[1::2])
         three = generate(llm, prompts[12:13], TOKENS, n=3, seed=7, **sampled)
         ones = [generate(llm, prompts[12:13], TOKENS, seed=7 + i, **sampled)[0] for i in range(3)]
-        check_alike(three, ones, SAME_ROWS, sampled=True)
+        check_same_rows(three, ones, sampled=True)
         assert three[0].ids != three[1].ids
         _abort_one(llm, prompts[10:14], together[10:14])
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     with engine(INT4, enable_prefix_caching=False, speculative_config=drafts) as llm:
-        check_alike(generate(llm, prompts, TOKENS), together, SAME_ROWS)
+        check_same_rows(generate(llm, prompts, TOKENS), together)
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
 
 
@@ -145,7 +144,7 @@ def test_pages_saved_by_one_engine_are_loaded_by_another(own: Any, tmp_path: Pat
         found = generate(llm, prompts, TOKENS)
         assert counter(llm, "prefix_cache_hits") == 0
         assert counter(llm, "external_prefix_cache_hits") == 128 + 192 + 288
-    check_alike(found, wanted, SAME_ROWS)
+    check_same_rows(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_offloaded_pages_come_back(own: Any, rows: dict[str, str]) -> None:
         wanted = generate(llm, prompts, TOKENS)  # from its own pages
         assert counter(llm, "external_prefix_cache_hits") == 0
         llm.reset_prefix_cache()
-        check_alike(generate(llm, prompts, TOKENS), wanted, SAME_ROWS)
+        check_same_rows(generate(llm, prompts, TOKENS), wanted)
         assert counter(llm, "external_prefix_cache_hits") == 128 + 192 + 288
 
 
@@ -175,7 +174,7 @@ def _abort_one(llm: Any, prompts: list[Any], wanted: list[Text]) -> None:
     """Abort the second of four requests in the middle: the others do not notice."""
     aborted, others = abort_second(llm, prompts, TOKENS, logprobs=5)
     assert 0 < len(aborted.ids) < TOKENS
-    check_alike(others, [wanted[i] for i in (0, 2, 3)], SAME_ROWS, least_sure=0.2)
+    check_same_rows(others, [wanted[i] for i in (0, 2, 3)], least_sure=0.2)
     assert counter(llm, "kv_cache_usage_perc") == 0
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from example_plan import example_plan
 from transformers import AutoConfig, LlamaConfig
-from vllm_engines import MOST_MOVE, ROOT, SAME_ROWS, SIZES, engine, generate, random_model
+from vllm_engines import MOST_MOVE, ROOT, SIZES, engine, generate, random_model
 from vllm_server import PATIENCE, process, server
-from vllm_texts import Text, check_alike
+from vllm_texts import Text, check_alike, check_same_rows
 
 from kvquant import CachePlan
 from kvquant.io.model_id import model_identity
@@ -74,7 +74,7 @@ def test_the_server_streams_to_two_clients_at_once(tmp_path: Path) -> None:
         with ThreadPoolExecutor(2) as pool:
             together = list(pool.map(stream, PROMPTS))
         models = [model.id for model in client.models.list()]
-    check_alike([text for _, text in together], [text for _, text in alone], SAME_ROWS)
+    check_same_rows([text for _, text in together], [text for _, text in alone])
     for parts, text in together:
         assert len(parts) > 8 and "".join(parts) == "".join(text.ids)
     assert models == ["demo"]
