@@ -49,6 +49,7 @@ from ..device.row_layout import factor_of, operand_of
 from .queries import make_query_row
 from .spec import MMA_COLUMNS, QueryWords
 
+CHUNKS_UNROLLED = 8
 WORDS_UNROLLED = 32
 MMAS_UNROLLED = 32  # of 8 columns: a longer loop stays one, and puts fragments into local memory
 
@@ -76,6 +77,36 @@ def _make_load_eight(staged, spec, e):
     SHIFTS += FIRST
     pack, (low, high) = PACK[operand_of(staged.fmt)], HALVES[query]
     query_row, pair_factor = make_query_row(spec.causal), make_pair_factor(staged.fmt)
+
+    def make_pack(start, stop):
+        """Make the function that packs the fragments of some chunks, and adds up their groups."""
+
+        @device_function
+        def pack_chunks(fragments, sums, raw, norm, t):
+            for c in range(start, stop):
+                for part in range(SHARED):
+                    mine = SHARED == 1 or (uint32(STEP) * uint32(t)) // uint32(GROUP) == uint32(
+                        part
+                    )
+                    total = float32(0)
+                    for j in range(2 * MMAS):
+                        element = HALF * (c // STRANDS) * 2 + STRANDS * j + c % STRANDS
+                        first, second = raw[element // 2], raw[(element + HALF) // 2]
+                        x = (low(first) if element % 2 == 0 else high(first)) * norm
+                        y = (low(second) if element % 2 == 0 else high(second)) * norm
+                        x = x if mine else float32(0)
+                        y = y if mine else float32(0)
+                        total += x + y
+                        f = float32(1) / float32(pair_factor(j, c % STRANDS))
+                        i = FIRST + (c * SHARED + part) * MMAS * 2 + j
+                        fragments[i] = pack_f16(y * f, x * f)
+                    group = c * SHARED + part if SHARED > 1 else c * SPAN // GROUP
+                    sums[group] += total
+
+        return pack_chunks
+
+    pieces = range(0, CHUNKS, CHUNKS_UNROLLED)
+    pack_all = in_turn([make_pack(i, min(i + CHUNKS_UNROLLED, CHUNKS)) for i in pieces])
 
     @device_function
     def load_eight(fragments, factors, queries, score_scale, lane):
@@ -125,25 +156,7 @@ def _make_load_eight(staged, spec, e):
             sums = cuda.local.array(GROUPS, float32)
             for i in range(GROUPS):
                 sums[i] = float32(0)
-            for c in range(CHUNKS):
-                for part in range(SHARED):
-                    mine = SHARED == 1 or (uint32(STEP) * uint32(t)) // uint32(GROUP) == uint32(
-                        part
-                    )
-                    total = float32(0)
-                    for j in range(2 * MMAS):
-                        element = HALF * (c // STRANDS) * 2 + STRANDS * j + c % STRANDS
-                        first, second = raw[element // 2], raw[(element + HALF) // 2]
-                        x = (low(first) if element % 2 == 0 else high(first)) * norm
-                        y = (low(second) if element % 2 == 0 else high(second)) * norm
-                        x = x if mine else float32(0)
-                        y = y if mine else float32(0)
-                        total += x + y
-                        f = float32(1) / float32(pair_factor(j, c % STRANDS))
-                        i = FIRST + (c * SHARED + part) * MMAS * 2 + j
-                        fragments[i] = pack_f16(y * f, x * f)
-                    group = c * SHARED + part if SHARED > 1 else c * SPAN // GROUP
-                    sums[group] += total
+            pack_all(fragments, sums, raw, norm, t)
             for unit in range(UNITS):
                 of_word = float32(0)
                 for group in range(GROUPS):
