@@ -168,8 +168,7 @@ def _make_numbers(spec):
 
     @device_function
     def integers(codes, part, x):
-        words = cuda.local.array(4, uint32)
-        load_codes(codes, part, words)
+        words = load_codes(codes, part)
         for k in range(ELEMENTS):
             i, strand = k // STRANDS, k % STRANDS
             word = words[STRANDS * (i // PER_WORD) + strand]
@@ -178,8 +177,7 @@ def _make_numbers(spec):
 
     @device_function
     def fp8(codes, part, x):
-        words = cuda.local.array(4, uint32)
-        load_codes(codes, part, words)
+        words = load_codes(codes, part)
         for i in range(ELEMENTS // 2):
             halves = from_e4m3(uint16(words[i // 2] >> uint32(16 * (i % 2))))
             x[2 * i], x[2 * i + 1] = low_f16(halves), high_f16(halves)

@@ -118,23 +118,23 @@ def make_load_codes(fmt):
     HIGH = fmt.head_dim // 4  # where INT3 has its high bits
 
     @device_function
-    def load_planes(codes, part, words):
+    def load_planes(codes, part):
         low = load_shared_u32(codes + uint32(4) * part)
         high = load_shared_u32(codes + uint32(HIGH) + uint32(4) * uint32(part >> uint32(1)))
         which = uint32(HIGH_HALVES) if part & uint32(1) else uint32(LOW_HALVES)
-        words[0], words[1] = nibbles_of(low, high_bits(high, which))
+        return nibbles_of(low, high_bits(high, which))
 
     @device_function
-    def load_one(codes, part, words):
-        words[0] = load_shared_u32(codes + uint32(4) * part)
+    def load_one(codes, part):
+        return (load_shared_u32(codes + uint32(4) * part),)
 
     @device_function
-    def load_two(codes, part, words):
-        words[0], words[1] = load_shared_u32x2(codes + uint32(8) * part)
+    def load_two(codes, part):
+        return load_shared_u32x2(codes + uint32(8) * part)
 
     @device_function
-    def load_four(codes, part, words):
-        words[0], words[1], words[2], words[3] = load_shared_u32x4(codes + uint32(16) * part)
+    def load_four(codes, part):
+        return load_shared_u32x4(codes + uint32(16) * part)
 
     return fmt.pick(quarters=load_one, planes=load_planes, nibbles=load_two, bytes=load_four)
 

@@ -207,8 +207,7 @@ def make_expand(fmt, stride, tokens, threads):
 
     @device_function
     def expand_codes(row, piece, power, words):
-        codes = cuda.local.array(4, uint32)
-        load_codes(row + uint32(CODES), piece, codes)
+        codes = load_codes(row + uint32(CODES), piece)
         scale, shift = uint32(0), uint32(0)
         for w in range(WORDS):
             if w == 0 or GROUP < PIECE:
