@@ -148,12 +148,19 @@ class _Rows:
             return ((*self.few_bits, *CANDIDATES),) * 2
         return (*LATENT_CANDIDATES, self.exact), (*ROPE_CANDIDATES[self.v_dim], self.exact)
 
+    @property
+    def _told(self) -> str:
+        """What a refused budget is counted with, beside the formats."""
+        share = f"{self.in_16_bit:.0%} of the layers stay in 16 bit, which the budget counts"
+        return f" ({share})" if self.in_16_bit else ""
+
     def check_text(self, is_there: bool) -> None:
         """Raise ConfigError if few bits are offered and no text says what they cost."""
         if self.few_bits and not is_there:
             raise ConfigError(
                 f"a budget of {self.budget:g} bits asks for rows of 2 and 3 bits, which are chosen "
                 "by what they cost on a text: give a text, or a format in place of the budget"
+                + self._told
             )
 
     def pair(self, k_name: str, v_name: str) -> tuple[RowFormat, RowFormat]:
@@ -201,7 +208,7 @@ class _Rows:
         if self.budget is not None and least > self.budget + 1e-9:
             raise ConfigError(
                 f"a budget of {self.budget} bits is below {least:.2f}, which the cheapest formats "
-                "take: use as many or more"
+                "take: use as many or more" + self._told
             )
 
 

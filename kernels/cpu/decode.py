@@ -19,7 +19,8 @@ them make tiles of one row each, and a head's result is written after its last r
 
 A tile is read as runs of rows that lie at one stride: a run is a page or a part of one, and without
 pages the whole tile. A block has rows of several runs where pages are smaller than it: then each of
-its rows is looked up. Tiles are the same with and without pages, so the results are, bit for bit.
+its rows is looked up. Tiles are the same with and without pages, so the results are, bit for bit;
+but with integer products (integers.py) pages smaller than a block have float32 products of V.
 """
 
 import functools
