@@ -119,12 +119,12 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN, in_integers=False):
 
     It takes the arguments named below, and the index of (sequence, block of heads, split).
     """
-    k_dim, v_dim = parse_spec(k_spec).head_dim, parse_spec(v_spec).head_dim
-    k_bytes, v_bytes = parse_spec(k_spec).row_bytes, parse_spec(v_spec).row_bytes
+    k_format, v_format = parse_spec(k_spec), parse_spec(v_spec)
+    k_dim, v_dim = k_format.head_dim, v_format.head_dim
+    k_bytes, v_bytes = k_format.row_bytes, v_format.row_bytes
     tokens = tokens_per_block(heads)
     runs_of_block, in_run = max(tokens // least, 1), min(tokens, least)
     # scratch of a work item: places in floats
-    k_format, v_format = parse_spec(k_spec), parse_spec(v_spec)
     k_in_integers = int(in_integers and Keys.serve(k_format, heads, tokens))
     v_in_integers = int(in_integers and tokens <= least and Values.serve(v_format, heads))
     tile = TILE if v_in_integers else tile_tokens(v_format)
@@ -133,7 +133,7 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN, in_integers=False):
     decay_at = max_at + LANES
     acc_at = decay_at + LANES
     k_params_at = acc_at + heads * v_dim
-    v_params_at = k_params_at + tokens * widened_floats(parse_spec(k_spec))
+    v_params_at = k_params_at + tokens * widened_floats(k_format)
     runs_at = v_params_at + value_floats(v_spec, heads, v_in_integers, tile)
     said_at = runs_at + (tile // least + 1) * RUN_BYTES // 4
     q_at = -(-(said_at + TILE_BYTES // 4) // LANES) * LANES

@@ -18,11 +18,12 @@ from ..ops.attention import attend
 from ..ops.mla import attend_latents
 from ..ops.quantize import quantize_rows
 from ..rows.call import AttentionCall, LatentCall
+from ..rows.codec import one_of
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat, LatentFormat
 from ..rows.quantize import exact_codec
 from ..rows.reference import reference_over_segments
-from ..rows.segment import PAGE_SIZES, PAGE_SIZES_TEXT, Segment, latent_segment
+from ..rows.segment import PAGE_SIZES, Segment, latent_segment
 from ..rows.spacing import spaced_len
 from ..rows.variant import AttentionVariant
 
@@ -174,7 +175,9 @@ class Case:
                 "sequences of one length"
             )
         if self.page_size and self.page_size not in PAGE_SIZES:
-            raise ConfigError(f"--page-size {self.page_size}: use {PAGE_SIZES_TEXT}, or 0 for none")
+            raise ConfigError(
+                f"--page-size {self.page_size}: use {one_of(PAGE_SIZES)}, or 0 for none"
+            )
         if min(self.packed_lens) < 1:
             raise ConfigError(
                 f"--exact {self.sink_len} {self.recent_len} leaves nothing of --seq-len "

@@ -27,9 +27,10 @@ from ..paged.cache import PagedKVCache
 from ..paged.state import MAX_ID_BITS
 from ..paged.window_pages import first_seen
 from ..rows.basis import fingerprints
+from ..rows.codec import one_of
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
-from ..rows.segment import PAGE_SIZES, PAGE_SIZES_TEXT
+from ..rows.segment import PAGE_SIZES
 from .model_id import model_identity
 from .parts import ExactPart, PagePart, Part
 from .schema import (
@@ -536,7 +537,7 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
 
 def _check_page_size(manifest: _PagedManifest) -> None:
     if manifest.page_size not in PAGE_SIZES:
-        raise CheckpointError(f"page_size is {manifest.page_size}: it must be {PAGE_SIZES_TEXT}")
+        raise CheckpointError(f"page_size is {manifest.page_size}: it must be {one_of(PAGE_SIZES)}")
 
 
 def _with_lists(given: _CountedManifest, read: Read) -> tuple[SavedSequence, ...]:

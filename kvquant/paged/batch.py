@@ -337,12 +337,15 @@ class StepBatch(NotCopied):
             axes = "[batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim]"
             self._refuse(self.query, q, axes)
         batch, num_q_heads, q_lens, q_len = q.shape[0], q.shape[-2], None, 1
+        is_own = False  # whether q_indptr is the batch's, or its first entries
         if q_indptr is not None:
             check_indptr(q, q_indptr)
             batch = q_indptr.shape[0] - 1
             group = self.cache.rows.layers[layer].group
             own = self._staged.tensors["q_indptr"]
-            is_own = q_indptr is own or (not compiling and q_indptr.data_ptr() == own.data_ptr())
+            is_own = q_indptr is own
+            if not (is_own or compiling) and q_indptr.is_contiguous():
+                is_own = q_indptr.data_ptr() == own.data_ptr()
             if not is_own and self.cache.state.groups[group] is not None:
                 raise ConfigError(
                     f"layer {layer} has a window, whose pages serve the step's new tokens alone: "
@@ -366,7 +369,7 @@ class StepBatch(NotCopied):
                     f"{self._most_new} new tokens: give [batch, q_len, num_q_heads, head_dim] with "
                     "a query for each, or [batch, num_q_heads, head_dim] for the last one"
                 )
-            if q_indptr is self._staged.tensors["q_indptr"] and q.shape[0] < self._num_tokens:
+            if is_own and q.shape[0] < self._num_tokens:
                 raise ShapeError(
                     f"{self.query} is {list(q.shape)}, and the step has {self._num_tokens} new "
                     "tokens: with the batch's own q_indptr give a row for each"

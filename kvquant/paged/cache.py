@@ -30,10 +30,10 @@ from ..errors import ConfigError, NonFiniteError, shown
 from ..ops.dispatch import check_cuda_codecs, check_cuda_pages
 from ..rows.arguments import check_device, check_flag, check_size
 from ..rows.basis import LayerBasis
-from ..rows.codec import check_exact_format
+from ..rows.codec import check_exact_format, one_of
 from ..rows.kind import KEY_VALUE, KeyValue
 from ..rows.quantize import check_dtype
-from ..rows.segment import PAGE_SIZES, PAGE_SIZES_TEXT
+from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
 from .pool import SequenceId
 from .prefix_tree import Origin, invariant, whole_number
@@ -162,7 +162,9 @@ class PagedKVCache(NotCopied):
         max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         page_size = check_size("page_size", page_size)
         if page_size not in PAGE_SIZES:
-            raise ConfigError(f"page_size {shown(page_size)} does not exist: use {PAGE_SIZES_TEXT}")
+            raise ConfigError(
+                f"page_size {shown(page_size)} does not exist: use {one_of(PAGE_SIZES)}"
+            )
         check_exact_format(exact_format)
         self.sink_len = check_size("sink_len", sink_len)
         self.recent_len = check_size("recent_len", recent_len)

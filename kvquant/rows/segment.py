@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..errors import ConfigError, DeviceError, ShapeError, shown
 from .arguments import check_tensors
 from .bound import Bound
+from .codec import one_of
 from .format import RowFormat, check_head_dims
 from .indptr import check_indptr
 from .latent import LatentFormat
@@ -20,7 +21,6 @@ from .slots import Split
 
 Numbers: TypeAlias = "NDArray[np.integer[Any]]"
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-PAGE_SIZES_TEXT = "1, 2, 4, 8, 16, 32, 64, 128 or 256"
 RUN = 16  # rows of a page that kernels find by one look-up; of a smaller page all
 
 
@@ -322,7 +322,7 @@ def check_counts(name: str, counts: torch.Tensor, q: torch.Tensor) -> None:
 def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) -> int:
     """The batch, which the block table has."""
     if page_size not in PAGE_SIZES:
-        raise ShapeError(f"page_size {page_size} is not supported: use {PAGE_SIZES_TEXT}")
+        raise ShapeError(f"page_size {page_size} is not supported: use {one_of(PAGE_SIZES)}")
     if segment.starts is not None or segment.sinks or segment.seq_slots is not None:
         raise ConfigError(
             "a segment has a block_table (pages), or starts, sinks and seq_slots (a ring), not both"

@@ -36,7 +36,6 @@ class RowsAttention(AttentionBackend):
                 "kvquant has no backend for drafted tokens in SGLang: draft none"
             )
         self.token_to_kv_pool, self.req_to_token_pool = pool, runner.req_to_token_pool
-        self._steps: dict[int, Step] = {}
         self._step: Step | None = None
 
     def init_forward_metadata(self, batch: Any) -> None:

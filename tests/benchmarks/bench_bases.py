@@ -21,7 +21,6 @@ was trained on sheets of facts takes no text.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
@@ -30,15 +29,13 @@ from typing import Any
 import click
 import torch
 from row_study import (
-    Amounts,
     Place,
     Subject,
     best_basis,
     clipped,
     compared,
-    keep,
-    prepare,
     reader,
+    study,
     with_options,
 )
 
@@ -162,11 +159,7 @@ def main(
     folder: Path, text: Path | None, held: Path | None, json_file: Path | None, **sizes: int
 ) -> None:
     """Compare bases on one model."""
-    start, amounts = time.monotonic(), Amounts(**sizes)
-    subject = prepare(folder, text, held, amounts)
-    rows = measured(subject)
-    click.echo(f"{time.monotonic() - start:.0f} s")
-    keep(json_file, subject.name, {"amounts": vars(amounts), "bases": rows})
+    study(folder, text, held, json_file, sizes, lambda subject: {"bases": measured(subject)})
 
 
 if __name__ == "__main__":

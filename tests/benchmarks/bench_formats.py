@@ -19,7 +19,6 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
@@ -27,17 +26,15 @@ from typing import Any
 
 import click
 from row_study import (
-    Amounts,
     Place,
     Reader,
     Subject,
     clipped,
     compared,
     error_of,
-    keep,
     plan_basis,
-    prepare,
     reader,
+    study,
     with_options,
 )
 
@@ -178,11 +175,11 @@ def main(
     **sizes: int,
 ) -> None:
     """Compare ways to choose formats for one model."""
-    start, amounts = time.monotonic(), Amounts(**sizes)
-    subject = prepare(folder, text, held, amounts)
-    found = measured(subject, budgets, sample)
-    click.echo(f"{time.monotonic() - start:.0f} s")
-    keep(json_file, subject.name, {"amounts": vars(amounts), "budgets": found})
+
+    def measure(subject: Subject) -> dict[str, Any]:
+        return {"budgets": measured(subject, budgets, sample)}
+
+    study(folder, text, held, json_file, sizes, measure)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ too: all caches by the values that attention would read of a prompt, as in peer_
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -30,17 +29,15 @@ import torch
 from graded_rows import HEADERS, KINDS, Graded, made, searched, with_spans
 from peer_schemes import PeerCache
 from row_study import (
-    Amounts,
     Place,
     Reader,
     Subject,
     clipped,
     compared,
     error_of,
-    keep,
     plan_basis,
-    prepare,
     reader,
+    study,
     with_options,
 )
 
@@ -155,6 +152,31 @@ def as_cache(name: str, bits: float, readers: Mapping[Place, Reader]) -> PeerCac
     return PeerCache(name, bits, read, 4, 128)
 
 
+def compare(subject: Subject, answers: int | None, asked: int) -> dict[str, Any]:
+    """Bounds, KL of each format, and where answers are asked for the points of retrieval."""
+    bounds = [
+        {side: bound(subject.weights[layer][side], at.covariance(side)) for side in "kv"}
+        for layer, at in sorted(subject.moments.layers.items())
+    ]
+    rows, caches = [], []
+    for name in FORMATS:
+        figures, kinds = measured(subject, name)
+        rows.append(figures)
+        bits = RowFormat.parse(name, 128).bits_per_element
+        caches += [as_cache(f"{name}, {kind}", bits, readers) for kind, readers in kinds.items()]
+    found: dict[str, Any] = {"bounds": bounds, "rows": rows}
+    if answers:
+        tasks = Task(kinds=("retrieval",), retrieval=("values", "overwritten"), chat=False)
+        sizes_asked = Sizes((asked,), prompts=answers, batch=answers)
+        run = evaluate(subject.model, caches, task=tasks, sizes=sizes_asked)
+        found["retrieval"] = {
+            "caches": [one["cache"] for one in run["caches"]],
+            "tasks": run["retrieval"][str(asked)],
+        }
+        click.echo(str(found["retrieval"]))
+    return found
+
+
 @click.command()
 @with_options
 @click.option("--answers", type=COUNT, help="Prompts of each task to ask.")
@@ -169,30 +191,7 @@ def main(
     **sizes: int,
 ) -> None:
     """Compare graded rows with the plan's on one model."""
-    start, amounts = time.monotonic(), Amounts(**sizes)
-    subject = prepare(folder, text, held, amounts)
-    bounds = [
-        {side: bound(subject.weights[layer][side], at.covariance(side)) for side in "kv"}
-        for layer, at in sorted(subject.moments.layers.items())
-    ]
-    rows, caches = [], []
-    for name in FORMATS:
-        figures, kinds = measured(subject, name)
-        rows.append(figures)
-        bits = RowFormat.parse(name, 128).bits_per_element
-        caches += [as_cache(f"{name}, {kind}", bits, readers) for kind, readers in kinds.items()]
-    found: dict[str, Any] = {"amounts": vars(amounts), "bounds": bounds, "rows": rows}
-    if answers:
-        tasks = Task(kinds=("retrieval",), retrieval=("values", "overwritten"), chat=False)
-        sizes_asked = Sizes((asked,), prompts=answers, batch=answers)
-        run = evaluate(subject.model, caches, task=tasks, sizes=sizes_asked)
-        found["retrieval"] = {
-            "caches": [one["cache"] for one in run["caches"]],
-            "tasks": run["retrieval"][str(asked)],
-        }
-        click.echo(str(found["retrieval"]))
-    click.echo(f"{time.monotonic() - start:.0f} s")
-    keep(json_file, subject.name, found)
+    study(folder, text, held, json_file, sizes, partial(compare, answers=answers, asked=asked))
 
 
 if __name__ == "__main__":

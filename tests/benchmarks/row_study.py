@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -144,6 +145,22 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     command = click.option("--held", type=FILE, help="To score.")(command)
     command = click.option("--text", type=FILE, help="To observe; sheets when None.")(command)
     return click.argument("folder", type=FOLDER)(command)
+
+
+def study(
+    folder: Path,
+    text: Path | None,
+    held: Path | None,
+    json_file: Path | None,
+    sizes: Mapping[str, int],
+    measure: Callable[[Subject], Mapping[str, Any]],
+) -> None:
+    """Observe a model, measure it, say how long it took, and keep the figures."""
+    start, amounts = time.monotonic(), Amounts(**sizes)
+    subject = prepare(folder, text, held, amounts)
+    found = measure(subject)
+    click.echo(f"{time.monotonic() - start:.0f} s")
+    keep(json_file, subject.name, {"amounts": vars(amounts), **found})
 
 
 def keep(path: Path | None, model: str, figures: Mapping[str, Any]) -> None:

@@ -101,6 +101,8 @@ def test_a_layer_with_a_window_takes_the_queries_of_the_step_alone() -> None:
         assert torch.isfinite(batch.attend(1, q, q_indptr=given)).all()
         with pytest.raises(ConfigError, match=r"layer 0 has a window.*give the batch's own"):
             batch.attend(0, q, q_indptr=given)
+        with pytest.raises(ConfigError, match="layer 0 has a window"):
+            batch.attend(0, q, q_indptr=batch.q_indptr[::2])
         own = batch.q_indptr[:2]
         assert torch.equal(batch.attend(0, q[:1], q_indptr=own), batch.attend(0, q[:1]))
 

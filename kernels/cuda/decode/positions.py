@@ -60,6 +60,16 @@ def make_count(spec):
     Q_LENS, Q_LEN = spec.places.get("q_lens", 0), spec.places.get("q_len", 0)
 
     @device_function
+    def lengths_of(segments, sequence):
+        first = length_of(segments[0], sequence)
+        second = int32(0)
+        recent = int32(0)
+        if TWO:
+            second = length_of(segments[1], sequence)
+            recent = int32(max(int32(second - segments[1][SINKS]), int32(0)))
+        return first, second, recent
+
+    @device_function
     def count_nothing(common, segments, b):
         return uint64(0)
 
@@ -69,24 +79,15 @@ def make_count(spec):
         if common[Q_LENS] != uint64(0):
             number = int32(load_global_u32(common[Q_LENS] + uint64(4) * uint64(b)))
             number = int32(max(min(number, common[Q_LEN]), int32(0)))
-        first = length_of(segments[0], b)
-        second = int32(0)
-        recent = int32(0)
-        if TWO:
-            second = length_of(segments[1], b)
-            recent = int32(max(int32(second - segments[1][SINKS]), int32(0)))
+        first, second, recent = lengths_of(segments, b)
         return number, first, second, recent
 
     @device_function
     def count_piece(common, segments, b):
         sequence, _, number, behind = piece_of(common, b)
         hidden = int32(behind)
-        first = length_of(segments[0], sequence)
-        second = int32(0)
-        recent = int32(0)
+        first, second, recent = lengths_of(segments, sequence)
         if TWO:
-            second = length_of(segments[1], sequence)
-            recent = int32(max(int32(second - segments[1][SINKS]), int32(0)))
             less = int32(min(hidden, recent))
             second, recent = int32(second - less), int32(recent - less)
             hidden = int32(hidden - less)
