@@ -391,6 +391,8 @@ def test_a_mask_of_another_attention_is_noticed_in_a_graph(short: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
         torch.compile(call, backend="eager")(row)
     assert cache.get_seq_length() == 9 and not cache.call.is_open
+    short(tokens(1, 3))  # a call without a cache finds nothing of that one
+    assert cache.get_seq_length() == 9 and not cache.call.is_open
 
 
 @pytest.mark.slow
