@@ -335,7 +335,7 @@ def _bench_cpu(
     from ..text import progress
 
     names, head_dim = formats or cpu.FORMATS, sizes["head_dim"]
-    cases = list_cases(names, dtype=torch.float32, **sizes)
+    cases = list_cases(names, dtype=torch.bfloat16, **sizes)
     alone = list(dict.fromkeys(part for name in names for part in name.split("/")))
     with progress(len(cases) + len(alone) + 1, "Timing") as update:
         machine = cpu.describe_machine(__version__)
