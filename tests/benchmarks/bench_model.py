@@ -10,7 +10,8 @@ prints in place of times how many sequences fit beside the model, and the peak o
     eager           CachedModel.step, from Python
     generate        a call of the model with a QuantizedCache, as transformers' generate makes it
     compiled        the same by torch.compile, mode="reduce-overhead"
-    kernels         what the GPU was busy in an eager step, by torch's profiler
+    kernels         what the GPU was busy in an eager step, by torch's profiler; below it the
+                    largest shares, all of which the JSON has
     StaticCache     compiled, mode="reduce-overhead": transformers' fastest way
     DynamicCache    SDPA, from Python
     quanto, HQQ     transformers' QuantizedCache, 4 bits, where they are installed
@@ -22,6 +23,7 @@ import importlib.util
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,6 +43,7 @@ from kvquant.hf.argument import as_argument
 from kvquant.hf.compile.captured import CapturedStep
 
 STEPS = 10  # timed together
+SHOWN = 12  # kernels whose shares are printed
 DRAWN = {  # what the picture shows, and its colours
     "compiled": ("QuantizedCache, compiled", "#3b82c4"),
     "captured": ("CapturedStep", "#7fb0dc"),
@@ -86,14 +89,17 @@ def take_time(step: Step) -> float:
     return 1e3 * (time.perf_counter() - start) / STEPS
 
 
-def busy_time(step: Step) -> float:
-    """Milliseconds that kernels of one step take on the GPU."""
+def busy_times(step: Step) -> dict[str, float]:
+    """Milliseconds that each kernel of one step takes on the GPU, all its launches together."""
     step()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()
-    events = [one for one in seen.events() if one.device_type == DeviceType.CUDA]
-    return float(sum(one.time_range.elapsed_us() for one in events)) / 1e3
+    found: Counter[str] = Counter()
+    for one in seen.events():
+        if one.device_type == DeviceType.CUDA:
+            found[one.name] += one.time_range.elapsed_us() / 1e3
+    return dict(found.most_common())
 
 
 def check_logits(model: CachedModel, fmt: str) -> None:
@@ -277,7 +283,8 @@ def measure(
             times: dict[str, float | None] = {}
             model.model.set_attn_implementation("kvquant")
             steps = our_steps(model, batch, count, fmt)
-            times["kernels"] = busy_time(steps["eager"])
+            shares = busy_times(steps["eager"])
+            times["kernels"] = sum(shares.values())
             for name, step in steps.items():
                 take_time(step)
                 times[name] = statistics.median(take_time(step) for _ in range(rounds))
@@ -301,7 +308,10 @@ def measure(
                 else:
                     ratio = taken / (times["captured"] or 1)
                     print(f"    {name:24} {taken:9.2f} ms {ratio:7.2f}x of captured", flush=True)
-            figures["cases"].append({"batch": batch, "tokens": count, "ms": times})
+            for name, taken in list(shares.items())[:SHOWN]:
+                print(f"        {name[:60]:60} {taken:9.3f} ms", flush=True)
+            case = {"batch": batch, "tokens": count, "ms": times, "kernels": shares}
+            figures["cases"].append(case)
             if json_file is not None:
                 json_file.write_text(json.dumps(figures, indent=1) + "\n")
             torch.cuda.empty_cache()
