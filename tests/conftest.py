@@ -23,6 +23,7 @@ from relative_l2 import relative_l2
 if TYPE_CHECKING:
     from fake_cuda import FakeDriver
 
+gc.disable()  # until tests are collected: what they import stays
 pytest.register_assert_rewrite("cuda_cases", "mla_calls")
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for one another
     torch.set_num_threads(1)
@@ -68,6 +69,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Let Python's collector leave out what will live to the end: a tenth of the whole time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # after those of -m are chosen

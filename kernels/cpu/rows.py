@@ -355,8 +355,8 @@ def make_quantize_kernel(format_spec, dtype):
                     store_float(highs + 4 * group, mx)
                 choose_parameters(format_spec, lows, highs, row, shifts, inverses)
             # Step 3: codes
-            for chunk in range(head_dim // LANES):
-                element = chunk * LANES
+            for number in range(head_dim // LANES):
+                element = number * LANES
                 if whole_chunks:
                     group = element // group_size
                     shift, inverse = (
@@ -369,7 +369,7 @@ def make_quantize_kernel(format_spec, dtype):
                         store_float(lane_shifts + 4 * lane, load_float(shifts + 4 * group))
                         store_float(lane_inverses + 4 * lane, load_float(inverses + 4 * group))
                     shift, inverse = load(lane_shifts), load(lane_inverses)
-                pack(format_spec, load(values + 4 * element), shift, inverse, row, chunk)
+                pack(format_spec, load(values + 4 * element), shift, inverse, row, number)
 
     return compile_kernel(quantize_kernel)
 

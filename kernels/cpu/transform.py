@@ -93,6 +93,7 @@ def _lanes(lanes):
 def make_transform_kernel(head_dim, dtype, has_offset, rotates):
     """Compile the kernel for a row; its address."""
     block = head_dim & -head_dim
+    doublings = (block // LANES).bit_length() - 1
     factor = np.float32(1 / math.sqrt(block))
     element_bytes = 4 if dtype == "float32" else 2
 
@@ -118,8 +119,8 @@ def make_transform_kernel(head_dim, dtype, has_offset, rotates):
             if not rotates:
                 continue
             # Step 2: pairs of 16 elements
-            stride = LANES
-            while stride < block:
+            for doubling in range(doublings):
+                stride = LANES << doubling
                 for start in range(0, head_dim, 2 * stride):
                     for element in range(start, start + stride, LANES):
                         low = values + 4 * element
@@ -127,7 +128,6 @@ def make_transform_kernel(head_dim, dtype, has_offset, rotates):
                         lower, upper = load(low), load(high)
                         store(low, add(lower, upper))
                         store(high, minus(lower, upper))
-                stride *= 2
             # Step 3: orthonormal
             for element in range(0, head_dim, LANES):
                 store(out + 4 * element, times(load(values + 4 * element), splat(factor)))

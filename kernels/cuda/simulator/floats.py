@@ -52,13 +52,18 @@ def _float32(name: Name) -> Operation:
     return operations[name[1]]
 
 
+def _halves(word: Any) -> Any:
+    """The two numbers of a register."""
+    return np.frombuffer(word, np.float16)
+
+
 @operation(r"(neg|fma\.rn)\.f16x2")
 def _f16x2_of_one_or_three(name: Name) -> Operation:
     def negate(x: Any) -> Any:
         return np.uint32(x) ^ np.uint32(0x80008000)
 
     def multiply_add(x: Any, y: Any, z: Any) -> Any:
-        a, b, c = np.array([[x], [y], [z]], np.uint32).view(np.float16).astype(np.float64)
+        a, b, c = (_halves(word).astype(np.float64) for word in (x, y, z))
         return (a * b + c).astype(np.float16).view(np.uint32)[0]
 
     return negate if name[1] == "neg" else multiply_add
@@ -69,7 +74,7 @@ def _f16x2(name: Name) -> Operation:
     combine = np.fmax if name[1] == "max" else np.multiply
 
     def halves(x: Any, y: Any) -> Any:
-        return combine(*np.array([[x], [y]], np.uint32).view(np.float16)).view(np.uint32)[0]
+        return combine(_halves(x), _halves(y)).view(np.uint32)[0]
 
     return halves
 
@@ -138,7 +143,6 @@ def _widen(name: Name) -> Operation:
 @operation(r"setp\.ge\.f16x2")
 def _reach_f16(name: Name) -> Operation:
     def reach(x: Any, y: Any) -> Any:
-        first, second = np.array([[x], [y]], np.uint32).view(np.float16)
-        return tuple(map(bool, first >= second))
+        return tuple(map(bool, _halves(x) >= _halves(y)))
 
     return reach

@@ -11,7 +11,6 @@ and 2t + 1 of row g; an MMA's operands are made of such 8x8 matrices (PTX ISA, m
 
 from __future__ import annotations
 
-import functools
 import operator
 import re
 from collections.abc import Callable
@@ -327,11 +326,11 @@ def _bits(name: Name) -> Operation:
 @operation(r"prmt\.b32")
 def _permute(name: Name) -> Operation:
     def permute(low: Any, high: Any, choice: Any) -> Any:
-        given = np.array([low, high], np.uint32).view(np.uint8)
+        given = int(low) | int(high) << 32
         chosen = [int(choice) >> 4 * i & 0xF for i in range(4)]
         if max(chosen) > 7:
             raise Fault(f"prmt with {choice:#x}: signs are not simulated")
-        return given[chosen].view(np.uint32)[0]
+        return np.uint32(sum((given >> 8 * one & 0xFF) << 8 * i for i, one in enumerate(chosen)))
 
     return permute
 
@@ -339,12 +338,11 @@ def _permute(name: Name) -> Operation:
 @operation(r"lop3\.b32")
 def _logic(name: Name) -> Operation:
     def logic(a: Any, b: Any, c: Any, table: int) -> Any:
-        result = np.uint32(0)
+        a, b, c, result = int(a), int(b), int(c), 0
         for row in range(8):  # of the table, by a bit of a, of b and of c
             if table >> row & 1:
-                terms = (x if row >> place & 1 else ~x for x, place in ((a, 2), (b, 1), (c, 0)))
-                result |= functools.reduce(operator.and_, terms)
-        return result
+                result |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+        return np.uint32(result & 0xFFFFFFFF)
 
     return logic
 

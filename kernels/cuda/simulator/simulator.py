@@ -1,6 +1,6 @@
 """Run a CUDA kernel without a GPU: numba's simulator, by lanes and warps.
 
-    lane    a Python thread. One lane of a block runs at a time, until it has to meet others; then
+    lane    a greenlet (PyPI). One lane of a block runs at a time, until it has to meet others; then
             the next goes on. So nothing is locked, and every run is the same.
     warp    32 lanes that meet at a collective: the last to come computes for all, in numpy.
     block   its lanes and its shared memory. Blocks run one after another.
@@ -14,17 +14,15 @@ instructions themselves are in instructions.py.
 from __future__ import annotations
 
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import numba
 import numpy as np
-from numba.cuda.simulator.kernel import FakeCUDAKernel
+from greenlet import greenlet
 from numba.cuda.simulator.kernelapi import Dim3, FakeCUDAModule
 
 from .memory import POISON, WARP, Fault, Global, Shared
@@ -34,10 +32,6 @@ BARRIERS = 16  # of a block; number 0 is syncthreads
 SCALARS = (np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.float32)
 
 _running: list[Block] = []  # the block that runs; one launch at a time, as in numba's simulator
-
-
-class _Stopped(BaseException):
-    """Ends the other lanes of a block after a fault."""
 
 
 def launch(
@@ -99,8 +93,7 @@ def _swapped(cuda: _Cuda) -> Iterator[None]:
     for names, name in found:
         names[name] = swaps[name]
     try:
-        with mock.patch.object(FakeCUDAKernel, "__call__", lambda self, *args: self.fn(*args)):
-            yield
+        yield
     finally:
         for names, name in found:
             names[name] = getattr(numba, name)
@@ -136,19 +129,20 @@ class _Cuda(FakeCUDAModule):
 
 
 class Lane:
-    """A thread of a block: its turn, where it waits, its asynchronous copies.
+    """A thread of a block: where it waits, its asynchronous copies.
 
     Attributes:
         number: in the block.
         warp: number of its warp.
+        life: its run of the kernel.
     """
+
+    life: greenlet
 
     def __init__(self, number: int):
         self.number = number
         self.warp = number // WARP
         self.threadIdx = Dim3(number, 0, 0)
-        self.turn = threading.Lock()
-        self.turn.acquire()
         self.place = "its start"
         self.value: Any = None  # that it gives at a collective, then what it gets
         self.copies: list[tuple[int, bytes]] = []  # of the group that is not committed yet
@@ -193,22 +187,32 @@ class Block:
         self._groups: dict[int, list[Lane]] = {}  # at a collective of a warpgroup, by its number
         self._meetings: dict[int, Meeting] = {}  # by the number of a barrier of some warps
         self._ended = 0
-        self._fault: Fault | None = None
 
     def run(self, kernel: Callable[..., None], arguments: Sequence[Any], backwards: bool) -> None:
         """Run every lane to its end."""
+
+        def live() -> None:
+            with np.errstate(all="ignore"):  # integers wrap, floats become inf and NaN
+                kernel(*arguments)
+            self.current.place = "the end"
+            self._ended += 1
+            self._release_gathered()
+
+        for lane in self.lanes:
+            lane.life = greenlet(live)
         self._ready.extend(reversed(self.lanes) if backwards else self.lanes)
-        threads = [
-            threading.Thread(target=self._live, args=(lane, kernel, arguments), daemon=True)
-            for lane in self.lanes
-        ]
-        for thread in threads:
-            thread.start()
-        self._hand_on()
-        for thread in threads:
-            thread.join()
-        if self._fault:
-            raise self._fault
+        try:
+            while self._ready:
+                self.current = self._ready.popleft()
+                self.current.life.switch()
+        except Exception as error:
+            text = f"thread {self.current.number}: {type(error).__name__}: {error}"
+            raise Fault(f"block {self.index}, {text}") from error
+        else:
+            self._require_all_ended()
+        finally:
+            for lane in self.lanes:
+                lane.life.throw()  # ends those that still wait
 
     def meet(self, place: str, value: Any, combine: Callable[[list[Any]], Iterable[Any]]) -> Any:
         """This lane's item of combine([the values of all lanes]), once they have come."""
@@ -330,21 +334,12 @@ class Block:
             for start, data in self.current.groups.popleft():
                 self.shared.finish_copy(self.current.number, start, data)
 
-    def _live(self, lane: Lane, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
-        lane.turn.acquire()
-        try:
-            if self._fault:
-                return
-            with np.errstate(all="ignore"):  # integers wrap, floats become inf and NaN
-                kernel(*arguments)
-        except _Stopped:
-            return
-        except BaseException as error:
-            self._fail(f"thread {lane.number}: {type(error).__name__}: {error}", error)
-        lane.place = "the end"
-        self._ended += 1
-        self._release_gathered()
-        self._hand_on()
+    def _require_all_ended(self) -> None:
+        if self._ended < len(self.lanes):
+            places: dict[str, list[int]] = {}
+            for lane in self.lanes:
+                places.setdefault(lane.place, []).append(lane.number)
+            raise Fault(f"block {self.index}, threads wait for others that never come: {places}")
 
     def _release_gathered(self) -> None:
         if len(self._gathered) + self._ended == len(self.lanes):
@@ -353,26 +348,5 @@ class Block:
             self._gathered = []
 
     def _wait(self, lane: Lane) -> None:
-        self._hand_on()
-        lane.turn.acquire()
-        if self._fault:
-            raise _Stopped
-
-    def _hand_on(self) -> None:
-        """Let the next lane run; after a fault let all run to their end."""
-        if self._ready and not self._fault:
-            self.current = self._ready.popleft()
-            self.current.turn.release()
-            return
-        if not self._fault and self._ended < len(self.lanes):
-            places: dict[str, list[int]] = {}
-            for lane in self.lanes:
-                places.setdefault(lane.place, []).append(lane.number)
-            self._fail(f"threads wait for others that never come: {places}")
-        for lane in self.lanes:
-            if lane.turn.locked():
-                lane.turn.release()
-
-    def _fail(self, text: str, cause: BaseException | None = None) -> None:
-        self._fault = Fault(f"block {self.index}, {text}")
-        self._fault.__cause__ = cause
+        """Let the lanes that are ready go on, until others let this one."""
+        lane.life.parent.switch()
