@@ -67,7 +67,7 @@ ALLOWED_LATE = {
         "kernels.cuda.runtime kernels.cuda.slots"
     ),
     "cache": "kernels.cuda.runtime",
-    "paged": "kernels.cuda.runtime",
+    "paged": "kernels.cuda.runtime hf",
     "calibration": "kernels.cuda.runtime",
     "kernels.cuda.runtime": "text",
     "hf": "kernels.cuda.runtime",
