@@ -397,8 +397,8 @@ class PagedKVCache(NotCopied):
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be taken, those that are kept only to be found again included; where
-        layers have windows, in those that see the most."""
+        """Pages that can be taken: those that are kept only to be found again included, those that
+        allocate promised left out; where layers have windows, in those that see the most."""
         self._let_go()
         return self.state.num_free_pages
 
@@ -443,8 +443,9 @@ class PagedKVCache(NotCopied):
     ) -> int:
         """Begin a sequence with the rows that are there for a prefix of its tokens, if any.
 
-        With room it is begun only if there are pages for so many tokens. They stay free until
-        extend takes them, so read the prompt before you ask for the next sequence, or ask for more.
+        With room it is begun only if there are pages for so many tokens, and no other sequence
+        takes them. The promise ends with the sequence, and when it is swapped out or an interrupt
+        (Ctrl-C) was recovered from. It covers no page that is copied because a fork shares it.
 
         Whole pages are found, and with them the sinks; the recent window of the new sequence is
         empty and fills with its next tokens. The last of the tokens is never present, because its
@@ -453,16 +454,16 @@ class PagedKVCache(NotCopied):
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with.
-            room: tokens of the sequence for which there must be pages, those that are present
-                included: len(tokens) for the prompt, and more for what follows. In layers with a
-                window there must be those that a sequence holds between steps. Nothing is asked
-                when None.
+            room: tokens of the sequence that get pages, those that are present included:
+                len(tokens) for the prompt, and more for what follows. In layers with a window the
+                sequence gets those that it holds between steps. Nothing is promised when None.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
 
         Raises:
-            OutOfPagesError: no sequence slot is free, or there are fewer pages than room asks for.
+            OutOfPagesError: no sequence slot is free, or there are fewer pages than room asks for;
+                or others were promised pages that the prefix has.
             ShapeError: room is over max_seq_len.
             ConfigError: the id is in use, or tokens or room are not whole numbers.
         """
