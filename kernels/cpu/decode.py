@@ -395,8 +395,11 @@ def _attend_ragged(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """As attend, of padded queries; those of one sequence follow on those of another."""
     q, variant = call.q, call.variant
     batch, q_len = q.shape[:2]
-    counts = torch.full((batch,), q_len) if call.q_lens is None else call.q_lens.clamp(0, q_len)
-    rows = torch.arange(q_len) < counts[:, None]
+    counts = call.q_lens
+    counts = (
+        torch.tensor([q_len] * batch, device="cpu") if counts is None else counts.clamp(0, q_len)
+    )
+    rows = torch.arange(q_len, device="cpu") < counts[:, None]
     if variant is not None and variant.score_offsets is not None:
         variant = variant._replace(score_offsets=variant.score_offsets[rows])
     q_indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
