@@ -112,7 +112,7 @@ def optimal_matrix(
     Returns:
         The same shape, float64.
     """
-    u, s, _ = torch.linalg.svd(_root_product(weights, covariance, noise))
+    u, s, _ = torch.linalg.svd(root_product(weights, covariance, noise))
     inverse_root = _power(regularized(weights), -0.5)
     power = 2 / 3 if feedback else 1 / 2
     matrix = inverse_root @ (u * s.pow(power)[:, None]) @ spreading(s.shape[-1]).to(s.device)
@@ -138,11 +138,11 @@ def steepness(weights: torch.Tensor, covariance: torch.Tensor) -> float:
     Returns:
         The mean over heads; 1 where all singular values are alike.
     """
-    s = torch.linalg.svdvals(_root_product(weights, covariance))
+    s = torch.linalg.svdvals(root_product(weights, covariance))
     return float((s.mean(-1) / s.log().mean(-1).exp()).mean())
 
 
-def _root_product(
+def root_product(
     weights: torch.Tensor, covariance: torch.Tensor, noise: torch.Tensor | None = None
 ) -> torch.Tensor:
     """W^½ C^½, both regularized."""

@@ -76,7 +76,7 @@ def allocate(
             for name in costs.offered(side)
             if (more := costs.row_bits(side, name) - costs.row_bits(side, now)) > 0
             and (saved := costs.kl[side][now] - costs.kl[side][name]) > 0
-            and _may_take(costs, formats, side, name)
+            and may_take(costs, formats, side, name)
             and (
                 budget is None
                 or costs.mean_bits(formats) + more / costs.width(formats) <= budget + 1e-9
@@ -105,7 +105,7 @@ def worst_layers(costs: Costs, formats: Mapping[Side, str], *, count: int = 3) -
     return chosen
 
 
-def _may_take(costs: Costs, formats: Mapping[Side, str], side: Side, name: str) -> bool:
+def may_take(costs: Costs, formats: Mapping[Side, str], side: Side, name: str) -> bool:
     """Whether K would keep at least the bits of V, or V was measured to need more."""
     layer, which = side
     if not costs.k_first or which == "k" or (layer, "k") not in formats:

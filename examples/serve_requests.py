@@ -24,7 +24,7 @@ tokenizer = AutoTokenizer.from_pretrained(HERE / "llama-demo-5m")
 model = AutoModelForCausalLM.from_pretrained(HERE / "llama-demo-5m", dtype=torch.float32)
 prompts = [tokenizer(TEXT[:700] + TEXT[at:][:240]).input_ids for at in range(700, 2400, 280)]
 model.set_attn_implementation("paged")
-cache = PagedKVCache.for_memory(900_000, 4, 1, 128, max_num_seqs=4, **ROWS)  # 4 layers, 1 KV head
+cache = PagedKVCache.for_memory(800_000, 4, 1, 128, max_num_seqs=4, **ROWS)  # 4 layers, 1 KV head
 batch = PagedBatch(cache, max_batch=4, max_tokens=STEP)
 texts = {name: list(ids) for name, ids in enumerate(prompts)}
 waiting, found, swaps = list(texts), 0, 0

@@ -67,7 +67,7 @@ ALLOWED_LATE = {
         "kernels.cuda.runtime kernels.cuda.slots"
     ),
     "cache": "kernels.cuda.runtime",
-    "paged": "kernels.cuda.runtime",
+    "paged": "kernels.cuda.runtime hf",
     "calibration": "kernels.cuda.runtime",
     "kernels.cuda.runtime": "text",
     "hf": "kernels.cuda.runtime",
@@ -171,6 +171,15 @@ def test_private_names_stay_in_their_package(name: str) -> None:
             for alias in node.names:
                 private = alias.name.startswith("_") and not alias.name.startswith("__")
                 assert not (other and private), f"{node.module}.{alias.name}"
+
+
+def test_scripts_import_no_private_names() -> None:
+    for path in sorted((ROOT / "tests" / "benchmarks").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvquant"):
+                names = [alias.name for alias in node.names]
+                private = [one for one in names if one.startswith("_") and one[1] != "_"]
+                assert not private, f"{path.name} imports {node.module}.{private[0]}"
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -193,13 +193,14 @@ def test_examples_of_docstrings_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each example alone, as it is copied: it imports all that it uses."""
-    if name in WITH_HF:
+    examples = doctest.DocTestFinder().find(getattr(kvquant, name), name, globs={})
+    if name in WITH_HF or any("import transformers" in str(one.docstring) for one in examples):
         pytest.importorskip("transformers", reason="needs the hf extra")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.safetensors").write_bytes(PLAN.read_bytes())
     failed: list[str] = []
     runner = doctest.DocTestRunner(verbose=False)
-    for test in doctest.DocTestFinder().find(getattr(kvquant, name), name, globs={}):
+    for test in examples:
         runner.run(test, out=failed.append)
     assert not failed, "".join(failed)
     assert runner.tries or name in RECORDS

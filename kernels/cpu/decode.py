@@ -357,10 +357,10 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to all segments and merge. The call is checked, and has a scale."""
     q, segments, sm_scale, num_splits, _, q_lens, variant, *_ = call
     assert sm_scale is not None
+    most = max(MAX_HEADS // max(q.shape[-2] // segments[0].k_rows.shape[1], 1), 1)
     if call.q_indptr is not None:
         address(q, "q")  # as below
-        ratio = q.shape[1] // segments[0].k_rows.shape[1]
-        return attend_to_pieces(call, max(MAX_HEADS // max(ratio, 1), 1), attend)
+        return attend_to_pieces(call, most, attend)
     if q.ndim == 3:
         if variant is None:
             return _attend(q, segments, sm_scale, num_splits, [one.seq_lens for one in segments])
@@ -370,6 +370,9 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         return out[:, 0], lse[:, 0]
     address(q, "q")  # a copy has values where q may have none
     batch, q_len, num_q_heads, head_dim = q.shape
+    window = None if variant is None or variant.tree_mask is not None else variant.window
+    if window is not None and q_len > max(most, window // 2):
+        return _attend_ragged(call)  # else all queries read the rows from the first one's window on
     num_kv_heads = segments[0].k_rows.shape[1]
     by_kv_head = q.unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
     shape = by_kv_head.shape[:-1]  # [batch, num_kv_heads, q_len, ratio]
@@ -385,6 +388,25 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = (x.view(*shape, *x.shape[2:]).transpose(1, 2).flatten(2, 3) for x in (out, lse))
     if variant is not None and variant.sink_logits is not None:
         return add_sinks(out, lse, variant.sink_logits)
+    return out, lse
+
+
+def _attend_ragged(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """As attend, of padded queries; those of one sequence follow on those of another."""
+    q, variant = call.q, call.variant
+    batch, q_len = q.shape[:2]
+    counts = call.q_lens
+    counts = (
+        torch.tensor([q_len] * batch, device="cpu") if counts is None else counts.clamp(0, q_len)
+    )
+    rows = torch.arange(q_len, device="cpu") < counts[:, None]
+    if variant is not None and variant.score_offsets is not None:
+        variant = variant._replace(score_offsets=variant.score_offsets[rows])
+    q_indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    ragged = call._replace(q=q[rows], q_lens=None, variant=variant, q_indptr=q_indptr)
+    out = q.new_zeros(*q.shape[:-1], call.segments[0].v_format.head_dim, dtype=torch.float32)
+    lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
+    out[rows], lse[rows] = attend(ragged)
     return out, lse
 
 

@@ -438,9 +438,9 @@ def _check_exportable(layer: int, k_format: RowFormat, v_format: RowFormat, to: 
     """Raise unless the other project has a layout for a layer's formats."""
     possible = {
         "fbgemm": "int4, int4-g2, int4-g4, int4-g8 or fp8 with head_dim 128",
-        "xformers": "int4, int4-g2, int4-g4, int4-g8 or fp8 with head_dim 64, 128 or 256",
+        "xformers": "int4, int4-g2, int4-g4, int4-g8 or fp8 with head_dim 64, 128, 256 or 512",
     }[to]
-    head_dims = {"fbgemm": (128,), "xformers": (64, 128, 256)}[to]
+    head_dims = {"fbgemm": (128,), "xformers": (64, 128, 256, 512)}[to]
     known = k_format.codec == "int4" or (k_format.codec == "fp8" and k_format.groups == 1)
     if k_format != v_format or not known or k_format.head_dim not in head_dims:
         raise UnsupportedError(

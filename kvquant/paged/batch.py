@@ -39,7 +39,7 @@ from .pool import SequenceId
 from .shared_prefix import Numbers, find_prefix, pays
 from .staged_tensors import StagedTensors
 from .state import Step, for_each, listed
-from .warmup import warm_up_batch
+from .warmup import warm_up_batch, warm_up_ragged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,6 +120,7 @@ class StepBatch(NotCopied):
         self._is_entered = False  # whether a step's block is: what compiled code can look at
         self._on_cuda = cache.device.type == "cuda"
         self._is_cold = self._on_cuda  # nothing was appended yet
+        self._is_ragged_cold = self._on_cuda  # nor were there ragged queries
         # the fewest rows of q, rows of k, and queries of a sequence that graphs have
         self._captured = [max_batch, self.max_tokens, self.max_tokens]
         self._appended: set[int] = set()  # the layers that were appended to in this step
@@ -360,6 +361,9 @@ class StepBatch(NotCopied):
             q_lens, q_len = self.new_lens[:batch], q.shape[1]
         parts = self._segments_of(layer, batch, compiling)
         self.check_open()
+        if q_indptr is not None and self._is_ragged_cold and not compiling:
+            self._is_ragged_cold = False
+            warm_up_ragged(self, q)
         if not compiling:
             if not fixed:
                 self._check_appended(layer)

@@ -44,6 +44,7 @@ from .swap import Swapped, SwapSpace
 SEQ_SLOTS = 16  # 304 MiB of 16-bit rows with 32 layers of 8 KV heads of 128
 DRAFTS = 16  # tokens of a step that can be taken back, without rollback_len
 CHUNK = 2048  # new tokens of a step, for which layers with a window have pages
+MAX_SEQ_LEN = 32768
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypedDict, Unpack
@@ -141,7 +142,7 @@ class PagedKVCache(NotCopied):
         num_pages: int,
         *,
         max_num_seqs: int = SEQ_SLOTS,
-        max_seq_len: int = 32768,
+        max_seq_len: int = MAX_SEQ_LEN,
         page_size: int = 64,
         k_format: Formats = "int4-g4",
         v_format: Formats = "int4-g4",
@@ -239,10 +240,53 @@ class PagedKVCache(NotCopied):
         return cls(*sizes, k_format=k_format, v_format=v_format, bases=bases, **options)
 
     @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        num_pages: int,
+        *,
+        max_seq_len: int = MAX_SEQ_LEN,
+        plan: Plan | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make an empty cache for a model of transformers: of its layers, heads and windows.
+
+        The cache has the layers that own keys and values, in order: a layer that attends to those
+        of another one has no place. On a rank of a model with a tp_plan it has the rank's heads.
+
+        Args:
+            model: the model, or its config.
+            num_pages, max_seq_len: as in the class.
+            plan: for this model: it says formats and bases.
+            options: the others of the class, but for sizes. The model's device and 16-bit dtype are
+                taken unless device and exact_format are given.
+
+        Raises:
+            ConfigError: model is none, or an option is not possible; or the model has latent rows
+                and the class has not, or the other way round: the message names the class.
+            CheckpointError: the plan was made for another model.
+            UnsupportedModelError: some layer has no keys and values of tokens, or of other heads;
+                or layers are on several devices.
+
+        Example:
+            >>> import transformers
+            >>> from kvquant import PagedKVCache
+            >>> config = transformers.Gemma3TextConfig(num_hidden_layers=6, sliding_window=512)
+            >>> paged = PagedKVCache.for_model(config, num_pages=64, max_num_seqs=4)
+            >>> paged.num_kv_heads, paged.windows
+            (4, [512, 512, 512, 512, 512, None])
+        """
+        from ..hf.models.configs import new_paged_cache
+
+        made: Self = new_paged_cache(cls, model, num_pages, max_seq_len, plan=plan, **options)
+        return made
+
+    @classmethod
     def for_memory(
         cls,
         nbytes: int,
         *shape: int,
+        model: Any = None,
         plan: Plan | None = None,
         seq_len: int | None = None,
         **options: Any,
@@ -257,11 +301,12 @@ class PagedKVCache(NotCopied):
             nbytes: bytes of all tensors, as cache.nbytes counts them. PagedBatch, the model and
                 attention's own buffers take more.
             shape: num_layers, num_kv_heads and head_dim, as in PagedKVCache; num_layers in
-                LatentPagedKVCache; nothing with a plan.
-            plan: as in from_plan.
+                LatentPagedKVCache; nothing with a model or a plan.
+            model: as in for_model.
+            plan: as in from_plan or for_model.
             seq_len: tokens of a sequence that is read and written to its end; not with
                 max_num_seqs.
-            options: the others of PagedKVCache (or from_plan), but for num_pages.
+            options: the others of PagedKVCache (or for_model, from_plan), but for num_pages.
 
         Raises:
             ConfigError: not even one page and the sequence slots fit, or an option is not possible.
@@ -273,12 +318,15 @@ class PagedKVCache(NotCopied):
             (5, 166, 11284)
         """
         nbytes = whole_number("nbytes", nbytes)
-        if plan is not None and shape:
-            raise ConfigError(f"a plan has a shape of its own: give it without {list(shape)}")
+        source = "plan" if model is None else "model"
+        if shape and (model, plan) != (None, None):
+            raise ConfigError(f"a {source} has a shape of its own: give it without {list(shape)}")
         if "num_pages" in options:
             raise ConfigError("num_pages follows from nbytes: leave it out")
         make: Callable[..., Any] = partial(cls, *shape)
-        if plan is not None:
+        if model is not None:
+            make = partial(cls.for_model, model, plan=plan)
+        elif plan is not None:
             make = partial(cls.from_plan, plan)
         one = make(num_pages=1, **options | {"max_num_seqs": 1})
         given, rows = options.get("max_num_seqs", SEQ_SLOTS), one.rows
@@ -349,8 +397,8 @@ class PagedKVCache(NotCopied):
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be taken, those that are kept only to be found again included; where
-        layers have windows, in those that see the most."""
+        """Pages that can be taken: those that are kept only to be found again included, those that
+        allocate promised left out; where layers have windows, in those that see the most."""
         self._let_go()
         return self.state.num_free_pages
 
@@ -395,8 +443,9 @@ class PagedKVCache(NotCopied):
     ) -> int:
         """Begin a sequence with the rows that are there for a prefix of its tokens, if any.
 
-        With room it is begun only if there are pages for so many tokens. They stay free until
-        extend takes them, so read the prompt before you ask for the next sequence, or ask for more.
+        With room it is begun only if there are pages for so many tokens, and no other sequence
+        takes them. The promise ends with the sequence, and when it is swapped out or an interrupt
+        (Ctrl-C) was recovered from. It covers no page that is copied because a fork shares it.
 
         Whole pages are found, and with them the sinks; the recent window of the new sequence is
         empty and fills with its next tokens. The last of the tokens is never present, because its
@@ -405,16 +454,16 @@ class PagedKVCache(NotCopied):
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with.
-            room: tokens of the sequence for which there must be pages, those that are present
-                included: len(tokens) for the prompt, and more for what follows. In layers with a
-                window there must be those that a sequence holds between steps. Nothing is asked
-                when None.
+            room: tokens of the sequence that get pages, those that are present included:
+                len(tokens) for the prompt, and more for what follows. In layers with a window the
+                sequence gets those that it holds between steps. Nothing is promised when None.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
 
         Raises:
-            OutOfPagesError: no sequence slot is free, or there are fewer pages than room asks for.
+            OutOfPagesError: no sequence slot is free, or there are fewer pages than room asks for;
+                or others were promised pages that the prefix has.
             ShapeError: room is over max_seq_len.
             ConfigError: the id is in use, or tokens or room are not whole numbers.
         """

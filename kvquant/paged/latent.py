@@ -25,7 +25,7 @@ from ..rows.arguments import check_device, check_size
 from ..rows.basis import LayerBasis
 from ..rows.kind import LATENT
 from ..rows.latent import LatentFormat
-from .cache import SEQ_SLOTS, PagedKVCache
+from .cache import MAX_SEQ_LEN, SEQ_SLOTS, PagedKVCache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,7 +84,7 @@ class LatentPagedKVCache(PagedKVCache):
         latent_dim: int = 512,
         rope_dim: int = 64,
         max_num_seqs: int = SEQ_SLOTS,
-        max_seq_len: int = 32768,
+        max_seq_len: int = MAX_SEQ_LEN,
         page_size: int = 64,
         sink_len: int = 4,
         recent_len: int = 128,

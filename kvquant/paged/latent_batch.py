@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 
 from ..cache.checks import check_options
+from ..errors import UnsupportedError
 from ..ops.append_checks import check_tokens
 from ..ops.attention import State
 from ..ops.mla import attend_latents, check_call
@@ -107,6 +108,7 @@ class LatentPagedBatch(StepBatch):
         return_lse: bool = False,
         num_splits: int | None = None,
         backend: str | None = None,
+        q_indptr: object = None,
     ) -> torch.Tensor | State:
         """Attend with queries [batch, num_heads, dim], or [batch, q_len, num_heads, dim].
 
@@ -120,6 +122,7 @@ class LatentPagedBatch(StepBatch):
                 in the first rows of its q_len; what stands in the others is not read.
             q_rope: the same but for its last axis, rope_dim.
             sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
+            q_indptr: must be None: latent rows have no ragged queries.
 
         Returns:
             As mla_decode_attention; zeros for places without a sequence, and rows without a new
@@ -127,7 +130,9 @@ class LatentPagedBatch(StepBatch):
 
         Raises:
             As mla_decode_attention; ShapeError and ConfigError as PagedBatch.attend.
+            UnsupportedError: q_indptr is given.
         """
+        _check_padded(q_indptr)
         check_tensors(q_latent=q_latent, q_rope=q_rope)
         parts, q_lens, fixed = self._seen_by(layer, q_latent)
         rows, prefix = parts.whole, None
@@ -183,6 +188,7 @@ class LatentPagedBatch(StepBatch):
         return_lse: bool = False,
         num_splits: int | None = None,
         backend: str | None = None,
+        q_indptr: object = None,
     ) -> torch.Tensor | State:
         """Append rows [num_tokens, 1, dim], and attend with queries of each sequence.
 
@@ -193,7 +199,7 @@ class LatentPagedBatch(StepBatch):
             layer: index of the layer.
             q_latent, q_rope: as in attend.
             latent, rope: as in append.
-            sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
+            sm_scale, return_lse, num_splits, backend, q_indptr: as in attend.
 
         Returns:
             As attend.
@@ -201,6 +207,7 @@ class LatentPagedBatch(StepBatch):
         Raises:
             As append and attend; nothing is appended where an option is not possible.
         """
+        _check_padded(q_indptr)
         check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
         is_plain = num_splits is None is backend and type(return_lse) is bool
         is_scale = type(sm_scale) is float and 0 < sm_scale < math.inf
@@ -221,3 +228,12 @@ class LatentPagedBatch(StepBatch):
     def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
         """As of PagedBatch."""
         return pays_of_latents(batch, num_members, tokens, ratio)
+
+
+def _check_padded(q_indptr: object) -> None:
+    """Raise UnsupportedError for ragged queries, as PagedBatch has them."""
+    if q_indptr is not None:
+        raise UnsupportedError(
+            "q_indptr is given, and latent rows have no ragged queries: give padded ones, "
+            "[batch, q_len, num_heads, dim], those of each sequence's new tokens first"
+        )

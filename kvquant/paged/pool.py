@@ -72,7 +72,8 @@ class Growth(NamedTuple):
 @dataclass(eq=False, slots=True)
 class _Sequence:
     """Pages of length tokens; the first `in_tree` ones are in the prefix tree, under the root, and
-    of each window the first `dropped` ones are seen no more."""
+    of each window the first `dropped` ones are seen no more. It was promised `room` pages in all.
+    """
 
     pages: list[int]
     length: int
@@ -80,6 +81,7 @@ class _Sequence:
     root: PrefixRoot | None
     origin: Origin
     dropped: list[int]
+    room: int = 0
 
 
 class PagePool:
@@ -125,7 +127,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken: free ones and cached ones."""
+        """Pages that no sequence has: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -178,14 +180,16 @@ class PagePool:
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with, those of the root included.
-            room: tokens in pages for which there must be pages, those of the prefix included.
+            room: tokens in pages that the sequence is promised pages for, those of the prefix
+                included: no other one takes these.
         """
         self._check_new(sequence_id)
         known = token_ids(tokens)
         pages = self._match(known)
         length = len(pages) * self.page_size
         dropped = [window.first_seen(length) for window in self.windows]
-        self._check_room(sequence_id, pages, dropped, -(-room // self.page_size) - len(pages))
+        promised = -(-room // self.page_size)
+        self._check_room(sequence_id, pages, dropped, max(promised - len(pages), 0))
         root = self._tree.acquire(tuple(known[: self.root_len])) if pages else None
         for page in pages:
             self._cached.pop(page, None)
@@ -193,7 +197,7 @@ class PagePool:
         for window, first in zip(self.windows, dropped, strict=True):
             window.see(pages[first:])
         origin = root.origin if root is not None and root.origin is not None else Origin()
-        sequence = _Sequence(pages, length, len(pages), root, origin, dropped)
+        sequence = _Sequence(pages, length, len(pages), root, origin, dropped, promised)
         self._sequences[sequence_id] = sequence
         return Prefix(length, None if root is None else root.place)
 
@@ -215,12 +219,10 @@ class PagePool:
         """
         self.settle()  # a step that could not be ended has left some
         sequences = self._to_append(sequence_ids, counts)
-        needed = self._needed(sequences, counts)
-        if needed > self._num_free_in_all:
-            names = ", ".join(map(repr, sequence_ids))
-            needs = f"{needed} more pages for {sum(counts)} tokens"
-            short = [window for window in self.windows if needed > window.num_free]
-            raise self._out_of_pages(f"sequences {names:.200} need {needs}", short)
+        needed, ends = self._needed(sequences, counts)
+        names = ", ".join(map(repr, sequence_ids)) if needed else ""
+        needs = f"sequences {names:.200} need {needed} more pages for {sum(counts)} tokens"
+        self._check_free(needs, [needed] * (1 + len(self.windows)), self.num_left(ends))
         growth, size = growth or Growth([], []), self.page_size
         for place, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             pages = sequence.pages
@@ -234,8 +236,8 @@ class PagePool:
 
     def can_append(self, sequence_ids: Sequence[SequenceId], counts: Sequence[int]) -> bool:
         """Whether append would find pages."""
-        needed = self._needed(self._to_append(sequence_ids, counts), counts)
-        return needed <= self._num_free_in_all
+        needed, ends = self._needed(self._to_append(sequence_ids, counts), counts)
+        return needed <= min(self.num_left(ends))
 
     def insert(self, sequence_id: SequenceId, tokens: Sequence[int]) -> int | None:
         """Put the full pages of a sequence into the prefix tree, where others find them.
@@ -278,7 +280,7 @@ class PagePool:
         if parent.root is not None:
             parent.root.uses += 1
         pages, dropped = list(parent.pages), list(parent.dropped)
-        self._sequences[child_id] = replace(parent, pages=pages, dropped=dropped)
+        self._sequences[child_id] = replace(parent, pages=pages, dropped=dropped, room=0)
 
     def place(
         self,
@@ -314,11 +316,8 @@ class PagePool:
             )
             for at in range(len(self.windows))
         ]
-        if len(numbers) > self.num_free:
-            raise self._out_of_pages(f"{len(numbers)} pages are needed")
-        for window, seen in zip(self.windows, in_sight, strict=True):
-            if len(seen) > window.num_free:
-                raise self._out_of_pages(f"{len(seen)} pages are needed", [window])
+        needed = [len(numbers), *map(len, in_sight)]
+        self._check_free(f"{len(numbers)} pages are needed", needed, self.num_left())
         self.settle()  # of a step that could not be ended
         pages = [self._take_page() for _ in numbers]
         for page in pages:
@@ -450,6 +449,7 @@ class PagePool:
         kept = {sequence_id: self._sequences[sequence_id] for sequence_id in lengths}
         for sequence_id, sequence in kept.items():
             sequence.length, sequence.in_tree, sequence.root = lengths[sequence_id], 0, None
+            sequence.room = 0  # others may have what was cut
             pages = sequence.pages[: -(-sequence.length // self.page_size)]
             sequence.pages = [*pages[:-1], *(sources.get(page, page) for page in pages[-1:])]
             sequence.dropped = [min(first, len(sequence.pages)) for first in sequence.dropped]
@@ -486,6 +486,7 @@ class PagePool:
         invariant(self._cached.keys() <= in_tree, "a page is cached outside the tree")
         for window, seen in zip(self.windows, self._in_sight(), strict=True):
             window.check(seen + Counter(self._sources), in_tree)
+        invariant(self.num_left()[0] >= 0, "more pages are promised than can be taken")
         roots = Counter(id(s.root) for s in self._sequences.values() if s.root is not None)
         held = {id(root): root.uses for root in self._tree.roots.values() if root.uses}
         invariant(roots == held, "the uses of a root are not its sequences")
@@ -517,37 +518,52 @@ class PagePool:
         if sequence_id in self._sequences:
             raise ConfigError(f"sequence {shown(sequence_id)} exists: free it or use another id")
 
-    @property
-    def _num_free_in_all(self) -> int:
-        """Pages that can be taken, with rows in all layers."""
-        return min([self.num_free, *(window.num_free for window in self.windows)])
+    def num_left(self, ends: Mapping[int, int] | None = None) -> list[int]:
+        """Pages, and frames of each window, that can be taken without those that were promised.
+
+        Args:
+            ends: pages of sequences after a step, by the id() of each; as they are where not given.
+        """
+        left = [self.num_free, *(window.num_free for window in self.windows)]
+        for sequence in [one for one in self._sequences.values() if one.room]:
+            end = (ends or {}).get(id(sequence), len(sequence.pages))
+            if (owed := sequence.room - end) > 0:
+                left[0] -= owed
+                for at, window in enumerate(self.windows):
+                    seen = end - sequence.dropped[at]
+                    left[1 + at] -= min(owed, max(window.held - seen, 0))
+        return left
 
     def _check_room(
         self, sequence_id: SequenceId, pages: list[int], dropped: list[int], needed: int
     ) -> None:
         """Raise OutOfPagesError unless a new sequence finds so many pages beside those of its
         prefix, in each window as many as it sees at most."""
-        cached = sum(page in self._cached for page in pages)  # which can no longer be taken then
-        short = [
-            window
-            for window, first in zip(self.windows, dropped, strict=True)
-            if min(needed, window.held) > window.num_free - window.num_kept(pages[first:])
-        ]
-        if short or needed > self.num_free - cached:
-            has = f"{len(pages)} pages of its prefix are there, {cached} of these among those free"
-            needs = f"sequence {shown(sequence_id)} needs {needed} more pages ({has})"
-            raise self._out_of_pages(needs, short)
+        cached, left = sum(page in self._cached for page in pages), self.num_left()
+        left[0] -= cached  # which can no longer be taken then
+        for at, (window, first) in enumerate(zip(self.windows, dropped, strict=True), 1):
+            left[at] -= window.num_kept(pages[first:])
+        has = f"{len(pages)} pages of its prefix are there, {cached} of these among those free"
+        needs = f"sequence {shown(sequence_id)} needs {needed} more pages ({has})"
+        wanted = [needed, *(min(needed, window.held) for window in self.windows)]
+        self._check_free(needs, wanted, left)
 
-    def _out_of_pages(self, needs: str, short: Sequence[WindowPages] = ()) -> OutOfPagesError:
-        """What needs pages finds too few, in these windows if any are given."""
-        has, advice = f"{self.num_free} of {self.num_pages} can be taken", ""
-        if short:
+    def _check_free(self, needs: str, wanted: Sequence[int], left: Sequence[int]) -> None:
+        """Raise OutOfPagesError unless as many pages are left as needed, and frames of windows."""
+        short = [at for at, count in enumerate(wanted) if count > left[at]]
+        if not short:
+            return
+        pages, *windows = [max(count, 0) for count in left]
+        has, advice = f"{pages} of {self.num_pages} can be taken", ""
+        if short != [0]:
             has = ", ".join(
-                f"{one.num_free} of {one.num_frames} can be taken with a window of {one.window}"
-                for one in short
+                f"{windows[at - 1]} of {(one := self.windows[at - 1]).num_frames} can be taken "
+                f"with a window of {one.window}"
+                for at in short
+                if at
             )
             advice = ", or append fewer tokens in one step"
-        return OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences{advice}")
+        raise OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences{advice}")
 
     def _in_sight(self) -> list[Counter[int]]:
         """By how many sequences each page is seen, in each window."""
@@ -601,15 +617,20 @@ class PagePool:
             raise ShapeError(f"a count of {min(counts)} tokens is negative: use 0 or more")
         return [self._get(sequence_id) for sequence_id in ids]
 
-    def _needed(self, sequences: Iterable[_Sequence], counts: Iterable[int]) -> int:
-        """Pages to take for the tokens: new ones and copies of shared last ones."""
-        needed, size, writers = 0, self.page_size, Counter[int]()
+    def _needed(
+        self, sequences: Iterable[_Sequence], counts: Iterable[int]
+    ) -> tuple[int, dict[int, int]]:
+        """Pages to take for the tokens: new ones and copies of shared last ones; and the pages of
+        each sequence then, see num_left."""
+        needed, size, writers, ends = 0, self.page_size, Counter[int](), dict[int, int]()
         for sequence, count in zip(sequences, counts, strict=True):
-            needed += -(-(sequence.length + count) // size) - len(sequence.pages)
+            ends[id(sequence)] = end = -(-(sequence.length + count) // size)
+            needed += end - len(sequence.pages)
             if count and sequence.length % size and self._references[sequence.pages[-1]] > 1:
                 writers[sequence.pages[-1]] += 1
         # when all who share a page write to it, the last of them keeps it
-        return needed + sum(min(n, self._references[page] - 1) for page, n in writers.items())
+        needed += sum(min(n, self._references[page] - 1) for page, n in writers.items())
+        return needed, ends
 
     def _own_last_page(self, place: int, sequence: _Sequence, growth: Growth) -> None:
         """Let a sequence write to its last page, which is partly full."""
@@ -648,6 +669,7 @@ class PagePool:
                 if len(sequence.pages) >= first:
                     window.leave(page, is_found=self._is_found(page))
             self._drop_reference(page)
+            sequence.room -= self._references[page] > 0  # others have it
         sequence.dropped = [min(first, keep) for first in sequence.dropped]
         if not sequence.pages and sequence.root is not None:
             sequence.root.uses -= 1

@@ -16,6 +16,7 @@ from ..rows.kind import LATENT
 from ..rows.rotation import Rope
 from .cache import PagedKVCache
 
+STEPS_BETWEEN = 8  # totals of ragged queries to rehearse from one to twice that
 Batch = Any  # a PagedBatch or a LatentPagedBatch, whose modules import this one
 
 
@@ -31,6 +32,8 @@ class BatchCalls:
         batches: sequences of steps.
         rotary_dim: of a Rope that comes with K, and whether it is interleaved; None: none comes.
         num_q_heads: of queries; when None those that are likely, see _q_heads.
+        most_ragged: tokens of a step with ragged queries, at most; 0: none comes. Their kernels
+            differ by the mean number of queries of a sequence.
         shared_prefix: of the batch. Unless it is False, steps that read a prefix once are told,
             too: at most three kernels of a pair of formats attend to it, with blocks of 64, 128 or
             256 queries, and one combines.
@@ -43,18 +46,21 @@ class BatchCalls:
     batches: tuple[int, ...]
     rotary_dim: tuple[int, bool] | None = None
     num_q_heads: int | None = None
+    most_ragged: int = 0
     shared_prefix: bool | None = False
 
     def __call__(self) -> None:
         """Make all of them; those that are not possible will say why when they are made."""
         most = max(self.batches)
         cache = _like(self.cache, most)
-        batch = self.kind(cache, most, max(self.num_tokens, most))
+        batch = self.kind(cache, most, max(self.num_tokens, self.most_ragged, most))
         for name in range(most):
             cache.allocate(name)
-        prompt = self.num_tokens, 0, 0
-        plain = itertools.product(self.batches, self._q_heads((1,)), (0,))
-        for count, heads, members in (prompt, *plain, *self._sharing(batch)):
+        prompt = self.num_tokens, 0, 0, False
+        plain = itertools.product(self.batches, self._q_heads((1,)), (0,), (False,))
+        ragged = itertools.product(self._totals(), self._q_heads((1,)), (0,), (True,))
+        calls = prompt, *plain, *ragged, *self._sharing(batch)
+        for count, heads, members, is_ragged in calls:
             with suppress(KVQuantError), batch.extend(range(min(count, most))):
                 for layer, at in enumerate(cache.rows.layers):
                     shape = count, cache.num_kv_heads
@@ -63,13 +69,23 @@ class BatchCalls:
                         queries = [new_queries((count, heads), x) for x in (k, v)]
                         queries = queries if cache.row_kind is LATENT else queries[:1]
                         options: dict[str, Any] = {"sm_scale": 1.0, **self._rope(count)}
+                        options |= {"q_indptr": batch.q_indptr} if is_ragged else {}
                         # as if so many sequences began with the same pages
                         batch._num_members = members
                         batch.step(layer, *queries, k, v, **options)  # kernels are of any scale
                     else:
                         batch.append(layer, k, v, **self._rope(count))
 
-    def _sharing(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
+    def _totals(self) -> Iterator[int]:
+        """Tokens of steps with ragged queries, so close that hardly a kernel lies between two."""
+        total = 1
+        while total < self.most_ragged:
+            yield total
+            total += max(total // STEPS_BETWEEN, 1)
+        if self.most_ragged:
+            yield self.most_ragged
+
+    def _sharing(self, batch: Batch) -> Iterator[tuple[int, int, int, bool]]:
         """Steps that read a prefix once: sequences, query heads, and members.
 
         What they launch depends on the queries of a KV head, all members' together, and not on the
@@ -88,7 +104,7 @@ class BatchCalls:
                 is_read = self.shared_prefix or batch.pays(most, count, tokens, heads // kv_heads)
                 if is_read and count * heads not in seen:
                     seen.add(count * heads)
-                    yield most, heads, count
+                    yield most, heads, count, False
 
     def _q_heads(self, ratios: Sequence[int]) -> tuple[int, ...]:
         """Query heads of steps: as given, or else likely ones, so many on a KV head. A kernel
@@ -136,6 +152,16 @@ def warm_up_batch(batch: Batch, k: object, rope: Rope | None, num_ids: int) -> N
         told = type(batch), batch.cache, k.dtype, len(k), batches, rotary_dim
         calls = BatchCalls(*told, shared_prefix=batch.shared_prefix)
         warm_up(batch.cache.device, [calls])
+
+
+def warm_up_ragged(batch: Batch, q: torch.Tensor) -> None:
+    """Compile what steps with ragged queries [total, num_q_heads, head_dim], such as q, will need:
+    at the first of them, since most batches have none."""
+    from ..kernels.cuda.runtime.warmup import warm_up
+
+    told = type(batch), batch.cache, q.dtype, 1, (batch.max_batch,)
+    calls = BatchCalls(*told, num_q_heads=q.shape[1], most_ragged=batch.max_tokens)
+    warm_up(batch.cache.device, [calls])
 
 
 def _like(cache: PagedKVCache, max_num_seqs: int) -> PagedKVCache:

@@ -38,7 +38,7 @@ from row_study import (
     with_options,
 )
 
-from kvquant.calibration.format_search import Costs, Side, _may_take, allocate
+from kvquant.calibration.format_search import Costs, Side, allocate, may_take
 from kvquant.cli.console import COUNT
 from kvquant.errors import KVQuantError
 from kvquant.rows.format import RowFormat
@@ -54,7 +54,7 @@ def every_choice(costs: Costs) -> list[Formats]:
     for layer in layers:
         sides = [(layer, side) for side in "kv"]
         pairs = (dict(zip(sides, names, strict=True)) for names in product(costs.bits, repeat=2))
-        options.append([p for p in pairs if _may_take(costs, p, sides[1], p[sides[1]])])
+        options.append([p for p in pairs if may_take(costs, p, sides[1], p[sides[1]])])
     return [{k: v for one in choice for k, v in one.items()} for choice in product(*options)]
 
 

@@ -41,7 +41,7 @@ from row_study import (
     with_options,
 )
 
-from kvquant.calibration.bases import _root_product
+from kvquant.calibration.bases import root_product
 from kvquant.cli.console import COUNT
 from kvquant.errors import KVQuantError
 from kvquant.evaluation.evaluate import Sizes, Task, evaluate
@@ -55,7 +55,7 @@ TRIED, REFINED = 512, 3  # rows that all choices are tried on, and how many are 
 
 def bound(weights: torch.Tensor, covariance: torch.Tensor) -> float:
     """See above; a mean over heads."""
-    s = torch.linalg.svdvals(_root_product(weights, covariance))
+    s = torch.linalg.svdvals(root_product(weights, covariance))
     return float((s.pow(2 / 3).mean(-1).pow(3) / s.log().mean(-1).mul(2).exp()).mean())
 
 

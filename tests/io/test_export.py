@@ -172,10 +172,12 @@ def e4m3(byte: int) -> float:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
-@pytest.mark.parametrize("to", ["fbgemm", "xformers"])
-def test_int4_export_decodes_by_the_other_layout(tmp_path: Path, to: str, groups: int) -> None:
-    raw = make_raw()
-    name = RowFormat("int4", groups, 128)
+@pytest.mark.parametrize("to, dim", [("fbgemm", 128), ("xformers", 128), ("xformers", 512)])
+def test_int4_export_decodes_by_the_other_layout(
+    tmp_path: Path, to: str, dim: int, groups: int
+) -> None:
+    raw = make_raw(head_dim=dim)
+    name = RowFormat("int4", groups, dim)
     cache = quantize(tmp_path, raw, k_format=name, v_format=name, sink_len=2, recent_len=3)
     packed = quantize(tmp_path, raw, k_format=name, v_format=name, sink_len=0, recent_len=0)
     tensors, notes = export(tmp_path, cache, to)
@@ -188,7 +190,7 @@ def test_int4_export_decodes_by_the_other_layout(tmp_path: Path, to: str, groups
     decode = fbgemm_int4 if to == "fbgemm" else xformers_int4
     for side, values in zip("KV", packed.dequantized(1), strict=True):
         rows = tensors[f"layers.1.cache_{side}"]
-        width = 64 + 4 * groups if to == "fbgemm" else 16 + groups
+        width = dim // 2 + 4 * groups if to == "fbgemm" else dim // 8 + groups
         assert rows.shape == (2, 13, 3, width)
         assert rows.dtype == (torch.uint8 if to == "fbgemm" else torch.int32)
         assert not rows[1, 6:].any()
@@ -248,6 +250,8 @@ def test_head_dims_without_an_equivalent_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match="head_dim 96 and 96"):
             export(tmp_path, cache, to)
     export(tmp_path, quantize(tmp_path, make_raw(head_dim=64)), "xformers")
+    with pytest.raises(UnsupportedError, match="head_dim 512 and 512: fbgemm takes"):
+        export(tmp_path, quantize(tmp_path, make_raw(head_dim=512)), "fbgemm")
 
 
 def test_values_that_overflow_elsewhere_are_refused(tmp_path: Path) -> None:

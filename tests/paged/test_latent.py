@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -276,6 +277,11 @@ def test_what_does_not_fit_is_refused() -> None:
             batch.attend(0, *pair, sm_scale=SCALE)
     with pytest.raises(ConfigError, match="no step of this batch is open"):
         batch.attend(0, q_latent, q_rope, sm_scale=SCALE)
+    ragged: dict[str, Any] = {"sm_scale": SCALE, "q_indptr": torch.zeros(5)}
+    for call in (batch.attend, partial(batch.step, latent=latent, rope=rope)):
+        refused = pytest.raises(UnsupportedError, match="latent rows have no ragged queries")
+        with refused, batch.extend(["a"]):
+            call(0, q_latent[0], q_rope[0], **ragged)
     assert seen(cache) == before
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8, 12 pages" in repr(cache)
     with (

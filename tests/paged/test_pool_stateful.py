@@ -116,13 +116,18 @@ class PoolMachine(RuleBasedStateMachine):
             assert table[at // self.size] not in others, "a shared page is written"
             self.contents[table[at // self.size]][at % self.size] = model.cells[self.root_len + at]
 
-    @rule(number=numbers, count=st.integers(0, 9))
-    def allocate(self, number: int, count: int) -> None:
+    @rule(number=numbers, count=st.integers(0, 9), room=st.integers(0, 12))
+    def allocate(self, number: int, count: int, room: int) -> None:
         if len(self.models) == MOST:
             self.free(number)
         tokens = [number % 7, *(number >> bit & 1 for bit in range(count))][:count]
         expected, i = self.pool.match_prefix(tokens), self.next_id
-        present, head = self.pool.allocate(i, tokens)
+        before = seen(self.pool, list(self.models))
+        try:
+            present, head = self.pool.allocate(i, tokens, room)
+        except OutOfPagesError:
+            assert seen(self.pool, list(self.models)) == before and i not in self.pool.ids
+            return
         PoolMachine.operations += 1
         assert present == expected <= count and present % self.size == 0
         assert (head is None) == (present == 0)

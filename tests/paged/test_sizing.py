@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -108,6 +109,57 @@ def test_a_sequence_is_begun_if_there_are_pages_for_it() -> None:
     assert cache.can_append(["b"], 40) and not cache.can_append(["b"], 41)
 
 
+@pytest.mark.parametrize("windows", [None, [20, 20]], ids=str)
+def test_room_is_promised_until_it_is_used(windows: list[int] | None) -> None:
+    cache = make(num_pages=6, windows=windows)
+    batch = PagedBatch(cache, 2, 100)
+    assert cache.allocate("a", room=60) == 0 and cache.allocate("b") == 0
+    assert cache.num_free_pages == 2
+    assert cache.can_append(["b"], 40) and not cache.can_append(["b"], 41)
+    with pytest.raises(OutOfPagesError, match=r"'b' need 3 more .*, but 2 of 6 can"):
+        batch.extend(["b"], 41)
+    with pytest.raises(OutOfPagesError, match="'c' needs 3 more pages"):
+        cache.allocate("c", room=41)
+    assert not cache.can_append(["a", "b"], [1, 41])
+    assert cache.can_append(["a", "b"], [60, 40]) and not cache.can_append(["a", "b"], [60, 41])
+    for parts in ([30, 30], [60]):
+        with suppress(KeyError), batch.extend(["a"], 10):
+            raise KeyError  # the step is undone, the promise stays
+        for count in parts:
+            extend(batch, ["a"], count)
+            assert cache.num_free_pages == 2
+        cache.truncate("a", 0)
+        assert cache.num_free_pages == 2 and not cache.can_append(["b"], 41)
+        cache.check_invariants()
+    cache.swap_out("a")
+    cache.finish_swaps()
+    assert cache.num_free_pages == 6 and cache.can_append(["b"], 100)
+    cache.swap_in("a")
+    assert cache.num_free_pages == 6
+
+
+def test_what_is_shared_is_not_promised_twice() -> None:
+    """Pages that a fork keeps do not come back when the sequence is cut."""
+    cache, tokens = make(num_pages=6), list(range(60))
+    batch = PagedBatch(cache, 1, 100)
+    assert cache.allocate("a", tokens, room=60) == 0
+    extend(batch, ["a"], 60, tokens)
+    cache.fork("a", "b")
+    cache.truncate("a", 0)
+    assert cache.num_free_pages == 2
+    cache.check_invariants()
+    cache.free("a")
+    cache.free("b")
+    present = cache.match_prefix(tokens)
+    assert cache.num_free_pages == 6 and present == SINKS + 3 * PAGE
+    assert cache.allocate("c", room=100) == 0  # the 6 pages, of which 3 hold the prefix
+    assert cache.num_free_pages == 0
+    with pytest.raises(OutOfPagesError, match="needs 0 more pages"):
+        cache.allocate("d", tokens)
+    extend(batch, ["c"], 100)
+    cache.check_invariants()
+
+
 def test_a_prefix_that_nobody_has_any_more_is_not_counted_twice() -> None:
     """Its pages are free for others, but not once the sequence itself has them."""
     cache, tokens = make(num_pages=6), list(range(60))
@@ -136,6 +188,7 @@ def test_what_is_begun_finds_its_pages_and_what_is_not_does_not(seed: int) -> No
     cache = make(num_pages=10)
     batch = PagedBatch(cache, 1, 100)
     texts = [[chosen.randrange(3) for _ in range(SINKS)] + list(range(90)) for _ in range(4)]
+    rooms: dict[Any, int] = {}
     for number in range(40):
         text = chosen.choice(texts)[: chosen.randrange(1, 90)]
         room = chosen.randrange(len(text), 101)
@@ -148,13 +201,19 @@ def test_what_is_begun_finds_its_pages_and_what_is_not_does_not(seed: int) -> No
         except OutOfPagesError:
             assert (cache.num_free_pages, cache.match_prefix(text)) == (free, found)
             assert number not in cache.ids
-            assert cache.allocate(number, text) == found
-            assert not cache.can_append([number], room - found)
-            cache.free(number)
+            with suppress(OutOfPagesError):
+                assert cache.allocate(number, text) == found
+                assert not cache.can_append([number], room - found)
+                cache.free(number)
             for name in cache.ids[: chosen.randrange(4)]:
                 cache.free(name)
         else:
+            rooms[number] = room
             assert present == found and cache.can_append([number], room - present)
             if chosen.random() < 0.8:
                 extend(batch, [number], len(text) - present, text[present:])
+        for name in cache.ids:  # what was promised is there, for each and for all of them
+            assert cache.can_append([name], rooms[name] - cache.length(name))
+        rest = [rooms[name] - cache.length(name) for name in cache.ids]
+        assert cache.can_append(cache.ids, rest)
         cache.check_invariants()

@@ -94,6 +94,32 @@ def test_the_first_append_compiles_what_steps_will_need_too(
 
 @pytest.mark.extra("cuda")
 @pytest.mark.parametrize("name", ["plain", "formats", "windows", "plan"])
+def test_the_first_ragged_queries_compile_what_all_steps_will_need(
+    name: str, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a sequence has more queries than in the first step."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
+    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.extend(specs))
+    cache, most = MAKERS[name](), 40 * BATCH
+    batch = PagedBatch(cache, BATCH, most)
+    cache.device, batch._is_ragged_cold = torch.device("cuda", 0), True
+    for place in range(BATCH):
+        cache.allocate(place)
+    for counts in ([1] * BATCH, [2] * BATCH, [0] * (BATCH - 1) + [40], [40] * BATCH):
+        with batch.extend(range(BATCH), counts):
+            total, kind = sum(counts), torch.bfloat16
+            k, v = torch.zeros(2, total, HEADS, DIM, dtype=kind)
+            q = torch.zeros(total, 2 * HEADS, DIM, dtype=kind)
+            for layer in range(cache.num_layers):
+                batch.step(layer, q, k, v, q_indptr=batch.q_indptr)
+        assert not batch._is_ragged_cold
+    ragged = {spec for spec in loaded_specs() if getattr(spec, "ragged", False)}
+    assert len(ragged) > 1 and {*loaded_specs()} <= {*compiled}
+
+
+@pytest.mark.extra("cuda")
+@pytest.mark.parametrize("name", ["plain", "formats", "windows", "plan"])
 def test_steps_that_read_a_prefix_once_are_told(
     name: str, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

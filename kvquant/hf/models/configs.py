@@ -1,5 +1,5 @@
 """What a model's config says of its layers: which of them a KVCache holds, and in which shape; and
-the KVCache for them.
+the caches for them.
 
 Configs of transformers are read by attribute; nothing is imported from there. A layer that attends
 to the keys and values of an earlier one owns none: the cache has no place for it. Layers with
@@ -22,9 +22,12 @@ from ...cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
 from ...cache.latent import LatentFormats, LatentKVCache
 from ...errors import ConfigError, UnsupportedModelError
 from ...io.plan import CachePlan, check_plan
+from ...rows.arguments import name_of_kind
 from ...rows.codec import one_of
 from ...rows.format import HEAD_DIMS
+from ...rows.kind import LATENT
 from ...rows.latent import LATENT_DIMS, ROPE_DIMS
+from ...rows.quantize import exact_codec
 
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -311,78 +314,101 @@ def new_cache(
         CheckpointError: the plan was made for another model.
         UnsupportedModelError: the plan has not all layers.
     """
+    kind = LatentKVCache if layers.are_latent else KVCache
+    sizes = {"batch": batch, "max_seq_len": max_seq_len}
+    cache: KVCache = _made(kind, config, layers, plan, fmt, sizes | options)
     text = config.get_text_config(decoder=True)
-    if plan is not None:
-        check_plan(plan)
-    if layers.are_latent:
-        cache: KVCache = _latent_cache(config, layers, batch, max_seq_len, plan, fmt, options)
-    elif fmt is not None:
-        raise ConfigError(
-            f"fmt is the format of latent rows, and this {text.model_type} model keeps keys and "
-            "values of heads: give k_format and v_format"
-        )
-    else:
-        cache = _cache_of_heads(config, layers, batch, max_seq_len, plan, options)
     q_heads = getattr(text, "num_attention_heads", None)
     cache.num_q_heads = q_heads and q_heads // layers.ranks
     return cache
 
 
-def _latent_cache(
+def new_paged_cache(
+    kind: Any,
+    model: Any,
+    num_pages: int,
+    max_seq_len: int,
+    *,
+    plan: Any = None,
+    fmt: LatentFormats | None = None,
+    **options: Any,
+) -> Any:
+    """An empty paged cache of a model's layers; see PagedKVCache.for_model.
+
+    Args:
+        kind: PagedKVCache or LatentPagedKVCache.
+        model, num_pages, max_seq_len, plan, fmt, options: as there.
+    """
+    config: Any = getattr(model, "config", None) if isinstance(model, torch.nn.Module) else model
+    if not hasattr(config, "get_text_config"):
+        raise ConfigError(
+            f"model is {name_of_kind(model)}: give a model of transformers, or its config"
+        )
+    layers = cache_layers(config, longest=max_seq_len)
+    layers.check_whole()
+    if layers.are_latent != (kind.row_kind is LATENT):
+        kept = "latent rows" if layers.are_latent else "keys and values of heads"
+        raise ConfigError(
+            f"this {config.model_type} model keeps {kept}: use "
+            f"{'Latent' * layers.are_latent}PagedKVCache, and its batch"
+        )
+    dtype = getattr(model, "dtype", None) or config.get_text_config(decoder=True).dtype
+    own = {"exact_format": exact_codec(dtype), "max_seq_len": max_seq_len, "num_pages": num_pages}
+    if model is not config:
+        layers = layers_of_rank(model, layers)
+        devices = set(layer_devices(model, layers.places) or [model.device])
+        if len(devices) > 1 and "device" not in options:
+            raise UnsupportedModelError(
+                f"the model's layers are on {len(devices)} devices, and a paged cache is on one: "
+                "load the model on one device"
+            )
+        own["device"] = devices.pop()
+    return _made(kind, config, layers, plan, fmt, own | options)
+
+
+def _made(
+    kind: Any,
     config: Any,
     layers: CacheLayers,
-    batch: int,
-    max_seq_len: int,
     plan: CachePlan | None,
     fmt: LatentFormats | None,
     options: dict[str, Any],
-) -> LatentKVCache:
-    given = [name for name in _OF_HEADS if name in options]
+) -> Any:
+    """A cache of a kind, which fits the layers' rows: of a plan, or in formats."""
+    model_type = config.get_text_config(decoder=True).model_type
+    if plan is not None:
+        check_plan(plan)
+    given = [name for name in _OF_HEADS if name in options and layers.are_latent]
     if given:
-        kind = config.get_text_config(decoder=True).model_type
         raise ConfigError(
-            f"{' and '.join(given)} cannot be given: this {kind} model keeps a latent "
+            f"{' and '.join(given)} cannot be given: this {model_type} model keeps a latent "
             "row a token, not keys and values of heads: give its format as fmt ('int8-g4')"
         )
+    if fmt is not None and not layers.are_latent:
+        raise ConfigError(
+            f"fmt is the format of latent rows, and this {model_type} model keeps keys and "
+            "values of heads: give k_format and v_format"
+        )
+    if not layers.are_latent:
+        options = {"windows": list(layers.windows)} | options
     if plan is not None:
         if fmt is not None:
             raise ConfigError("fmt with a plan: a plan says formats, use plan.with_formats")
         _check_plan(config, layers, plan)
-        return LatentKVCache.from_plan(plan, batch, max_seq_len, **options)
-    if fmt is None:  # RoPE parts are bf16, which kernels on CUDA do not read with float16 queries
-        is_half = options.get("exact_format") == "fp16"
-        fmt = DEFAULT_LATENT_FORMAT + "+fp16" * is_half
-    latent_dim, rope_dim = layers.k_dims[0], layers.v_dims[0]
-    return LatentKVCache(
-        len(layers.places),
-        batch,
-        max_seq_len,
-        fmt=fmt,
-        latent_dim=latent_dim,
-        rope_dim=rope_dim,
-        **options,
-    )
-
-
-def _cache_of_heads(
-    config: Any,
-    layers: CacheLayers,
-    batch: int,
-    max_seq_len: int,
-    plan: CachePlan | None,
-    options: dict[str, Any],
-) -> KVCache:
-    options = {"windows": list(layers.windows)} | options
-    if plan is not None:
-        _check_plan(config, layers, plan)
-        if layers.ranks > 1:
+        if layers.ranks > 1 and not layers.are_latent:
             first = layers.rank * layers.num_kv_heads
             plan = plan.of_heads(range(first, first + layers.num_kv_heads))
-        return KVCache.from_plan(plan, batch, max_seq_len, **options)
+        return kind.from_plan(plan, **options)
+    sizes: dict[str, Any] = {"num_layers": len(layers.places)}
+    if layers.are_latent:
+        if fmt is None:  # RoPE parts are bf16, which kernels on CUDA do not read with float16 q
+            fmt = DEFAULT_LATENT_FORMAT + "+fp16" * (options.get("exact_format") == "fp16")
+        sizes |= {"fmt": fmt, "latent_dim": layers.k_dims[0], "rope_dim": layers.v_dims[0]}
+        return kind(**sizes, **options)
     for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
         options[name] = row_formats(name, options.get(name, DEFAULT_FORMAT), dims)
-    shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
-    return KVCache(*shape, **options)
+    sizes |= {"num_kv_heads": layers.num_kv_heads, "head_dim": max(layers.k_dims)}
+    return kind(**sizes, **options)
 
 
 def _check_plan(config: Any, layers: CacheLayers, plan: CachePlan) -> None:

@@ -27,7 +27,9 @@ from slow_cases import mark_slow
 from threads import run_in_threads
 
 from kvquant import (
+    AttentionVariant,
     RowFormat,
+    decode_attention,
     dequantize_rows,
     merge_states,
     quantize_rows,
@@ -427,3 +429,28 @@ def test_a_scale_beyond_float32_makes_all_heads_nan() -> None:
         *reference_attention(*given, **BOTH, sm_scale=1e300, return_lse=True),
     ):
         assert bool(result.isnan().all())
+
+
+def test_many_queries_with_a_window_read_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a piece and of its window, not those of all queries of the sequence."""
+    torch.manual_seed(0)
+    window, q_len, seq_lens = 24, 60, lens(200, 90)
+    k_rows, v_rows = (quantize_rows(torch.randn(2, 1, 200, 64), "int8") for _ in range(2))
+    q, counts = torch.randn(2, q_len, 2, 64), lens(60, 7)
+    variant = AttentionVariant(window=window, score_offsets=torch.randn(2, q_len, 2))
+    options: dict[str, Any] = {"k_format": "int8", "v_format": "int8", "variant": variant}
+    options |= {"q_lens": counts, "return_lse": True}
+    longest, attend = list[int](), decode._attend
+
+    def spy(heads: torch.Tensor, segments: list[Segment], *given: Any) -> State:
+        longest.append(int((segments[0].seq_lens - given[-1].firsts[0]).max()))
+        found: State = attend(heads, segments, *given)
+        return found
+
+    monkeypatch.setattr(decode, "_attend", spy)
+    found = decode_attention(q, k_rows, v_rows, seq_lens, **options)
+    assert max(longest) < window + decode.MAX_HEADS
+    wanted = reference_attention(q, k_rows, v_rows, seq_lens, **options)
+    assert relative_l2(found[0], wanted[0]) <= LIMIT
+    torch.testing.assert_close(found[1], wanted[1].float())
+    assert not found[0][1, 7:].any() and (found[1][1, 7:] == -torch.inf).all()
