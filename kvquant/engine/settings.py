@@ -226,8 +226,8 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
     if asked and kept:
         raise ConfigError(
             f"the plan keeps layers {kept} in 16 bit, and pages have one format for all: "
-            f'give {"format" if plan.is_latent else "k_format"} "bf16" without a plan, or serve '
-            "another model"
+            f'give {{"{"format" if plan.is_latent else "k_format"}": "bf16"}} without a plan, or '
+            "serve another model"
         )
     raise ConfigError(
         f"the plan has {len(set(pairs))} pairs of formats, and pages have one for all layers: "
