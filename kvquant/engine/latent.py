@@ -190,8 +190,8 @@ class LatentCalls:
             lens = starts.diff() + 1
             new = NewTokens(table, lens.to("meta"), starts, lens, tokens, self.most_queries)
             rows = new_rows((tokens,), *layer.fmt.parts, self.dtype)
-            queries = (new_queries((tokens, self.num_heads), x) for x in rows)
-            attend_to_latents(layer, describe_step(new), *queries, pages)
+            q_latent, q_rope = (new_queries((tokens, self.num_heads), x) for x in rows)
+            attend_to_latents(layer, describe_step(new), q_latent, q_rope, pages)
 
     def _counts(self) -> Iterator[list[int]]:
         """New tokens of the sequences of steps that decode."""

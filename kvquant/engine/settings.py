@@ -185,9 +185,7 @@ def rank_heads(total: int, rank: int, ranks: int) -> list[int]:
     return list(range(rank * share, (rank + 1) * share))
 
 
-def _plan_and_prompts(
-    given: Any, keys: Sequence[str], name: str
-) -> tuple[CachePlan | None, bool]:
+def _plan_and_prompts(given: Any, keys: Sequence[str], name: str) -> tuple[CachePlan | None, bool]:
     """What all settings have: the plan, and whether prompts attend to rows. Raises as parse."""
     if not isinstance(given, Mapping) or not given.keys() <= set(keys):
         raise ConfigError(f"{name} is {shown(given)}: give a dict with {', '.join(keys)}")

@@ -92,7 +92,7 @@ def latent_backend_of(name: str, request: Request) -> type[KVQuantLatentBackend]
 
 
 @dataclass
-class LatentMetadata(MLACommonMetadata[Step]):
+class LatentMetadata(MLACommonMetadata[Step]):  # type: ignore[misc]
     """A step of vLLM's, whose decoding sequences are a Step of ours.
 
     Attributes:
@@ -300,8 +300,8 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
 
 def _slots_of(chunk: Any, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
     """Where the tokens of a part of the past are, those of one prompt behind another, int64."""
-    prompt = chunk.token_to_seq.long()
+    prompt: torch.Tensor = chunk.token_to_seq.long()
     token = torch.arange(len(prompt), device=prompt.device)
-    token = token - chunk.cu_seq_lens[prompt] + chunk.starts[prompt]
-    page = block_table[chunk.request_slice][prompt, token // page_size]
+    token += chunk.starts[prompt] - chunk.cu_seq_lens[prompt]
+    page: torch.Tensor = block_table[chunk.request_slice][prompt, token // page_size]
     return page.long() * page_size + token % page_size

@@ -1,4 +1,4 @@
-"""Steps of a layer with latent attention on hand-made pages, compared with float64. Without vLLM."""
+"""Steps of a layer with latent attention on hand-made pages, against float64. Without vLLM."""
 
 from __future__ import annotations
 
@@ -96,16 +96,16 @@ def test_decoding_sequences_attend_to_their_rows(
     starts = torch.tensor([0, *counts]).cumsum(0).int()
     lens = torch.tensor(held.lens, dtype=torch.int32)
     new = NewTokens(held.table, lens.to(device), starts, lens, sum(counts), 4)
-    queries = [
+    q_latent, q_rope = (
         torch.randn(sum(counts) + 2, HEADS, dim, device=device).to(dtype) for dim in (LATENT, ROPE)
-    ]
-    found = attend_to_latents(held.layer, describe_step(new), *queries, held.pages)
+    )
+    found = attend_to_latents(held.layer, describe_step(new), q_latent, q_rope, held.pages)
     assert found.shape == (sum(counts), HEADS, LATENT) and found.dtype == dtype
-    whole = torch.cat(queries, -1).double()
+    whole = torch.cat([q_latent, q_rope], -1).double()
     for i, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
-        keys = held.values(i).double()
+        keys, count = held.values(i).double(), end - first
         scores = torch.einsum("qhd,kd->hqk", whole[first:end], keys) * SCALE
-        seen = torch.arange(len(keys)) <= torch.arange(len(keys) - (end - first), len(keys))[:, None]
+        seen = torch.arange(len(keys)) <= torch.arange(len(keys) - count, len(keys))[:, None]
         scores = scores.masked_fill(~seen.to(device), -torch.inf)
         wanted = torch.einsum("hqk,kd->qhd", scores.softmax(-1), keys[:, :LATENT])
         if end > first:
@@ -155,13 +155,15 @@ def test_what_is_launched_was_told(
         table = torch.zeros(len(counts), 4096 // PAGE, dtype=torch.int32)
         lens = starts.diff() + 50
         step = describe_step(NewTokens(table, lens, starts, lens, tokens, 4))
-        q = [torch.zeros(tokens, HEADS, dim, dtype=torch.bfloat16) for dim in (LATENT, ROPE)]
-        attend_to_latents(one, step, *q, pages)
+        q_latent, q_rope = (
+            torch.zeros(tokens, HEADS, dim, dtype=torch.bfloat16) for dim in (LATENT, ROPE)
+        )
+        attend_to_latents(one, step, q_latent, q_rope, pages)
         assert {*loaded_specs()} <= {*told}, counts
     for tokens in (1, 5, 30, 700, 2000):
-        x = [torch.zeros(tokens, dim, dtype=torch.bfloat16) for dim in (LATENT, ROPE)]
-        append_latents(one, *x, pages, torch.arange(tokens))
-        out = x[0].new_empty(tokens * (LATENT + ROPE))
+        latent, rope = (torch.zeros(tokens, dim, dtype=torch.bfloat16) for dim in (LATENT, ROPE))
+        append_latents(one, latent, rope, pages, torch.arange(tokens))
+        out = latent.new_empty(tokens * (LATENT + ROPE))
         latents_at(one, pages, torch.arange(tokens), out)
         assert {*loaded_specs()} <= {*told}, tokens
     assert loaded_specs() and len(told) < 3 * len({*loaded_specs()})
@@ -187,7 +189,7 @@ def test_settings_of_a_plan(tmp_path: Any) -> None:
     path = tmp_path / "plan.safetensors"
     plan = latent_plan(2, fmt=("int4-g8", "bf16"))
     plan.save(path)
-    with pytest.raises(ConfigError, match='pairs of formats, and .*give format beside the plan'):
+    with pytest.raises(ConfigError, match=r"pairs of formats, and .*give format beside the plan"):
         LatentSettings.parse({"plan": str(path)})
     with pytest.raises(ConfigError, match=r'keeps layers \[1\] in 16 bit.*give {"format": "bf16"}'):
         LatentSettings.parse({"plan": str(path), "format": "int4-g8+int8-g4"})

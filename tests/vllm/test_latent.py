@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +13,16 @@ from latent_plans import latent_plan
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache
 from vllm_engines import counter, engine, generate
 
-from kvquant import CachePlan, KVQuantError, LatentFormat, dequantize_rows, quantize_rows
+from kvquant import CachePlan, LatentFormat, dequantize_rows, quantize_rows
 from kvquant.io.model_id import model_identity
 from kvquant.rows.basis import LayerBasis, transform_rows
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
 LATENT, ROPE, TOKENS = 512, 64, 12
 LENGTHS = (60, 17, 250)  # of prompts
+SIZES: Any = {"head_dim": ROPE}  # which transformers' config has, and its signature has not
 CONFIG = DeepseekV3Config(
+    **SIZES,
     vocab_size=256,
     hidden_size=64,
     intermediate_size=64,
@@ -32,7 +33,6 @@ CONFIG = DeepseekV3Config(
     q_lora_rank=None,
     kv_lora_rank=LATENT,
     qk_rope_head_dim=ROPE,
-    head_dim=ROPE,
     qk_nope_head_dim=32,
     v_head_dim=32,
     max_position_embeddings=1024,
@@ -55,16 +55,16 @@ class Rows(DynamicCache):
         super().__init__()
         self.fmt, self.from_rows, self.bases = LatentFormat.parse(fmt), from_rows, bases
 
-    def update(self, latent: Any, rope: Any, layer_idx: int, *args: Any, **options: Any) -> Any:
-        rows = self.rounded(latent, rope, layer_idx)
-        found = super().update(*rows, layer_idx, *args, **options)
-        count = latent.shape[2]
-        if count == 1 or self.from_rows:
-            return found
-        return tuple(
-            torch.cat([x[:, :, :-count], own], 2)
-            for x, own in zip(found, (latent, rope), strict=True)
-        )
+    def update(
+        self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.rounded(key_states, value_states, layer_idx)
+        latent, rope = super().update(*rows, layer_idx, *args, **kwargs)
+        past = latent.shape[2] - key_states.shape[2]
+        if key_states.shape[2] > 1 and not self.from_rows:
+            latent = torch.cat([latent[:, :, :past], key_states], 2)
+            rope = torch.cat([rope[:, :, :past], value_states], 2)
+        return latent, rope
 
     def rounded(self, latent: Any, rope: Any, layer: int) -> tuple[Any, Any]:
         parts = [latent, rope]
@@ -151,7 +151,7 @@ def moved(text: Any, wanted: torch.Tensor) -> float:
     """By how much log-probabilities that vLLM gives differ, on average."""
     pairs = zip(wanted, text.known, strict=True)
     errors = [abs(float(row[token]) - x) for row, known in pairs for token, x in known.items()]
-    return sum(errors) / len(errors)
+    return float(sum(errors) / len(errors))
 
 
 # A code of a row falls to its neighbour where sums are in another order, which moves few steps by a
@@ -197,7 +197,7 @@ def test_prompts_in_chunks_and_in_the_prefix_cache(from_rows: bool, model: Model
     rows = {"format": "int8-g4", "prompts": "rows" if from_rows else "16-bit"}
     (prompt,) = prompts(250)
     ids = prompt["prompt_token_ids"]
-    options = {"chunks": (100, 100, 50), "from_rows": from_rows}
+    options: Any = {"chunks": (100, 100, 50), "from_rows": from_rows}
     with latent_engine(model, rows, max_num_batched_tokens=100) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
         (first,), (second,) = texts(llm, [prompt]), texts(llm, [prompt])
@@ -245,4 +245,3 @@ def test_plans(model: Model, tmp_path: Path) -> None:
         wanted = model.answers(ids, text.ids, "int8-g4", bases=plan.layers)
         other = model.answers(ids, text.ids, "int8-g4")
         assert moved(text, wanted) < PART * moved(text, other)
-
