@@ -307,7 +307,8 @@ def faults(found: dict[str, dict[str, Any]]) -> list[str]:
                 if a and b:
                     told = f"{ours}: KL of {kind} {mean(a):.6f}, {theirs} {mean(b):.6f}"
                     check(is_as_good(a, b), told)
-    for name in ("gemma3", "gpt-oss", "deepseek"):  # bfloat16 alone moves these models by .01 and less
+    # bfloat16 alone moves these models by .01 and less
+    for name in ("gemma3", "gpt-oss", "deepseek"):
         both = found.get(f"{name}-int8"), found.get(f"{name}-own")
         for kind in KINDS:
             if both[0] is None or both[1] is None:
