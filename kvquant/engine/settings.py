@@ -6,14 +6,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+from ..cache.latent import check_no_feedback
 from ..errors import ConfigError, ShapeError, UnsupportedError, shown
 from ..io.plan import CachePlan
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat, check_head_dims
+from ..rows.latent import LatentFormat
 from .contract import PageLayout
 
 KEYS = ("k_format", "v_format", "plan", "prompts")
+LATENT_KEYS = ("format", "plan", "prompts")
 PROMPTS = ("16-bit", "rows")  # what tokens of a prompt attend to, of those that come with them
 
 
@@ -35,7 +39,7 @@ class Settings:
     prompts_from_rows: bool = False
 
     @classmethod
-    def parse(cls, given: object, name: str = "settings") -> Settings:
+    def parse(cls, given: Any, name: str = "settings") -> Settings:
         """Read what a user of an engine gives.
 
         Args:
@@ -50,20 +54,9 @@ class Settings:
             FileNotFoundError: there is no such plan.
             CheckpointError: the file is damaged, or no plan.
         """
-        if not isinstance(given, Mapping) or not given.keys() <= set(KEYS):
-            raise ConfigError(f"{name} is {shown(given)}: give a dict with {', '.join(KEYS)}")
-        prompts = given.get("prompts", PROMPTS[0])
-        if prompts not in PROMPTS:
-            raise ConfigError(f'"prompts" is {shown(prompts)}: it may be one of {PROMPTS}')
-        path, k_format = given.get("plan"), given.get("k_format")
+        plan, from_rows = _plan_and_prompts(given, KEYS, name)
+        k_format = given.get("k_format")
         v_format = given.get("v_format", k_format)
-        try:
-            plan = None if path is None else CachePlan.load(path)
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f'there is no plan {path!r} in {os.getcwd()}: give "plan" the path of a file of '
-                "`kvquant calibrate`"
-            ) from None
         if plan is not None:
             plan.check_of_heads("this backend")
         if k_format is None:
@@ -75,7 +68,10 @@ class Settings:
             plan = plan and plan.with_formats(k_format, v_format)
         if plan is not None:
             k_format, v_format = _common_formats(plan, asked=k_format is not None)
-        return cls(str(k_format), str(v_format), plan, prompts == "rows")
+        return cls(str(k_format), str(v_format), plan, from_rows)
+
+    def __str__(self) -> str:
+        return f"K rows {self.k_format}, V rows {self.v_format}"
 
     def layout(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> PageLayout:
         """Where the rows of a layer lie in its pages.
@@ -106,14 +102,79 @@ class Settings:
         plan = self.plan
         if plan is None:
             return None
-        if layer not in plan.places:
-            raise UnsupportedError(f"the plan has no layer {layer}: leave it out, or calibrate it")
+        place = _place(plan, layer)
         if max(heads) >= plan.num_kv_heads or head_dim != plan.head_dim:
             raise ShapeError(
                 f"layer {layer} has KV head {max(heads)} of head_dim {head_dim}, the plan "
                 f"{plan.num_kv_heads} heads of {plan.head_dim}: calibrate this model"
             )
-        return _share(plan, tuple(heads)).layers[plan.places.index(layer)]
+        return _share(plan, tuple(heads)).layers[place]
+
+
+@dataclass(frozen=True, eq=False)
+class LatentSettings:
+    """The latent rows that were asked for: one format, and bases for each layer.
+
+    Attributes:
+        format: short name of a LatentFormat ("int4-g8+int8-g4").
+        plan: bases and clip ratios of each layer; None for none.
+        prompts_from_rows: as of Settings.
+    """
+
+    format: str
+    plan: CachePlan | None = None
+    prompts_from_rows: bool = False
+
+    @classmethod
+    def parse(cls, given: Any, name: str = "settings") -> LatentSettings:
+        """Read what a user of an engine gives, for a model with latent attention.
+
+        Args:
+            given: a dict with "format", "plan" and "prompts", as in Settings.parse; with a plan of
+                latent rows the format may be left out, if its layers have one in common.
+            name: what errors call it.
+
+        Raises:
+            As Settings.parse; ConfigError also for a plan of keys and values of heads.
+            UnsupportedError: the plan rounds with feedback.
+        """
+        what = f"{name}, for a model with latent attention,"
+        plan, from_rows = _plan_and_prompts(given, LATENT_KEYS, what)
+        fmt = given.get("format")
+        if fmt is None and plan is None:
+            raise ConfigError(f'{what} lacks format: give {{"format": "int4-g8+int8-g4"}}')
+        if fmt is not None:
+            LatentFormat.parse(fmt)
+        if plan is not None:
+            if not plan.is_latent:
+                raise ConfigError(
+                    "the plan is of keys and values of heads, and this model has latent attention: "
+                    "calibrate this model"
+                )
+            check_no_feedback(plan.layers)
+            asked = fmt is not None
+            plan = plan.with_formats(fmt) if asked else plan
+            fmt = "+".join(_common_formats(plan, asked=asked))
+        return cls(fmt, plan, from_rows)
+
+    def __str__(self) -> str:
+        return f"latent rows {self.format}"
+
+    def layout(self, latent_dim: int, rope_dim: int) -> LatentFormat:
+        """The rows of a layer with such latents.
+
+        Raises:
+            ConfigError: latent rows have not such sizes.
+        """
+        return LatentFormat.parse(self.format, latent_dim, rope_dim)
+
+    def basis(self, layer: int) -> LayerBasis | None:
+        """The basis of a layer of the model, on the CPU; None without a plan.
+
+        Raises:
+            UnsupportedError: the plan has no such layer.
+        """
+        return None if self.plan is None else self.plan.layers[_place(self.plan, layer)]
 
 
 def rank_heads(total: int, rank: int, ranks: int) -> list[int]:
@@ -122,6 +183,30 @@ def rank_heads(total: int, rank: int, ranks: int) -> list[int]:
         return [rank * total // ranks]
     share = total // ranks
     return list(range(rank * share, (rank + 1) * share))
+
+
+def _plan_and_prompts(given: Any, keys: Sequence[str], name: str) -> tuple[CachePlan | None, bool]:
+    """What all settings have: the plan, and whether prompts attend to rows. Raises as parse."""
+    if not isinstance(given, Mapping) or not given.keys() <= set(keys):
+        raise ConfigError(f"{name} is {shown(given)}: give a dict with {', '.join(keys)}")
+    prompts = given.get("prompts", PROMPTS[0])
+    if prompts not in PROMPTS:
+        raise ConfigError(f'"prompts" is {shown(prompts)}: it may be one of {PROMPTS}')
+    path = given.get("plan")
+    try:
+        return None if path is None else CachePlan.load(path), prompts == "rows"
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f'there is no plan {path!r} in {os.getcwd()}: give "plan" the path of a file of '
+            "`kvquant calibrate`"
+        ) from None
+
+
+def _place(plan: CachePlan, layer: int) -> int:
+    """Where a plan has a layer of the model."""
+    if layer not in plan.places:
+        raise UnsupportedError(f"the plan has no layer {layer}: leave it out, or calibrate it")
+    return plan.places.index(layer)
 
 
 @lru_cache(maxsize=1)  # all layers of a rank ask for the same
@@ -139,9 +224,10 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
     if asked and kept:
         raise ConfigError(
             f"the plan keeps layers {kept} in 16 bit, and pages have one format for all: "
-            'give {"k_format": "bf16"} without a plan, or serve another model'
+            f'give {{"{"format" if plan.is_latent else "k_format"}": "bf16"}} without a plan, or '
+            "serve another model"
         )
     raise ConfigError(
         f"the plan has {len(set(pairs))} pairs of formats, and pages have one for all layers: "
-        "give k_format and v_format beside the plan"
+        f"give {'format' if plan.is_latent else 'k_format and v_format'} beside the plan"
     )

@@ -35,7 +35,7 @@ from .contract import LayerRows, Lengths, NewTokens, Pages
 # another kernel to compile; for more it pays to dequantize the rows once
 WIDTHS = 16, 64
 FEW = WIDTHS[-1]
-BLOCK = 8192  # tokens whose basis is undone at a time
+BLOCK = 8192  # tokens whose basis is undone, or that torch dequantizes, at a time
 
 
 class Chunk(NamedTuple):
@@ -91,6 +91,24 @@ class Step:
         """Lengths of sequences that attend causally."""
         starts = (self.int32(0, *accumulate(counts)) for counts in (queries, keys))
         return Lengths(queries, keys, *starts)
+
+    def padded(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries of the decoding sequences, [num_tokens or more, ...], as attention takes them:
+        [decodes, ...], or [decodes, q_len, ...] where a sequence has several."""
+        q = q[: self.num_tokens]
+        if self.places is not None:
+            q = q.new_empty(self.decodes * self.q_len, *q.shape[1:]).index_copy_(0, self.places, q)
+        return q.unflatten(0, (self.decodes, self.q_len)) if self._has_places else q
+
+    def unpadded(self, found: torch.Tensor) -> torch.Tensor:
+        """What attention found for these queries, [num_tokens, ...]."""
+        if self._has_places:
+            found = found.flatten(0, 1)
+        return found if self.places is None else found[self.places]
+
+    @property
+    def _has_places(self) -> bool:
+        return self.q_len > 1 or self.places is not None
 
     def slots(self, sequence: int, first: int, end: int, page_size: int) -> torch.Tensor:
         """Where the rows of some tokens of a sequence are, [tokens], int64."""
@@ -190,17 +208,9 @@ def attend(
             left as they are, or zeros.
     """
     if step.num_tokens:
-        queries, shape = q[: step.num_tokens], (step.decodes, step.q_len)
-        if step.places is not None:
-            padded = q.new_empty(step.decodes * step.q_len, *q.shape[1:])
-            queries = padded.index_copy_(0, step.places, queries)
-        has_places = step.q_len > 1 or step.places is not None
-        if has_places:
-            queries = queries.unflatten(0, shape)
-        found = _attend_to_rows(layer, step, slice(step.decodes), queries, step.q_lens, pages)
-        if has_places:
-            found = found.flatten(0, 1)
-        out[: step.num_tokens] = found if step.places is None else found[step.places]
+        sequences, queries = slice(step.decodes), step.padded(q)
+        found = _attend_to_rows(layer, step, sequences, queries, step.q_lens, pages)
+        out[: step.num_tokens] = step.unpadded(found)
     for is_first, run in groupby(
         step.chunks, lambda chunk: not (chunk.past or layer.prompts_from_rows)
     ):
@@ -307,15 +317,25 @@ def _behind_past(
     past = len(slots)
     both = new.new_empty(past + len(new), *new.shape[1:])
     both[past:] = new
-    if basis is None:
-        dequantize_pages(rows, fmt, slots, new.dtype, both[:past])
-        return both
+    dequantize_past(rows, fmt, basis, slots, both[:past])
+    return both
+
+
+def dequantize_past(
+    rows: torch.Tensor, fmt: RowFormat, basis: Basis | None, slots: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write the values of rows at slots, as they came, to out, [tokens, num_kv_heads, head_dim]."""
+    if basis is None and fmt.is_of_heads:  # by a kernel
+        dequantize_pages(rows, fmt, slots, out.dtype, out)
+        return
     # in bfloat16 tensor cores multiply; fp16 may not hold what is in a basis
-    dtype = new.dtype if new.dtype == torch.bfloat16 else torch.float32
-    for first in range(0, past, BLOCK):
-        block = slots[first : first + BLOCK]
+    dtype = out.dtype if out.dtype == torch.bfloat16 or basis is None else torch.float32
+    for first in range(0, len(slots), BLOCK):
+        block, found = slots[first : first + BLOCK], out[first : first + BLOCK]
+        if basis is None:
+            dequantize_pages(rows, fmt, block, dtype, found)
+            continue
         stored = dequantize_pages(rows, fmt, block, dtype)
         if basis.transposed is not None:
             stored = (stored.transpose(0, 1) @ basis.transposed.to(dtype)).transpose(0, 1)
-        torch.add(stored, basis.offset, out=both[first : first + len(block)])
-    return both
+        torch.add(stored, basis.offset, out=found)

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
+from typing import Protocol
 
 import torch
 
@@ -65,7 +66,7 @@ class StepCalls:
 
     def _steps(self) -> Iterator[tuple[list[int], int]]:
         """New tokens of the sequences of steps, and tokens of each before."""
-        for batch in _grown(1, self.max_num_seqs, 5 / 4):
+        for batch in grown(1, self.max_num_seqs, 5 / 4):
             for count in range(1, self.most_queries + 1):
                 if batch * count <= self.max_num_tokens:
                     yield [count] * batch, 1
@@ -73,7 +74,7 @@ class StepCalls:
             yield [1, self.most_queries], 1  # some have fewer
         for count in range(2, min(FEW, self.max_num_tokens) + 1):
             yield [count], self.most_queries + 1
-        for count in _grown(FEW + 1, self.max_num_tokens, 2):
+        for count in grown(FEW + 1, self.max_num_tokens, 2):
             for past in (0, 1):
                 yield [count], past
 
@@ -99,7 +100,18 @@ def runs_on(capability: Sequence[int]) -> bool:
     return tuple(capability) >= OLDEST
 
 
-def begin_warm_up(device: torch.device, calls: StepCalls) -> None:
+class LayerCalls(Protocol):
+    """StepCalls, or those of another kind of layer."""
+
+    @property
+    def kind(self) -> Hashable:
+        """All that kernels depend on."""
+
+    def __call__(self) -> None:
+        """Make all of them, on the meta device."""
+
+
+def begin_warm_up(device: torch.device, calls: LayerCalls) -> None:
     """Begin to compile what a layer on a device will probably need, and return at once: for an
     engine that knows it long before it calls warm_up_layers, which waits for that. What fails does
     so there.
@@ -115,14 +127,14 @@ def begin_warm_up(device: torch.device, calls: StepCalls) -> None:
     thread.start()
 
 
-def _compile_quietly(device: torch.device, calls: StepCalls) -> None:
+def _compile_quietly(device: torch.device, calls: LayerCalls) -> None:
     from ..kernels.cuda.runtime.warmup import warm_up
 
     with suppress(Exception):  # warm_up_layers tells it
         warm_up(device, [calls])
 
 
-def warm_up_layers(device: torch.device, calls: Sequence[StepCalls]) -> None:
+def warm_up_layers(device: torch.device, calls: Sequence[LayerCalls]) -> None:
     """Compile what layers on a device need, unless others like them have had it compiled; nothing
     is done for the CPU.
 
@@ -144,7 +156,7 @@ def warm_up_layers(device: torch.device, calls: Sequence[StepCalls]) -> None:
     log.info("kvquant: waited %.1f s for kernels", time.perf_counter() - begun)
 
 
-def _grown(first: int, last: int, factor: float) -> Iterator[int]:
+def grown(first: int, last: int, factor: float) -> Iterator[int]:
     """From first to last, each by a factor more than the one before, and by 1 at least."""
     while first < last:
         yield first

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -38,7 +38,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from ..engine.contract import LayerRows, NewTokens
-from ..engine.settings import Settings, rank_heads
+from ..engine.settings import LatentSettings, Settings, rank_heads
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import StepCalls, begin_warm_up, runs_on, warm_up_layers
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
@@ -49,6 +49,9 @@ from . import plugin
 from .flash import causal_attention_of
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
+
+
+Backend = TypeVar("Backend", bound="RowsBackend")
 
 
 class _ToVLLM(logging.Handler):
@@ -93,19 +96,41 @@ class Request(NamedTuple):
         return cls(json.dumps(given, sort_keys=True), plan)
 
 
-class KVQuantBackend(AttentionBackend):
-    """Attention to quantized rows in vLLM's pages; backend_of binds it to an engine's settings."""
+class RowsBackend(AttentionBackend):
+    """What attention to quantized rows in vLLM's pages asks of vLLM, rows of any kind; bind makes
+    it that of an engine's settings."""
 
     request: ClassVar[Request]
-    settings: ClassVar[Settings]
     name: ClassVar[str]
-    forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
 
     @classmethod
     def get_name(cls) -> str:
         return cls.name
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)  # rows of a head follow one another
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[Any]:
+        return [size for size in PAGE_SIZES if RUN <= size <= 128]  # tried ones
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return runs_on(capability)
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # steps are shared out by the lengths that the CPU knows
+
+
+class KVQuantBackend(RowsBackend):
+    """Attention to rows of keys and values; backend_of binds it to an engine's settings."""
+
+    settings: ClassVar[Settings]
+    forward_includes_kv_cache_update = False
 
     @staticmethod
     def get_impl_cls() -> type[KVQuantImpl]:
@@ -132,14 +157,6 @@ class KVQuantBackend(AttentionBackend):
         )
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)  # rows of a head follow one another
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[Any]:
-        return [size for size in PAGE_SIZES if RUN <= size <= 128]  # tried ones
-
-    @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return list(HEAD_DIMS)
 
@@ -151,31 +168,29 @@ class KVQuantBackend(AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return runs_on(capability)
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False  # steps are shared out by the lengths that the CPU knows
-
 
 @lru_cache
 def backend_of(name: str, request: Request) -> type[KVQuantBackend]:
-    """The backend of an engine.
-
-    vLLM calls some of its methods where no engine's config is current, so settings belong to the
-    class. vLLM also looks the class up by its module and name, in the process of each worker:
-    plugin.__getattr__ then finds it, for the engine whose config is current.
+    """The backend of an engine, for layers with keys and values.
 
     Args:
         name: of the entry in vLLM's registry.
         request: of the engine.
     """
-    settings = Settings.parse(json.loads(request.given), 'additional_config["kvquant"]')
-    known = {"request": request, "settings": settings, "name": name}
+    return bind(KVQuantBackend, Settings, name, request)
+
+
+def bind(kind: type[Backend], settings: Any, name: str, request: Request) -> type[Backend]:
+    """The backend of a kind that belongs to an engine.
+
+    vLLM calls some of its methods where no engine's config is current, so settings belong to the
+    class. vLLM also looks the class up by its module and name, in the process of each worker:
+    plugin.__getattr__ then finds it, for the engine whose config is current.
+    """
+    asked = settings.parse(json.loads(request.given), 'additional_config["kvquant"]')
+    known = {"request": request, "settings": asked, "name": name}
     known |= {"__module__": plugin.__name__, "__qualname__": name}  # else of its metaclass: "abc"
-    return type("KVQuantBackend", (KVQuantBackend,), known)
+    return type(kind.__name__, (kind,), known)
 
 
 class StepBuilder(AttentionMetadataBuilder[Step]):
@@ -199,7 +214,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             if issubclass(layer.attn_backend, KVQuantBackend)
         }
         for name in layer_names:
-            _check_request(layers[name].attn_backend.request, vllm_config.additional_config)
+            check_request(layers[name].attn_backend.request, vllm_config.additional_config)
         found: dict[str, LayerRows] = {}
         refused = []
         if getattr(kv_cache_spec, "non_causal", False):  # a field of some kinds of specs
@@ -209,13 +224,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
                 found[name] = _rows_of(name, layer, vllm_config, device)
             except KVQuantError as error:
                 refused.append(f"{name}: {error}")
-        if refused:
-            raise UnsupportedError(
-                "kvquant cannot hold the rows of these layers:\n  "
-                + "\n  ".join(refused)
-                + '\nDo what is said there, or serve the model without "kvquant" in '
-                "--additional-config."
-            )
+        check_refused(refused)
         for name in layer_names:
             layers[name].impl.rows = found[name]
         # vLLM makes a builder for a draft model alone, beside one for all layers
@@ -223,9 +232,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         # a draft model reads verified tokens, and the one that came after them
         self.most_queries = self.reorder_batch_threshold + self.is_draft
         warm_up_layers(device, [self._calls(layers[name]) for name in layer_names])
-        _tell(next(iter(layers.values())).attn_backend.settings)
-        for name, others in _without_rows(vllm_config).items():
-            _tell_without_rows(name, tuple(others))
+        tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config)
 
     def _calls(self, layer: Attention) -> StepCalls:
         """What a layer will be called for."""
@@ -296,7 +303,19 @@ def _calls_of(
     )
 
 
-def _check_request(held: Request, config: object) -> None:
+def check_refused(refused: Sequence[str]) -> None:
+    """Raise UnsupportedError if there are reasons why layers cannot have rows, each with the name
+    of a layer."""
+    if refused:
+        raise UnsupportedError(
+            "kvquant cannot hold the rows of these layers:\n  "
+            + "\n  ".join(refused)
+            + '\nDo what is said there, or serve the model without "kvquant" in '
+            "--additional-config."
+        )
+
+
+def check_request(held: Request, config: object) -> None:
     """Raise ConfigError unless a backend is that of the engine with this additional_config.
 
     vLLM remembers backends without regard to it, so a second engine in a process gets the first's.
@@ -328,11 +347,7 @@ def _rows_of(
         raise UnsupportedError(f"it is of type {layer.attn_type}, which decodes from no rows")
     if layer.kv_sharing_target_layer_name is not None:
         raise UnsupportedError(f"it attends to the rows of {layer.kv_sharing_target_layer_name}")
-    if layer.kv_cache_dtype not in KVQuantBackend.supported_kv_cache_dtypes:
-        raise UnsupportedError(
-            f"--kv-cache-dtype or the checkpoint asks for {layer.kv_cache_dtype}, and rows have "
-            "formats of their own: give --kv-cache-dtype bfloat16"
-        )
+    check_cache_dtype(layer.kv_cache_dtype)
     if layer.use_mm_prefix:
         raise UnsupportedError("it attends to whole images, not to the tokens before")
     layout = settings.layout(layer.num_kv_heads, layer.head_size, layer.head_size_v)
@@ -359,6 +374,15 @@ def _rows_of(
     )
 
 
+def check_cache_dtype(name: str) -> None:
+    """Raise UnsupportedError where a layer asks for a cache of vLLM's own."""
+    if name not in RowsBackend.supported_kv_cache_dtypes:
+        raise UnsupportedError(
+            f"--kv-cache-dtype or the checkpoint asks for {name}, and rows have formats of their "
+            "own: give --kv-cache-dtype bfloat16"
+        )
+
+
 def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
     """The KV heads of this rank."""
     return rank_heads(
@@ -368,10 +392,17 @@ def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
     )
 
 
+def tell_rows(settings: Settings | LatentSettings, vllm_config: VllmConfig) -> None:
+    """Log once which rows an engine has, and which layers have none."""
+    _tell(settings)
+    for name, layers in _without_rows(vllm_config).items():
+        _tell_without_rows(name, tuple(layers))
+
+
 @lru_cache
-def _tell(settings: Settings) -> None:
+def _tell(settings: Settings | LatentSettings) -> None:
     """Log once what is kept, and where a plan asks for what pages cannot keep."""
-    logger.info("kvquant: K rows %s, V rows %s", settings.k_format, settings.v_format)
+    logger.info("kvquant: %s", settings)
     if settings.plan is None:
         return
     logger.info("kvquant: %r", settings.plan)
@@ -390,7 +421,7 @@ def _without_rows(vllm_config: VllmConfig) -> dict[str, list[str]]:
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         backend, kind = layer.get_attn_backend(), getattr(layer, "attn_type", AttentionType.DECODER)
         holds_tokens = kind == AttentionType.DECODER and not backend.is_ssm()
-        if holds_tokens and not issubclass(backend, KVQuantBackend):
+        if holds_tokens and not issubclass(backend, RowsBackend):
             found.setdefault(backend.get_name(), []).append(name)
     return found
 

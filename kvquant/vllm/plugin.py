@@ -13,9 +13,12 @@ from typing import Any
 from ..errors import ConfigError, UnsupportedError, shown
 
 VERSIONS = "0.32", "0.34"  # of vLLM: from the first to before the second, as in pyproject.toml
-OURS = ("CUSTOM", "CPU_ATTN")  # of vLLM's registry: its CPU platform knows the second one alone
+# of vLLM's registry: its CPU platform knows CPU_ATTN and those for latent attention
+LATENT = ("CPU_MLA", "AMX_MLA")
+OURS = ("CUSTOM", "CPU_ATTN", *LATENT)
 # Models whose K and V differ in head_dim (MiMo-V2) take one of these, whatever is asked for.
 DIFFKV = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
+SPARSE = ("SPARSE", "DSV4", "MSA")  # in names of backends where an indexer chooses tokens
 UNTOUCHED = ("ROCM_", "XPU_")  # entries of GPUs that kvquant has no kernels for
 EXAMPLE = '{"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}'
 LIKENESS = 0.87  # of a misspelt key: "kv_quant" has 0.93, "quant" 0.83
@@ -51,7 +54,7 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         ConfigError: --attention-backend CUSTOM was asked for, and no rows, or rows alone; or a key
             of additional_config is misspelt, or not where it belongs.
         UnsupportedError: rows were asked for, and vLLM is of another version than those that were
-            tried, or the model has latent attention, or chooses its backend by itself.
+            tried, or the model has sparse attention, or chooses its backend by itself.
     """
     if not name.isupper() or name not in _entries():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -66,8 +69,13 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         _check_version()
         from .backend import Request, backend_of, is_draft
 
+        request = Request.of(given["kvquant"])
+        if name in LATENT or (name == "CUSTOM" and _has_latents(config, is_draft())):
+            from .latent import latent_backend_of
+
+            return latent_backend_of(name, request)
         if name in OURS:
-            return backend_of(name, Request.of(given["kvquant"]))
+            return backend_of(name, request)
         if not is_draft():  # a draft model may have another backend: StepBuilder tells which
             _check_choice(name, config.attention_config)
     if name == "CUSTOM":
@@ -76,6 +84,14 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
             f"--additional-config '{EXAMPLE}'"
         )
     return resolve_obj_by_qualname(_entries()[name].value)
+
+
+def _has_latents(config: Any, is_draft: bool) -> bool:
+    """Whether the model that is being made, the draft model or the other, has latent attention."""
+    model, drafts = config.model_config, config.speculative_config
+    if is_draft and drafts is not None and drafts.draft_model_config is not None:
+        model = drafts.draft_model_config
+    return model is not None and bool(model.use_mla)
 
 
 def _entries() -> dict[str, Any]:
@@ -100,10 +116,10 @@ def _check_choice(name: str, attention: Any) -> None:
         name: of the backend.
         attention: vLLM's AttentionConfig.
     """
-    if "MLA" in name:
+    if any(part in name for part in SPARSE):
         raise UnsupportedError(
-            "--additional-config asks for rows of kvquant, and this model has latent attention "
-            '(MLA), which vLLM does not serve from them: leave "kvquant" out'
+            "--additional-config asks for rows of kvquant, and this model has sparse attention, "
+            f'whose backend is {name}, which kvquant does not serve: leave "kvquant" out'
         )
     if name in DIFFKV:
         raise UnsupportedError(

@@ -40,6 +40,19 @@ CALLED = {
     ),
     "vllm.config:ModelConfig.get_total_num_kv_heads": "self",
 }
+CALLED |= {
+    f"vllm.model_executor.layers.attention.mla_attention:{name}": names
+    for name, names in {
+        "MLACommonMetadataBuilder.__init__": (
+            "self kv_cache_spec layer_names vllm_config device metadata_cls"
+        ),
+        "init_mla_context_partial": ("chunked_context attn_output attn_softmax_lse num_tokens"),
+        "accumulate_mla_context_chunk": ("chunk attn_output attn_softmax_lse output output_lse"),
+        "MLACommonImpl._concat_k_nope_k_pe": "self k_nope k_pe",
+    }.items()
+}
+PREFILL = "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend"
+CALLED[f"{PREFILL}.run_prefill_context_chunk"] = "self chunk q k v"
 # ours -> that of vLLM which it stands for: it must take all that vLLM's takes
 OVERRIDDEN = {
     "KVQuantBackend.get_name": "AttentionBackend.get_name",
@@ -64,7 +77,23 @@ OVERRIDDEN = {
     "KVQuantImpl.__init__": "AttentionImpl.__init__",
     "KVQuantImpl.forward": "AttentionImpl.forward",
 }
+# the same of layers with latent attention
+LATENT = {
+    "LatentStepBuilder._build_decode": "MLACommonMetadataBuilder._build_decode",
+    "KVQuantLatentImpl.do_kv_cache_update": "MLACommonImpl.do_kv_cache_update",
+    "KVQuantLatentImpl.forward_mqa": "MLACommonImpl.forward_mqa",
+    "KVQuantLatentImpl.forward_mha": "MLACommonImpl.forward_mha",
+    "KVQuantLatentImpl._compute_prefill_context": "MLACommonImpl._compute_prefill_context",
+}
+MLA = "vllm.model_executor.layers.attention.mla_attention"
 FIELDS = {
+    f"{MLA}:MLACommonMetadata": "num_decode_tokens slot_mapping prefill decode",
+    f"{MLA}:MLACommonPrefillMetadata": "block_table chunked_context prefill_backend",
+    f"{MLA}:MLACommonPrefillMetadata.ContextChunk": (
+        "index request_slice token_slice cu_seq_lens starts token_to_seq"
+    ),
+    f"{MLA}:MLACommonPrefillMetadata.ChunkedContextMetadata": "workspace chunks empty_token_slices",
+    "vllm.config:ParallelConfig": "decode_context_parallel_size prefill_context_parallel_size",
     "vllm.v1.kv_cache_interface:AttentionSpec": (
         "num_kv_heads head_size head_size_v dtype num_head_slots state_content_bytes"
     ),
@@ -81,6 +110,7 @@ FIELDS = {
     "vllm.config:SchedulerConfig": "max_num_batched_tokens max_num_seqs",
 }
 MEMBERS = {
+    f"{MLA}:QueryLenSupport": "VARLEN",
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": "get_attn_backend",
     "vllm.v1.attention.backend:AttentionBackend": (
         "forward_includes_kv_cache_update supported_dtypes supported_kv_cache_dtypes "
@@ -134,6 +164,13 @@ def test_what_is_overridden_takes_what_vllm_gives(name: str) -> None:
     assert ours[: len(theirs)] == theirs, f"{OVERRIDDEN[name]}: {WHAT_TO_DO}"
 
 
+@pytest.mark.parametrize("name", LATENT)
+def test_what_is_overridden_of_latent_attention_takes_what_vllm_gives(name: str) -> None:
+    ours = parameters(found(f"kvquant.vllm.latent:{name}"))
+    theirs = parameters(found(f"{MLA}:{LATENT[name]}"))
+    assert ours[: len(theirs)] == theirs, f"{LATENT[name]}: {WHAT_TO_DO}"
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_fields_are_there(name: str) -> None:
     fields = {field.name for field in dataclasses.fields(found(name))}
@@ -161,6 +198,18 @@ def test_attention_layers_say_what_they_are() -> None:
     call += "            key,\n            value,\n            kv_cache,\n"
     call += "            layer_slot_mapping,\n"
     assert call in update, f"do_kv_cache_update: {WHAT_TO_DO}"
+
+
+def test_layers_with_latent_attention_say_what_they_are() -> None:
+    source = inspect.getsource(found(f"{MLA}:MLAAttention"))
+    for name in (
+        "attn_backend impl kv_cache_dtype kv_lora_rank non_causal_multi_token_decode num_heads "
+        "qk_rope_head_dim sliding_window"
+    ).split():
+        assert f"self.{name} = " in source or f"self.{name}:" in source, f"{name}: {WHAT_TO_DO}"
+    assert "if fp8_attention and self.impl.supports_quant_query_input:" in source, WHAT_TO_DO
+    impl = inspect.getsource(found(f"{MLA}:MLACommonBaseImpl"))
+    assert "self._compute_prefill_context(" in impl, WHAT_TO_DO
 
 
 DRAFTS = (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import FalconH1Config, Gemma2Config
+from transformers import DeepseekV3Config, FalconH1Config, Gemma2Config
 from vllm_engines import INT4, MODEL, ROOT, SIZES
 
 CUSTOM = {"attention_backend": "CUSTOM"}
@@ -70,12 +70,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         f"{name} instead": (
             {**ALONE, "attention_backend": name},
             {},
-            "latent attention" if "MLA" in name else HIDDEN,
+            HIDDEN,
         )
         for name in OTHERS
     },
     "latent attention": (ROWS, LATENT, f"{INVALID}.*MLA not supported"),
-    "latent attention, no backend": (ALONE, LATENT, "this model has latent attention"),
+    "latent attention, no backend": (ALONE, LATENT, HIDDEN),
     "a GPU without kernels": (
         ROWS,
         {"capability": (7, 5)},
@@ -97,6 +97,41 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         f"{INVALID}.*batch invariance not supported",
     ),
+}
+LATENT_ROWS = {**CUSTOM, "additional_config": {"kvquant": {"format": "fp8"}}}
+DEEPSEEK = DeepseekV3Config(
+    **{**SIZES, "num_key_value_heads": 4},
+    first_k_dense_replace=2,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    architectures=["DeepseekV3ForCausalLM"],
+)
+# the same of a model with latent attention: what is found, or the error
+OF_LATENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "latent rows": (LATENT_ROWS, LATENT, OURS),
+    "latent rows in float32": (
+        LATENT_ROWS,
+        {**LATENT, "dtype": "float32"},
+        f"{INVALID}.*dtype not supported",
+    ),
+    "latent rows beside fp8 of vLLM": (
+        LATENT_ROWS,
+        {**LATENT, "kv_cache_dtype": "fp8_ds_mla"},
+        f"{INVALID}.*kv_cache_dtype not supported",
+    ),
+    "an indexer": (LATENT_ROWS, {**LATENT, "use_sparse": True}, f"{INVALID}.*sparse not supported"),
+    "latent rows and context parallelism": (
+        {**LATENT_ROWS, **TWO_RANKS, "decode_context_parallel_size": 2},
+        LATENT,
+        f"{INVALID}.*DCP not supported",
+    ),
+    "latent rows, no backend": (
+        {"additional_config": LATENT_ROWS["additional_config"]},
+        LATENT,
+        HIDDEN,
+    ),
+    "rows of heads for latents": (ROWS, LATENT, "for a model with latent attention, is"),
+    "latent rows for heads": (LATENT_ROWS, {}, f"{INVALID}.*non-MLA not supported"),
 }
 DEMO = [[2, 80, "torch.uint8"]]  # head slots, bytes of a token in each
 NARROW = {"rows": [[4, 48, "torch.uint8"]]}  # two KV heads of head_dim 64
@@ -185,6 +220,10 @@ class Platform:
         for name, (config, _) in MODELS.items():
             config.save_pretrained(folder / name)
             cases[name] = ["start", {**ROWS, "model": str(folder / name)}]
+        DEEPSEEK.save_pretrained(folder / "deepseek")
+        for name, (options, layer, _) in OF_LATENTS.items():
+            cases[name] = ["choose", {"model": str(folder / "deepseek"), **options}, layer]
+        cases["deepseek"] = ["start", {**LATENT_ROWS, "model": str(folder / "deepseek")}]
         script = ROOT / "tests" / "support" / "vllm_on_cuda.py"
         env = {
             **os.environ,
@@ -222,6 +261,20 @@ def test_image_encoders_keep_their_backend(platform: Platform) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_served_is_refused(case: str, platform: Platform) -> None:
     assert re.search(REFUSED[case][-1], str(platform.found[case])), platform.found[case]
+
+
+@pytest.mark.parametrize("case", OF_LATENTS)
+def test_models_with_latent_attention(case: str, platform: Platform) -> None:
+    assert re.search(OF_LATENTS[case][-1], str(platform.found[case])), platform.found[case]
+
+
+def test_an_engine_with_latent_attention_starts(platform: Platform) -> None:
+    assert platform.found["deepseek"] == {
+        **USUAL,
+        "rows": [[1, 656, "torch.uint8"]],
+        "pages": [16, 16],
+        "layers": {"KVQuantLatentBackend": 2},
+    }
 
 
 @pytest.mark.parametrize("case", [*STARTED, *MODELS])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,20 +158,53 @@ def test_vllm_imports_modules_by_the_paths_of_amds_entries() -> None:
     assert path == "vllm.v1.attention.backends.rocm_aiter_fa"
 
 
-def test_latent_attention_is_refused_where_vllm_would_serve_it_in_16_bit() -> None:
+LATENT_ROWS = {"additional_config": {"kvquant": {"format": "fp8"}}}
+
+
+def test_models_with_latent_attention_have_a_backend_of_their_own() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
 
     plugin.register()
-    for config in (VllmConfig(**ROWS), VllmConfig()):
+    for config in (VllmConfig(**LATENT_ROWS), VllmConfig()):
         _cached_get_attn_backend.cache_clear()
         with set_current_vllm_config(config):
-            if config.additional_config:
-                with pytest.raises(UnsupportedError, match="this model has latent attention"):
-                    get_attn_backend(576, torch.bfloat16, "auto", use_mla=True)
-            else:
-                name = get_attn_backend(576, torch.bfloat16, "auto", use_mla=True).get_name()
-                assert name in ("CPU_MLA", "AMX_MLA")
+            found = get_attn_backend(576, torch.bfloat16, "auto", use_mla=True)
+            assert found.get_name() in plugin.LATENT and found.is_mla()
+            assert hasattr(found, "request") == bool(config.additional_config)
+
+
+def test_which_kind_of_rows_custom_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the model that is made: the draft model may be of the other kind."""
+    from vllm.compilation.backends import set_model_tag
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    heads, latents = SimpleNamespace(use_mla=False), SimpleNamespace(use_mla=True)
+    for model, drafts, rows in ((latents, heads, LATENT_ROWS), (heads, latents, ROWS)):
+        config = VllmConfig(**rows)
+        other = LATENT_ROWS if rows is ROWS else ROWS
+        config.model_config = model
+        config.speculative_config = SimpleNamespace(draft_model_config=drafts)
+        with set_current_vllm_config(config):
+            assert plugin.CUSTOM.is_mla() == model.use_mla
+            config.additional_config = other["additional_config"]
+            with set_model_tag("draft_model"):
+                assert plugin.CUSTOM.is_mla() == drafts.use_mla
+            with pytest.raises(ConfigError, match=r"give a dict with (k_)?format"):
+                plugin.CUSTOM  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["FLASHMLA_SPARSE", "FLASHMLA_SPARSE_DSV4", "TRITON_MSA"])
+def test_sparse_attention_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plugin.register()
+    with (
+        set_current_vllm_config(VllmConfig(**LATENT_ROWS)),
+        pytest.raises(UnsupportedError, match=f"sparse attention, whose backend is {name}"),
+    ):
+        AttentionBackendEnum[name].get_class()
 
 
 def test_models_that_take_a_backend_of_their_own_are_refused(

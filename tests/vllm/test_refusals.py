@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from example_plan import example_plan
+from latent_plans import latent_plan
 from transformers import LlamaConfig
 
 from kvquant import AttentionVariant, CachePlan, KVQuantError
@@ -109,3 +110,69 @@ def test_attention_that_is_not_causal() -> None:
     step.causal = False
     with pytest.raises(KVQuantError, match="attention is not causal, which rows do not serve"):
         builder.build(0, step)
+
+
+def latent_rows_of(**options: Any) -> Any:
+    """What a layer with latent attention gets."""
+    from kvquant.engine.settings import LatentSettings
+    from kvquant.vllm import latent
+
+    usual = {
+        "attn_backend": SimpleNamespace(settings=LatentSettings("fp8")),
+        "impl": SimpleNamespace(is_draft=False, scale=0.1),
+        "kv_cache_dtype": "auto",
+        "sliding_window": None,
+        "non_causal_multi_token_decode": False,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "decode": 1,
+        "prefill": 1,
+        "config": CONFIG,
+    }
+    one = SimpleNamespace(**{**usual, **options})
+    parallel = SimpleNamespace(
+        decode_context_parallel_size=one.decode, prefill_context_parallel_size=one.prefill
+    )
+    model = SimpleNamespace(hf_config=one.config, dtype=torch.bfloat16)
+    config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    return latent._rows_of("model.layers.1.self_attn.attn", one, config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "asks for fp8_ds_mla, and rows have formats of their"),
+        ({"decode": 2}, "context parallelism, which has no rows"),
+        ({"prefill": 2}, "context parallelism, which has no rows"),
+        ({"sliding_window": 128}, "it has a window of 128 tokens"),
+        ({"non_causal_multi_token_decode": True}, "its tokens attend to later ones"),
+        ({"qk_rope_head_dim": 0}, "rope_dim 0 is not supported"),
+        ({"kv_lora_rank": 256}, "fp8 is FlashMLA's layout, of 512 latents"),
+    ],
+)
+def test_layers_that_latent_rows_do_not_serve(options: dict[str, Any], message: str) -> None:
+    assert latent_rows_of().fmt.row_bytes == 656
+    with pytest.raises(KVQuantError, match=message):
+        latent_rows_of(**options)
+
+
+def test_indexers_are_refused() -> None:
+    from kvquant.vllm.latent import KVQuantLatentImpl
+
+    for options in ({"indexer": object()}, {"topk_indices_buffer": None}):
+        with pytest.raises(KVQuantError, match="an indexer chooses tokens"):
+            KVQuantLatentImpl(**options)
+
+
+def test_latent_plans_that_do_not_fit() -> None:
+    from kvquant.engine.settings import LatentSettings
+
+    plan = latent_plan(2, {"kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    plan = CachePlan({**plan.facts, "model": model_identity(CONFIG.to_dict())}, plan.tensors)
+    backend = SimpleNamespace(settings=LatentSettings("int4-g8", plan))
+    found = latent_rows_of(attn_backend=backend)
+    assert found.basis is not None
+    with pytest.raises(KVQuantError, match="the plan was made for a 'llama' model with config"):
+        latent_rows_of(attn_backend=backend, config=OTHER)
+    draft = SimpleNamespace(is_draft=True, scale=0.1)
+    assert latent_rows_of(attn_backend=backend, impl=draft, config=OTHER).basis is None

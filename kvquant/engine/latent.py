@@ -1,0 +1,202 @@
+"""Steps of a layer with multi-head latent attention (MLA), whose rows lie in an engine's pages.
+
+They are as those of keys and values (contract.py, step.py), but for the tokens of prompts. For them
+the engine makes keys and values out of latents, and attends; `latents_at` gives it those of tokens
+that are in the pages already.
+
+    pages     [num_pages, page_size, row_bytes], uint8, the rows of a page without gaps: one row a
+              token, of its latent and its RoPE part
+    latent    [num_tokens or more, latent_dim], after its norm
+    rope      [num_tokens or more, rope_dim], after RoPE
+    q_latent  [num_tokens or more, num_heads, latent_dim]: W_UK^T q of each head
+    q_rope    [num_tokens or more, num_heads, rope_dim]: the RoPE part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ..cache.warmup import new_queries, new_rows, present_in
+from ..ops import mla
+from ..ops.append import write_rows
+from ..ops.append_checks import check_call
+from ..rows.basis import LayerBasis
+from ..rows.call import AppendCall, AppendSide, LatentCall
+from ..rows.kind import LATENT
+from ..rows.latent import LatentFormat
+from ..rows.segment import latent_segment
+from ..rows.slots import Slots
+from .contract import NewTokens
+from .step import Step, dequantize_past, describe_step
+from .warmup import grown
+
+
+class LatentRows(NamedTuple):
+    """What a layer's attention needs besides the pages.
+
+    Attributes:
+        fmt: of the rows.
+        sm_scale: factor on the scores, that of the model's keys before absorption.
+        basis: that the rows are stored in, on the device, k of the latents and v of the RoPE parts;
+            None for none.
+        prompts_from_rows: as of LatentSettings.
+    """
+
+    fmt: LatentFormat
+    sm_scale: float
+    basis: LayerBasis | None = None
+    prompts_from_rows: bool = False
+
+
+def check_kernels(fmt: LatentFormat, dtype: torch.dtype) -> None:
+    """Raise UnsupportedError unless a GPU's kernel reads such rows for a model of this dtype."""
+    mla.check_kernels([fmt], "fp16" if dtype == torch.float16 else "bf16")
+
+
+def append_latents(
+    layer: LatentRows,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Write the rows of new tokens.
+
+    Args:
+        layer: of the model.
+        latent, rope, pages: as above, of the model's dtype.
+        slots: [num_tokens], int64: page * page_size + place; a negative one is skipped.
+
+    Raises:
+        As kvquant.append_rows.
+    """
+    latent, rope = latent[: len(slots), None], rope[: len(slots), None]
+    (latent, rope), encodings = LATENT.to_write(latent, rope, layer.basis)
+    parts = zip((latent, rope), _parts(layer, pages), layer.fmt.parts, encodings, strict=True)
+    k, v = (AppendSide(x, rows, fmt, None, encoding) for x, rows, fmt, encoding in parts)
+    call = AppendCall(k, v, Slots(slots))
+    write_rows(call, check=partial(check_call, call))
+
+
+def attend_to_latents(
+    layer: LatentRows,
+    step: Step,
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    pages: torch.Tensor,
+) -> torch.Tensor:
+    """Attend with the queries of a step's decoding sequences, whose rows have been written.
+
+    Args:
+        layer: of the model.
+        step: which tokens these are.
+        q_latent, q_rope, pages: as above.
+
+    Returns:
+        [step.num_tokens, num_heads, latent_dim]: the weighted sum of latents of each head, to which
+        the engine applies W_UV.
+
+    Raises:
+        As kvquant.mla_decode_attention.
+    """
+    lens, table = step.seq_lens[: step.decodes], step.block_table[: step.decodes]
+    rows = latent_segment(pages[:, None], lens, layer.fmt, block_table=table)
+    queries = step.padded(q_latent), step.padded(q_rope)
+    call = LatentCall(*queries, [rows], layer.sm_scale, q_lens=step.q_lens)
+    return step.unpadded(mla.attend_latents(call, layer.basis, lens)[0])
+
+
+def latents_at(
+    layer: LatentRows, pages: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latents and RoPE parts of tokens that are in the pages, as the rows have them.
+
+    Args:
+        layer: of the model.
+        pages: as above.
+        slots: [tokens], int64, contiguous.
+        out: memory for them, contiguous: tokens * (latent_dim + rope_dim) elements or more, of the
+            dtype that they are to have.
+
+    Returns:
+        [tokens, 1, latent_dim] and [tokens, 1, rope_dim], views of out.
+    """
+    sizes = [len(slots) * fmt.head_dim for fmt in layer.fmt.parts]
+    found = [part.view(len(slots), 1, -1) for part in out.view(-1)[: sum(sizes)].split(sizes)]
+    bases = layer.basis or (None, None)
+    for part, rows, fmt, basis in zip(
+        found, _parts(layer, pages), layer.fmt.parts, bases, strict=True
+    ):
+        dequantize_past(rows, fmt, basis, slots, part)
+    return found[0], found[1]
+
+
+def _parts(layer: LatentRows, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of both parts, [num_pages, 1, page_size, row_bytes]."""
+    return LATENT.k_and_v([pages[:, None]], layer.fmt.latent)
+
+
+@dataclass(frozen=True)
+class LatentCalls:
+    """What a layer of an engine will be called for, as StepCalls.
+
+    Attributes:
+        layer: its rows; those of another layer of this kind launch the same kernels.
+        num_heads: of queries, on this rank.
+        dtype: of the model.
+        page_size: tokens of a page.
+        max_model_len: tokens of a sequence, at most.
+        max_num_seqs: sequences of a step, at most.
+        max_num_tokens: tokens of a step, at most.
+        most_queries: of a decoding sequence: 1, and the tokens that are drafted for it.
+    """
+
+    layer: LatentRows
+    num_heads: int
+    dtype: torch.dtype
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_tokens: int
+    most_queries: int = 1
+
+    @property
+    def kind(self) -> Hashable:
+        """All that kernels depend on."""
+        fmt, _, basis, from_rows = self.layer
+        rest = tuple(value for name, value in vars(self).items() if name != "layer")
+        return fmt, present_in(basis), from_rows, rest
+
+    def __call__(self) -> None:
+        """Make all of them, on the meta device."""
+        basis = self.layer.basis
+        layer = self.layer._replace(basis=basis and basis.to("meta"))
+        max_pages = -(-self.max_model_len // self.page_size)
+        shape = max_pages, self.page_size, layer.fmt.row_bytes
+        pages = torch.empty(shape, dtype=torch.uint8, device="meta")
+        for tokens in grown(1, self.max_num_tokens, 2):
+            latent, rope = new_rows((tokens,), *layer.fmt.parts, self.dtype)
+            slots = torch.empty(tokens, dtype=torch.int64, device="meta")
+            append_latents(layer, latent, rope, pages, slots)
+            latents_at(layer, pages, slots, latent.new_empty(tokens * layer.fmt.head_dim))
+        for counts in self._counts():
+            tokens, starts = sum(counts), torch.tensor([0, *counts], device="cpu").cumsum(0).int()
+            table = torch.empty(len(counts), max_pages, dtype=torch.int32, device="meta")
+            lens = starts.diff() + 1
+            new = NewTokens(table, lens.to("meta"), starts, lens, tokens, self.most_queries)
+            rows = new_rows((tokens,), *layer.fmt.parts, self.dtype)
+            q_latent, q_rope = (new_queries((tokens, self.num_heads), x) for x in rows)
+            attend_to_latents(layer, describe_step(new), q_latent, q_rope, pages)
+
+    def _counts(self) -> Iterator[list[int]]:
+        """New tokens of the sequences of steps that decode."""
+        for batch in grown(1, self.max_num_seqs, 5 / 4):
+            for count in range(1, self.most_queries + 1):
+                yield [count] * batch
+        if self.most_queries > 1 and self.max_num_seqs > 1:
+            yield [1, self.most_queries]  # some have fewer

@@ -1,0 +1,307 @@
+"""The backend of layers with latent attention (MLA): rows of latents in vLLM's pages.
+
+vLLM's common parts of such backends stay: the absorbed matrices, and the tokens of prompts, which
+attend by a kernel of vLLM's. What touches a page is kvquant's: appends, tokens that decode, and
+the latents of a prompt's past.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+    accumulate_mla_context_chunk,
+    init_mla_context_partial,
+)
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from ..engine.contract import NewTokens
+from ..engine.latent import (
+    LatentCalls,
+    LatentRows,
+    append_latents,
+    attend_to_latents,
+    check_kernels,
+    latents_at,
+)
+from ..engine.settings import LatentSettings
+from ..engine.step import Step, describe_step
+from ..engine.warmup import warm_up_layers
+from ..errors import ConfigError, KVQuantError, UnsupportedError
+from ..rows.segment import RUN
+from .backend import (
+    Request,
+    RowsBackend,
+    bind,
+    check_cache_dtype,
+    check_refused,
+    check_request,
+    is_draft,
+    tell_rows,
+)
+
+# elements of a latent and of its RoPE part, by their sum: those that vLLM's metadata takes, too
+LATENT_AND_ROPE = {576: (512, 64), 320: (256, 64)}
+
+
+class KVQuantLatentBackend(RowsBackend, MLACommonBackend):  # type: ignore[misc]
+    """Attention to latent rows; latent_backend_of binds it to an engine's settings."""
+
+    settings: ClassVar[LatentSettings]
+
+    @staticmethod
+    def get_impl_cls() -> type[KVQuantLatentImpl]:
+        return KVQuantLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[LatentStepBuilder]:
+        return LatentStepBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(LATENT_AND_ROPE)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Let a page hold rows instead of 16-bit elements."""
+        if spec.state_content_bytes is not None:
+            return spec
+        try:
+            fmt = cls.settings.layout(*LATENT_AND_ROPE.get(spec.head_size, (spec.head_size, 0)))
+        except ConfigError:  # refused with the name of the layer, see _rows_of
+            return spec
+        return replace(spec, state_content_bytes=fmt.row_bytes, dtype=torch.uint8)
+
+
+@lru_cache
+def latent_backend_of(name: str, request: Request) -> type[KVQuantLatentBackend]:
+    """The backend of an engine, for layers with latent attention; arguments as of backend_of."""
+    return bind(KVQuantLatentBackend, LatentSettings, name, request)
+
+
+@dataclass
+class LatentMetadata(MLACommonMetadata[Step]):  # type: ignore[misc]
+    """A step of vLLM's, whose decoding sequences are a Step of ours.
+
+    Attributes:
+        kept: of each part of the past that prompts attend to, the slots of its tokens.
+    """
+
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: ignore[misc]
+    """Describes steps to the layers of a group; made once, when the model is loaded."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support = QueryLenSupport.VARLEN
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        layers = get_layers_from_vllm_config(vllm_config, MLAAttention, layer_names)
+        refused = []
+        for name, layer in layers.items():
+            check_request(layer.attn_backend.request, vllm_config.additional_config)
+            try:
+                layer.impl.rows = _rows_of(name, layer, vllm_config, device)
+            except KVQuantError as error:
+                refused.append(f"{name}: {error}")
+        check_refused(refused)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata)
+        self.most_queries = self.reorder_batch_threshold
+        warm_up_layers(device, [self._calls(layer) for layer in layers.values()])
+        tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config)
+
+    def _calls(self, layer: Any) -> LatentCalls:
+        """What a layer will be called for."""
+        config, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
+        return LatentCalls(
+            layer.impl.rows,
+            layer.num_heads,
+            config.dtype,
+            RUN,  # larger pages have the same kernels
+            config.max_model_len,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            self.most_queries,
+        )
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+    ) -> Step:
+        # none of these is of a prompt, so they are described as if all had a past
+        lens = query_start_loc_cpu.diff() + 1
+        return describe_step(
+            NewTokens(
+                block_table_tensor,
+                seq_lens_device,
+                query_start_loc_cpu,
+                lens,
+                num_decode_tokens,
+                self.most_queries,
+            )
+        )
+
+
+def _rows_of(name: str, layer: Any, vllm_config: VllmConfig, device: torch.device) -> LatentRows:
+    """The rows of a layer.
+
+    Raises:
+        KVQuantError: why it cannot have any.
+    """
+    settings, impl, parallel = layer.attn_backend.settings, layer.impl, vllm_config.parallel_config
+    check_cache_dtype(layer.kv_cache_dtype)
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise UnsupportedError("it is for context parallelism, which has no rows: turn it off")
+    if layer.sliding_window is not None:
+        raise UnsupportedError(f"it has a window of {layer.sliding_window} tokens")
+    if layer.non_causal_multi_token_decode:
+        raise UnsupportedError("its tokens attend to later ones")
+    fmt = settings.layout(layer.kv_lora_rank, layer.qk_rope_head_dim)
+    if device.type == "cuda":
+        check_kernels(fmt, vllm_config.model_config.dtype)
+    basis = None
+    if settings.plan is not None and not impl.is_draft:  # plans are of the model that is served
+        settings.plan.check_model(vllm_config.model_config.hf_config.to_dict())
+        basis = settings.basis(extract_layer_index(name))
+        basis = basis and basis.to(device)
+    return LatentRows(fmt, impl.scale, basis, settings.prompts_from_rows)
+
+
+class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
+    """Attention of a layer.
+
+    Attributes:
+        rows: what the builder found for it, once the model is loaded.
+        is_draft: whether the layer is of a draft model (MTP heads, too).
+    """
+
+    rows: LatentRows
+    supports_pcp = False
+
+    def __init__(self, *args: Any, indexer: object = None, **others: Any) -> None:
+        if indexer is not None or "topk_indices_buffer" in others:
+            raise UnsupportedError(
+                "this model has sparse attention, where an indexer chooses tokens (DeepSeek V3.2), "
+                'which kvquant does not serve: leave "kvquant" out of --additional-config'
+            )
+        super().__init__(*args, indexer=indexer, **others)
+        self.supports_quant_query_input = False
+        self.is_draft = is_draft()
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        if kv_cache.numel():
+            append_latents(self.rows, kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping)
+
+    def forward_mqa(
+        self,
+        q: tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: LatentMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend with tokens that decode, to rows alone."""
+        return attend_to_latents(self.rows, attn_metadata.decode, *q, kv_c_and_k_pe_cache), None
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: LatentMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Attend with the tokens of prompts; their own keys come from rows where that is asked."""
+        if self.rows.prompts_from_rows:
+            first = attn_metadata.num_decode_tokens
+            slots = attn_metadata.slot_mapping[first : first + len(q)]
+            out = q.new_empty(len(q) * self.head_size)
+            kv_c_normed, k_pe = latents_at(self.rows, kv_c_and_k_pe_cache, slots, out)
+            kv_c_normed = kv_c_normed.squeeze(1)
+        super().forward_mha(
+            q,
+            kv_c_normed,
+            k_pe,
+            kv_c_and_k_pe_cache,
+            attn_metadata,
+            k_scale,
+            output,
+            output_scale,
+        )
+
+    def _compute_prefill_context(
+        self,
+        q: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: LatentMetadata,
+        k_scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with the tokens of prompts to their past: as vLLM does, but that rows are read."""
+        prefill = attn_metadata.prefill
+        context = prefill.chunked_context
+        whole: tuple[torch.Tensor, torch.Tensor] | None = None
+        for chunk in context.chunks:
+            slots = attn_metadata.kept.get(chunk.index)
+            if slots is None:
+                size = kv_c_and_k_pe_cache.shape[1]
+                slots = _slots_of(chunk, prefill.block_table, size)
+                attn_metadata.kept[chunk.index] = slots
+            latent, rope = latents_at(self.rows, kv_c_and_k_pe_cache, slots, context.workspace)
+            sizes = self.qk_nope_head_dim, self.v_head_dim
+            made = self.kv_b_proj(latent.squeeze(1))[0].view(-1, self.num_heads, sum(sizes))
+            k, v = made.split(sizes, dim=-1)
+            part = prefill.prefill_backend.run_prefill_context_chunk(
+                chunk=chunk, q=q[chunk.token_slice], k=self._concat_k_nope_k_pe(k, rope), v=v
+            )
+            if whole is None:
+                if len(context.chunks) == 1 and not context.empty_token_slices:
+                    return part  # type: ignore[no-any-return]
+                whole = init_mla_context_partial(context, *part, num_tokens=q.shape[0])
+            accumulate_mla_context_chunk(chunk, *part, *whole)
+        assert whole is not None
+        return whole
+
+
+def _slots_of(chunk: Any, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Where the tokens of a part of the past are, those of one prompt behind another, int64."""
+    prompt: torch.Tensor = chunk.token_to_seq.long()
+    token = torch.arange(len(prompt), device=prompt.device)
+    token += chunk.starts[prompt] - chunk.cu_seq_lens[prompt]
+    page: torch.Tensor = block_table[chunk.request_slice][prompt, token // page_size]
+    return page.long() * page_size + token % page_size
