@@ -158,6 +158,12 @@ def test_texts_without_room_are_refused(tmp_path: Path) -> None:
         demo.run_demo(text_file=text)
 
 
+def test_models_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo.CachedModel, "max_positions", 128)
+    with pytest.raises(ConfigError, match="has 128 positions: the demo takes a model with more"):
+        demo.run_demo()
+
+
 def test_missing_bundled_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MODEL", Path("nowhere") / "llama-demo-5m")
     with pytest.raises(ConfigError, match="give --model FOLDER and --text FILE"):
