@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 from kvquant.cli import demo
 from kvquant.errors import ConfigError
+from kvquant.hf.model import CachedModel
 from kvquant.rows.spacing import spaced_len
 
 
@@ -159,7 +160,7 @@ def test_texts_without_room_are_refused(tmp_path: Path) -> None:
 
 
 def test_models_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo.CachedModel, "max_positions", 128)
+    monkeypatch.setattr(CachedModel, "max_positions", 128)
     with pytest.raises(ConfigError, match="has 128 positions: the demo takes a model with more"):
         demo.run_demo()
 
