@@ -330,7 +330,7 @@ def read_text(path: Path) -> str:
     if len(data) > MAX_TEXT:
         raise ConfigError(f"{path} has more than {MAX_TEXT >> 20} MiB: give a part of it")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # Windows begins texts with a mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
 

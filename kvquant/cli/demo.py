@@ -255,6 +255,11 @@ def _passages(
     tokens = torch.tensor(model.encode(read_text(text_file)))
     limit = len(tokens) if model.max_positions is None else model.max_positions - ROUNDS
     context = min(context, min(limit, len(tokens)) - scored - 1)
+    if context < 1 and limit < len(tokens):
+        raise ConfigError(
+            f"this model has {model.max_positions} positions: the demo takes a model with more "
+            f"than {scored + 1 + ROUNDS}"
+        )
     if context < 1:
         raise ConfigError(
             f"{text_file} has {len(tokens)} tokens: give a text with more than {scored + 1}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -219,15 +218,13 @@ def _names(text: str) -> tuple[str, ...]:
 def _examples(path: Path, reader: Any, chat: bool | None) -> list[Any]:
     """The prompts of a file of JSON lines."""
     from ..evaluation.evaluate import Example
+    from ..io.schema import parse
 
     found = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # strings may hold U+2028
         if not line.strip():
             continue
-        try:
-            one = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}, is no JSON: {error}") from None
+        one = parse(line, f"{path}, line {number},", nan=True)
         prompt = one.get("prompt") if isinstance(one, Mapping) else None
         answer = one.get("answer") if isinstance(one, Mapping) else None
         if not isinstance(prompt, str) or not prompt or not isinstance(answer, str | None):

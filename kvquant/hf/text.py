@@ -277,9 +277,11 @@ class CachedText:
     def _settle(self) -> None:
         """Count what complete calls have appended among the past."""
         if self.call.is_complete:
-            self.past, self._starts_before = self._past_and_call, None
-            self.has_empty = self.past.has_empty
+            marks, self._marks = self._marks, None  # Ctrl-C in between: all is counted anew
+            past = self._past_and_call
             self.call.count()
+            self.past, self.has_empty, self._starts_before = past, past.has_empty, None
+            self._marks = marks
         if self.call.is_ahead:
             assert self.kv is not None
             steps = int(self.kv.layers[0].seq_lens[0]) - self.past.lens[0]

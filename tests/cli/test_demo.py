@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 from kvquant.cli import demo
 from kvquant.errors import ConfigError
+from kvquant.hf.model import CachedModel
 from kvquant.rows.spacing import spaced_len
 
 
@@ -156,6 +157,12 @@ def test_texts_without_room_are_refused(tmp_path: Path) -> None:
     text.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ConfigError, match="is not UTF-8"):
         demo.run_demo(text_file=text)
+
+
+def test_models_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CachedModel, "max_positions", 128)
+    with pytest.raises(ConfigError, match="has 128 positions: the demo takes a model with more"):
+        demo.run_demo()
 
 
 def test_missing_bundled_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -352,11 +352,16 @@ def test_options_that_need_answers_or_a_task(
         ('{"prompt": "3", "answer": 4}', 'line 1: write {"prompt"'),
         ("\n", "has no prompts"),
         ('{"prompt": ""}', 'line 1: write {"prompt"'),
+        ("[" * 100_000, "line 1, is no JSON"),
+        ('{"prompt": "\\ud800"}', "line 1, is no JSON"),
+        ('{"prompt": "a\u2028b\x85c"}\n{}', 'line 2: write {"prompt"'),
+        ('\ufeff{"prompt": "a", "score": NaN}\n{}', 'line 2: write {"prompt"'),
     ],
+    ids=lambda text: text[:30],
 )
 def test_files_of_prompts(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
+    path.write_bytes(text.encode())
     arguments = ["evaluate", str(MODEL), "--cache", "int8", "--prompts", str(path)]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2 and message in done.output

@@ -214,6 +214,26 @@ def test_a_step_is_no_whole_text(kind: str) -> None:
     torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_follows_an_assistant_that_failed_is_no_whole_text(llama: Any, masked: bool) -> None:
+    past, assistant = QuantizedCache(llama, **FP16), tiny("Llama").model
+    text = first_turn(llama, past)["input_ids"]
+    held, more = past.get_seq_length(), tokens(1, 60)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    assistant.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        llama.generate(text, **caching(past), **OPTIONS, assistant_model=assistant)
+    assert past.get_seq_length() == held
+    mask = {"attention_mask": torch.ones(1, held + 60, dtype=torch.int64)} if masked else {}
+    found = llama(more, **caching(past), **mask).logits
+    wanted = llama(torch.cat([text[:, :held], more], dim=1), use_cache=False).logits[:, held:]
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+    assert past.get_seq_length() == held + 60
+
+
 def test_what_is_no_decoder_is_refused_as_the_model_of_a_kv_cache() -> None:
     model = tiny("Llama")
     rows = model.new_cache(1, 32, **FP16)

@@ -254,6 +254,25 @@ class PagedMachine(RuleBasedStateMachine):
             rtol, atol = (1e-4, 1e-5) if on_cpu else (2e-2, 2e-2)
             torch.testing.assert_close(out[place], p @ v, rtol=rtol, atol=atol)
         assert not out[len(ids) :].any()
+        self.attend_ragged(ids, layer)
+
+    def attend_ragged(self, ids: list[int], layer: int) -> None:
+        """A query of each new token meets its own token and those before."""
+        ends = self.batch.q_indptr.tolist()
+        q, window = torch.randn(ends[-1], 2, DIM).bfloat16().float(), self.windows[layer]
+        given = q if self.device == "cpu" else q.bfloat16().to(self.device)
+        out = self.batch.attend(layer, given, q_indptr=self.batch.q_indptr)
+        assert isinstance(out, torch.Tensor)
+        for place, i in enumerate(ids):
+            first, end = ends[place : place + 2]
+            k, v = self.values.of(self.live[i], layer)[:, 0]
+            behind = torch.arange(len(k)) - torch.arange(len(k) - end + first, len(k))[:, None]
+            hidden = behind > 0 if window is None else (behind > 0) | (behind <= -window)
+            scores = q[first:end].transpose(0, 1) @ k.T / DIM**0.5
+            expected = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+            rtol, atol = (1e-4, 1e-5) if self.device == "cpu" else (2e-2, 2e-2)
+            found = out[first:end].transpose(0, 1).cpu().float()
+            torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
     @rule(number=numbers, count=st.integers(0, 50))
     def allocate(self, number: int, count: int) -> None:
