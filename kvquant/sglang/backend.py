@@ -16,7 +16,7 @@ from ..engine.contract import NewTokens
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import warm_up_layers
 from ..errors import UnsupportedError
-from .layers import calls_of, has_windows, part_of, rows_of_layers, with_sinks
+from .layers import calls_of, has_windows, rows_of_layers, with_sinks
 from .plugin import settings
 from .pool import RowsPool, pages_of
 
@@ -37,10 +37,10 @@ class RowsAttention(AttentionBackend):
         pool = runner.token_to_kv_pool
         parts = [pool.full_kv_pool, pool.swa_kv_pool] if has_windows(pool) else [pool]
         if not all(isinstance(part, RowsPool) for part in parts):
-            kinds = " with ".join(type(one).__name__ for one in dict.fromkeys([pool, *parts]))
             raise UnsupportedError(
-                f"SGLang keeps K and V of this model in {kinds}, and kvquant has rows for "
-                "MHATokenToKVPool and SWAKVPool alone: take another --attention-backend"
+                f"SGLang keeps K and V of this model in {type(pool).__name__}, and kvquant has "
+                "rows for MHATokenToKVPool, and SWAKVPool of two of them: take another "
+                "--attention-backend"
             )
         if not runner.spec_algorithm.is_none():
             raise UnsupportedError(
@@ -101,7 +101,7 @@ class RowsAttention(AttentionBackend):
         self._fixed_lens = tokens.new_ones(max_bs, dtype=torch.int32)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of sequences that fill a graph up: a token of slot 0, which SGLang reserves."""
+        """The length of sequences that fill a graph up: a token, in slot 0, which SGLang reserves."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -143,7 +143,7 @@ class RowsAttention(AttentionBackend):
         pool, rows = self.token_to_kv_pool, self._rows[layer.layer_id]
         if sinks is not None:
             rows = with_sinks(rows, sinks)
-        part = int(part_of(pool, layer.layer_id) is getattr(pool, "swa_kv_pool", None))
+        part = int(has_windows(pool) and pool.layers_mapping[layer.layer_id][1])
         pages = pages_of(pool, layer.layer_id)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)

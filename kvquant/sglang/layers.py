@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from ..engine.contract import LayerRows, PageLayout
@@ -40,8 +41,7 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
         try:
             if shared[layer.layer_id] > 1:
                 raise UnsupportedError(f"it shares the rows of layer {layer.layer_id} with another")
-            part = part_of(runner.token_to_kv_pool, layer.layer_id)
-            found[layer.layer_id] = _rows_of(layer, part.layout, runner, settings)
+            found[layer.layer_id] = _rows_of(layer, runner, settings)
         except KVQuantError as error:
             refused.append(f"{name}: {error}")
     if refused:
@@ -54,16 +54,9 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
     return found
 
 
-def part_of(pool: Any, layer_id: int) -> Any:
-    """The RowsPool that has the rows of a layer: the pool, or one of the two of an SWAKVPool."""
-    if not has_windows(pool):
-        return pool
-    return pool.swa_kv_pool if pool.layers_mapping[layer_id][1] else pool.full_kv_pool
-
-
 def has_windows(pool: Any) -> bool:
     """Whether a pool keeps the rows of some layers for the length of their windows alone."""
-    return hasattr(pool, "swa_kv_pool")
+    return isinstance(pool, SWAKVPool)
 
 
 def calls_of(runner: Any, rows: dict[int, LayerRows]) -> list[StepCalls]:
@@ -102,7 +95,7 @@ def _layers(model: Any) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _rows_of(layer: Any, layout: PageLayout, runner: Any, settings: Settings) -> LayerRows:
+def _rows_of(layer: Any, runner: Any, settings: Settings) -> LayerRows:
     """The rows of a layer on this rank.
 
     Raises:
@@ -119,6 +112,11 @@ def _rows_of(layer: Any, layout: PageLayout, runner: Any, settings: Settings) ->
         raise UnsupportedError(f"it encodes positions by {layer.pos_encoding_mode}")
     if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
         raise UnsupportedError(f"it caps scores by {layer.logit_capping_method}, not tanh")
+    pool = runner.token_to_kv_pool
+    if has_windows(pool):
+        is_window = pool.layers_mapping[layer.layer_id][1]
+        pool = pool.swa_kv_pool if is_window else pool.full_kv_pool
+    layout: PageLayout = pool.layout
     shape = layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
     held = layout.num_kv_heads, layout.k_format.head_dim, layout.v_format.head_dim
     if shape != held:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -28,11 +29,13 @@ def register() -> None:
     """Name the backend, and hook the choice of the memory pool; SGLang calls this in every process
     before it reads its arguments."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_attention_backend(NAME)(_make_backend)
     add_attention_backend_choices([NAME])
+    register_resolution_hook("handle_model_specific_adjustments")(_admit)
     HookRegistry.register(POOL_CLASS, _pool_class, HookType.AROUND)
     HookRegistry.register(CELL_SIZE, _cell_size, HookType.AROUND)
     HookRegistry.register(WINDOW_SIZES, _window_sizes, HookType.AROUND)
@@ -57,6 +60,24 @@ def _make_backend(runner: Any) -> Any:
     from .backend import RowsAttention
 
     return RowsAttention(runner)
+
+
+def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Let SGLang adjust its arguments to the model. For gpt-oss and Gemma 4 it asks whether the
+    attention backend is in a list of its own ones: there kvquant's counts as Triton's, which serves
+    the same models."""
+    from sglang.srt.arg_groups import model_hook
+
+    given = model_hook.attention_backends_of
+
+    def counted(view: Any) -> tuple[str, ...]:
+        return tuple("triton" if name == NAME else name for name in given(view))
+
+    model_hook.attention_backends_of = counted
+    try:
+        previous(server_args)
+    finally:
+        model_hook.attention_backends_of = given
 
 
 def _is_asked(configurator: Any) -> bool:

@@ -29,8 +29,8 @@ def row_bytes(layout: PageLayout) -> tuple[int, int]:
 
 
 class RowsPool(MHATokenToKVPool):
-    """Rows of layers whose tokens are kept for the same time: of all layers, or, in SGLang's pool of
-    two (SWAKVPool), of those with a window or of the others.
+    """Rows of all layers; or, in SGLang's pool of two parts (SWAKVPool), of those with a window, or
+    of the others.
 
     Raises:
         UnsupportedError: SGLang would arrange the pool in another way.
