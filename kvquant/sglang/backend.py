@@ -101,7 +101,7 @@ class RowsAttention(AttentionBackend):
         self._fixed_lens = tokens.new_ones(max_bs, dtype=torch.int32)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of sequences that fill a graph up: a token, in slot 0, which SGLang reserves."""
+        """The length of sequences that fill a graph up: a token, in SGLang's reserved slot."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:

@@ -135,13 +135,13 @@ def check_variant(config: Any, folder: Path, rows: dict[str, Any], **options: An
 
 def test_soft_caps_and_windows(tmp_path: Path) -> None:
     """Gemma 2, of which SGLang keeps all tokens of all layers in one pool."""
-    config = Gemma2Config(
-        **SIZES,
-        query_pre_attn_scalar=64,
-        attn_logit_softcapping=5.0,
-        final_logit_softcapping=None,  # else SGLang caps logits by a kernel in Triton
-        hidden_act="gelu_pytorch_tanh",  # which SGLang reads, and transformers calls otherwise
-    )
+    given: dict[str, Any] = {
+        "query_pre_attn_scalar": 64,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": None,  # else SGLang caps logits by a kernel in Triton
+        "hidden_act": "gelu_pytorch_tanh",  # which SGLang reads, and transformers calls otherwise
+    }
+    config = Gemma2Config(**SIZES, **given)
     check_variant(config, tmp_path, {"k_format": "int8"}, page_size=1)
 
 
@@ -155,5 +155,6 @@ def test_sinks_and_a_pool_of_two_parts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gemma_3_and_pages_of_64(tmp_path: Path) -> None:
-    config = Gemma3TextConfig(**SIZES, query_pre_attn_scalar=64, sliding_window_pattern=2)
+    layers = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3TextConfig(**SIZES, query_pre_attn_scalar=64, layer_types=layers)
     check_variant(config, tmp_path, {"k_format": "fp16"}, page_size=64)

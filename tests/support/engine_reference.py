@@ -19,17 +19,19 @@ class RowsLayer(DynamicLayer):
     """Keeps each token as its row gives it back."""
 
     def __init__(self, settings: Settings, layer: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.settings, self.place = settings, layer
 
-    def update(self, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
-        past, new = self.get_seq_length(), keys.shape[-2]
-        found = super().update(*self._through_rows(keys, values))
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        past, new = self.get_seq_length(), key_states.shape[-2]
+        found = super().update(*self._through_rows(key_states, value_states))
         in_16_bit = new > FEW if past else new > 1
         if self.settings.prompts_from_rows or not in_16_bit:
             return found
         k, v = (x.clone() for x in found)
-        k[..., past:, :], v[..., past:, :] = keys, values
+        k[..., past:, :], v[..., past:, :] = key_states, value_states
         return k, v
 
     def _through_rows(self, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
@@ -39,7 +41,7 @@ class RowsLayer(DynamicLayer):
         pages = torch.zeros(1, layout.slots, tokens, layout.slot_bytes, dtype=torch.uint8)
         rows = LayerRows(layout, 1.0, basis)
         by_token = [x[0].transpose(0, 1).contiguous() for x in (k, v)]
-        append(rows, *by_token, pages, torch.arange(tokens))
+        append(rows, by_token[0], by_token[1], pages, torch.arange(tokens))
         found = []
         for stored, fmt, one in zip(
             layout.views(pages), layout[:2], basis or (None, None), strict=True
