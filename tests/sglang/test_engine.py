@@ -33,13 +33,14 @@ def ids() -> list[int]:
 @pytest.fixture(scope="module")
 def rounds(ids: list[int]) -> list[dict[str, Any]]:
     """Prompts of mixed lengths; one behind the first of them; one in chunks; three samples of one;
-    and mixed ones again, of which the first is taken back."""
+    and two others, of which the first is taken back. Two rounds that are not said to have a
+    beginning in common must have none: later tokens of a prompt would attend to rows."""
     prompts = [ids[300 * i : 300 * i + length] for i, length in enumerate(LENGTHS)]
     return [
         {"prompts": prompts, "sampling": GREEDY},
         {"prompts": [prompts[0] + prompts[1][:MORE]], "sampling": GREEDY},
         {"prompts": [ids[1000 : 1000 + LONG]], "sampling": GREEDY},
-        {"prompts": [ids[600:640]], "sampling": SAMPLED},
+        {"prompts": [ids[1600:1640]], "sampling": SAMPLED},
         {
             "prompts": [ids[1400:1450], ids[1500:1520]],
             "sampling": {"max_new_tokens": 40},

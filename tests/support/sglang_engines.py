@@ -117,5 +117,10 @@ def check_answers(
         chunks = [prompt[:found]] if found else []
         chunks += [prompt[i : i + chunk] for i in range(found, len(prompt), chunk)]
         expected = log_probabilities(exact, chunks, answer["tokens"], settings)
+        if found == len(prompt) - 1:
+            # all of it was in the radix cache: the last token is read again, for its logits, and
+            # its new row gives way to the old one
+            kept = log_probabilities(exact, [prompt], answer["tokens"], settings)
+            expected[1:] = kept[1:]
         off.append((torch.tensor(answer["logprobs"]) - expected).abs())
     assert torch.cat(off).max() < MOST and torch.cat(off).median() < MEDIAN, off
