@@ -100,6 +100,10 @@ class RowsAttention(AttentionBackend):
         self._fixed_tables = [tokens.new_zeros(shape, dtype=torch.int32) for _ in range(parts)]
         self._fixed_lens = tokens.new_ones(max_bs, dtype=torch.int32)
 
+    def init_cpu_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Refuse SGLang's graphs on the CPU."""
+        raise UnsupportedError("kvquant has no graphs on the CPU: leave --enable-torch-compile out")
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of sequences that fill a graph up: a token, in SGLang's reserved slot."""
         return 1

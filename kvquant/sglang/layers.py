@@ -15,7 +15,8 @@ from sglang.srt.runtime_context import get_parallel
 from ..engine.contract import LayerRows, PageLayout
 from ..engine.settings import Settings, rank_heads
 from ..engine.warmup import StepCalls
-from ..errors import KVQuantError, UnsupportedError
+from ..errors import CheckpointError, KVQuantError, UnsupportedError
+from ..io.plan import CachePlan
 from ..rows.variant import AttentionVariant, names_of
 
 log = logging.getLogger("kvquant")
@@ -30,10 +31,10 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
 
     Raises:
         UnsupportedError: which layers can have no rows, and why.
-        ConfigError: the plan is of another model.
+        CheckpointError: the plan is of another model.
     """
     if settings.plan is not None:
-        settings.plan.check_model(runner.model_config.hf_config.to_dict())
+        check_plan(settings.plan, runner.model_config.hf_config.to_dict())
     layers = dict(_layers(runner.model))
     shared = Counter(layer.layer_id for layer in layers.values())
     found, refused = {}, []
@@ -52,6 +53,23 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
         )
     _tell(settings)
     return found
+
+
+def check_plan(plan: CachePlan, config: dict[str, Any]) -> None:
+    """Raise CheckpointError unless a plan is of the model with SGLang's config: in that the kind of
+    RoPE may stand a second time, as "type"."""
+    try:
+        plan.check_model(config)
+    except CheckpointError:
+        plan.check_model(_without_second_type(config))
+
+
+def _without_second_type(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_second_type(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key != "type" or value != config.get("rope_type")
+    }
 
 
 def has_windows(pool: Any) -> bool:

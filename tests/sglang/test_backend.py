@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from example_plan import example_plan
 
 from kvquant import dequantize_rows
 from kvquant.engine.settings import Settings
-from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.errors import CheckpointError, ConfigError, UnsupportedError
+from kvquant.io.model_id import model_identity
+from kvquant.io.plan import CachePlan
 from kvquant.sglang import plugin
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 24
@@ -307,6 +310,20 @@ def test_engines_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> No
         backend.RowsAttention(served(1, parts=1).runner)
 
 
+def test_plans_of_other_models_are_refused() -> None:
+    """SGLang's config says the kind of RoPE twice, which is no other model."""
+    from kvquant.sglang.layers import check_plan
+
+    rope = {"rope_theta": 1e4, "rope_type": "default"}
+    config = {"model_type": "llama", "head_dim": DIM, "rope_parameters": rope}
+    made = example_plan()
+    plan = CachePlan({**made.facts, "model": model_identity(config)}, made.tensors)
+    check_plan(plan, config)
+    check_plan(plan, {**config, "rope_parameters": {**rope, "type": "default"}})
+    with pytest.raises(CheckpointError, match="calibrate this model"):
+        check_plan(plan, {**config, "rope_parameters": {**rope, "type": "yarn"}})
+
+
 def test_calls_that_have_no_rows_are_refused(filled: tuple[Served, Any]) -> None:
     one, backend = filled
     batch, layer = one.batch([71, 34, 2]), one.runner.model[0].attn
@@ -320,6 +337,8 @@ def test_calls_that_have_no_rows_are_refused(filled: tuple[Served, Any]) -> None
         one.runner.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, k)
     with pytest.raises(UnsupportedError, match="graphs of one token for each sequence"):
         backend.init_cuda_graph_state(4, 8)
+    with pytest.raises(UnsupportedError, match="leave --enable-torch-compile out"):
+        backend.init_cpu_graph_state(4, 4)
 
 
 def test_kernels_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_engines import CHUNK, SIZES, answers, check_answers, random_model
+from sglang_engines import CHUNK, SIZES, answers, check_answers, random_model, run_engine
 from transformers import AutoTokenizer, Gemma2Config, Gemma3TextConfig, GptOssConfig
 
 from kvquant.cli.demo import MODEL
@@ -129,7 +129,8 @@ VARIANTS: list[dict[str, Any]] = [
 def check_variant(config: Any, folder: Path, rows: dict[str, Any], **options: Any) -> None:
     model = random_model(folder, config)
     found = answers(rows, VARIANTS, model, **options)["rounds"]
-    assert found[1][0]["found"] >= 144
+    page_size = options["page_size"]
+    assert found[1][0]["found"] == 150 // page_size * page_size
     prompts = [prompt for one in VARIANTS for prompt in one["prompts"]]
     check_answers(rows, prompts, [one for several in found for one in several], model)
 
@@ -159,3 +160,9 @@ def test_gemma_3_and_pages_of_64(tmp_path: Path) -> None:
     layers = ["sliding_attention", "full_attention"] * 2
     config = Gemma3TextConfig(**SIZES, query_pre_attn_scalar=64, layer_types=layers)
     check_variant(config, tmp_path, {"k_format": "fp16"}, page_size=64)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_refused_does_not_start() -> None:
+    done = run_engine({"k_format": "int5"}, [], MODEL)
+    assert done.returncode and "format 'int5' does not exist" in done.stderr

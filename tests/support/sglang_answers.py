@@ -60,7 +60,6 @@ def main() -> None:
         "device": "cpu",
         "attention_backend": "kvquant",
         "dtype": "float32",
-        "disable_cuda_graph": True,
         "max_total_tokens": 4096,
         "max_running_requests": 16,
         "mem_fraction_static": 0.3,
