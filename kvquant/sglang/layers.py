@@ -11,12 +11,12 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
+from transformers import AutoConfig
 
 from ..engine.contract import LayerRows, PageLayout
 from ..engine.settings import Settings, rank_heads
 from ..engine.warmup import StepCalls
-from ..errors import CheckpointError, KVQuantError, UnsupportedError
-from ..io.plan import CachePlan
+from ..errors import KVQuantError, UnsupportedError
 from ..rows.variant import AttentionVariant, names_of
 
 log = logging.getLogger("kvquant")
@@ -34,7 +34,7 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
         CheckpointError: the plan is of another model.
     """
     if settings.plan is not None:
-        check_plan(settings.plan, runner.model_config.hf_config.to_dict())
+        settings.plan.check_model(_saved_config(runner))
     layers = dict(_layers(runner.model))
     shared = Counter(layer.layer_id for layer in layers.values())
     found, refused = {}, []
@@ -55,21 +55,15 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
     return found
 
 
-def check_plan(plan: CachePlan, config: dict[str, Any]) -> None:
-    """Raise CheckpointError unless a plan is of the model with SGLang's config: in that the kind of
-    RoPE may stand a second time, as "type"."""
-    try:
-        plan.check_model(config)
-    except CheckpointError:
-        plan.check_model(_without_second_type(config))
-
-
-def _without_second_type(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_second_type(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key != "type" or value != config.get("rope_type")
-    }
+def _saved_config(runner: Any) -> dict[str, Any]:
+    """The model's config as `kvquant calibrate` read it: SGLang writes into its own."""
+    model = runner.model_config
+    config: dict[str, Any] = AutoConfig.from_pretrained(
+        model.model_path,
+        revision=model.revision,
+        trust_remote_code=runner.server_args.trust_remote_code,
+    ).to_dict()
+    return config
 
 
 def has_windows(pool: Any) -> bool:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from example_plan import example_plan
+from transformers import AutoConfig, LlamaConfig
 
 from kvquant import dequantize_rows
 from kvquant.engine.settings import Settings
@@ -131,8 +133,12 @@ def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) ->
         req_to_token_pool=SimpleNamespace(req_to_token=table, size=len(LENS)),
         spec_algorithm=SimpleNamespace(is_none=lambda: True),
         model=model,
-        model_config=SimpleNamespace(context_len=128),
-        server_args=SimpleNamespace(chunked_prefill_size=64, max_prefill_tokens=128),
+        model_config=SimpleNamespace(
+            context_len=128, revision=None, get_total_num_kv_heads=lambda: KV_HEADS
+        ),
+        server_args=SimpleNamespace(
+            chunked_prefill_size=64, max_prefill_tokens=128, trust_remote_code=False
+        ),
         dtype=torch.float32,
         device="cpu",
         page_size=page_size,
@@ -310,18 +316,25 @@ def test_engines_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> No
         backend.RowsAttention(served(1, parts=1).runner)
 
 
-def test_plans_of_other_models_are_refused() -> None:
-    """SGLang's config says the kind of RoPE twice, which is no other model."""
-    from kvquant.sglang.layers import check_plan
+def test_plans_of_other_models_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plan's model is told by its config as it was saved: SGLang writes into its own."""
+    from kvquant.sglang import backend, layers
 
-    rope = {"rope_theta": 1e4, "rope_type": "default"}
-    config = {"model_type": "llama", "head_dim": DIM, "rope_parameters": rope}
-    made = example_plan()
+    LlamaConfig(head_dim=DIM).save_pretrained(tmp_path)
+    made = example_plan(3, KV_HEADS, DIM)
+    config = AutoConfig.from_pretrained(tmp_path).to_dict()
     plan = CachePlan({**made.facts, "model": model_identity(config)}, made.tensors)
-    check_plan(plan, config)
-    check_plan(plan, {**config, "rope_parameters": {**rope, "type": "default"}})
+    asked = Settings("int8", "int4-g4", plan.with_formats("int8", "int4-g4"))
+    monkeypatch.setattr(backend, "settings", lambda: asked)
+    parallel = SimpleNamespace(attn_tp_rank=0, attn_tp_size=1)
+    monkeypatch.setattr(layers, "get_parallel", lambda: parallel)
+    one = served(1, parts=1).runner
+    one.model_config.model_path = str(tmp_path)
+    rows = backend.RowsAttention(one)._rows
+    assert all(one.basis is not None for one in rows.values())
+    LlamaConfig(head_dim=DIM, hidden_size=512).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="calibrate this model"):
-        check_plan(plan, {**config, "rope_parameters": {**rope, "type": "yarn"}})
+        backend.RowsAttention(one)
 
 
 def test_calls_that_have_no_rows_are_refused(filled: tuple[Served, Any]) -> None:
