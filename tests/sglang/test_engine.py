@@ -108,7 +108,9 @@ def test_plan_two_formats_pages_of_16_and_a_full_pool(plan: str, ids: list[int])
     attend to rows, so nobody sees it."""
     rows = {"plan": plan, "k_format": "int8", "v_format": "int4-g4", "prompts": "rows"}
     prompts = [ids[100 * i : 100 * i + length] for i, length in enumerate((90, 60, 33, 1))]
-    asked = [{"prompts": prompts, "sampling": {"max_new_tokens": 100}}]
+    # SGLang keeps room for all tokens of requests that ignore the end, and for few of others
+    sampling = {"max_new_tokens": 100, "ignore_eos": False}
+    asked = [{"prompts": prompts, "sampling": sampling}]
     found = answers(
         rows, asked, MODEL, page_size=16, max_total_tokens=400, schedule_conservativeness=0.01
     )
