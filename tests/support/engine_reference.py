@@ -53,7 +53,11 @@ class RowsLayer(DynamicLayer):
 
 @torch.no_grad()
 def log_probabilities(
-    model: Any, chunks: Sequence[Sequence[int]], tokens: Sequence[int], settings: Settings
+    model: Any,
+    chunks: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+    settings: Settings,
+    old: Sequence[Sequence[int]] = (),
 ) -> torch.Tensor:
     """Of an answer's tokens, [len(tokens)].
 
@@ -62,13 +66,31 @@ def log_probabilities(
         chunks: of the prompt, as the engine read them.
         tokens: of the answer.
         settings: of the engine.
+        old: of the same prompt in an earlier request, whose rows replace those of this one once
+            the first token of the answer was read.
     """
+    cache, logits = _read(model, [*chunks, *([token] for token in tokens[:1])], settings)
+    if old:
+        length = sum(map(len, old))
+        for layer, earlier in zip(cache.layers, _read(model, old, settings)[0].layers, strict=True):
+            layer.keys[..., :length, :] = earlier.keys
+            layer.values[..., :length, :] = earlier.values
+    for token in tokens[1:-1]:
+        logits.append(_logits(model, [token], cache))
+    found = logits[len(chunks) - 1 :]
+    return torch.stack([x[token] for x, token in zip(found, tokens)])  # noqa: B905
+
+
+def _read(
+    model: Any, chunks: Sequence[Sequence[int]], settings: Settings
+) -> tuple[Any, list[torch.Tensor]]:
+    """A cache of these tokens, and the log probabilities behind each chunk."""
     layers = range(model.config.get_text_config().num_hidden_layers)
     cache = Cache(layers=[RowsLayer(settings, layer) for layer in layers])
-    found = []
-    for chunk in [*chunks, *([token] for token in tokens[:-1])]:
-        out = model(torch.tensor([list(chunk)]), past_key_values=cache, use_cache=True)
-        found.append(out.logits[0, -1].log_softmax(-1))
-    return torch.stack(
-        [x[token] for x, token in zip(found[len(chunks) - 1 :], tokens, strict=True)]
-    )
+    return cache, [_logits(model, chunk, cache) for chunk in chunks]
+
+
+def _logits(model: Any, chunk: Sequence[int], cache: Any) -> torch.Tensor:
+    out = model(torch.tensor([list(chunk)]), past_key_values=cache, use_cache=True)
+    found: torch.Tensor = out.logits[0, -1].log_softmax(-1)
+    return found
