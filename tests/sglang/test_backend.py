@@ -125,7 +125,9 @@ def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) ->
     table = torch.zeros(1 + len(LENS), 128, dtype=torch.int32)
     table[1:] = slots_of(pages)[: 128 * len(LENS)].view(-1, 128)
     model = torch.nn.ModuleList(
-        Attention(layer, torch.nn.Parameter(torch.randn(HEADS)) if layer.layer_id else None)
+        Attention(
+            layer, torch.nn.Parameter(torch.randn(HEADS).bfloat16()) if layer.layer_id else None
+        )
         for layer in layers or (make_layer(0), make_layer(1))
     )
     runner = SimpleNamespace(
