@@ -77,7 +77,7 @@ ALLOWED_LATE = {
 
 # a library that `import kvquant` must not need -> the packages that name it
 LIBRARIES = {
-    "transformers": {"hf"},
+    "transformers": {"hf", "sglang"},
     "vllm": {"vllm"},
     "sglang": {"sglang"},
     "lmcache": {"lmcache"},

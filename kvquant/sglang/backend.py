@@ -2,67 +2,131 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.runtime_context import get_exec
 
 from ..engine.contract import NewTokens
-from ..engine.step import Step, attend, describe_step
+from ..engine.step import Step, append, attend, describe_step
+from ..engine.warmup import warm_up_layers
 from ..errors import UnsupportedError
-from .pool import RowsPool
+from .layers import calls_of, has_windows, rows_of_layers, with_sinks
+from .plugin import settings
+from .pool import RowsPool, pages_of
 
 
 class RowsAttention(AttentionBackend):
     """Attention to rows, of one ModelRunner of SGLang.
 
+    Where SGLang's pool has two parts, for layers that keep all tokens and for those that keep a
+    window, a batch has a step for each: they differ in pages and slots.
+
     Raises:
-        UnsupportedError: its pool has no rows, or tokens are drafted.
+        UnsupportedError: SGLang's pool has no rows, tokens are drafted, prompts run in whole CUDA
+            graphs, or layers can have no rows.
     """
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
         pool = runner.token_to_kv_pool
-        if not isinstance(pool, RowsPool):
+        parts = [pool.full_kv_pool, pool.swa_kv_pool] if has_windows(pool) else [pool]
+        if not all(isinstance(part, RowsPool) for part in parts):
             raise UnsupportedError(
                 f"SGLang keeps K and V of this model in {type(pool).__name__}, and kvquant has "
-                "rows for MHATokenToKVPool alone: with sliding windows give "
-                "--disable-hybrid-swa-memory, else another --attention-backend"
+                "rows for MHATokenToKVPool, and SWAKVPool of two of them: take another "
+                "--attention-backend"
             )
         if not runner.spec_algorithm.is_none():
             raise UnsupportedError(
                 "kvquant has no backend for drafted tokens in SGLang: draft none"
             )
+        graphs = get_exec().graph.cuda_graph_config
+        if graphs is not None and graphs.prefill.backend == Backend.FULL:
+            raise UnsupportedError(
+                "kvquant shares prompts out on the host, which a CUDA graph of a whole prompt "
+                "does not: give --cuda-graph-backend-prefill breakable or disabled"
+            )
         self.token_to_kv_pool, self.req_to_token_pool = pool, runner.req_to_token_pool
-        self._step: Step | None = None
+        self._rows = rows_of_layers(runner, settings())
+        if torch.device(runner.device).type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+            warm_up_layers(device, calls_of(runner, self._rows))
+        self._steps: list[Step] = []
+        self._slots: list[torch.Tensor] = []
 
-    def init_forward_metadata(self, batch: Any) -> None:
-        """Describe the step of a batch."""
-        lens = batch.seq_lens_cpu
-        counts = [1] * batch.batch_size
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Describe the steps of a batch that runs without a graph."""
+        batch, counts = forward_batch, [1] * forward_batch.batch_size
         if batch.forward_mode.is_extend():
             counts = batch.extend_seq_lens_cpu
         elif not batch.forward_mode.is_decode_or_idle():
             raise UnsupportedError(f"kvquant has no step of SGLang's {batch.forward_mode}")
-        longest = int(lens.max()) if len(lens) else 0
-        self._step = self._describe(batch, counts, lens.to(torch.int32), longest)
+        seq_lens = batch.seq_lens.to(torch.int32)
+        self._steps = _describe(self._tables(batch), seq_lens, counts, batch.seq_lens_cpu)
+        self.init_forward_metadata_in_graph(batch)
 
-    def _describe(self, batch: Any, counts: list[int], lens: torch.Tensor, longest: int) -> Step:
-        page_size = self.token_to_kv_pool.page_size
-        table = self.req_to_token_pool.req_to_token[:, :longest:page_size]
-        pages = table[batch.req_pool_indices]
-        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
-        return describe_step(
-            NewTokens(
-                pages // page_size if page_size > 1 else pages,
-                batch.seq_lens.to(torch.int32),
-                starts,
-                lens,
-                int(starts[-1]),
-            )
-        )
+    def _tables(self, batch: Any) -> list[torch.Tensor]:
+        """The pages of each sequence in each part of the pool, as far as the longest goes."""
+        lens, pool, page_size = batch.seq_lens_cpu, self.token_to_kv_pool, self._page_size
+        longest = int(lens.max()) if len(lens) else 0
+        slots = self.req_to_token_pool.req_to_token[:, :longest:page_size][batch.req_pool_indices]
+        tables = [slots]
+        if has_windows(pool):
+            tables.append(pool.translate_loc_from_full_to_swa(slots).to(torch.int32))
+        return [table // page_size for table in tables] if page_size > 1 else tables
+
+    @property
+    def _page_size(self) -> int:
+        size: int = self.token_to_kv_pool.page_size
+        return size
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make what graphs of decoding sequences read: tables and lengths that stay where they are.
+
+        Raises:
+            UnsupportedError: a sequence would have several tokens.
+        """
+        if max_num_tokens != max_bs:
+            raise UnsupportedError("kvquant has graphs of one token for each sequence: draft none")
+        tokens = self.req_to_token_pool.req_to_token
+        shape = max_bs, -(-tokens.shape[1] // self._page_size)
+        parts = 1 + has_windows(self.token_to_kv_pool)
+        self._fixed_tables = [tokens.new_zeros(shape, dtype=torch.int32) for _ in range(parts)]
+        self._fixed_lens = tokens.new_ones(max_bs, dtype=torch.int32)
+
+    def init_cpu_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Refuse SGLang's graphs on the CPU."""
+        raise UnsupportedError("kvquant has no graphs on the CPU: leave --enable-torch-compile out")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of sequences that fill a graph up: a token, in SGLang's reserved slot."""
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Write what a graph will read, before it is captured and before it is replayed."""
+        batch, size = forward_batch, forward_batch.batch_size
+        if not batch.forward_mode.is_decode_or_idle():
+            raise UnsupportedError(f"kvquant has no graph of SGLang's {batch.forward_mode}")
+        for fixed, table in zip(self._fixed_tables, self._tables(batch), strict=True):
+            fixed[:size, : table.shape[1]] = table
+        self._fixed_lens[:size] = batch.seq_lens
+        if in_capture:
+            tables = [table[:size] for table in self._fixed_tables]
+            lens = self._fixed_lens[:size]
+            self._steps = _describe(tables, lens, [1] * size, batch.seq_lens_cpu)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Find the slots of new tokens; a graph does so in each replay."""
+        slots = forward_batch.out_cache_loc
+        self._slots = [slots]
+        if has_windows(self.token_to_kv_pool):
+            self._slots.append(self.token_to_kv_pool.translate_loc_from_full_to_swa(slots))
 
     def forward_extend(
         self,
@@ -78,24 +142,36 @@ class RowsAttention(AttentionBackend):
     ) -> torch.Tensor:
         """Write the new tokens' rows, and attend with their queries."""
         if k is None or v is None or not save_kv_cache or others:
-            what = "attends to another layer's K and V" if k is None else f"gives {[*others]}"
+            what = f"gives {[*others]}" if others else "attends to another layer's K and V"
             raise UnsupportedError(f"layer {layer.layer_id} {what}, which kvquant does not know")
-        pool, step = self.token_to_kv_pool, self._step
-        assert step is not None
-        rows = pool.rows_of(layer, sinks)
-        k, v = k.view(-1, *_heads(layer)), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+        pool, rows = self.token_to_kv_pool, self._rows[layer.layer_id]
+        if sinks is not None:
+            rows = with_sinks(rows, sinks)
+        part = int(has_windows(pool) and pool.layers_mapping[layer.layer_id][1])
+        pages = pages_of(pool, layer.layer_id)
+        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        append(rows, k, v, pages, self._slots[part][: len(k)])
         out = q.new_zeros(*q.shape[:2], layer.v_head_dim)
-        attend(rows, step, q, k, v, pool.pages(layer.layer_id), out)
+        attend(rows, self._steps[part], q, k, v, pages, out)
         return out.flatten(1)
 
     forward_decode = forward_extend
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Refuse: steps are described outside of graphs only."""
-        raise UnsupportedError("kvquant runs in SGLang without CUDA graphs: --disable-cuda-graph")
 
+def _describe(
+    tables: Sequence[torch.Tensor], lens: torch.Tensor, counts: Sequence[int], host: torch.Tensor
+) -> list[Step]:
+    """A step for each part of the pool.
 
-def _heads(layer: Any) -> tuple[int, int]:
-    return layer.tp_k_head_num, layer.qk_head_dim
+    Args:
+        tables: [num_seqs, max_pages], int32: the pages in each part.
+        lens: [num_seqs], int32: tokens of each sequence, the new ones included.
+        counts: new tokens of each.
+        host: lens on the CPU.
+    """
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
+    new = NewTokens(tables[0], lens, starts, host.to(torch.int32), int(starts[-1]))
+    step = describe_step(new)
+    return [step, *(replace(step, block_table=table, kept={}) for table in tables[1:])]

@@ -1,7 +1,7 @@
 """The entry point: SGLang finds kvquant's backend here, in every process, and uses it where asked.
 
 SGLang has a registry of attention backends, and none of memory pools, nor of the bytes that a token
-takes in them. So two methods are wrapped by SGLang's own hooks; both are as they were unless the
+takes in them. So three methods are wrapped by SGLang's own hooks; all are as they were unless the
 attention backend is kvquant's.
 """
 
@@ -9,30 +9,36 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from ..engine.settings import Settings
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, UnsupportedError, shown
 
 NAME = "kvquant"  # of the attention backend
 VARIABLE = "KVQUANT_SGLANG"  # of the environment: JSON of Settings.parse
 DEFAULT = '{"k_format": "int4-g4"}'
 POOL_CLASS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
-CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
+SIZES = "sglang.srt.model_executor.pool_configurator."
+CELL_SIZE = SIZES + "DefaultPoolConfigurator._compute_cell_size"
+WINDOW_SIZES = SIZES + "HybridSWAPoolConfigurator.__init__"
 
 
 def register() -> None:
     """Name the backend, and hook the choice of the memory pool; SGLang calls this in every process
     before it reads its arguments."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_attention_backend(NAME)(_make_backend)
     add_attention_backend_choices([NAME])
+    register_resolution_hook("handle_model_specific_adjustments")(_admit)
     HookRegistry.register(POOL_CLASS, _pool_class, HookType.AROUND)
     HookRegistry.register(CELL_SIZE, _cell_size, HookType.AROUND)
+    HookRegistry.register(WINDOW_SIZES, _window_sizes, HookType.AROUND)
 
 
 @lru_cache
@@ -56,31 +62,88 @@ def _make_backend(runner: Any) -> Any:
     return RowsAttention(runner)
 
 
+def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Let SGLang adjust its arguments to the model. For gpt-oss and Gemma 4 it asks whether the
+    attention backend is in a list of its own ones: there kvquant's counts as Triton's, which serves
+    the same models."""
+    from sglang.srt.arg_groups import model_hook
+
+    given = model_hook.attention_backends_of
+
+    def counted(view: Any) -> tuple[str, ...]:
+        return tuple("triton" if name == NAME else name for name in given(view))
+
+    model_hook.attention_backends_of = counted
+    try:
+        previous(server_args)
+    finally:
+        model_hook.attention_backends_of = given
+
+
 def _is_asked(configurator: Any) -> bool:
-    """Whether the model that is served has rows; a draft model has a backend of its own."""
+    """Whether the model that is served has rows; a draft model has a backend of its own.
+
+    Raises:
+        ConfigError: prompts and decoding sequences would have different backends.
+    """
     from sglang.srt.runtime_context import attention_backends
 
-    return NAME in attention_backends() and not configurator.is_draft_worker
+    asked = set(attention_backends())
+    if NAME not in asked or configurator.is_draft_worker or configurator.use_mla_backend:
+        return False
+    if asked != {NAME}:
+        raise ConfigError(
+            f"prompts and decoding sequences have the attention backends {sorted(asked)}, and "
+            f"{NAME}'s rows can be read by itself alone: give --attention-backend {NAME} for both"
+        )
+    return True
 
 
 def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> Any:
-    """SGLang's choice of a memory pool, but for rows."""
+    """SGLang's choice of a memory pool, but for rows.
+
+    Raises:
+        UnsupportedError: another arrangement of the pool was asked for.
+    """
     if kind != "mha" or not _is_asked(configurator):
         return original(configurator, kind=kind, default=default)
     from .pool import RowsPool
 
+    if default not in RowsPool.__mro__:
+        raise UnsupportedError(
+            f"SGLang would take {default.__name__}, in which tokens have no place of their own for "
+            "rows: leave --enable-page-major-kv-layout out"
+        )
     return RowsPool
 
 
 def _cell_size(original: Any, sizes: Any, configurator: Any, num_layers: int) -> int:
     """Bytes that a token takes in all layers, by which SGLang chooses the size of its pool."""
     found: int = original(sizes, configurator, num_layers)
-    if configurator.use_mla_backend or not _is_asked(configurator):
+    if not _is_asked(configurator):
         return found
-    from .pool import row_bytes
-
     model = configurator.model_config
     in_16_bit: int = (model.head_dim + model.v_head_dim) * configurator.kv_cache_dtype.itemsize
-    return (
-        found // in_16_bit * sum(row_bytes(settings().layout(1, model.head_dim, model.v_head_dim)))
-    )
+    return found // in_16_bit * _bytes_of_head(model.head_dim, model.v_head_dim)
+
+
+def _window_sizes(original: Any, sizes: Any, configurator: Any) -> None:
+    """The same for a pool of two parts, of layers with a window and of others."""
+    original(sizes, configurator)
+    if not _is_asked(configurator):
+        return
+    from sglang.srt.runtime_context import get_parallel
+
+    model, ranks = configurator.model_config, get_parallel().attn_tp_size
+    full = _bytes_of_head(model.head_dim, model.v_head_dim)
+    window = _bytes_of_head(model.swa_head_dim, model.swa_v_head_dim)
+    sizes._full_per_token = model.get_num_kv_heads(ranks) * full
+    sizes._swa_per_token = model.get_swa_num_kv_heads(ranks) * window
+    sizes._recompute_cell_size()
+
+
+def _bytes_of_head(head_dim: int, v_head_dim: int) -> int:
+    """Bytes of a token's K and V in one head."""
+    from .pool import row_bytes
+
+    return sum(row_bytes(settings().layout(1, head_dim, v_head_dim)))

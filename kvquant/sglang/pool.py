@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 
-from ..engine.contract import UNIT, LayerRows, PageLayout, Pages
-from ..engine.settings import rank_heads
-from ..engine.step import append
+from ..engine.contract import UNIT, PageLayout, Pages
 from ..errors import UnsupportedError, missing_extra
-from ..rows.variant import AttentionVariant
 from .plugin import settings
 
 try:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 except ImportError as error:
     raise missing_extra("rows in SGLang's pool need SGLang", "sglang", error) from error
 
@@ -32,7 +29,12 @@ def row_bytes(layout: PageLayout) -> tuple[int, int]:
 
 
 class RowsPool(MHATokenToKVPool):
-    """Rows of all layers that attend to all tokens."""
+    """Rows of all layers; or, in SGLang's pool of two parts (SWAKVPool), of those with a window, or
+    of the others.
+
+    Raises:
+        UnsupportedError: SGLang would arrange the pool in another way.
+    """
 
     def __init__(
         self,
@@ -43,66 +45,45 @@ class RowsPool(MHATokenToKVPool):
         head_dim: int,
         *args: Any,
         v_head_dim: int | None = None,
+        swa_head_num: int | None = None,
+        swa_head_dim: int | None = None,
+        swa_v_head_dim: int | None = None,
+        quant_method: object = None,
         **options: Any,
     ) -> None:
-        self.layout = settings().layout(head_num, head_dim, v_head_dim or head_dim)
-        self._rows: dict[int, LayerRows] = {}
+        if quant_method is not None or dtype.itemsize < 2:
+            raise UnsupportedError(
+                f"--kv-cache-dtype or the checkpoint asks for {quant_method or dtype}, and rows "
+                "have formats of their own: give --kv-cache-dtype bfloat16"
+            )
+        heads = swa_head_num or head_num
+        k_size = swa_head_dim or head_dim
+        self.layout = settings().layout(heads, k_size, swa_v_head_dim or v_head_dim or k_size)
         k_bytes, v_bytes = row_bytes(self.layout)
         super().__init__(
-            size, page_size, torch.uint8, head_num, k_bytes, *args, v_head_dim=v_bytes, **options
+            size, page_size, torch.uint8, heads, k_bytes, *args, v_head_dim=v_bytes, **options
         )
-
-    def pages(self, layer_id: int) -> Pages:
-        """K's and V's pages of a layer, as the engine contract has them apart."""
-        k, v = (
-            buffer[: len(buffer) // self.page_size * self.page_size]
-            .unflatten(0, (-1, self.page_size))
-            .transpose(1, 2)
-            for buffer in self.get_kv_buffer(layer_id)
-        )
-        return k, v
-
-    def rows_of(self, layer: Any, sinks: torch.Tensor | None = None) -> LayerRows:
-        """What a layer's attention needs, of a RadixAttention.
-
-        Raises:
-            UnsupportedError: rows cannot serve such a layer.
-        """
-        found = self._rows.get(layer.layer_id)
-        if found is None:
-            found = self._rows[layer.layer_id] = self._make_rows(layer, sinks)
-        return found
-
-    def _make_rows(self, layer: Any, sinks: torch.Tensor | None) -> LayerRows:
-        from sglang.srt.layers.radix_attention import AttentionType
-        from sglang.srt.runtime_context import get_parallel, process_model_config
-
-        name = f"layer {layer.layer_id}"
-        if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
-            raise UnsupportedError(f"{name} is {layer.attn_type}, which decodes from no rows")
-        if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
-            raise UnsupportedError(f"{name} caps scores by {layer.logit_capping_method}, not tanh")
-        asked, basis = settings(), None
-        if asked.plan is not None:
-            model, parallel = process_model_config(), get_parallel()
-            asked.plan.check_model(model.hf_config.to_dict())
-            total = model.get_total_num_kv_heads()
-            heads = rank_heads(total, parallel.attn_tp_rank, parallel.attn_tp_size)
-            basis = asked.basis(layer.layer_id, heads, layer.qk_head_dim)
-            basis = basis and basis.to(self.device)
-        variant = None
-        if sinks is not None or layer.sliding_window_size > 0 or layer.logit_cap > 0:
-            variant = AttentionVariant(
-                # of SGLang without the query's own token
-                window=layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else None,
-                soft_cap=layer.logit_cap if layer.logit_cap > 0 else None,
-                sink_logits=None if sinks is None else sinks.float(),
+        if self.kv_cache_layout != "nhd":
+            raise UnsupportedError(
+                f"SGLang's pool has the layout {self.kv_cache_layout}, and rows need the tokens' "
+                "own order, nhd: leave SGLANG_USE_HND_KVCACHE and kin unset"
             )
-        return LayerRows(self.layout, layer.scaling, basis, variant, asked.prompts_from_rows)
 
-    def set_kv_buffer(
-        self, layer: Any, loc_info: Any, cache_k: torch.Tensor, cache_v: torch.Tensor, **_: Any
-    ) -> None:
-        """Write the rows of new tokens; SGLang calls this, and RowsAttention."""
-        slots, _, _ = unwrap_write_loc(loc_info)
-        append(self.rows_of(layer), cache_k, cache_v, self.pages(layer.layer_id), slots)
+    def set_kv_buffer(self, *_: Any, **__: Any) -> None:
+        """Refuse: to write elements here would leave no rows."""
+        raise UnsupportedError("rows are written by kvquant's attention backend alone")
+
+
+def pages_of(pool: Any, layer_id: int) -> Pages:
+    """K's and V's pages of a layer, as the engine contract has them apart.
+
+    Args:
+        pool: a RowsPool, or an SWAKVPool of two.
+        layer_id: of the model.
+    """
+    size: int = pool.page_size
+    k, v = (
+        buffer[: len(buffer) // size * size].unflatten(0, (-1, size)).transpose(1, 2)
+        for buffer in pool.get_kv_buffer(layer_id)
+    )
+    return k, v

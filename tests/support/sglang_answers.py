@@ -1,76 +1,82 @@
 """What SGLang's engine gives on the CPU with kvquant's rows: a script, told by JSON on stdin.
 
-    {"model": folder, "rounds": [[prompt, ...], ...], "tokens": 8, "options": {...}}
+    {"model": folder, "rounds": [{"prompts": [[token, ...], ...], "sampling": {...}}, ...],
+     "options": {...}}
 
-The last line of its output is JSON: of each round and prompt the new tokens, the log probabilities
-of those, and how many tokens of the prompt were found in the radix cache; and what the pool is.
+KVQUANT_SGLANG names the rows. A round with "abort" takes its first request back after the first
+token. The last line of its output is JSON: the answers of each round, and what the engine is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from typing import Any
 
 
-def pool_facts() -> dict[str, Any]:
-    """A pool of its own: bytes of a token, and whether what moves tokens moves their rows."""
-    from types import SimpleNamespace
+async def answers_of(engine: Any, number: int, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """The answers of a round, n for each prompt, in the order of the prompts."""
+    sampling = {"temperature": 0, "ignore_eos": True, **asked["sampling"]}
 
-    import torch
-    from sglang.srt.layers.radix_attention import AttentionType
+    async def answer(i: int, prompt: list[int]) -> Any:
+        rid = f"{number}-{i}"
+        stream = await engine.async_generate(
+            input_ids=prompt,
+            sampling_params=sampling,
+            return_logprob=True,
+            rid=None if "n" in sampling else rid,  # each of several has one of its own
+            stream=True,
+        )
+        latest: dict[int, Any] = {}
+        async for found in stream:
+            latest[found.get("index", 0)] = found
+            if asked.get("abort") and i == 0:
+                engine.tokenizer_manager.abort_request(rid)
+        return [latest[j] for j in sorted(latest)]
 
-    from kvquant import dequantize_rows
-    from kvquant.sglang.pool import RowsPool
+    found = await asyncio.gather(*(answer(i, one) for i, one in enumerate(asked["prompts"])))
+    return [facts_of(one) for several in found for one in several]
 
-    found: dict[str, Any] = {}
-    for page_size in (1, 16):
-        pool = RowsPool(64, page_size, torch.float32, 2, 64, 1, "cpu", False)
-        layer = SimpleNamespace(
-            layer_id=0, is_cross_attention=False, attn_type=AttentionType.DECODER, logit_cap=0.0,
-            sliding_window_size=-1, scaling=0.125, qk_head_dim=64, logit_capping_method="tanh",
-        )  # fmt: skip
-        k, v = torch.randn(2, 3, 2, 64)
-        pool.set_kv_buffer(layer, torch.tensor([5, 40, 6]), k, v)
-        copy = pool.get_cpu_copy(torch.tensor([5, 40, 6]))
-        pool.load_cpu_copy(copy, torch.tensor([20, 21, 22]))
-        errors = []
-        for pages, fmt, x in zip(pool.pages(0), pool.layout[:2], (k, v), strict=True):
-            by_slot = pages.transpose(1, 2).flatten(0, 1)[[20, 21, 22], :, : fmt.row_bytes]
-            errors.append(float((dequantize_rows(by_slot.contiguous(), fmt) - x).abs().max()))
-        bytes_of_token = int(sum(pool.get_kv_size_bytes())) // (64 + page_size)
-        found[str(page_size)] = {"bytes": bytes_of_token, "error": max(errors)}
-    return found
+
+def facts_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """New tokens and their log probabilities, how many tokens of the prompt were in the radix
+    cache, how often the request lost its place in the pool, and why it ended."""
+    info = answer["meta_info"]
+    return {
+        "tokens": [token for _, token, _ in info["output_token_logprobs"]],
+        "logprobs": [logprob for logprob, _, _ in info["output_token_logprobs"]],
+        "found": info["cached_tokens"],
+        "retractions": info["num_retractions"],
+        "end": info["finish_reason"]["type"],
+    }
 
 
 def main() -> None:
     import sglang
 
     asked = json.load(sys.stdin)
-    facts = pool_facts()
-    engine = sglang.Engine(
-        model_path=asked["model"], device="cpu", attention_backend="kvquant", dtype="float32",
-        disable_cuda_graph=True, max_total_tokens=4096, mem_fraction_static=0.3, random_seed=0,
-        log_level="error", **asked["options"],
-    )  # fmt: skip
-    sampling = {"temperature": 0, "max_new_tokens": asked["tokens"], "ignore_eos": True}
-    rounds = []
-    for prompts in asked["rounds"]:
-        answers = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
-        told = [one["meta_info"] for one in answers]
-        rounds.append(
-            [
-                {
-                    "tokens": [token for _, token, _ in info["output_token_logprobs"]],
-                    "logprobs": [logprob for logprob, _, _ in info["output_token_logprobs"]],
-                    "found": info["cached_tokens"],
-                }
-                for info in told
-            ]
-        )
+    options = {
+        "device": "cpu",
+        "attention_backend": "kvquant",
+        "dtype": "float32",
+        "max_total_tokens": 4096,
+        "max_running_requests": 16,
+        "mem_fraction_static": 0.3,
+        "random_seed": 0,
+        "skip_tokenizer_init": True,
+        "log_level": "error",
+    }
+    engine = sglang.Engine(model_path=asked["model"], **{**options, **asked["options"]})
+    rounds = [
+        engine.loop.run_until_complete(answers_of(engine, number, one))
+        for number, one in enumerate(asked["rounds"])
+    ]
+    told = engine.get_server_info()
     overlaps = not engine.server_args.disable_overlap_schedule
     engine.shutdown()
-    print(json.dumps({"rounds": rounds, "pool": facts, "overlaps": overlaps}), flush=True)
+    memory = told["internal_states"][0]["memory_usage"]
+    print(json.dumps({"rounds": rounds, "overlaps": overlaps, "memory": memory}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""The layers of a model that SGLang serves: the rows of each, or why it can have none."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_parallel
+from transformers import AutoConfig
+
+from ..engine.contract import LayerRows, PageLayout
+from ..engine.settings import Settings, rank_heads
+from ..engine.warmup import StepCalls
+from ..errors import KVQuantError, UnsupportedError
+from ..rows.variant import AttentionVariant, names_of
+
+log = logging.getLogger("kvquant")
+
+
+def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
+    """The rows of a model's layers, by SGLang's number of the layer.
+
+    Args:
+        runner: SGLang's ModelRunner, with a pool of rows and a model whose weights are loaded.
+        settings: what the user asks for.
+
+    Raises:
+        UnsupportedError: which layers can have no rows, and why.
+        CheckpointError: the plan is of another model.
+    """
+    if settings.plan is not None:
+        settings.plan.check_model(_saved_config(runner))
+    layers = dict(_layers(runner.model))
+    shared = Counter(layer.layer_id for layer in layers.values())
+    found, refused = {}, []
+    for name, layer in layers.items():
+        try:
+            if shared[layer.layer_id] > 1:
+                raise UnsupportedError(f"it shares the rows of layer {layer.layer_id} with another")
+            found[layer.layer_id] = _rows_of(layer, runner, settings)
+        except KVQuantError as error:
+            refused.append(f"{name}: {error}")
+    if refused:
+        raise UnsupportedError(
+            "kvquant cannot hold the rows of these layers:\n  "
+            + "\n  ".join(refused)
+            + "\nDo what is said there, or serve the model with another --attention-backend."
+        )
+    _tell(settings)
+    return found
+
+
+def _saved_config(runner: Any) -> dict[str, Any]:
+    """The model's config as `kvquant calibrate` read it: SGLang writes into its own."""
+    model = runner.model_config
+    config: dict[str, Any] = AutoConfig.from_pretrained(
+        model.model_path,
+        revision=model.revision,
+        trust_remote_code=runner.server_args.trust_remote_code,
+    ).to_dict()
+    return config
+
+
+def has_windows(pool: Any) -> bool:
+    """Whether a pool keeps the rows of some layers for the length of their windows alone."""
+    return isinstance(pool, SWAKVPool)
+
+
+def calls_of(runner: Any, rows: dict[int, LayerRows]) -> list[StepCalls]:
+    """What layers will be called for."""
+    schedule = runner.server_args
+    most = schedule.chunked_prefill_size or 0
+    calls = []
+    for name, layer in _layers(runner.model):
+        one, parent = rows[layer.layer_id], runner.model.get_submodule(name.rpartition(".")[0])
+        if getattr(parent, "sinks", None) is not None:  # which the layer gets with its queries
+            one = with_sinks(one, parent.sinks)
+        calls.append(
+            StepCalls(
+                one,
+                layer.tp_q_head_num,
+                runner.dtype,
+                runner.page_size,
+                runner.model_config.context_len,
+                runner.req_to_token_pool.size,
+                most if most > 0 else schedule.max_prefill_tokens,
+            )
+        )
+    return calls
+
+
+def with_sinks(rows: LayerRows, sinks: torch.Tensor) -> LayerRows:
+    """The same with sink logits, [num_q_heads], of any dtype."""
+    variant = rows.variant or AttentionVariant()
+    return rows._replace(variant=variant._replace(sink_logits=sinks.detach().float()))
+
+
+def _layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """The layers of attention, with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, RadixAttention):
+            yield name, module
+
+
+def _rows_of(layer: Any, runner: Any, settings: Settings) -> LayerRows:
+    """The rows of a layer on this rank.
+
+    Raises:
+        KVQuantError: why it cannot have any.
+    """
+    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+        kind = "cross attention" if layer.is_cross_attention else layer.attn_type.value
+        raise UnsupportedError(f"it is of type {kind}, which decodes from no rows")
+    if layer.use_irope:
+        raise UnsupportedError("it attends within local chunks")
+    if layer.xai_temperature_len > 0:
+        raise UnsupportedError("it changes its queries' temperature with their positions")
+    if layer.pos_encoding_mode != "NONE":
+        raise UnsupportedError(f"it encodes positions by {layer.pos_encoding_mode}")
+    if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
+        raise UnsupportedError(f"it caps scores by {layer.logit_capping_method}, not tanh")
+    pool = runner.token_to_kv_pool
+    if has_windows(pool):
+        is_window = pool.layers_mapping[layer.layer_id][1]
+        pool = pool.swa_kv_pool if is_window else pool.full_kv_pool
+    layout: PageLayout = pool.layout
+    shape = layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+    held = layout.num_kv_heads, layout.k_format.head_dim, layout.v_format.head_dim
+    if shape != held:
+        raise UnsupportedError(
+            f"it has {shape[0]} KV heads of {shape[1]} and {shape[2]} elements of K and V, and "
+            f"SGLang's pool {held[0]} of {held[1]} and {held[2]} for all layers"
+        )
+    basis = None
+    if settings.plan is not None:
+        parallel, total = get_parallel(), runner.model_config.get_total_num_kv_heads()
+        heads = rank_heads(total, parallel.attn_tp_rank, parallel.attn_tp_size)
+        if len(heads) != layout.num_kv_heads:
+            raise UnsupportedError(
+                f"it has {layout.num_kv_heads} KV heads on this rank, other layers {len(heads)}: "
+                "leave the plan out"
+            )
+        basis = settings.basis(layer.layer_id, heads, layer.qk_head_dim)
+        basis = basis and basis.to(runner.device)
+    variant = AttentionVariant(
+        # of SGLang without the query's own token
+        window=layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else None,
+        soft_cap=layer.logit_cap if layer.logit_cap > 0 else None,
+    )
+    is_plain = not names_of(variant)
+    return LayerRows(
+        layout, layer.scaling, basis, None if is_plain else variant, settings.prompts_from_rows
+    )
+
+
+def _tell(settings: Settings) -> None:
+    """Log what is kept, and where a plan asks for what pages cannot keep."""
+    log.info("kvquant: K rows %s, V rows %s", settings.k_format, settings.v_format)
+    if settings.plan is None:
+        return
+    log.info("kvquant: %r", settings.plan)
+    limit = settings.plan.facts.get("limit") or {}
+    if not limit.get("met", True):
+        log.warning(
+            "kvquant: the plan misses its limit of KL %s, where sinks and recent tokens in 16 bit "
+            "help; SGLang's pool has none: allow more bits, or serve this model without kvquant",
+            limit.get("max_kl"),
+        )

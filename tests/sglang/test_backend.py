@@ -1,0 +1,450 @@
+"""The classes that SGLang instantiates, on the CPU, with SGLang's own pools and layers and without
+its engine: pools of two parts, sink logits, CUDA graphs' tables, refusals.
+
+A CUDA graph reads the same tensors at each replay. So does a step that was described once: here it
+stands for the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from example_plan import example_plan
+from transformers import AutoConfig, LlamaConfig
+
+from kvquant import dequantize_rows
+from kvquant.engine.settings import Settings
+from kvquant.errors import CheckpointError, ConfigError, UnsupportedError
+from kvquant.io.model_id import model_identity
+from kvquant.io.plan import CachePlan
+from kvquant.sglang import plugin
+
+HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 24
+SETTINGS = Settings.parse({"k_format": "int8", "v_format": "int4-g4"})
+LENS = (70, 33, 1)
+ROOM = 512  # tokens of a pool
+
+pytestmark = pytest.mark.usefixtures("sglang")
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch, sglang: None) -> None:
+    from kvquant.sglang import backend, pool
+
+    for module in (backend, plugin, pool):
+        monkeypatch.setattr(module, "settings", lambda: SETTINGS)
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend="disabled"))
+    found = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
+    monkeypatch.setattr(backend, "get_exec", lambda: found)
+
+
+class Attention(torch.nn.Module):
+    """A layer of a model, with its sink logits."""
+
+    def __init__(self, layer: Any, sinks: torch.Tensor | None) -> None:
+        super().__init__()
+        self.attn, self.sinks = layer, sinks
+
+
+def make_layer(place: int, **changes: Any) -> Any:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    given = {"logit_cap": 20.0, "sliding_window_size": WINDOW - 1} if place else {}
+    layer = RadixAttention(
+        HEADS, DIM, DIM**-0.5, KV_HEADS, place, **{k: changes.pop(k, v) for k, v in given.items()}
+    )
+    for name, value in changes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+@dataclass
+class Served:
+    """A model of two layers, the second with a window and a soft cap, and its pools."""
+
+    runner: Any
+    mapping: torch.Tensor | None
+
+    def batch(self, lens: Any, counts: list[int] | None = None, rows: Any = None) -> Any:
+        """A batch: decoding sequences, or prompts with as many new tokens."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        rows = torch.arange(1, 1 + len(lens)) if rows is None else torch.tensor(rows)
+        lens = torch.tensor(lens)
+        table = self.runner.req_to_token_pool.req_to_token
+        new = [
+            table[row, length - count : length]
+            for row, length, count in zip(rows, lens, counts or [1] * len(lens), strict=True)
+        ]
+        return SimpleNamespace(
+            batch_size=len(lens),
+            forward_mode=ForwardMode.DECODE if counts is None else ForwardMode.EXTEND,
+            seq_lens=lens,
+            seq_lens_cpu=lens,
+            req_pool_indices=rows,
+            out_cache_loc=torch.cat(new).long(),
+            extend_seq_lens_cpu=counts,
+        )
+
+    def slots(self, row: int, length: int, place: int) -> torch.Tensor:
+        """Of a sequence's tokens in a layer."""
+        found = self.runner.req_to_token_pool.req_to_token[row, :length].long()
+        return found if self.mapping is None or not place else self.mapping[found]
+
+
+def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) -> Served:
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    from kvquant.sglang.pool import RowsPool
+
+    torch.manual_seed(page_size)
+    dtype, mapping = options.pop("dtype", torch.float32), None
+    pages = 1 + torch.randperm(ROOM // page_size)
+
+    def slots_of(pages: torch.Tensor) -> torch.Tensor:
+        return (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+
+    if parts == 1:
+        pool: Any = RowsPool(ROOM, page_size, dtype, KV_HEADS, DIM, 2, "cpu", False, **options)
+    else:
+        pool = SWAKVPool(
+            ROOM, ROOM, page_size, dtype, KV_HEADS, DIM, [1], [0], "cpu",
+            token_to_kv_pool_class=RowsPool, **options,
+        )  # fmt: skip
+        mapping = torch.zeros(ROOM + page_size + 1, dtype=torch.int64)
+        mapping[-1] = -1
+        mapping[slots_of(pages)] = slots_of(1 + torch.randperm(ROOM // page_size))
+        pool.register_mapping(mapping)
+    table = torch.zeros(1 + len(LENS), 128, dtype=torch.int32)
+    table[1:] = slots_of(pages)[: 128 * len(LENS)].view(-1, 128)
+    model = torch.nn.ModuleList(
+        Attention(
+            layer, torch.nn.Parameter(torch.randn(HEADS).bfloat16()) if layer.layer_id else None
+        )
+        for layer in layers or (make_layer(0), make_layer(1))
+    )
+    runner = SimpleNamespace(
+        token_to_kv_pool=pool,
+        req_to_token_pool=SimpleNamespace(req_to_token=table, size=len(LENS)),
+        spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        model=model,
+        model_config=SimpleNamespace(
+            context_len=128, revision=None, get_total_num_kv_heads=lambda: KV_HEADS
+        ),
+        server_args=SimpleNamespace(
+            chunked_prefill_size=64, max_prefill_tokens=128, trust_remote_code=False
+        ),
+        dtype=torch.float32,
+        device="cpu",
+        page_size=page_size,
+    )
+    return Served(runner, mapping)
+
+
+def of_rows(one: Served, q: torch.Tensor, row: int, length: int, place: int) -> torch.Tensor:
+    """Attention of a sequence's last query [HEADS, DIM] to its rows, in float64."""
+    from kvquant.sglang.pool import pages_of
+
+    slots, layout = one.slots(row, length, place), SETTINGS.layout(KV_HEADS, DIM, DIM)
+    k, v = (
+        dequantize_rows(
+            pages.transpose(1, 2).flatten(0, 1)[slots][..., : fmt.row_bytes].contiguous(), fmt
+        )
+        .double()
+        .repeat_interleave(HEADS // KV_HEADS, 1)
+        for pages, fmt in zip(pages_of(one.runner.token_to_kv_pool, place), layout[:2], strict=True)
+    )
+    scores = torch.einsum("hd,thd->ht", q.double(), k) * DIM**-0.5
+    sinks = one.runner.model[place].sinks
+    if place:
+        scores = 20 * torch.tanh(scores / 20)
+        scores[:, : max(length - WINDOW, 0)] = -torch.inf
+        scores = torch.cat([scores, sinks.detach().double()[:, None]], 1)
+    return torch.einsum("ht,thd->hd", scores.softmax(-1)[:, :length], v)
+
+
+def run(one: Served, backend: Any, batch: Any, seed: int) -> list[torch.Tensor]:
+    """The outputs of both layers for a batch, with queries [tokens, HEADS, DIM] of a seed."""
+    torch.manual_seed(seed)
+    found, tokens = [], len(batch.out_cache_loc)
+    for layer in one.runner.model:
+        q, k, v = (torch.randn(tokens, heads * DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        given = {} if layer.sinks is None else {"sinks": layer.sinks}
+        found.append(backend.forward(q, k, v, layer.attn, batch, **given).view(tokens, HEADS, DIM))
+    return found
+
+
+def queries(tokens: int, seed: int) -> Iterator[torch.Tensor]:
+    """Those of run, layer by layer."""
+    torch.manual_seed(seed)
+    while True:
+        yield torch.randn(tokens, HEADS * DIM).view(tokens, HEADS, DIM)
+        torch.randn(2, tokens, KV_HEADS * DIM)
+
+
+@pytest.fixture(params=[(1, 1), (16, 1), (1, 2), (16, 2)], ids=str)
+def filled(request: pytest.FixtureRequest) -> tuple[Served, Any]:
+    """A backend, and sequences whose prompts are in the pool: page sizes, and parts of the pool."""
+    from kvquant.sglang.backend import RowsAttention
+
+    page_size, parts = request.param
+    one = served(page_size, parts=parts)
+    backend = RowsAttention(one.runner)
+    batch = one.batch(LENS, list(LENS))
+    backend.init_forward_metadata(batch)
+    run(one, backend, batch, 0)
+    return one, backend
+
+
+def check_decoding(one: Served, lens: list[int], found: list[torch.Tensor], seed: int) -> None:
+    for place, (q, out) in enumerate(zip(queries(len(lens), seed), found)):  # noqa: B905
+        for row, length in enumerate(lens):
+            expected = of_rows(one, q[row], row + 1, length, place)
+            assert (out[row].double() - expected).abs().max() < 1e-5
+
+
+def test_rows_of_windows_sinks_and_caps(filled: tuple[Served, Any]) -> None:
+    """Of the call: a layer's sink logits may change between steps, as weights do."""
+    one, backend = filled
+    for step, length in enumerate(range(71, 74)):
+        lens = [length, length - 37, 2 + step]
+        batch = one.batch(lens)
+        backend.init_forward_metadata(batch)
+        with torch.no_grad():
+            one.runner.model[1].sinks.normal_()
+        check_decoding(one, lens, run(one, backend, batch, step), step)
+
+
+def test_a_graphs_steps_read_what_replays_write(filled: tuple[Served, Any]) -> None:
+    """Captured for 4 sequences of one token, replayed for 3 longer ones and one that fills up."""
+    one, backend = filled
+    backend.init_cuda_graph_state(4, 4)
+    fill = backend.get_cuda_graph_seq_len_fill_value()
+    static = one.batch([fill] * 4, rows=[0] * 4)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    captured = backend._steps
+    eager = one.batch(LENS)  # between a capture and its replay
+    backend.init_forward_metadata(eager)
+    for seed, lens in enumerate(([71, 34, 2], [90, 35, 3])):
+        batch = one.batch([*lens, fill], rows=[1, 2, 3, 0])
+        static.out_cache_loc.copy_(batch.out_cache_loc)
+        backend.init_forward_metadata_out_graph(batch)
+        backend._steps = captured
+        backend.init_forward_metadata_in_graph(static)
+        found = run(one, backend, static, seed)
+        with torch.no_grad():
+            for place, (q, out) in enumerate(zip(queries(4, seed), found)):  # noqa: B905
+                for row, length in enumerate(lens):
+                    expected = of_rows(one, q[row], row + 1, length, place)
+                    assert (out[row].double() - expected).abs().max() < 1e-5
+
+
+def test_slots_keep_their_rows_in_host_memory() -> None:
+    """SGLang's copy to host memory and back; 2 heads of 64 elements: 72 and 40 bytes, in 16s."""
+    from kvquant.sglang.pool import pages_of
+
+    one = served(16, parts=1)
+    pool = one.runner.token_to_kv_pool
+    assert sum(pool.get_kv_size_bytes()) == (ROOM + 16) * 2 * KV_HEADS * (80 + 48)
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.random_(0, 256)
+    before, after = torch.tensor([5, 40, 6]), torch.tensor([20, 21, 22])
+    kept = [pages.transpose(1, 2).flatten(0, 1)[before].clone() for pages in pages_of(pool, 1)]
+    pool.load_cpu_copy(pool.get_cpu_copy(before), after)
+    for pages, rows in zip(pages_of(pool, 1), kept, strict=True):
+        assert torch.equal(pages.transpose(1, 2).flatten(0, 1)[after], rows)
+
+
+def encoder(layer: Any) -> Any:
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    layer.attn_type = AttentionType.ENCODER_ONLY
+    return layer
+
+
+LAYERS: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "local chunks": (lambda: [make_layer(0, use_irope=True)], "0.attn: it attends within local"),
+    "Grok's temperature": (lambda: [make_layer(0, xai_temperature_len=8)], "queries' temperature"),
+    "positions": (lambda: [make_layer(0, pos_encoding_mode="ALIBI")], "positions by ALIBI"),
+    "another cap": (lambda: [make_layer(1, logit_capping_method="sin")], "scores by sin, not tanh"),
+    "cross attention": (
+        lambda: [make_layer(0, is_cross_attention=True)],
+        "of type cross attention",
+    ),
+    "an encoder": (lambda: [encoder(make_layer(0))], "of type encoder_only"),
+    "shared rows": (
+        lambda: [make_layer(0), make_layer(0)],
+        "1.attn: it shares the rows of layer 0",
+    ),
+    "other heads": (lambda: [make_layer(0, tp_k_head_num=4)], "it has 4 KV heads of 64 and 64"),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers_are_refused_at_the_start(case: str) -> None:
+    from kvquant.sglang.backend import RowsAttention
+
+    layers, words = LAYERS[case]
+    with pytest.raises(UnsupportedError, match=re.escape(words)):
+        RowsAttention(served(1, parts=1, layers=layers()).runner)
+
+
+def test_engines_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvquant.sglang import backend
+
+    one = served(1, parts=1).runner
+    one.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+    with pytest.raises(UnsupportedError, match="no backend for drafted tokens"):
+        backend.RowsAttention(one)
+    one.token_to_kv_pool = type("HybridLinearKVPool", (), {})()
+    with pytest.raises(UnsupportedError, match="of this model in HybridLinearKVPool, and kvquant"):
+        backend.RowsAttention(one)
+    for options in ({"dtype": torch.float8_e5m2}, {"quant_method": "fp4"}):
+        with pytest.raises(UnsupportedError, match="give --kv-cache-dtype bfloat16"):
+            served(1, parts=1, **options)
+    with pytest.raises(UnsupportedError, match="has the layout hnd"):
+        served(1, parts=1, kv_cache_layout="hnd")
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend="full"))
+    found = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
+    monkeypatch.setattr(backend, "get_exec", lambda: found)
+    with pytest.raises(UnsupportedError, match="--cuda-graph-backend-prefill breakable"):
+        backend.RowsAttention(served(1, parts=1).runner)
+
+
+def test_plans_of_other_models_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plan's model is told by its config as it was saved: SGLang writes into its own."""
+    from kvquant.sglang import backend, layers
+
+    LlamaConfig(head_dim=DIM).save_pretrained(tmp_path)
+    made = example_plan(3, KV_HEADS, DIM)
+    config = AutoConfig.from_pretrained(tmp_path).to_dict()
+    plan = CachePlan({**made.facts, "model": model_identity(config)}, made.tensors)
+    asked = Settings("int8", "int4-g4", plan.with_formats("int8", "int4-g4"))
+    monkeypatch.setattr(backend, "settings", lambda: asked)
+    parallel = SimpleNamespace(attn_tp_rank=0, attn_tp_size=1)
+    monkeypatch.setattr(layers, "get_parallel", lambda: parallel)
+    one = served(1, parts=1).runner
+    one.model_config.model_path = str(tmp_path)
+    rows = backend.RowsAttention(one)._rows
+    assert all(one.basis is not None for one in rows.values())
+    LlamaConfig(head_dim=DIM, hidden_size=512).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="calibrate this model"):
+        backend.RowsAttention(one)
+
+
+def test_calls_that_have_no_rows_are_refused(filled: tuple[Served, Any]) -> None:
+    one, backend = filled
+    batch, layer = one.batch([71, 34, 2]), one.runner.model[0].attn
+    backend.init_forward_metadata(batch)
+    q, k = torch.randn(3, HEADS * DIM), torch.randn(3, KV_HEADS * DIM)
+    with pytest.raises(UnsupportedError, match="layer 0 attends to another layer's K and V"):
+        backend.forward(q, None, None, layer, batch)
+    with pytest.raises(UnsupportedError, match=re.escape("layer 0 gives ['k_rope']")):
+        backend.forward(q, k, k, layer, batch, k_rope=k)
+    with pytest.raises(UnsupportedError, match="written by kvquant's attention backend alone"):
+        one.runner.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, k)
+    with pytest.raises(UnsupportedError, match="graphs of one token for each sequence"):
+        backend.init_cuda_graph_state(4, 8)
+    with pytest.raises(UnsupportedError, match="leave --enable-torch-compile out"):
+        backend.init_cpu_graph_state(4, 4)
+
+
+def test_kernels_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: before the first request, and with the sinks that a layer gets with its queries."""
+    from kvquant.sglang import backend
+
+    told: list[Any] = []
+    monkeypatch.setattr(backend, "warm_up_layers", lambda *given: told.extend(given))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    one = served(16, parts=2).runner
+    one.device = "cuda"
+    backend.RowsAttention(one)
+    device, calls = told
+    assert device == torch.device("cuda", 3)
+    assert [call.layer.variant is None for call in calls] == [True, False]
+    variant = calls[1].layer.variant
+    assert variant.sink_logits.dtype == torch.float32 and variant.window == WINDOW
+    for call in calls:
+        assert (call.num_q_heads, call.page_size, call.max_model_len) == (HEADS, 16, 128)
+        assert (call.max_num_seqs, call.max_num_tokens) == (len(LENS), 64)
+
+
+def configurator(**changes: Any) -> Any:
+    model = SimpleNamespace(
+        head_dim=64,
+        v_head_dim=64,
+        swa_head_dim=128,
+        swa_v_head_dim=128,
+        get_num_kv_heads=lambda ranks: 8 // ranks,
+        get_swa_num_kv_heads=lambda ranks: 4 // ranks,
+    )
+    given = {"is_draft_worker": False, "use_mla_backend": False, "kv_cache_dtype": torch.bfloat16}
+    return SimpleNamespace(model_config=model, **{**given, **changes})
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the engine was asked for: the backends of prompts and of decoding sequences."""
+    from sglang.srt import runtime_context
+
+    found = ["kvquant", "kvquant"]
+    monkeypatch.setattr(runtime_context, "attention_backends", lambda: tuple(found))
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2))
+    return found
+
+
+def test_bytes_of_tokens(backends: list[str]) -> None:
+    """K int8 and V int4-g4: 80 and 48 bytes with 64 elements, 144 and 80 with 128."""
+
+    def in_16_bit(sizes: Any, configurator: Any, num_layers: int) -> int:
+        return num_layers * 4 * (64 + 64) * 2
+
+    assert plugin._cell_size(in_16_bit, None, configurator(), 3) == 3 * 4 * (80 + 48)
+    sizes = SimpleNamespace(_full_per_token=0, _swa_per_token=0, _recompute_cell_size=list)
+    plugin._window_sizes(lambda *_: None, sizes, configurator())
+    assert sizes._full_per_token == 4 * (80 + 48) and sizes._swa_per_token == 2 * (144 + 80)
+    for others in ({"is_draft_worker": True}, {"use_mla_backend": True}):
+        assert plugin._cell_size(in_16_bit, None, configurator(**others), 3) == 3072
+        plugin._window_sizes(lambda *_: None, sizes, configurator(**others))
+    backends[:] = ["triton", "triton"]
+    assert plugin._cell_size(in_16_bit, None, configurator(), 3) == 3072
+
+
+def test_the_choice_of_the_pool(backends: list[str]) -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import PageMajorMHATokenToKVPool as PageMajor
+
+    from kvquant.sglang.pool import RowsPool
+
+    def own(_: Any, *, kind: str, default: type) -> type:
+        return default
+
+    chosen = plugin._pool_class
+    assert chosen(own, configurator(), kind="mha", default=MHATokenToKVPool) is RowsPool
+    assert chosen(own, configurator(), kind="mla", default=MLATokenToKVPool) is MLATokenToKVPool
+    with pytest.raises(UnsupportedError, match="leave --enable-page-major-kv-layout out"):
+        chosen(own, configurator(), kind="mha", default=PageMajor)
+    backends[1] = "triton"
+    with pytest.raises(ConfigError, match=re.escape("backends ['kvquant', 'triton']")):
+        chosen(own, configurator(), kind="mha", default=MHATokenToKVPool)
+    backends[0] = "triton"
+    assert chosen(own, configurator(), kind="mha", default=MHATokenToKVPool) is MHATokenToKVPool
+
+
+def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss and Gemma 4 are adjusted as with Triton's backend, and the rest as before."""
+    from sglang.srt.arg_groups import model_hook
+
+    told: list[Any] = []
+    monkeypatch.setattr(model_hook, "attention_backends_of", lambda view: view)
+    for view in (("kvquant", "kvquant"), ("fa3", "fa3")):
+        plugin._admit(view, lambda view: told.append(model_hook.attention_backends_of(view)))
+    assert told == [("triton", "triton"), ("fa3", "fa3")]
+    assert model_hook.attention_backends_of("kvquant") == "kvquant"
