@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
 from .contract import PageLayout
 
+log = logging.getLogger("kvquant")
 KEYS = ("k_format", "v_format", "plan", "prompts")
 LATENT_KEYS = ("format", "plan", "prompts")
 PROMPTS = ("16-bit", "rows")  # what tokens of a prompt attend to, of those that come with them
@@ -231,3 +233,20 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
         f"the plan has {len(set(pairs))} pairs of formats, and pages have one for all layers: "
         f"give {'format' if plan.is_latent else 'k_format and v_format'} beside the plan"
     )
+
+
+@lru_cache
+def tell_settings(settings: Settings | LatentSettings) -> None:
+    """Log once which rows an engine has, and where a plan asks for what pages cannot keep."""
+    log.info("kvquant: %s", settings)
+    if settings.plan is None:
+        return
+    log.info("kvquant: %r", settings.plan)
+    limit = settings.plan.facts.get("limit") or {}
+    if not limit.get("met", True):
+        log.warning(
+            "kvquant: the plan misses its limit of KL %s, where sinks and recent tokens in 16 bit "
+            "help; an engine's pages have none: allow more bits, or serve this model without "
+            "kvquant",
+            limit.get("max_kl"),
+        )

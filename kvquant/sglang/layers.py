@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +13,10 @@ from sglang.srt.runtime_context import get_parallel
 from transformers import AutoConfig
 
 from ..engine.contract import LayerRows, PageLayout
-from ..engine.settings import Settings, rank_heads
+from ..engine.settings import Settings, rank_heads, tell_settings
 from ..engine.warmup import StepCalls
 from ..errors import KVQuantError, UnsupportedError
 from ..rows.variant import AttentionVariant, names_of
-
-log = logging.getLogger("kvquant")
 
 
 def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
@@ -51,7 +48,7 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
             + "\n  ".join(refused)
             + "\nDo what is said there, or serve the model with another --attention-backend."
         )
-    _tell(settings)
+    tell_settings(settings)
     return found
 
 
@@ -156,18 +153,3 @@ def _rows_of(layer: Any, runner: Any, settings: Settings) -> LayerRows:
     return LayerRows(
         layout, layer.scaling, basis, None if is_plain else variant, settings.prompts_from_rows
     )
-
-
-def _tell(settings: Settings) -> None:
-    """Log what is kept, and where a plan asks for what pages cannot keep."""
-    log.info("kvquant: K rows %s, V rows %s", settings.k_format, settings.v_format)
-    if settings.plan is None:
-        return
-    log.info("kvquant: %r", settings.plan)
-    limit = settings.plan.facts.get("limit") or {}
-    if not limit.get("met", True):
-        log.warning(
-            "kvquant: the plan misses its limit of KL %s, where sinks and recent tokens in 16 bit "
-            "help; SGLang's pool has none: allow more bits, or serve this model without kvquant",
-            limit.get("max_kl"),
-        )

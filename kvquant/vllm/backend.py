@@ -38,7 +38,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from ..engine.contract import LayerRows, NewTokens
-from ..engine.settings import LatentSettings, Settings, rank_heads
+from ..engine.settings import LatentSettings, Settings, rank_heads, tell_settings
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import StepCalls, begin_warm_up, runs_on, warm_up_layers
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
@@ -394,25 +394,9 @@ def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
 
 def tell_rows(settings: Settings | LatentSettings, vllm_config: VllmConfig) -> None:
     """Log once which rows an engine has, and which layers have none."""
-    _tell(settings)
+    tell_settings(settings)
     for name, layers in _without_rows(vllm_config).items():
         _tell_without_rows(name, tuple(layers))
-
-
-@lru_cache
-def _tell(settings: Settings | LatentSettings) -> None:
-    """Log once what is kept, and where a plan asks for what pages cannot keep."""
-    logger.info("kvquant: %s", settings)
-    if settings.plan is None:
-        return
-    logger.info("kvquant: %r", settings.plan)
-    limit = settings.plan.facts.get("limit") or {}
-    if not limit.get("met", True):
-        logger.warning(
-            "kvquant: the plan misses its limit of KL %s, where sinks and recent tokens in 16 bit "
-            "help; pages of vLLM have none: allow more bits, or serve this model without kvquant",
-            limit.get("max_kl"),
-        )
 
 
 def _without_rows(vllm_config: VllmConfig) -> dict[str, list[str]]:
