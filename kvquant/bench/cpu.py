@@ -132,12 +132,12 @@ def bench_decode(case: Case, seconds: float = 3.0) -> DecodeResult:
     same attention as two batched matmuls and a softmax in bfloat16.
 
     Args:
-        case: of packed rows without pages.
-        seconds: for which all of them are timed.
+        case: with packed rows, without pages.
+        seconds: how long all of them are timed together.
 
     Raises:
-        KVQuantError: the result is further from the reference than MAX_ERROR of the case's dtype;
-            nothing is timed then.
+        KVQuantError: the result differs from the reference by more than MAX_ERROR of the case's
+            dtype; nothing is timed then.
     """
     (inputs,) = make_inputs(case, 1, torch.device("cpu"))
     error = check(case, inputs)

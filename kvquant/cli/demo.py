@@ -257,7 +257,7 @@ def _passages(
     context = min(context, min(limit, len(tokens)) - scored - 1)
     if context < 1 and limit < len(tokens):
         raise ConfigError(
-            f"this model has {model.max_positions} positions: the demo takes a model with more "
+            f"this model has {model.max_positions} positions: the demo needs a model with more "
             f"than {scored + 1 + ROUNDS}"
         )
     if context < 1:

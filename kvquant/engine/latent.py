@@ -1,11 +1,11 @@
 """Steps of a layer with multi-head latent attention (MLA), whose rows lie in an engine's pages.
 
-They are as those of keys and values (contract.py, step.py), but for the tokens of prompts. For them
-the engine makes keys and values out of latents, and attends; `latents_at` gives it those of tokens
-that are in the pages already.
+The engine gives and gets what contract.py says, except for the tokens of prompts. With these the
+engine itself attends: it makes keys and values out of latents. `latents_at` gives it the latents of
+tokens whose rows are in the pages.
 
-    pages     [num_pages, page_size, row_bytes], uint8, the rows of a page without gaps: one row a
-              token, of its latent and its RoPE part
+    pages     [num_pages, page_size, row_bytes], uint8, the rows of a page without gaps. A token has
+              one row, which holds its latent and its RoPE part
     latent    [num_tokens or more, latent_dim], after its norm
     rope      [num_tokens or more, rope_dim], after RoPE
     q_latent  [num_tokens or more, num_heads, latent_dim]: W_UK^T q of each head
@@ -40,11 +40,11 @@ class LatentRows(NamedTuple):
     """What a layer's attention needs besides the pages.
 
     Attributes:
-        fmt: of the rows.
-        sm_scale: factor on the scores, that of the model's keys before absorption.
-        basis: that the rows are stored in, on the device, k of the latents and v of the RoPE parts;
-            None for none.
-        prompts_from_rows: as of LatentSettings.
+        fmt: the format of the rows.
+        sm_scale: factor on the scores: the model's factor for keys before absorption.
+        basis: the basis in which the rows are stored, on the device: k for the latents and v for
+            the RoPE parts. None without a plan.
+        prompts_from_rows: as in LatentSettings.
     """
 
     fmt: LatentFormat
@@ -54,7 +54,7 @@ class LatentRows(NamedTuple):
 
 
 def check_kernels(fmt: LatentFormat, dtype: torch.dtype) -> None:
-    """Raise UnsupportedError unless a GPU's kernel reads such rows for a model of this dtype."""
+    """Raise UnsupportedError unless the CUDA kernels read such rows for a model of this dtype."""
     mla.check_kernels([fmt], "fp16" if dtype == torch.float16 else "bf16")
 
 
@@ -69,8 +69,10 @@ def append_latents(
 
     Args:
         layer: of the model.
-        latent, rope, pages: as above, of the model's dtype.
-        slots: [num_tokens], int64: page * page_size + place; a negative one is skipped.
+        latent, rope: as above, of the model's dtype.
+        pages: as above.
+        slots: [num_tokens], int64: page * page_size + place in the page. A token with a negative
+            slot is not written.
 
     Raises:
         As kvquant.append_rows.
@@ -90,16 +92,16 @@ def attend_to_latents(
     q_rope: torch.Tensor,
     pages: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend with the queries of a step's decoding sequences, whose rows have been written.
+    """Attend with the queries of a step's decoding sequences, after append_latents.
 
     Args:
         layer: of the model.
-        step: which tokens these are.
+        step: which tokens belong to which decoding sequence.
         q_latent, q_rope, pages: as above.
 
     Returns:
-        [step.num_tokens, num_heads, latent_dim]: the weighted sum of latents of each head, to which
-        the engine applies W_UV.
+        [step.num_tokens, num_heads, latent_dim]: each head's weighted sum of latents. The engine
+        multiplies it by W_UV.
 
     Raises:
         As kvquant.mla_decode_attention.
@@ -114,14 +116,14 @@ def attend_to_latents(
 def latents_at(
     layer: LatentRows, pages: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latents and RoPE parts of tokens that are in the pages, as the rows have them.
+    """The latents and RoPE parts of tokens whose rows are in the pages, dequantized.
 
     Args:
         layer: of the model.
         pages: as above.
-        slots: [tokens], int64, contiguous.
-        out: memory for them, contiguous: tokens * (latent_dim + rope_dim) elements or more, of the
-            dtype that they are to have.
+        slots: [tokens], int64, contiguous: page * page_size + place in the page.
+        out: memory for the result, contiguous, of tokens * (latent_dim + rope_dim) elements or
+            more. Its dtype is that of the result.
 
     Returns:
         [tokens, 1, latent_dim] and [tokens, 1, rope_dim], views of out.
@@ -143,17 +145,17 @@ def _parts(layer: LatentRows, pages: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 @dataclass(frozen=True)
 class LatentCalls:
-    """What a layer of an engine will be called for, as StepCalls.
+    """The calls that a layer of an engine will make, as StepCalls has them for keys and values.
 
     Attributes:
-        layer: its rows; those of another layer of this kind launch the same kernels.
-        num_heads: of queries, on this rank.
+        layer: its rows; other layers of the same kind launch the same kernels.
+        num_heads: query heads on this rank.
         dtype: of the model.
         page_size: tokens of a page.
         max_model_len: tokens of a sequence, at most.
         max_num_seqs: sequences of a step, at most.
         max_num_tokens: tokens of a step, at most.
-        most_queries: of a decoding sequence: 1, and the tokens that are drafted for it.
+        most_queries: queries of a decoding sequence, at most: 1, and its drafted tokens.
     """
 
     layer: LatentRows
@@ -173,7 +175,7 @@ class LatentCalls:
         return fmt, present_in(basis), from_rows, rest
 
     def __call__(self) -> None:
-        """Make all of them, on the meta device."""
+        """Make all calls, on the meta device."""
         basis = self.layer.basis
         layer = self.layer._replace(basis=basis and basis.to("meta"))
         max_pages = -(-self.max_model_len // self.page_size)

@@ -115,12 +115,12 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class LatentSettings:
-    """The latent rows that were asked for: one format, and bases for each layer.
+    """The latent rows that an engine was asked for: one format, and a basis for each layer.
 
     Attributes:
         format: short name of a LatentFormat ("int4-g8+int8-g4").
-        plan: bases and clip ratios of each layer; None for none.
-        prompts_from_rows: as of Settings.
+        plan: bases and clip ratios of each layer, or None.
+        prompts_from_rows: as in Settings.
     """
 
     format: str
@@ -132,8 +132,9 @@ class LatentSettings:
         """Read what a user of an engine gives, for a model with latent attention.
 
         Args:
-            given: a dict with "format", "plan" and "prompts", as in Settings.parse; with a plan of
-                latent rows the format may be left out, if its layers have one in common.
+            given: a dict with "format", "plan" and "prompts". "plan" and "prompts" are as in
+                Settings.parse. With a plan "format" may be left out, if all layers of the plan have
+                the same.
             name: what errors call it.
 
         Raises:
@@ -166,7 +167,7 @@ class LatentSettings:
         """The rows of a layer with such latents.
 
         Raises:
-            ConfigError: latent rows have not such sizes.
+            ConfigError: there are no latent rows of these sizes.
         """
         return LatentFormat.parse(self.format, latent_dim, rope_dim)
 
@@ -188,7 +189,7 @@ def rank_heads(total: int, rank: int, ranks: int) -> list[int]:
 
 
 def _plan_and_prompts(given: Any, keys: Sequence[str], name: str) -> tuple[CachePlan | None, bool]:
-    """What all settings have: the plan, and whether prompts attend to rows. Raises as parse."""
+    """What all settings share: the plan, and whether prompts attend to rows. Raises as parse."""
     if not isinstance(given, Mapping) or not given.keys() <= set(keys):
         raise ConfigError(f"{name} is {shown(given)}: give a dict with {', '.join(keys)}")
     prompts = given.get("prompts", PROMPTS[0])
@@ -237,7 +238,7 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
 
 @lru_cache
 def tell_settings(settings: Settings | LatentSettings) -> None:
-    """Log once which rows an engine has, and where a plan asks for what pages cannot keep."""
+    """Log once which rows an engine has, and warn if the plan misses its limit of KL."""
     log.info("kvquant: %s", settings)
     if settings.plan is None:
         return
@@ -245,8 +246,8 @@ def tell_settings(settings: Settings | LatentSettings) -> None:
     limit = settings.plan.facts.get("limit") or {}
     if not limit.get("met", True):
         log.warning(
-            "kvquant: the plan misses its limit of KL %s, where sinks and recent tokens in 16 bit "
-            "help; an engine's pages have none: allow more bits, or serve this model without "
-            "kvquant",
+            "kvquant: the plan misses its limit of KL %s. Sinks and recent tokens in 16 bit would "
+            "help, but an engine's pages cannot keep them: allow more bits, or serve this model "
+            "without kvquant",
             limit.get("max_kl"),
         )

@@ -93,15 +93,15 @@ class Step:
         return Lengths(queries, keys, *starts)
 
     def padded(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries of the decoding sequences, [num_tokens or more, ...], as attention takes them:
-        [decodes, ...], or [decodes, q_len, ...] where a sequence has several."""
+        """Give queries [num_tokens or more, ...] of the decoding sequences the shape that attention
+        takes: [decodes, ...], or [decodes, q_len, ...] where a sequence has several."""
         q = q[: self.num_tokens]
         if self.places is not None:
             q = q.new_empty(self.decodes * self.q_len, *q.shape[1:]).index_copy_(0, self.places, q)
         return q.unflatten(0, (self.decodes, self.q_len)) if self._has_places else q
 
     def unpadded(self, found: torch.Tensor) -> torch.Tensor:
-        """What attention found for these queries, [num_tokens, ...]."""
+        """Attention's output for padded queries, without the padding: [num_tokens, ...]."""
         if self._has_places:
             found = found.flatten(0, 1)
         return found if self.places is None else found[self.places]
@@ -324,7 +324,8 @@ def _behind_past(
 def dequantize_past(
     rows: torch.Tensor, fmt: RowFormat, basis: Basis | None, slots: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Write the values of rows at slots, as they came, to out, [tokens, num_kv_heads, head_dim]."""
+    """Dequantize the rows at slots, undo their basis, and write them to out, [tokens, num_kv_heads,
+    head_dim]."""
     if basis is None and fmt.is_of_heads:  # by a kernel
         dequantize_pages(rows, fmt, slots, out.dtype, out)
         return

@@ -101,14 +101,14 @@ def runs_on(capability: Sequence[int]) -> bool:
 
 
 class LayerCalls(Protocol):
-    """StepCalls, or those of another kind of layer."""
+    """The calls that a layer will make: StepCalls, or LatentCalls."""
 
     @property
     def kind(self) -> Hashable:
         """All that kernels depend on."""
 
     def __call__(self) -> None:
-        """Make all of them, on the meta device."""
+        """Make all calls, on the meta device."""
 
 
 def begin_warm_up(device: torch.device, calls: LayerCalls) -> None:

@@ -653,8 +653,8 @@ def _forget_tensors(layer: Any) -> None:
 
 
 def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To 16 bit, in the dtype that it has: a chunk meets the values that later calls read as 16-bit
-    rows, wherever it ends. A new tensor, whose mark does not outlive the call."""
+    """Round to 16 bit and keep the dtype: so a chunk attends to the same values that later calls
+    read as 16-bit rows, wherever it ends. Returns a new tensor, whose mark ends with the call."""
     if states.dtype == dtype:
         return states.view_as(states)
     return states.to(dtype).to(states.dtype)

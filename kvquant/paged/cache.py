@@ -249,24 +249,26 @@ class PagedKVCache(NotCopied):
         plan: Plan | None = None,
         **options: Any,
     ) -> Self:
-        """Make an empty cache for a model of transformers: of its layers, heads and windows.
+        """Make an empty cache with the layers, KV heads and windows of a model of transformers.
 
-        The cache has the layers that own keys and values, in order: a layer that attends to those
-        of another one has no place. On a rank of a model with a tp_plan it has the rank's heads.
+        The cache holds the layers that have keys and values of their own, in the model's order. It
+        does not hold a layer that attends to another layer's keys and values. On a rank of a model
+        with a tp_plan it has the rank's heads.
 
         Args:
             model: the model, or its config.
             num_pages, max_seq_len: as in the class.
-            plan: for this model: it says formats and bases.
-            options: the others of the class, but for sizes. The model's device and 16-bit dtype are
-                taken unless device and exact_format are given.
+            plan: a plan of this model, with formats and bases.
+            options: the other options of the class, except sizes. Unless device and exact_format
+                are given, the cache has the model's device and 16-bit dtype.
 
         Raises:
-            ConfigError: model is none, or an option is not possible; or the model has latent rows
-                and the class has not, or the other way round: the message names the class.
+            ConfigError: model is neither a model of transformers nor a config, or an option is not
+                possible; or the model needs the other class (LatentPagedKVCache for latent
+                attention), which the message names.
             CheckpointError: the plan was made for another model.
-            UnsupportedModelError: some layer has no keys and values of tokens, or of other heads;
-                or layers are on several devices.
+            UnsupportedModelError: a layer keeps something else than keys and values of tokens,
+                layers differ in their number of KV heads, or they are on several devices.
 
         Example:
             >>> import transformers
@@ -302,11 +304,11 @@ class PagedKVCache(NotCopied):
                 attention's own buffers take more.
             shape: num_layers, num_kv_heads and head_dim, as in PagedKVCache; num_layers in
                 LatentPagedKVCache; nothing with a model or a plan.
-            model: as in for_model.
-            plan: as in from_plan or for_model.
+            model: a model or its config, as in for_model.
+            plan: as in for_model with a model, else as in from_plan.
             seq_len: tokens of a sequence that is read and written to its end; not with
                 max_num_seqs.
-            options: the others of PagedKVCache (or for_model, from_plan), but for num_pages.
+            options: the other options of PagedKVCache, for_model or from_plan, except num_pages.
 
         Raises:
             ConfigError: not even one page and the sequence slots fit, or an option is not possible.
@@ -397,8 +399,9 @@ class PagedKVCache(NotCopied):
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be taken: those that are kept only to be found again included, those that
-        allocate promised left out; where layers have windows, in those that see the most."""
+        """Pages that a sequence can still take. Cached pages of past prefixes count, and pages that
+        allocate reserved do not. Where layers have windows: pages of the layers that see the most.
+        """
         self._let_go()
         return self.state.num_free_pages
 
@@ -443,9 +446,10 @@ class PagedKVCache(NotCopied):
     ) -> int:
         """Begin a sequence with the rows that are there for a prefix of its tokens, if any.
 
-        With room it is begun only if there are pages for so many tokens, and no other sequence
-        takes them. The promise ends with the sequence, and when it is swapped out or an interrupt
-        (Ctrl-C) was recovered from. It covers no page that is copied because a fork shares it.
+        With room the sequence begins only if there are pages for so many tokens. These pages are
+        reserved: no other sequence takes them. The reservation ends when the sequence is freed or
+        swapped out, or when the cache recovers from an interrupt (Ctrl-C). It does not include the
+        copy of a page that a fork shares.
 
         Whole pages are found, and with them the sinks; the recent window of the new sequence is
         empty and fills with its next tokens. The last of the tokens is never present, because its
@@ -454,16 +458,16 @@ class PagedKVCache(NotCopied):
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with.
-            room: tokens of the sequence that get pages, those that are present included:
-                len(tokens) for the prompt, and more for what follows. In layers with a window the
-                sequence gets those that it holds between steps. Nothing is promised when None.
+            room: tokens to reserve pages for, those that are present included: len(tokens) for the
+                prompt, and more for the answer. In layers with a window the pages that a sequence
+                holds between steps are reserved. None reserves nothing.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
 
         Raises:
-            OutOfPagesError: no sequence slot is free, or there are fewer pages than room asks for;
-                or others were promised pages that the prefix has.
+            OutOfPagesError: no sequence slot is free, there are fewer pages than room needs, or
+                taking the prefix's cached pages would leave too few for reservations of others.
             ShapeError: room is over max_seq_len.
             ConfigError: the id is in use, or tokens or room are not whole numbers.
         """

@@ -122,7 +122,7 @@ class LatentPagedBatch(StepBatch):
                 in the first rows of its q_len; what stands in the others is not read.
             q_rope: the same but for its last axis, rope_dim.
             sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
-            q_indptr: must be None: latent rows have no ragged queries.
+            q_indptr: None, because latent rows have no ragged queries.
 
         Returns:
             As mla_decode_attention; zeros for places without a sequence, and rows without a new
@@ -231,9 +231,9 @@ class LatentPagedBatch(StepBatch):
 
 
 def _check_padded(q_indptr: object) -> None:
-    """Raise UnsupportedError for ragged queries, as PagedBatch has them."""
+    """Raise UnsupportedError for ragged queries, which only PagedBatch takes."""
     if q_indptr is not None:
         raise UnsupportedError(
-            "q_indptr is given, and latent rows have no ragged queries: give padded ones, "
-            "[batch, q_len, num_heads, dim], those of each sequence's new tokens first"
+            "q_indptr is given, and latent rows have no ragged queries: give padded queries "
+            "[batch, q_len, num_heads, dim], those of a sequence's new tokens in its first rows"
         )

@@ -72,8 +72,8 @@ class Growth(NamedTuple):
 @dataclass(eq=False, slots=True)
 class _Sequence:
     """Pages of length tokens; the first `in_tree` ones are in the prefix tree, under the root, and
-    of each window the first `dropped` ones are seen no more. It was promised `room` pages in all.
-    """
+    of each window the first `dropped` ones are seen no more. `room` pages in all are reserved
+    for it."""
 
     pages: list[int]
     length: int
@@ -180,8 +180,8 @@ class PagePool:
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with, those of the root included.
-            room: tokens in pages that the sequence is promised pages for, those of the prefix
-                included: no other one takes these.
+            room: tokens in pages to reserve pages for, those of the prefix included: no other
+                sequence takes these pages.
         """
         self._check_new(sequence_id)
         known = token_ids(tokens)
@@ -486,7 +486,7 @@ class PagePool:
         invariant(self._cached.keys() <= in_tree, "a page is cached outside the tree")
         for window, seen in zip(self.windows, self._in_sight(), strict=True):
             window.check(seen + Counter(self._sources), in_tree)
-        invariant(self.num_left()[0] >= 0, "more pages are promised than can be taken")
+        invariant(self.num_left()[0] >= 0, "more pages are reserved than can be taken")
         roots = Counter(id(s.root) for s in self._sequences.values() if s.root is not None)
         held = {id(root): root.uses for root in self._tree.roots.values() if root.uses}
         invariant(roots == held, "the uses of a root are not its sequences")
@@ -519,10 +519,11 @@ class PagePool:
             raise ConfigError(f"sequence {shown(sequence_id)} exists: free it or use another id")
 
     def num_left(self, ends: Mapping[int, int] | None = None) -> list[int]:
-        """Pages, and frames of each window, that can be taken without those that were promised.
+        """Pages, and frames of each window, that can be taken and are not reserved.
 
         Args:
-            ends: pages of sequences after a step, by the id() of each; as they are where not given.
+            ends: how many pages sequences have after a step, by the id() of each sequence. A
+                sequence that is not given keeps the number that it has now.
         """
         left = [self.num_free, *(window.num_free for window in self.windows)]
         for sequence in [one for one in self._sequences.values() if one.room]:
@@ -554,7 +555,7 @@ class PagePool:
         if not short:
             return
         pages, *windows = [max(count, 0) for count in left]
-        has, advice = f"{pages} of {self.num_pages} can be taken", ""
+        has, advice = f"{pages} of {self.num_pages} are free and not reserved", ""
         if short != [0]:
             has = ", ".join(
                 f"{windows[at - 1]} of {(one := self.windows[at - 1]).num_frames} can be taken "
@@ -620,8 +621,8 @@ class PagePool:
     def _needed(
         self, sequences: Iterable[_Sequence], counts: Iterable[int]
     ) -> tuple[int, dict[int, int]]:
-        """Pages to take for the tokens: new ones and copies of shared last ones; and the pages of
-        each sequence then, see num_left."""
+        """Pages to take for the tokens: new ones and copies of shared last ones; and how many pages
+        each sequence has then, see num_left."""
         needed, size, writers, ends = 0, self.page_size, Counter[int](), dict[int, int]()
         for sequence, count in zip(sequences, counts, strict=True):
             ends[id(sequence)] = end = -(-(sequence.length + count) // size)

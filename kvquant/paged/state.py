@@ -168,7 +168,7 @@ class PagedState(NotCopied):
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be taken and were not promised, of the group that sees the most."""
+        """Pages that can be taken and are not reserved, of the group that sees the most."""
         return max(self.pool.num_left()[self.groups[0] is not None], 0)
 
     def places(self, group: int, pages: Sequence[int]) -> list[int]:
@@ -202,8 +202,8 @@ class PagedState(NotCopied):
     def allocate(
         self, sequence_id: SequenceId, tokens: Sequence[int] = (), room: int = 0
     ) -> Allocation:
-        """Begin a sequence with what is known of all but the last of its tokens, and with a promise
-        of pages for so many tokens."""
+        """Begin a sequence with what is known of all but the last of its tokens, and reserve pages
+        for `room` tokens of it."""
         known = token_ids(tokens)[:-1]
         self._check_seq_slots([sequence_id])
         if room > self.max_seq_len:

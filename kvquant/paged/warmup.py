@@ -32,8 +32,8 @@ class BatchCalls:
         batches: sequences of steps.
         rotary_dim: of a Rope that comes with K, and whether it is interleaved; None: none comes.
         num_q_heads: of queries; when None those that are likely, see _q_heads.
-        most_ragged: tokens of a step with ragged queries, at most; 0: none comes. Their kernels
-            differ by the mean number of queries of a sequence.
+        most_ragged: tokens of a step with ragged queries, at most; 0 without such steps. Their
+            kernels differ by the mean number of queries of a sequence.
         shared_prefix: of the batch. Unless it is False, steps that read a prefix once are told,
             too: at most three kernels of a pair of formats attend to it, with blocks of 64, 128 or
             256 queries, and one combines.
@@ -77,7 +77,7 @@ class BatchCalls:
                         batch.append(layer, k, v, **self._rope(count))
 
     def _totals(self) -> Iterator[int]:
-        """Tokens of steps with ragged queries, so close that hardly a kernel lies between two."""
+        """Totals of ragged queries to compile for, so close that they meet nearly every kernel."""
         total = 1
         while total < self.most_ragged:
             yield total
@@ -155,8 +155,8 @@ def warm_up_batch(batch: Batch, k: object, rope: Rope | None, num_ids: int) -> N
 
 
 def warm_up_ragged(batch: Batch, q: torch.Tensor) -> None:
-    """Compile what steps with ragged queries [total, num_q_heads, head_dim], such as q, will need:
-    at the first of them, since most batches have none."""
+    """Compile the kernels of steps with ragged queries, such as q, [total, num_q_heads, head_dim].
+    The first of these steps calls this, because most batches have none."""
     from ..kernels.cuda.runtime.warmup import warm_up
 
     told = type(batch), batch.cache, q.dtype, 1, (batch.max_batch,)

@@ -24,12 +24,12 @@ from .pool import RowsPool, pages_of
 class RowsAttention(AttentionBackend):
     """Attention to rows, of one ModelRunner of SGLang.
 
-    Where SGLang's pool has two parts, for layers that keep all tokens and for those that keep a
-    window, a batch has a step for each: they differ in pages and slots.
+    SGLang's pool may have two parts: one for layers that see all tokens, and one for layers with a
+    window. Then a batch has a step for each part, because pages and slots differ.
 
     Raises:
         UnsupportedError: SGLang's pool has no rows, tokens are drafted, prompts run in whole CUDA
-            graphs, or layers can have no rows.
+            graphs, or layers cannot have rows.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -38,19 +38,20 @@ class RowsAttention(AttentionBackend):
         parts = [pool.full_kv_pool, pool.swa_kv_pool] if has_windows(pool) else [pool]
         if not all(isinstance(part, RowsPool) for part in parts):
             raise UnsupportedError(
-                f"SGLang keeps K and V of this model in {type(pool).__name__}, and kvquant has "
-                "rows for MHATokenToKVPool, and SWAKVPool of two of them: take another "
+                f"SGLang keeps K and V of this model in {type(pool).__name__}, and kvquant serves "
+                "only MHATokenToKVPool, and SWAKVPool with two such pools: take another "
                 "--attention-backend"
             )
         if not runner.spec_algorithm.is_none():
             raise UnsupportedError(
-                "kvquant has no backend for drafted tokens in SGLang: draft none"
+                "kvquant has no backend for drafted tokens in SGLang: leave "
+                "--speculative-algorithm out"
             )
         graphs = get_exec().graph.cuda_graph_config
         if graphs is not None and graphs.prefill.backend == Backend.FULL:
             raise UnsupportedError(
-                "kvquant shares prompts out on the host, which a CUDA graph of a whole prompt "
-                "does not: give --cuda-graph-backend-prefill breakable or disabled"
+                "kvquant divides prompts on the host, which a CUDA graph of a whole prompt cannot "
+                "do: give --cuda-graph-backend-prefill breakable or disabled"
             )
         self.token_to_kv_pool, self.req_to_token_pool = pool, runner.req_to_token_pool
         self._rows = rows_of_layers(runner, settings())
@@ -66,13 +67,13 @@ class RowsAttention(AttentionBackend):
         if batch.forward_mode.is_extend():
             counts = batch.extend_seq_lens_cpu
         elif not batch.forward_mode.is_decode_or_idle():
-            raise UnsupportedError(f"kvquant has no step of SGLang's {batch.forward_mode}")
+            raise UnsupportedError(f"kvquant does not serve SGLang's {batch.forward_mode}")
         seq_lens = batch.seq_lens.to(torch.int32)
         self._steps = _describe(self._tables(batch), seq_lens, counts, batch.seq_lens_cpu)
         self.init_forward_metadata_in_graph(batch)
 
     def _tables(self, batch: Any) -> list[torch.Tensor]:
-        """The pages of each sequence in each part of the pool, as far as the longest goes."""
+        """For each part of the pool: the pages of each sequence, as many as the longest has."""
         lens, pool, page_size = batch.seq_lens_cpu, self.token_to_kv_pool, self._page_size
         longest = int(lens.max()) if len(lens) else 0
         slots = self.req_to_token_pool.req_to_token[:, :longest:page_size][batch.req_pool_indices]
@@ -87,13 +88,16 @@ class RowsAttention(AttentionBackend):
         return size
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Make what graphs of decoding sequences read: tables and lengths that stay where they are.
+        """Make the tables and lengths that graphs of decoding sequences read, at fixed addresses.
 
         Raises:
-            UnsupportedError: a sequence would have several tokens.
+            UnsupportedError: a sequence would have several tokens in a step.
         """
         if max_num_tokens != max_bs:
-            raise UnsupportedError("kvquant has graphs of one token for each sequence: draft none")
+            raise UnsupportedError(
+                "kvquant has CUDA graphs of one token for each sequence: leave "
+                "--speculative-algorithm out"
+            )
         tokens = self.req_to_token_pool.req_to_token
         shape = max_bs, -(-tokens.shape[1] // self._page_size)
         parts = 1 + has_windows(self.token_to_kv_pool)
@@ -105,14 +109,14 @@ class RowsAttention(AttentionBackend):
         raise UnsupportedError("kvquant has no graphs on the CPU: leave --enable-torch-compile out")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of sequences that fill a graph up: a token, in SGLang's reserved slot."""
+        """The length of sequences that pad a graph's batch: 1 token, in SGLang's reserved slot."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Write what a graph will read, before it is captured and before it is replayed."""
+        """Write the tables and lengths that a graph reads, before its capture and each replay."""
         batch, size = forward_batch, forward_batch.batch_size
         if not batch.forward_mode.is_decode_or_idle():
-            raise UnsupportedError(f"kvquant has no graph of SGLang's {batch.forward_mode}")
+            raise UnsupportedError(f"kvquant has no CUDA graph of {batch.forward_mode}")
         for fixed, table in zip(self._fixed_tables, self._tables(batch), strict=True):
             fixed[:size, : table.shape[1]] = table
         self._fixed_lens[:size] = batch.seq_lens
@@ -122,7 +126,7 @@ class RowsAttention(AttentionBackend):
             self._steps = _describe(tables, lens, [1] * size, batch.seq_lens_cpu)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Find the slots of new tokens; a graph does so in each replay."""
+        """Find the slots of new tokens. In a graph this runs in each replay."""
         slots = forward_batch.out_cache_loc
         self._slots = [slots]
         if has_windows(self.token_to_kv_pool):
@@ -143,7 +147,10 @@ class RowsAttention(AttentionBackend):
         """Write the new tokens' rows, and attend with their queries."""
         if k is None or v is None or not save_kv_cache or others:
             what = f"gives {[*others]}" if others else "attends to another layer's K and V"
-            raise UnsupportedError(f"layer {layer.layer_id} {what}, which kvquant does not know")
+            raise UnsupportedError(
+                f"layer {layer.layer_id} {what}, which kvquant does not serve: take another "
+                "--attention-backend"
+            )
         pool, rows = self.token_to_kv_pool, self._rows[layer.layer_id]
         if sinks is not None:
             rows = with_sinks(rows, sinks)

@@ -1,4 +1,4 @@
-"""The layers of a model that SGLang serves: the rows of each, or why it can have none."""
+"""The layers of a model that SGLang serves: the rows of each, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ..rows.variant import AttentionVariant, names_of
 
 
 def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
-    """The rows of a model's layers, by SGLang's number of the layer.
+    """The rows of a model's layers, by SGLang's layer_id.
 
     Args:
         runner: SGLang's ModelRunner, with a pool of rows and a model whose weights are loaded.
         settings: what the user asks for.
 
     Raises:
-        UnsupportedError: which layers can have no rows, and why.
+        UnsupportedError: some layers cannot have rows; the message names them and the reasons.
         CheckpointError: the plan is of another model.
     """
     if settings.plan is not None:
@@ -38,7 +38,7 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
     for name, layer in layers.items():
         try:
             if shared[layer.layer_id] > 1:
-                raise UnsupportedError(f"it shares the rows of layer {layer.layer_id} with another")
+                raise UnsupportedError(f"it shares layer_id {layer.layer_id} with another layer")
             found[layer.layer_id] = _rows_of(layer, runner, settings)
         except KVQuantError as error:
             refused.append(f"{name}: {error}")
@@ -46,14 +46,14 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
         raise UnsupportedError(
             "kvquant cannot hold the rows of these layers:\n  "
             + "\n  ".join(refused)
-            + "\nDo what is said there, or serve the model with another --attention-backend."
+            + "\nDo what these lines say, or serve the model with another --attention-backend."
         )
     tell_settings(settings)
     return found
 
 
 def _saved_config(runner: Any) -> dict[str, Any]:
-    """The model's config as `kvquant calibrate` read it: SGLang writes into its own."""
+    """The model's config as `kvquant calibrate` read it. SGLang changes its own copy."""
     model = runner.model_config
     config: dict[str, Any] = AutoConfig.from_pretrained(
         model.model_path,
@@ -64,12 +64,12 @@ def _saved_config(runner: Any) -> dict[str, Any]:
 
 
 def has_windows(pool: Any) -> bool:
-    """Whether a pool keeps the rows of some layers for the length of their windows alone."""
+    """Whether a pool has a part for layers with a window, which keeps only the window's tokens."""
     return isinstance(pool, SWAKVPool)
 
 
 def calls_of(runner: Any, rows: dict[int, LayerRows]) -> list[StepCalls]:
-    """What layers will be called for."""
+    """The calls that the layers will make."""
     schedule = runner.server_args
     most = schedule.chunked_prefill_size or 0
     calls = []
@@ -108,11 +108,11 @@ def _rows_of(layer: Any, runner: Any, settings: Settings) -> LayerRows:
     """The rows of a layer on this rank.
 
     Raises:
-        KVQuantError: why it cannot have any.
+        KVQuantError: the layer cannot have rows; the message is the reason.
     """
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
         kind = "cross attention" if layer.is_cross_attention else layer.attn_type.value
-        raise UnsupportedError(f"it is of type {kind}, which decodes from no rows")
+        raise UnsupportedError(f"it is of type {kind}, and rows serve decoders only")
     if layer.use_irope:
         raise UnsupportedError("it attends within local chunks")
     if layer.xai_temperature_len > 0:
@@ -130,8 +130,8 @@ def _rows_of(layer: Any, runner: Any, settings: Settings) -> LayerRows:
     held = layout.num_kv_heads, layout.k_format.head_dim, layout.v_format.head_dim
     if shape != held:
         raise UnsupportedError(
-            f"it has {shape[0]} KV heads of {shape[1]} and {shape[2]} elements of K and V, and "
-            f"SGLang's pool {held[0]} of {held[1]} and {held[2]} for all layers"
+            f"it has {shape[0]} KV heads (head_dim {shape[1]} of K, {shape[2]} of V), and SGLang's "
+            f"pool has {held[0]} for all layers (head_dim {held[1]} of K, {held[2]} of V)"
         )
     basis = None
     if settings.plan is not None:
@@ -139,8 +139,8 @@ def _rows_of(layer: Any, runner: Any, settings: Settings) -> LayerRows:
         heads = rank_heads(total, parallel.attn_tp_rank, parallel.attn_tp_size)
         if len(heads) != layout.num_kv_heads:
             raise UnsupportedError(
-                f"it has {layout.num_kv_heads} KV heads on this rank, other layers {len(heads)}: "
-                "leave the plan out"
+                f"it has {layout.num_kv_heads} KV heads on this rank, and other layers have "
+                f"{len(heads)}: leave the plan out"
             )
         basis = settings.basis(layer.layer_id, heads, layer.qk_head_dim)
         basis = basis and basis.to(runner.device)

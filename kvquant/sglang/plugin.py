@@ -1,8 +1,8 @@
 """The entry point: SGLang finds kvquant's backend here, in every process, and uses it where asked.
 
-SGLang has a registry of attention backends, and none of memory pools, nor of the bytes that a token
-takes in them. So three methods are wrapped by SGLang's own hooks; all are as they were unless the
-attention backend is kvquant's.
+SGLang has a registry of attention backends. It has none of memory pools, nor of the bytes that a
+token takes in them. So kvquant wraps three methods by SGLang's own hooks. Unless the attention
+backend is kvquant's, the wrapped methods do what SGLang's do.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WINDOW_SIZES = SIZES + "HybridSWAPoolConfigurator.__init__"
 
 
 def register() -> None:
-    """Name the backend, and hook the choice of the memory pool; SGLang calls this in every process
-    before it reads its arguments."""
+    """Register the backend, and hook the choice and the size of the memory pool. SGLang calls this
+    in every process before it reads its arguments."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -43,10 +43,10 @@ def register() -> None:
 
 @lru_cache
 def settings() -> Settings:
-    """What the user asks for.
+    """The settings in the environment variable.
 
     Raises:
-        ConfigError: the variable holds no JSON, or what Settings.parse refuses.
+        ConfigError: the variable holds no JSON, or settings that Settings.parse refuses.
     """
     text = os.environ.get(VARIABLE, DEFAULT)
     try:
@@ -63,9 +63,9 @@ def _make_backend(runner: Any) -> Any:
 
 
 def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Let SGLang adjust its arguments to the model. For gpt-oss and Gemma 4 it asks whether the
-    attention backend is in a list of its own ones: there kvquant's counts as Triton's, which serves
-    the same models."""
+    """Let SGLang adjust its arguments to the model. For gpt-oss and Gemma 4 it accepts only the
+    backends of a fixed list. While it looks there, kvquant's backend has the name of SGLang's
+    Triton backend, which serves the same models."""
     from sglang.srt.arg_groups import model_hook
 
     given = model_hook.attention_backends_of
@@ -93,17 +93,17 @@ def _is_asked(configurator: Any) -> bool:
         return False
     if asked != {NAME}:
         raise ConfigError(
-            f"prompts and decoding sequences have the attention backends {sorted(asked)}, and "
-            f"{NAME}'s rows can be read by itself alone: give --attention-backend {NAME} for both"
+            f"prompts and decoding sequences have the attention backends {sorted(asked)}, and only "
+            f"{NAME} can read its rows: give --attention-backend {NAME} for both"
         )
     return True
 
 
 def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> Any:
-    """SGLang's choice of a memory pool, but for rows.
+    """The class of the memory pool: RowsPool if rows are asked for, else SGLang's choice.
 
     Raises:
-        UnsupportedError: another arrangement of the pool was asked for.
+        UnsupportedError: SGLang would take a pool of another layout.
     """
     if kind != "mha" or not _is_asked(configurator):
         return original(configurator, kind=kind, default=default)
@@ -111,8 +111,8 @@ def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -
 
     if default not in RowsPool.__mro__:
         raise UnsupportedError(
-            f"SGLang would take {default.__name__}, in which tokens have no place of their own for "
-            "rows: leave --enable-page-major-kv-layout out"
+            f"SGLang chose the pool {default.__name__}, and rows need MHATokenToKVPool: leave "
+            "--enable-page-major-kv-layout out"
         )
     return RowsPool
 

@@ -1,6 +1,6 @@
-"""SGLang's memory pool of K and V, of rows in place of elements.
+"""SGLang's memory pool of K and V, with rows in place of elements.
 
-To SGLang a row is an element axis of bytes: whatever moves tokens moves rows.
+SGLang takes the bytes of a row for the elements of a head, so whatever moves tokens moves rows.
 
     SGLang    [slots, num_kv_heads, head_dim], the model's dtype
     here      [slots, num_kv_heads, row bytes, up to a multiple of 16], uint8
@@ -23,17 +23,17 @@ except ImportError as error:
 
 
 def row_bytes(layout: PageLayout) -> tuple[int, int]:
-    """Bytes that a row of K and one of V take: CUDA reads rows at multiples of 16."""
+    """Bytes that a row of K and one of V take, padded to 16: CUDA reads rows at such multiples."""
     k, v = (-(-fmt.row_bytes // UNIT) * UNIT for fmt in (layout.k_format, layout.v_format))
     return k, v
 
 
 class RowsPool(MHATokenToKVPool):
-    """Rows of all layers; or, in SGLang's pool of two parts (SWAKVPool), of those with a window, or
-    of the others.
+    """Rows of all layers. In SGLang's pool of two parts (SWAKVPool) there are two RowsPools: one
+    for layers with a window, and one for the others.
 
     Raises:
-        UnsupportedError: SGLang would arrange the pool in another way.
+        UnsupportedError: SGLang asks for a dtype or a layout that rows cannot have.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class RowsPool(MHATokenToKVPool):
         )
         if self.kv_cache_layout != "nhd":
             raise UnsupportedError(
-                f"SGLang's pool has the layout {self.kv_cache_layout}, and rows need the tokens' "
-                "own order, nhd: leave SGLANG_USE_HND_KVCACHE and kin unset"
+                f"SGLang's pool has the layout {self.kv_cache_layout}, and rows need nhd: leave "
+                "SGLANG_USE_HND_KVCACHE, and what else sets a layout, unset"
             )
 
     def set_kv_buffer(self, *_: Any, **__: Any) -> None:
-        """Refuse: to write elements here would leave no rows."""
+        """Refuse the call: elements written here would destroy rows."""
         raise UnsupportedError("rows are written by kvquant's attention backend alone")
 
 
 def pages_of(pool: Any, layer_id: int) -> Pages:
-    """K's and V's pages of a layer, as the engine contract has them apart.
+    """The pages of K and of V of a layer, two tensors as in the engine contract.
 
     Args:
         pool: a RowsPool, or an SWAKVPool of two.

@@ -97,8 +97,8 @@ class Request(NamedTuple):
 
 
 class RowsBackend(AttentionBackend):
-    """What attention to quantized rows in vLLM's pages asks of vLLM, rows of any kind; bind makes
-    it that of an engine's settings."""
+    """What vLLM must know of every backend with quantized rows in its pages. bind makes a class of
+    it for an engine's settings."""
 
     request: ClassVar[Request]
     name: ClassVar[str]
@@ -127,7 +127,7 @@ class RowsBackend(AttentionBackend):
 
 
 class KVQuantBackend(RowsBackend):
-    """Attention to rows of keys and values; backend_of binds it to an engine's settings."""
+    """Attention to rows of keys and values. backend_of binds it to an engine's settings."""
 
     settings: ClassVar[Settings]
     forward_includes_kv_cache_update = False
@@ -171,7 +171,7 @@ class KVQuantBackend(RowsBackend):
 
 @lru_cache
 def backend_of(name: str, request: Request) -> type[KVQuantBackend]:
-    """The backend of an engine, for layers with keys and values.
+    """The backend of an engine for layers with keys and values of heads.
 
     Args:
         name: of the entry in vLLM's registry.
@@ -181,10 +181,10 @@ def backend_of(name: str, request: Request) -> type[KVQuantBackend]:
 
 
 def bind(kind: type[Backend], settings: Any, name: str, request: Request) -> type[Backend]:
-    """The backend of a kind that belongs to an engine.
+    """A subclass of a backend that holds an engine's settings.
 
-    vLLM calls some of its methods where no engine's config is current, so settings belong to the
-    class. vLLM also looks the class up by its module and name, in the process of each worker:
+    vLLM calls some methods of a backend where no engine's config is current, so settings belong to
+    the class. vLLM also looks the class up by its module and name, in the process of each worker:
     plugin.__getattr__ then finds it, for the engine whose config is current.
     """
     asked = settings.parse(json.loads(request.given), 'additional_config["kvquant"]')
@@ -304,13 +304,13 @@ def _calls_of(
 
 
 def check_refused(refused: Sequence[str]) -> None:
-    """Raise UnsupportedError if there are reasons why layers cannot have rows, each with the name
-    of a layer."""
+    """Raise UnsupportedError if layers cannot have rows. Each string is the name of a layer and the
+    reason."""
     if refused:
         raise UnsupportedError(
             "kvquant cannot hold the rows of these layers:\n  "
             + "\n  ".join(refused)
-            + '\nDo what is said there, or serve the model without "kvquant" in '
+            + '\nDo what these lines say, or serve the model without "kvquant" in '
             "--additional-config."
         )
 
@@ -344,7 +344,7 @@ def _rows_of(
     """
     settings, impl = layer.attn_backend.settings, layer.impl
     if layer.attn_type != AttentionType.DECODER:
-        raise UnsupportedError(f"it is of type {layer.attn_type}, which decodes from no rows")
+        raise UnsupportedError(f"it is of type {layer.attn_type}, and rows serve decoders only")
     if layer.kv_sharing_target_layer_name is not None:
         raise UnsupportedError(f"it attends to the rows of {layer.kv_sharing_target_layer_name}")
     check_cache_dtype(layer.kv_cache_dtype)
@@ -375,7 +375,7 @@ def _rows_of(
 
 
 def check_cache_dtype(name: str) -> None:
-    """Raise UnsupportedError where a layer asks for a cache of vLLM's own."""
+    """Raise UnsupportedError if a layer asks for a cache dtype of vLLM's own."""
     if name not in RowsBackend.supported_kv_cache_dtypes:
         raise UnsupportedError(
             f"--kv-cache-dtype or the checkpoint asks for {name}, and rows have formats of their "

@@ -1,8 +1,8 @@
 """The backend of layers with latent attention (MLA): rows of latents in vLLM's pages.
 
-vLLM's common parts of such backends stay: the absorbed matrices, and the tokens of prompts, which
-attend by a kernel of vLLM's. What touches a page is kvquant's: appends, tokens that decode, and
-the latents of a prompt's past.
+It is made from vLLM's common parts of MLA backends. vLLM absorbs the matrices, and its kernels
+compute the attention of prompt tokens. kvquant does what touches a page: it appends rows, attends
+with decoding sequences, and dequantizes the latents of a prompt's past.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from .backend import (
     tell_rows,
 )
 
-# elements of a latent and of its RoPE part, by their sum: those that vLLM's metadata takes, too
+# elements of a latent and of its RoPE part, by their sum: the sizes that vLLM's metadata takes too
 LATENT_AND_ROPE = {576: (512, 64), 320: (256, 64)}
 
 
 class KVQuantLatentBackend(RowsBackend, MLACommonBackend):  # type: ignore[misc]
-    """Attention to latent rows; latent_backend_of binds it to an engine's settings."""
+    """Attention to latent rows. latent_backend_of binds it to an engine's settings."""
 
     settings: ClassVar[LatentSettings]
 
@@ -87,16 +87,17 @@ class KVQuantLatentBackend(RowsBackend, MLACommonBackend):  # type: ignore[misc]
 
 @lru_cache
 def latent_backend_of(name: str, request: Request) -> type[KVQuantLatentBackend]:
-    """The backend of an engine, for layers with latent attention; arguments as of backend_of."""
+    """The backend of an engine for layers with latent attention. Arguments as in backend_of."""
     return bind(KVQuantLatentBackend, LatentSettings, name, request)
 
 
 @dataclass
 class LatentMetadata(MLACommonMetadata[Step]):  # type: ignore[misc]
-    """A step of vLLM's, whose decoding sequences are a Step of ours.
+    """vLLM's metadata of a step, with a Step of the engine contract for the decoding sequences.
 
     Attributes:
-        kept: of each part of the past that prompts attend to, the slots of its tokens.
+        kept: slots of the tokens of each part of the past that prompts attend to, by the part's
+            index.
     """
 
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -130,7 +131,7 @@ class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: igno
         tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config)
 
     def _calls(self, layer: Any) -> LatentCalls:
-        """What a layer will be called for."""
+        """The calls that a layer will make."""
         config, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
         return LatentCalls(
             layer.impl.rows,
@@ -154,7 +155,7 @@ class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: igno
         max_query_len: int,
         dcp_tot_seq_lens_device: torch.Tensor | None,
     ) -> Step:
-        # none of these is of a prompt, so they are described as if all had a past
+        # vLLM counts all of these as decoding, so they are described as if all had a past
         lens = query_start_loc_cpu.diff() + 1
         return describe_step(
             NewTokens(
@@ -172,16 +173,18 @@ def _rows_of(name: str, layer: Any, vllm_config: VllmConfig, device: torch.devic
     """The rows of a layer.
 
     Raises:
-        KVQuantError: why it cannot have any.
+        KVQuantError: the layer cannot have rows; the message is the reason.
     """
     settings, impl, parallel = layer.attn_backend.settings, layer.impl, vllm_config.parallel_config
     check_cache_dtype(layer.kv_cache_dtype)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise UnsupportedError("it is for context parallelism, which has no rows: turn it off")
+        raise UnsupportedError("it has context parallelism, which rows do not serve: turn it off")
     if layer.sliding_window is not None:
-        raise UnsupportedError(f"it has a window of {layer.sliding_window} tokens")
+        raise UnsupportedError(
+            f"it has a window of {layer.sliding_window} tokens, which latent rows do not serve"
+        )
     if layer.non_causal_multi_token_decode:
-        raise UnsupportedError("its tokens attend to later ones")
+        raise UnsupportedError("its tokens attend to later ones, which latent rows do not serve")
     fmt = settings.layout(layer.kv_lora_rank, layer.qk_rope_head_dim)
     if device.type == "cuda":
         check_kernels(fmt, vllm_config.model_config.dtype)
@@ -197,8 +200,8 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
     """Attention of a layer.
 
     Attributes:
-        rows: what the builder found for it, once the model is loaded.
-        is_draft: whether the layer is of a draft model (MTP heads, too).
+        rows: the layer's rows, which the builder sets once the model is loaded.
+        is_draft: whether the layer belongs to a draft model (MTP heads, too).
     """
 
     rows: LatentRows
@@ -207,8 +210,8 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
     def __init__(self, *args: Any, indexer: object = None, **others: Any) -> None:
         if indexer is not None or "topk_indices_buffer" in others:
             raise UnsupportedError(
-                "this model has sparse attention, where an indexer chooses tokens (DeepSeek V3.2), "
-                'which kvquant does not serve: leave "kvquant" out of --additional-config'
+                "this model has sparse attention (DeepSeek V3.2), where an indexer chooses tokens. "
+                'kvquant does not serve it: leave "kvquant" out of --additional-config'
             )
         super().__init__(*args, indexer=indexer, **others)
         self.supports_quant_query_input = False
@@ -233,7 +236,7 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
         attn_metadata: LatentMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend with tokens that decode, to rows alone."""
+        """Attend with the queries of decoding sequences, to rows only."""
         return attend_to_latents(self.rows, attn_metadata.decode, *q, kv_c_and_k_pe_cache), None
 
     def forward_mha(
@@ -247,7 +250,8 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Attend with the tokens of prompts; their own keys come from rows where that is asked."""
+        """Attend with the tokens of prompts. With "prompts": "rows" their own latents are those of
+        their rows."""
         if self.rows.prompts_from_rows:
             first = attn_metadata.num_decode_tokens
             slots = attn_metadata.slot_mapping[first : first + len(q)]
@@ -272,7 +276,7 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
         attn_metadata: LatentMetadata,
         k_scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with the tokens of prompts to their past: as vLLM does, but that rows are read."""
+        """Attend with the tokens of prompts to their past, as vLLM does, with latents from rows."""
         prefill = attn_metadata.prefill
         context = prefill.chunked_context
         whole: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -299,7 +303,7 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
 
 
 def _slots_of(chunk: Any, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Where the tokens of a part of the past are, those of one prompt behind another, int64."""
+    """The slots of the tokens of a part of the past, one prompt behind another, int64."""
     prompt: torch.Tensor = chunk.token_to_seq.long()
     token = torch.arange(len(prompt), device=prompt.device)
     token += chunk.starts[prompt] - chunk.cu_seq_lens[prompt]

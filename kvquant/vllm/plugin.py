@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         ConfigError: --attention-backend CUSTOM was asked for, and no rows, or rows alone; or a key
             of additional_config is misspelt, or not where it belongs.
         UnsupportedError: rows were asked for, and vLLM is of another version than those that were
-            tried, or the model has sparse attention, or chooses its backend by itself.
+            tried, or the model has sparse attention or chooses its own backend.
     """
     if not name.isupper() or name not in _entries():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -118,8 +118,8 @@ def _check_choice(name: str, attention: Any) -> None:
     """
     if any(part in name for part in SPARSE):
         raise UnsupportedError(
-            "--additional-config asks for rows of kvquant, and this model has sparse attention, "
-            f'whose backend is {name}, which kvquant does not serve: leave "kvquant" out'
+            "--additional-config asks for rows of kvquant, which do not serve this model's sparse "
+            f'attention, whose backend is {name}: leave "kvquant" out'
         )
     if name in DIFFKV:
         raise UnsupportedError(

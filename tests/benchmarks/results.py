@@ -191,9 +191,9 @@ def cpu_about() -> str:
     """Where and when it was measured."""
     machine = read("zen4-decode")["machine"]
     return (
-        f"`kvquant bench --device cpu` on {machine['threads']} cores of an {machine['cpu']}, Zen 4 "
-        f"with AVX-512, on {day(machine)} with torch {release(machine)}; the memory reads "
-        f"{machine['read_gb_per_s']:.0f} GB/s there"
+        f"`kvquant bench --device cpu` measured this on {machine['threads']} cores of an "
+        f"{machine['cpu']}, Zen 4 with AVX-512, on {day(machine)} with torch {release(machine)}. "
+        f"The memory there reads {machine['read_gb_per_s']:.0f} GB/s"
     )
 
 

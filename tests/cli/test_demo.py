@@ -161,7 +161,7 @@ def test_texts_without_room_are_refused(tmp_path: Path) -> None:
 
 def test_models_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CachedModel, "max_positions", 128)
-    with pytest.raises(ConfigError, match="has 128 positions: the demo takes a model with more"):
+    with pytest.raises(ConfigError, match="has 128 positions: the demo needs a model with more"):
         demo.run_demo()
 
 

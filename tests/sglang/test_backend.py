@@ -281,9 +281,12 @@ LAYERS: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "an encoder": (lambda: [encoder(make_layer(0))], "of type encoder_only"),
     "shared rows": (
         lambda: [make_layer(0), make_layer(0)],
-        "1.attn: it shares the rows of layer 0",
+        "1.attn: it shares layer_id 0 with another layer",
     ),
-    "other heads": (lambda: [make_layer(0, tp_k_head_num=4)], "it has 4 KV heads of 64 and 64"),
+    "other heads": (
+        lambda: [make_layer(0, tp_k_head_num=4)],
+        "it has 4 KV heads (head_dim 64 of K, 64 of V)",
+    ),
 }
 
 

@@ -56,7 +56,7 @@ def rows_of(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attn_type": "encoder_only"}, "it is of type encoder_only, which decodes from no rows"),
+        ({"attn_type": "encoder_only"}, "it is of type encoder_only, and rows serve decoders only"),
         ({"attn_type": "encoder_decoder"}, "it is of type encoder_decoder"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "it attends to the rows of layers.0"),
         ({"kv_cache_dtype": "fp8"}, "asks for fp8, and .*: give --kv-cache-dtype bfloat16"),
@@ -142,8 +142,8 @@ def latent_rows_of(**options: Any) -> Any:
     ("options", "message"),
     [
         ({"kv_cache_dtype": "fp8_ds_mla"}, "asks for fp8_ds_mla, and rows have formats of their"),
-        ({"decode": 2}, "context parallelism, which has no rows"),
-        ({"prefill": 2}, "context parallelism, which has no rows"),
+        ({"decode": 2}, "context parallelism, which rows do not serve"),
+        ({"prefill": 2}, "context parallelism, which rows do not serve"),
         ({"sliding_window": 128}, "it has a window of 128 tokens"),
         ({"non_causal_multi_token_decode": True}, "its tokens attend to later ones"),
         ({"qk_rope_head_dim": 0}, "rope_dim 0 is not supported"),

@@ -348,9 +348,10 @@ def new_paged_cache(
     layers.check_whole()
     if layers.are_latent != (kind.row_kind is LATENT):
         kept = "latent rows" if layers.are_latent else "keys and values of heads"
+        prefix = "Latent" * layers.are_latent
         raise ConfigError(
-            f"this {config.model_type} model keeps {kept}: use "
-            f"{'Latent' * layers.are_latent}PagedKVCache, and its batch"
+            f"this {config.model_type} model keeps {kept}: use {prefix}PagedKVCache with "
+            f"{prefix}PagedBatch"
         )
     dtype = getattr(model, "dtype", None) or config.get_text_config(decoder=True).dtype
     own = {"exact_format": exact_codec(dtype), "max_seq_len": max_seq_len, "num_pages": num_pages}
@@ -374,7 +375,7 @@ def _made(
     fmt: LatentFormats | None,
     options: dict[str, Any],
 ) -> Any:
-    """A cache of a kind, which fits the layers' rows: of a plan, or in formats."""
+    """A cache of a class that fits the layers' rows, made of a plan or of formats."""
     model_type = config.get_text_config(decoder=True).model_type
     if plan is not None:
         check_plan(plan)
