@@ -420,7 +420,7 @@ class CachedText:
 
     def refuse_mask(self, layer: str) -> None:
         """Raise for a layer whose mask another attention has made, which is about to run."""
-        running.traced = None  # of this call: its mask, which would have read the note, is not ours
+        running.traced = None  # noted for our mask function, which this call has not reached
         self._settle()  # in a graph nobody has: the call before is complete, and stays
         self.take_back()
         refuse_attention(layer)
