@@ -13,6 +13,7 @@ transformers makes. A layer with a state beside its attention is both.
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -217,6 +218,7 @@ class QuantizedCache(CachedText, Cache):
         """Know the model that calls."""
         decoder = model.get_decoder()
         self._decoder, self.hook = weakref.ref(decoder), DecoderHook(decoder)
+        self.names_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def fit(self, layers: CacheLayers, others: Sequence[Any] = ()) -> None:
         """Hold these layers of a model.

@@ -133,6 +133,7 @@ class CachedText:
         self.shown = Shown()
         self.hook: DecoderHook | None = None
         self.awaits_whole_text = False  # in the next call: generate drafts
+        self.names_positions = False  # the model does, so that generate gives it position_ids
         self.latents: Handed | None = None
         self.step_masks: dict[tuple[int | None, bool], torch.Tensor] = {}
 

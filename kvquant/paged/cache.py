@@ -485,7 +485,8 @@ class PagedKVCache(NotCopied):
         """Begin a sequence with the tokens of another: pages are shared, 16-bit rows copied.
 
         Raises:
-            OutOfPagesError: no sequence slot is free.
+            OutOfPagesError: no sequence slot is free. Or layers have windows, and too few pages
+                would be left for what allocate reserved.
             ConfigError: the parent does not live, or the child's id is in use.
         """
         child_id = self.checked_id(child_id)

@@ -87,9 +87,10 @@ class _Sequence:
 class PagePool:
     """Pages of a fixed size, shared by sequences that are known by their ids.
 
-    A call costs time in proportion to the pages it touches. One that raises has changed nothing:
-    OutOfPagesError if more pages are needed than can be taken, ConfigError if an id is unknown, in
-    use or given twice or tokens are no integers, ShapeError if a count or a length does not fit.
+    A call costs time in proportion to the pages it touches and the sequences with reserved pages.
+    One that raises has changed nothing: OutOfPagesError if more pages are needed than can be taken,
+    ConfigError if an id is unknown, in use or given twice or tokens are no integers, ShapeError if
+    a count or a length does not fit.
 
     Args:
         num_pages: pages in the pool.
@@ -220,9 +221,10 @@ class PagePool:
         self.settle()  # a step that could not be ended has left some
         sequences = self._to_append(sequence_ids, counts)
         needed, ends = self._needed(sequences, counts)
-        names = ", ".join(map(repr, sequence_ids)) if needed else ""
-        needs = f"sequences {names:.200} need {needed} more pages for {sum(counts)} tokens"
-        self._check_free(needs, [needed] * (1 + len(self.windows)), self.num_left(ends))
+        if needed:
+            names = ", ".join(map(repr, sequence_ids))
+            needs = f"sequences {names:.200} need {needed} more pages for {sum(counts)} tokens"
+            self._check_free(needs, [needed] * (1 + len(self.windows)), self.num_left(ends))
         growth, size = growth or Growth([], []), self.page_size
         for place, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             pages = sequence.pages
@@ -237,7 +239,7 @@ class PagePool:
     def can_append(self, sequence_ids: Sequence[SequenceId], counts: Sequence[int]) -> bool:
         """Whether append would find pages."""
         needed, ends = self._needed(self._to_append(sequence_ids, counts), counts)
-        return needed <= min(self.num_left(ends))
+        return not needed or needed <= min(self.num_left(ends))
 
     def insert(self, sequence_id: SequenceId, tokens: Sequence[int]) -> int | None:
         """Put the full pages of a sequence into the prefix tree, where others find them.
@@ -270,9 +272,17 @@ class PagePool:
                 root.origin = None
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
-        """Begin a sequence with the tokens of another; they share all pages."""
+        """Begin a sequence with the tokens of another; they share all pages.
+
+        OutOfPagesError is raised if that would take frames that are reserved: those that two
+        sequences see are not free when the one leaves them for whose room they count.
+        """
         parent = self._get(parent_id)
         self._check_new(child_id)
+        if parent.room:
+            seen = [set(parent.pages[first:]) for first in parent.dropped]
+            needs = f"sequence {shown(child_id)} would share pages of {shown(parent_id)}"
+            self._check_free(needs, [0] * (1 + len(seen)), self.num_left(shared=seen))
         for page in parent.pages:
             self._references[page] += 1
         for window, first in zip(self.windows, parent.dropped, strict=True):
@@ -336,10 +346,11 @@ class PagePool:
         return pages
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
-        """Know a sequence by another id."""
-        self._get(sequence_id)
+        """Know a sequence by another id, without what is reserved for it."""
+        sequence = self._get(sequence_id)
         self._check_new(new_id)
-        self._sequences[new_id] = self._sequences[sequence_id]
+        sequence.room = 0
+        self._sequences[new_id] = sequence
         del self._sequences[sequence_id]
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
@@ -518,12 +529,17 @@ class PagePool:
         if sequence_id in self._sequences:
             raise ConfigError(f"sequence {shown(sequence_id)} exists: free it or use another id")
 
-    def num_left(self, ends: Mapping[int, int] | None = None) -> list[int]:
+    def num_left(
+        self, ends: Mapping[int, int] | None = None, shared: Sequence[set[int]] = ()
+    ) -> list[int]:
         """Pages, and frames of each window, that can be taken and are not reserved.
+
+        A sequence that leaves a frame for a new one needs no other, unless somebody else sees it.
 
         Args:
             ends: how many pages sequences have after a step, by the id() of each sequence. A
                 sequence that is not given keeps the number that it has now.
+            shared: pages that one more sequence is about to see, of each window.
         """
         left = [self.num_free, *(window.num_free for window in self.windows)]
         for sequence in [one for one in self._sequences.values() if one.room]:
@@ -531,8 +547,9 @@ class PagePool:
             if (owed := sequence.room - end) > 0:
                 left[0] -= owed
                 for at, window in enumerate(self.windows):
-                    seen = end - sequence.dropped[at]
-                    left[1 + at] -= min(owed, max(window.held - seen, 0))
+                    pages, others = sequence.pages[sequence.dropped[at] :], shared[at : at + 1]
+                    alone = window.num_alone(pages, *others) + end - len(sequence.pages)
+                    left[1 + at] -= min(owed, max(window.held - alone, 0))
         return left
 
     def _check_room(
@@ -540,7 +557,8 @@ class PagePool:
     ) -> None:
         """Raise OutOfPagesError unless a new sequence finds so many pages beside those of its
         prefix, in each window as many as it sees at most."""
-        cached, left = sum(page in self._cached for page in pages), self.num_left()
+        cached = sum(page in self._cached for page in pages)
+        left = self.num_left(shared=[set(pages[first:]) for first in dropped])
         left[0] -= cached  # which can no longer be taken then
         for at, (window, first) in enumerate(zip(self.windows, dropped, strict=True), 1):
             left[at] -= window.num_kept(pages[first:])
@@ -554,16 +572,15 @@ class PagePool:
         short = [at for at, count in enumerate(wanted) if count > left[at]]
         if not short:
             return
-        pages, *windows = [max(count, 0) for count in left]
-        has, advice = f"{pages} of {self.num_pages} are free and not reserved", ""
-        if short != [0]:
-            has = ", ".join(
-                f"{windows[at - 1]} of {(one := self.windows[at - 1]).num_frames} can be taken "
-                f"with a window of {one.window}"
-                for at in short
-                if at
-            )
-            advice = ", or append fewer tokens in one step"
+        totals = [(self.num_pages, "")]
+        totals += [
+            (one.num_frames, f" in layers with a window of {one.window}") for one in self.windows
+        ]
+        has = " and ".join(
+            f"{max(left[at], 0)} of {totals[at][0]} are free and not reserved{totals[at][1]}"
+            for at in short
+        )
+        advice = "" if short == [0] else ", or append fewer tokens in one step"
         raise OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences{advice}")
 
     def _in_sight(self) -> list[Counter[int]]:

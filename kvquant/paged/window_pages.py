@@ -14,7 +14,7 @@ sequence that is past a page leaves it. The page stays in the pool, for the laye
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class WindowPages:
         self.spare, self.held = spare, held_pages(window, page_size, spare)
         self.frames = np.full(num_pages, -1, np.int32)
         self._seen = [0] * num_pages  # by so many sequences
+        self._num_shared = 0  # pages that several see
         self._free = list(range(num_frames - 1, -1, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()  # pages, the one left first comes first
 
@@ -60,6 +61,12 @@ class WindowPages:
         """How many of the pages have a frame that could be taken."""
         return sum(page in self._kept for page in pages)
 
+    def num_alone(self, pages: Sequence[int], shared: Collection[int] = ()) -> int:
+        """How many of the pages that a sequence sees no other one sees, nor those of shared."""
+        if not self._num_shared and not shared:
+            return len(pages)
+        return sum(self._seen[page] == 1 and page not in shared for page in pages)
+
     def take(self, page: int, seen: int = 1) -> None:
         """Give a page a frame; so many sequences see it."""
         if self._free:
@@ -68,16 +75,19 @@ class WindowPages:
             lost, _ = self._kept.popitem(last=False)
             frame, self.frames[lost] = int(self.frames[lost]), -1
         self.frames[page], self._seen[page] = frame, seen
+        self._num_shared += seen > 1
 
     def see(self, pages: Iterable[int]) -> None:
         """Let one more sequence see pages that have frames."""
         for page in pages:
             self._kept.pop(page, None)
             self._seen[page] += 1
+            self._num_shared += self._seen[page] == 2
 
     def leave(self, page: int, *, is_found: bool) -> None:
         """Let one sequence less see a page; is_found: whether its tokens are in the tree."""
         self._seen[page] -= 1
+        self._num_shared -= self._seen[page] == 1
         if not self._seen[page]:
             self._kept[page] = None
             if not is_found:
@@ -96,6 +106,7 @@ class WindowPages:
         Pages that nobody sees have no frames then.
         """
         self._seen = [seen[page] for page in range(len(self.frames))]
+        self._num_shared = sum(count > 1 for count in self._seen)
         self.frames[np.array(self._seen) == 0] = -1
         used = set(self.frames.tolist())
         self._free = [frame for frame in reversed(range(self.num_frames)) if frame not in used]
@@ -106,6 +117,8 @@ class WindowPages:
         name = f"the window of {self.window} tokens"
         for page, count in enumerate(self._seen):
             invariant(count == seen[page], f"{name}: {shown(page)} is not seen so often")
+        shared = sum(count > 1 for count in self._seen)
+        invariant(self._num_shared == shared, f"{name}: pages that several see")
         held = {page for page, count in enumerate(self._seen) if count}
         has_frame = set(np.flatnonzero(self.frames >= 0).tolist())
         invariant(held | self._kept.keys() == has_frame, f"{name}: pages with frames")

@@ -21,6 +21,7 @@ DIFFKV = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
 SPARSE = ("SPARSE", "DSV4", "MSA")  # in names of backends where an indexer chooses tokens
 UNTOUCHED = ("ROCM_", "XPU_")  # entries of GPUs that kvquant has no kernels for
 EXAMPLE = '{"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}'
+OF_LATENTS = '{"kvquant": {"format": "int4-g8+int8-g4"}}'  # for models with latent attention
 LIKENESS = 0.87  # of a misspelt key: "kv_quant" has 0.93, "quant" 0.83
 
 
@@ -81,7 +82,7 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
     if name == "CUSTOM":
         raise ConfigError(
             "--attention-backend CUSTOM is kvquant's, which lacks its rows: give "
-            f"--additional-config '{EXAMPLE}'"
+            f"--additional-config '{EXAMPLE}', or '{OF_LATENTS}' for a model with latent attention"
         )
     return resolve_obj_by_qualname(_entries()[name].value)
 
@@ -137,12 +138,15 @@ def _check_choice(name: str, attention: Any) -> None:
 def _check_keys(given: dict[Any, Any]) -> None:
     """Raise ConfigError where a key of additional_config seems to be meant for kvquant: without it
     an engine would start with other rows than were asked for, or in 16 bit."""
-    ours = ("kvquant", "k_format", "v_format", "plan")
+    ours = ["kvquant", "k_format", "v_format", "plan"]
+    if "kvquant" not in given:  # beside it that of another plugin
+        ours.append("format")
     for key in given:
         if key != "kvquant" and get_close_matches(str(key).lower(), ours, 1, LIKENESS):
             raise ConfigError(
                 f'--additional-config has the key {shown(key)}, not "kvquant": '
-                f'put what is kvquant\'s into "kvquant", {EXAMPLE}. If that key is of another '
+                f'put what is kvquant\'s into "kvquant", {EXAMPLE} or, for a model with latent '
+                f"attention, {OF_LATENTS}. If that key is of another "
                 "plugin, leave kvquant out of those that vLLM loads, which VLLM_PLUGINS names"
             )
 

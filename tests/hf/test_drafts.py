@@ -234,6 +234,26 @@ def test_what_follows_an_assistant_that_failed_is_no_whole_text(llama: Any, mask
     assert past.get_seq_length() == held + 60
 
 
+def test_a_model_that_names_no_positions_goes_on_with_drafts() -> None:
+    """generate asks the model, not its decoder, whether to give position_ids."""
+
+    class Own(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]  # has no types
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, **given: Any) -> Any:
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, **given)
+
+    plain = tiny("Llama").model
+    own = by_kvquant(Own(plain.config).eval())
+    own.load_state_dict(plain.state_dict())
+    past = QuantizedCache(own, **FP16)
+    assert not past.names_positions and QuantizedCache(by_kvquant(plain), **FP16).names_positions
+    turn = first_turn(own, past)
+    found = own.generate(**turn, **caching(past), **OPTIONS, **LOOKUP).sequences
+    wanted = QuantizedCache(own, **FP16)
+    first_turn(own, wanted)
+    own.generate(**turn, **caching(wanted), **OPTIONS)
+    assert past.get_seq_length() == wanted.get_seq_length() == found.shape[1] - 1
+
+
 def test_what_is_no_decoder_is_refused_as_the_model_of_a_kv_cache() -> None:
     model = tiny("Llama")
     rows = model.new_cache(1, 32, **FP16)

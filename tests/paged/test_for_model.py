@@ -87,6 +87,11 @@ def test_memory_is_divided_by_the_shape_of_a_model() -> None:
         PagedKVCache.for_memory(4_000_000, 4, 2, 64, model=llama)
 
 
+def test_sizes_are_those_of_the_model() -> None:
+    with pytest.raises(ConfigError, match="num_layers and head_dim cannot be given"):
+        PagedKVCache.for_model(config("Llama"), **CACHE, num_layers=1, head_dim=64)
+
+
 def test_latent_models_have_a_class_of_their_own() -> None:
     cache = LatentPagedKVCache.for_model(deepseek(dtype="float16"), **CACHE)
     assert type(cache) is LatentPagedKVCache

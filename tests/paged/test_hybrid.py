@@ -160,7 +160,7 @@ def test_a_prompt_longer_than_its_chunk_is_refused_and_nothing_changes() -> None
     cache = batch.cache
     cache.allocate("a", room=390)
     assert not cache.can_append(["a"], 399)
-    message = "can be taken with a window of 20: free, .* or append fewer tokens in one step"
+    message = "in layers with a window of 20: free, .* or append fewer tokens in one step"
     with pytest.raises(OutOfPagesError, match=message):
         extend(batch, ["a"], 399)
     assert cache.length("a") == 0 and frames(cache) == [0, 0]

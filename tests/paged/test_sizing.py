@@ -116,7 +116,7 @@ def test_room_is_promised_until_it_is_used(windows: list[int] | None) -> None:
     assert cache.allocate("a", room=60) == 0 and cache.allocate("b") == 0
     assert cache.num_free_pages == 2
     assert cache.can_append(["b"], 40) and not cache.can_append(["b"], 41)
-    with pytest.raises(OutOfPagesError, match=r"'b' need 3 more .*, but 2 of 6 can"):
+    with pytest.raises(OutOfPagesError, match=r"'b' need 3 more .*, but 2 of 6 are free"):
         batch.extend(["b"], 41)
     with pytest.raises(OutOfPagesError, match="'c' needs 3 more pages"):
         cache.allocate("c", room=41)
@@ -131,11 +131,50 @@ def test_room_is_promised_until_it_is_used(windows: list[int] | None) -> None:
         cache.truncate("a", 0)
         assert cache.num_free_pages == 2 and not cache.can_append(["b"], 41)
         cache.check_invariants()
-    cache.swap_out("a")
+    cache.swap_out("a")  # nothing is reserved while it is copied
+    assert cache.num_free_pages == 6
     cache.finish_swaps()
     assert cache.num_free_pages == 6 and cache.can_append(["b"], 100)
     cache.swap_in("a")
     assert cache.num_free_pages == 6
+
+
+def test_a_fork_takes_no_reserved_rows_of_windows() -> None:
+    """A page that the fork sees too is not free when the parent is past it."""
+    cache = make(num_pages=10, windows=[32, 32], max_seq_len=400)
+    batch = PagedBatch(cache, 2, 100)
+    cache.allocate("a", room=300)
+    extend(batch, ["a"], 60)
+    cache.allocate("b", room=30)
+    with pytest.raises(OutOfPagesError, match="'c' would share pages of 'a', but 0 of 10 are free"):
+        cache.fork("a", "c")
+    assert cache.ids == ["a", "b"]
+    extend(batch, ["b"], 30)
+    for _ in range(60):
+        extend(batch, ["a"], 4)
+    cache.fork("a", "c")  # all that is reserved is used
+    extend(batch, ["a", "c"], 0)  # takes no page
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("windows", [[32], [32, 48]], ids=str)
+def test_nobody_stops_within_reserved_room_though_prefixes_are_shared(windows: list[int]) -> None:
+    options = {"num_layers": len(windows), "max_num_seqs": 6, "max_seq_len": 512}
+    for seed in (0, 6, 16):
+        draw = random.Random(seed)
+        cache = make(num_pages=14, windows=windows, sink_len=4, recent_len=16, **options)
+        batch, rooms = PagedBatch(cache, 6, 100), dict[int, int]()
+        for number in range(300):
+            if draw.random() < 0.15:
+                rooms[number] = (length := draw.randint(40, 200)) + draw.randint(0, 150)
+                try:
+                    cache.allocate(number, [1] * length, room=rooms[number])
+                except OutOfPagesError:
+                    del rooms[number]
+            elif live := [name for name in rooms if cache.length(name) < rooms[name]]:
+                names = draw.sample(live, draw.randint(1, len(live)))
+                extend(batch, names, 1, [1] * len(names))
+            cache.check_invariants()
 
 
 def test_what_is_shared_is_not_promised_twice() -> None:

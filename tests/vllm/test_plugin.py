@@ -43,6 +43,7 @@ def test_the_plugin_does_nothing_until_it_is_asked() -> None:
         INT4,
         {"plan": "plan.safetensors"},
         {"kformat": "int4-g4"},
+        {"format": "int4-g8+int8-g4"},
         {"kv_quant": INT4},
         {"KVQuant": INT4},
         {"kvquant": INT4, "v_format": "int8"},

@@ -37,6 +37,7 @@ _WITHOUT_KEYS = _NOTHING | {"linear_attention", "mamba", "conv", "recurrent"}
 _DOUBLED = {"mimo_v2_flash"}  # layers with a window have twice the KV heads, by code alone
 _KEYS = "k_proj", "qkv_proj", "query_key_value", "kv_b_proj"  # linear layers that make keys
 _OF_HEADS = "k_format", "v_format", "windows"  # options that latent rows have not
+_SIZES = "num_layers", "num_kv_heads", "head_dim", "latent_dim", "rope_dim"  # which a model has
 # behind a colon, where a model is refused as a whole
 SERVED = (
     "kvquant serves decoders (causal language models) in which some layers at least attend to keys "
@@ -379,6 +380,8 @@ def _made(
     model_type = config.get_text_config(decoder=True).model_type
     if plan is not None:
         check_plan(plan)
+    if given := [name for name in _SIZES if name in options]:
+        raise ConfigError(f"{' and '.join(given)} cannot be given: the cache has the model's sizes")
     given = [name for name in _OF_HEADS if name in options and layers.are_latent]
     if given:
         raise ConfigError(

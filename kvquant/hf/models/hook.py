@@ -73,9 +73,9 @@ def _see(
         given = dict(zip(names, args, strict=False)) | given
         both = given.get("input_ids"), given.get("inputs_embeds")
         came = next((one.shape[1] for one in both if one is not None), 0)
-        # generate leaves positions out only where the decoder takes none. The user's own call may
-        # leave them out after a generate that failed before it drafted
-        is_of_generate = "position_ids" not in names or given.get("position_ids") is not None
+        # generate gives positions to every model that names them. The user's own call may leave
+        # them out after a generate that failed before it drafted
+        is_of_generate = given.get("position_ids") is not None or not past.names_positions
         held = past.length_of(0)
         if is_of_generate and _is_whole(came, columns, given.get("position_ids"), held):
             try:
