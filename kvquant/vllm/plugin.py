@@ -7,10 +7,11 @@ when additional_config decides. So the names of this module are made when they a
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
-from ..errors import ConfigError, UnsupportedError, shown
+from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 
 VERSIONS = "0.32", "0.34"  # of vLLM: from the first to before the second, as in pyproject.toml
 # of vLLM's registry: its CPU platform knows CPU_ATTN and those for latent attention
@@ -139,8 +140,13 @@ def _check_keys(given: dict[Any, Any]) -> None:
     """Raise ConfigError where a key of additional_config seems to be meant for kvquant: without it
     an engine would start with other rows than were asked for, or in 16 bit."""
     ours = ["kvquant", "k_format", "v_format", "plan"]
-    if "kvquant" not in given:  # beside it that of another plugin
-        ours.append("format")
+    fmt = given.get("format")
+    if isinstance(fmt, str) and "kvquant" not in given:
+        from ..rows.latent import LatentFormat
+
+        with suppress(KVQuantError):  # else it is another plugin's
+            LatentFormat.parse(fmt)
+            ours.append("format")
     for key in given:
         if key != "kvquant" and get_close_matches(str(key).lower(), ours, 1, LIKENESS):
             raise ConfigError(

@@ -93,8 +93,9 @@ def test_settings_of_other_plugins_are_left_to_them() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
 
     others = {"quant": "int8", "format": 1, "kv_cache": {}, "prompts": 2, "planner": None, "x": 3}
-    with set_current_vllm_config(VllmConfig(additional_config=others)):
-        assert plugin.CPU_ATTN.get_name() == "CPU_ATTN"
+    for own in ({}, {"format": "json"}):
+        with set_current_vllm_config(VllmConfig(additional_config=others | own)):
+            assert plugin.CPU_ATTN.get_name() == "CPU_ATTN"
 
 
 def test_a_plan_is_read_again_where_its_file_is_another(
