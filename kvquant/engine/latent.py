@@ -14,8 +14,7 @@ tokens whose rows are in the pages.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable
 from functools import partial
 from typing import NamedTuple
 
@@ -31,9 +30,8 @@ from ..rows.kind import LATENT
 from ..rows.latent import LatentFormat
 from ..rows.segment import latent_segment
 from ..rows.slots import Slots
-from .contract import NewTokens
 from .step import Step, dequantize_past, describe_step
-from .warmup import grown
+from .warmup import LayerCalls, grown
 
 
 class LatentRows(NamedTuple):
@@ -143,62 +141,27 @@ def _parts(layer: LatentRows, pages: torch.Tensor) -> tuple[torch.Tensor, torch.
     return LATENT.k_and_v([pages[:, None]], layer.fmt.latent)
 
 
-@dataclass(frozen=True)
-class LatentCalls:
-    """The calls that a layer of an engine will make, as StepCalls has them for keys and values.
+class LatentCalls(LayerCalls[LatentRows]):
+    """The calls that a layer with latent attention will make."""
 
-    Attributes:
-        layer: its rows; other layers of the same kind launch the same kernels.
-        num_heads: query heads on this rank.
-        dtype: of the model.
-        page_size: tokens of a page.
-        max_model_len: tokens of a sequence, at most.
-        max_num_seqs: sequences of a step, at most.
-        max_num_tokens: tokens of a step, at most.
-        most_queries: queries of a decoding sequence, at most: 1, and its drafted tokens.
-    """
-
-    layer: LatentRows
-    num_heads: int
-    dtype: torch.dtype
-    page_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_tokens: int
-    most_queries: int = 1
-
-    @property
-    def kind(self) -> Hashable:
-        """All that kernels depend on."""
+    def _kind_of_rows(self) -> Hashable:
         fmt, _, basis, from_rows = self.layer
-        rest = tuple(value for name, value in vars(self).items() if name != "layer")
-        return fmt, present_in(basis), from_rows, rest
+        return fmt, present_in(basis), from_rows
 
     def __call__(self) -> None:
         """Make all calls, on the meta device."""
         basis = self.layer.basis
         layer = self.layer._replace(basis=basis and basis.to("meta"))
-        max_pages = -(-self.max_model_len // self.page_size)
-        shape = max_pages, self.page_size, layer.fmt.row_bytes
+        shape = self._max_pages, self.page_size, layer.fmt.row_bytes
         pages = torch.empty(shape, dtype=torch.uint8, device="meta")
         for tokens in grown(1, self.max_num_tokens, 2):
             latent, rope = new_rows((tokens,), *layer.fmt.parts, self.dtype)
             slots = torch.empty(tokens, dtype=torch.int64, device="meta")
             append_latents(layer, latent, rope, pages, slots)
             latents_at(layer, pages, slots, latent.new_empty(tokens * layer.fmt.head_dim))
-        for counts in self._counts():
-            tokens, starts = sum(counts), torch.tensor([0, *counts], device="cpu").cumsum(0).int()
-            table = torch.empty(len(counts), max_pages, dtype=torch.int32, device="meta")
-            lens = starts.diff() + 1
-            new = NewTokens(table, lens.to("meta"), starts, lens, tokens, self.most_queries)
+        for counts in self._decoding():
+            tokens = sum(counts)
             rows = new_rows((tokens,), *layer.fmt.parts, self.dtype)
-            q_latent, q_rope = (new_queries((tokens, self.num_heads), x) for x in rows)
-            attend_to_latents(layer, describe_step(new), q_latent, q_rope, pages)
-
-    def _counts(self) -> Iterator[list[int]]:
-        """New tokens of the sequences of steps that decode."""
-        for batch in grown(1, self.max_num_seqs, 5 / 4):
-            for count in range(1, self.most_queries + 1):
-                yield [count] * batch
-        if self.most_queries > 1 and self.max_num_seqs > 1:
-            yield [1, self.most_queries]  # some have fewer
+            q_latent, q_rope = (new_queries((tokens, self.num_q_heads), x) for x in rows)
+            step = describe_step(self._new_tokens(counts, 1))
+            attend_to_latents(layer, step, q_latent, q_rope, pages)

@@ -330,11 +330,11 @@ def dequantize_past(
         dequantize_pages(rows, fmt, slots, out.dtype, out)
         return
     # in bfloat16 tensor cores multiply; fp16 may not hold what is in a basis
-    dtype = out.dtype if out.dtype == torch.bfloat16 or basis is None else torch.float32
+    dtype = out.dtype if out.dtype == torch.bfloat16 else torch.float32
     for first in range(0, len(slots), BLOCK):
         block, found = slots[first : first + BLOCK], out[first : first + BLOCK]
         if basis is None:
-            dequantize_pages(rows, fmt, block, dtype, found)
+            dequantize_pages(rows, fmt, block, out.dtype, found)
             continue
         stored = dequantize_pages(rows, fmt, block, dtype)
         if basis.transposed is not None:

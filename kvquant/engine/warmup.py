@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
-from typing import Protocol
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -27,22 +28,25 @@ _warm: set[Hashable] = set()  # calls whose kernels were compiled in this proces
 _begun: dict[Hashable, Thread] = {}  # those whose kernels are being compiled
 
 
+Rows = TypeVar("Rows")
+
+
 @dataclass(frozen=True)
-class StepCalls:
-    """What a layer of an engine will be called for.
+class LayerCalls(ABC, Generic[Rows]):
+    """The calls that a layer of an engine will make.
 
     Attributes:
-        layer: its rows; those of another layer of this kind launch the same kernels.
-        num_q_heads: of the layer, on this rank.
+        layer: its rows; other layers of the same kind launch the same kernels.
+        num_q_heads: query heads on this rank.
         dtype: of the model.
         page_size: tokens of a page.
         max_model_len: tokens of a sequence, at most.
         max_num_seqs: sequences of a step, at most.
         max_num_tokens: tokens of a step, at most.
-        most_queries: of a decoding sequence: 1, and the tokens that are drafted for it.
+        most_queries: queries of a decoding sequence, at most: 1, and its drafted tokens.
     """
 
-    layer: LayerRows
+    layer: Rows
     num_q_heads: int
     dtype: torch.dtype
     page_size: int
@@ -54,24 +58,55 @@ class StepCalls:
     @property
     def kind(self) -> Hashable:
         """All that kernels depend on."""
-        layout, _, basis, variant, from_rows, _ = self.layer
         rest = tuple(value for name, value in vars(self).items() if name != "layer")
-        return layout, present_in(basis), names_of(variant), from_rows, rest
+        return self._kind_of_rows(), rest
+
+    @abstractmethod
+    def _kind_of_rows(self) -> Hashable:
+        """What kernels depend on of the layer's rows."""
+
+    @abstractmethod
+    def __call__(self) -> None:
+        """Make all calls, on the meta device."""
+
+    @property
+    def _max_pages(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+    def _decoding(self) -> Iterator[list[int]]:
+        """New tokens of the sequences of steps that decode."""
+        for batch in grown(1, self.max_num_seqs, 5 / 4):
+            for count in range(1, self.most_queries + 1):
+                if batch * count <= self.max_num_tokens:
+                    yield [count] * batch
+        if self.most_queries > 1 and self.max_num_seqs > 1:
+            yield [1, self.most_queries]  # some have fewer
+
+    def _new_tokens(self, counts: Sequence[int], past: int) -> NewTokens:
+        """A step of so many new tokens of each sequence, with so many before."""
+        table = torch.empty(len(counts), self._max_pages, dtype=torch.int32, device="meta")
+        starts = torch.tensor([0, *counts], device="cpu").cumsum(0).int()
+        lens = starts.diff() + past
+        return NewTokens(table, lens.to("meta"), starts, lens, sum(counts), self.most_queries)
+
+
+class StepCalls(LayerCalls[LayerRows]):
+    """Those of a layer with keys and values."""
+
+    def _kind_of_rows(self) -> Hashable:
+        layout, _, basis, variant, from_rows, _ = self.layer
+        return layout, present_in(basis), names_of(variant), from_rows
 
     def __call__(self) -> None:
-        """Make all of them, on the meta device."""
+        """Make all calls, on the meta device."""
         layer = self.layer.to("meta")
         for counts, past in self._steps():
             self._step(layer, counts, past)
 
     def _steps(self) -> Iterator[tuple[list[int], int]]:
         """New tokens of the sequences of steps, and tokens of each before."""
-        for batch in grown(1, self.max_num_seqs, 5 / 4):
-            for count in range(1, self.most_queries + 1):
-                if batch * count <= self.max_num_tokens:
-                    yield [count] * batch, 1
-        if self.most_queries > 1 and self.max_num_seqs > 1:
-            yield [1, self.most_queries], 1  # some have fewer
+        for counts in self._decoding():
+            yield counts, 1
         for count in range(2, min(FEW, self.max_num_tokens) + 1):
             yield [count], self.most_queries + 1
         for count in grown(FEW + 1, self.max_num_tokens, 2):
@@ -79,18 +114,14 @@ class StepCalls:
                 yield [count], past
 
     def _step(self, layer: LayerRows, counts: Sequence[int], past: int) -> None:
-        layout, batch, tokens = layer.layout, len(counts), sum(counts)
-        max_pages = -(-self.max_model_len // self.page_size)
-        shape = max_pages, layout.slots, self.page_size, layout.slot_bytes
+        layout, tokens = layer.layout, sum(counts)
+        shape = self._max_pages, layout.slots, self.page_size, layout.slot_bytes
         pages = torch.empty(shape, dtype=torch.uint8, device="meta")
-        table = torch.empty(batch, max_pages, dtype=torch.int32, device="meta")
-        starts = torch.tensor([0, *counts], device="cpu").cumsum(0).int()
-        lens = starts.diff() + past
-        new = NewTokens(table, lens.to("meta"), starts, lens, tokens, self.most_queries)
         k, v = new_rows((tokens, layout.num_kv_heads), layout.k_format, layout.v_format, self.dtype)
         q, out = (new_queries((tokens, self.num_q_heads), x) for x in (k, v))
         append(layer, k, v, pages, torch.empty(tokens, dtype=torch.int64, device="meta"))
-        attend(layer, describe_step(new), q, k, v, pages, out)
+        step = describe_step(self._new_tokens(counts, past))
+        attend(layer, step, q, k, v, pages, out)
 
 
 def runs_on(capability: Sequence[int]) -> bool:
@@ -100,18 +131,7 @@ def runs_on(capability: Sequence[int]) -> bool:
     return tuple(capability) >= OLDEST
 
 
-class LayerCalls(Protocol):
-    """The calls that a layer will make: StepCalls, or LatentCalls."""
-
-    @property
-    def kind(self) -> Hashable:
-        """All that kernels depend on."""
-
-    def __call__(self) -> None:
-        """Make all calls, on the meta device."""
-
-
-def begin_warm_up(device: torch.device, calls: LayerCalls) -> None:
+def begin_warm_up(device: torch.device, calls: LayerCalls[Any]) -> None:
     """Begin to compile what a layer on a device will probably need, and return at once: for an
     engine that knows it long before it calls warm_up_layers, which waits for that. What fails does
     so there.
@@ -127,14 +147,14 @@ def begin_warm_up(device: torch.device, calls: LayerCalls) -> None:
     thread.start()
 
 
-def _compile_quietly(device: torch.device, calls: LayerCalls) -> None:
+def _compile_quietly(device: torch.device, calls: LayerCalls[Any]) -> None:
     from ..kernels.cuda.runtime.warmup import warm_up
 
     with suppress(Exception):  # warm_up_layers tells it
         warm_up(device, [calls])
 
 
-def warm_up_layers(device: torch.device, calls: Sequence[LayerCalls]) -> None:
+def warm_up_layers(device: torch.device, calls: Sequence[LayerCalls[Any]]) -> None:
     """Compile what layers on a device need, unless others like them have had it compiled; nothing
     is done for the CPU.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -52,6 +52,7 @@ logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
 
 
 Backend = TypeVar("Backend", bound="RowsBackend")
+Calls = TypeVar("Calls")
 
 
 class _ToVLLM(logging.Handler):
@@ -110,6 +111,22 @@ class RowsBackend(AttentionBackend):
         return cls.name
 
     @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Let a page hold rows instead of 16-bit elements."""
+        if spec.state_content_bytes is not None:
+            return spec
+        try:
+            room = cls.room_of_rows(spec)
+        except ConfigError:  # of the head_dim: refused with the name of the layer, see _rows_of
+            return spec
+        return replace(spec, dtype=torch.uint8, **room)
+
+    @classmethod
+    def room_of_rows(cls, spec: AttentionSpec) -> dict[str, int]:
+        """The fields of a spec by which a page has room for rows; ConfigError: there are none."""
+        raise NotImplementedError
+
+    @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBHNC,)  # rows of a head follow one another
 
@@ -141,20 +158,9 @@ class KVQuantBackend(RowsBackend):
         return StepBuilder
 
     @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Let a page hold the rows of K and V instead of 16-bit elements."""
-        if spec.state_content_bytes is not None:
-            return spec
-        try:
-            layout = cls.settings.layout(spec.num_kv_heads, spec.head_size, spec.head_size_v)
-        except ConfigError:  # of the head_dim: refused with the name of the layer, see _check
-            return spec
-        return replace(
-            spec,
-            num_head_slots=layout.slots,
-            state_content_bytes=layout.slot_bytes,
-            dtype=torch.uint8,
-        )
+    def room_of_rows(cls, spec: AttentionSpec) -> dict[str, int]:
+        layout = cls.settings.layout(spec.num_kv_heads, spec.head_size, spec.head_size_v)
+        return {"num_head_slots": layout.slots, "state_content_bytes": layout.slot_bytes}
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -236,7 +242,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
 
     def _calls(self, layer: Attention) -> StepCalls:
         """What a layer will be called for."""
-        calls = _calls_of(self.vllm_config, layer.impl.rows, layer.num_heads, self.most_queries)
+        given = layer.impl.rows, layer.num_heads, self.most_queries
+        calls = calls_of(StepCalls, self.vllm_config, *given)
         # where a layer has local chunks, each is a sequence of its own
         longest = getattr(layer, "attention_chunk_size", calls.max_model_len)
         return replace(calls, page_size=self.kv_cache_spec.block_size, max_model_len=longest)
@@ -286,12 +293,23 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         )
 
 
-def _calls_of(
-    vllm_config: VllmConfig, rows: LayerRows, num_heads: int, most_queries: int
-) -> StepCalls:
-    """What a layer will be called for, by what is known before its pages are."""
+def calls_of(
+    kind: Callable[..., Calls],
+    vllm_config: VllmConfig,
+    rows: object,
+    num_heads: int,
+    most_queries: int,
+) -> Calls:
+    """The calls that a layer will make, by what is known before its pages are.
+
+    Args:
+        kind: StepCalls, or LatentCalls.
+        rows: of the layer.
+        num_heads: query heads on this rank.
+        most_queries: of a decoding sequence.
+    """
     config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    return StepCalls(
+    return kind(
         rows,
         num_heads,
         config.dtype,
@@ -455,7 +473,8 @@ def _begin_to_compile(vllm_config: VllmConfig, impl: KVQuantImpl) -> None:
                 settings.prompts_from_rows,
             )
             queries = 1 + drafts + impl.is_draft
-            begin_warm_up(device, _calls_of(vllm_config, rows, impl.num_heads, queries))
+            calls = calls_of(StepCalls, vllm_config, rows, impl.num_heads, queries)
+            begin_warm_up(device, calls)
 
 
 class KVQuantImpl(AttentionImpl[Step]):

@@ -7,7 +7,7 @@ with decoding sequences, and dequantizes the latents of a prompt's past.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -39,12 +39,12 @@ from ..engine.latent import (
 from ..engine.settings import LatentSettings
 from ..engine.step import Step, describe_step
 from ..engine.warmup import warm_up_layers
-from ..errors import ConfigError, KVQuantError, UnsupportedError
-from ..rows.segment import RUN
+from ..errors import KVQuantError, UnsupportedError
 from .backend import (
     Request,
     RowsBackend,
     bind,
+    calls_of,
     check_cache_dtype,
     check_refused,
     check_request,
@@ -74,15 +74,9 @@ class KVQuantLatentBackend(RowsBackend, MLACommonBackend):  # type: ignore[misc]
         return list(LATENT_AND_ROPE)
 
     @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Let a page hold rows instead of 16-bit elements."""
-        if spec.state_content_bytes is not None:
-            return spec
-        try:
-            fmt = cls.settings.layout(*LATENT_AND_ROPE.get(spec.head_size, (spec.head_size, 0)))
-        except ConfigError:  # refused with the name of the layer, see _rows_of
-            return spec
-        return replace(spec, state_content_bytes=fmt.row_bytes, dtype=torch.uint8)
+    def room_of_rows(cls, spec: AttentionSpec) -> dict[str, int]:
+        sizes = LATENT_AND_ROPE.get(spec.head_size, (spec.head_size, 0))
+        return {"state_content_bytes": cls.settings.layout(*sizes).row_bytes}
 
 
 @lru_cache
@@ -127,22 +121,12 @@ class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: igno
         check_refused(refused)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata)
         self.most_queries = self.reorder_batch_threshold
-        warm_up_layers(device, [self._calls(layer) for layer in layers.values()])
+        calls = [
+            calls_of(LatentCalls, vllm_config, one.impl.rows, one.num_heads, self.most_queries)
+            for one in layers.values()
+        ]
+        warm_up_layers(device, calls)
         tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config)
-
-    def _calls(self, layer: Any) -> LatentCalls:
-        """The calls that a layer will make."""
-        config, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
-        return LatentCalls(
-            layer.impl.rows,
-            layer.num_heads,
-            config.dtype,
-            RUN,  # larger pages have the same kernels
-            config.max_model_len,
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            self.most_queries,
-        )
 
     def _build_decode(
         self,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 from hf_cases import FP16, TOLERANCE, by_kvquant, caching, tiny, tokens
+from interrupts import interrupted
 from slow_cases import mark_slow
 
 from kvquant.errors import KVQuantError
@@ -22,30 +19,6 @@ from kvquant.hf.cache import QuantizedCache
 
 COUNTS = {str(one.__file__) for one in (call, text)}
 ALL = COUNTS | {str(one.__file__) for one in (attention, cache, continuation, masks)}
-
-
-def interrupted(run: Callable[[], object], files: set[str], number: int) -> bool:
-    """Whether there was a line of this number in a call, at which it was interrupted."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal lines
-        if frame.f_code.co_filename not in files:
-            return None
-        lines += event == "line"
-        if lines == number:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        with suppress(KeyboardInterrupt):
-            run()
-    finally:
-        sys.settrace(before)
-    return lines >= number
 
 
 CASES = [("counts", 1, 2), ("counts", 5, 2), ("all", 1, 2), ("all", 5, 2), ("all", 1, 1)]

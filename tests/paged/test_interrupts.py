@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupted
 from paged_cases import poison
 from slow_cases import mark_slow
 
@@ -104,31 +103,6 @@ CALLS: dict[str, tuple[Call, Call]] = {
 FEW = [(name, 3) for name in ("fork", "step", "swap in")]  # at every third line
 
 
-def interrupted(call: Callable[[], object], number: int) -> bool:
-    """Whether there was a line of this number in the call, at which it was interrupted."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal lines
-        if frame.f_code.co_filename not in FILES:
-            return None
-        lines += event == "line"
-        if lines == number:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return lines >= number
-
-
 def check(batch: PagedBatch) -> None:
     """Every sequence has its own rows, prefixes are right, all can go on, and nothing is lost."""
     cache = batch.cache
@@ -172,7 +146,7 @@ def test_an_interrupt_at_any_line_leaves_a_whole_cache(
     while True:
         batch = filled(windows)
         before(batch, path)
-        if not interrupted(lambda batch=batch: call(batch, path), number):  # type: ignore[misc]
+        if not interrupted(lambda batch=batch: call(batch, path), FILES, number):  # type: ignore[misc]
             break
         check(batch)
         number += stride
