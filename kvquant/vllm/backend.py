@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -447,34 +447,22 @@ def is_draft() -> bool:
     return part != "backbone"
 
 
-def _begin_to_compile(vllm_config: VllmConfig, impl: KVQuantImpl) -> None:
+def begin_to_compile(vllm_config: VllmConfig, impl: Any) -> None:
     """Begin to compile a layer's kernels, on a GPU: its model is made now, and then loaded and
-    compiled, while cores are idle. StepBuilder asks for the same kernels, and tells what fails."""
+    compiled, while cores are idle. The builder asks for the same kernels, and tells what fails."""
     if not torch.cuda.is_available():
         return
     device, drafts = torch.device("cuda", torch.cuda.current_device()), 0
     if vllm_config.speculative_config is not None:
         drafts = vllm_config.speculative_config.num_speculative_tokens or 0
-    with suppress(Exception):  # StepBuilder makes the same once more, and tells what fails
-        request = Request.of(vllm_config.additional_config["kvquant"])
-        settings = backend_of(plugin.OURS[0], request).settings
-        layout = settings.layout(impl.num_kv_heads, impl.head_size, impl.head_size)
-        variant = impl.variant(torch.device("cpu"))
-        bases: list[Any] = [None]
-        if settings.plan is not None and not impl.is_draft:
-            heads, places = _heads_of(vllm_config), settings.plan.places
-            bases = [settings.basis(place, heads, impl.head_size) for place in places]
-        for basis in bases:
-            rows = LayerRows(
-                layout,
-                impl.scale,
-                basis,
-                variant if names_of(variant) else None,
-                settings.prompts_from_rows,
-            )
-            queries = 1 + drafts + impl.is_draft
-            calls = calls_of(StepCalls, vllm_config, rows, impl.num_heads, queries)
+    with suppress(Exception):  # the builder makes the same once more, and tells what fails
+        for calls in impl.probable_calls(vllm_config, 1 + drafts):
             begin_warm_up(device, calls)
+
+
+def request_of(vllm_config: VllmConfig) -> Request:
+    """What an engine asks for."""
+    return Request.of(vllm_config.additional_config["kvquant"])
 
 
 class KVQuantImpl(AttentionImpl[Step]):
@@ -509,7 +497,33 @@ class KVQuantImpl(AttentionImpl[Step]):
         config = get_current_vllm_config()
         self.longest = config.model_config.max_model_len
         if attn_type == AttentionType.DECODER:
-            _begin_to_compile(config, self)
+            begin_to_compile(config, self)
+
+    def probable_calls(self, vllm_config: VllmConfig, queries: int) -> Iterator[StepCalls]:
+        """What the layer will be called for, in each basis that it may have: its name, which says
+        which one, is not known yet.
+
+        Args:
+            vllm_config: of the engine.
+            queries: of a decoding sequence, at most: 1, and its drafted tokens.
+        """
+        settings = backend_of(plugin.OURS[0], request_of(vllm_config)).settings
+        layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
+        variant = self.variant(torch.device("cpu"))
+        bases: list[Any] = [None]
+        if settings.plan is not None and not self.is_draft:
+            heads, places = _heads_of(vllm_config), settings.plan.places
+            bases = [settings.basis(place, heads, self.head_size) for place in places]
+        for basis in bases:
+            rows = LayerRows(
+                layout,
+                self.scale,
+                basis,
+                variant if names_of(variant) else None,
+                settings.prompts_from_rows,
+            )
+            given = rows, self.num_heads, queries + self.is_draft
+            yield calls_of(StepCalls, vllm_config, *given)
 
     def variant(self, device: torch.device) -> AttentionVariant:
         """What the model changes in attention; weights are loaded by now."""

@@ -7,12 +7,13 @@ with decoding sequences, and dequantizes the latents of a prompt's past.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
@@ -40,15 +41,18 @@ from ..engine.settings import LatentSettings
 from ..engine.step import Step, describe_step
 from ..engine.warmup import warm_up_layers
 from ..errors import KVQuantError, UnsupportedError
+from . import plugin
 from .backend import (
     Request,
     RowsBackend,
+    begin_to_compile,
     bind,
     calls_of,
     check_cache_dtype,
     check_refused,
     check_request,
     is_draft,
+    request_of,
     tell_rows,
 )
 
@@ -200,6 +204,18 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
         super().__init__(*args, indexer=indexer, **others)
         self.supports_quant_query_input = False
         self.is_draft = is_draft()
+        begin_to_compile(get_current_vllm_config(), self)
+
+    def probable_calls(self, vllm_config: VllmConfig, queries: int) -> Iterator[LatentCalls]:
+        """As KVQuantImpl.probable_calls."""
+        settings = latent_backend_of(plugin.OURS[0], request_of(vllm_config)).settings
+        fmt = settings.layout(self.kv_lora_rank, self.qk_rope_head_dim)
+        bases: list[Any] = [None]
+        if settings.plan is not None and not self.is_draft:
+            bases = [settings.basis(place) for place in settings.plan.places]
+        for basis in bases:
+            rows = LatentRows(fmt, self.scale, basis, settings.prompts_from_rows)
+            yield calls_of(LatentCalls, vllm_config, rows, self.num_heads, queries)
 
     def do_kv_cache_update(
         self,

@@ -193,6 +193,9 @@ def test_a_step_of_all_kinds_of_sequences(
     out = torch.full_like(q, torch.nan)
     attend(layer, step, q, k, v, cache.pages, out)
     variant = AttentionVariant(**VARIANTS[name])
+    # Keys of about 2.3 leave their basis in the model's dtype and are rounded three times. So a
+    # score moves by SCALE * sqrt(DIM) * 2.3 * sqrt(3) roundings, which is as much as `error`.
+    limit = error * (1.5 if has_basis else 1)
     for i, count in enumerate(counts):
         new = slice(int(starts[i]), int(starts[i + 1]))
         keys, values = cache.values(i)
@@ -201,7 +204,7 @@ def test_a_step_of_all_kinds_of_sequences(
             keys, values = torch.cat([past[i][0], k[new]]), torch.cat([past[i][1], v[new]])
         if count:
             wanted = exact(q[new], keys, values, variant)
-            assert relative_l2(out[new].cpu(), wanted) < error, f"sequence {i}"
+            assert relative_l2(out[new].cpu(), wanted) < limit, f"sequence {i}"
     assert out[-1].isnan().all()  # of no sequence
 
 

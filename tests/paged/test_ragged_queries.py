@@ -201,5 +201,5 @@ def test_a_graph_serves_steps_of_any_counts(kind: str) -> None:
                     with plain.extend([name], 0):
                         last = plain.attend(layer, rows[-1:])
                     assert relative_l2(own[-1], last[0]) < 8e-3
-    with pytest.raises(ShapeError, match="captured 4 and 40"):
+    with pytest.raises(ShapeError, match="places for 4 and 40"):
         batch.extend(["a"], 41)

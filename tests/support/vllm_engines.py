@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -119,6 +120,21 @@ def generate(llm: Any, prompts: Sequence[Any], tokens: int = 24, **options: Any)
 def counter(llm: Any, name: str) -> int:
     """A metric of the engine since it was made."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
+def begun_of(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What layers would begin to compile on a GPU, when they are made."""
+    from kvquant.vllm import backend
+
+    begun: list[Any] = []
+    config = llm.llm_engine.vllm_config
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.cuda, "current_device", lambda: 0)
+        patched.setattr(backend, "begin_warm_up", lambda device, calls: begun.append(calls))
+        for layer in config.compilation_config.static_forward_context.values():
+            backend.begin_to_compile(config, layer.impl)
+    return begun
 
 
 def passages(llm: Any, count: int, length: int) -> list[dict[str, list[int]]]:

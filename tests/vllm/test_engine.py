@@ -25,6 +25,7 @@ from vllm_engines import (
     MOST_MOVE,
     SIZES,
     TOKENS,
+    begun_of,
     counter,
     engine,
     generate,
@@ -66,21 +67,6 @@ def test_16_bit_rows_give_what_vllms_own_attention_gives(
         again = generate(llm, prompts, TOKENS)
         assert counter(llm, "prefix_cache_hits") >= sum((n - 1) // 32 * 32 for n in LENGTHS)
         check_alike(again, wanted, MOST_MOVE)
-
-
-def begun_of(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What layers would begin to compile on a GPU, when they are made."""
-    from kvquant.vllm import backend
-
-    begun: list[Any] = []
-    config = llm.llm_engine.vllm_config
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: True)
-        patched.setattr(torch.cuda, "current_device", lambda: 0)
-        patched.setattr(backend, "begin_warm_up", lambda device, calls: begun.append(calls))
-        for layer in config.compilation_config.static_forward_context.values():
-            backend._begin_to_compile(config, layer.impl)
-    return begun
 
 
 @pytest.mark.parametrize("chunk", [48, 150], ids=["from rows", "from dequantized rows"])

@@ -3,7 +3,8 @@ rounds latents as rows do (1 minute)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from latent_plans import latent_plan
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache
-from vllm_engines import counter, engine, generate
+from vllm_engines import begun_of, counter, engine, generate
 
 from kvquant import CachePlan, LatentFormat, dequantize_rows, quantize_rows
 from kvquant.io.model_id import model_identity
@@ -213,9 +214,24 @@ def test_prompts_in_chunks_and_in_the_prefix_cache(from_rows: bool, model: Model
             assert moved(text, wanted) < 2e-3
 
 
-def test_drafted_tokens_attend_to_rows(model: Model) -> None:
+@contextmanager
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The calls that builders of engines ask for, while this is on."""
+    from kvquant.vllm import latent
+
+    found: list[Any] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(latent, "warm_up_layers", lambda _, calls: found.extend(calls))
+        yield found
+
+
+def test_drafted_tokens_attend_to_rows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [{"prompt_token_ids": ([*range(k, k + 9)] * 9)[: 40 + k]} for k in range(3)]
-    with latent_engine(model, {"format": "int8-g4"}, speculative_config=DRAFTS) as llm:
+    with (
+        asked(monkeypatch) as calls,
+        latent_engine(model, {"format": "int8-g4"}, speculative_config=DRAFTS) as llm,
+    ):
+        assert {one.kind for one in begun_of(llm, monkeypatch)} == {one.kind for one in calls}
         found = texts(llm, given)
         assert counter(llm, "spec_decode_num_draft_tokens") > 20
     for prompt, text in zip(given, found, strict=True):
@@ -234,11 +250,12 @@ def make_plan(path: Path) -> CachePlan:
     return plan
 
 
-def test_plans(model: Model, tmp_path: Path) -> None:
+def test_plans(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.safetensors"
     plan = make_plan(path)
     given = prompts(60, 17)
-    with latent_engine(model, {"plan": str(path)}) as llm:
+    with asked(monkeypatch) as calls, latent_engine(model, {"plan": str(path)}) as llm:
+        assert {one.kind for one in begun_of(llm, monkeypatch)} == {one.kind for one in calls}
         found = texts(llm, given)
     for prompt, text in zip(given, found, strict=True):
         ids = prompt["prompt_token_ids"]

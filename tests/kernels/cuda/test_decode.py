@@ -155,7 +155,7 @@ def test_pages(name: str, page_size: int) -> None:
         return
     compare(q, [segment])
     compare(q, [segment], num_splits=2)
-    compare(query(segment, 71), [segment])
+    compare(query(segment, 2 * 71), [segment])
 
 
 def test_pages_in_the_order_of_tokens_and_strided_tables() -> None:
