@@ -288,6 +288,7 @@ def test_a_captured_step_is_replayed_with_growing_lengths(with_basis: bool) -> N
         return found
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiled
         step()
     torch.cuda.synchronize()

@@ -296,6 +296,7 @@ def test_a_cuda_graph_serves_steps_of_other_lengths(queries: int, has_basis: boo
         attend(layer, step, q, k, v, cache.pages, out)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     stream.synchronize()

@@ -2,7 +2,7 @@
 
 As a script it makes random calls on a device until the time is up:
 
-    python tests/paged/test_stateful.py --device cuda --seconds 600
+    PYTHONPATH=.:tests/support python tests/paged/test_stateful.py --device cuda --seconds 600
 """
 
 from __future__ import annotations
