@@ -7,6 +7,8 @@ Each file in results/ is what a script of the repository wrote with --json, with
 measured and the date:
 
     h200-decode, h200-mla, h200-variants    kvquant bench, with --mla, with --variants
+    h200-more                               the cases of four such calls, one after another, with
+                                            --format int4-g4, int3 and int2, --exact, --page-size
     h200-peers                              tests/benchmarks/peers.py
     h200-step                               tests/benchmarks/bench_model.py
     zen4-decode                             kvquant bench --device cpu
@@ -84,7 +86,7 @@ def shown() -> dict[str, list[str]]:
     return {
         "README.md": [
             *(memory(), speed_up(), cpu_speed_up(), settings(), steps_about(), step_bars(), room()),
-            *(latents_day(), latents(), gpu_about(), decode()),
+            *(throughput(read("vllm")), latents_day(), latents(), gpu_about(), decode()),
             *(fidelity_about(), fidelity(README_CACHES), lost()),
         ],
         "calibration/README.md": [
@@ -96,6 +98,7 @@ def shown() -> dict[str, list[str]]:
         "kernels/FACTS.md": [peers(), latent_rows(), latent_peers(), variants()],
         "kvquant/bench/README.md": [
             *(cpu_about(), cpu_decode(), cpu_rows(), gpu_about(), decode_cases()),
+            *(few_bits_times(), page_times()),
         ],
         "kvquant/hf/README.md": [steps_about(), steps()],
         "kvquant/hf/decode_step.svg": step_labels(),
@@ -169,6 +172,38 @@ def cells(case: Figures) -> list[str]:
         *(f"{case['in_a_row_gb_per_s']:,.0f}", f"{case['in_a_row_roof_percent']:.0f} %"),
         *(f"{peer['in_a_row_us']:.1f}", f"{peer['in_a_row_ratio']:.2f}"),
     ]
+
+
+def few_bits_times() -> str:
+    """Rows of 2 and 3 bits beside INT4 of the same shape and window."""
+    cases = [one for one in read("h200-more")["decode"] if not one["page_size"]]
+    usual: dict[Any, Figures] = {}
+    rows = []
+    for one in cases:
+        window = one["sink_len"], one["recent_len"]
+        int4 = usual.setdefault((shape(one), window), one)
+        assert int4["k_format"] == "int4-g4"
+        rows.append(
+            [
+                *(f"`{one['k_format']}`", f"{one['batch']}"),
+                *(f"{one['num_q_heads']}:{one['num_kv_heads']}", "{} + {}".format(*window)),
+                *(f"{one['nbytes'] / 1e6:.0f}", f"{one['us']:.1f}", f"{one['in_a_row_us']:.1f}"),
+                f"{one['in_a_row_us'] / int4['in_a_row_us']:.2f}",
+                f"{of_peer(one)['in_a_row_ratio']:.2f}",
+            ]
+        )
+    titles = ["rows", "batch", "heads", "tokens in 16 bit", "MB", "one call: us", "in a row: us"]
+    return table([*titles, "to `int4-g4`", "16 bit: ratio"], rows)
+
+
+def page_times() -> str:
+    """Pages of several sizes."""
+    rows = [
+        [f"{one['page_size']}", f"{one['us']:.1f}", f"{one['in_a_row_us']:.1f}"]
+        for one in read("h200-more")["decode"]
+        if one["page_size"]
+    ]
+    return table(["tokens of a page", "one call: us", "in a row: us"], rows)
 
 
 def speed_up() -> str:
