@@ -1,20 +1,29 @@
-"""Sequences of unequal lengths behind a shared prefix, and with several queries each, on a GPU.
+"""Sequences of unequal lengths behind a shared prefix, with several queries each, and with unequal
+numbers of queries, on a GPU.
 
 Run by hand: python tests/benchmarks/bench_ragged.py. INT4 in 4 groups, 32 query heads on 8 KV heads
-of 128, room for 32,768 tokens a sequence. Times are of one call inside a CUDA graph, alone with the
-L2 cache overwritten, beside those of as many tokens spread evenly. Outputs are compared first: a
-prefix with two calls merged by their lse, several queries with a call for each. One query without a
-prefix: kvquant bench --ragged.
+of 128. Times are of one call inside a CUDA graph, alone with the L2 cache overwritten. Outputs are
+compared first. One query without a prefix: kvquant bench --ragged. Two tables:
+
+    unequal lengths      room for 32,768 tokens a sequence; beside as many tokens spread evenly; a
+                         prefix is compared with two calls merged by their lse, several queries with
+                         a call for each
+    unequal numbers of   "ragged" is one call with q_indptr, "padded" one with q_lens, where that
+    queries              makes at most 4 times as many; "apart" a call for each number of queries,
+                         one after another; compared with a call for each sequence
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
 
 import torch
 from measuring import begin, relative_error
 
 from kvquant import RowFormat, merge_states, quantize_rows
+from kvquant.bench.timer import GraphTimer
 from kvquant.ops.attention import attend
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.call import AttentionCall
@@ -25,6 +34,14 @@ PREFIX, QUERIES = 4096, 4
 FORMAT = RowFormat.parse("int4-g4", HEAD_DIM)
 # sequences, how many of them are long, tokens of these, tokens of the others
 CASES = ((32, 1, 32768, 512), (32, 4, 32768, 512), (64, 1, 32768, 1024), (8, 1, 32768, 512))
+# tokens of a sequence, and new ones of each: decode steps, drafted tokens, chunks of prompts
+COUNTS = (
+    (8192, [1] * 64),
+    (8192, [n for n in range(1, 9) for _ in range(8)]),
+    (8192, [1] * 60 + [128] * 4),
+    (8192, [1] * 63 + [512]),
+    (32768, [1] * 8 + [2048]),
+)
 Attend = Callable[[], torch.Tensor]
 
 
@@ -50,6 +67,57 @@ def main() -> None:
             print(
                 f"{what:40}{ragged:9.1f} us{even:9.1f} us{ragged / even:7.2f}x{max(errors):10.1e}"
             )
+    print(f"{'new tokens':40}{'ragged':>12}{'padded':>12}{'apart':>12}")
+    for tokens, counts in COUNTS:
+        unequal_counts(timer, tokens, counts)
+
+
+def unequal_counts(timer: GraphTimer, tokens: int, counts: Sequence[int]) -> None:
+    """Print a line: a call for all sequences beside several."""
+    batch, total, most = len(counts), sum(counts), max(counts)
+    rows = random_rows(batch, tokens), random_rows(batch, tokens)
+    of_all = segment(rows, [tokens] * batch)
+    q = torch.randn(total, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
+    q_indptr = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+    alone = [
+        attend(AttentionCall(one[None], [segment((rows[0][i:][:1], rows[1][i:][:1]), [tokens])]))
+        for i, one in enumerate(q.split([*counts]))
+    ]
+    wanted = torch.cat([out[0] for out, _ in alone]).double()
+    calls = {"ragged": AttentionCall(q, [of_all], q_indptr=q_indptr)}
+    if batch * most <= 4 * total:
+        padded = q.new_zeros(batch, most, Q_HEADS, HEAD_DIM)
+        q_lens = q_indptr.diff()
+        for one, values in zip(padded, q.split([*counts]), strict=True):
+            one[: len(values)] = values
+        calls["padded"] = AttentionCall(padded, [of_all], q_lens=q_lens)
+    groups, first = [], 0
+    for count, same in groupby(counts):
+        size = len([*same])
+        part = segment((rows[0][first:][:size], rows[1][first:][:size]), [tokens] * size)
+        begin_at = int(q_indptr[first])
+        own = q[begin_at : begin_at + size * count].unflatten(0, (size, count))
+        groups.append(AttentionCall(own, [part]))
+        first += size
+    runs: dict[str, Attend] = {
+        name: partial(lambda call: attend(call)[0], call) for name, call in calls.items()
+    }
+    runs["apart"] = lambda: torch.cat([attend(one)[0].flatten(0, 1) for one in groups])
+    times = {}
+    for name, run in runs.items():
+        out = run()
+        if name == "padded":
+            out = torch.cat([x[:count] for x, count in zip(out, counts, strict=True)])
+        error = relative_error(out, wanted)
+        assert error < 3e-3, (name, error)
+        times[name] = timer.alone(run)
+    different = [f"{len([*same])} x {count:,}" for count, same in groupby(counts)]
+    what = ", ".join(different if len(different) < 4 else [f"{batch} x 1 to {most}"])
+    cells = (
+        f"{times[one]:9.1f} us" if one in times else f"{'-':>12}"
+        for one in ("ragged", "padded", "apart")
+    )
+    print(f"{what + f' behind {tokens:,}':40}" + "".join(cells))
 
 
 def random_rows(*shape: int) -> torch.Tensor:
