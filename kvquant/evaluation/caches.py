@@ -40,13 +40,15 @@ def parse_cache(text: str, *, latent: bool = False) -> Scheme | Planned:
         Scheme(k_format='int8', v_format='int4-g4', sink_len=4, recent_len=64)
     """
     what, *options = (part.strip() for part in text.split(","))
-    lengths = dict(OPTIONS)
+    given: dict[str, int] = {}
     for option in options:
         name, _, value = option.partition("=")
         if name not in OPTIONS or not (value.isascii() and value.isdecimal()):
             raise ConfigError(f"cache {text!r:.80}: {option!r:.40} is no option: write {GRAMMAR}")
-        lengths[name] = int(value)
-    sinks, recent = lengths["sinks"], lengths["recent"]
+        if name in given:
+            raise ConfigError(f"cache {text!r:.80} has {name}= twice: write it once")
+        given[name] = int(value)
+    sinks, recent = (OPTIONS | given).values()
     if what.endswith(".safetensors"):
         plan = CachePlan.load(what)
         return Planned(plan, Path(what).stem, sinks, recent)

@@ -51,6 +51,7 @@ def test_a_plan_is_a_file(tmp_path: Path) -> None:
         ("int4,last=3", {}, "'last=3' is no option"),
         ("int4,recent=-1", {}, "'recent=-1' is no option"),
         ("int4,recent", {}, "'recent' is no option"),
+        ("int4,sinks=1,sinks=2", {}, "has sinks= twice"),
         ("int4+int8", {}, r"this model keeps K and V of heads \(K/V\)"),
         ("int4/int8", {"latent": True}, "this model keeps latents and RoPE parts"),
     ],

@@ -192,7 +192,7 @@ def test_a_file_without_windows_is_read_into_a_cache_with_them(tmp_path: Path) -
 
 
 def test_windows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="3 windows for 2 layers"):
+    with pytest.raises(ConfigError, match="windows has a length of 3 for 2 layers"):
         make(windows=[1, 2, 3])
     with pytest.raises(ConfigError, match="chunk_len 0 is not possible"):
         make(windows=WINDOWS, chunk_len=0)

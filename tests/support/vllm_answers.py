@@ -280,9 +280,9 @@ def mean(pairs: list[list[float]]) -> float:
 
 
 def is_as_good(ours: list[list[float]], theirs: list[list[float]]) -> bool:
-    """Whether our KL is at most two paired standard errors above theirs."""
+    """Whether our KL is at most three paired standard errors above theirs: some 25 are compared."""
     more = torch.tensor([a[0] - b[0] for a, b in zip(ours, theirs, strict=True)]).double()
-    return bool(more.mean() <= 2 * more.std() / len(more) ** 0.5 + 1e-6)
+    return bool(more.mean() <= 3 * more.std() / len(more) ** 0.5 + 1e-6)
 
 
 def faults(found: dict[str, dict[str, Any]]) -> list[str]:
