@@ -10,7 +10,7 @@ import torch
 from example_plan import example_plan
 
 from kvquant import ConfigError, ShapeError, UnsupportedError, append_rows, dequantize_pages
-from kvquant.engine.settings import Settings, rank_heads
+from kvquant.engine.settings import Settings, rank_heads, tell_settings
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,16 @@ def test_a_part_of_a_page_is_the_page_of_a_part_of_the_heads(names: tuple[str, s
             rows = part.views(wanted)
             append_rows(own_k, own_v, *rows, slots, part.k_format, part.v_format)
             assert torch.equal(cut, wanted), f"rank {rank} of {ranks}"
+
+
+@pytest.mark.parametrize("names", [("int4", "int4"), ("int3", "int2")], ids="/".join)
+def test_rows_of_2_bits_are_warned_of(
+    names: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="kvquant"):
+        tell_settings(Settings(*names))
+    assert f"K rows {names[0]}, V rows {names[1]}" in caplog.text
+    assert ("rows of 2 bits change" in caplog.text) == ("int2" in names)
 
 
 def test_the_bytes_are_those_of_the_rows() -> None:
