@@ -322,7 +322,11 @@ def test_other_programs_get_no_part_of_a_sequence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("windows", "message"),
-    [([1], "windows has a length of 1 for 2 layers"), ([0, None], "a window 0 is not"), ([True, None], "True")],
+    [
+        ([1], "windows has a length of 1 for 2 layers"),
+        ([0, None], "a window 0 is not"),
+        ([True, None], "True"),
+    ],
     ids=["one", "zero", "truth"],
 )
 def test_windows_that_cannot_be_are_refused(windows: list[Any], message: str) -> None:
