@@ -5,6 +5,8 @@ one of 8B, BF16. Logits behind a prompt are compared first. Then caches are fill
 and values, and a step of each kind is timed, medians of --rounds loops, in turn. --json keeps the
 figures, --picture draws them; --from FILE --picture FILE, those of a file, without a GPU. --memory
 prints in place of times how many sequences fit beside the model, and the peak of reading a prompt.
+--latent takes layers of DeepSeek V3 in place of Llama's, without experts: give --layers 8 or fewer
+and a --format of latent rows.
 
     captured        CapturedStep: one CUDA graph
     eager           CachedModel.step, from Python
@@ -24,7 +26,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from bench_prefill import LLAMA_8B
 from measuring import relative_error
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from kvquant import CachedModel, QuantizedCache
 from kvquant.hf.argument import as_argument
@@ -55,27 +58,75 @@ Step = Callable[[], Any]
 Figures = dict[str, Any]
 
 
-def random_rows(config: Any, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a layer, [batch, num_kv_heads, tokens, head_dim]."""
-    shape = 2, batch, config.num_key_value_heads, tokens, config.head_dim
-    k, v = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+DEEPSEEK_V3: dict[str, Any] = {  # its attention and the layers without experts
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
+
+def random_rows(
+    shapes: Sequence[tuple[int, int]], batch: int, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer caches of tokens, K and V or latents and RoPE parts, each [batch, heads, tokens,
+    head_dim].
+
+    Args:
+        shapes: of both, heads and head_dim.
+        batch: sequences.
+        tokens: of each.
+    """
+    options: Any = {"dtype": torch.bfloat16, "device": "cuda"}
+    k, v = (torch.randn(batch, heads, tokens, dim, **options) for heads, dim in shapes)
     return k, v
+
+
+def our_shapes(model: CachedModel) -> list[tuple[int, int]]:
+    """Of what our caches take."""
+    config = model.config
+    if model.has_latents:
+        return [(1, config.kv_lora_rank), (1, config.qk_rope_head_dim)]
+    return [(config.num_key_value_heads, config.head_dim)] * 2
+
+
+def their_shapes(model: CachedModel) -> list[tuple[int, int]]:
+    """Of what transformers' caches take: keys and values of all heads, or in newer versions latents
+    where a model has them."""
+    cache: Any = transformers.DynamicCache(config=model.config)
+    token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    with torch.no_grad():
+        model.model(token, **as_argument(model.model, cache))
+    return [(x.shape[1], x.shape[3]) for x in (cache.layers[0].keys, cache.layers[0].values)]
+
+
+def new_cache(model: CachedModel, batch: int, room: int, fmt: str) -> Any:
+    """An empty cache of rows of a format."""
+    if model.has_latents:
+        return model.new_cache(batch, room, fmt=fmt)
+    return model.new_cache(batch, room, k_format=fmt, v_format=fmt)
 
 
 def filled_ours(model: CachedModel, batch: int, tokens: int, fmt: str) -> Any:
     """A KVCache with room for more."""
-    cache = model.new_cache(batch, tokens + 256, k_format=fmt, v_format=fmt)
+    cache = new_cache(model, batch, tokens + 256, fmt)
     for layer in range(cache.num_layers):
         for start in range(0, tokens, 4096):
-            rows = random_rows(model.config, batch, min(4096, tokens - start))
+            rows = random_rows(our_shapes(model), batch, min(4096, tokens - start))
             cache.append(layer, *rows)
     return cache
 
 
-def filled(cache: Any, config: Any, batch: int, tokens: int) -> Any:
+def filled(cache: Any, model: CachedModel, batch: int, tokens: int) -> Any:
     """A cache of transformers."""
-    for layer in range(config.num_hidden_layers):
-        cache.update(*random_rows(config, batch, tokens), layer)
+    shapes = their_shapes(model)
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(*random_rows(shapes, batch, tokens), layer)
     return cache
 
 
@@ -112,7 +163,7 @@ def check_logits(model: CachedModel, fmt: str) -> None:
         noise = relative_error(model.model(tokens, logits_to_keep=1).logits[:, -1], wanted)
     print(f"logits of transformers' eager attention and of its SDPA: {noise:.1e}")
     for name in ("bf16", fmt):
-        cache = model.new_cache(2, 1024, k_format=name, v_format=name)
+        cache = new_cache(model, 2, 1024, name)
         model.prefill(cache, tokens[:, :-1])
         error = relative_error(CapturedStep(model, cache)(tokens[:, -1]), wanted)
         cache.check()
@@ -174,15 +225,15 @@ def their_steps(model: CachedModel, batch: int, tokens: int, slow: bool) -> dict
     def static() -> Step:
         cache = transformers.StaticCache(config=config, max_cache_len=room)
         run = torch.compile(model.model.forward, mode="reduce-overhead", fullgraph=True)
-        return of(filled(cache, config, batch, tokens), run)
+        return of(filled(cache, model, batch, tokens), run)
 
     def dynamic() -> Step:
         cache = transformers.DynamicCache(config=config)
-        return of(filled(cache, config, batch, tokens), model.model)
+        return of(filled(cache, model, batch, tokens), model.model)
 
     def quantized(backend: str) -> Step:
         cache = transformers.QuantizedCache(backend=backend, config=config, nbits=4)
-        return of(filled(cache, config, batch, tokens), model.model)
+        return of(filled(cache, model, batch, tokens), model.model)
 
     found: dict[str, Any] = {"StaticCache, compiled": static, "DynamicCache": dynamic}
     for name, package in (("quanto", "optimum.quanto"), ("HQQ", "hqq")):
@@ -228,6 +279,7 @@ def draw(figures: Figures, path: Path) -> None:
 @click.option("--format", "fmt", default="int4-g4", show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--theirs/--no-theirs", default=True, show_default=True)
+@click.option("--latent", is_flag=True, help="Layers of DeepSeek V3.")
 @click.option("--memory", is_flag=True, help="Print what fits, in place of times.")
 def main(picture: Path | None, kept: Path | None, memory: bool, **options: Any) -> None:
     """Measure and print."""
@@ -239,16 +291,19 @@ def main(picture: Path | None, kept: Path | None, memory: bool, **options: Any) 
         draw(figures, picture)
 
 
-def made_model(layers: int, tokens: tuple[int, ...]) -> CachedModel:
-    """A Llama as wide as one of 8B, with room for so many tokens and some more."""
+def made_model(layers: int, tokens: tuple[int, ...], *, latent: bool = False) -> CachedModel:
+    """A Llama as wide as one of 8B, or layers of DeepSeek V3, with room for so many tokens and some
+    more."""
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, transformers.__version__)
+    given: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": 32000}
+    given["dtype"] = torch.bfloat16
+    given["max_position_embeddings"] = max(tokens) + 1024
+    config: Any = transformers.LlamaConfig(**(LLAMA_8B | given))
+    if latent:
+        config = transformers.DeepseekV3Config(**DEEPSEEK_V3, **given, first_k_dense_replace=layers)
     with torch.device("cuda"):
-        config = transformers.LlamaConfig(
-            num_hidden_layers=layers, dtype=torch.bfloat16, **(LLAMA_8B | {"vocab_size": 32000})
-        )
-        config.max_position_embeddings = max(tokens) + 1024
-        made = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return CachedModel(made.eval())
 
 
@@ -269,14 +324,15 @@ def measure(
     fmt: str,
     rounds: int,
     theirs: bool,
+    latent: bool,
     json_file: Path | None,
 ) -> Figures:
     """Measure, print, and keep what has been measured in the file after each case."""
-    model = made_model(layers, tokens)
+    model = made_model(layers, tokens, latent=latent)
     check_logits(model, fmt)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     figures: Figures = {"gpu": torch.cuda.get_device_name(), **versions, "cases": []}
-    figures |= {"layers": layers, "format": fmt}
+    figures |= {"model": model.config.model_type, "layers": layers, "format": fmt}
     for batch in batches:
         for count in tokens:
             print(f"batch {batch}, {count} tokens, {layers} layers", flush=True)
