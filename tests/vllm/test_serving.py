@@ -8,6 +8,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from vllm_engines import TEXT
 from vllm_server import PATIENCE, server
-from vllm_texts import Text, check_alike
+from vllm_texts import Text, check_alike, check_same_rows
 
 pytestmark = pytest.mark.filterwarnings("default")
 ON_GPU = torch.cuda.is_available()
@@ -60,12 +61,14 @@ class Served:
 
     def text(self, prompt: str = PROMPT) -> Text:
         """A greedy text."""
-        told = [part.choices[0].logprobs for part in self.stream(prompt)]
-        found = [one for one in told if one]
-        return Text(
+        parts = [part.choices[0] for part in self.stream(prompt)]
+        found = [part.logprobs for part in parts if part.logprobs]
+        text = Text(
             [token for one in found for token in one.tokens],
             [step for one in found for step in one.top_logprobs],
         )
+        assert len(parts) > 8 and "".join(part.text for part in parts) == "".join(text.ids)
+        return text
 
     def post(self, path: str) -> Any:
         """Ask for what an operator asks for."""
@@ -108,6 +111,18 @@ def test_a_completion_and_a_stream_are_the_same(served: Served) -> None:
     streamed = served.text()
     check_alike([streamed], [Text(told.tokens, told.top_logprobs)], MOST_MOVE, least_sure=0)
     assert len(streamed.ids) == 24
+
+
+def test_two_clients_at_once_get_what_each_gets_alone(served: Served) -> None:
+    prompts = ["The city of Manila was founded", "The river is one of the longest in"]
+    alone = [served.text(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(served.text, prompts))
+    if ON_GPU:
+        check_alike(together, alone, MOST_MOVE, least_sure=0)
+    else:
+        check_same_rows(together, alone)
+    assert [model.id for model in served.client.models.list()] == ["demo"]
 
 
 def test_a_stop_text_ends_a_stream_before_its_end(served: Served) -> None:
