@@ -20,6 +20,7 @@ from evaluations import Evaluations, draw, labels, of_models, read_runs, tables,
 
 from kvquant.calibration.calibrate import Goal, calibrate
 from kvquant.cli.demo import MODEL
+from kvquant.evaluation.evaluate import Sizes
 from kvquant.evaluation.statistics import paired
 from kvquant.hf.model import CachedModel
 from kvquant.io.plan import CachePlan
@@ -38,7 +39,7 @@ def measured(*options: str, path: Path) -> str:
 
 @pytest.mark.slow
 def test_each_seed_and_window_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_recall, "Sizes", partial(bench_recall.Sizes, scored=8))
+    monkeypatch.setattr(bench_recall, "Sizes", partial(Sizes, scored=8))
     path = tmp_path / "recall.json"
     path.write_text(text_of({}, [run_of("another", 64, {"keys": [0.5]})]))
     printed = measured("--seeds", "2", "--least", "0", "--kl", path=path)

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ OFFLOADING = {
     "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20}
     | ({} if ON_GPU else {"spec_name": "HostSpec", "spec_module_path": "host_offloading"}),
 }
+CONNECTOR = ["--kv-transfer-config", json.dumps(OFFLOADING)]
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +99,7 @@ def wait(until: Callable[[], bool], seconds: float = 60) -> None:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("served") / "log"
-    sleeping = ["--enable-sleep-mode"] if ON_GPU else []
-    with server(*OPTIONS, *sleeping, log=log) as address:
+    with server(*OPTIONS, *(["--enable-sleep-mode"] if ON_GPU else CONNECTOR), log=log) as address:
         yield Served(address)
     assert "kvquant: K rows int4-g4, V rows int4-g4" in log.read_text()
 
@@ -159,10 +160,10 @@ def test_a_server_sleeps_and_wakes_up(served: Served) -> None:
     check_alike([served.text()], [wanted], MOST_MOVE, least_sure=0)
 
 
-def test_offloaded_pages_come_back_to_a_server(tmp_path: Path) -> None:
-    connector = ["--kv-transfer-config", json.dumps(OFFLOADING)]
-    with server(*OPTIONS, *connector, log=tmp_path / "log") as address:
-        served = Served(address)
+def test_offloaded_pages_come_back_to_a_server(served: Served, tmp_path: Path) -> None:
+    another = server(*OPTIONS, *CONNECTOR, log=tmp_path / "log") if ON_GPU else nullcontext()
+    with another as address:
+        served = Served(address) if address else served
         wanted = served.text()
         assert served.metric("external_prefix_cache_hits_total") == 0
         wait(lambda: bool(served.post("reset_prefix_cache")["success"]))
