@@ -26,7 +26,7 @@ else:
         """
         try:
             values = tuple(cell.cell_contents for cell in function.__closure__ or ())
-            key = function.__code__, _key_of((values, function.__defaults__))
+            key = function.__module__, function.__code__, _key_of((values, function.__defaults__))
             hash(key)
         except (TypeError, ValueError):  # a value that may change, or comes later
             return _compiled_when_called(function)
