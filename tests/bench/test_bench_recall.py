@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from evaluations import Evaluations, draw, labels, of_models, read_runs, tables,
 
 from kvquant.calibration.calibrate import Goal, calibrate
 from kvquant.cli.demo import MODEL
+from kvquant.evaluation.evaluate import Sizes
 from kvquant.evaluation.statistics import paired
 from kvquant.hf.model import CachedModel
 from kvquant.io.plan import CachePlan
@@ -36,7 +38,8 @@ def measured(*options: str, path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_each_seed_and_window_is_a_run(tmp_path: Path) -> None:
+def test_each_seed_and_window_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_recall, "Sizes", partial(Sizes, scored=8))
     path = tmp_path / "recall.json"
     path.write_text(text_of({}, [run_of("another", 64, {"keys": [0.5]})]))
     printed = measured("--seeds", "2", "--least", "0", "--kl", path=path)
@@ -96,6 +99,7 @@ def test_plans_for_few_bits_share_what_was_calibrated(monkeypatch: pytest.Monkey
         return calibrate(*args, goal=goal, **options)
 
     monkeypatch.setattr(bench_recall, "calibrate", noted)
+    monkeypatch.setattr(bench_recall, "SCORED", 4)
     found = [*bench_recall.made_plans(model, ["int2", "2.75"], tokens, 128)]
     assert [str(one) for one in found] == ["plan int2", "plan for 2.75 bits"]
     assert goals == [Goal(budget=2.75)]

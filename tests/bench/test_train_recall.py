@@ -167,7 +167,7 @@ def test_each_kind_is_trained_and_measured(
     small = ["--width", "128", "--layers", "1", "--length", "256", "--workers", "0"]
     monkeypatch.setattr(train_recall, "TOKENS", 512)
     for more in (["--kind", kind], ["--start", str(folder)]):
-        given = ["train_recall.py", str(folder), *more, *small, "--seconds", "2"]
+        given = ["train_recall.py", str(folder), *more, *small, "--seconds", "1"]
         monkeypatch.setattr(sys, "argv", given)
         train_recall.main()
     assert AutoTokenizer.from_pretrained(folder).vocab_size == tokenizer.vocab_size

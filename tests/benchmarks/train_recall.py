@@ -432,6 +432,7 @@ def main() -> None:
             warm=warm,
             lines=given.lines,
             grow=given.seconds / 2,
+            tokens=TOKENS,
         ),
         batch_size=None,
         num_workers=given.workers,

@@ -102,9 +102,9 @@ class Simulation:
 def orders_of(name: str, *, both: bool) -> tuple[bool, ...]:
     """In which orders the blocks and lanes of a case run, as `backwards` of `simulated`.
 
-    Both where blocks meet in memory: the result must not depend on the order. Elsewhere the
-    simulator finds what lanes do not order by barriers, in any order; half of the cases run
-    backwards.
+    Both where a case is about blocks that meet in memory: the result must not depend on the order.
+    Elsewhere the simulator finds what lanes do not order by barriers, in any order; half of the
+    cases run backwards.
     """
     return (False, True) if both else (len(name) % 2 == 1,)
 

@@ -1,11 +1,9 @@
-"""vLLM in processes of its own: its server with an OpenAI client, its second model runner, and two
-tensor-parallel ranks (3 minutes)."""
+"""vLLM in processes of its own: its second model runner, and two ranks (2 minutes)."""
 
 from __future__ import annotations
 
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,13 @@ import torch
 from example_plan import example_plan
 from transformers import AutoConfig, LlamaConfig
 from vllm_engines import MOST_MOVE, ROOT, SIZES, engine, generate, random_model
-from vllm_server import PATIENCE, process, server
-from vllm_texts import Text, check_alike, check_same_rows
+from vllm_server import PATIENCE, process
+from vllm_texts import Text, check_alike
 
 from kvquant import CachePlan
 from kvquant.io.model_id import model_identity
 
 pytestmark = pytest.mark.filterwarnings("default")
-ROWS = {"kvquant": {"k_format": "int4-g4"}}
-PROMPTS = ["The city of Manila was founded", "The river is one of the longest in"]
 GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -46,39 +42,6 @@ if __name__ == "__main__":
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> None:
     """Not here: vLLM reads what it has not written, and throws it away."""
-
-
-def test_the_server_streams_to_two_clients_at_once(tmp_path: Path) -> None:
-    import openai
-
-    rows = ["--attention-backend", "CUSTOM", "--additional-config", json.dumps(ROWS)]
-    size = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]
-    log = tmp_path / "log"
-    with server(*rows, *size, log=log) as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=PATIENCE)
-
-        def stream(prompt: str) -> tuple[list[str], Text]:
-            given = {"model": "demo", "prompt": prompt, "max_tokens": 16, "temperature": 0}
-            parts = [
-                part.choices[0]
-                for part in client.completions.create(**given, logprobs=5, stream=True)
-            ]
-            told = [part.logprobs for part in parts if part.logprobs]
-            text = Text(
-                [token for one in told for token in one.tokens],
-                [step for one in told for step in one.top_logprobs],
-            )
-            return [part.text for part in parts], text
-
-        alone = [stream(prompt) for prompt in PROMPTS]
-        with ThreadPoolExecutor(2) as pool:
-            together = list(pool.map(stream, PROMPTS))
-        models = [model.id for model in client.models.list()]
-    check_same_rows([text for _, text in together], [text for _, text in alone])
-    for parts, text in together:
-        assert len(parts) > 8 and "".join(parts) == "".join(text.ids)
-    assert models == ["demo"]
-    assert "kvquant: K rows int4-g4, V rows int4-g4" in log.read_text()
 
 
 def test_the_second_model_runner_gives_what_its_own_attention_gives(tmp_path: Path) -> None:

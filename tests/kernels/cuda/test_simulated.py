@@ -254,15 +254,15 @@ PIECES: dict[str, dict[str, Any]] = {
         "exact_lens=[[36,3,6,4,7],[]] q_lens=[50,4,9,0,3] splits=[2,1,0]"
     ),
     "sinks and recent rows after pages": of(
-        "heads=[8,1] columns=16 place=paged exact=fp16 sinks=2 lens=[33,16,0] "
-        "exact_lens=[[2,12,1],[]] q_lens=[6,14,1] splits=[1,1,0] warps=2"
+        "heads=[8,1] columns=16 place=paged exact=fp16 sinks=2 lens=[33,5,0] "
+        "exact_lens=[[2,3,1],[]] q_lens=[3,5,1] splits=[1,1,0] warps=2"
     ),
     "splits": of("heads=[4,2] lens=[0,2,33,97] q_lens=[2,2,1,6] splits=[3] rest=1"),
     "balanced": of("heads=[4,2] columns=16 lens=[300,0,1,40,33] q_lens=[1,2,3,9,0] workers=4"),
     "warps that share a ring": of(
         "heads=[7,1] columns=16 sharers=3 warps=3 lens=[34,3] q_lens=[12,1]"
     ),
-    "blocks that share a KV head": of("k=int4 heads=[20,1] lens=[37,2] q_lens=[3,1] splits=[2]"),
+    "blocks that share a KV head": of("k=int4 heads=[10,1] lens=[37,2] q_lens=[2,1] splits=[2]"),
     "no lse": of("heads=[4,1] want_lse=False lens=[0,1,33] q_lens=[2,1,4] splits=[2] rest=1"),
 }
 CASES |= {f"pieces, {name}": {**case, "ragged": True} for name, case in PIECES.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -53,3 +54,21 @@ def test_packed_constants_stand_where_their_names_do() -> None:
 def test_positions_of_append_come_from_its_table() -> None:
     assert (addresses_of(APPEND)[K], addresses_of(APPEND)[V]) == ("k.x", "v.x")
     assert addresses_of(APPEND)[:6] == ("packed", "exact", "evicted", "cos", "sin", "bad")
+
+
+@pytest.mark.extra("cuda")
+def test_functions_that_close_over_the_same_are_one_and_are_typed_once() -> None:
+    def make(value: object) -> Any:
+        @device_function
+        def function(x):  # type: ignore[no-untyped-def]
+            return x if value else value
+
+        return function
+
+    from kvquant.kernels.cuda.device.jit import device_function
+
+    for value in (1, True, 1.0, -0.0, "x", (1, 2), Example(), make(0)):
+        assert make(value) is make(value)
+    values = 0, False, 0.0, -0.0, (0,), (False,), Example(2), Example(4), make(0), make(1)
+    assert len({id(make(value)) for value in values}) == len(values)
+    assert make([]) is not make([]), "a list may change"
