@@ -5,7 +5,7 @@ bring. A pack is one file: the engine's wheels without what Hopper GPUs and our 
 and the packages that the machine lacks. If a package asks for another one that neither the pack nor
 the machine has, nothing is packed and it is named.
 
-`kvquant` itself is the checkout; the pack has its entry point, by which the engine finds the plugin.
+`kvquant` itself is the checkout. The pack has its entry point, by which the engine finds it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ class Pack(NamedTuple):
     """What is packed.
 
     name: of the file, NAME.tar.xz.
-    engine: folders at the top of the engine's wheels. Of these the pack has Python files, `compiled`
-        and what packages tell of themselves. Of other packages it has all files.
+    engine: folders at the top of the engine's wheels. Of these the pack has Python files, `kept`
+        and `compiled`. Of other packages it has all files.
     wheels: what pip downloads, without what that asks for.
     not_needed: what is asked for and no engine imports that our tests start.
     left_out: patterns of the engine's files that are not packed.
-    compiled: shared libraries of the engine that are packed, without machine code for other GPUs than
-        sm_90: that is overwritten with zeros, which pack to nothing.
+    kept: patterns of the engine's files that are packed beside Python files.
+    compiled: shared libraries of the engine that are packed. Machine code for other GPUs than sm_90
+        is overwritten with zeros, which pack to nothing.
     files: what else stands in the pack, or instead of a file in it.
     group: of entry points, in pyproject.toml.
     """
@@ -72,6 +73,7 @@ class Pack(NamedTuple):
     wheels: Sequence[str]
     not_needed: Collection[str]
     left_out: Sequence[str]
+    kept: Sequence[str]
     compiled: Collection[str]
     files: Mapping[str, Path]
     group: str
@@ -112,8 +114,9 @@ class Pack(NamedTuple):
         """Whether a file of a wheel is packed."""
         if any(fnmatch(name, pattern) for pattern in self.left_out):
             return False
-        is_engine = name.partition("/")[0] in self.engine
-        return not is_engine or name.endswith(".py") or name in self.compiled
+        if name.partition("/")[0] not in self.engine or name.endswith(".py"):
+            return True
+        return name in self.compiled or any(fnmatch(name, pattern) for pattern in self.kept)
 
     def lacking(self, site: Path) -> list[str]:
         """What packages in a folder ask for, and neither the folder nor the machine has. Extras are
@@ -130,7 +133,9 @@ class Pack(NamedTuple):
                     continue
                 if name not in packed or not asked.specifier.contains(packed[name], True):
                     has = packed.get(name, "none")
-                    lacks.append(f"{package.name} {package.version} asks for {line}, there is {has}")
+                    lacks.append(
+                        f"{package.name} {package.version} asks for {line}, there is {has}"
+                    )
         return sorted(lacks)
 
 

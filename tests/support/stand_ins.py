@@ -1,5 +1,5 @@
-"""Modules that stand in for packages which are not there, and which engines import for features that
-nobody asks for: for a sitecustomize.py, which Python imports first in every process."""
+"""Modules that stand in for packages which are not there: engines import them for features that
+nobody asks for. A sitecustomize.py names them, which Python imports first in every process."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class StandIn(types.ModuleType):
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds packages of these names and all their modules, after all other finders. Who asks whether
-    they are there gets no for an answer."""
+    """Finds packages of these names and all their modules, after all other finders. Who asks
+    whether they are there gets no for an answer."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names

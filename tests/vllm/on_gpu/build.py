@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "support"))
-from gpu_pack import Pack
+from gpu_pack import Pack  # noqa: E402
 
 # What vLLM imports and the machine lacks; make test-vllm runs with these versions.
 PACKAGES = """
@@ -52,6 +52,7 @@ PACK = Pack(
         "vllm/third_party/tml_fa4/*",
         "vllm/vllm_flash_attn/cute/*",
     ],
+    kept=[],
     compiled=[
         "vllm/_C_stable_libtorch.abi3.so",
         "vllm/_moe_C_stable_libtorch.abi3.so",
