@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def run_engine(
         env: more of the environment.
         options: of sglang.Engine.
     """
-    stubs = [] if find_spec("torchvision") else [str(STUBS)]
+    stubs = [] if PathFinder.find_spec("torchvision") else [str(STUBS)]
     room = [*stubs, str(SUPPORT), str(SUPPORT.parents[1]), os.environ.get("PYTHONPATH")]
     named = {} if rows is None else {"KVQUANT_SGLANG": json.dumps(rows)}
     asked = {

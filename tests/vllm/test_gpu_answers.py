@@ -36,7 +36,7 @@ def test_without_names_all_engines_run() -> None:
 def test_a_name_that_no_engine_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(["F", "own", "int5"], CASES)
-    assert "no engine is called int5; there are own, bf16" in capsys.readouterr().err
+    assert "no engine is called int5; there are own, own-eager" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
