@@ -37,6 +37,7 @@ from vllm_texts import Text
 
 INT4, BF16, INT8 = {"k_format": "int4-g4"}, {"k_format": "bf16"}, {"k_format": "int8"}
 EAGER = {"disable_cuda_graph": True}
+PROMPTS = {"cuda_graph_backend_prefill": "breakable"}  # of prompts too, without attention
 # SGLang's switch for tests takes a request's place in the pool now and then
 RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 OTHERS = "gemma2", "gemma3", "gpt-oss"  # models
@@ -45,7 +46,9 @@ OTHERS = "gemma2", "gemma3", "gpt-oss"  # models
 CASES: dict[str, Found] = {
     "own": {},
     "own-eager": {**EAGER},
+    "own-graphs-of-prompts": {**PROMPTS},
     "bf16": {"rows": BF16},
+    "bf16-graphs-of-prompts": {"rows": BF16, "page_size": 16, **PROMPTS},
     "bf16-pages": {"rows": BF16, "page_size": 64},
     "bf16-retracted": {"rows": BF16, "env": RETRACTED, **EAGER},
     "int8": {"rows": INT8, **EAGER},
@@ -114,11 +117,12 @@ def answers(name: str, folder: Path) -> Found:
     }
     if on_gpu:
         own = "triton"
-        options |= {"device": "cuda", "cuda_graph_max_bs_decode": 16}
+        graphs = {"cuda_graph_max_bs_decode": 16, "cuda_graph_backend_prefill": "disabled"}
+        options = {"device": "cuda", **graphs, **options}
         env = {**env, "KVQUANT_WITHOUT_EXPERTS": "1"}
     else:
         own = "torch_native"
-        options.pop("disable_cuda_graph", None)
+        options = {key: x for key, x in options.items() if "cuda_graph" not in key}
     options["attention_backend"] = own if rows is None else "kvquant"
     greedy = {"max_new_tokens": TOKENS}
     rounds: list[Found] = [
@@ -174,6 +178,7 @@ def faults(found: dict[str, Found]) -> list[str]:
     """What is wrong with answers, by the names of their engines; those that did not run are told
     elsewhere."""
     pairs = [("bf16", "own"), ("bf16-pages", "own"), ("bf16-retracted", "own-eager")]
+    pairs += [("bf16-graphs-of-prompts", "own-graphs-of-prompts")]
     pairs += [(name, f"{name}-own") for name in OTHERS]
     wrong = too_far(found, pairs, OTHERS, {**MOST, "int4-tokens": SAME_CHUNK})
 
