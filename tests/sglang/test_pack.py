@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_pack import add_kvquant
 from stand_ins import StandIn
 
 ON_GPU = Path(__file__).parent / "on_gpu"
@@ -61,8 +62,17 @@ def test_the_operator_that_graphs_call() -> None:
         torch.ops.sgl_kernel.rmsnorm(x)
 
 
-def test_a_stand_in_has_classes_that_cannot_be_made() -> None:
+def test_a_stand_in_has_classes_that_do_nothing() -> None:
     made = StandIn("xgrammar").Grammar
-    assert made.__module__ == "xgrammar"
-    with pytest.raises(NotImplementedError, match=r"xgrammar\.Grammar is not there"):
+    assert made.__module__ == "xgrammar" and isinstance(made(), made)
+    with pytest.raises(TypeError, match="takes no arguments"):
         made("a text")
+
+
+def test_the_pack_has_what_kvquant_asks_for(tmp_path: Path) -> None:
+    add_kvquant(tmp_path, PACK.group)
+    assert [line.partition(" asks for ")[2] for line in PACK.lacking(tmp_path)] == [
+        "msgspec>=0.19, there is none",
+        "platformdirs>=4, there is none",
+    ]
+    assert {"msgspec", "platformdirs"} <= {*PACK.wheels}

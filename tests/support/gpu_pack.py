@@ -32,7 +32,7 @@ SUPPORT = Path(__file__).parent
 ON_MACHINE = """
 aiohttp annotated-doc anyio attrs build click cloudpickle einops filelock h11 httpx huggingface-hub
 idna ninja numba numpy nvidia-ml-py opencv-python-headless packaging pillow prometheus-client
-protobuf psutil py-cpuinfo pygments python-dateutil pyyaml regex requests safetensors scipy
+protobuf psutil py-cpuinfo pygments python-dateutil pyyaml regex requests rich safetensors scipy
 sentencepiece setuptools six tiktoken timm tokenizers torch torchaudio torchvision tqdm transformers
 typing-extensions uvloop xxhash
 """.split()
@@ -90,9 +90,9 @@ class Pack(NamedTuple):
             download(work, self.wheels)
             for wheel in sorted(work.glob("*.whl")):
                 self.unpack(wheel, site)
+            add_kvquant(site, self.group)
             if lacks := self.lacking(site):
                 sys.exit("The pack would lack what its packages ask for:\n" + "\n".join(lacks))
-            add_entry_point(site, self.group)
             for place, file in {"stand_ins.py": SUPPORT / "stand_ins.py", **self.files}.items():
                 shutil.copyfile(file, site / place)
             packed = (folder / f"{self.name}.tar.xz").resolve()
@@ -166,12 +166,15 @@ def without_other_gpus(library: bytes) -> bytes:
     return bytes(left)
 
 
-def add_entry_point(site: Path, group: str) -> None:
-    """What an installed kvquant tells the engine, by pyproject.toml."""
-    project = (SUPPORT.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(rf'^\[project.entry-points."{group}"\]\n(\w+) = "(.*)"$', project, re.M)
-    assert found is not None, group
+def add_kvquant(site: Path, group: str) -> None:
+    """What an installed kvquant tells the engine, and asks for, by pyproject.toml."""
+    text = (SUPPORT.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    point = re.search(rf'^\[project.entry-points."{group}"\]\n(\w+) = "(.*)"$', text, re.M)
+    asked = re.search(r"^dependencies = \[\n(.*?)^\]$", text, re.M | re.S)
+    assert point is not None and asked is not None, group
     folder = site / "kvquant_cache-0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Name: kvquant-cache\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text(f"[{group}]\n{found[1]} = {found[2]}\n")
+    folder.mkdir(parents=True)
+    lines = ["Name: kvquant-cache", "Version: 0"]
+    lines += [f"Requires-Dist: {one}" for one in re.findall(r'^ *"(.*?)",', asked[1], re.M)]
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    (folder / "entry_points.txt").write_text(f"[{group}]\n{point[1]} = {point[2]}\n")

@@ -23,8 +23,8 @@ from gpu_pack import Pack  # noqa: E402
 PACKAGES = """
 annotated-types apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill distro fastapi==0.136.3 gguf
 interegular ipython jiter loguru msgspec openai==2.8.0 openai-harmony==0.0.4 orjson
-partial-json-parser pybase64 pydantic==2.14.4 pydantic-core==2.50.5 python-multipart pyzmq
-setproctitle sniffio starlette==1.10.0 traitlets typing-inspection uvicorn watchfiles
+partial-json-parser platformdirs pybase64 pydantic==2.14.4 pydantic-core==2.50.5 python-multipart
+pyzmq setproctitle sniffio starlette==1.10.0 traitlets typing-inspection uvicorn watchfiles
 """.split()
 # What they ask for and no engine imports that these tests start.
 NOT_NEEDED = """
