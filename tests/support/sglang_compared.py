@@ -81,7 +81,8 @@ def make_model(kind: str, folder: Path) -> Path:
     config: Any
     if kind == "gemma2":  # windows in every second layer, soft caps
         given |= {"attn_logit_softcapping": 5.0, "final_logit_softcapping": None}
-        config = Gemma2Config(**given, hidden_act="gelu_pytorch_tanh")
+        given["hidden_act"] = "gelu_pytorch_tanh"  # SGLang's name for it
+        config = Gemma2Config(**given)
     elif kind == "gemma3":  # windows in three of four layers, K and q are normed
         kinds = ["sliding_attention"] * 3 + ["full_attention"]
         config = Gemma3TextConfig(**given, layer_types=kinds)
