@@ -35,8 +35,9 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # before vLLM
 
 import click
 import torch
+from decoding import ROOM, Figures
 from transformers import AutoTokenizer, LlamaConfig
-from vllm_process import ROOM, EngineProcess, Figures
+from vllm_process import EngineProcess
 
 from kvquant import __version__
 

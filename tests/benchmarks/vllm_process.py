@@ -11,19 +11,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from decoding import Figures, measure_decode
 from vllm_log import what_failed
 
-Figures = dict[str, Any]
 LIKELIEST = 20  # tokens whose log-probabilities answers have
-WATCHED = 200  # steps that are timed while all sequences decode
-BEFORE, BEHIND = 10, 256  # steps that are not: the first ones, and room until a sequence ends
-ROOM = BEFORE + WATCHED + BEHIND  # tokens that a sequence gets at most while it is measured
 NAMES = itertools.count()  # of requests
 STEADY = 0.2, 0.8  # of the requests that finish: rates are taken between the two
 
@@ -143,32 +141,13 @@ async def answers(
 
 async def decode(engine: Any, batch: int, context: int, seed: int) -> Figures:
     """Rates of prompts of random tokens, and of steps when they are there and all decode."""
-    random = np.random.default_rng(seed)
-    prompts = random.integers(10, 250, (batch, context)).tolist()
+
+    async def stream(ids: Sequence[int], tokens: int) -> Any:
+        async for output in generate(engine, ids, tokens):
+            yield len(output.token_ids)
+
     await engine.reset_prefix_cache()
-    begun = time.perf_counter()
-    await asyncio.gather(*(finish(engine, ids, 1) for ids in prompts))
-    taken = time.perf_counter() - begun
-    # now they are in the prefix cache
-    begun = time.perf_counter()
-    await asyncio.gather(*(finish(engine, ids, 1) for ids in prompts))
-    until_all_run = 1.2 * (time.perf_counter() - begun)
-    others = [asyncio.create_task(finish(engine, ids, ROOM)) for ids in prompts[:-1]]
-    await asyncio.sleep(until_all_run)
-    count, times = 0, [0.0]
-    async for output in generate(engine, prompts[-1], BEFORE + WATCHED + 1):
-        count += len(output.token_ids)
-        times += [time.perf_counter()] * len(output.token_ids)
-    ended = sum(task.done() for task in others)
-    await asyncio.gather(*others)
-    seconds = times[BEFORE + WATCHED] - times[BEFORE]
-    return {
-        "batch": batch,
-        "prompt_tokens_per_s": batch * context / taken,
-        "tokens_per_s": batch * WATCHED / seconds,
-        "step_ms": 1e3 * seconds / WATCHED,
-        "ended_too_early": ended,
-    }
+    return await measure_decode(partial(finish, engine), stream, batch, context, seed)
 
 
 async def load(

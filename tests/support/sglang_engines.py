@@ -1,4 +1,4 @@
-"""Engines of SGLang on the CPU, each in a process of its own; only where SGLang is installed."""
+"""Engines of SGLang, each in a process of its own; only where SGLang is installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +54,24 @@ def random_model(folder: Path, config: Any) -> Path:
 
 
 def run_engine(
-    rows: dict[str, Any], rounds: Sequence[dict[str, Any]], model: Path, **options: Any
+    rows: dict[str, Any] | None,
+    rounds: Sequence[dict[str, Any]],
+    model: Path,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Start an engine, give it rounds of prompts (sglang_answers.py), and end it.
 
     Args:
-        rows: what KVQUANT_SGLANG says.
+        rows: what KVQUANT_SGLANG says; None if the options name another backend.
         rounds: of prompts.
         model: its folder.
+        env: more of the environment.
         options: of sglang.Engine.
     """
-    room = [str(STUBS), str(SUPPORT.parents[1]), os.environ.get("PYTHONPATH")]
+    stubs = [] if PathFinder.find_spec("torchvision") else [str(STUBS)]
+    room = [*stubs, str(SUPPORT), str(SUPPORT.parents[1]), os.environ.get("PYTHONPATH")]
+    named = {} if rows is None else {"KVQUANT_SGLANG": json.dumps(rows)}
     asked = {
         "model": str(model),
         "rounds": rounds,
@@ -76,8 +84,9 @@ def run_engine(
         text=True,
         env={
             **os.environ,
+            **named,
+            **(env or {}),
             "PYTHONPATH": os.pathsep.join(filter(None, room)),
-            "KVQUANT_SGLANG": json.dumps(rows),
         },
     )
 

@@ -10,30 +10,34 @@ model runner unless a case says otherwise. On the CPU the same cases run eagerly
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
-import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_log import what_failed
+from compared_answers import (
+    CHUNK,
+    CONTEXT,
+    MOST,
+    SAME_CHUNK,
+    SCORED,
+    TOKENS,
+    TOP,
+    Reference,
+    main,
+    prompts_of,
+    random_ids,
+    too_far,
+)
 
-TOKENS, TOP = 48, 20  # that are generated; likeliest ones whose log-probabilities are given
-CONTEXT, SCORED, WINDOWS = 256, 512, 4  # tokens of prompts whose predictions are compared
-CHUNK = 256  # tokens of a step
 INT4, BF16 = {"k_format": "int4-g4"}, {"k_format": "bf16"}
 EAGER = {"enforce_eager": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 SMALL = {"max_model_len": 384, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 100}
-LIMIT = 1500  # seconds of an engine
+OTHERS = "gemma3", "gpt-oss", "deepseek"  # models
 
 # name: rows, None for vLLM's own attention; options of vllm.LLM; what else, see `Case`
 CASES: dict[str, dict[str, Any]] = {
@@ -154,68 +158,13 @@ def options_of(name: str, folder: Path) -> tuple[dict[str, Any] | None, dict[str
     return rows, given
 
 
-class Reference:
-    """Transformers in float32."""
-
-    def __init__(self, folder: str) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.model = found.to(self.device).eval()
-
-    @torch.no_grad()
-    def log_probs(self, ids: list[int]) -> torch.Tensor:
-        """[tokens, vocabulary], float64."""
-        logits = self.model(torch.tensor([ids], device=self.device)).logits[0]
-        return torch.as_tensor(logits.double().log_softmax(-1))
-
-    def divergence(self, prompt: list[int], text: Any) -> tuple[float, float]:
-        """Of a generated text: mean KL of the likeliest tokens and the rest, and the share of
-        tokens that are the likeliest here too."""
-        ids = prompt + text.ids
-        exact = self.log_probs(ids[:-1])[len(prompt) - 1 :]
-        total, same = 0.0, 0
-        for row, token, known in zip(exact, text.ids, text.known, strict=True):
-            part = row[torch.tensor([*known], device=self.device)]
-            told = torch.tensor([*known.values()], device=self.device).double()
-            rest = [(1 - x.exp().sum()).clamp_min(1e-9) for x in (part, told)]
-            kl = (part.exp() * (part - told)).sum() + rest[0] * (rest[0] / rest[1]).log()
-            total += float(kl)
-            same += int(row.argmax()) == token
-        return total / len(text.ids), same / len(text.ids)
-
-    def divergence_of_prompt(self, ids: list[int], logits: torch.Tensor) -> float:
-        """Mean KL of the last SCORED of the predictions that an engine computed."""
-        assert len(logits) in (len(ids), len(ids) - 1), (len(logits), len(ids))
-        exact = self.log_probs(ids)[: len(logits)][-SCORED:]
-        told = logits[-SCORED:].to(self.device).double().log_softmax(-1)
-        return float((exact.exp() * (exact - told)).sum(-1).mean())
-
-
-def prompts_of(kind: str, llm: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts to continue, and longer ones."""
-    from vllm_engines import LENGTHS, held_out
-
-    from kvquant.calibration.windows import spread
-
-    if kind == "demo":
-        ids = held_out(llm.get_tokenizer())
-    else:
-        random = torch.Generator().manual_seed(0)
-        ids = torch.randint(256, (8192,), generator=random).tolist()
-    step = (len(ids) - max(LENGTHS)) // len(LENGTHS)
-    short = [ids[i * step :][:length] for i, length in enumerate(LENGTHS)]
-    return short, spread(ids, WINDOWS, CONTEXT + SCORED).tolist()
-
-
 def answers(name: str, folder: Path) -> dict[str, Any]:
     """What an engine of CASES answers."""
     case = CASES[name]
     if torch.cuda.is_available():
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = case.get("runner", "1")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    from vllm_engines import all_logits_of, counter, engine, generate
+    from vllm_engines import all_logits_of, counter, engine, generate, held_out
     from vllm_texts import abort_second
 
     kind = case.get("model", "demo")
@@ -235,7 +184,7 @@ def answers(name: str, folder: Path) -> dict[str, Any]:
             llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
         )
         reference = Reference(options["model"])
-        short, long = prompts_of(kind, llm)
+        short, long = prompts_of(held_out(llm.get_tokenizer()) if kind == "demo" else random_ids())
         prompts = [{"prompt_token_ids": ids} for ids in short]
         how: dict[str, Any] = {"logprobs": TOP, "detokenize": False}
 
@@ -271,68 +220,18 @@ def answers(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-KINDS = "generated", "again", "sampled", "beside_aborted", "prompts"
-
-
-def mean(pairs: list[list[float]]) -> float:
-    """KL."""
-    return sum(kl for kl, _ in pairs) / len(pairs)
-
-
-def is_as_good(ours: list[list[float]], theirs: list[list[float]]) -> bool:
-    """Whether our KL is at most three paired standard errors above theirs: some 25 are compared."""
-    more = torch.tensor([a[0] - b[0] for a, b in zip(ours, theirs, strict=True)]).double()
-    return bool(more.mean() <= 3 * more.std() / len(more) ** 0.5 + 1e-6)
-
-
 def faults(found: dict[str, dict[str, Any]]) -> list[str]:
     """What is wrong with answers, by the names of their engines; those that did not run are told
     elsewhere."""
-    wrong: list[str] = []
 
     def check(holds: bool, told: str) -> None:
         if not holds:
             wrong.append(told)
 
-    for ours, theirs in (
-        ("bf16", "own"),
-        ("bf16-draft", "own-eager"),
-        ("bf16-preempted", "own-eager"),
-        ("gemma3", "gemma3-own"),
-        ("gpt-oss", "gpt-oss-own"),
-        ("deepseek", "deepseek-own"),
-    ):
-        if ours in found and theirs in found:
-            for kind in KINDS:
-                a, b = found[ours].get(kind), found[theirs].get(kind)
-                if a and b:
-                    told = f"{ours}: KL of {kind} {mean(a):.6f}, {theirs} {mean(b):.6f}"
-                    check(is_as_good(a, b), told)
-    # bfloat16 alone moves these models by .01 and less
-    for name in ("gemma3", "gpt-oss", "deepseek"):
-        both = found.get(f"{name}-int8"), found.get(f"{name}-own")
-        for kind in KINDS:
-            if both[0] is None or both[1] is None:
-                continue
-            kl, own = mean(both[0][kind]), mean(both[1][kind])
-            check(kl < 1.3 * own + 0.002, f"{name}-int8: KL of {kind} {kl:.6f}, own {own:.6f}")
-    # KL, at most: of what is generated, and of prompts; twice what one H200 gave on 2026-11-25
-    most = {
-        "int8": (0.0005, 0.0005),
-        "int4": (0.011, 0.002),
-        "int4-eager-first-runner": (0.011, 0.002),
-        "int4-ngram": (0.011, 0.002),
-        "int4-draft": (0.011, 0.002),
-        "int4-rows": (0.013, 0.022),
-        "int4-short-chunks": (0.013, 0.022),
-        "plan": (0.006, 0.002),
-    }
-    for name, (of_text, of_prompts) in most.items():
-        for kind in KINDS:
-            limit = of_prompts if kind == "prompts" else 1.5 * of_text
-            if kind in found.get(name, {}):
-                kl = mean(found[name][kind])
-                check(kl < limit, f"{name}: KL of {kind} {kl:.6f}, not below {limit}")
+    pairs = [("bf16", "own"), ("bf16-draft", "own-eager"), ("bf16-preempted", "own-eager")]
+    pairs += [(name, f"{name}-own") for name in OTHERS]
+    alike = ("int4-eager-first-runner", "int4-ngram", "int4-draft")
+    wrong = too_far(found, pairs, OTHERS, {**MOST, **dict.fromkeys(alike, SAME_CHUNK)})
     for name, one in found.items():
         case = CASES[name]
         hits = one["hits"][1] - one["hits"][0]
@@ -358,67 +257,12 @@ def faults(found: dict[str, dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def run(names: list[str], folder: Path, side_by_side: int) -> dict[str, dict[str, Any]]:
-    """Start engines; what those answered that did not fail."""
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def start(name: str) -> tuple[str, dict[str, Any] | None]:
-        log = folder / f"{name}.log"
-        command = [sys.executable, __file__, "--alone", str(folder), name]
-        with log.open("w") as file:
-            try:
-                subprocess.run(command, stdout=file, stderr=file, timeout=LIMIT, check=False)
-            except subprocess.TimeoutExpired:
-                print(f"{name}: more than {LIMIT} s", flush=True)
-        path = folder / f"{name}.json"
-        if not path.exists():
-            print(f"FAILED {name}\n{what_failed(log)}", flush=True)
-            return name, None
-        one = json.loads(path.read_text())
-        kls = {kind: round(mean(one[kind]), 6) for kind in KINDS if kind in one}
-        facts = {key: one[key] for key in ("preempted", "hits", "drafted", "groups", "graphs")}
-        waited = sum(map(float, re.findall(r"waited (\S+) s for kernels", log.read_text())))
-        times = f"up {one['seconds_to_start']:.0f} s, {waited:.1f} s of it for kernels of ours"
-        print(f"{name}: KL {kls}, {facts}, {times}, all {one['seconds']:.0f} s", flush=True)
-        return name, one
-
-    with ThreadPoolExecutor(side_by_side) as pool:
-        done = list(pool.map(start, names))
-    return {name: one for name, one in done if one is not None}
-
-
-def arguments(given: Sequence[str]) -> argparse.Namespace:
-    """What the command line says; names may stand before and after options."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--side-by-side", type=int, default=1)
-    parser.add_argument("--alone", action="store_true", help="in this process")
-    found = parser.parse_intermixed_args(given)
-    if unknown := [name for name in found.names if name not in CASES]:
-        parser.error(f"no engine is called {', '.join(unknown)}; there are {', '.join(CASES)}")
-    found.names = found.names or list(CASES)
-    return found
-
-
-def main() -> int:
-    given = arguments(sys.argv[1:])
-    names = given.names
-    if given.alone:
-        (name,) = names
-        try:
-            found = answers(name, given.folder)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        (given.folder / f"{name}.json").write_text(json.dumps(found))
-        os._exit(0)  # whatever vLLM has left
-    found = run(names, given.folder, given.side_by_side)
-    wrong = [f"{name} did not run" for name in names if name not in found] + faults(found)
-    print("\n".join(f"FAULT {line}" for line in wrong) or "ALL AS WANTED", flush=True)
-    return bool(wrong)
+def tell(one: dict[str, Any], log: str) -> str:
+    """What the line of an engine says."""
+    facts = {key: one[key] for key in ("preempted", "hits", "drafted", "groups", "graphs")}
+    waited = sum(map(float, re.findall(r"waited (\S+) s for kernels", log)))
+    return f"{facts}, up {one['seconds_to_start']:.0f} s, {waited:.1f} s of it for kernels of ours"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(CASES, answers, faults, tell))

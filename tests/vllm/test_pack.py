@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples" / "llama-demo-5m")
@@ -28,7 +29,7 @@ def load() -> Any:
     return made
 
 
-BUILD = load()
+PACK = load().PACK
 
 
 def add(site: Path, name: str, *asked: str, version: str = "1.0") -> None:
@@ -42,22 +43,22 @@ def add(site: Path, name: str, *asked: str, version: str = "1.0") -> None:
 def test_a_package_that_is_asked_for_and_not_there_is_named(tmp_path: Path) -> None:
     add(tmp_path, "compressed_tensors", "torch>=2.10", "loguru", "typing_extensions>=4")
     wanted = "compressed_tensors 1.0 asks for loguru, there is none"
-    assert BUILD.lacking(tmp_path) == [wanted]
+    assert PACK.lacking(tmp_path) == [wanted]
     add(tmp_path, "loguru")
-    assert BUILD.lacking(tmp_path) == []
+    assert PACK.lacking(tmp_path) == []
 
 
 def test_a_package_of_another_version_is_named(tmp_path: Path) -> None:
     add(tmp_path, "pydantic", "Pydantic-Core==2.0", "typing-inspection>=0.4")
     add(tmp_path, "pydantic_core", version="1.9")
     add(tmp_path, "typing_inspection", version="0.4.5")
-    assert BUILD.lacking(tmp_path) == ["pydantic 1.0 asks for Pydantic-Core==2.0, there is 1.9"]
+    assert PACK.lacking(tmp_path) == ["pydantic 1.0 asks for Pydantic-Core==2.0, there is 1.9"]
 
 
 def test_what_the_machine_or_an_extra_asks_for_is_not_looked_at(tmp_path: Path) -> None:
     asked = 'a; python_version < "3.12"', 'b; sys_platform == "win32"', 'c; extra == "audio"'
     add(tmp_path, "one", *asked)
-    assert BUILD.lacking(tmp_path) == []
+    assert PACK.lacking(tmp_path) == []
 
 
 ROWS = {"attention_backend": "CUSTOM", "additional_config": {"kvquant": {"k_format": "int4-g4"}}}
@@ -89,7 +90,7 @@ vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector
 """.split()
 WITHOUT = """
 import importlib.util, json, runpy, sys
-import sitecustomize
+import stand_ins
 from fnmatch import fnmatch
 from importlib.machinery import PathFinder
 
@@ -109,7 +110,7 @@ runpy.run_path(script, run_name="__main__")
 for name in modules:
     importlib.import_module(name)
 if importlib.util.find_spec("torchvision") is None:  # the machine has it
-    sitecustomize.ABSENT += ("torchvision",)
+    stand_ins.stand_in_for("torchvision")
 importlib.import_module("vllm.model_executor.warmup.minimax_m3_msa_warmup")  # of all models
 """
 
@@ -118,15 +119,16 @@ def test_engines_start_without_what_the_pack_leaves_out(tmp_path: Path) -> None:
     """As test_cuda_platform.py starts them."""
     pytest.importorskip("vllm")
     there = packages_distributions()
-    canonical = BUILD.canonicalize_name
     hidden = [
-        name for name, of in there.items() if {canonical(x) for x in of} & {*BUILD.NOT_NEEDED}
+        name
+        for name, of in there.items()
+        if {canonicalize_name(x) for x in of} & {*PACK.not_needed}
     ]
     assert {"mistral_common", "xgrammar", "anthropic", "mcp"} <= {*hidden}
     assert not {"loguru", "model_hosting_container_standards"} & {*hidden}
     script = ROOT / "tests" / "support" / "vllm_on_cuda.py"
     cases = [(name, {"model": MODEL, **options}) for name, options in CASES]
-    given = [json.dumps(one) for one in (hidden, BUILD.LEFT_OUT, str(script), cases, MODULES)]
+    given = [json.dumps(one) for one in (hidden, PACK.left_out, str(script), cases, MODULES)]
     path = [str(ON_GPU), *filter(None, sys.path)]  # its sitecustomize.py, too
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", WITHOUT, *given]

@@ -1,0 +1,165 @@
+"""Engines of SGLang on a GPU, each in its own process: kvquant's rows beside SGLang's attention.
+
+    python tests/benchmarks/bench_sglang.py bench.json [--engine kvquant --engine triton ...]
+
+The model is a Llama as wide as one of 8B, with random weights. Engines run one after the other, and
+each measures --rounds times --batch prompts of --context tokens, and then steps in which all decode
+(decoding.py). The file is written after each engine; an engine that fails is told and left out.
+SGLang's flashinfer and fa3 run where their packages are. SGLang 0.5.23 must be installed, or be
+brought there (tests/sglang/on_gpu/, where norms, activations and rotary embeddings are torch's in
+all engines, so that steps take longer than SGLang's own do).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+import torch
+from bench_vllm import random_model
+from decoding import ROOM, Figures, measure_decode
+
+PAGE = 64  # tokens
+GRAPHS = "Capture"  # of SGLang's log, where it has CUDA graphs
+ENGINES: dict[str, Figures] = {
+    "kvquant": {"attention_backend": "kvquant"},  # KVQUANT_SGLANG, or int4-g4
+    "triton": {"attention_backend": "triton"},
+    "flashinfer": {"attention_backend": "flashinfer"},
+    "fa3": {"attention_backend": "fa3"},
+}
+
+
+def is_there(name: str) -> bool:
+    """Whether what an engine needs is installed."""
+    if name == "flashinfer":
+        return find_spec("flashinfer") is not None
+    if name == "fa3":
+        kernels = find_spec("sgl_kernel")
+        folders = kernels.submodule_search_locations if kernels is not None else None
+        return any([*Path(one).glob("flash_ops*.so")] for one in folders or [])
+    return True
+
+
+def sampling(tokens: int) -> Figures:
+    return {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+async def finish(engine: Any, ids: Sequence[int], tokens: int) -> None:
+    """Wait for a prompt's tokens."""
+    await engine.async_generate(input_ids=list(ids), sampling_params=sampling(tokens))
+
+
+async def stream(engine: Any, ids: Sequence[int], tokens: int) -> Any:
+    """How many tokens of a prompt came, as they come."""
+    told = 0
+    given = {"input_ids": list(ids), "sampling_params": sampling(tokens), "stream": True}
+    async for found in await engine.async_generate(**given):
+        count = found["meta_info"]["completion_tokens"]
+        yield count - told
+        told = count
+
+
+def measure(name: str, model: str, batch: int, context: int, rounds: int) -> Figures:
+    """An engine in this process."""
+    import sglang
+
+    on_gpu = torch.cuda.is_available()
+    options = {
+        "model_path": model,
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "sampling_backend": "pytorch",
+        "page_size": PAGE,
+        "chunked_prefill_size": 8192,
+        "context_length": context + ROOM + PAGE,
+        "max_running_requests": batch,
+        "max_total_tokens": batch * (context + ROOM + PAGE) + 64 * PAGE,
+        "random_seed": 0,
+        **ENGINES[name],
+    }
+    if on_gpu:  # graphs of prompts would take memory, and cost each start time
+        options |= {"cuda_graph_max_bs_decode": batch, "cuda_graph_backend_prefill": "disabled"}
+    else:  # to try this script
+        options |= {"device": "cpu"}
+    begun = time.perf_counter()
+    engine = sglang.Engine(**options)
+    found: Figures = {"start_s": time.perf_counter() - begun, "decode": []}
+    found["tokens"] = engine.get_server_info()["internal_states"][0]["memory_usage"]
+
+    async def run() -> None:
+        for seed in range(rounds):
+            await engine.tokenizer_manager.flush_cache()
+            ask = partial(finish, engine), partial(stream, engine)
+            found["decode"].append(await measure_decode(*ask, batch, context, seed))
+
+    engine.loop.run_until_complete(run())
+    engine.shutdown()
+    return found
+
+
+@click.command()
+@click.argument("json_file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--engine", "names", multiple=True, type=click.Choice([*ENGINES]), default=[*ENGINES])
+@click.option("--layers", default=8, show_default=True)
+@click.option("--width", default=4096, show_default=True, help="Of the hidden states.")
+@click.option("--batch", default=64, show_default=True)
+@click.option("--context", default=8192, show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--seconds", default=280.0, show_default=True, help="Of an engine, at most.")
+@click.option("--model", hidden=True, help="Measure one engine in this process.")
+def main(
+    json_file: Path,
+    names: tuple[str, ...],
+    layers: int,
+    width: int,
+    batch: int,
+    context: int,
+    rounds: int,
+    seconds: float,
+    model: str | None,
+) -> None:
+    """Measure, print, and write the file after each engine."""
+    sizes = {"batch": batch, "context": context, "rounds": rounds}
+    if model is not None:
+        found = measure(names[0], model, **sizes)
+        json_file.write_text(json.dumps(found), encoding="utf-8")
+        os._exit(0)  # whatever SGLang has left
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    everything: Figures = {"gpu": gpu, "torch": torch.__version__, "layers": layers, "width": width}
+    everything |= {**sizes, "engines": {}}
+    with TemporaryDirectory() as folder:
+        random_model(layers, width).save_pretrained(folder)
+        for name in filter(is_there, names):
+            log, one = json_file.with_name(f"{name}.log"), Path(folder) / f"{name}.json"
+            command = [sys.executable, __file__, str(one), "--engine", name, "--model", folder]
+            command += [part for key, x in sizes.items() for part in (f"--{key}", str(x))]
+            with log.open("w") as file:
+                try:
+                    subprocess.run(command, stdout=file, stderr=file, timeout=seconds, check=False)
+                except subprocess.TimeoutExpired:
+                    print(f"{name}: more than {seconds:.0f} s", flush=True)
+            if not one.exists():
+                print(f"FAILED {name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+                continue
+            found = json.loads(one.read_text(encoding="utf-8"))
+            found["graphs"] = GRAPHS in log.read_text(errors="replace")
+            everything["engines"][name] = found
+            json_file.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+            for round_ in found["decode"]:
+                told = ", ".join(f"{key} {value:.4g}" for key, value in round_.items())
+                print(f"{name:10} {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""How fast an engine decodes, whichever it is: what the processes of vLLM and of SGLang measure."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Figures = dict[str, Any]
+Finish = Callable[[Sequence[int], int], Awaitable[Any]]
+Stream = Callable[[Sequence[int], int], AsyncIterator[int]]
+WATCHED = 200  # steps that are timed while all sequences decode
+BEFORE, BEHIND = 10, 256  # steps that are not: the first ones, and room until a sequence ends
+ROOM = BEFORE + WATCHED + BEHIND  # tokens that a sequence gets at most while it is measured
+
+
+async def measure_decode(
+    finish: Finish, stream: Stream, batch: int, context: int, seed: int
+) -> Figures:
+    """Rates of prompts of random tokens, and of steps when they are there and all decode.
+
+    Args:
+        finish: waits for so many tokens behind a prompt. Nothing of the prompts may be in the
+            engine's prefix cache, which it must have.
+        stream: the same, and tells how many tokens came as they come.
+        batch: prompts.
+        context: tokens of each.
+        seed: of the tokens.
+    """
+    random = np.random.default_rng(seed)
+    prompts = random.integers(10, 250, (batch, context)).tolist()
+    begun = time.perf_counter()
+    await asyncio.gather(*(finish(ids, 1) for ids in prompts))
+    taken = time.perf_counter() - begun
+    # now they are in the prefix cache
+    begun = time.perf_counter()
+    await asyncio.gather(*(finish(ids, 1) for ids in prompts))
+    until_all_run = 1.2 * (time.perf_counter() - begun)
+    others = [asyncio.ensure_future(finish(ids, ROOM)) for ids in prompts[:-1]]
+    await asyncio.sleep(until_all_run)
+    times = [0.0]
+    async for count in stream(prompts[-1], BEFORE + WATCHED + 1):
+        times += [time.perf_counter()] * count
+    ended = sum(task.done() for task in others)
+    await asyncio.gather(*others)
+    seconds = times[BEFORE + WATCHED] - times[BEFORE]
+    return {
+        "batch": batch,
+        "prompt_tokens_per_s": batch * context / taken,
+        "tokens_per_s": batch * WATCHED / seconds,
+        "step_ms": 1e3 * seconds / WATCHED,
+        "ended_too_early": ended,
+    }

@@ -1,0 +1,23 @@
+"""Stands in the pack for sglang/kernels/ops/gemm/cutedsl_dual_gemm.py: a kernel of MLPs that needs
+CUTLASS's Python package. Llama asks for it on CUDA, and takes two products where it cannot be used.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+MAX_DUAL_GEMM_DECODE_TOKENS = 0
+
+
+class DualGemmQuantMode(Enum):
+    """How the operands are quantized, as SGLang names it."""
+
+    UNQUANT = 0
+    DYNAMIC_PER_TOKEN = 1
+    STATIC_PER_TENSOR = 2
+
+
+def can_use_dual_gemm(*_: Any) -> bool:
+    """Whether the kernel serves these sizes: there is none."""
+    return False

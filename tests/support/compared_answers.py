@@ -1,0 +1,217 @@
+"""What engines of vLLM and of SGLang answer, compared with transformers in float32: what
+vllm_answers.py and sglang_compared.py share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm_log import what_failed
+
+TOKENS, TOP = 48, 20  # that are generated; likeliest ones whose log-probabilities are given
+CONTEXT, SCORED, WINDOWS = 256, 512, 4  # tokens of prompts whose predictions are compared
+CHUNK = 256  # tokens of a step
+LIMIT = 1500  # seconds of an engine
+KINDS = "generated", "again", "sampled", "beside_aborted", "prompts"
+# KL of the demo model's answers by rows, at most: of what is generated, and of prompts; twice what
+# vLLM gave on one H200 on 2026-11-25
+SAME_CHUNK, MANY_CHUNKS = (0.011, 0.002), (0.013, 0.022)
+MOST = {
+    "int8": (0.0005, 0.0005),
+    "int4": SAME_CHUNK,
+    "int4-rows": MANY_CHUNKS,
+    "int4-short-chunks": MANY_CHUNKS,
+    "plan": (0.006, 0.002),
+}
+Found = dict[str, Any]
+
+
+class Reference:
+    """Transformers in float32."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = found.to(self.device).eval()
+
+    @torch.no_grad()
+    def log_probs(self, ids: list[int]) -> torch.Tensor:
+        """[tokens, vocabulary], float64."""
+        logits = self.model(torch.tensor([ids], device=self.device)).logits[0]
+        return torch.as_tensor(logits.double().log_softmax(-1))
+
+    def divergence(self, prompt: list[int], text: Any) -> tuple[float, float]:
+        """Of a generated text: mean KL of the likeliest tokens and the rest, and the share of
+        tokens that are the likeliest here too."""
+        ids = prompt + text.ids
+        exact = self.log_probs(ids[:-1])[len(prompt) - 1 :]
+        total, same = 0.0, 0
+        for row, token, known in zip(exact, text.ids, text.known, strict=True):
+            part = row[torch.tensor([*known], device=self.device)]
+            told = torch.tensor([*known.values()], device=self.device).double()
+            rest = [(1 - x.exp().sum()).clamp_min(1e-9) for x in (part, told)]
+            kl = (part.exp() * (part - told)).sum() + rest[0] * (rest[0] / rest[1]).log()
+            total += float(kl)
+            same += int(row.argmax()) == token
+        return total / len(text.ids), same / len(text.ids)
+
+    def divergence_of_prompt(self, ids: list[int], logits: torch.Tensor) -> float:
+        """Mean KL of the last SCORED of the predictions that an engine computed."""
+        assert len(logits) in (len(ids), len(ids) - 1), (len(logits), len(ids))
+        exact = self.log_probs(ids)[: len(logits)][-SCORED:]
+        told = logits[-SCORED:].to(self.device).double().log_softmax(-1)
+        return float((exact.exp() * (exact - told)).sum(-1).mean())
+
+
+def prompts_of(ids: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts to continue, and longer ones, from the tokens of a text."""
+    from vllm_engines import LENGTHS
+
+    from kvquant.calibration.windows import spread
+
+    step = (len(ids) - max(LENGTHS)) // len(LENGTHS)
+    short = [ids[i * step :][:length] for i, length in enumerate(LENGTHS)]
+    return short, spread(ids, WINDOWS, CONTEXT + SCORED).tolist()
+
+
+def random_ids() -> list[int]:
+    """Tokens for a model with random weights."""
+    return torch.randint(256, (8192,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def mean(pairs: list[list[float]]) -> float:
+    """KL."""
+    return sum(kl for kl, _ in pairs) / len(pairs)
+
+
+def is_as_good(ours: list[list[float]], theirs: list[list[float]]) -> bool:
+    """Whether our KL is at most three paired standard errors above theirs: some 25 are compared."""
+    more = torch.tensor([a[0] - b[0] for a, b in zip(ours, theirs, strict=True)]).double()
+    return bool(more.mean() <= 3 * more.std() / len(more) ** 0.5 + 1e-6)
+
+
+def too_far(
+    found: Mapping[str, Found],
+    pairs: Sequence[tuple[str, str]],
+    others: Sequence[str],
+    most: Mapping[str, tuple[float, float]],
+) -> list[str]:
+    """What engines answer that is too far from transformers.
+
+    Args:
+        found: answers by the names of engines.
+        pairs: an engine with rows of bf16, and one with its own attention, which is no better.
+        others: models with an engine of int8 rows, NAME-int8, and one with its own attention.
+        most: KL of other engines, as MOST.
+    """
+    wrong = []
+    for ours, theirs in pairs:
+        if ours in found and theirs in found:
+            for kind in KINDS:
+                a, b = found[ours].get(kind), found[theirs].get(kind)
+                if a and b and not is_as_good(a, b):
+                    wrong.append(f"{ours}: KL of {kind} {mean(a):.6f}, {theirs} {mean(b):.6f}")
+    # bfloat16 alone moves these models by .01 and less
+    for name in others:
+        both = found.get(f"{name}-int8"), found.get(f"{name}-own")
+        for kind in KINDS:
+            if both[0] is None or both[1] is None:
+                continue
+            kl, own = mean(both[0][kind]), mean(both[1][kind])
+            if not kl < 1.3 * own + 0.002:
+                wrong.append(f"{name}-int8: KL of {kind} {kl:.6f}, own {own:.6f}")
+    for name, (of_text, of_prompts) in most.items():
+        for kind in KINDS:
+            limit = of_prompts if kind == "prompts" else 1.5 * of_text
+            if kind in found.get(name, {}):
+                kl = mean(found[name][kind])
+                if not kl < limit:
+                    wrong.append(f"{name}: KL of {kind} {kl:.6f}, not below {limit}")
+    return wrong
+
+
+def run(
+    names: list[str], folder: Path, side_by_side: int, tell: Callable[[Found, str], str]
+) -> dict[str, Found]:
+    """Start engines, each by the script that runs; what those answered that did not fail."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def start(name: str) -> tuple[str, Found | None]:
+        log = folder / f"{name}.log"
+        command = [sys.executable, sys.argv[0], "--alone", str(folder), name]
+        with log.open("w") as file:
+            try:
+                subprocess.run(command, stdout=file, stderr=file, timeout=LIMIT, check=False)
+            except subprocess.TimeoutExpired:
+                print(f"{name}: more than {LIMIT} s", flush=True)
+        path = folder / f"{name}.json"
+        if not path.exists():
+            print(f"FAILED {name}\n{what_failed(log)}", flush=True)
+            return name, None
+        one = json.loads(path.read_text())
+        kls = {kind: round(mean(one[kind]), 6) for kind in KINDS if kind in one}
+        told = tell(one, log.read_text(errors="replace"))
+        print(f"{name}: KL {kls}, {told}, all {one['seconds']:.0f} s", flush=True)
+        return name, one
+
+    with ThreadPoolExecutor(side_by_side) as pool:
+        done = list(pool.map(start, names))
+    return {name: one for name, one in done if one is not None}
+
+
+def arguments(given: Sequence[str], cases: Mapping[str, Any]) -> argparse.Namespace:
+    """What the command line says; names may stand before and after options."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--side-by-side", type=int, default=1)
+    parser.add_argument("--alone", action="store_true", help="in this process")
+    found = parser.parse_intermixed_args(given)
+    if unknown := [name for name in found.names if name not in cases]:
+        parser.error(f"no engine is called {', '.join(unknown)}; there are {', '.join(cases)}")
+    found.names = found.names or list(cases)
+    return found
+
+
+def main(
+    cases: Mapping[str, Any],
+    answers: Callable[[str, Path], Found],
+    faults: Callable[[dict[str, Found]], list[str]],
+    tell: Callable[[Found, str], str],
+) -> int:
+    """Run engines by the command line, and tell what is wrong.
+
+    Args:
+        cases: by their names.
+        answers: what the engine of a case answers, in this process.
+        faults: what is wrong with answers.
+        tell: what the line of an engine says of its answers and its log.
+    """
+    given = arguments(sys.argv[1:], cases)
+    names = given.names
+    if given.alone:
+        (name,) = names
+        try:
+            found = answers(name, given.folder)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        (given.folder / f"{name}.json").write_text(json.dumps(found))
+        os._exit(0)  # whatever the engine has left
+    everything = run(names, given.folder, given.side_by_side, tell)
+    wrong = [f"{name} did not run" for name in names if name not in everything]
+    wrong += faults(everything)
+    print("\n".join(f"FAULT {line}" for line in wrong) or "ALL AS WANTED", flush=True)
+    return bool(wrong)

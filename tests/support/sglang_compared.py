@@ -1,0 +1,212 @@
+"""What engines of SGLang answer, compared with transformers in float32 on the same tokens.
+
+    python tests/support/sglang_compared.py FOLDER [--side-by-side 3] [NAME ...]
+
+Runs the engines of CASES that are named, or all: each in a process of its own, some side by side. A
+line tells what an engine answers, FOLDER/NAME.json all of it. The last lines tell what is wrong,
+see `faults`. Models are in bfloat16. On a GPU engines have CUDA graphs unless a case says
+otherwise, on the CPU the same cases run without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from compared_answers import (
+    CHUNK,
+    CONTEXT,
+    MOST,
+    SAME_CHUNK,
+    TOKENS,
+    TOP,
+    Found,
+    Reference,
+    main,
+    prompts_of,
+    random_ids,
+    too_far,
+)
+from vllm_texts import Text
+
+INT4, BF16, INT8 = {"k_format": "int4-g4"}, {"k_format": "bf16"}, {"k_format": "int8"}
+EAGER = {"disable_cuda_graph": True}
+PROMPTS = {"cuda_graph_backend_prefill": "breakable"}  # of prompts too, without attention
+# SGLang's switch for tests takes a request's place in the pool now and then
+RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+OTHERS = "gemma2", "gemma3", "gpt-oss"  # models
+
+# name: rows, None for SGLang's own attention; options of sglang.Engine; what else, see `answers`
+CASES: dict[str, Found] = {
+    "own": {},
+    "own-eager": {**EAGER},
+    "own-graphs-of-prompts": {**PROMPTS},
+    "bf16": {"rows": BF16},
+    "bf16-graphs-of-prompts": {"rows": BF16, "page_size": 16, **PROMPTS},
+    "bf16-pages": {"rows": BF16, "page_size": 64},
+    "bf16-retracted": {"rows": BF16, "env": RETRACTED, **EAGER},
+    "int8": {"rows": INT8, **EAGER},
+    "int4": {"rows": INT4, "page_size": 64},
+    "int4-tokens": {"rows": INT4},  # pages of one token
+    "int4-rows": {"rows": {**INT4, "prompts": "rows"}, "page_size": 16, **EAGER},
+    "int4-short-chunks": {"rows": INT4, "chunked_prefill_size": 64, **EAGER},
+    "plan": {"rows": {"plan": ""}, "page_size": 16},
+    "gemma2-own": {"model": "gemma2", **EAGER},
+    "gemma2": {"model": "gemma2", "rows": BF16},
+    "gemma2-int8": {"model": "gemma2", "rows": INT8, "page_size": 16, **EAGER},
+    "gemma3-own": {"model": "gemma3", **EAGER},
+    "gemma3": {"model": "gemma3", "rows": BF16, "page_size": 64},
+    "gemma3-int8": {"model": "gemma3", "rows": INT8, **EAGER},
+    "gpt-oss-own": {"model": "gpt-oss", **EAGER},
+    "gpt-oss": {"model": "gpt-oss", "rows": BF16, "page_size": 16},
+    "gpt-oss-int8": {"model": "gpt-oss", "rows": INT8, **EAGER},
+}
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    """The demo model, or a small one with random weights that changes attention; its folder."""
+    from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig
+    from vllm_engines import MODEL, SIZES, random_model
+
+    if kind == "demo":
+        return MODEL
+    given = {**SIZES, "num_hidden_layers": 4, "max_position_embeddings": 2048}
+    given |= {"sliding_window": 100, "query_pre_attn_scalar": 64}
+    config: Any
+    if kind == "gemma2":  # windows in every second layer, soft caps
+        given |= {"attn_logit_softcapping": 5.0, "final_logit_softcapping": None}
+        given["hidden_act"] = "gelu_pytorch_tanh"  # SGLang's name for it
+        config = Gemma2Config(**given)
+    elif kind == "gemma3":  # windows in three of four layers, K and q are normed
+        kinds = ["sliding_attention"] * 3 + ["full_attention"]
+        config = Gemma3TextConfig(**given, layer_types=kinds)
+    elif kind == "gpt-oss":  # windows in every second layer, sink logits, a pool of two parts
+        config = GptOssConfig(**given, num_local_experts=4, num_experts_per_tok=2)
+    else:
+        raise ValueError(f"there is no model {kind!r}")
+    return Path(random_model(folder / kind, config, without_experts=True))
+
+
+def answers(name: str, folder: Path) -> Found:
+    """What an engine of CASES answers. A case may have "model", "rows", "env" and options."""
+    from sglang_engines import run_engine
+    from transformers import AutoTokenizer
+    from vllm_engines import held_out, make_plan
+
+    case = {"model": "demo", "rows": None, "env": {}, **CASES[name]}
+    kind, rows, env = (case.pop(key) for key in ("model", "rows", "env"))
+    if rows is not None and "plan" in rows:
+        rows = {**rows, "plan": make_plan(folder / f"{name}.safetensors")}
+    model = make_model(kind, folder / name)
+    ids = held_out(AutoTokenizer.from_pretrained(model)) if kind == "demo" else random_ids()
+    short, long = prompts_of(ids)
+    on_gpu = torch.cuda.is_available()
+    options: Found = {
+        "dtype": "bfloat16",
+        "chunked_prefill_size": CHUNK,
+        "max_total_tokens": 8192,
+        "sampling_backend": "pytorch",
+        "log_level": "info",
+        "page_size": 1,
+        **case,
+    }
+    if on_gpu:
+        own = "triton"
+        graphs = {"cuda_graph_max_bs_decode": 16, "cuda_graph_backend_prefill": "disabled"}
+        options = {"device": "cuda", **graphs, **options}
+        env = {**env, "KVQUANT_WITHOUT_EXPERTS": "1"}
+    else:
+        own = "torch_native"
+        options = {key: x for key, x in options.items() if "cuda_graph" not in key}
+    options["attention_backend"] = own if rows is None else "kvquant"
+    greedy = {"max_new_tokens": TOKENS}
+    rounds: list[Found] = [
+        {"prompts": short, "sampling": greedy, "top": TOP},
+        {"prompts": short, "sampling": greedy, "top": TOP},
+        {"prompts": short[9:13], "sampling": {**greedy, "n": 3, "temperature": 1.0}, "top": TOP},
+        {"prompts": short[10:14], "sampling": greedy, "top": TOP, "abort": True},
+    ]
+    alone = {"sampling": {"max_new_tokens": 1}, "top": TOP, "from": CONTEXT}
+    rounds += [{"prompts": [one], **alone} for one in long]  # others would change its chunks
+    begun = time.perf_counter()
+    done = run_engine(rows, rounds, model, env=env, **options)
+    print(done.stderr, flush=True)  # in the log of this engine
+    if done.returncode:
+        raise RuntimeError(f"the engine ended with {done.returncode}\n{done.stdout[-2000:]}")
+    told = json.loads(done.stdout.splitlines()[-1])
+    first, again, three, aborted, *prompts = told["rounds"]
+    reference = Reference(str(model))
+
+    def divergences(given: list[Found], of: list[list[int]], side: str = "known") -> Any:
+        found = []
+        for answer, prompt in zip(given, of, strict=True):
+            tokens = [token for token, _ in answer[side]]
+            before = prompt if side == "known" else prompt[: -len(tokens)]
+            assert side == "known" or before + tokens == prompt
+            text = Text(tokens, [dict(map(tuple, pairs)) for _, pairs in answer[side]])
+            found.append(reference.divergence(before, text))
+        return found
+
+    return {
+        "name": name,
+        "generated": divergences(first, short),
+        "again": divergences(again, short),
+        "sampled": divergences(three, [one for one in short[9:13] for _ in range(3)]),
+        "beside_aborted": divergences(aborted[1:], short[11:14]),
+        "prompts": [
+            pair
+            for given, prompt in zip(prompts, long, strict=True)
+            for pair in divergences(given, [prompt], "scored")
+        ],
+        "hits": sum(one["found"] for one in again),
+        "retractions": sum(one["retractions"] for one in first),
+        "sampled_texts": len({tuple(one["tokens"]) for one in three}),
+        "aborted": [aborted[0]["end"], len(aborted[0]["tokens"])],
+        "graphs": bool(re.search(r"Capture .*decode .* end", done.stderr)),
+        "capacity": told["memory"]["token_capacity"],
+        "seconds_to_start": told["seconds_to_start"],
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def faults(found: dict[str, Found]) -> list[str]:
+    """What is wrong with answers, by the names of their engines; those that did not run are told
+    elsewhere."""
+    pairs = [("bf16", "own"), ("bf16-pages", "own"), ("bf16-retracted", "own-eager")]
+    pairs += [("bf16-graphs-of-prompts", "own-graphs-of-prompts")]
+    pairs += [(name, f"{name}-own") for name in OTHERS]
+    wrong = too_far(found, pairs, OTHERS, {**MOST, "int4-tokens": SAME_CHUNK})
+
+    def check(holds: bool, told: str) -> None:
+        if not holds:
+            wrong.append(told)
+
+    for name, one in found.items():
+        case = CASES[name]
+        check(one["hits"] > 800, f"{name}: {one['hits']} tokens were found in the radix cache")
+        if "env" in case:
+            check(one["retractions"] > 0, f"{name}: no request was retracted")
+        end, tokens = one["aborted"]
+        check(end == "abort" and tokens < TOKENS, f"{name}: the aborted request: {end}, {tokens}")
+        check(one["sampled_texts"] > 8, f"{name}: {one['sampled_texts']} of 12 samples differ")
+        if torch.cuda.is_available():
+            wanted = not case.get("disable_cuda_graph", False)
+            check(one["graphs"] == wanted, f"{name}: CUDA graphs {one['graphs']}")
+    return wrong
+
+
+def tell(one: Found, log: str) -> str:
+    """What the line of an engine says."""
+    facts = {key: one[key] for key in ("hits", "retractions", "graphs", "capacity")}
+    return f"{facts}, up {one['seconds_to_start']:.0f} s"
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.exit(main(CASES, answers, faults, tell))

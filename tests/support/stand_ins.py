@@ -1,0 +1,62 @@
+"""Modules that stand in for packages which are not there: engines import them for features that
+nobody asks for. A sitecustomize.py names them, which Python imports first in every process."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import MutableSequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+
+class StandIn(types.ModuleType):
+    """A module that has a class of any name, which takes no arguments."""
+
+    __path__: MutableSequence[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        pydantic = classmethod(lambda *_: {"type": "any"})  # models of requests have such fields
+        members = {"__get_pydantic_core_schema__": pydantic}
+        return type(name, (), {"__module__": self.__name__, **members})
+
+
+class Finder(MetaPathFinder, Loader):
+    """Finds packages of these names and all their modules, after all other finders. Who asks
+    whether they are there gets no for an answer."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.partition(".")[0] not in self.names:
+            return None
+        asker = sys._getframe()
+        while asker.f_back is not None:
+            asker = asker.f_back
+            if asker.f_code is importlib.util.find_spec.__code__:
+                return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing in it."""
+
+
+def stand_in_for(*names: str) -> None:
+    """Let these packages be importable where they are not installed."""
+    sys.meta_path.append(Finder(names))
+
+
+def restore_row_stack() -> None:
+    """Give numpy 2.5 back what numba-cuda 0.30.4 asks it for."""
+    import numpy
+
+    if not hasattr(numpy, "row_stack"):
+        numpy.row_stack = numpy.vstack
