@@ -205,7 +205,8 @@ def check_windows(windows: Sequence[int | None] | None, num_layers: int) -> Sequ
         raise ConfigError(f"windows is {shown(windows)}: give a list, of each layer tokens or None")
     if len(windows) != num_layers:
         raise ConfigError(
-            f"windows has a length of {len(windows)} for {num_layers} layers: give each one"
+            f"windows has a length of {len(windows)} for {num_layers} layers: "
+            "give one entry for each layer, tokens or None"
         )
     return [None if w is None else check_size("a window", w, at_least=1) for w in windows]
 

@@ -238,14 +238,15 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
 
 @lru_cache
 def tell_settings(settings: Settings | LatentSettings) -> None:
-    """Log once which rows an engine has, and warn of 2 bits, and of a plan that misses its limit of
-    KL."""
+    """Log once which rows an engine has. Warn of rows of 2 bits, and of a plan that misses its KL
+    limit."""
     log.info("kvquant: %s", settings)
     if "int2" in str(settings):
         log.warning(
             "kvquant: rows of 2 bits change what a model predicts unless its first and last tokens "
-            "stay in 16 bit, which an engine's pages cannot keep. Compare texts first, or take "
-            "int3 or int4 with a plan (kvquant evaluate measures what a cache costs)"
+            "stay in 16 bit. An engine's pages cannot keep tokens in 16 bit. Compare texts before "
+            "you serve, or use int3 or int4 with a plan. kvquant evaluate measures what a cache "
+            "costs"
         )
     if settings.plan is None:
         return

@@ -448,14 +448,15 @@ def is_draft() -> bool:
 
 
 def begin_to_compile(vllm_config: VllmConfig, impl: Any) -> None:
-    """Begin to compile a layer's kernels, on a GPU: its model is made now, and then loaded and
-    compiled, while cores are idle. The builder asks for the same kernels, and tells what fails."""
+    """Begin to compile a layer's kernels on a GPU, when vLLM makes the model. Cores are idle while
+    vLLM loads and compiles the model. The builder asks for the same kernels, and reports what
+    fails."""
     if not torch.cuda.is_available():
         return
     device, drafts = torch.device("cuda", torch.cuda.current_device()), 0
     if vllm_config.speculative_config is not None:
         drafts = vllm_config.speculative_config.num_speculative_tokens or 0
-    with suppress(Exception):  # the builder makes the same once more, and tells what fails
+    with suppress(Exception):  # the builder makes the same calls again, and reports what fails
         for calls in impl.probable_calls(vllm_config, 1 + drafts):
             begin_warm_up(device, calls)
 
@@ -500,12 +501,12 @@ class KVQuantImpl(AttentionImpl[Step]):
             begin_to_compile(config, self)
 
     def probable_calls(self, vllm_config: VllmConfig, queries: int) -> Iterator[StepCalls]:
-        """What the layer will be called for, in each basis that it may have: its name, which says
-        which one, is not known yet.
+        """The calls that the layer will get, for each basis that it may have. The layer's name says
+        which basis it has, but the layer does not know its name yet.
 
         Args:
             vllm_config: of the engine.
-            queries: of a decoding sequence, at most: 1, and its drafted tokens.
+            queries: the most that a decoding sequence has: 1, and its drafted tokens.
         """
         settings = backend_of(plugin.OURS[0], request_of(vllm_config)).settings
         layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)

@@ -143,8 +143,8 @@ def inputs(
 
 
 def check(fmt: RowFormat, what: str) -> None:
-    """Compare the bytes of a call with those of the meaning. A matrix product is summed in another
-    order: there some codes fall to their neighbours."""
+    """Compare the bytes of a call with those of the meaning. The GPU sums a matrix product in
+    another order, so some codes round to a neighbour. There the values are compared."""
     for num_tokens, exact in ((2048, False), (STEP, True)):
         call = make(fmt, what, num_tokens, exact)
         names = [name for name in ("k_rows", "v_rows", "exact_k", "exact_v") if name in call]

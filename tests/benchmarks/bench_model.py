@@ -5,8 +5,8 @@ one of 8B, BF16. Logits behind a prompt are compared first. Then caches are fill
 and values, and a step of each kind is timed, medians of --rounds loops, in turn. --json keeps the
 figures, --picture draws them; --from FILE --picture FILE, those of a file, without a GPU. --memory
 prints in place of times how many sequences fit beside the model, and the peak of reading a prompt.
---latent takes layers of DeepSeek V3 in place of Llama's, without experts: give --layers 8 or fewer
-and a --format of latent rows.
+--latent measures layers of DeepSeek V3, without experts, in place of Llama's. With --latent give
+--layers 8 or fewer, and a --format of latent rows.
 
     captured        CapturedStep: one CUDA graph
     eager           CachedModel.step, from Python
@@ -58,7 +58,7 @@ Step = Callable[[], Any]
 Figures = dict[str, Any]
 
 
-DEEPSEEK_V3: dict[str, Any] = {  # its attention and the layers without experts
+DEEPSEEK_V3: dict[str, Any] = {  # the sizes of its attention, and of its layers without experts
     "hidden_size": 7168,
     "intermediate_size": 18432,
     "num_attention_heads": 128,
@@ -74,11 +74,11 @@ DEEPSEEK_V3: dict[str, Any] = {  # its attention and the layers without experts
 def random_rows(
     shapes: Sequence[tuple[int, int]], batch: int, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a layer caches of tokens, K and V or latents and RoPE parts, each [batch, heads, tokens,
-    head_dim].
+    """Random values for a layer's cache: K and V, or latents and RoPE parts. Each is [batch, heads,
+    tokens, head_dim].
 
     Args:
-        shapes: of both, heads and head_dim.
+        shapes: heads and head_dim of both.
         batch: sequences.
         tokens: of each.
     """
@@ -88,7 +88,7 @@ def random_rows(
 
 
 def our_shapes(model: CachedModel) -> list[tuple[int, int]]:
-    """Of what our caches take."""
+    """Heads and head_dim of what kvquant's caches take: K and V, or latents and RoPE parts."""
     config = model.config
     if model.has_latents:
         return [(1, config.kv_lora_rank), (1, config.qk_rope_head_dim)]
@@ -96,8 +96,8 @@ def our_shapes(model: CachedModel) -> list[tuple[int, int]]:
 
 
 def their_shapes(model: CachedModel) -> list[tuple[int, int]]:
-    """Of what transformers' caches take: keys and values of all heads, or in newer versions latents
-    where a model has them."""
+    """Heads and head_dim of what transformers' caches take: K and V of all heads. Newer versions
+    take latents where a model has them."""
     cache: Any = transformers.DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
     with torch.no_grad():

@@ -1,16 +1,19 @@
-"""Sequences of unequal lengths behind a shared prefix, with several queries each, and with unequal
-numbers of queries, on a GPU.
+"""Times of attention on a GPU to sequences of unequal lengths, and with unequal numbers of queries.
 
-Run by hand: python tests/benchmarks/bench_ragged.py. INT4 in 4 groups, 32 query heads on 8 KV heads
-of 128. Times are of one call inside a CUDA graph, alone with the L2 cache overwritten. Outputs are
-compared first. One query without a prefix: kvquant bench --ragged. Two tables:
+Run by hand: python tests/benchmarks/bench_ragged.py. Rows are INT4 in 4 groups, with 32 query heads
+on 8 KV heads of 128. A time is that of a single call inside a CUDA graph, with the L2 cache
+overwritten before it. The script compares outputs before it measures, and prints two tables:
 
-    unequal lengths      room for 32,768 tokens a sequence; beside as many tokens spread evenly; a
-                         prefix is compared with two calls merged by their lse, several queries with
-                         a call for each
-    unequal numbers of   "ragged" is one call with q_indptr, "padded" one with q_lens, where that
-    queries              makes at most 4 times as many; "apart" a call for each number of queries,
-                         one after another; compared with a call for each sequence
+    unequal lengths      Sequences have room for 32,768 tokens. A line has the time behind a shared
+                         prefix, or of several queries each, and the time of as many tokens spread
+                         evenly. A prefix is compared with two calls merged by their lse, several
+                         queries with a call for each.
+    unequal numbers of   "ragged" is one call with q_indptr. "padded" is one call with q_lens, where
+    queries              padding makes at most 4 times as many queries. "apart" is a call for each
+                         number of queries, one after another. All are compared with a call for each
+                         sequence.
+
+kvquant bench --ragged measures one query of each sequence without a prefix.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ def main() -> None:
 
 
 def unequal_counts(timer: GraphTimer, tokens: int, counts: Sequence[int]) -> None:
-    """Print a line: a call for all sequences beside several."""
+    """Print a line: the time of one call for all sequences, and of several calls."""
     batch, total, most = len(counts), sum(counts), max(counts)
     rows = random_rows(batch, tokens), random_rows(batch, tokens)
     of_all = segment(rows, [tokens] * batch)

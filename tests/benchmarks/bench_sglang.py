@@ -1,13 +1,16 @@
-"""Engines of SGLang on a GPU, each in its own process: kvquant's rows beside SGLang's attention.
+"""Speed of SGLang's engines on a GPU: kvquant's rows beside SGLang's own attention.
 
     python tests/benchmarks/bench_sglang.py bench.json [--engine kvquant --engine triton ...]
 
-The model is a Llama as wide as one of 8B, with random weights. Engines run one after the other, and
-each measures --rounds times --batch prompts of --context tokens, and then steps in which all decode
-(decoding.py). The file is written after each engine; an engine that fails is told and left out.
-SGLang's flashinfer and fa3 run where their packages are. SGLang 0.5.23 must be installed, or be
-brought there (tests/sglang/on_gpu/, where norms, activations and rotary embeddings are torch's in
-all engines, so that steps take longer than SGLang's own do).
+The model is a Llama as wide as one of 8B, with random weights. Engines run one after another, each
+in its own process. In each of --rounds rounds an engine reads --batch prompts of --context tokens,
+and then decodes all of them at once (decoding.py). The script writes the file after each engine. If
+an engine fails the script prints the end of its log and leaves the engine out. The engines
+flashinfer and fa3 run only where their packages are installed.
+
+Install SGLang 0.5.23, or bring it to the machine as one file (tests/sglang/on_gpu/). With that file
+torch computes norms, activations and rotary embeddings in all engines, so steps take longer than
+with an installed SGLang.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from bench_vllm import random_model
 from decoding import ROOM, Figures, measure_decode
 
 PAGE = 64  # tokens
-GRAPHS = "Capture"  # of SGLang's log, where it has CUDA graphs
+GRAPHS = "Capture"  # a word of SGLang's log if the engine has CUDA graphs
 ENGINES: dict[str, Figures] = {
     "kvquant": {"attention_backend": "kvquant"},  # KVQUANT_SGLANG, or int4-g4
     "triton": {"attention_backend": "triton"},
@@ -55,12 +58,12 @@ def sampling(tokens: int) -> Figures:
 
 
 async def finish(engine: Any, ids: Sequence[int], tokens: int) -> None:
-    """Wait for a prompt's tokens."""
+    """Wait until the engine has generated so many tokens for a prompt."""
     await engine.async_generate(input_ids=list(ids), sampling_params=sampling(tokens))
 
 
 async def stream(engine: Any, ids: Sequence[int], tokens: int) -> Any:
-    """How many tokens of a prompt came, as they come."""
+    """Yield how many tokens an engine has generated for a prompt since it last told."""
     told = 0
     given = {"input_ids": list(ids), "sampling_params": sampling(tokens), "stream": True}
     async for found in await engine.async_generate(**given):
@@ -70,7 +73,7 @@ async def stream(engine: Any, ids: Sequence[int], tokens: int) -> Any:
 
 
 def measure(name: str, model: str, batch: int, context: int, rounds: int) -> Figures:
-    """An engine in this process."""
+    """Measure an engine in this process."""
     import sglang
 
     on_gpu = torch.cuda.is_available()
@@ -88,7 +91,7 @@ def measure(name: str, model: str, batch: int, context: int, rounds: int) -> Fig
         "random_seed": 0,
         **ENGINES[name],
     }
-    if on_gpu:  # graphs of prompts would take memory, and cost each start time
+    if on_gpu:  # graphs of prompts would take memory, and time at each start
         options |= {"cuda_graph_max_bs_decode": batch, "cuda_graph_backend_prefill": "disabled"}
     else:  # to try this script
         options |= {"device": "cpu"}

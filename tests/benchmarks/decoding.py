@@ -1,4 +1,4 @@
-"""How fast an engine decodes, whichever it is: what the processes of vLLM and of SGLang measure."""
+"""How fast an engine decodes: what bench_vllm.py and bench_sglang.py both measure."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Figures = dict[str, Any]
 Finish = Callable[[Sequence[int], int], Awaitable[Any]]
 Stream = Callable[[Sequence[int], int], AsyncIterator[int]]
 WATCHED = 200  # steps that are timed while all sequences decode
-BEFORE, BEHIND = 10, 256  # steps that are not: the first ones, and room until a sequence ends
+BEFORE, BEHIND = 10, 256  # steps that are not timed: the first ones, and room until a sequence ends
 ROOM = BEFORE + WATCHED + BEHIND  # tokens that a sequence gets at most while it is measured
 
 
 async def measure_decode(
     finish: Finish, stream: Stream, batch: int, context: int, seed: int
 ) -> Figures:
-    """Rates of prompts of random tokens, and of steps when they are there and all decode.
+    """Rates of reading prompts of random tokens, and of steps in which all sequences decode.
 
     Args:
-        finish: waits for so many tokens behind a prompt. Nothing of the prompts may be in the
-            engine's prefix cache, which it must have.
-        stream: the same, and tells how many tokens came as they come.
+        finish: waits until the engine has generated so many tokens for a prompt. The engine must
+            have a prefix cache, and nothing of the prompts may be in it.
+        stream: does the same, and yields how many tokens came whenever some come.
         batch: prompts.
         context: tokens of each.
         seed: of the tokens.
@@ -35,7 +35,7 @@ async def measure_decode(
     begun = time.perf_counter()
     await asyncio.gather(*(finish(ids, 1) for ids in prompts))
     taken = time.perf_counter() - begun
-    # now they are in the prefix cache
+    # now the prompts are in the prefix cache
     begun = time.perf_counter()
     await asyncio.gather(*(finish(ids, 1) for ids in prompts))
     until_all_run = 1.2 * (time.perf_counter() - begun)

@@ -140,7 +140,7 @@ async def answers(
 
 
 async def decode(engine: Any, batch: int, context: int, seed: int) -> Figures:
-    """Rates of prompts of random tokens, and of steps when they are there and all decode."""
+    """Rates of reading prompts of random tokens, and of steps in which all sequences decode."""
 
     async def stream(ids: Sequence[int], tokens: int) -> Any:
         async for output in generate(engine, ids, tokens):

@@ -27,9 +27,9 @@ DEVICES = [
 ]
 
 
-# Rows in a basis have elements of about 2.3, for its offset. They leave it in the model's dtype,
-# rounded three times, or queries enter it. So a score moves by SCALE * sqrt(DIM) * 2.3 * sqrt(3)
-# roundings, which is as much as the error above.
+# Rows in a basis have elements of about 2.3, because of the basis's offset. Rows leave the basis in
+# the model's dtype, rounded three times, or queries enter it. So a score moves by
+# SCALE * sqrt(DIM) * 2.3 * sqrt(3) roundings, as much as the error above.
 IN_BASIS = 1.5
 
 

@@ -1,5 +1,5 @@
-"""What engines of vLLM and of SGLang answer, compared with transformers in float32: what
-vllm_answers.py and sglang_compared.py share."""
+"""Compares what engines answer with transformers in float32: the code that vllm_answers.py and
+sglang_compared.py share."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from vllm_log import what_failed
 
-TOKENS, TOP = 48, 20  # that are generated; likeliest ones whose log-probabilities are given
+TOKENS, TOP = 48, 20  # generated tokens of a text; likeliest tokens of a step that an engine gives
 CONTEXT, SCORED, WINDOWS = 256, 512, 4  # tokens of prompts whose predictions are compared
 CHUNK = 256  # tokens of a step
 LIMIT = 1500  # seconds of an engine
 KINDS = "generated", "again", "sampled", "beside_aborted", "prompts"
-# KL of the demo model's answers by rows, at most: of what is generated, and of prompts; twice what
-# vLLM gave on one H200 on 2026-11-25
+# The highest KL that the demo model's answers may have by rows: of generated texts, and of prompts.
+# It is twice what vLLM gave on one H200 on 2026-11-25.
 SAME_CHUNK, MANY_CHUNKS = (0.011, 0.002), (0.013, 0.022)
 MOST = {
     "int8": (0.0005, 0.0005),
@@ -36,7 +36,7 @@ Found = dict[str, Any]
 
 
 class Reference:
-    """Transformers in float32."""
+    """The model in transformers, in float32."""
 
     def __init__(self, folder: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -52,8 +52,8 @@ class Reference:
         return torch.as_tensor(logits.double().log_softmax(-1))
 
     def divergence(self, prompt: list[int], text: Any) -> tuple[float, float]:
-        """Of a generated text: mean KL of the likeliest tokens and the rest, and the share of
-        tokens that are the likeliest here too."""
+        """The mean KL of a generated text, and the share of its tokens that are the likeliest here,
+        too. KL counts the likeliest tokens one by one, and all others as one."""
         ids = prompt + text.ids
         exact = self.log_probs(ids[:-1])[len(prompt) - 1 :]
         total, same = 0.0, 0
@@ -67,7 +67,7 @@ class Reference:
         return total / len(text.ids), same / len(text.ids)
 
     def divergence_of_prompt(self, ids: list[int], logits: torch.Tensor) -> float:
-        """Mean KL of the last SCORED of the predictions that an engine computed."""
+        """The mean KL of an engine's last SCORED predictions for a prompt."""
         assert len(logits) in (len(ids), len(ids) - 1), (len(logits), len(ids))
         exact = self.log_probs(ids)[: len(logits)][-SCORED:]
         told = logits[-SCORED:].to(self.device).double().log_softmax(-1)
@@ -75,7 +75,7 @@ class Reference:
 
 
 def prompts_of(ids: list[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts to continue, and longer ones, from the tokens of a text."""
+    """Prompts to continue, and longer ones to score, from the tokens of a text."""
     from vllm_engines import LENGTHS
 
     from kvquant.calibration.windows import spread
@@ -91,12 +91,13 @@ def random_ids() -> list[int]:
 
 
 def mean(pairs: list[list[float]]) -> float:
-    """KL."""
+    """The mean KL."""
     return sum(kl for kl, _ in pairs) / len(pairs)
 
 
 def is_as_good(ours: list[list[float]], theirs: list[list[float]]) -> bool:
-    """Whether our KL is at most three paired standard errors above theirs: some 25 are compared."""
+    """Whether our KL is at most three paired standard errors above theirs; a run compares some
+    25."""
     more = torch.tensor([a[0] - b[0] for a, b in zip(ours, theirs, strict=True)]).double()
     return bool(more.mean() <= 3 * more.std() / len(more) ** 0.5 + 1e-6)
 
@@ -107,13 +108,14 @@ def too_far(
     others: Sequence[str],
     most: Mapping[str, tuple[float, float]],
 ) -> list[str]:
-    """What engines answer that is too far from transformers.
+    """A line for each engine whose answers are too far from transformers.
 
     Args:
         found: answers by the names of engines.
-        pairs: an engine with rows of bf16, and one with its own attention, which is no better.
-        others: models with an engine of int8 rows, NAME-int8, and one with its own attention.
-        most: KL of other engines, as MOST.
+        pairs: an engine with bf16 rows, and one with its own attention. The second must not be
+            better (`is_as_good`).
+        others: models with two engines: NAME-int8 with int8 rows, NAME-own with its own attention.
+        most: the highest KL of other engines, as MOST has it.
     """
     wrong = []
     for ours, theirs in pairs:
@@ -144,7 +146,7 @@ def too_far(
 def run(
     names: list[str], folder: Path, side_by_side: int, tell: Callable[[Found, str], str]
 ) -> dict[str, Found]:
-    """Start engines, each by the script that runs; what those answered that did not fail."""
+    """Start engines, each by the script that runs. Gives the answers of those that did not fail."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def start(name: str) -> tuple[str, Found | None]:
@@ -171,7 +173,7 @@ def run(
 
 
 def arguments(given: Sequence[str], cases: Mapping[str, Any]) -> argparse.Namespace:
-    """What the command line says; names may stand before and after options."""
+    """The arguments of the command line. Names may stand before and after options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*")
@@ -190,13 +192,13 @@ def main(
     faults: Callable[[dict[str, Found]], list[str]],
     tell: Callable[[Found, str], str],
 ) -> int:
-    """Run engines by the command line, and tell what is wrong.
+    """Run the engines that the command line names, and print what is wrong.
 
     Args:
         cases: by their names.
-        answers: what the engine of a case answers, in this process.
-        faults: what is wrong with answers.
-        tell: what the line of an engine says of its answers and its log.
+        answers: starts the engine of a case in this process, and gives its answers.
+        faults: gives a line for each fault of the answers.
+        tell: gives the text about an engine's answers and log that its line has.
     """
     given = arguments(sys.argv[1:], cases)
     names = given.names

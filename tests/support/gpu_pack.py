@@ -1,11 +1,12 @@
 """Packs an engine for a GPU machine where it cannot be installed; unpack.sh unpacks it there.
 
-The machine has Python 3.12, torch 2.11 for CUDA 13, Triton 3.6, transformers 5.17 and what they
-bring. A pack is one file: the engine's wheels without what Hopper GPUs and our tests do not need,
-and the packages that the machine lacks. If a package asks for another one that neither the pack nor
-the machine has, nothing is packed and it is named.
+The machine has Python 3.12, torch 2.11 for CUDA 13, Triton 3.6, transformers 5.17, and the packages
+that these require. A pack is one file. It holds the engine's wheels, without what Hopper GPUs and
+our tests do not need, and the packages that the machine lacks. If a package requires another one
+that neither the pack nor the machine has, the script names that one and packs nothing.
 
-`kvquant` itself is the checkout. The pack has its entry point, by which the engine finds it.
+On the machine `kvquant` is that of the checkout. The pack has kvquant's entry point, by which the
+engine finds kvquant.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 SUPPORT = Path(__file__).parent
-# What packages ask for and the machine has, in whatever version.
+# Packages that others require and the machine has. Their versions are not checked.
 ON_MACHINE = """
 aiohttp annotated-doc anyio attrs build click cloudpickle einops filelock h11 httpx huggingface-hub
 idna ninja numba numpy nvidia-ml-py opencv-python-headless packaging pillow prometheus-client
@@ -36,7 +37,7 @@ protobuf psutil py-cpuinfo pygments python-dateutil pyyaml regex requests rich s
 sentencepiece setuptools six tiktoken timm tokenizers torch torchaudio torchvision tqdm transformers
 typing-extensions uvloop xxhash
 """.split()
-MACHINE = {  # for the conditions of what is asked for
+MACHINE = {  # for the markers of requirements
     "python_version": "3.12",
     "python_full_version": "3.12.3",
     "implementation_name": "cpython",
@@ -45,8 +46,9 @@ MACHINE = {  # for the conditions of what is asked for
     "platform_machine": "x86_64",
     "extra": "",
 }
-# of CUDA's containers of machine code ("fatbin") and of an entry: magic, version, size of the head,
-# size of the rest; kind, version, size of the head, size of the code. An entry's GPU is at byte 28.
+# CUDA keeps machine code in containers ("fatbin") of entries. The head of a container is magic,
+# version, size of the head, size of the rest. That of an entry is kind, version, size of the head,
+# size of the code; its GPU is at byte 28.
 CONTAINER, ENTRY, MACHINE_CODE, GPU = struct.Struct("<IHHQ"), struct.Struct("<HHIQ"), 2, 90
 MAGIC = 0xBA55ED50
 COMMAND = "xz --x86 --lzma2=preset=9 -T2"
@@ -55,17 +57,18 @@ COMMAND = "xz --x86 --lzma2=preset=9 -T2"
 class Pack(NamedTuple):
     """What is packed.
 
-    name: of the file, NAME.tar.xz.
-    engine: folders at the top of the engine's wheels. Of these the pack has Python files, `kept`
-        and `compiled`. Of other packages it has all files.
-    wheels: what pip downloads, without what that asks for.
-    not_needed: what is asked for and no engine imports that our tests start.
-    left_out: patterns of the engine's files that are not packed.
-    kept: patterns of the engine's files that are packed beside Python files.
-    compiled: shared libraries of the engine that are packed. Machine code for other GPUs than sm_90
-        is overwritten with zeros, which pack to nothing.
-    files: what else stands in the pack, or instead of a file in it.
-    group: of entry points, in pyproject.toml.
+    name: the file is NAME.tar.xz.
+    engine: top folders of the engine's wheels. From these the pack takes Python files, and those of
+        `kept` and `compiled`. From other packages it takes all files.
+    wheels: packages that pip downloads, without their requirements.
+    not_needed: required packages that the pack may lack. No engine that our tests start imports
+        them.
+    left_out: patterns of the engine's files that the pack lacks.
+    kept: patterns of the engine's files that the pack takes beside Python files.
+    compiled: shared libraries of the engine that the pack takes. Zeros replace their machine code
+        for GPUs other than sm_90: zeros compress to nearly nothing.
+    files: further files by their paths in the pack. Such a file may replace one of a wheel.
+    group: the group of kvquant's entry point in pyproject.toml.
     """
 
     name: str
@@ -119,8 +122,8 @@ class Pack(NamedTuple):
         return name in self.compiled or any(fnmatch(name, pattern) for pattern in self.kept)
 
     def lacking(self, site: Path) -> list[str]:
-        """What packages in a folder ask for, and neither the folder nor the machine has. Extras are
-        not looked at."""
+        """Requirements of the packages in a folder that neither the folder nor the machine meets.
+        Extras are left out."""
         packed = {canonicalize_name(x.name): x.version for x in distributions(path=[str(site)])}
         lacks = []
         for package in distributions(path=[str(site)]):
@@ -140,7 +143,7 @@ class Pack(NamedTuple):
 
 
 def download(folder: Path, names: Sequence[str]) -> None:
-    """Fetch wheels for Python 3.12 on x86-64 Linux, and not what they ask for."""
+    """Fetch wheels for Python 3.12 on x86-64 Linux, without their requirements."""
     tags = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 26, 27, 28, 31, 34)]
     tags += ["manylinux1_x86_64", "manylinux2014_x86_64"]
     wanted = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:"]
@@ -150,7 +153,7 @@ def download(folder: Path, names: Sequence[str]) -> None:
 
 
 def without_other_gpus(library: bytes) -> bytes:
-    """A shared library whose machine code for other GPUs, and PTX, is zeros."""
+    """A shared library with zeros in place of PTX and of machine code for other GPUs."""
     left, at = bytearray(library), -1
     while (at := library.find(struct.pack("<I", MAGIC), at + 1)) >= 0:
         _, version, head, size = CONTAINER.unpack_from(library, at)
@@ -167,7 +170,7 @@ def without_other_gpus(library: bytes) -> bytes:
 
 
 def add_kvquant(site: Path, group: str) -> None:
-    """What an installed kvquant tells the engine, and asks for, by pyproject.toml."""
+    """Write the entry point and requirements that an installed kvquant has, by pyproject.toml."""
     text = (SUPPORT.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     point = re.search(rf'^\[project.entry-points."{group}"\]\n(\w+) = "(.*)"$', text, re.M)
     asked = re.search(r"^dependencies = \[\n(.*?)^\]$", text, re.M | re.S)

@@ -4,12 +4,12 @@
      "options": {...}}
 
 KVQUANT_SGLANG names the rows. A round with "abort" takes its first request back after the first
-token; one with "top" tells as many of the likeliest tokens at each step, and one with "from" those
-of the prompt, too, behind so many tokens. The last line of its output is JSON: the answers of each
-round, and what the engine is.
+token. "top" is how many of the likeliest tokens a round gives at each step. With "from" it gives
+those of the prompt, too, after its first so many tokens. The last line of the script's output is
+JSON: the answers of each round, and what the engine is.
 
-With KVQUANT_WITHOUT_EXPERTS gpt-oss has no experts: those of our models give zeros, and some
-machines lack SGLang's compiled operators for them.
+With KVQUANT_WITHOUT_EXPERTS gpt-oss has no experts. The experts of our models give zeros, and some
+machines lack SGLang's compiled operators for experts.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def known_of(info: dict[str, Any], side: str) -> list[list[Any]]:
 
 
 def leave_experts_out() -> None:
-    """In the process that has the model, which imports this module before."""
+    """Let gpt-oss's experts give zeros, in SGLang's process of the model. That process imports this
+    module before it makes the model."""
     import torch
     from sglang.srt.models.gpt_oss import GptOssSparseMoeBlock
 

@@ -1,11 +1,13 @@
-"""What engines of SGLang answer, compared with transformers in float32 on the same tokens.
+"""Compares what SGLang's engines answer with transformers in float32 on the same tokens.
 
     python tests/support/sglang_compared.py FOLDER [--side-by-side 3] [NAME ...]
 
-Runs the engines of CASES that are named, or all: each in a process of its own, some side by side. A
-line tells what an engine answers, FOLDER/NAME.json all of it. The last lines tell what is wrong,
-see `faults`. Models are in bfloat16. On a GPU engines have CUDA graphs unless a case says
-otherwise, on the CPU the same cases run without.
+Runs the engines of CASES that the command names, or all, each in a process of its own. The
+number after --side-by-side is how many run at a time. The script prints a line about each engine,
+and writes all its answers to FOLDER/NAME.json. The last lines say what is wrong (`faults`).
+
+Models are in bfloat16. On a GPU engines have CUDA graphs unless a case says otherwise. On the CPU
+the same cases run without graphs.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ from vllm_texts import Text
 
 INT4, BF16, INT8 = {"k_format": "int4-g4"}, {"k_format": "bf16"}, {"k_format": "int8"}
 EAGER = {"disable_cuda_graph": True}
-PROMPTS = {"cuda_graph_backend_prefill": "breakable"}  # of prompts too, without attention
-# SGLang's switch for tests takes a request's place in the pool now and then
+PROMPTS = {"cuda_graph_backend_prefill": "breakable"}  # of prompts, too, without attention
+# SGLang's switch for tests: it takes a request's slots in the pool away now and then
 RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 OTHERS = "gemma2", "gemma3", "gpt-oss"  # models
 
-# name: rows, None for SGLang's own attention; options of sglang.Engine; what else, see `answers`
+# by name: rows (without them SGLang's own attention), options of sglang.Engine; see `answers`
 CASES: dict[str, Found] = {
     "own": {},
     "own-eager": {**EAGER},
@@ -70,7 +72,7 @@ CASES: dict[str, Found] = {
 
 
 def make_model(kind: str, folder: Path) -> Path:
-    """The demo model, or a small one with random weights that changes attention; its folder."""
+    """The folder of the demo model, or of a small random one with other attention."""
     from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig
     from vllm_engines import MODEL, SIZES, random_model
 
@@ -176,8 +178,7 @@ def answers(name: str, folder: Path) -> Found:
 
 
 def faults(found: dict[str, Found]) -> list[str]:
-    """What is wrong with answers, by the names of their engines; those that did not run are told
-    elsewhere."""
+    """A line for each fault of the answers. `main` reports engines that did not run."""
     pairs = [("bf16", "own"), ("bf16-pages", "own"), ("bf16-retracted", "own-eager")]
     pairs += [("bf16-graphs-of-prompts", "own-graphs-of-prompts")]
     pairs += [(name, f"{name}-own") for name in OTHERS]
@@ -202,7 +203,7 @@ def faults(found: dict[str, Found]) -> list[str]:
 
 
 def tell(one: Found, log: str) -> str:
-    """What the line of an engine says."""
+    """The text about an engine that its line has."""
     facts = {key: one[key] for key in ("hits", "retractions", "graphs", "capacity")}
     return f"{facts}, up {one['seconds_to_start']:.0f} s"
 

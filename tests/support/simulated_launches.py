@@ -102,9 +102,9 @@ class Simulation:
 def orders_of(name: str, *, both: bool) -> tuple[bool, ...]:
     """In which orders the blocks and lanes of a case run, as `backwards` of `simulated`.
 
-    Both where a case is about blocks that meet in memory: the result must not depend on the order.
-    Elsewhere the simulator finds what lanes do not order by barriers, in any order; half of the
-    cases run backwards.
+    A case about blocks that meet in memory runs in both orders, because its result must not depend
+    on the order. In other cases the simulator finds, in either order, what lanes do not order by
+    barriers. Half of these cases run backwards.
     """
     return (False, True) if both else (len(name) % 2 == 1,)
 

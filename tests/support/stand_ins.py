@@ -1,5 +1,6 @@
-"""Modules that stand in for packages which are not there: engines import them for features that
-nobody asks for. A sitecustomize.py names them, which Python imports first in every process."""
+"""Modules that stand in for packages which are not installed. Engines import these packages for
+features that nobody asks for. A sitecustomize.py, which Python imports first in every process,
+names the packages."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class StandIn(types.ModuleType):
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds packages of these names and all their modules, after all other finders. Who asks
-    whether they are there gets no for an answer."""
+    """Finds packages of these names and all their modules, after all other finders. To
+    importlib.util.find_spec it says that they are not installed."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -55,7 +56,7 @@ def stand_in_for(*names: str) -> None:
 
 
 def restore_row_stack() -> None:
-    """Give numpy 2.5 back what numba-cuda 0.30.4 asks it for."""
+    """Give numpy 2.5 the function that numba-cuda 0.30.4 still asks it for."""
     import numpy
 
     if not hasattr(numpy, "row_stack"):

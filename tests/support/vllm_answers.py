@@ -1,11 +1,13 @@
-"""What engines of vLLM answer, compared with transformers in float32 on the same tokens.
+"""Compares what vLLM's engines answer with transformers in float32 on the same tokens.
 
     python tests/support/vllm_answers.py FOLDER [--side-by-side 3] [NAME ...]
 
-Runs the engines of CASES that are named, or all: each in a process of its own, some side by side. A
-line tells what an engine answers, FOLDER/NAME.json all of it. The last lines tell what is wrong,
-see `faults`. On a GPU models are in bfloat16, with torch.compile and CUDA graphs, by vLLM's second
-model runner unless a case says otherwise. On the CPU the same cases run eagerly, by the first.
+Runs the engines of CASES that the command names, or all, each in a process of its own. The
+number after --side-by-side is how many run at a time. The script prints a line about each engine,
+and writes all its answers to FOLDER/NAME.json. The last lines say what is wrong (`faults`).
+
+On a GPU models are in bfloat16, with torch.compile, CUDA graphs and vLLM's second model runner
+unless a case says otherwise. On the CPU the same cases run eagerly, by the first model runner.
 """
 
 from __future__ import annotations
@@ -258,7 +260,7 @@ def faults(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def tell(one: dict[str, Any], log: str) -> str:
-    """What the line of an engine says."""
+    """The text about an engine that its line has."""
     facts = {key: one[key] for key in ("preempted", "hits", "drafted", "groups", "graphs")}
     waited = sum(map(float, re.findall(r"waited (\S+) s for kernels", log)))
     return f"{facts}, up {one['seconds_to_start']:.0f} s, {waited:.1f} s of it for kernels of ours"

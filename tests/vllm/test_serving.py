@@ -23,7 +23,7 @@ from vllm_texts import Text, check_alike, check_same_rows
 pytestmark = pytest.mark.filterwarnings("default")
 ON_GPU = torch.cuda.is_available()
 # all tokens attend to rows: what is found in a cache gives the same as what was computed
-# a code that falls to its neighbour moves an 8-bit row little
+# in 8-bit rows a code that rounds to its neighbour changes little
 ROWS = {"kvquant": {"k_format": "int8", "prompts": "rows"}}
 OPTIONS = ["--attention-backend", "CUSTOM", "--additional-config", json.dumps(ROWS)]
 OPTIONS += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(1 << 30)]
@@ -151,7 +151,7 @@ def test_a_client_that_hangs_up_leaves_no_pages(served: Served) -> None:
 
 @pytest.mark.gpu
 def test_a_server_sleeps_and_wakes_up(served: Served) -> None:
-    """At level 1 the weights go to the host's memory, and pages are given up."""
+    """At level 1 vLLM moves the weights to the host's memory, and gives up its pages."""
     wanted = served.text()
     free, _ = torch.cuda.mem_get_info()
     served.post("sleep?level=1")

@@ -18,17 +18,17 @@ else:
     _made: dict[object, object] = {}
 
     def device_function(function):
-        """A device function.
+        """Make a device function, or give back the one that was made before of the same code.
 
-        Kernels have most functions in common with others: of the same code, which closes over the
-        same values. Such functions are one, and numba types it once in a process: kernels after the
-        first take two fifths less time to compile.
+        Kernels share most of their functions: the code is the same, and it closes over the same
+        values. numba types such a function once in a process. Kernels after the first take two
+        fifths less time to compile.
         """
         try:
             values = tuple(cell.cell_contents for cell in function.__closure__ or ())
             key = function.__module__, function.__code__, _key_of((values, function.__defaults__))
             hash(key)
-        except (TypeError, ValueError):  # a value that may change, or comes later
+        except (TypeError, ValueError):  # a value that may change, or is not set yet
             return _compiled_when_called(function)
         if key not in _made:
             _made[key] = _compiled_when_called(function)
@@ -36,7 +36,7 @@ else:
 
 
 def _key_of(value):
-    """A value that is equal for the same constants only: 1 == True == 1.0, and 0.0 == -0.0."""
+    """A key that only the same constants share. In Python 1 == True == 1.0, and 0.0 == -0.0."""
     if isinstance(value, tuple):
         return tuple(map(_key_of, value))
     is_float = isinstance(value, (float, np.floating))

@@ -8,9 +8,9 @@ seconds. A cubin that lies on disk is read without either:
 The key is a hash of all that the machine code depends on, so a file is never wrong, only unused.
 Who compiles a kernel holds the lock of its file, so that nobody else does it meanwhile.
 
-Nine tenths of the time of a process's first kernel is numba's, which types its functions; those
-that follow have some of them typed already (device/jit.py). The rest is NVVM's and nvJitLink's.
-Several at a time: compile_pool.py.
+numba takes nine tenths of the time of a process's first kernel, to type its functions. NVVM and
+nvJitLink take the rest. For later kernels some functions are typed already (device/jit.py).
+compile_pool.py compiles several kernels at a time.
 
 Of PTX, nvJitLink makes relocatable code: calls of the compiler's own functions then cost registers,
 255 where LTO-IR, compiled as a whole program, takes 130 (sm_80). But for GPUs newer than sm_90

@@ -127,7 +127,8 @@ def run_case(name: str, case: Case) -> dict[str, float]:
     call = AttentionCall(q, segments, None, None, case.want_lse, q_lens, variant)
     call = call._replace(q_indptr=q_indptr)
     outs = []
-    # blocks take parts of one sequence there; others whose blocks do differ in what comes before
+    # These cases are about blocks that take parts of one sequence. Other cases may have such
+    # blocks, but they differ in what comes before.
     for backwards in orders_of(name, both=name.endswith(("splits", "balanced"))):
         with (
             simulated(call, gpu=A_GPU, backwards=backwards) as simulation,

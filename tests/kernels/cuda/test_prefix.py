@@ -303,7 +303,7 @@ def test_formats(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("names", ["int4", "int8/bf16"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims(head_dim: int, names: str) -> None:
-    # rows of 512 are read by the decode kernel, which wants pages aligned to 16 bytes
+    # the decode kernel reads rows of 512, and needs pages aligned to 16 bytes
     for page_size in (0, 4, 16) if head_dim == 512 else (0, 1, 4, 16):
         case = make_prefix(names, head_dim, 33, (6, 2), 300, page_size=page_size, device="cuda")
         check(case)

@@ -3,11 +3,12 @@
     python tests/sglang/on_gpu/build.py .sglang-gpu     # where there is a network: 3 minutes
     . tests/sglang/on_gpu/setup.sh .sglang-gpu          # on the GPU machine
 
-The folder gets one file. SGLang's own compiled operators (sglang-kernel) do not load there: they
-need torch 2.14. load_utils.py stands in for them, and layers take torch's operators. SGLang
-compiles others when it runs, by the machine's nvcc: the one that stores K and V in 16 bit, without
-which it takes torch's. Nor are there FlashInfer, FlashAttention 3 and 4, the server in Rust, and
-grammars for structured output (sitecustomize.py stands in for their packages).
+The folder gets one file. SGLang's own compiled operators (sglang-kernel) do not load on that
+machine, because they need torch 2.14. load_utils.py stands in for them, and layers use torch's
+operators. SGLang compiles the operator that stores K and V in 16 bit when it runs, by the machine's
+nvcc. Without this operator SGLang uses torch's. The pack lacks FlashInfer, FlashAttention 3 and 4,
+the server in Rust, and grammars for structured output (sitecustomize.py stands in for the packages
+of grammars).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ interegular ipython jiter loguru msgspec openai==2.8.0 openai-harmony==0.0.4 orj
 partial-json-parser platformdirs pybase64 pydantic==2.14.4 pydantic-core==2.50.5 python-multipart
 pyzmq setproctitle sniffio starlette==1.10.0 traitlets typing-inspection uvicorn watchfiles
 """.split()
-# What they ask for and no engine imports that these tests start.
+# Packages that these require. No engine that the tests start imports them.
 NOT_NEEDED = """
 anthropic blobfile cuda-python datasets decorator deepseek-recipe easydict
 flash-attn-4 flashinfer-python humming-kernels ipython-pygments-lexers jedi kernels llguidance

@@ -1,5 +1,6 @@
-"""Stands in the pack for sglang/kernels/ops/gemm/cutedsl_dual_gemm.py: a kernel of MLPs that needs
-CUTLASS's Python package. Llama asks for it on CUDA, and takes two products where it cannot be used.
+"""Replaces sglang/kernels/ops/gemm/cutedsl_dual_gemm.py in the pack: a kernel of MLPs that needs
+CUTLASS's Python package. On CUDA SGLang's Llama asks whether it can use the kernel. Here it cannot,
+so it computes two products.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Python imports this first in every process that has what build.py packed. SGLang imports the
-packages of grammars, for structured output, where nobody asks for any."""
+"""Python imports this file first in every process that finds what build.py packed. SGLang imports
+packages of grammars (structured output) although nobody asks for a grammar."""
 
 from stand_ins import restore_row_stack, stand_in_for
 

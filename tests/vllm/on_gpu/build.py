@@ -4,9 +4,9 @@
     . tests/vllm/on_gpu/setup.sh .vllm-gpu          # on the GPU machine
 
 The folder gets one file of 34 MB. vLLM's compiled operators and FlashAttention 3 use torch's stable
-interface, so torch 2.11 loads them, though the wheel asks for 2.13. Not there: FlashAttention 2,
-FlashMLA, DeepGEMM, FlashInfer, and grammars for structured output (sitecustomize.py stands in for
-their packages).
+interface, so torch 2.11 loads them, though the wheel asks for 2.13. The pack lacks FlashAttention
+2, FlashMLA, DeepGEMM, FlashInfer, and grammars for structured output (sitecustomize.py stands in
+for the packages of grammars).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pybase64 pydantic==2.14.4 pydantic-core==2.50.5 pydantic-settings python-dotenv 
 python-multipart pyzmq referencing rpds-py setproctitle sniffio starlette==1.10.0 truststore
 typing-inspection uvicorn watchfiles
 """.split()
-# What they ask for and no engine or server imports that these tests start
+# Packages that these require. No engine or server that the tests start imports them
 # (test_engines_start_without_what_the_pack_leaves_out).
 NOT_NEEDED = """
 anthropic apache-tvm-ffi fastsafetensors flashinfer-python humming-kernels instanttensor llguidance
