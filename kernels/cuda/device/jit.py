@@ -11,9 +11,6 @@ if config.ENABLE_CUDASIM:
         """simulator.launch swaps what numba's simulator would at each call of each function."""
         return function
 else:
-    from numba.cuda.dispatcher import CUDADispatcher
-    from numba.cuda.extending import _Intrinsic
-
     # LLVM inlines them. numba's own inline="always" copies its IR at each level: 7 times slower.
     # opt and debug are given, so that no setting of numba's changes the machine code.
     _compiled_when_called = cuda.jit(device=True, forceinline=True, opt=True, debug=False)
@@ -49,8 +46,8 @@ else:
             return tuple(map(_key_of, value))
         if kind is float:
             return kind, repr(value)
-        if kind in (bool, int, str, type(None)) or isinstance(value, (CUDADispatcher, _Intrinsic)):
-            return kind, value
+        if kind in (bool, int, str) or kind.__hash__ is object.__hash__:
+            return kind, value  # the last are equal to themselves only: other device functions
         raise TypeError(f"a function of a kernel closes over {kind}")
 
 
