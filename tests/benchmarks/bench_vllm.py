@@ -9,9 +9,10 @@ as the GPU has memory for, and are measured one by one. Parts:
     answers   the demo model's texts, compared with TRITON_ATTN's; first, for all that follows
     decode    --batch prompts of --context tokens, and then steps in which all decode
     memory    the same with as many sequences as fit in the memory that 16 bit takes for --batch
-    load      arrivals at 50, 70 and 90 % of the rate that saturates FLASH_ATTN in 16 bit, found
-              first (or --rate); the same arrivals for all engines. Prompts have a sixteenth of
-              --context to twice as many tokens, outputs 128 to 512
+    load      arrivals at 50, 70 and 90 % of the rate that saturates FLASH_ATTN in 16 bit: requests
+              that come at once, by the seconds until all are answered; it is found first (or
+              --rate); the same arrivals for all engines. Prompts have a sixteenth of --context to
+              twice as many tokens, outputs 128 to 512
 
 The file is written after each measurement, and another call adds to it: parts, engines and rounds.
 `tests/benchmarks/results.py keep vllm bench.json` keeps it. vLLM 0.32 must be installed, or be

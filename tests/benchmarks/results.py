@@ -95,10 +95,13 @@ def shown() -> dict[str, list[str]]:
             *(chosen_formats(), other_bases(), graded(), answers_of_graded()),
         ],
         **evaluated(),
-        "kernels/FACTS.md": [peers(), latent_rows(), latent_peers(), variants()],
+        "kernels/FACTS.md": [
+            *(peers(), ran("variants"), variants()),
+            *(ran("mla", "torch 2.11, one run of "), latent_rows(), latent_peers()),
+        ],
         "kvquant/bench/README.md": [
             *(cpu_about(), cpu_decode(), cpu_rows(), gpu_about(), decode_cases()),
-            *(few_bits_times(), page_times()),
+            *(gains(), few_bits_times(), page_times()),
         ],
         "kvquant/hf/README.md": [steps_about(), steps()],
         "kvquant/hf/decode_step.svg": step_labels(),
@@ -206,6 +209,23 @@ def page_times() -> str:
     return table(["tokens of a page", "one call: us", "in a row: us"], rows)
 
 
+def gains() -> str:
+    """How much faster INT4 is with many rows."""
+    many = [
+        of_peer(one)
+        for one in int4_cases().values()
+        if one["batch"] * one["seq_len"] * one["num_kv_heads"] >= 10**6
+    ]
+    least, most = (
+        [f"{end(one[key] for one in many):.1f}" for key in ("in_a_row_ratio", "ratio")]
+        for end in (min, max)
+    )
+    return (
+        f"INT4 is {least[0]} to {most[0]} times as fast as 16 bit in a row, and {least[1]} to "
+        f"{most[1]} times in single calls"
+    )
+
+
 def speed_up() -> str:
     """How much faster INT4 is at most, in single calls."""
     ratio = max(of_peer(one)["ratio"] for one in int4_cases().values())
@@ -250,6 +270,12 @@ def steps_about() -> str:
         f"`{found['format']}` rows, batch {batch}, one {found['gpu']}, {day(found)}, transformers "
         f"{found['transformers']}, torch {release(found)}"
     )
+
+
+def ran(mode: str, what: str = "") -> str:
+    """When a mode of kvquant bench ran on a GPU."""
+    name = f"h200-{mode}"
+    return f"H200, {day(read(name))}, {what}`kvquant bench --{mode}` (`results/{name}.json`)"
 
 
 def day(figures: Figures) -> str:
@@ -501,7 +527,7 @@ def throughput(figures: Figures) -> str:
 
 
 def under_load(figures: Figures) -> list[str]:
-    """Waiting times at shares of the rate that saturates FLASH_ATTN in bf16."""
+    """Waiting times by the mean rate of arrivals."""
     rows = []
     for name, title in SERVED.items():
         runs = figures["engines"].get(name, {}).get("load", [])
@@ -509,12 +535,11 @@ def under_load(figures: Figures) -> list[str]:
             same = [run for run in runs if run["share"] == share]
             keys = ["first_token_ms_p50", "first_token_ms_p99", "between_ms_p50", "between_ms_p99"]
             cells = [spread(same, key) for key in keys]
-            rows.append([title, f"{100 * share:.0f} %", *cells])
+            rows.append([title, f"{same[0]['rate']:.1f}", *cells])
     if not rows:
         return []
-    titles = ["engine", "load", "first token, ms: p50", "p99", "between tokens, ms: p50", "p99"]
-    rate = f"{figures['saturating_rate']:.1f} requests a second"
-    return [rate, table(titles, rows)]
+    titles = ["engine", "requests a second", "first token, ms: p50", "p99"]
+    return [table([*titles, "between tokens, ms: p50", "p99"], rows)]
 
 
 README_CACHES = {

@@ -23,7 +23,6 @@ from vllm_log import what_failed
 
 LIKELIEST = 20  # tokens whose log-probabilities answers have
 NAMES = itertools.count()  # of requests
-STEADY = 0.2, 0.8  # of the requests that finish: rates are taken between the two
 
 
 class EngineProcess:
@@ -185,17 +184,14 @@ async def load(
         return came
 
     came = await asyncio.gather(*map(ask, range(count)))
-    ends = sorted(one[-1] for one in came)
-    first, last = (ends[int(share * (count - 1))] for share in STEADY)
-    tokens = sum(first < at <= last for one in came for at in one)
+    seconds = max(one[-1] for one in came)
     waits = [one[0] - arrival for one, arrival in zip(came, arrivals, strict=True)]
     gaps = [after - before for one in came for before, after in itertools.pairwise(one)]
     return {
         "rate": rate,
         "requests": count,
-        "seconds": ends[-1],
-        "requests_per_s": sum(first < end <= last for end in ends) / (last - first),
-        "tokens_per_s": tokens / (last - first),
+        "seconds": seconds,
+        "requests_per_s": count / seconds,
         **{f"first_token_ms_{name}": value for name, value in _quantiles(waits).items()},
         **{f"between_ms_{name}": value for name, value in _quantiles(gaps).items()},
     }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from kvquant.kernels.cuda.append.launch import K, V
@@ -23,6 +24,13 @@ class Example(Spec):
     warps: int = 2
 
     arguments = TABLE
+
+
+class Pair(NamedTuple):
+    """A tuple of a class of its own."""
+
+    x: int
+    y: int
 
 
 def test_fields_in_a_tuple_have_dotted_names() -> None:
@@ -67,8 +75,17 @@ def test_functions_that_close_over_the_same_are_one_and_are_typed_once() -> None
 
     from kvquant.kernels.cuda.device.jit import device_function
 
-    for value in (1, True, 1.0, -0.0, "x", (1, 2), Example(), make(0)):
+    def run(arguments: str, **names: object) -> Any:
+        names["__name__"] = __name__
+        exec(f"def function({arguments}):\n    return x + y\n", names)
+        return device_function(names["function"])  # type: ignore[no-untyped-call]
+
+    for value in (1, True, 1.0, -0.0, "x", None, (1, (2.0,)), make(0)):
         assert make(value) is make(value)
-    values = 0, False, 0.0, -0.0, (0,), (False,), Example(2), Example(4), make(0), make(1)
+    values = 0, False, 0.0, -0.0, (0,), (False,), ((0.0,),), ((-0.0,),), make(0), make(1)
     assert len({id(make(value)) for value in values}) == len(values)
-    assert make([]) is not make([]), "a list may change"
+    # of these, values that are equal may differ, or change
+    for value in ([], Example(), np.float32(1), complex(0, 0), frozenset([1]), Pair(1, 2)):
+        assert make(value) is not make(value), value
+    assert run("x, *, y=z", z=1) is not run("x, *, y=z", z=2)
+    assert run("x", y=1) is not run("x", y=2), "globals of two modules of one name"

@@ -39,7 +39,7 @@ zstandard
 DUAL_GEMM = "cutedsl_dual_gemm.py"
 PACK = Pack(
     name="sglang",
-    engine=["sglang", "sgl_kernel", "triton_kernels"],
+    engine=["sglang", "sgl_kernel"],
     wheels=["sglang==0.5.23", "sglang-kernel==0.4.10", *PACKAGES],
     not_needed=NOT_NEEDED,
     left_out=["sglang/multimodal_gen/*", "sglang/test/*", "sglang/benchmark/*", "triton_kernels/*"],
