@@ -18,7 +18,7 @@ import pytest
 import torch
 from vllm_engines import TEXT
 from vllm_server import PATIENCE, server
-from vllm_texts import Text, check_alike, check_same_rows
+from vllm_texts import Text, check_alike
 
 pytestmark = pytest.mark.filterwarnings("default")
 ON_GPU = torch.cuda.is_available()
@@ -32,10 +32,11 @@ if ON_GPU:
 else:
     OPTIONS += ["--dtype", "float32", "--enforce-eager"]
 PROMPT = TEXT.read_text(encoding="utf-8")[-2000:]  # of some 600 tokens
-# How far log-probabilities of the same rows may move: in bfloat16 logits of up to 16 are rounded by
-# 2**-8 of them, those of the likeliest tokens and the sum. On the CPU codes may round to their
-# neighbours (check_same_rows).
-MOST_MOVE = 0.15
+# How far log-probabilities of the same rows may move. In bfloat16 logits of up to 16 are rounded by
+# 2**-8 of them, those of the likeliest tokens and the sum. In float32 codes may round to their
+# neighbours: an int8 row's are 17 times nearer than an int4 row's, for which check_same_rows allows
+# 0.15.
+MOST_MOVE = 0.15 if ON_GPU else 0.01
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
@@ -120,10 +121,8 @@ def test_two_clients_at_once_get_what_each_gets_alone(served: Served) -> None:
     alone = [served.text(prompt) for prompt in prompts]
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(served.text, prompts))
-    if ON_GPU:
-        check_alike(together, alone, MOST_MOVE, least_sure=0)
-    else:
-        check_same_rows(together, alone)
+    # near ties come early in these texts: 10 of 48 tokens stand before the first one
+    check_alike(together, alone, MOST_MOVE, least_sure=0 if ON_GPU else 1 / 6)
     assert [model.id for model in served.client.models.list()] == ["demo"]
 
 
