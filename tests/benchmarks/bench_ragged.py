@@ -19,7 +19,6 @@ kvquant bench --ragged measures one query of each sequence without a prefix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -87,13 +86,14 @@ def unequal_counts(timer: GraphTimer, tokens: int, counts: Sequence[int]) -> Non
         for i, one in enumerate(q.split([*counts]))
     ]
     wanted = torch.cat([out[0] for out, _ in alone]).double()
-    calls = {"ragged": AttentionCall(q, [of_all], q_indptr=q_indptr)}
+    ragged = AttentionCall(q, [of_all], q_indptr=q_indptr)
+    runs: dict[str, Attend] = {"ragged": lambda: attend(ragged)[0]}
     if batch * most <= 4 * total:
         padded = q.new_zeros(batch, most, Q_HEADS, HEAD_DIM)
-        q_lens = q_indptr.diff()
         for one, values in zip(padded, q.split([*counts]), strict=True):
             one[: len(values)] = values
-        calls["padded"] = AttentionCall(padded, [of_all], q_lens=q_lens)
+        alike = AttentionCall(padded, [of_all], q_lens=q_indptr.diff())
+        runs["padded"] = lambda: attend(alike)[0]
     groups, first = [], 0
     for count, same in groupby(counts):
         size = len([*same])
@@ -102,9 +102,6 @@ def unequal_counts(timer: GraphTimer, tokens: int, counts: Sequence[int]) -> Non
         own = q[begin_at : begin_at + size * count].unflatten(0, (size, count))
         groups.append(AttentionCall(own, [part]))
         first += size
-    runs: dict[str, Attend] = {
-        name: partial(lambda call: attend(call)[0], call) for name, call in calls.items()
-    }
     runs["apart"] = lambda: torch.cat([attend(one)[0].flatten(0, 1) for one in groups])
     times = {}
     for name, run in runs.items():

@@ -31,9 +31,9 @@ import click
 import torch
 from bench_vllm import random_model
 from decoding import ROOM, Figures, measure_decode
+from sglang_engines import has_graphs
 
 PAGE = 64  # tokens
-GRAPHS = "Capture"  # a word of SGLang's log if the engine has CUDA graphs
 ENGINES: dict[str, Figures] = {
     "kvquant": {"attention_backend": "kvquant"},  # KVQUANT_SGLANG, or int4-g4
     "triton": {"attention_backend": "triton"},
@@ -156,7 +156,7 @@ def main(
                 print(f"FAILED {name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
                 continue
             found = json.loads(one.read_text(encoding="utf-8"))
-            found["graphs"] = GRAPHS in log.read_text(errors="replace")
+            found["graphs"] = has_graphs(log.read_text(errors="replace"))
             everything["engines"][name] = found
             json_file.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
             for round_ in found["decode"]:

@@ -29,6 +29,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 SUPPORT = Path(__file__).parent
+SITE = SUPPORT / "gpu_site" / "sitecustomize.py", SUPPORT / "stand_ins.py"  # of every pack
 # Packages that others require and the machine has. Their versions are not checked.
 ON_MACHINE = """
 aiohttp annotated-doc anyio attrs build click cloudpickle einops filelock h11 httpx huggingface-hub
@@ -96,7 +97,9 @@ class Pack(NamedTuple):
             add_kvquant(site, self.group)
             if lacks := self.lacking(site):
                 sys.exit("The pack would lack what its packages ask for:\n" + "\n".join(lacks))
-            for place, file in {"stand_ins.py": SUPPORT / "stand_ins.py", **self.files}.items():
+            for file in SITE:
+                shutil.copy(file, site)
+            for place, file in self.files.items():
                 shutil.copyfile(file, site / place)
             packed = (folder / f"{self.name}.tar.xz").resolve()
             command = ["tar", "-C", str(site), "-I", COMMAND, "-cf", str(packed), "."]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -97,7 +96,7 @@ def make_model(kind: str, folder: Path) -> Path:
 
 def answers(name: str, folder: Path) -> Found:
     """What an engine of CASES answers. A case may have "model", "rows", "env" and options."""
-    from sglang_engines import run_engine
+    from sglang_engines import has_graphs, run_engine
     from transformers import AutoTokenizer
     from vllm_engines import held_out, make_plan
 
@@ -170,7 +169,7 @@ def answers(name: str, folder: Path) -> Found:
         "retractions": sum(one["retractions"] for one in first),
         "sampled_texts": len({tuple(one["tokens"]) for one in three}),
         "aborted": [aborted[0]["end"], len(aborted[0]["tokens"])],
-        "graphs": bool(re.search(r"Capture .*decode .* end", done.stderr)),
+        "graphs": has_graphs(done.stderr),
         "capacity": told["memory"]["token_capacity"],
         "seconds_to_start": told["seconds_to_start"],
         "seconds": time.perf_counter() - begun,

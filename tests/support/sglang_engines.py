@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,11 @@ def run_engine(
             "PYTHONPATH": os.pathsep.join(filter(None, room)),
         },
     )
+
+
+def has_graphs(log: str) -> bool:
+    """Whether an engine, by its log, has CUDA graphs of decoding sequences."""
+    return bool(re.search(r"Capture .*decode .* end", log))
 
 
 def answers(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
-from collections.abc import MutableSequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -15,8 +14,6 @@ from typing import Any
 
 class StandIn(types.ModuleType):
     """A module that has a class of any name, which takes no arguments."""
-
-    __path__: MutableSequence[str] = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

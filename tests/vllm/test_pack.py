@@ -129,7 +129,7 @@ def test_engines_start_without_what_the_pack_leaves_out(tmp_path: Path) -> None:
     script = ROOT / "tests" / "support" / "vllm_on_cuda.py"
     cases = [(name, {"model": MODEL, **options}) for name, options in CASES]
     given = [json.dumps(one) for one in (hidden, PACK.left_out, str(script), cases, MODULES)]
-    path = [str(ON_GPU), *filter(None, sys.path)]  # its sitecustomize.py, too
+    path = [str(ROOT / "tests" / "support" / "gpu_site"), *filter(None, sys.path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", WITHOUT, *given]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=600)

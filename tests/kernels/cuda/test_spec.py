@@ -66,19 +66,20 @@ def test_positions_of_append_come_from_its_table() -> None:
 
 @pytest.mark.extra("cuda")
 def test_functions_that_close_over_the_same_are_one_and_are_typed_once() -> None:
+    from kvquant.kernels.cuda.device import jit
+
+    device_function: Any = jit.device_function
+
     def make(value: object) -> Any:
-        @device_function
-        def function(x):  # type: ignore[no-untyped-def]
+        def function(x: Any) -> Any:
             return x if value else value
 
-        return function
-
-    from kvquant.kernels.cuda.device.jit import device_function
+        return device_function(function)
 
     def run(arguments: str, **names: object) -> Any:
         names["__name__"] = __name__
         exec(f"def function({arguments}):\n    return x + y\n", names)
-        return device_function(names["function"])  # type: ignore[no-untyped-call]
+        return device_function(names["function"])
 
     for value in (1, True, 1.0, -0.0, "x", None, (1, (2.0,)), make(0)):
         assert make(value) is make(value)

@@ -7,8 +7,7 @@ The folder gets one file. SGLang's own compiled operators (sglang-kernel) do not
 machine, because they need torch 2.14. load_utils.py stands in for them, and layers use torch's
 operators. SGLang compiles the operator that stores K and V in 16 bit when it runs, by the machine's
 nvcc. Without this operator SGLang uses torch's. The pack lacks FlashInfer, FlashAttention 3 and 4,
-the server in Rust, and grammars for structured output (sitecustomize.py stands in for the packages
-of grammars).
+the server in Rust, and grammars for structured output (stand_ins.py).
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "support"))
-from gpu_pack import Pack  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+from gpu_pack import Pack
 
 # What SGLang imports and the machine lacks.
 PACKAGES = """
@@ -36,7 +34,7 @@ outlines pexpect prompt-toolkit psutil py-spy quack-kernels sgl-deep-ep sgl-deep
 smg-grpc-servicer soundfile stack-data tilelang tml-renderers torch-memory-saver torchcodec xgrammar
 zstandard
 """.split()
-DUAL_GEMM = "cutedsl_dual_gemm.py"
+HERE, DUAL_GEMM = Path(__file__).parent, "cutedsl_dual_gemm.py"
 PACK = Pack(
     name="sglang",
     engine=["sglang", "sgl_kernel"],
@@ -46,7 +44,6 @@ PACK = Pack(
     kept=["sglang/kernels/jit/csrc/*", "sglang/kernels/jit/include/*"],
     compiled=[],
     files={
-        "sitecustomize.py": HERE / "sitecustomize.py",
         "sgl_kernel/load_utils.py": HERE / "load_utils.py",
         f"sglang/kernels/ops/gemm/{DUAL_GEMM}": HERE / DUAL_GEMM,
     },

@@ -5,8 +5,7 @@
 
 The folder gets one file of 34 MB. vLLM's compiled operators and FlashAttention 3 use torch's stable
 interface, so torch 2.11 loads them, though the wheel asks for 2.13. The pack lacks FlashAttention
-2, FlashMLA, DeepGEMM, FlashInfer, and grammars for structured output (sitecustomize.py stands in
-for the packages of grammars).
+2, FlashMLA, DeepGEMM, FlashInfer, and grammars for structured output (stand_ins.py).
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "support"))
-from gpu_pack import Pack  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+from gpu_pack import Pack
 
 # What vLLM imports and the machine lacks; make test-vllm runs with these versions.
 PACKAGES = """
@@ -61,7 +59,7 @@ PACK = Pack(
         "vllm/spinloop.abi3.so",
         "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
     ],
-    files={"sitecustomize.py": HERE / "sitecustomize.py"},
+    files={},
     group="vllm.general_plugins",
 )
 

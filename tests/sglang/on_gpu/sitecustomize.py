@@ -1,7 +1,0 @@
-"""Python imports this file first in every process that finds what build.py packed. SGLang imports
-packages of grammars (structured output) although nobody asks for a grammar."""
-
-from stand_ins import restore_row_stack, stand_in_for
-
-restore_row_stack()
-stand_in_for("xgrammar", "llguidance")
