@@ -21,7 +21,7 @@ from kvquant.paged.pool import PagePool
 
 NUM_PAGES = 9
 MOST = 5  # sequences, and heads that are known; there are 7 heads
-OPERATIONS = {40: 1_000, 240: 25_000}  # at least, of so many examples: short ones come first
+OPERATIONS = {40: 1_000, 240: 15_000}  # at least, of so many examples: short ones come first
 numbers = st.integers(0, 2**20)
 
 
