@@ -2,6 +2,7 @@
 
     python tests/benchmarks/results.py                      # prints the tables
     python tests/benchmarks/results.py keep h200-decode bench.json
+    python tests/benchmarks/results.py keep code ours.json peers.json    # runs of two files
 
 Each file in results/ is what a script of the repository wrote with --json, with the commit that was
 measured and the date:
@@ -54,22 +55,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("keep", nargs="*", metavar="keep NAME FILE")
     given = parser.parse_args().keep
-    if len(given) == 3 and given[0] == "keep":
-        keep(given[1], Path(given[2]))
+    if len(given) > 2 and given[0] == "keep":
+        keep(given[1], *map(Path, given[2:]))
     elif given:
         parser.error("write: keep NAME FILE")
     for page, texts in shown().items():
         print(f"# {page}\n", *texts, sep="\n\n", end="\n\n")
 
 
-def keep(name: str, path: Path) -> None:
-    """Copy what a script has written to results/, with the commit of this checkout and the date."""
+def keep(name: str, path: Path, *more: Path) -> None:
+    """Copy what a script has written to results/, with the commit of this checkout and the date.
+
+    Args:
+        name: of the file in results/.
+        path: what the script has written.
+        more: files of the same script, whose runs are added: other models, caches or seeds.
+    """
     figures = json.loads(path.read_text(encoding="utf-8"))
     head = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc)
     facts = {"commit": subprocess.check_output(head, text=True).strip()}
     facts["date"] = figures.get("machine", {}).get("date") or written.isoformat(timespec="seconds")
     runs = figures.pop("runs", None)
+    for other in more:
+        runs += read_runs(other)
     text = json.dumps(facts | figures, indent=1) + "\n"
     text = text if runs is None else text_of(facts | figures, runs)
     (RESULTS / f"{name}.json").write_text(text, encoding="utf-8")
