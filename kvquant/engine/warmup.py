@@ -20,7 +20,7 @@ import torch
 
 from ..cache.warmup import new_queries, new_rows, present_in
 from ..rows.variant import names_of
-from .contract import LayerRows, NewTokens
+from .contract import LayerRows, NewTokens, PageLayout, Pages
 from .step import FEW, append, attend, describe_step
 
 log = logging.getLogger("kvquant")
@@ -90,8 +90,17 @@ class LayerCalls(ABC, Generic[Rows]):
         return NewTokens(table, lens.to("meta"), starts, lens, sum(counts), self.most_queries)
 
 
+@dataclass(frozen=True)
 class StepCalls(LayerCalls[LayerRows]):
-    """Those of a layer with keys and values."""
+    """Those of a layer with keys and values.
+
+    Attributes:
+        row_bytes: from a row of K to the next in memory, and of V, where the engine keeps K and V
+            apart, [slots, num_kv_heads, bytes] each; None where it keeps pages as PageLayout has
+            them.
+    """
+
+    row_bytes: tuple[int, int] | None = None
 
     def _kind_of_rows(self) -> Hashable:
         layout, _, basis, variant, from_rows, _ = self.layer
@@ -114,14 +123,22 @@ class StepCalls(LayerCalls[LayerRows]):
                 yield [count], past
 
     def _step(self, layer: LayerRows, counts: Sequence[int], past: int) -> None:
-        layout, tokens = layer.layout, sum(counts)
-        shape = self._max_pages, layout.slots, self.page_size, layout.slot_bytes
-        pages = torch.empty(shape, dtype=torch.uint8, device="meta")
+        layout, tokens, pages = layer.layout, sum(counts), self._pages(layer.layout)
         k, v = new_rows((tokens, layout.num_kv_heads), layout.k_format, layout.v_format, self.dtype)
         q, out = (new_queries((tokens, self.num_q_heads), x) for x in (k, v))
         append(layer, k, v, pages, torch.empty(tokens, dtype=torch.int64, device="meta"))
         step = describe_step(self._new_tokens(counts, past))
         attend(layer, step, q, k, v, pages, out)
+
+    def _pages(self, layout: PageLayout) -> Pages:
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.uint8, device="meta")
+
+        count, size = self._max_pages, self.page_size
+        if self.row_bytes is None:
+            return empty(count, layout.slots, size, layout.slot_bytes)
+        k, v = (empty(count, size, layout.num_kv_heads, n) for n in self.row_bytes)
+        return k.transpose(1, 2), v.transpose(1, 2)
 
 
 def runs_on(capability: Sequence[int]) -> bool:

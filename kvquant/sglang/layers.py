@@ -17,6 +17,7 @@ from ..engine.settings import Settings, rank_heads, tell_settings
 from ..engine.warmup import StepCalls
 from ..errors import KVQuantError, UnsupportedError
 from ..rows.variant import AttentionVariant, names_of
+from .pool import row_bytes
 
 
 def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
@@ -86,6 +87,7 @@ def calls_of(runner: Any, rows: dict[int, LayerRows]) -> list[StepCalls]:
                 runner.model_config.context_len,
                 runner.req_to_token_pool.size,
                 most if most > 0 else schedule.max_prefill_tokens,
+                row_bytes=row_bytes(one.layout),
             )
         )
     return calls

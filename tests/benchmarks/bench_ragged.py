@@ -19,13 +19,15 @@ kvquant bench --ragged measures one query of each sequence without a prefix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 
 import torch
 from measuring import begin, relative_error
 
 from kvquant import RowFormat, merge_states, quantize_rows
 from kvquant.bench.timer import GraphTimer
+from kvquant.kernels.cuda.runtime.warmup import warm_up
 from kvquant.ops.attention import attend
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.call import AttentionCall
@@ -70,64 +72,89 @@ def main() -> None:
                 f"{what:40}{ragged:9.1f} us{even:9.1f} us{ragged / even:7.2f}x{max(errors):10.1e}"
             )
     print(f"{'new tokens':40}{'ragged':>12}{'padded':>12}{'apart':>12}")
+    # each call for a sequence alone has a kernel for its number of queries
+    warm_up(torch.device("cuda"), [partial(rehearse_counts, *case) for case in COUNTS])
     for tokens, counts in COUNTS:
         unequal_counts(timer, tokens, counts)
 
 
 def unequal_counts(timer: GraphTimer, tokens: int, counts: Sequence[int]) -> None:
     """Print a line: the time of one call for all sequences, and of several calls."""
-    batch, total, most = len(counts), sum(counts), max(counts)
-    rows = random_rows(batch, tokens), random_rows(batch, tokens)
-    of_all = segment(rows, [tokens] * batch)
-    q = torch.randn(total, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
-    q_indptr = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
-    alone = [
-        attend(AttentionCall(one[None], [segment((rows[0][i:][:1], rows[1][i:][:1]), [tokens])]))
-        for i, one in enumerate(q.split([*counts]))
-    ]
-    wanted = torch.cat([out[0] for out, _ in alone]).double()
-    ragged = AttentionCall(q, [of_all], q_indptr=q_indptr)
-    runs: dict[str, Attend] = {"ragged": lambda: attend(ragged)[0]}
-    if batch * most <= 4 * total:
-        padded = q.new_zeros(batch, most, Q_HEADS, HEAD_DIM)
-        for one, values in zip(padded, q.split([*counts]), strict=True):
-            one[: len(values)] = values
-        alike = AttentionCall(padded, [of_all], q_lens=q_indptr.diff())
-        runs["padded"] = lambda: attend(alike)[0]
-    groups, first = [], 0
-    for count, same in groupby(counts):
-        size = len([*same])
-        part = segment((rows[0][first:][:size], rows[1][first:][:size]), [tokens] * size)
-        begin_at = int(q_indptr[first])
-        own = q[begin_at : begin_at + size * count].unflatten(0, (size, count))
-        groups.append(AttentionCall(own, [part]))
-        first += size
-    runs["apart"] = lambda: torch.cat([attend(one)[0].flatten(0, 1) for one in groups])
+    alone, runs = calls_of(tokens, counts, "cuda")
+    wanted = torch.cat([attend(one)[0][0] for one in alone]).double()
     times = {}
-    for name, run in runs.items():
+    for name, calls in runs.items():
+
+        def run(calls: Sequence[AttentionCall] = calls) -> list[torch.Tensor]:
+            return [attend(one)[0] for one in calls]
+
         out = run()
         if name == "padded":
-            out = torch.cat([x[:count] for x, count in zip(out, counts, strict=True)])
-        error = relative_error(out, wanted)
+            out = [x[:count] for x, count in zip(out[0], counts, strict=True)]
+        error = relative_error(torch.cat([x.reshape(-1, Q_HEADS, HEAD_DIM) for x in out]), wanted)
         assert error < 3e-3, (name, error)
         times[name] = timer.alone(run)
     different = [f"{len([*same])} x {count:,}" for count, same in groupby(counts)]
-    what = ", ".join(different if len(different) < 4 else [f"{batch} x 1 to {most}"])
+    what = ", ".join(different if len(different) < 4 else [f"{len(counts)} x 1 to {max(counts)}"])
     cells = (
         f"{times[one]:9.1f} us" if one in times else f"{'-':>12}"
         for one in ("ragged", "padded", "apart")
     )
-    print(f"{what + f' behind {tokens:,}':40}" + "".join(cells))
+    print(f"{what + f' behind {tokens:,}':40}" + "".join(cells), flush=True)
 
 
-def random_rows(*shape: int) -> torch.Tensor:
-    """[sequences, KV_HEADS, tokens, row_bytes]."""
-    batch, tokens = shape
+def calls_of(
+    tokens: int, counts: Sequence[int], device: str
+) -> tuple[list[AttentionCall], dict[str, list[AttentionCall]]]:
+    """A call for each sequence, and by their names the ways to make fewer.
+
+    Args:
+        tokens: of each sequence.
+        counts: new ones of each.
+        device: "cuda", or "meta" to rehearse the calls.
+    """
+    batch, total, most = len(counts), sum(counts), max(counts)
+    rows = [random_rows(batch, tokens, device=device) for _ in range(2)]
+
+    def part(first: int, size: int) -> Segment:
+        k, v = (one[first : first + size] for one in rows)
+        return segment((k, v), [tokens] * size)
+
+    q = torch.randn(total, Q_HEADS, HEAD_DIM, device=device).bfloat16()
+    each = q.split([*counts])
+    q_lens = torch.tensor(counts, dtype=torch.int32, device=device)
+    q_indptr = torch.nn.functional.pad(q_lens.cumsum(0), (1, 0)).int()
+    alone = [AttentionCall(one[None], [part(i, 1)]) for i, one in enumerate(each)]
+    runs = {"ragged": [AttentionCall(q, [part(0, batch)], q_indptr=q_indptr)]}
+    if batch * most <= 4 * total:
+        padded = torch.nn.utils.rnn.pad_sequence([*each], batch_first=True)
+        runs["padded"] = [AttentionCall(padded, [part(0, batch)], q_lens=q_lens)]
+    runs["apart"], first = [], 0
+    for _, same in groupby(counts):
+        size = len([*same])
+        own = torch.stack(each[first : first + size])
+        runs["apart"].append(AttentionCall(own, [part(first, size)]))
+        first += size
+    return alone, runs
+
+
+def rehearse_counts(tokens: int, counts: Sequence[int]) -> None:
+    """Make the calls of a line without values, for a rehearsal: see kvquant/rehearsal.py."""
+    alone, runs = calls_of(tokens, counts, "meta")
+    for one in (*alone, *chain.from_iterable(runs.values())):
+        attend(one)
+
+
+def random_rows(batch: int, tokens: int, device: str = "cuda") -> torch.Tensor:
+    """[sequences, KV_HEADS, tokens, row_bytes]; without values on the meta device."""
+    if device == "meta":
+        shape = batch, KV_HEADS, tokens, FORMAT.row_bytes
+        return torch.empty(shape, dtype=torch.uint8, device=device)
     return quantize_rows(torch.randn(batch, KV_HEADS, tokens, HEAD_DIM, device="cuda"), FORMAT)
 
 
 def segment(rows: tuple[torch.Tensor, torch.Tensor], lens: Sequence[int]) -> Segment:
-    counts = torch.tensor(lens, dtype=torch.int32, device="cuda")
+    counts = torch.tensor(lens, dtype=torch.int32, device=rows[0].device)
     return Segment(*rows, counts, FORMAT, FORMAT)
 
 

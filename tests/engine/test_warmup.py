@@ -65,13 +65,33 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_is_launched_was_told(name: str, formats: tuple[str, str], cuda: FakeDriver) -> None:
     layer = LayerRows(Settings(*formats).layout(HEADS, DIM, DIM), 0.1, **LAYERS[name])
-    told = kernels_of([calls(layer)], runtime.gpu_of(CPU))
-    assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"
     layout = layer.layout
     pages = torch.zeros(200, layout.slots, PAGE, layout.slot_bytes, dtype=torch.uint8)
+    check_told(calls(layer), pages, cuda)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("formats", [("int8", "int8"), ("int8", "int4-g4"), ("int4", "int2")])
+def test_what_is_launched_with_k_and_v_apart_was_told(
+    formats: tuple[str, str], page: int, cuda: FakeDriver
+) -> None:
+    """As SGLang keeps them. Rows have padding, without which CUDA does not read small pages."""
+    layout = Settings(*formats).layout(HEADS, DIM, DIM)
+    k, v = (-(-fmt.row_bytes // 16) * 16 for fmt in (layout.k_format, layout.v_format))
+    pages = tuple(
+        torch.zeros(200, page, HEADS, n, dtype=torch.uint8).transpose(1, 2) for n in (k, v)
+    )
+    check_told(calls(LayerRows(layout, 0.1), page_size=page, row_bytes=(k, v)), pages, cuda)
+
+
+def check_told(planned: StepCalls, pages: Any, cuda: FakeDriver) -> None:
+    """Make steps; all that they launch must have been told, and little else."""
+    layer, page_size = planned.layer, planned.page_size
+    told = kernels_of([planned], runtime.gpu_of(CPU))
+    assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"
     for counts, past in STEPS:
         tokens, starts = sum(counts), torch.tensor([0, *counts]).cumsum(0).int()
-        table = torch.zeros(len(counts), LONGEST // PAGE, dtype=torch.int32)
+        table = torch.zeros(len(counts), LONGEST // page_size, dtype=torch.int32)
         lens = starts.diff() + past
         step = describe_step(NewTokens(table, lens, starts, lens, tokens, most_queries=4))
         q = torch.zeros(tokens, Q_HEADS, DIM, dtype=torch.bfloat16)
