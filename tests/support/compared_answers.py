@@ -86,8 +86,8 @@ def prompts_of(ids: list[int]) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def random_ids() -> list[int]:
-    """Tokens for a model with random weights."""
-    return torch.randint(256, (8192,), generator=torch.Generator().manual_seed(0)).tolist()
+    """Tokens for a model with random weights. SGLang gives 0 in place of the last one of 256."""
+    return torch.randint(255, (8192,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def mean(pairs: list[list[float]]) -> float:
