@@ -16,7 +16,8 @@ measured and the date:
     vllm, vllm-32                           tests/benchmarks/bench_vllm.py, with --layers 32
     fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
                                             kvquant calibrate --budget 3.25, named MODEL-3
-    recall, code                            tests/benchmarks/bench_recall.py, bench_code.py
+    recall, recall-few, code                tests/benchmarks/bench_recall.py, the same of rows of 2
+                                            and 3 bits, bench_code.py
     row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
                                             bench_graded.py
 
@@ -39,7 +40,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluations import labels, of_models, read_runs, tables, text_of
+from evaluations import Evaluations, labels, of_models, read_runs, tables, text_of
 
 from kvquant import KVCache, RowFormat
 from kvquant.bench import cpu
@@ -742,14 +743,12 @@ PICTURED = 4, 128  # first and last tokens in 16 bit
 
 
 def evaluated() -> dict[str, list[str]]:
-    """The tables of calibration/FIDELITY.md and the names in its picture, once there are any.
+    """The tables of calibration/FIDELITY.md and the names in its picture.
 
-    bench_recall.py draws the picture: --from recall.json --from code.json --picture.
+    bench_recall.py draws the picture: --from recall.json --from recall-few.json --from code.json
+    --picture.
     """
-    files = [RESULTS / f"{name}.json" for name in ("recall", "code")]
-    models = of_models(run for path in files for run in read_runs(path))
-    if not models:
-        return {}
+    models = asked_models()
     parts = [part for one in models for part in tables(one)]
     texts = [text for heading, found in parts for text in (heading, table(*found))]
     return {
@@ -758,19 +757,28 @@ def evaluated() -> dict[str, list[str]]:
     }
 
 
+def asked_models() -> list[Evaluations]:
+    """Those that answered questions about their contexts."""
+    files = [RESULTS / f"{name}.json" for name in ("recall", "recall-few", "code")]
+    return of_models(run for path in files for run in read_runs(path))
+
+
 README_LOST = (
-    *("int8", "K int8, V int4-g4", "plan int4", "int4-g4", "int4"),
+    *("int8", "K int8, V int4-g4", "plan int4", "plan int3", "plan int2", "int4-g4", "int4"),
     *("TurboQuant, 4 bits", "KIVI-4, groups of 128", "KVarN K4V2", "OSCAR-2"),
 )
 
 
 def lost() -> str:
     """Points of right answers that caches cost two models which find facts."""
-    models = [of_models(read_runs(RESULTS / f"{name}.json"))[0] for name in ("recall", "code")]
+    models = asked_models()
     points = [one.lost(PICTURED) for one in models]
     rows = []
     for name in README_LOST:
-        cells = [f"{max(each, 0):.1f}" for found in points for each in found[name]]
+        pairs = [found.get(name, ()) for found in points]
+        cells = [
+            cell for pair in pairs for cell in ([f"{max(x, 0):.1f}" for x in pair] or ["-", "-"])
+        ]
         rows.append([name, f"{models[0].bits[name]:.2f}", *cells])
     named = []
     for name, one in zip(("`llama-recall-5m`", "Python code"), models, strict=True):

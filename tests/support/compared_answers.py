@@ -36,13 +36,14 @@ Found = dict[str, Any]
 
 
 class Reference:
-    """The model in transformers, in float32."""
+    """The model in transformers, in float32, with attention that knows soft caps."""
 
     def __init__(self, folder: str) -> None:
         from transformers import AutoModelForCausalLM
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
+        found: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
         self.model = found.to(self.device).eval()
 
     @torch.no_grad()
