@@ -4,9 +4,10 @@
 
 The model is a Llama as wide as one of 8B, with random weights. Engines run one after another, each
 in its own process. In each of --rounds rounds an engine reads --batch prompts of --context tokens,
-and then decodes all of them at once (decoding.py). The script writes the file after each engine. If
-an engine fails the script prints the end of its log and leaves the engine out. The engines
-flashinfer and fa3 run only where their packages are installed.
+and then decodes all of them at once (decoding.py). A round before these is not kept, because
+kernels are compiled in it. The script writes the file after each engine. If an engine fails the
+script prints the end of its log and leaves the engine out. The engines flashinfer and fa3 run only
+where their packages are installed.
 
 Install SGLang 0.5.23, or bring it to the machine as one file (tests/sglang/on_gpu/). With that file
 torch computes norms, activations and rotary embeddings in all engines, so steps take longer than
@@ -101,10 +102,12 @@ def measure(name: str, model: str, batch: int, context: int, rounds: int) -> Fig
     found["tokens"] = engine.get_server_info()["internal_states"][0]["memory_usage"]
 
     async def run() -> None:
-        for seed in range(rounds):
+        for seed in range(rounds + 1):
             await engine.tokenizer_manager.flush_cache()
             ask = partial(finish, engine), partial(stream, engine)
-            found["decode"].append(await measure_decode(*ask, batch, context, seed))
+            figures = await measure_decode(*ask, batch, context, seed)
+            if seed:
+                found["decode"].append(figures)
 
     engine.loop.run_until_complete(run())
     engine.shutdown()

@@ -11,9 +11,14 @@ measured and the date:
     h200-more                               the cases of four such calls, one after another, with
                                             --format int4-g4, int3 and int2, --exact, --page-size
     h200-peers                              tests/benchmarks/peers.py
-    h200-step                               tests/benchmarks/bench_model.py
+    h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
     zen4-decode                             kvquant bench --device cpu
-    vllm, vllm-32                           tests/benchmarks/bench_vllm.py, with --layers 32
+    vllm, vllm-load, vllm-32                tests/benchmarks/bench_vllm.py, with --part load and
+                                            --requests 100, with --layers 32
+    sglang                                  tests/benchmarks/bench_sglang.py. Its first round of
+                                            kvquant compiled kernels: 63 sequences had ended before
+                                            it began to count. "graphs" is wrong there, because
+                                            another script wrote to the same log
     fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
                                             kvquant calibrate --budget 3.25, named MODEL-3
     recall, recall-few, code                tests/benchmarks/bench_recall.py, the same of rows of 2
@@ -113,7 +118,7 @@ def shown() -> dict[str, list[str]]:
             *(cpu_about(), cpu_decode(), cpu_rows(), gpu_about(), decode_cases()),
             *(gains(), few_bits_times(), page_times()),
         ],
-        "kvquant/hf/README.md": [steps_about(), steps()],
+        "kvquant/hf/README.md": [steps_about(), steps(), *latent_steps()],
         "kvquant/hf/decode_step.svg": step_labels(),
         "kvquant/lmcache/README.md": [room()],
         "kvquant/vllm/README.md": [room(), *served()],
@@ -280,6 +285,20 @@ def steps_about() -> str:
         f"`{found['format']}` rows, batch {batch}, one {found['gpu']}, {day(found)}, transformers "
         f"{found['transformers']}, torch {release(found)}"
     )
+
+
+def latent_steps() -> list[str]:
+    """A decode step of layers with latent attention: where it was measured, and milliseconds."""
+    found = read("h200-latent-step")
+    (case,) = found["cases"]
+    about = (
+        f"{found['layers']} layers of DeepSeek V3 without experts, random weights, BF16, "
+        f"`{found['format']}` rows, batch {case['batch']}, {case['tokens']:,} tokens, one "
+        f"{found['gpu']}, {day(found)}, transformers {found['transformers']}, torch "
+        f"{release(found)}"
+    )
+    cells = [f"{case['ms'][name]:.1f}" for name in WAYS]
+    return [about, table([*WAYS.values()], [cells])]
 
 
 def ran(mode: str, what: str = "") -> str:
@@ -494,13 +513,33 @@ SERVED = {
 
 
 def served() -> list[str]:
-    """Engines of vLLM with equal batch, in equal memory and under load, once there are figures."""
+    """Engines of vLLM with equal batch, in equal memory and under load."""
     found = []
     for name in ("vllm", "vllm-32"):
-        if (RESULTS / f"{name}.json").exists():
+        if (RESULTS / f"{name}.json").exists():  # nobody has measured 32 layers yet
             figures = read(name)
-            found += [engines_about(figures), throughput(figures), *under_load(figures)]
-    return found
+            found += [engines_about(figures), throughput(figures)]
+    figures = read("vllm-load")
+    return [*found, again(figures), saturated(figures), under_load(figures)]
+
+
+def again(figures: Figures) -> str:
+    """What decoding in equal batch gave in the run whose load is shown."""
+    ours, theirs = (
+        [run["tokens_per_s"] for run in figures["engines"][name]["decode"]]
+        for name in ("kvquant", "flash")
+    )
+    told = [f"{min(rates):,.0f} and {max(rates):,.0f}" for rates in (ours, theirs)]
+    return f"kvquant decoded {told[0]} tokens a second, and FLASH_ATTN in bf16 {told[1]}"
+
+
+def saturated(figures: Figures) -> str:
+    """The rate that requests are answered at if all come at once."""
+    (found,) = figures["engines"]["flash"]["saturated"]
+    return (
+        f"FLASH_ATTN in bf16 answers {found['requests']} requests that come at once in "
+        f"{found['seconds']:.1f} s, which is {found['requests_per_s']:.1f} a second"
+    )
 
 
 def engines_about(figures: Figures) -> str:
@@ -536,7 +575,7 @@ def throughput(figures: Figures) -> str:
     return table([*titles, "sequences in equal memory", "tokens/s"], rows)
 
 
-def under_load(figures: Figures) -> list[str]:
+def under_load(figures: Figures) -> str:
     """Waiting times by the mean rate of arrivals."""
     rows = []
     for name, title in SERVED.items():
@@ -546,10 +585,8 @@ def under_load(figures: Figures) -> list[str]:
             keys = ["first_token_ms_p50", "first_token_ms_p99", "between_ms_p50", "between_ms_p99"]
             cells = [spread(same, key) for key in keys]
             rows.append([title, f"{same[0]['rate']:.1f}", *cells])
-    if not rows:
-        return []
     titles = ["engine", "requests a second", "first token, ms: p50", "p99"]
-    return [table([*titles, "between tokens, ms: p50", "p99"], rows)]
+    return table([*titles, "between tokens, ms: p50", "p99"], rows)
 
 
 README_CACHES = {

@@ -97,10 +97,13 @@ def mean(pairs: list[list[float]]) -> float:
 
 
 def is_as_good(ours: list[list[float]], theirs: list[list[float]]) -> bool:
-    """Whether our KL is at most three paired standard errors above theirs; a run compares some
-    25."""
+    """Whether our KL is at most three paired standard errors above theirs; a run compares some 25.
+    The standard error of few texts is hardly known, so these may have a quarter more."""
     more = torch.tensor([a[0] - b[0] for a, b in zip(ours, theirs, strict=True)]).double()
-    return bool(more.mean() <= 3 * more.std() / len(more) ** 0.5 + 1e-6)
+    allowed = 3 * more.std() / len(more) ** 0.5 + 1e-6
+    if len(more) < 8:
+        allowed += mean(theirs) / 4
+    return bool(more.mean() <= allowed)
 
 
 def too_far(
