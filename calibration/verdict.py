@@ -85,8 +85,7 @@ def next_steps(plan: CachePlan, file: str, *, on_page: bool = False) -> list[tup
         steps.append(("allow more bits", f"{again} {more} -o {other}"))
     elif measured is None or _too_few(measured):
         other = shlex.quote(f"{stem}-measured.safetensors")
-        same = "" if budget is None else f" --budget {budget:g}"
-        steps.append(("make one that is measured", f"{again}{same} -o {other}"))
+        steps.append(("make one that is measured", f"{again}{_goal(plan)} -o {other}"))
     if kind != "bad":
         plan_of = f"plan=CachePlan.load({file!r})"
         if not (measured or {}).get("in_one_pass"):  # else no KVCache serves the model
@@ -98,6 +97,23 @@ def next_steps(plan: CachePlan, file: str, *, on_page: bool = False) -> list[tup
         page = f"kvquant report {shlex.quote(file)} -o {shlex.quote(f'{stem}.html')}"
         steps.append(("see it", page))
     return steps
+
+
+def _goal(plan: CachePlan) -> str:
+    """The options of `kvquant calibrate` that ask for a plan's formats."""
+    limit = plan.facts["limit"]
+    options = [
+        f" --{name.replace('_', '-')} {limit[name]:g}"
+        for name in ("budget", "max_kl")
+        if limit[name] is not None
+    ]
+    layers = zip(plan.formats, plan.facts["layers"], strict=True)
+    pairs = {pair for pair, entry in layers if not entry["kept"]}
+    if not options and len(pairs) == 1:  # one format was given for all layers
+        k, v = pairs.pop()
+        joined = plan.is_latent and v not in EXACT_CODECS  # RoPE parts are in 16 bit by default
+        options = [f" --format {k}+{v}" if joined else f" --format {k}"]
+    return "".join(options)
 
 
 def _too_few(measured: Mapping[str, Any]) -> str:

@@ -246,6 +246,14 @@ class _Run:
         return Scheme(self.model.exact_format, self.model.exact_format)
 
     @property
+    def _contexts(self) -> list[int]:
+        """Tokens of the contexts: of the lengths, or of prompts of your own, or of both."""
+        counts = [len(one.tokens) for one in self.examples]
+        if not counts or {"kl", "retrieval"} & {*self.task.kinds}:
+            counts += self.lengths
+        return counts
+
+    @property
     def _behind(self) -> int:
         """Tokens that the tasks decode behind a context."""
         of_kind = {"kl": self.sizes.scored, "generation": self.sizes.new_tokens}
@@ -260,6 +268,11 @@ class _Run:
             count = len(one.tokens)
             if not count:
                 raise ConfigError(f"prompt {number} is empty: give one or more tokens")
+            if one.answer is not None and not one.answer.strip():
+                raise ConfigError(
+                    f"prompt {number} has an empty answer, which a text without any answer would "
+                    "match: leave the answer out"
+                )
             if most is not None and count + new > most:
                 raise ConfigError(
                     f"prompt {number} has {count} tokens, and {new} behind them are beyond the "
@@ -268,9 +281,7 @@ class _Run:
 
     def _check_packed(self) -> None:
         """Raise if a cache would keep a whole prompt in 16 bit: nothing would be measured."""
-        counts = [len(one.tokens) for one in self.examples] or [*self.lengths]
-        counts += self.lengths if {"kl", "retrieval"} & {*self.task.kinds} else ()
-        chunk = self.reading.chunk
+        counts, chunk = self._contexts, self.reading.chunk
         if self.reading.from_rows and chunk is not None and chunk >= min(counts):
             raise ConfigError(
                 f"a chunk of {chunk} tokens holds a prompt of {min(counts)}, which then reads "
@@ -363,7 +374,7 @@ class _Run:
 
     def _cost(self, name: str, choice: Choice) -> dict[str, Any]:
         """What a cache costs, by one on no device."""
-        capacity = max(self.lengths) + self._behind
+        capacity = max(self._contexts) + self._behind
         meta = torch.device("meta")
         latent = self.model.has_latents
         stored = choice if isinstance(choice, Scheme | Planned) else self._exact

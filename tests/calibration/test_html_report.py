@@ -146,7 +146,7 @@ def test_eight_tokens_are_no_verdict() -> None:
         "Only 8 tokens of 2 passages were scored: 256 or more of 4 passages or more are needed "
         "(--windows, --scored, a longer text)."
     )
-    another = "kvquant calibrate MODEL --text FILE -o p-measured.safetensors"  # p stays
+    another = "kvquant calibrate MODEL --text FILE --max-kl 0.01 -o p-measured.safetensors"
     assert ("make one that is measured", another) in next_steps(plan, "p.safetensors")
     assert verdict(measured(plan, scored=256, passages=3))[0] == "notice"
     assert verdict(measured(plan, scored=255, passages=4))[0] == "notice"
@@ -197,7 +197,15 @@ def test_what_to_do_next_is_told() -> None:
         "see it",
     ]
     (what, line), *_ = next_steps(changed(good, measured=None), "a b.safetensors")
-    assert what == "make one that is measured" and line.endswith(" -o 'a b-measured.safetensors'")
+    assert what == "make one that is measured"
+    assert line.endswith(" --max-kl 0.01 -o 'a b-measured.safetensors'")
+    of_one = example_plan(max_kl=None)
+    *two, kept = of_one.facts["layers"]
+    for name in ("int3", "int4"):  # one format was given for all layers
+        given = {side: two[0][side] | {"format": name} for side in "kv"}
+        one = changed(of_one, measured=None, layers=[*(each | given for each in two), kept])
+        (_, line), *_ = next_steps(one, "p.safetensors")
+        assert f" --text FILE --format {name} -o " in line
     *_, (_, line) = next_steps(good, "-o.safetensors")  # no option
     assert line == "kvquant report ./-o.safetensors -o ./-o.html"
 

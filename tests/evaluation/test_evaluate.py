@@ -222,6 +222,9 @@ def test_prompts_with_answers_are_scored(model: CachedModel) -> None:
     caches = ["bf16,sinks=0,recent=0"]
     plain = evaluate(model, caches, task=kind, sizes=SIZES, examples=[Example(tokens)])
     assert set(plain["generation"]) == {"0"} and "greedy_answers" not in plain["generation"]["0"]
+    sizes = Sizes((2048,), new_tokens=4)
+    short = evaluate(model, ["int8,recent=3"], task=kind, sizes=sizes, examples=[Example(tokens)])
+    assert short["caches"][1]["bits"] > 9  # of a cache as long as the prompt, not the length
     cache = model.new_cache(1, 64)
     text = model.decode(model.generate(cache, model.prefill(cache, torch.tensor([tokens])), 12)[0])
     last = text.split()[-1].strip(".,")
@@ -247,6 +250,7 @@ def test_prompts_with_answers_are_scored(model: CachedModel) -> None:
         ({"reading": Reading(160, from_rows=True)}, "give a --chunk below 160"),
         ({"sizes": Sizes(new_tokens=4096)}, "leave no room for one in the 4096 positions"),
         ({"examples": [Example([])]}, "prompt 1 is empty"),
+        ({"examples": [Example([1], " ")]}, "prompt 1 has an empty answer"),
         ({"examples": [Example([1] * 4000)]}, "prompt 1 has 4000 tokens, and 128 behind"),
         ({"examples": [Example([1])], "task": Task(kinds=("kl",))}, "prompts are for generation"),
     ],

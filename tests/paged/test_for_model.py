@@ -50,6 +50,20 @@ def test_a_model_gives_shape_windows_dtype_and_device() -> None:
     assert (cache.exact_format, cache.windows) == ("bf16", [None] * 4)
 
 
+@pytest.mark.parametrize(
+    ("options", "heads"),
+    [({}, 1), ({"multi_query": False}, 2), ({"new_decoder_architecture": True}, 2)],
+)
+def test_falcon_says_in_words_how_many_kv_heads_its_keys_have(
+    options: dict[str, bool], heads: int
+) -> None:
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 97}
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, **options))
+    keys = model(torch.tensor([[1, 2]])).past_key_values.layers[0].keys
+    found = PagedKVCache.for_model(model, num_pages=1, max_seq_len=64, max_num_seqs=1).num_kv_heads
+    assert found == keys.shape[1] == heads
+
+
 def test_layers_of_unlike_head_dim_and_layers_that_own_no_rows() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     changes = {"sliding_window": 48, "layer_types": kinds, "num_kv_shared_layers": 2}
