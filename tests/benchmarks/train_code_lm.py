@@ -4,8 +4,11 @@ Two commands of at most 9 minutes each on one H100 or H200; the second goes on w
 stopped, at longer contexts:
 
     python tests/benchmarks/train_code_lm.py FOLDER --length 1024 --length 2048 --seconds 510
-    python tests/benchmarks/train_code_lm.py FOLDER --start --length 8192 --rate 7e-4 --last 3e-5 \\
+    python tests/benchmarks/train_code_lm.py FOLDER --resume --length 8192 --rate 7e-4 --last 3e-5 \\
         --seconds 510
+
+With several GPUs of one machine each computes a part of every batch, and training takes that many
+times less time. Then write `torchrun --nproc-per-node 4` in place of `python`.
 
 Of each batch, 15 % are sheets with facts as train_recall.py makes them, of code as well, and 10 %
 are documents that come again after other ones. The rest is source code. FOLDER gets:
@@ -13,7 +16,7 @@ are documents that come again after other ones. The rest is source code. FOLDER 
     model.safetensors, tokenizer.json, ...    bfloat16, for `kvquant evaluate` and bench_code.py
     test.txt, valid.txt                       sources of packages that were not trained on: of the
                                               first --held package, and of the others
-    tokens.npy, training.pt                   for --start: all tokens, weights and the optimizer
+    tokens.npy, training.pt                   for --resume: all tokens, weights and the optimizer
 
 Recall is learned sooner beside source code than from sheets alone. So the other kinds of models of
 train_recall.py (--kind) are trained here, too, such as `--kind sinks --width 512 --layers 4`.
@@ -27,7 +30,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import random
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +41,7 @@ from typing import Any
 import code_tasks
 import numpy as np
 import torch
+import torch.distributed as dist
 from bench_recall import ASKED
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from train_recall import (
@@ -244,9 +250,11 @@ def prepare(folder: Path, site: Path, held: tuple[str, ...], size: int) -> None:
     """Write the tokenizer, the tokens and the texts that are held out."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = read_sources(site, held)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # on one core this takes minutes
     tokenizer = made_tokenizer(sources["train"][:SAMPLE], size)
     tokenizer.save_pretrained(folder)
     tokens = tokens_of(tokenizer, sources["train"])
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers are forked from this process
     np.save(folder / "tokens.npy", tokens)
     for part in ("test", "valid"):
         (folder / f"{part}.txt").write_text("\n".join(sources[part])[:KEPT], encoding="utf-8")
@@ -254,13 +262,55 @@ def prepare(folder: Path, site: Path, held: tuple[str, ...], size: int) -> None:
     print(f"{len(tokens) / 1e6:.1f} million tokens, {letters / len(tokens):.2f} letters a token")
 
 
+def join_ranks() -> tuple[int, int]:
+    """The rank of this process and how many there are, as torchrun tells. Ranks but the first one
+    print nothing."""
+    rank, count = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if count > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank)
+        if rank:
+            sys.stdout = open(os.devnull, "w")
+    return rank, count
+
+
+def shared_clock() -> float:
+    """Seconds by the clock of the first rank."""
+    now = torch.tensor(time.monotonic(), dtype=torch.float64)
+    if dist.is_initialized():
+        dist.broadcast(now, 0)
+    return float(now)
+
+
+def share_gradients(model: torch.nn.Module, count: int) -> None:
+    """Give all ranks the mean of their gradients, in each backward pass."""
+
+    def mean_of(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        dist.all_reduce(weight.grad.div_(count))
+
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(mean_of)
+
+
+def check_alike(model: torch.nn.Module) -> None:
+    """Raise unless all ranks have the same weights."""
+    ours = torch.stack([one.detach().double().sum() for one in model.parameters()])
+    firsts = ours.clone()
+    dist.broadcast(firsts, 0)
+    if not torch.equal(ours, firsts):
+        raise RuntimeError("ranks have trained models of their own: their gradients differed")
+
+
 def main() -> None:
     """Prepare or go on, train and save."""
-    begin = time.monotonic()
+    rank, count = join_ranks()
+    begin = shared_clock()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="plain", help="as of train_recall.py")
-    parser.add_argument("--start", action="store_true", help="go on from what FOLDER has")
+    parser.add_argument("--resume", action="store_true", help="go on from what FOLDER has")
     parser.add_argument("--seconds", type=float, default=510.0, help="until weights are saved")
     parser.add_argument("--length", type=int, action="append", help="in turn, of equal time")
     parser.add_argument("--rate", type=float, default=1e-3, help="of learning")
@@ -278,14 +328,15 @@ def main() -> None:
     torch.manual_seed(given.seed)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not given.start:
+    if not given.resume and not rank:
         prepare(folder, given.packages, tuple(given.held or HELD), given.vocabulary)
         told(begin, "the sources are read")
+    seconds = given.seconds - (shared_clock() - begin)  # the other ranks have waited here
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = made_model(given.kind, tokenizer, given.width, given.layers, max(lengths), theta=THETA)
     prepare_model(model, device)
     optimizer = optimizer_of(model, (0.9, 0.95), 0.1)
-    if given.start:
+    if given.resume:
         state = torch.load(folder / "training.pt", map_location=device, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -293,17 +344,18 @@ def main() -> None:
     code_tasks.add(valid)  # its lines are read in sheets, and are not predicted
     compiled = device == "cuda"
     body = torch.compile(model.model, dynamic=False) if compiled else model.model
-    seconds = given.seconds - (time.monotonic() - begin)
+    if count > 1:
+        share_gradients(model, count)
     edges = np.linspace(given.rate, given.last, len(lengths) + 1).tolist()
     for (at, length), rates in zip(enumerate(lengths), itertools.pairwise(edges), strict=True):
         rows = Rows(
             folder / "tokens.npy",
             tokenizer,
             length,
-            given.seed + at + 100 * given.start,
+            given.seed + at + 100 * given.resume + 1000 * rank,
             warm=seconds / len(lengths) / 2,
             filler=valid,
-            tokens=given.tokens,
+            tokens=given.tokens // count,
         )
         loader = torch.utils.data.DataLoader(
             rows,
@@ -312,9 +364,23 @@ def main() -> None:
             prefetch_factor=4 if given.workers else None,
         )
         data = batches(iter(loader), given.seed)
-        warm = 50 if at or given.start else 200
-        train(model, optimizer, data, seconds / len(lengths), rates, warm=warm, body=body)
+        warm = 50 if at or given.resume else 200
+        train(
+            model,
+            optimizer,
+            data,
+            seconds / len(lengths),
+            rates,
+            warm=warm,
+            body=body,
+            clock=shared_clock,
+        )
         told(begin, f"trained at {length} tokens")
+    if count > 1:
+        check_alike(model)
+        dist.destroy_process_group()
+        if rank:
+            return
     model.eval()
     test = (folder / "test.txt").read_text(encoding="utf-8")
     loss = held_out_loss(model, tokenizer, test, max(lengths))

@@ -27,7 +27,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -341,6 +341,7 @@ def train(
     *,
     warm: int = 200,
     body: Any = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Train in place.
 
@@ -353,11 +354,13 @@ def train(
             other.
         warm: steps until the rate is reached.
         body: computes what model.model does, such as compiled.
+        clock: seconds. Processes that train together need one clock, to end at the same step.
     """
     body, device = model.model if body is None else body, model.device
-    start, shown, losses = time.monotonic(), 0.0, list[torch.Tensor]()
+    start, shown, losses = clock(), 0.0, list[torch.Tensor]()
     for tokens, counts in data:
-        share = (time.monotonic() - start) / seconds
+        spent = clock() - start
+        share = spent / seconds
         if share >= 1:
             break
         first, last = rates
@@ -375,7 +378,6 @@ def train(
         if share > shown:
             shown += 0.05
             recent = float(torch.stack(losses[-50:]).mean())
-            spent = time.monotonic() - start
             print(
                 f"{100 * share:3.0f} %: step {len(losses)}, loss {recent:.4f}, "
                 f"{tokens.shape[1]} tokens, {len(losses) * tokens.numel() / spent:,.0f} a second",
