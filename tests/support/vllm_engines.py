@@ -89,6 +89,7 @@ def engine(rows: dict[str, str] | None = None, **options: Any) -> Iterator[Any]:
         "disable_log_stats": False,
     }
     config = {"additional_config": {"kvquant": rows}} if rows else {}
+    gc.freeze()  # vLLM collects garbage ten times an engine: it need not look at all modules
     llm = LLM(**{**given, **config, **options})
     try:
         yield llm
