@@ -25,21 +25,6 @@ INT4 = RowFormat.parse("int4-g4", 64)
 BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
 
 # every format on one of both sides, some with another head_dim of V
-PAIRS = [
-    ("int3", "int2", 128, 128),
-    ("int2", "int8", 64, 128),
-    ("int4-g4", "int3", 128, 64),
-    ("int4", "int8-g8", 64, 64),
-    ("int4-g2", "fp8-g4", 128, 128),
-    ("int4-g4", "int4-g4", 128, 64),
-    ("int4-g8", "fp16", 64, 64),
-    ("int8", "int4-g8", 128, 128),
-    ("int8-g2", "int4", 64, 128),
-    ("int8-g4", "bf16", 128, 128),
-    ("fp8", "int4-g2", 128, 128),
-    ("fp8-g2", "fp8-g8", 64, 64),
-    ("fp16", "int8-g2", 64, 64),
-]
 
 
 def plain(
@@ -97,18 +82,16 @@ def test_each_query_sees_the_tokens_up_to_its_own(case: tuple[str, int, tuple[in
     check()
 
 
-@pytest.mark.parametrize(
-    "pair", mark_slow(PAIRS, PAIRS[:1]), ids=lambda pair: f"{pair[0]}+{pair[1]}"
-)
-def test_any_pair_of_formats(pair: tuple[str, str, int, int]) -> None:
-    k_format, v_format = RowFormat.parse(pair[0], pair[2]), RowFormat.parse(pair[1], pair[3])
+def test_k_and_v_of_unlike_formats() -> None:
+    """tests/kernels/cpu has any pair: to its kernel queries are more heads."""
+    k_format, v_format = RowFormat.parse("int4-g4", 64), RowFormat.parse("int8", 96)
     rows = packed(3, HEADS, 150, fmt=k_format), packed(3, HEADS, 150, fmt=v_format)
     options: dict[str, Any] = {"k_format": k_format, "v_format": v_format, "return_lse": True}
-    q, q_lens = torch.randn(3, 3, 8, pair[2]), lens(3, 2, 1)
+    q, q_lens = torch.randn(3, 3, 8, 64), lens(3, 2, 1)
     for dtype, limit in ((torch.float32, LIMIT), (torch.bfloat16, 3e-3), (torch.float16, 8e-4)):
         given = q.to(dtype), *rows, lens(150, 17, 1)
         out, lse = decode_attention(*given, q_lens=q_lens, **options)
-        assert (out.dtype, lse.dtype, out.shape) == (dtype, torch.float32, (3, 3, 8, pair[3]))
+        assert (out.dtype, lse.dtype, out.shape) == (dtype, torch.float32, (3, 3, 8, 96))
         expected = reference_attention(*given, q_lens=q_lens, **options)
         assert_close((out, lse), expected, limit)
 

@@ -43,7 +43,7 @@ from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix
 
 LAYERS, HEADS, DIM, PAGE, PAGES, SEQ_SLOTS, MAX = 2, 1, 64, 16, 9, 4, 70
-FORMATS = RowFormat.parse("int4-g4", DIM), RowFormat.parse("int2", DIM)
+FORMATS = RowFormat.parse("int4-g4", DIM), RowFormat.parse("int8", DIM)
 LENGTHS = [(2, 3), (0, 0), (3, 0), (0, 5), (1, 20)]
 SHARES = [True, False, None]
 WINDOWS: list[tuple[int | None, ...]] = [(None, None), (None, 12), (7, None), (20, 12), (9, 9)]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -89,13 +90,16 @@ def engine(rows: dict[str, str] | None = None, **options: Any) -> Iterator[Any]:
         "disable_log_stats": False,
     }
     config = {"additional_config": {"kvquant": rows}} if rows else {}
-    llm = LLM(**{**given, **config, **options})
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
+    # vLLM collects garbage ten times an engine: it need not look at all modules, nor undo that
+    gc.freeze()
+    with patch.multiple(gc, freeze=lambda: None, unfreeze=lambda: None):
+        llm = LLM(**{**given, **config, **options})
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
 
 
 def _replace_triton_kernels(platform: Any) -> None:

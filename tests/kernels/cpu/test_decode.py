@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -85,10 +86,16 @@ def test_any_ratio_of_query_heads_to_kv_heads(ratio: int) -> None:
 
 
 # ratios 1 to 16 have blocks of 16 to 1 tokens: several pages of one block, or blocks of one page
-@pytest.mark.parametrize("shape", mark_slow([(1, 1), (2, 1), (4, 1), (1, 3)], [(1, 1)]))
-@pytest.mark.parametrize("page_size", mark_slow(SMALL, [1, 4]))
-def test_pages_smaller_than_a_block(page_size: int, shape: tuple[int, int]) -> None:
-    ratio, q_len = shape
+@pytest.mark.parametrize(
+    "case",
+    mark_slow(
+        [*itertools.product(SMALL, [(1, 1), (4, 1)]), (2, (1, 3)), (8, (2, 1))],
+        [(1, (1, 1)), (4, (1, 1))],
+    ),
+    ids=str,
+)
+def test_pages_smaller_than_a_block(case: tuple[int, tuple[int, int]]) -> None:
+    page_size, (ratio, q_len) = case
     k_rows, v_rows = make_rows(INT4, RAGGED, 2), make_rows(INT4, RAGGED, 2)
     q = torch.randn(len(RAGGED), q_len, 2 * ratio, 64)
     check_pages(q if q_len > 1 else q[:, 0], k_rows, v_rows, lens(*RAGGED), [page_size], **BOTH)

@@ -73,13 +73,24 @@ def limit(q: torch.Tensor, without: str | None = None) -> float:
     return 1e-5 if exact else LIMIT
 
 
-def name_of(pair: tuple[str, str]) -> str:
-    return "+".join(pair)
+def name_of(case: tuple[tuple[str, str], int]) -> str:
+    return f"{'+'.join(case[0])}-{case[1]}"
 
 
-@pytest.mark.parametrize("ratio", mark_slow([1, 2, 3, 4, 5, 8, 16], [4]))
-@pytest.mark.parametrize("pair", mark_slow(PAIRS, PAIRS[1:3]), ids=name_of)
-def test_any_pair_of_formats_and_ratio_of_heads(pair: tuple[str, str], ratio: int) -> None:
+# each pair, and each ratio with fields of two widths, and with K of four tokens together
+@pytest.mark.parametrize(
+    "case",
+    mark_slow(
+        [
+            *((pair, 4) for pair in PAIRS),
+            *((PAIRS[i], ratio) for i in (2, 6) for ratio in (1, 2, 3, 5, 8, 16)),
+        ],
+        [(pair, 4) for pair in PAIRS[1:3]],
+    ),
+    ids=name_of,
+)
+def test_any_pair_of_formats_and_ratio_of_heads(case: tuple[tuple[str, str], int]) -> None:
+    pair, ratio = case
     k_format, v_format = (
         RowFormat.parse(name, int(dim)) for name, dim in (word.split("/") for word in pair)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -127,9 +128,19 @@ def hostile(head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", mark_slow(DTYPES, [torch.bfloat16]), ids=str)
-@pytest.mark.parametrize("fmt", mark_slow(FORMATS, USUAL), ids=label)
-def test_rows_are_those_of_torch(fmt: RowFormat, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "case",
+    mark_slow(
+        [
+            *((fmt, torch.bfloat16) for fmt in FORMATS),
+            *itertools.product(USUAL, (torch.float32, torch.float16)),
+        ],
+        [(fmt, torch.bfloat16) for fmt in USUAL],
+    ),
+    ids=lambda case: f"{label(case[0])}-{case[1]}",
+)
+def test_rows_are_those_of_torch(case: tuple[RowFormat, torch.dtype]) -> None:
+    fmt, dtype = case
     rows = assert_same_rows(hostile(fmt.head_dim, dtype), fmt)
     assert_same_values(rows, fmt)
     for count in (0, 1, 15, 255, 256, 257):

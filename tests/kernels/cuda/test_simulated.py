@@ -125,7 +125,7 @@ CASES |= {
     "large queries": {"q_scale": 3e3, "lens": [64]},
     "peaked scores": {"q_scale": 30.0, "lens": [200]},
 }
-RAGGED = [700, 0, 1, 40, 33]
+RAGGED = [350, 0, 1, 40, 33]
 CASES |= {
     "balanced": {"lens": RAGGED, "workers": 5, "heads": [4, 2]},
     "balanced, one worker": {"lens": RAGGED, "workers": 1},
