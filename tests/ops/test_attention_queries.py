@@ -24,8 +24,6 @@ LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
 INT4 = RowFormat.parse("int4-g4", 64)
 BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
 
-# every format on one of both sides, some with another head_dim of V
-
 
 def plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: list[int], q_lens: list[int]
