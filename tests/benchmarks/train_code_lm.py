@@ -4,8 +4,8 @@ Two commands of at most 9 minutes each on one H100 or H200; the second goes on w
 stopped, at longer contexts:
 
     python tests/benchmarks/train_code_lm.py FOLDER --length 1024 --length 2048 --seconds 510
-    python tests/benchmarks/train_code_lm.py FOLDER --resume --length 8192 --rate 7e-4 --last 3e-5 \\
-        --seconds 510
+    python tests/benchmarks/train_code_lm.py FOLDER --resume --length 8192 --rate 7e-4 \\
+        --last 3e-5 --seconds 510
 
 With several GPUs of one machine each computes a part of every batch, and training takes that many
 times less time. Then write `torchrun --nproc-per-node 4` in place of `python`.
