@@ -39,7 +39,7 @@ def stage(line: str) -> str | None:
 def main() -> int:
     """Run pip; return its exit code."""
     command = [sys.executable, "-m", "pip", "install", *sys.argv[1:], "--progress-bar", "off"]
-    command += ["--no-compile"]  # Python compiles what is imported: a third of it
+    command += ["--no-compile"]  # Python compiles a module at its import: a third of them
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # else lines come when all is over
     start, shown, seen = time.monotonic(), 0.0, ["starting"]
     on_terminal = sys.stdout.isatty()

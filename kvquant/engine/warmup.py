@@ -92,12 +92,11 @@ class LayerCalls(ABC, Generic[Rows]):
 
 @dataclass(frozen=True)
 class StepCalls(LayerCalls[LayerRows]):
-    """Those of a layer with keys and values.
+    """The calls of a layer with keys and values.
 
     Attributes:
-        row_bytes: from a row of K to the next in memory, and of V, where the engine keeps K and V
-            apart, [slots, num_kv_heads, bytes] each; None where it keeps pages as PageLayout has
-            them.
+        row_bytes: the bytes from one row to the next, of K and of V, if the engine keeps K and V in
+            two tensors of [slots, num_kv_heads, bytes]; None if its pages are those of PageLayout.
     """
 
     row_bytes: tuple[int, int] | None = None

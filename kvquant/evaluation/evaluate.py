@@ -247,7 +247,7 @@ class _Run:
 
     @property
     def _contexts(self) -> list[int]:
-        """Tokens of the contexts: of the lengths, or of prompts of your own, or of both."""
+        """Tokens of each context: of the user's prompts, of the lengths to measure, or of both."""
         counts = [len(one.tokens) for one in self.examples]
         if not counts or {"kl", "retrieval"} & {*self.task.kinds}:
             counts += self.lengths
@@ -270,8 +270,8 @@ class _Run:
                 raise ConfigError(f"prompt {number} is empty: give one or more tokens")
             if one.answer is not None and not one.answer.strip():
                 raise ConfigError(
-                    f"prompt {number} has an empty answer, which a text without any answer would "
-                    "match: leave the answer out"
+                    f"prompt {number} has an empty answer, so a text without any answer would "
+                    "count as right: write the answer, or leave it out"
                 )
             if most is not None and count + new > most:
                 raise ConfigError(
@@ -373,7 +373,7 @@ class _Run:
                     )
 
     def _cost(self, name: str, choice: Choice) -> dict[str, Any]:
-        """What a cache costs, by one on no device."""
+        """What a cache costs, computed from one on the meta device."""
         capacity = max(self._contexts) + self._behind
         meta = torch.device("meta")
         latent = self.model.has_latents

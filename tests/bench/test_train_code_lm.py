@@ -135,7 +135,7 @@ def trained(folder: Path, *options: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def trained_by_two(folder: Path, *options: str) -> str:
-    """What two ranks print, which fail if their weights differ in the end."""
+    """What two ranks print. The script fails if their weights differ at the end."""
     script = Path(train_code_lm.__file__)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(script), str(folder), *SMALL, *options]
@@ -158,7 +158,7 @@ def test_a_model_is_trained_in_two_commands_and_measured(
     sources = (folder / "tokens.npy").stat().st_mtime_ns
     printed = capsys.readouterr().out
     printed += trained_by_two(folder, "--resume", "--length", "512", "--seconds", "4")
-    assert printed.count("trained at 512 tokens") == 1  # by the first rank
+    assert printed.count("trained at 512 tokens") == 1  # only the first rank prints
     for text in (
         "trained at 128 tokens",
         "trained at 256 tokens",

@@ -72,7 +72,7 @@ def main() -> None:
                 f"{what:40}{ragged:9.1f} us{even:9.1f} us{ragged / even:7.2f}x{max(errors):10.1e}"
             )
     print(f"{'new tokens':40}{'ragged':>12}{'padded':>12}{'apart':>12}")
-    # each call for a sequence alone has a kernel for its number of queries
+    # a call for one sequence has a kernel for its number of queries
     warm_up(torch.device("cuda"), [partial(rehearse_counts, *case) for case in COUNTS])
     for tokens, counts in COUNTS:
         unequal_counts(timer, tokens, counts)
@@ -106,11 +106,11 @@ def unequal_counts(timer: GraphTimer, tokens: int, counts: Sequence[int]) -> Non
 def calls_of(
     tokens: int, counts: Sequence[int], device: str
 ) -> tuple[list[AttentionCall], dict[str, list[AttentionCall]]]:
-    """A call for each sequence, and by their names the ways to make fewer.
+    """A call for each sequence, and the calls of each way that makes fewer, by its name.
 
     Args:
-        tokens: of each sequence.
-        counts: new ones of each.
+        tokens: of the cache of each sequence.
+        counts: new tokens of each sequence.
         device: "cuda", or "meta" to rehearse the calls.
     """
     batch, total, most = len(counts), sum(counts), max(counts)
@@ -139,7 +139,7 @@ def calls_of(
 
 
 def rehearse_counts(tokens: int, counts: Sequence[int]) -> None:
-    """Make the calls of a line without values, for a rehearsal: see kvquant/rehearsal.py."""
+    """Rehearse the calls of a printed line on the meta device: see kvquant/rehearsal.py."""
     alone, runs = calls_of(tokens, counts, "meta")
     for one in (*alone, *chain.from_iterable(runs.values())):
         attend(one)

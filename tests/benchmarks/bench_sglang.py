@@ -4,10 +4,10 @@
 
 The model is a Llama as wide as one of 8B, with random weights. Engines run one after another, each
 in its own process. In each of --rounds rounds an engine reads --batch prompts of --context tokens,
-and then decodes all of them at once (decoding.py). A round before these is not kept, because
-kernels are compiled in it. The script writes the file after each engine. If an engine fails the
-script prints the end of its log and leaves the engine out. The engines flashinfer and fa3 run only
-where their packages are installed.
+and then decodes all of them at once (decoding.py). The script makes one more round before these and
+leaves it out, because the engine compiles kernels in it. The script writes the file after each
+engine. If an engine fails the script prints the end of its log and leaves the engine out. The
+engines flashinfer and fa3 run only where their packages are installed.
 
 Install SGLang 0.5.23, or bring it to the machine as one file (tests/sglang/on_gpu/). With that file
 torch computes norms, activations and rotary embeddings in all engines, so steps take longer than

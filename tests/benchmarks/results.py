@@ -15,14 +15,15 @@ measured and the date:
     zen4-decode                             kvquant bench --device cpu
     vllm, vllm-load, vllm-32                tests/benchmarks/bench_vllm.py, with --part load and
                                             --requests 100, with --layers 32
-    sglang                                  tests/benchmarks/bench_sglang.py. Its first round of
-                                            kvquant compiled kernels: 63 sequences had ended before
-                                            it began to count. "graphs" is wrong there, because
-                                            another script wrote to the same log
+    sglang                                  tests/benchmarks/bench_sglang.py. Do not use kvquant's
+                                            first round: the engine compiled kernels, and 63
+                                            sequences ended before the script began to count. Do
+                                            not use "graphs": it is wrong, because another script
+                                            wrote to the same log
     fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
                                             kvquant calibrate --budget 3.25, named MODEL-3
-    recall, recall-few, code                tests/benchmarks/bench_recall.py, the same of rows of 2
-                                            and 3 bits, bench_code.py
+    recall, recall-few, code                tests/benchmarks/bench_recall.py, the same with rows of
+                                            2 and 3 bits, bench_code.py
     row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
                                             bench_graded.py
 
@@ -524,7 +525,7 @@ def served() -> list[str]:
 
 
 def again(figures: Figures) -> str:
-    """What decoding in equal batch gave in the run whose load is shown."""
+    """Tokens a second in equal batch, in the run that the table of loads comes from."""
     ours, theirs = (
         [run["tokens_per_s"] for run in figures["engines"][name]["decode"]]
         for name in ("kvquant", "flash")
@@ -534,7 +535,7 @@ def again(figures: Figures) -> str:
 
 
 def saturated(figures: Figures) -> str:
-    """The rate that requests are answered at if all come at once."""
+    """The rate at which FLASH_ATTN in bf16 answers requests that all come at once."""
     (found,) = figures["engines"]["flash"]["saturated"]
     return (
         f"FLASH_ATTN in bf16 answers {found['requests']} requests that come at once in "
@@ -795,7 +796,7 @@ def evaluated() -> dict[str, list[str]]:
 
 
 def asked_models() -> list[Evaluations]:
-    """Those that answered questions about their contexts."""
+    """The models that answered questions about their contexts."""
     files = [RESULTS / f"{name}.json" for name in ("recall", "recall-few", "code")]
     return of_models(run for path in files for run in read_runs(path))
 

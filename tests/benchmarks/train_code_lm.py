@@ -1,29 +1,31 @@
 """Train a decoder of about 160 million parameters on the Python sources of installed packages.
 
-Two commands of at most 9 minutes each on one H100 or H200; the second goes on where the first one
-stopped, at longer contexts:
+Two commands train it on one H100 or H200, in at most 9 minutes each. The second goes on where the
+first one stopped, with longer contexts:
 
     python tests/benchmarks/train_code_lm.py FOLDER --length 1024 --length 2048 --seconds 510
     python tests/benchmarks/train_code_lm.py FOLDER --resume --length 8192 --rate 7e-4 \\
         --last 3e-5 --seconds 510
 
-With several GPUs of one machine each computes a part of every batch, and training takes that many
-times less time. Then write `torchrun --nproc-per-node 4` in place of `python`.
+If the machine has several GPUs, write `torchrun --nproc-per-node 4` in place of `python`. Each GPU
+then computes a part of every batch. A batch takes that many times less time, so more batches fit in
+--seconds.
 
-Of each batch, 15 % are sheets with facts as train_recall.py makes them, of code as well, and 10 %
-are documents that come again after other ones. The rest is source code. FOLDER gets:
+Of each batch 15 % are sheets of facts: those of train_recall.py, and sheets of Python code
+(code_tasks.py). 10 % are documents that come a second time, after other ones. The rest is source
+code. FOLDER gets:
 
     model.safetensors, tokenizer.json, ...    bfloat16, for `kvquant evaluate` and bench_code.py
-    test.txt, valid.txt                       sources of packages that were not trained on: of the
-                                              first --held package, and of the others
+    test.txt, valid.txt                       sources that the model does not train on: those of the
+                                              first --held package, and of the other --held ones
     tokens.npy, training.pt                   for --resume: all tokens, weights and the optimizer
 
-Recall is learned sooner beside source code than from sheets alone. So the other kinds of models of
-train_recall.py (--kind) are trained here, too, such as `--kind sinks --width 512 --layers 4`.
+A model learns recall sooner beside source code than from sheets alone. So train the other kinds of
+models of train_recall.py (--kind) here, too, such as `--kind sinks --width 512 --layers 4`.
 
-A context is a test only where the model gets something from it: the last lines printed are the
-held-out loss of the first and of the last 1,024 tokens, and how many tokens of answers the model
-predicts in each task.
+The last lines printed tell whether the model uses its context. They are the held-out loss of the
+first and of the last 1,024 tokens, and the share of answers' tokens that the model predicts in each
+task. Do not test caches with a model that gains nothing from its context.
 """
 
 from __future__ import annotations
@@ -263,8 +265,8 @@ def prepare(folder: Path, site: Path, held: tuple[str, ...], size: int) -> None:
 
 
 def join_ranks() -> tuple[int, int]:
-    """The rank of this process and how many there are, as torchrun tells. Ranks but the first one
-    print nothing."""
+    """The rank of this process and the number of ranks, which torchrun sets. Only the first rank
+    prints."""
     rank, count = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
     if count > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -300,7 +302,7 @@ def check_alike(model: torch.nn.Module) -> None:
     firsts = ours.clone()
     dist.broadcast(firsts, 0)
     if not torch.equal(ours, firsts):
-        raise RuntimeError("ranks have trained models of their own: their gradients differed")
+        raise RuntimeError("the ranks have different weights: they did not share all gradients")
 
 
 def main() -> None:
@@ -331,7 +333,7 @@ def main() -> None:
     if not given.resume and not rank:
         prepare(folder, given.packages, tuple(given.held or HELD), given.vocabulary)
         told(begin, "the sources are read")
-    seconds = given.seconds - (shared_clock() - begin)  # the other ranks have waited here
+    seconds = given.seconds - (shared_clock() - begin)  # here the other ranks wait for the first
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = made_model(given.kind, tokenizer, given.width, given.layers, max(lengths), theta=THETA)
     prepare_model(model, device)

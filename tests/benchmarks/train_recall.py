@@ -354,7 +354,7 @@ def train(
             other.
         warm: steps until the rate is reached.
         body: computes what model.model does, such as compiled.
-        clock: seconds. Processes that train together need one clock, to end at the same step.
+        clock: tells seconds. Processes that train together share one, to end at the same step.
     """
     body, device = model.model if body is None else body, model.device
     start, shown, losses = clock(), 0.0, list[torch.Tensor]()

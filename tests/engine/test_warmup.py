@@ -75,7 +75,7 @@ def test_what_is_launched_was_told(name: str, formats: tuple[str, str], cuda: Fa
 def test_what_is_launched_with_k_and_v_apart_was_told(
     formats: tuple[str, str], page: int, cuda: FakeDriver
 ) -> None:
-    """As SGLang keeps them. Rows have padding, without which CUDA does not read small pages."""
+    """SGLang keeps K and V apart and pads rows: CUDA reads no small pages without padding."""
     layout = Settings(*formats).layout(HEADS, DIM, DIM)
     k, v = (-(-fmt.row_bytes // 16) * 16 for fmt in (layout.k_format, layout.v_format))
     pages = tuple(
@@ -85,7 +85,7 @@ def test_what_is_launched_with_k_and_v_apart_was_told(
 
 
 def check_told(planned: StepCalls, pages: Any, cuda: FakeDriver) -> None:
-    """Make steps; all that they launch must have been told, and little else."""
+    """Make steps. kernels_of must have named each kernel that they launch, and few others."""
     layer, page_size = planned.layer, planned.page_size
     told = kernels_of([planned], runtime.gpu_of(CPU))
     assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"

@@ -224,7 +224,7 @@ def test_prompts_with_answers_are_scored(model: CachedModel) -> None:
     assert set(plain["generation"]) == {"0"} and "greedy_answers" not in plain["generation"]["0"]
     sizes = Sizes((2048,), new_tokens=4)
     short = evaluate(model, ["int8,recent=3"], task=kind, sizes=sizes, examples=[Example(tokens)])
-    assert short["caches"][1]["bits"] > 9  # of a cache as long as the prompt, not the length
+    assert short["caches"][1]["bits"] > 9  # of a cache of the prompt's length, not of 2,048
     cache = model.new_cache(1, 64)
     text = model.decode(model.generate(cache, model.prefill(cache, torch.tensor([tokens])), 12)[0])
     last = text.split()[-1].strip(".,")

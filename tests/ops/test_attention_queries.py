@@ -81,7 +81,7 @@ def test_each_query_sees_the_tokens_up_to_its_own(case: tuple[str, int, tuple[in
 
 
 def test_k_and_v_of_unlike_formats() -> None:
-    """tests/kernels/cpu has any pair: to its kernel queries are more heads."""
+    """tests/kernels/cpu tests all pairs: the CPU kernel takes more queries as more heads."""
     k_format, v_format = RowFormat.parse("int4-g4", 64), RowFormat.parse("int8", 96)
     rows = packed(3, HEADS, 150, fmt=k_format), packed(3, HEADS, 150, fmt=v_format)
     options: dict[str, Any] = {"k_format": k_format, "v_format": v_format, "return_lse": True}

@@ -122,7 +122,7 @@ def test_the_kernel_attends_as_the_formula_says(
     ids=str,
 )
 def test_one_to_four_queries_of_each_format_and_size(rows: tuple[str, tuple[int, int]]) -> None:
-    """As many columns each time, of which the CPU kernel makes one of its kind."""
+    """Heads times queries are always 12, so that one CPU kernel of each format serves all."""
     name, dims = rows
     if name == "fp8" and dims != (512, 64):
         with pytest.raises(ConfigError, match="fp8 is FlashMLA's layout, of 512 latents and 64"):

@@ -87,7 +87,7 @@ def prompts_of(ids: list[int]) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def random_ids() -> list[int]:
-    """Tokens for a model with random weights. SGLang gives 0 in place of the last one of 256."""
+    """Tokens for a model with random weights: without 255, the last, which SGLang gives as 0."""
     return torch.randint(255, (8192,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -97,8 +97,9 @@ def mean(pairs: list[list[float]]) -> float:
 
 
 def is_as_good(ours: list[list[float]], theirs: list[list[float]]) -> bool:
-    """Whether our KL is at most three paired standard errors above theirs; a run compares some 25.
-    The standard error of few texts is hardly known, so these may have a quarter more."""
+    """Whether our KL is at most three paired standard errors above theirs. A run compares some 25
+    pairs. With fewer than 8 texts the standard error is hardly known, so our KL may be a quarter of
+    theirs higher still."""
     more = torch.tensor([a[0] - b[0] for a, b in zip(ours, theirs, strict=True)]).double()
     allowed = 3 * more.std() / len(more) ** 0.5 + 1e-6
     if len(more) < 8:

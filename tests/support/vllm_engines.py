@@ -90,7 +90,8 @@ def engine(rows: dict[str, str] | None = None, **options: Any) -> Iterator[Any]:
         "disable_log_stats": False,
     }
     config = {"additional_config": {"kvquant": rows}} if rows else {}
-    # vLLM collects garbage ten times an engine: it need not look at all modules, nor undo that
+    # vLLM collects garbage ten times an engine. freeze keeps modules out of these collections, and
+    # the patch keeps vLLM from undoing that
     gc.freeze()
     with patch.multiple(gc, freeze=lambda: None, unfreeze=lambda: None):
         llm = LLM(**{**given, **config, **options})

@@ -509,7 +509,7 @@ def _shape(
     if getattr(config, "kv_lora_rank", None):
         return 1, *_latent_shape(config, layer, window)
     heads = _number(config, "num_key_value_heads", layer) or q_heads
-    if getattr(config, "multi_query", False):  # Falcon: all heads read one
+    if getattr(config, "multi_query", False):  # Falcon: all query heads read one KV head
         heads = q_heads if getattr(config, "new_decoder_architecture", False) else 1
     k_dim = _number(config, "head_dim", layer) or _number(config, "attention_head_dim", layer)
     if layer_kind == "full_attention":  # before transformers 5.17, which has layers' own configs

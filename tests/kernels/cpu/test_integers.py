@@ -77,7 +77,8 @@ def name_of(case: tuple[tuple[str, str], int]) -> str:
     return f"{'+'.join(case[0])}-{case[1]}"
 
 
-# each pair, and each ratio with fields of two widths, and with K of four tokens together
+# each pair with ratio 4; each ratio with PAIRS[2] (fields of two widths) and with PAIRS[6] (K of
+# four tokens together)
 @pytest.mark.parametrize(
     "case",
     mark_slow(
