@@ -192,6 +192,8 @@ def calibrate(
         for sentences in words:
             click.echo(paragraph(sentences))
         for what, line in steps:
+            if len(line) > 76:  # a terminal has 80 columns
+                line = line.replace(" -o ", " \\\n        -o ")
             click.echo(f"\n{what}:\n    {line}")
     finally:
         said = {"kind": kind, "mark": mark, "sentence": sentence, "further": further}

@@ -787,6 +787,8 @@ def evaluated() -> dict[str, list[str]]:
     --picture.
     """
     models = asked_models()
+    if not models:
+        return {}
     parts = [part for one in models for part in tables(one)]
     texts = [text for heading, found in parts for text in (heading, table(*found))]
     return {
