@@ -7,8 +7,8 @@ stopped, at longer contexts:
     python tests/benchmarks/train_code_lm.py FOLDER --resume --length 8192 --rate 7e-4 \\
         --last 3e-5 --seconds 510
 
-With several GPUs of one machine each computes a part of every batch, and training takes that many
-times less time. Then write `torchrun --nproc-per-node 4` in place of `python`.
+With several GPUs of one machine each computes a part of every batch, so a step takes less time.
+Then write `torchrun --nproc-per-node 4` in place of `python`.
 
 Of each batch, 15 % are sheets with facts as train_recall.py makes them, of code as well, and 10 %
 are documents that come again after other ones. The rest is source code. FOLDER gets:
@@ -331,7 +331,7 @@ def main() -> None:
     if not given.resume and not rank:
         prepare(folder, given.packages, tuple(given.held or HELD), given.vocabulary)
         told(begin, "the sources are read")
-    seconds = given.seconds - (shared_clock() - begin)  # the other ranks have waited here
+    shared_clock()  # the other ranks wait here for the first one
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = made_model(given.kind, tokenizer, given.width, given.layers, max(lengths), theta=THETA)
     prepare_model(model, device)
@@ -346,6 +346,7 @@ def main() -> None:
     body = torch.compile(model.model, dynamic=False) if compiled else model.model
     if count > 1:
         share_gradients(model, count)
+    seconds = given.seconds - (shared_clock() - begin)
     edges = np.linspace(given.rate, given.last, len(lengths) + 1).tolist()
     for (at, length), rates in zip(enumerate(lengths), itertools.pairwise(edges), strict=True):
         rows = Rows(
