@@ -8,8 +8,7 @@ first one stopped, with longer contexts:
         --last 3e-5 --seconds 510
 
 If the machine has several GPUs, write `torchrun --nproc-per-node 4` in place of `python`. Each GPU
-then computes a part of every batch. A batch takes that many times less time, so more batches fit in
---seconds.
+then computes a part of every batch. A batch takes less time, so more batches fit in --seconds.
 
 Of each batch 15 % are sheets of facts: those of train_recall.py, and sheets of Python code
 (code_tasks.py). 10 % are documents that come a second time, after other ones. The rest is source
@@ -333,7 +332,7 @@ def main() -> None:
     if not given.resume and not rank:
         prepare(folder, given.packages, tuple(given.held or HELD), given.vocabulary)
         told(begin, "the sources are read")
-    seconds = given.seconds - (shared_clock() - begin)  # here the other ranks wait for the first
+    shared_clock()  # the other ranks wait here for the first one
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = made_model(given.kind, tokenizer, given.width, given.layers, max(lengths), theta=THETA)
     prepare_model(model, device)
@@ -348,6 +347,7 @@ def main() -> None:
     body = torch.compile(model.model, dynamic=False) if compiled else model.model
     if count > 1:
         share_gradients(model, count)
+    seconds = given.seconds - (shared_clock() - begin)
     edges = np.linspace(given.rate, given.last, len(lengths) + 1).tolist()
     for (at, length), rates in zip(enumerate(lengths), itertools.pairwise(edges), strict=True):
         rows = Rows(
