@@ -10,6 +10,8 @@ measured and the date:
     h200-decode, h200-mla, h200-variants    kvquant bench, with --mla, with --variants
     h200-more                               the cases of four such calls, one after another, with
                                             --format int4-g4, int3 and int2, --exact, --page-size
+    h200-tune                               kvquant bench --tune --quick --format int2
+                                            --format int3
     h200-peers                              tests/benchmarks/peers.py
     h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
     zen4-decode                             kvquant bench --device cpu
@@ -84,6 +86,8 @@ def keep(name: str, path: Path, *more: Path) -> None:
     facts = {"commit": subprocess.check_output(head, text=True).strip()}
     facts["date"] = figures.get("machine", {}).get("date") or written.isoformat(timespec="seconds")
     runs = figures.pop("runs", None)
+    if more and runs is None:
+        raise SystemExit(f"{path} has no runs, which other files could add to: give one file")
     for other in more:
         runs += read_runs(other)
     text = json.dumps(facts | figures, indent=1) + "\n"
@@ -117,7 +121,7 @@ def shown() -> dict[str, list[str]]:
         ],
         "kvquant/bench/README.md": [
             *(cpu_about(), cpu_decode(), cpu_rows(), gpu_about(), decode_cases()),
-            *(gains(), few_bits_times(), page_times()),
+            *(gains(), gpu_about("h200-more"), few_bits_times(), page_times()),
         ],
         "kvquant/hf/README.md": [steps_about(), steps(), *latent_steps()],
         "kvquant/hf/decode_step.svg": step_labels(),
@@ -268,9 +272,9 @@ def cpu_about() -> str:
     )
 
 
-def gpu_about() -> str:
+def gpu_about(name: str = "h200-decode") -> str:
     """Where and when decode was measured on a GPU."""
-    machine = read("h200-decode")["machine"]
+    machine = read(name)["machine"]
     return (
         f"{machine['gpu']}, {day(machine)}, torch {release(machine)}, peak of plain reads "
         f"{machine['read_gb_per_s']:,.0f} GB/s"

@@ -326,6 +326,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     folder, lengths = given.folder, given.length or [1024, 2048]
+    if given.tokens // count < max(lengths):
+        raise SystemExit(f"{given.tokens} --tokens of {count} ranks are less than a row each")
     torch.manual_seed(given.seed)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
