@@ -126,6 +126,7 @@ def shown() -> dict[str, list[str]]:
         "kvquant/hf/README.md": [steps_about(), steps(), *latent_steps()],
         "kvquant/hf/decode_step.svg": step_labels(),
         "kvquant/lmcache/README.md": [room()],
+        "kvquant/sglang/README.md": [served_by_sglang()],
         "kvquant/vllm/README.md": [room(), *served()],
     }
 
@@ -592,6 +593,21 @@ def under_load(figures: Figures) -> str:
             rows.append([title, f"{same[0]['rate']:.1f}", *cells])
     titles = ["engine", "requests a second", "first token, ms: p50", "p99"]
     return table([*titles, "between tokens, ms: p50", "p99"], rows)
+
+
+def served_by_sglang() -> str:
+    """Tokens a second of SGLang's engines, in their last round."""
+    engines = read("sglang")["engines"]
+    rows = []
+    for name, title in (
+        ("kvquant", "kvquant `int4-g4`"),
+        ("triton", "SGLang's `triton`, bf16"),
+    ):
+        last = engines[name]["decode"][-1]
+        assert not last["ended_too_early"]
+        rates = (last[key] for key in ("tokens_per_s", "prompt_tokens_per_s"))
+        rows.append([title, *(f"{rate:,.0f}" for rate in rates)])
+    return table(["engine", "tokens/s", "prompts: tokens/s"], rows)
 
 
 README_CACHES = {
