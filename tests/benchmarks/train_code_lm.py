@@ -345,8 +345,9 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
     valid = (folder / "valid.txt").read_text(encoding="utf-8")
     code_tasks.add(valid)  # its lines are read in sheets, and are not predicted
-    compiled = device == "cuda"
-    body = torch.compile(model.model, dynamic=False) if compiled else model.model
+    if device == "cuda":
+        for layer in model.model.layers:  # alike, so they share a graph, compiled in seconds
+            layer.compile(dynamic=False)
     if count > 1:
         share_gradients(model, count)
     seconds = given.seconds - (shared_clock() - begin)
@@ -376,7 +377,6 @@ def main() -> None:
             seconds / len(lengths),
             rates,
             warm=warm,
-            body=body,
             clock=shared_clock,
         )
         told(begin, f"trained at {length} tokens")
@@ -385,6 +385,10 @@ def main() -> None:
         dist.destroy_process_group()
         if rank:
             return
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, folder / "training.pt")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    told(begin, "saved")
     model.eval()
     test = (folder / "test.txt").read_text(encoding="utf-8")
     loss = held_out_loss(model, tokenizer, test, max(lengths))
@@ -400,10 +404,6 @@ def main() -> None:
             print(f"{100 * predicted(model, sheets, PASSAGES):.1f} % of answers' tokens: {task}")
         except ConfigError:
             print(f"{max(lengths)} tokens have no room for {task}")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, folder / "training.pt")
-    model.to(torch.bfloat16).save_pretrained(folder)
-    told(begin, "saved")
 
 
 def told(begin: float, what: str) -> None:
