@@ -1,0 +1,81 @@
+"""How long `kvquant evaluate` takes on a GPU with a model as wide as one of 8B, of random weights.
+
+    python tests/benchmarks/bench_evaluate.py --json evaluate.json
+
+Retrieval in contexts of 32,768 tokens, 20 prompts a task, five caches beside the 16-bit one. Such a
+model answers nothing, so only the time counts. Start an interrupted run again with the same --json:
+it goes on where it stopped, and the seconds of its parts add up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import click
+import torch
+from bench_prefill import LLAMA_8B
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from kvquant import CachedModel, __version__
+from kvquant.cli.console import COUNT, NEW_FILE
+from kvquant.evaluation.evaluate import Sizes, Task, evaluate
+
+TOKENIZER = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
+CACHES = ("int8", "int4-g4", "int4", "int8/int4-g4", "fp8")
+
+
+@click.command()
+@click.option("--layers", type=COUNT, default=32, show_default=True)
+@click.option("--length", type=COUNT, default=32768, show_default=True)
+@click.option("--prompts", type=COUNT, default=20, show_default=True, help="Of a task.")
+@click.option("--batch", type=COUNT, default=4, show_default=True, help="Prompts at once.")
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+@click.option("--json", "json_file", type=NEW_FILE, required=True)
+def main(layers: int, length: int, prompts: int, batch: int, device: str, json_file: Path) -> None:
+    """Evaluate, and write how long each part took."""
+    start = time.monotonic()
+    torch.manual_seed(0)
+    config = LlamaConfig(num_hidden_layers=layers, **LLAMA_8B)
+    with torch.device(device):
+        torch.set_default_dtype(torch.bfloat16)  # weights in float32 would take 32 GB
+        made = LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+    model = CachedModel(made, AutoTokenizer.from_pretrained(TOKENIZER))
+    loaded = time.monotonic() - start
+    click.echo(f"{loaded:6.1f} s: the model is made")
+
+    def told(what: str, parts: int) -> None:
+        click.echo(f"{time.monotonic() - start:6.1f} s: {what}, one of {parts} parts")
+
+    found = evaluate(
+        model,
+        CACHES,
+        task=Task(kinds=("retrieval",), chat=False),
+        sizes=Sizes((length,), prompts=prompts, batch=batch),
+        state=json_file.with_suffix(".state"),
+        progress=told,
+    )
+    seconds = found["seconds"]
+    facts = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "torch": torch.__version__,
+        "kvquant": __version__,
+        "layers": layers,
+        "tokens": length,
+        "prompts": prompts,
+        "batch": batch,
+        "tasks": [*found["retrieval"][str(length)]],
+        "caches": [one["cache"] for one in found["caches"]],
+        "cache_bytes": found["cache_bytes"],
+        "made_seconds": loaded,
+        "seconds": seconds,
+        "minutes": (loaded + sum(map(sum, seconds.values()))) / 60,
+    }
+    json_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    click.echo(f"{facts['minutes']:.1f} minutes: {seconds}")
+
+
+if __name__ == "__main__":
+    main()
