@@ -15,12 +15,12 @@ from pathlib import Path
 
 import click
 import torch
-from bench_prefill import LLAMA_8B
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
+from wide_models import made_model
 
-from kvquant import CachedModel, __version__
+from kvquant import __version__
 from kvquant.cli.console import COUNT, NEW_FILE
-from kvquant.evaluation.evaluate import Sizes, Task, evaluate
+from kvquant.evaluation.evaluate import MARGIN, Sizes, Task, evaluate
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 CACHES = ("int8", "int4-g4", "int4", "int8/int4-g4", "fp8")
@@ -36,13 +36,8 @@ CACHES = ("int8", "int4-g4", "int4", "int8/int4-g4", "fp8")
 def main(layers: int, length: int, prompts: int, batch: int, device: str, json_file: Path) -> None:
     """Evaluate, and write how long each part took."""
     start = time.monotonic()
-    torch.manual_seed(0)
-    config = LlamaConfig(num_hidden_layers=layers, **LLAMA_8B)
-    with torch.device(device):
-        torch.set_default_dtype(torch.bfloat16)  # weights in float32 would take 32 GB
-        made = LlamaForCausalLM(config).eval()
-        torch.set_default_dtype(torch.float32)
-    model = CachedModel(made, AutoTokenizer.from_pretrained(TOKENIZER))
+    model = made_model(layers, length + MARGIN, device=device)
+    model.tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     loaded = time.monotonic() - start
     click.echo(f"{loaded:6.1f} s: the model is made")
 
