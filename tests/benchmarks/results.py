@@ -15,8 +15,9 @@ measured and the date:
     h200-peers                              tests/benchmarks/peers.py
     h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
     zen4-decode                             kvquant bench --device cpu
-    vllm, vllm-load, vllm-32                tests/benchmarks/bench_vllm.py, with --part load and
-                                            --requests 100, with --layers 32
+    vllm, vllm-load, vllm-32, vllm-again    tests/benchmarks/bench_vllm.py, with --part load and
+                                            --requests 100, with --layers 32, as vllm beside jobs on
+                                            other GPUs and cores
     sglang                                  tests/benchmarks/bench_sglang.py. Do not use kvquant's
                                             first round: the engine compiled kernels, and 63
                                             sequences ended before the script began to count. Do
@@ -526,16 +527,22 @@ def served() -> list[str]:
             figures = read(name)
             found += [engines_about(figures), throughput(figures)]
     figures = read("vllm-load")
-    return [*found, again(figures), saturated(figures), under_load(figures)]
+    return [
+        *found,
+        again(figures),
+        again(read("vllm-again")),
+        saturated(figures),
+        under_load(figures),
+    ]
 
 
 def again(figures: Figures) -> str:
-    """Tokens a second in equal batch, in the run that the table of loads comes from."""
+    """Tokens a second in equal batch, in a run beside other jobs."""
     ours, theirs = (
         [run["tokens_per_s"] for run in figures["engines"][name]["decode"]]
         for name in ("kvquant", "flash")
     )
-    told = [f"{min(rates):,.0f} and {max(rates):,.0f}" for rates in (ours, theirs)]
+    told = [f"{min(rates):,.0f} to {max(rates):,.0f}" for rates in (ours, theirs)]
     return f"kvquant decoded {told[0]} tokens a second, and FLASH_ATTN in bf16 {told[1]}"
 
 
