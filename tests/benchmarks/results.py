@@ -25,8 +25,9 @@ measured and the date:
                                             wrote to the same log
     fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
                                             kvquant calibrate --budget 3.25, named MODEL-3
-    recall, recall-few, code                tests/benchmarks/bench_recall.py, the same with rows of
-                                            2 and 3 bits, bench_code.py
+    recall, recall-few, code, kinds         tests/benchmarks/bench_recall.py, the same with rows of
+                                            2 and 3 bits, bench_code.py, the same of other kinds of
+                                            models
     row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
                                             bench_graded.py
 
@@ -811,7 +812,7 @@ def evaluated() -> dict[str, list[str]]:
     """The tables of calibration/FIDELITY.md and the names in its picture.
 
     bench_recall.py draws the picture: --from recall.json --from recall-few.json --from code.json
-    --picture.
+    --from kinds.json --picture.
     """
     models = asked_models()
     if not models:
@@ -826,7 +827,7 @@ def evaluated() -> dict[str, list[str]]:
 
 def asked_models() -> list[Evaluations]:
     """The models that answered questions about their contexts."""
-    files = [RESULTS / f"{name}.json" for name in ("recall", "recall-few", "code")]
+    files = [RESULTS / f"{name}.json" for name in ("recall", "recall-few", "code", "kinds")]
     return of_models(run for path in files for run in read_runs(path))
 
 
@@ -837,7 +838,7 @@ README_LOST = (
 
 
 def lost() -> str:
-    """Points of right answers that caches cost two models which find facts."""
+    """Points of right answers that caches cost models which find facts."""
     models = asked_models()
     points = [one.lost(PICTURED) for one in models]
     rows = []
@@ -848,7 +849,8 @@ def lost() -> str:
         ]
         rows.append([name, f"{models[0].bits[name]:.2f}", *cells])
     named = []
-    for name, one in zip(("`llama-recall-5m`", "Python code"), models, strict=True):
+    titles = "`llama-recall-5m`", "Python code", "biased keys"
+    for name, one in zip(titles, models, strict=True):
         size = one.runs[0]["model"]["parameters"] / 1e6
         named += [f"{name}, {size:.1f} M: {what}" for what in ("mean", "worst")]
     return table(["cache", "bits per element, without window", *named], rows)
