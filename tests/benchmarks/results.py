@@ -13,7 +13,10 @@ measured and the date:
     h200-tune                               kvquant bench --tune --quick --format int2
                                             --format int3
     h200-peers                              tests/benchmarks/peers.py
+    h200-evaluate                           tests/benchmarks/bench_evaluate.py, interrupted once
     h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
+    h200-captured                           the same with --layers 8 --batch 1 --tokens 8192; names
+                                            of kernels are cut
     zen4-decode                             kvquant bench --device cpu
     vllm, vllm-load, vllm-32, vllm-again    tests/benchmarks/bench_vllm.py, with --part load and
                                             --requests 100, with --layers 32, as vllm beside jobs on
@@ -23,6 +26,8 @@ measured and the date:
                                             sequences ended before the script began to count. Do
                                             not use "graphs": it is wrong, because another script
                                             wrote to the same log
+    sglang-answers                          tests/support/sglang_compared.py: compared.json of two
+                                            calls, put together
     fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
                                             kvquant calibrate --budget 3.25, named MODEL-3
     recall, recall-few, code, kinds         tests/benchmarks/bench_recall.py, the same with rows of
@@ -125,10 +130,11 @@ def shown() -> dict[str, list[str]]:
             *(cpu_about(), cpu_decode(), cpu_rows(), gpu_about(), decode_cases()),
             *(gains(), gpu_about("h200-more"), few_bits_times(), page_times()),
         ],
-        "kvquant/hf/README.md": [steps_about(), steps(), *latent_steps()],
+        "kvquant/evaluation/README.md": [evaluation()],
+        "kvquant/hf/README.md": [steps_about(), steps(), captured_step(), *latent_steps()],
         "kvquant/hf/decode_step.svg": step_labels(),
         "kvquant/lmcache/README.md": [room()],
-        "kvquant/sglang/README.md": [served_by_sglang()],
+        "kvquant/sglang/README.md": [answers_of_sglang(), served_by_sglang()],
         "kvquant/vllm/README.md": [room(), *served()],
     }
 
@@ -307,6 +313,29 @@ def latent_steps() -> list[str]:
     )
     cells = [f"{case['ms'][name]:.1f}" for name in WAYS]
     return [about, table([*WAYS.values()], [cells])]
+
+
+def captured_step() -> str:
+    """A step captured as it is, and as torch.compile makes it."""
+    found = read("h200-captured")
+    (case,) = found["cases"]
+    ms = {name: f"{taken:.2f} ms" for name, taken in case["ms"].items()}
+    return (
+        f"With {found['layers']} layers, batch {case['batch']} and {case['tokens']:,} tokens "
+        f"`CapturedStep` takes {ms['captured']}, with `compile=True` {ms['captured, compiled']}, and "
+        f"a compiled `QuantizedCache` {ms['compiled']} ({found['gpu']}, {day(found)})"
+    )
+
+
+def evaluation() -> str:
+    """How long kvquant evaluate takes with a model as wide as one of 8B."""
+    found = read("h200-evaluate")
+    return (
+        f"retrieval in contexts of {found['tokens']:,} tokens, {found['prompts']} prompts for each "
+        f"of {len(found['tasks'])} tasks, {len(found['caches']) - 1} caches beside the 16-bit one "
+        f"and {found['layers']} layers took {found['minutes']:.1f} minutes "
+        f"({found['device']}, {day(found)})"
+    )
 
 
 def ran(mode: str, what: str = "") -> str:
@@ -601,6 +630,35 @@ def under_load(figures: Figures) -> str:
             rows.append([title, f"{same[0]['rate']:.1f}", *cells])
     titles = ["engine", "requests a second", "first token, ms: p50", "p99"]
     return table([*titles, "between tokens, ms: p50", "p99"], rows)
+
+
+SGLANG_ENGINES = {  # rows and pages, by the names of sglang_compared.py
+    "own": ("SGLang's own, bf16", 1),
+    "bf16": ("`bf16`", 1),
+    "bf16-pages": ("`bf16`", 64),
+    "int8": ("`int8`", 1),
+    "plan": ("`int4-g4` with a plan", 16),
+    "int4-tokens": ("`int4-g4`", 1),
+    "int4": ("`int4-g4`", 64),
+    "int4-rows": ("`int4-g4`, prompts read rows", 16),
+    "int4-short-chunks": ("`int4-g4`, chunks of 64 tokens", 1),
+    "gemma2-own": ("Gemma 2: SGLang's own, bf16", 1),
+    "gemma2": ("Gemma 2: `bf16`", 1),
+    "gemma2-int8": ("Gemma 2: `int8`", 16),
+    "gemma3-own": ("Gemma 3: SGLang's own, bf16", 1),
+    "gemma3": ("Gemma 3: `bf16`", 64),
+    "gemma3-int8": ("Gemma 3: `int8`", 1),
+}
+
+
+def answers_of_sglang() -> str:
+    """KL of SGLang's engines to transformers in float32."""
+    engines = read("sglang-answers")["engines"]
+    rows = []
+    for name, (title, page) in SGLANG_ENGINES.items():
+        kls = (f"{engines[name][kind]:.4f}" for kind in ("generated", "prompts"))
+        rows.append([title, str(page), *kls])
+    return table(["rows", "tokens of a page", "generated", "prompts"], rows)
 
 
 def served_by_sglang() -> str:

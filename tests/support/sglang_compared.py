@@ -88,7 +88,9 @@ def make_model(kind: str, folder: Path) -> Path:
         kinds = ["sliding_attention"] * 3 + ["full_attention"]
         config = Gemma3TextConfig(**given, layer_types=kinds)
     elif kind == "gpt-oss":  # windows in every second layer, sink logits, a pool of two parts
-        config = GptOssConfig(**given, num_local_experts=4, num_experts_per_tok=2)
+        # transformers before 5.19 have no swiglu_limit, which SGLang asks for
+        given |= {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
+        config = GptOssConfig(**given)
     else:
         raise ValueError(f"there is no model {kind!r}")
     return Path(random_model(folder / kind, config, without_experts=True))
