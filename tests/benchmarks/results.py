@@ -322,8 +322,8 @@ def captured_step() -> str:
     ms = {name: f"{taken:.2f} ms" for name, taken in case["ms"].items()}
     return (
         f"With {found['layers']} layers, batch {case['batch']} and {case['tokens']:,} tokens "
-        f"`CapturedStep` takes {ms['captured']}, with `compile=True` {ms['captured, compiled']}, and "
-        f"a compiled `QuantizedCache` {ms['compiled']} ({found['gpu']}, {day(found)})"
+        f"`CapturedStep` takes {ms['captured']}, with `compile=True` {ms['captured, compiled']}, "
+        f"and a compiled `QuantizedCache` {ms['compiled']} ({found['gpu']}, {day(found)})"
     )
 
 
@@ -331,10 +331,9 @@ def evaluation() -> str:
     """How long kvquant evaluate takes with a model as wide as one of 8B."""
     found = read("h200-evaluate")
     return (
-        f"retrieval in contexts of {found['tokens']:,} tokens, {found['prompts']} prompts for each "
-        f"of {len(found['tasks'])} tasks, {len(found['caches']) - 1} caches beside the 16-bit one "
-        f"and {found['layers']} layers took {found['minutes']:.1f} minutes "
-        f"({found['device']}, {day(found)})"
+        f"retrieval in contexts of {found['tokens']:,} tokens, with {found['prompts']} prompts for "
+        f"each of {len(found['tasks'])} tasks and {len(found['caches']) - 1} caches, took "
+        f"{found['minutes']:.1f} minutes ({found['device']}, {day(found)})"
     )
 
 
