@@ -384,7 +384,7 @@ class CachedModel:
         return self._run(cache, tokens[:, None], None, [0])[:, 0]
 
     def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The fastest way to decode tokens of a cache one by one, but for CapturedStep's compile.
+        """The fastest way to decode tokens of a cache one by one, without torch.compile.
 
         Args:
             cache: the past of each sequence.

@@ -10,6 +10,8 @@ measured and the date:
     h200-decode, h200-mla, h200-variants    kvquant bench, with --mla, with --variants
     h200-more                               the cases of four such calls, one after another, with
                                             --format int4-g4, int3 and int2, --exact, --page-size
+    h200-512                                kvquant bench --head-dim 512 --q-heads 16 --kv-heads 4
+                                            --format int4-g4 --format int8
     h200-tune                               kvquant bench --tune --quick --format int2
                                             --format int3
     h200-peers                              tests/benchmarks/peers.py
@@ -125,6 +127,7 @@ def shown() -> dict[str, list[str]]:
         "kernels/FACTS.md": [
             *(peers(), ran("variants"), variants()),
             *(ran("mla", "torch 2.11, one run of "), latent_rows(), latent_peers()),
+            *(gpu_about("h200-512"), heads_of_512()),
         ],
         "kvquant/bench/README.md": [
             *(cpu_about(), cpu_decode(), cpu_rows(), gpu_about(), decode_cases()),
@@ -226,6 +229,20 @@ def few_bits_times() -> str:
         )
     titles = ["rows", "batch", "heads", "tokens in 16 bit", "MB", "one call: us", "in a row: us"]
     return table([*titles, "to `int4-g4`", "16 bit: ratio"], rows)
+
+
+def heads_of_512() -> str:
+    """Heads of 512 elements: 64 sequences of 8,192 tokens, 16:4 heads."""
+    rows = [
+        [
+            *(f"`{one['k_format']}`", f"{one['us']:.1f}", f"{one['in_a_row_us']:.1f}"),
+            *(f"{one['in_a_row_gb_per_s']:,.0f}", f"{one['in_a_row_roof_percent']:.0f} %"),
+            f"{of_peer(one)['in_a_row_ratio']:.2f}",
+        ]
+        for one in read("h200-512")["decode"]
+    ]
+    titles = ["rows", "one call: us", "in a row: us", "GB/s", "of the read peak", "16 bit: ratio"]
+    return table(titles, rows)
 
 
 def page_times() -> str:
