@@ -18,7 +18,7 @@ from .retrieval import TASKS, Question, Sheet
 
 Encode = Callable[[str], list[int]]
 BREAK = "\n"
-LEAST = 3  # lines of a sheet
+LEAST = 3  # a sheet has at least so many lines
 TRIAL = 16  # lines of a sheet that is tokenized to estimate how many lines fit
 SLOT = "KVQUANTSLOT"  # stands for a chat's text while its template is applied
 
@@ -142,12 +142,12 @@ class Writer:
                     f"{self._length} tokens have no room for the task {task} and a 16-bit window "
                     f"of {self._window}: give a longer --length, or caches with a smaller recent"
                 )
-            # without so many lines it would have fitted; where nothing was far, try a few less
+            # too long: leave out the lines that do not fit; all facts in the window: a few lines
             fewer = -missing * count // used if missing < 0 else count // 32
             count = max(count - max(fewer, 1), LEAST)
 
     def _count_of(self, task: str) -> int:
-        """An estimate of how many lines fit a context, rather too high."""
+        """Estimate how many lines fit a context. The estimate is rather too high."""
         trial = TASKS[task](Random(0), TRIAL)
         tokens = sum(len(self._line(one)) for one in trial.lines)
         return max(LEAST + 1, round(1.05 * TRIAL * self._length / tokens))
@@ -155,8 +155,15 @@ class Writer:
     def _fitted(
         self, sheet: Sheet, lines: list[list[int]], tail: list[int], missing: int, seed: str
     ) -> Prompt | None:
-        """The sheet as a prompt, filled up by so many tokens; None if no fact lies outside of the
-        window. lines and tail are the tokens of its facts and of its examples."""
+        """Make a prompt of a sheet; None if no question is about facts before the 16-bit window.
+
+        Args:
+            sheet: the facts, examples and questions.
+            lines: tokens of each fact.
+            tail: tokens of the examples.
+            missing: tokens of filler that bring the prompt to its length.
+            seed: chooses the questions.
+        """
         fill = (self._filler * (1 + missing // len(self._filler)))[:missing]
         if len(fill) > len(self._anchor):  # the first fact begins a line
             fill[len(fill) - len(self._anchor) :] = self._anchor

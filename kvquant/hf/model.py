@@ -384,7 +384,7 @@ class CachedModel:
         return self._run(cache, tokens[:, None], None, [0])[:, 0]
 
     def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The fastest way to decode tokens of a cache one by one, without torch.compile.
+        """The fastest way to decode tokens of a cache one by one that needs no torch.compile.
 
         Args:
             cache: the past of each sequence.
@@ -671,8 +671,11 @@ class CachedModel:
         return None
 
     def not_compiled(self, past: QuantizedCache) -> str | None:
-        """Why torch.compile cannot take a step with a cache of past_of that can be a CUDA graph;
-        None if nothing is known against it."""
+        """Why torch.compile cannot compile a decode step; None if no reason is known.
+
+        Args:
+            past: of past_of, for a cache and model that not_captured has no objection to.
+        """
         if past.is_compileable:
             return None
         if self._layers.scaled_from is not None:
@@ -718,8 +721,11 @@ class CachedModel:
         return self._call_by(self.model, past, tokens, keep)
 
     def compiled(self) -> Callable[[QuantizedCache, torch.Tensor, list[int]], torch.Tensor]:
-        """call by torch.compile, for steps of one token: one graph, which makes no CUDA graph by
-        itself. A call that is none, with the same past, has to come first."""
+        """Make a version of `call` that torch.compile compiles, for steps of one token.
+
+        torch compiles the model as one graph (fullgraph), without a CUDA graph. Before the first
+        compiled call run `call` itself, with the same past.
+        """
         forward = torch.compile(self.model.__call__, fullgraph=True, dynamic=False)
         return partial(self._call_by, forward)
 
@@ -730,7 +736,7 @@ class CachedModel:
         tokens: torch.Tensor,
         keep: list[int],
     ) -> torch.Tensor:
-        """As call, where forward is the model or what was made of it."""
+        """Do what `call` does, where forward is the model or its compiled version."""
         cache = past.kv
         assert cache is not None
         steps = torch.arange(tokens.shape[1], device=cache.device)

@@ -1,10 +1,11 @@
-"""How long `kvquant evaluate` takes on a GPU with a model as wide as one of 8B, of random weights.
+"""Time `kvquant evaluate` on a GPU, with a model as wide as one of 8B, with random weights.
 
     python tests/benchmarks/bench_evaluate.py --json evaluate.json
 
-Retrieval in contexts of 32,768 tokens, 20 prompts a task, five caches beside the 16-bit one. Such a
-model answers nothing, so only the time counts. Start an interrupted run again with the same --json:
-it goes on where it stopped, and the seconds of its parts add up.
+The script evaluates retrieval in contexts of 32,768 tokens, with 20 prompts a task and five caches
+beside the 16-bit one. A model with random weights answers nothing right, so only the time counts.
+If a run stops early, start it again with the same --json: it goes on where it stopped, and adds the
+seconds of its parts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CACHES = ("int8", "int4-g4", "int4", "int8/int4-g4", "fp8")
 
 
 def sum_of(parts: Iterable[Any]) -> float:
-    """Seconds of the parts in a file of an interrupted run."""
+    """Add the seconds of the parts that the state file of an interrupted run holds."""
     return sum(sum(one["seconds"]) for one in parts)
 
 

@@ -218,8 +218,10 @@ class Evaluations:
         return ["cache", "bits", "texts", *(f"{count:,} tokens" for count in counts)], rows
 
     def lost(self, window: Window) -> dict[str, tuple[float, float]]:
-        """Points that each cache loses, mean and most of the tasks and lengths that are a test and
-        that all caches with this window were asked."""
+        """Points that each cache loses: the mean and the most.
+
+        Both count the tasks and lengths that are a test for all caches with this window.
+        """
         tests = {name: self._tests(window, name) for name in self.caches(window)}
         asked = [set(cells) for cells in tests.values() if cells]
         common = sorted(set.intersection(*asked)) if asked else []
@@ -231,7 +233,7 @@ class Evaluations:
         return found
 
     def _tests(self, window: Window, name: str) -> dict[tuple[str, int], Cell]:
-        """By task and length, what was answered, where it is a test."""
+        """The answers of a cache by task and length, where the task is a test."""
         return {k[2:]: c for k, c in self.cells.items() if k[:2] == (window, name) and c.is_test}
 
     def _counts(self, window: Window, name: str) -> dict[str, dict[int, Cell]]:

@@ -17,27 +17,28 @@ measured and the date:
     h200-peers                              tests/benchmarks/peers.py
     h200-evaluate                           tests/benchmarks/bench_evaluate.py, interrupted once
     h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
-    h200-captured                           the same with --layers 8 --batch 1 --tokens 8192; names
-                                            of kernels are cut
+    h200-captured                           bench_model.py --layers 8 --batch 1 --tokens 8192. We
+                                            shortened the names of kernels
     zen4-decode                             kvquant bench --device cpu
     vllm, vllm-load, vllm-32, vllm-again    tests/benchmarks/bench_vllm.py, with --part load and
-                                            --requests 100, with --layers 32, as vllm beside jobs on
-                                            other GPUs and cores
+                                            --requests 100, with --layers 32, and as for vllm again,
+                                            beside jobs on the machine's other GPUs and cores
     sglang                                  tests/benchmarks/bench_sglang.py. Do not use kvquant's
                                             first round: the engine compiled kernels, and 63
                                             sequences ended before the script began to count. Do
                                             not use "graphs": it is wrong, because another script
                                             wrote to the same log
-    sglang-answers                          tests/support/sglang_compared.py: compared.json of two
-                                            calls, put together
+    sglang-answers                          tests/support/sglang_compared.py: its compared.json,
+                                            merged from two calls
     fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
                                             kvquant calibrate --budget 3.25, named MODEL-3
     recall, recall-few, code, kinds         tests/benchmarks/bench_recall.py, the same with rows of
-                                            2 and 3 bits, bench_code.py, the same of other kinds of
-                                            models
-    code-again                              bench_code.py: generated texts, and rows of 2 and 3 bits
-                                            without a plan. The runs of texts had 4 questions and 1
-                                            passage, too, which are left out
+                                            2 and 3 bits, bench_code.py, the same with models of
+                                            other kinds (train_code_lm.py --kind)
+    code-again                              bench_code.py with a second training of the model:
+                                            generated texts, and rows of 2 and 3 bits without a
+                                            plan. The runs that generated texts also asked 4
+                                            questions and scored 1 passage: we left these out
     row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
                                             bench_graded.py
 
@@ -336,7 +337,7 @@ def latent_steps() -> list[str]:
 
 
 def captured_step() -> str:
-    """A step captured as it is, and as torch.compile makes it."""
+    """The time of a captured step, and of one that torch.compile compiled first."""
     found = read("h200-captured")
     (case,) = found["cases"]
     ms = {name: f"{taken:.2f} ms" for name, taken in case["ms"].items()}
@@ -916,7 +917,7 @@ README_LOST = (
 
 
 def lost() -> str:
-    """Points of right answers that caches cost models which find facts."""
+    """Points of right answers that each cache costs the models that find facts."""
     models = asked_models()
     points = [one.lost(PICTURED) for one in models]
     rows = []

@@ -20,8 +20,9 @@ code. FOLDER gets:
     tokens.npy, training.pt                   for --resume: all tokens, weights and the optimizer
 
 A model learns recall sooner beside source code than from sheets alone. So train the other kinds of
-models of train_recall.py (--kind) here, too, such as `--kind sinks --width 512 --layers 4`. To
-train several, read the sources once: `--sources` names the FOLDER of the first one.
+models of train_recall.py (--kind) here, too, such as `--kind sinks --width 512 --layers 4`. If you
+train several models, only the first run needs to read the sources: give its FOLDER to the later
+ones as `--sources`.
 
 The last lines printed tell whether the model uses its context. They are the held-out loss of the
 first and of the last 1,024 tokens, and the share of answers' tokens that the model predicts in each
@@ -66,7 +67,7 @@ from kvquant.evaluation.retrieval import TASKS
 
 SITE = Path(torch.__file__).parents[1]
 HELD = ("sklearn", "scipy")
-# what prepare writes
+# the files that prepare writes
 SOURCES = ("tokenizer.json", "tokenizer_config.json", "tokens.npy", "test.txt", "valid.txt")
 END = "<|endoftext|>"  # behind each document; Qwen2's tokenizers add it where it is not there
 VOCABULARY = 16384
@@ -360,7 +361,7 @@ def main() -> None:
     valid = (folder / "valid.txt").read_text(encoding="utf-8")
     code_tasks.add(valid)  # its lines are read in sheets, and are not predicted
     if device == "cuda":
-        for layer in model.model.layers:  # alike, so they share a graph, compiled in seconds
+        for layer in model.model.layers:  # one graph serves all: it compiles in seconds
             layer.compile(dynamic=False)
     if count > 1:
         share_gradients(model, count)

@@ -1,4 +1,4 @@
-"""Models of random weights, as wide as a Llama of 8B or as DeepSeek V3 without its experts."""
+"""Models with random weights, as wide as a Llama of 8B or as DeepSeek V3 without its experts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def made_model(
     """A decoder in bfloat16 with a vocabulary of 32,000 and no tokenizer.
 
     Args:
-        layers: how many.
+        layers: the number of layers.
         positions: tokens of the longest text.
-        latent: layers of DeepSeek V3 in place of Llama's.
-        device: of the weights.
+        latent: take layers of DeepSeek V3 in place of Llama's.
+        device: the device of the weights.
     """
     torch.manual_seed(0)
     given: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": 32000}
@@ -52,7 +52,7 @@ def made_model(
 
 
 def new_cache(model: CachedModel, batch: int, room: int, fmt: str) -> Any:
-    """An empty cache of rows of a format."""
+    """An empty cache whose K and V, or latents, have this format."""
     if model.has_latents:
         return model.new_cache(batch, room, fmt=fmt)
     return model.new_cache(batch, room, k_format=fmt, v_format=fmt)

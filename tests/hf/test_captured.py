@@ -96,26 +96,29 @@ def plan_of(model: CachedModel) -> CachePlan:
 
 
 def near(found: torch.Tensor, expected: torch.Tensor, limit: float = 2.4e-2) -> bool:
-    """Whether logits are those, where Inductor leaves out roundings to bfloat16.
+    """Whether logits agree, where Inductor leaves out some roundings to bfloat16.
 
-    A layer has 17 (2 of each of the two norms, 3 projections, 3 of rotary embeddings, attention, 4
-    of the MLP, 2 sums), three layers, the last norm and the logits 54. All may be others in the
-    other way. One is uniform in +-2^-8 of a number at most, 2^-8 / sqrt(3) in the mean; 108 that
-    are independent add up to 2.4e-2. On the CPU Inductor's logits differ by 6e-3, and those behind
-    a token less by 3.3e-2.
+    A layer rounds 17 times (2 for each of the two norms, 3 projections, 3 for rotary embeddings,
+    attention, 4 in the MLP, 2 sums). Three layers, the last norm and the logits round 54 times. In
+    the worst case the two ways share no rounding, which makes 108. The error of one is uniform
+    within 2^-8 of the number at most, so 2^-8 / sqrt(3) in the mean. 108 independent ones add up to
+    2.4e-2. On the CPU Inductor's logits differ by 6e-3. Logits of a text that is one token shorter
+    differ by 3.3e-2.
     """
     return bool((found - expected).float().norm() < limit * expected.float().norm())
 
 
-# Of latent rows: attention that is rounded by 1e-3 moves logits by 1e-2 (emulated on the CPU), so
-# a rounding to bfloat16 by 2.2e-2, and those of two layers in two ways by 4.5e-2; with the others'
-# 2.4e-2 that is 5.1e-2. On the CPU Inductor's logits differ by 1.9e-2, behind a token less by 0.2.
+# The limit of near for latent rows. Rounding errors of 1e-3 in attention's output move the logits
+# by 1e-2 (emulated on the CPU). So one rounding to bfloat16 moves them by 2.2e-2, and the
+# roundings of two layers, in both ways of computing, by 4.5e-2. With the 2.4e-2 of all other
+# roundings that is 5.1e-2. On the CPU Inductor's logits differ by 1.9e-2, those of a text one
+# token shorter by 0.2.
 NEAR_LATENT = 5.1e-2
 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """torch has compiled nothing, and forgets what it compiles."""
+    """Make torch forget what it has compiled, before the test and after it."""
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -123,7 +126,7 @@ def fresh() -> Iterator[None]:
 
 
 def compile_by(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    """Let torch.compile take another backend than Inductor, with all else that it is given."""
+    """Make torch.compile use another backend than Inductor, and keep its other arguments."""
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **given: compile(f, backend=backend, **given))
 
@@ -242,7 +245,7 @@ MAKERS: dict[str, Callable[[str], CachedModel]] = {
 
 
 def held(cache: KVCache) -> list[torch.Tensor]:
-    """The tokens that a cache has, those of them that are packed, positions and counters."""
+    """The lengths of a cache's sequences, how many tokens are packed, positions and counters."""
     lens = [one for layer in cache.layers for one in (layer.seq_lens, layer.packed_lens)]
     more = cache.start_positions, cache.bad_rows, cache.overflow_tokens
     return [one.clone() for one in (*lens, *more)]
@@ -262,7 +265,7 @@ def test_a_compiled_step_is_one_graph_for_all_caches(
     if kind == "latent":
         plan = latent_plan(2, model.config_dict)
     stand_in = StandIn(monkeypatch)
-    for first in (True, False):  # the second one is made of a cache that is empty
+    for first in (True, False):  # the second step is made for an empty cache
         cache = model.new_cache(3, 512, plan=plan)
         other = cache.fork()
         more = torch.randint(512, (3, 300), generator=torch.Generator().manual_seed(1))

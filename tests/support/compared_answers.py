@@ -199,7 +199,8 @@ def main(
 ) -> int:
     """Run the engines that the command line names, and print what is wrong.
 
-    FOLDER/compared.json gets the mean KL of each kind of answers, in nats a token, by engine.
+    The call writes the mean KL of each engine and kind of answers, in nats a token, to
+    FOLDER/compared.json.
 
     Args:
         cases: by their names.
@@ -220,7 +221,7 @@ def main(
         (given.folder / f"{name}.json").write_text(json.dumps(found))
         os._exit(0)  # whatever the engine has left
     everything = run(names, given.folder, given.side_by_side, tell)
-    kept = given.folder / "compared.json"  # of another call, too
+    kept = given.folder / "compared.json"  # it also has the engines of earlier calls
     engines = json.loads(kept.read_text())["engines"] if kept.exists() else {}
     engines |= {
         name: {kind: mean(one[kind]) for kind in KINDS if kind in one}

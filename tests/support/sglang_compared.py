@@ -88,7 +88,7 @@ def make_model(kind: str, folder: Path) -> Path:
         kinds = ["sliding_attention"] * 3 + ["full_attention"]
         config = Gemma3TextConfig(**given, layer_types=kinds)
     elif kind == "gpt-oss":  # windows in every second layer, sink logits, a pool of two parts
-        # transformers before 5.19 have no swiglu_limit, which SGLang asks for
+        # SGLang reads swiglu_limit, which transformers before 5.19 does not set
         given |= {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
         config = GptOssConfig(**given)
     else:

@@ -41,7 +41,7 @@ class Steps(Protocol):
 
 
 class _TakeBack(Exception):
-    """Ends KVCache.attempt, so that it drops what a call has appended."""
+    """Raised inside KVCache.attempt, so that attempt drops the tokens that a call has appended."""
 
 
 class CapturedStep:
@@ -58,19 +58,21 @@ class CapturedStep:
     Args:
         model: a CachedModel on CUDA.
         cache: of the model; its tensors are part of the graph.
-        compile: capture what torch.compile makes of the step, which fuses small kernels (norms,
-            rotary embeddings, activations). It needs Triton and a C compiler. Compiling a model
-            takes a minute or more, and again for a cache of another batch, max_seq_len or formats.
-            Two steps of one token are made in the cache, each of which is cropped.
+        compile: compile the step with torch.compile before the capture, which fuses small kernels
+            (norms, rotary embeddings, activations). It needs Triton and a C compiler. Compiling a
+            model takes a minute or more. A cache with another batch, max_seq_len or format takes as
+            long again. To compile, CapturedStep decodes one token in the cache twice, and crops the
+            token each time.
 
     Raises:
         ConfigError: compile is no bool.
         DeviceError: the cache is not on CUDA, or on several devices.
         ShapeError: with compile, a sequence has no room for a token.
         UnsupportedModelError: the model is spread over ranks (tp_plan), looks at the positions on
-            the host in each step, has fewer of them than the cache has room for, or waits for the
-            GPU in its forward pass, as hooks do that bring weights to the GPU; or compile is given,
-            and torch cannot compile its step. The cache is as it was, then.
+            the host in each step, has fewer positions than the cache has room for, or waits for
+            the GPU in its forward pass, as hooks do that bring weights to the GPU. With compile,
+            also: torch cannot compile the model's step. In all these cases the cache holds the
+            same tokens as before.
 
     Example:
         >>> import torch
@@ -176,24 +178,28 @@ def _check(model: Steps, cache: KVCache) -> None:
 
 
 def _compiled(model: Steps, cache: KVCache, past: Any, tokens: torch.Tensor) -> Call:
-    """A model's call by torch.compile, which has compiled it; the cache is as it was.
+    """Compile a model's call for steps of one token; the cache holds the same tokens as before.
 
     Args:
-        model: of the cache.
-        past: the cache, as the call takes it.
+        model: the model that the cache belongs to.
+        cache: it needs room for one more token of each sequence.
+        past: the cache in the form that the call takes (past_of).
         tokens: [batch, 1], ids of the vocabulary.
+
+    Returns:
+        The compiled call, which has run once.
 
     Raises:
         ShapeError: a sequence has no room for a token.
-        UnsupportedModelError: it cannot be compiled.
+        UnsupportedModelError: torch cannot compile the call.
     """
     call = model.compiled()
-    _try(cache, model.call, past, tokens)  # checks the layers and makes masks, which graphs cannot
+    _try(cache, model.call, past, tokens)  # it checks layers and makes masks: a graph cannot
     try:
         _try(cache, call, past, tokens)
     except _CLEAR:
         raise
-    except Exception as error:  # the model's own would have come before
+    except Exception as error:  # the first call would have raised the model's own
         why = " ".join(" ".join(str(error).split("\n")[:2]).split()).rstrip(" .")
         raise UnsupportedModelError(
             f"this model's step cannot be compiled: {type(error).__name__}: {why}. {_WITHOUT}. "
@@ -204,7 +210,7 @@ def _compiled(model: Steps, cache: KVCache, past: Any, tokens: torch.Tensor) -> 
 
 
 def _try(cache: KVCache, call: Call, past: Any, tokens: torch.Tensor) -> None:
-    """Make a step, and take back what it has appended."""
+    """Make a step, and drop the tokens that it has appended."""
     with suppress(_TakeBack), cache.attempt(1):
         call(past, tokens, [0])
         raise _TakeBack
