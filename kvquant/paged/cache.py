@@ -325,7 +325,7 @@ class PagedKVCache(NotCopied):
             raise ConfigError(f"a {source} has a shape of its own: give it without {list(shape)}")
         if not shape and model is None and plan is None:
             raise ConfigError(
-                "the cache has no shape: behind nbytes give num_layers, num_kv_heads and head_dim "
+                "the cache has no shape: after nbytes give num_layers, num_kv_heads and head_dim "
                 "(num_layers alone for latent rows), or give model= or plan="
             )
         if "num_pages" in options:

@@ -398,6 +398,6 @@ def draw(models: Sequence[Evaluations], window: Window, path: Path) -> None:
             panel.spines[["top", "right", "left"]].set_visible(False)
             panel.tick_params(left=False)
         panels[-1].set_xlabel(
-            "points of right answers lost: mean of all tasks (full), worst (open)"
+            "points of right answers lost, of what all caches were asked: mean (full), worst (open)"
         )
         page.savefig(path, transparent=True, metadata={"Date": None})
