@@ -191,6 +191,21 @@ def test_points_are_shown_where_16_bit_can_do_it() -> None:
     assert lost["c0"] == pytest.approx((21.0, 46.0)) and lost["c1"] == pytest.approx((31.0, 56.0))
 
 
+def test_points_lost_are_of_what_all_caches_were_asked() -> None:
+    few = run_of("m", 256, {"keys": [0.8]}, exact=0.96)
+    few["caches"][1]["cache"] = "c1"  # asked with 256 tokens alone
+    runs = [
+        run_of("m", 128, {"keys": [0.5]}, exact=0.96),
+        run_of("m", 256, {"keys": [0.9], "copy": [0.0]}, exact=0.96),
+        few,
+    ]
+    lost = Evaluations("m", runs).lost((0, 0))
+    assert lost["c0"] == pytest.approx((6.0, 6.0)) and lost["c1"] == pytest.approx((16.0, 16.0))
+    for one in few["retrieval"]["256"]["keys"]["caches"]:
+        one["exact"] = 0.5  # no test: such a cache takes nothing from the others
+    assert set(Evaluations("m", runs).lost((0, 0))) == {"c0"}
+
+
 def test_seeds_are_added_and_repeats_are_not() -> None:
     kl = {"kl": 0.01, "kl_error": 0.001, "kl_tail": 0.1, "top1": 0.99, "tokens": 100}
     runs = [

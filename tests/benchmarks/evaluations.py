@@ -367,8 +367,8 @@ def _pictured(one: Evaluations, window: Window) -> list[str]:
 
 
 def draw(models: Sequence[Evaluations], window: Window, path: Path) -> None:
-    """Points lost by each cache, most bits first: the mean and the worst of all tasks and lengths
-    that are a test; a panel for each model."""
+    """Points lost by each cache, most bits first: the mean and the worst of the tasks and lengths
+    that are a test and that all caches were asked; a panel for each model."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from kvquant.cli.demo import MODEL  # noqa: E402
 from kvquant.errors import ConfigError  # noqa: E402
 from kvquant.evaluation.evaluate import HELD_OUT  # noqa: E402
 from kvquant.evaluation.prompts import Writer  # noqa: E402
-from kvquant.evaluation.retrieval import TASKS  # noqa: E402
+from kvquant.evaluation.retrieval import TASKS, Sheet  # noqa: E402
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}<assistant>"
 
@@ -54,6 +55,23 @@ def test_nothing_is_asked_of_the_16_bit_window(tokenizer: Any) -> None:
         made = writer(tokenizer, window=150, num_questions=99)
         for seed in range(3):
             assert min(one.distance for one in made.write(task, str(seed)).asked) >= 150
+
+
+def test_a_poor_estimate_of_the_lines_costs_few_tries(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, counts = writer(tokenizer, 1000), list[int]()
+    wanted, keys = made.write("keys", "0"), TASKS["keys"]
+
+    def noted(rng: Random, count: int) -> Sheet:
+        counts.append(count)
+        return keys(rng, count)
+
+    monkeypatch.setitem(TASKS, "keys", noted)
+    monkeypatch.setattr(made, "_count_of", lambda task: 4 * wanted.facts)
+    found = made.write("keys", "0")
+    assert len(counts) <= 6 and sorted(set(counts), reverse=True) == counts
+    assert len(found.context) == 1000 and found.facts >= 0.9 * wanted.facts
 
 
 def test_what_cannot_be_written_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

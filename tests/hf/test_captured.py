@@ -143,7 +143,8 @@ class StandIn:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def stream() -> Any:
-            return SimpleNamespace(wait_stream=lambda other: None, device_index=0)
+            waits: list[Any] = []
+            return SimpleNamespace(wait_stream=waits.append, waits=waits, device_index=0)
 
         self.stream, self.is_ended, self.taken_back = stream(), False, list[Any]()
         self.is_capturing = False
@@ -319,7 +320,8 @@ def test_a_step_by_inductor_gives_what_the_model_gives(monkeypatch: pytest.Monke
 def test_what_is_not_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("cpu")
     cache, token = filled(model)
-    StandIn(monkeypatch).follow(monkeypatch, model, cache)
+    stand_in = StandIn(monkeypatch)
+    stand_in.follow(monkeypatch, model, cache)
     before, longest = held(cache), [layer.longest for layer in cache.layers]
 
     def fail(*given: Any) -> Any:
@@ -339,6 +341,7 @@ def test_what_is_not_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda module, given, out: out if float(out.sum()) else None
     )
     refuses(r"\w+: ")  # torch has several names for it
+    assert len(stand_in.stream.waits) == 2  # for the streams where the cache was cropped
     hook.remove()
     with monkeypatch.context() as patch:
         patch.setattr(model, "_layers", dataclasses.replace(model._layers, shared={2: 1}))

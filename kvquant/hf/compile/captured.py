@@ -109,13 +109,15 @@ class CapturedStep:
         try:
             with _one_at_a_time, self._lease, torch.cuda.device(cache.device):
                 side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):  # libraries make themselves ready: no graph holds it
-                    if compile:
-                        call = _compiled(model, cache, self._past, self._tokens)
-                    else:
-                        call = model.call
-                        model.plain(self._tokens)
-                torch.cuda.current_stream().wait_stream(side)
+                try:
+                    with torch.cuda.stream(side):  # libraries make themselves ready: not in a graph
+                        if compile:
+                            call = _compiled(model, cache, self._past, self._tokens)
+                        else:
+                            call = model.call
+                            model.plain(self._tokens)
+                finally:  # where it failed, too: the cache is cropped there
+                    torch.cuda.current_stream().wait_stream(side)
                 with _captured(self._graph, side):
                     self._logits = call(self._past, self._tokens, [0])[:, 0]
         finally:  # nothing has run yet
