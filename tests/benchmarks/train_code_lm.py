@@ -339,6 +339,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     folder, lengths = given.folder, given.length or [1024, 2048]
+    if given.sources is not None and (given.resume or given.sources.resolve() == folder.resolve()):
+        raise SystemExit("--sources copies into a new FOLDER: leave it out where FOLDER has them")
     if given.tokens // count < max(lengths):
         raise SystemExit(f"{given.tokens} --tokens of {count} ranks are less than a row each")
     torch.manual_seed(given.seed)
