@@ -133,7 +133,7 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         blocks=blocks,
         slots=blocks * gpu.sm_count,
         steps=spec.steps,
-        most_parts=(shared - spec.warps * spec.kept) // (4 * spec.block_columns) // AHEAD * AHEAD,
+        most_parts=(shared - spec.rings_at) // (4 * spec.block_columns) // AHEAD * AHEAD,
         token_bytes=(first, second),
         rate=gpu.bandwidth / gpu.sm_count / SHARE or 1.0,
     )

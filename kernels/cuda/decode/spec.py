@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import RUN
@@ -189,6 +190,7 @@ class DecodeSpec(Spec):
     ragged: bool = False
 
     kernel = "decode.kernel.make_decode_kernel"
+    is_wide: ClassVar[bool] = False  # wide/spec.py
 
     @property
     def segments(self) -> int:
@@ -224,6 +226,11 @@ class DecodeSpec(Spec):
     def kept(self) -> int:
         """Bytes in which a warp keeps what it does not need while it attends."""
         return KEPT + 4 * self.columns * len(self.column_words)
+
+    @property
+    def rings_at(self) -> int:
+        """Byte of a block's memory at which the rings begin: behind what warps keep."""
+        return self.warps * self.kept
 
     def word_at(self, name: str) -> int:
         """Byte of what a warp keeps at which such a word of its first column stands; 0: nowhere."""
@@ -331,7 +338,7 @@ class DecodeSpec(Spec):
         is left to combine."""
         queries = self.sharers * max(map(self.query_bytes, self.paths))
         combined = combine_bytes(self.first.v_format.head_dim, self.warps * self.columns)
-        return self.warps * self.kept + max(self.queries_at + queries, combined)
+        return self.rings_at + max(self.queries_at + queries, combined)
 
 
 def columns_of(count: int, *formats: RowFormat) -> tuple[int, int]:

@@ -1,0 +1,206 @@
+"""Rows of a tile from global memory to blocks of fp16 numbers, by warpgroups of their own.
+
+    warp    0: K of the first 32 tokens of a tile, 1: of the others, 2 and 3: V of these
+    lane    a row: eight lanes, which store at the same time, have eight rows: no bank conflicts
+
+        rows ──▶ landings of the warp ──▶ registers ──▶ stage of the block
+          cp.async                           code ──▶ 1024 + code ──▶ code ──▶ scale * code + shift
+
+A code in the low bits of the half 1024 is the number 1024 + code, at another bit its multiple. Half
+precision takes 1024 off without rounding, so a number is rounded once, by its last multiply-add.
+
+Elements stay in the order in which codes come out of a word (spec.order_of): queries stand in it,
+too, and the output is put in order when it is written. Rows behind the last one are zeros.
+"""
+
+from numba import cuda, int32, uint32
+
+from ...device.codes import make_bit_of, make_unpack
+from ...device.fragments import store_sums
+from ...device.jit import device_function, in_turn
+from ...device.ptx import (
+    arrive,
+    barrier,
+    commit_copies,
+    fence_shared,
+    load_shared_u32x4,
+    multiply_add_f16,
+    permute,
+    store_shared_u32x4,
+    unpack_four_e4m3,
+    wait_copies,
+)
+from ...device.row_layout import codes_per_word
+from ...device.warpgroup import LINE
+from ..copies import make_copy, make_locate, make_realign
+from ..spec import TILE
+from .spec import BLOCK, FREE, FULL, GROUP, TOKENS, order_of
+
+MAGIC = 0x64006400  # 1024, twice
+LOW_TWICE, HIGH_TWICE = 0x1010, 0x3232  # of the halves of a word, for permute
+
+
+def make_feed(spec, path, staged):
+    """Make the function by which a feeder's warp expands its half of K or of V of its tiles."""
+    STAGES, FEEDERS, LANDINGS = spec.stages, spec.feeders, spec.landings
+    THREADS = GROUP * (1 + spec.parties)
+    STAGE, STEP = sum(spec.tile_bytes), TOKENS * spec.feeders
+    LANDED, STRIDE = TILE * staged.landing, staged.stride
+    REALIGNED, SCRATCH = staged.realigned, LANDINGS * TILE * staged.landing
+    wait_for_oldest, wait_for_all = wait_copies[LANDINGS - 2], wait_copies[0]
+    locate, copy = make_locate(path), make_copy(staged, path, 1, False)
+    realign = make_realign(staged, path)
+    load_row, expand = _make_load_row(staged), _make_expand(staged)
+    WORDS = 4 * (staged.header_units + staged.chunks)
+
+    @device_function
+    def feed(landings, stages, source, begin, end, feeder, half):
+        base, outer, row_stride, index, shift, around, mask = source
+        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        tile = int32(begin + int32(feeder) * int32(TOKENS))
+        behind = int32(int32(TILE) * int32(half))  # where the warp's half of a tile begins
+        asked = tile
+        where = locate(int32(asked + behind), end, index, shift)
+        for s in range(LANDINGS - 1):
+            following = locate(int32(asked + int32(STEP) + behind), end, index, shift)
+            if asked < end:
+                first = int32(asked + behind)
+                upto = int32(max(first, end))
+                place = uint32(landings + uint32(s * LANDED))
+                copy(place, base, where, first, upto, outer, row_stride, around, mask)
+            commit_copies()
+            where = following
+            asked = int32(asked + int32(STEP))
+        row = uint32(uint32(TILE) * half + lane)
+        at_row = uint32(uint32(LINE) * row) ^ uint32(uint32(16) * uint32(lane & uint32(7)))
+        number = uint32(feeder)
+        stage = uint32(feeder)
+        current = uint32(0)
+        ahead = uint32(LANDINGS - 1)
+        words = cuda.local.array(WORDS, uint32)
+        while tile < end:
+            wait_for_oldest()
+            cuda.syncwarp()
+            following = locate(int32(asked + int32(STEP) + behind), end, index, shift)
+            if asked < end:
+                first = int32(asked + behind)
+                upto = int32(max(first, end))
+                place = uint32(landings + ahead * uint32(LANDED))
+                copy(place, base, where, first, upto, outer, row_stride, around, mask)
+            commit_copies()
+            where = following
+            asked = int32(asked + int32(STEP))
+            rows = uint32(landings + current * uint32(LANDED))
+            if REALIGNED:
+                scratch = uint32(landings + uint32(SCRATCH))
+                first = int32(tile + behind)
+                realign(rows, scratch, base, first, end, row_stride, around, mask)
+                rows = scratch
+                cuda.syncwarp()
+            load_row(words, uint32(rows + uint32(STRIDE) * lane))
+            if number >= uint32(STAGES):
+                barrier(uint32(uint32(FREE) + stage), uint32(THREADS))
+            expand(words, uint32(uint32(stages + uint32(STAGE) * stage) + at_row))
+            fence_shared()
+            arrive(uint32(uint32(FULL) + stage), uint32(THREADS))
+            tile = int32(tile + int32(STEP))
+            number = uint32(number + uint32(FEEDERS))
+            stage = uint32(stage + uint32(FEEDERS))
+            if stage >= uint32(STAGES):
+                stage = uint32(stage - uint32(STAGES))
+            current = uint32(current + uint32(1)) if current != uint32(LANDINGS - 1) else uint32(0)
+            ahead = uint32(ahead + uint32(1)) if ahead != uint32(LANDINGS - 1) else uint32(0)
+        wait_for_all()
+
+    return feed
+
+
+def _make_load_row(staged):
+    """Make the function that loads the header and the codes of a row: all before the first number
+    is stored, as loads do not pass stores."""
+    UNITS, FIRST = staged.header_units + staged.chunks, staged.prefix - 16 * staged.header_units
+
+    @device_function
+    def load_row(words, row):
+        for i in range(UNITS):
+            store_sums(words, 4 * i, load_shared_u32x4(uint32(row + uint32(FIRST + 16 * i))))
+
+    return load_row
+
+
+def _make_expand(staged):
+    """Make the function that stores a row as numbers; `at` is the place of its first unit, with the
+    row's swizzle in it."""
+    units = range(staged.fmt.head_dim // 8)
+    return in_turn([_make_put_unit(staged, unit) for unit in units])
+
+
+def _make_put_unit(staged, unit):
+    """Make the function that stores eight elements."""
+    fmt = staged.fmt
+    PER_WORD = codes_per_word(fmt)
+    FIRST = 4 * staged.header_units + 8 * unit // PER_WORD
+    HEADER = staged.header_word(8 * unit // fmt.group_size)
+    PLACE, UNIT = BLOCK * (unit // 8), 16 * (unit % 8)
+    pairs = _make_pairs(fmt, FIRST, unit)
+
+    @device_function
+    def put_unit(words, at):
+        header = words[HEADER]
+        scale = permute(header, header, uint32(LOW_TWICE))
+        shift = permute(header, header, uint32(HIGH_TWICE))
+        one, two, three, four = pairs(words)
+        place = uint32(uint32(at ^ uint32(UNIT)) + uint32(PLACE))
+        store_shared_u32x4(
+            place,
+            (
+                multiply_add_f16(one, scale, shift),
+                multiply_add_f16(two, scale, shift),
+                multiply_add_f16(three, scale, shift),
+                multiply_add_f16(four, scale, shift),
+            ),
+        )
+
+    return put_unit
+
+
+def _make_pairs(fmt, first, unit):
+    """Make the function from the words of a row to the codes of a unit, as four pairs of fp16."""
+    FIRST, IS_LONG = first, codes_per_word(fmt) < 8  # bytes: a unit is two words
+    # the quarter of a word of 16 codes
+    M = 2 * (unit % 2) if codes_per_word(fmt) > 8 else 0
+
+    @device_function
+    def of_e4m3(words):
+        one, two = unpack_four_e4m3(words[FIRST]), unpack_four_e4m3(words[FIRST + 1])
+        return one[0], one[1], two[0], two[1]
+
+    if order_of(fmt) == "as they are":
+        return of_e4m3
+    unpack, bit_of = make_unpack(fmt), make_bit_of(fmt)
+
+    @device_function
+    def number(pair, j):
+        """The codes of the j-th pair of a word: 1024 + code * 2**bit, less 1024, over 2**bit."""
+        bit = uint32(bit_of(j, 0))
+        inverse = uint32(uint32(uint32(15) - bit) << uint32(10))
+        less = uint32(uint32(uint32(uint32(25) - bit) << uint32(10)) | uint32(0x8000))
+        twice = uint32(0x00010001)
+        return multiply_add_f16(
+            uint32(pair | uint32(MAGIC)), uint32(inverse * twice), uint32(less * twice)
+        )
+
+    @device_function
+    def of_integers(words):
+        if IS_LONG:
+            one, two = unpack(words[FIRST], 0), unpack(words[FIRST + 1], 0)
+            return number(one[0], 0), number(one[1], 1), number(two[0], 0), number(two[1], 1)
+        one, two = unpack(words[FIRST], M), unpack(words[FIRST], M + 1)
+        return (
+            number(one[0], 2 * M),
+            number(one[1], 2 * M + 1),
+            number(two[0], 2 * M + 2),
+            number(two[1], 2 * M + 3),
+        )
+
+    return of_integers
