@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvquant.errors import UnsupportedError
+from kvquant.rows.segment import Segment
 
 from ..runtime.launch import GPU
 from .spec import AHEAD, TILE, UNIT_STEPS, DecodeSpec
@@ -47,6 +48,8 @@ LONGEST_LINE = 1 << 31  # steps
 SHORT = 4  # steps of a sequence up to which no length is worth it
 FEW_TILES = 4  # of a sequence up to which blocks of one ring are considered
 MOST_TILES = 1 << 30
+# of a kernel for wide groups (not measured yet): tokens of a block, and how much of the GPU is busy
+LEAST, FILLED = 512, 0.4
 SIMILAR = 1.01  # prices within this factor are alike: the preferred number of warps is taken
 
 
@@ -188,6 +191,8 @@ def plan(
     Raises:
         UnsupportedError: the smallest block does not fit into the GPU's shared memory.
     """
+    if spec.is_wide:
+        return _plan_wide(fit(spec, gpu, registers), units, capacities, num_splits)
     row = lookup(rows, gpu.name, *_formats(spec), units, capacities[0], spec.block_columns)
     if row is not None and not (
         row.warps in [rings * spec.sharers for rings in RINGS]
@@ -206,6 +211,23 @@ def plan(
     else:
         choice = kernels(spec, gpu, capacities[0] <= FEW_TILES * TILE, registers)
     return _by_formula(choice, units, tuple(capacities), num_splits)
+
+
+def pays(spec: DecodeSpec, gpu: GPU, units: int, segments: Sequence[Segment]) -> bool:
+    """Whether a kernel for wide groups has work for most of the GPU; the other one may have shorter
+    blocks."""
+    splits = max(segments[0].capacity // LEAST, 1)
+    return units * splits >= FILLED * fit(spec, gpu).slots and segments[0].capacity >= LEAST
+
+
+def _plan_wide(
+    kernel: Fit, units: int, capacities: Sequence[int], num_splits: int | None
+) -> Plan:
+    """Splits of a kernel for wide groups: as many as fill the GPU once, but each with some tiles."""
+    most = max(capacities[0] // LEAST, 1)
+    wanted = num_splits or min(max(kernel.slots // units, 1), most)
+    count = _useful(kernel, capacities, wanted, even=num_splits is None)
+    return Plan((count,), kernel.spec.warps, kernel.spec.stages)
 
 
 @functools.lru_cache(256)
@@ -317,6 +339,11 @@ def candidates(spec: DecodeSpec, gpu: GPU, units: int, capacities: Sequence[int]
 
     They are all kernels that fit, with an eighth to four times as many blocks as the GPU holds.
     """
+    if spec.is_wide:
+        chosen = fit(spec, gpu)
+        for count in sorted({_useful(chosen, capacities, n) for n in range(1, 17)}):
+            yield Plan((count,), spec.warps, spec.stages)
+        return
     for warps in [rings * spec.sharers for rings in RINGS]:
         for stages in stages_of(spec):
             kernel = fit(replace(spec, warps=warps, stages=stages), gpu)

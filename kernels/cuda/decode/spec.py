@@ -25,6 +25,7 @@ UNIT_STEPS = 2  # what a unit costs besides its tokens where work is balanced (s
 MORE_PARTS = 4  # of a unit than its longest segment is cut into
 # what the kernel can be compiled without, to measure what it brings
 TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
+WIDE = "wide groups"  # to measure what the kernel for them brings (wide/spec.py), in its place
 
 COMMON: Table = (
     ("q", "P"),  # [batch, num_q_heads, head_dim], bfloat16 or float16

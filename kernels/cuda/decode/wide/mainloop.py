@@ -21,7 +21,6 @@ from numba import cuda, float32, int32, uint32, uint64
 from ...device.combine import make_write
 from ...device.jit import device_function
 from ...device.ptx import load_global_u32, word_from_lane
-from ...device.warpgroup import give_registers, take_registers
 from ..mainloop import (
     CAPACITY,
     INDEX,
@@ -56,11 +55,6 @@ def make_attend_wide(spec, path, keep, recall):
     feed_k, feed_v = make_feed(spec, path, k), make_feed(spec, path, v)
     consume, count, piece_of = make_consume(spec, path), make_count(spec), make_piece_of(spec)
     combine, write_columns = make_combine_consumers(spec, path, make_write(spec.query))
-    SHARED_OUT = spec.shares[0] > 0
-    if SHARED_OUT:
-        whole = 65536 // spec.threads // 8 * 8
-        keep_for_feeders, take_for_consumers = _shares(spec.shares)
-        take_back, give_back = take_registers(whole), give_registers(whole)
 
     @device_function
     def attend(segments, segment, begin, end, reach, rows, results, shared):
@@ -75,8 +69,6 @@ def make_attend_wide(spec, path, keep, recall):
         if begin >= end:
             return
         if group < uint32(FEEDERS):
-            if SHARED_OUT:
-                keep_for_feeders()
             index = segment[INDEX]
             sequence = piece_of(common, b)[0]
             start = int32(0)
@@ -113,13 +105,9 @@ def make_attend_wide(spec, path, keep, recall):
                 feed_v(landings, stages, of_v, begin, end, group, half)
             else:
                 feed_k(landings, stages, of_k, begin, end, group, half)
-            if SHARED_OUT:
-                take_back()
             for _ in range(3):  # of combine, for the consumers
                 cuda.syncthreads()
         else:
-            if SHARED_OUT:
-                take_for_consumers()
             sums = cuda.local.array(SUMS, float32)
             references = cuda.local.array(2, float32)
             totals = cuda.local.array(2, float32)
@@ -129,13 +117,7 @@ def make_attend_wide(spec, path, keep, recall):
             consume(shared, consumer, begin, end, rows, results, counts, state)
             columns, places = recall(results)
             combine(shared, consumer, state, columns, places)
-            if SHARED_OUT:
-                give_back()
         columns, places = recall(results)
         write_columns(shared, columns, places)
 
     return attend
-
-
-def _shares(shares):
-    return give_registers(shares[0]), take_registers(shares[1])

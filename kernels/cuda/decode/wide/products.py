@@ -47,7 +47,7 @@ def make_consume(spec, path):
     SEEN, SUMS = spec.word_at("seen"), V_DIM // 2
     IN_WORDS, Q_WORDS = spec.query_words, K_DIM // 4 if spec.query_words else 1
     STEP, LATER = TOKENS * spec.rings_of(path), TOKENS * spec.stages
-    FEEDING = GROUP * spec.feeders
+    FEEDING, FENCES = GROUP * spec.feeders, spec.fence == "consumers"
     by_k = [(b, k) for b in range(K_DIM // 64) for k in range(4)]
     if IN_WORDS:
         steps = tuple((0, 4 * (4 * b + k), BLOCK * b + 32 * k) for b, k in by_k)
@@ -155,6 +155,8 @@ def make_consume(spec, path):
         stage = ring
         while first < end:
             barrier(uint32(uint32(FULL) + stage), uint32(THREADS))
+            if FENCES:
+                fence_shared()
             tile = uint32(uint32(shared + uint32(TILES)) + uint32(STAGE) * stage)
             if IN_WORDS:
                 scores_of(scores, words, descriptor_of(tile))

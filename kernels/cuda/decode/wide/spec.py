@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvquant.rows.format import RowFormat
@@ -15,7 +15,10 @@ WARP_COLUMNS = 16  # of a warp of it
 BLOCK = 64 * 128  # bytes of 64 rows of 64 elements
 ALIGNMENT = 1024  # of tiles: where the swizzle of eight rows begins
 HEAD_DIMS = (64, 128)  # more sums have no room in registers
-FEWEST, MOST = 17, 128  # columns of a KV head
+FEWEST = 17  # columns of a KV head from which on it is taken
+MOST_PARTIES = 2  # consumers that share a tile: more have no room in the registers of an SM
+SHAPES = {1: (12, 4), 2: (12, 3)}  # warps and stages, by the consumers that share a tile
+MOST_SHARED = 232448  # bytes of a block on sm_90
 # barriers: FULL and FREE are of the first stage, the numbers behind them of the others
 QUERIES, FULL, FREE = 1, 2, 8
 MOST_STAGES = FREE - FULL
@@ -32,7 +35,7 @@ class WideSpec(DecodeSpec):
         feeders: warpgroups that expand rows: each every feeders-th tile.
         landings: halves of a tile that a feeder's warp has on their way, and the one it reads.
         query_words: whether consumers keep queries in registers, not in shared memory.
-        shares: registers of a thread of the feeders and of the consumers; 0: all have as many.
+        fence: who lets wgmma see the expanded rows, "feeders" or "consumers".
     """
 
     warps: int = 12
@@ -42,7 +45,7 @@ class WideSpec(DecodeSpec):
     feeders: int = 1
     landings: int = 4
     query_words: bool = False
-    shares: tuple[int, int] = (0, 0)
+    fence: str = "feeders"
 
     arch_specific: ClassVar[bool] = True
     is_wide: ClassVar[bool] = True
@@ -110,26 +113,32 @@ class WideSpec(DecodeSpec):
 def widened(spec: DecodeSpec, count: int) -> WideSpec | None:
     """The kernel for wide groups that does what another one does; None: there is none.
 
-    It takes packed rows of one segment, and no variant.
+    It takes packed rows of one segment, and no variant. More columns than it has room for are
+    several blocks on a KV head.
 
     Args:
         spec: the other kernel.
         count: columns of a KV head.
     """
     formats = spec.first.k_format, spec.first.v_format
-    if spec.second is not None or spec.variant or spec.without or not FEWEST <= count <= MOST:
+    if spec.second is not None or spec.variant or spec.without or count < FEWEST:
         return None
     if not all(is_expanded(fmt) for fmt in formats):
         return None
-    parties = -(-count // ROWS)
-    return WideSpec(
+    blocks = -(-count // (MOST_PARTIES * ROWS))
+    parties = -(-count // (blocks * ROWS))
+    chosen = WideSpec(
         spec.first,
         query=spec.query,
+        stages=SHAPES[parties][1],
+        warps=SHAPES[parties][0],
         sharers=GROUP_WARPS * parties,
         overlapped=spec.overlapped,
         causal=spec.causal,
         ragged=spec.ragged,
     )
+    # rows of other formats land in more memory: with fewer of them on their way all fit
+    return chosen if chosen.shared_bytes <= MOST_SHARED else replace(chosen, landings=3)
 
 
 def is_expanded(fmt: RowFormat) -> bool:
