@@ -15,10 +15,11 @@ too, and the output is put in order when it is written. Rows behind the last one
 
 from numba import cuda, int32, uint32
 
-from ...device.codes import make_bit_of, make_unpack
+from ...device.codes import masks_of
 from ...device.fragments import store_sums
 from ...device.jit import device_function, in_turn
 from ...device.ptx import (
+    and_or,
     arrive,
     barrier,
     commit_copies,
@@ -29,8 +30,9 @@ from ...device.ptx import (
     store_shared_u32x4,
     unpack_four_e4m3,
     wait_copies,
+    word_from_lane,
 )
-from ...device.row_layout import codes_per_word
+from ...device.row_layout import bits_apart, codes_per_word
 from ...device.warpgroup import LINE
 from ..copies import make_copy, make_locate, make_realign
 from ..spec import TILE
@@ -52,6 +54,7 @@ def make_feed(spec, path, staged):
     locate, copy = make_locate(path), make_copy(staged, path, 1, False)
     realign = make_realign(staged, path)
     load_row, expand = _make_load_row(staged), _make_expand(staged)
+    masks_of_codes = _make_masks(staged.fmt)
     WORDS = 4 * (staged.header_units + staged.chunks)
 
     @device_function
@@ -79,6 +82,7 @@ def make_feed(spec, path, staged):
         current = uint32(0)
         ahead = uint32(LANDINGS - 1)
         words = cuda.local.array(WORDS, uint32)
+        masks = masks_of_codes()
         while tile < end:
             wait_for_oldest()
             cuda.syncwarp()
@@ -101,7 +105,7 @@ def make_feed(spec, path, staged):
             load_row(words, uint32(rows + uint32(STRIDE) * lane))
             if number >= uint32(STAGES):
                 barrier(uint32(uint32(FREE) + stage), uint32(THREADS))
-            expand(words, uint32(uint32(stages + uint32(STAGE) * stage) + at_row))
+            expand(words, uint32(uint32(stages + uint32(STAGE) * stage) + at_row), masks)
             if FENCES:
                 fence_shared()
             arrive(uint32(uint32(FULL) + stage), uint32(THREADS))
@@ -130,6 +134,28 @@ def _make_load_row(staged):
     return load_row
 
 
+def _make_masks(fmt):
+    """Make the function that gives the masks of the pairs of codes, through a shuffle: constants
+    would be moved into registers again for every word."""
+    MASKS = () if order_of(fmt) == "as they are" else masks_of(fmt)
+    FIRST, SECOND, THIRD, FOURTH = (MASKS + 4 * (0,))[:4]
+    COUNT = len(MASKS)
+
+    @device_function
+    def masks():
+        one = two = three = four = uint32(0)
+        if COUNT > 0:
+            one = word_from_lane(uint32(FIRST), uint32(0))
+        if COUNT > 1:
+            two = word_from_lane(uint32(SECOND), uint32(0))
+        if COUNT > 2:
+            three = word_from_lane(uint32(THIRD), uint32(0))
+            four = word_from_lane(uint32(FOURTH), uint32(0))
+        return one, two, three, four
+
+    return masks
+
+
 def _make_expand(staged):
     """Make the function that stores a row as numbers; `at` is the place of its first unit, with the
     row's swizzle in it."""
@@ -144,14 +170,14 @@ def _make_put_unit(staged, unit):
     FIRST = 4 * staged.header_units + 8 * unit // PER_WORD
     HEADER = staged.header_word(8 * unit // fmt.group_size)
     PLACE, UNIT = BLOCK * (unit // 8), 16 * (unit % 8)
-    pairs = _make_pairs(fmt, FIRST, unit)
+    pairs = _make_e4m3(FIRST) if order_of(fmt) == "as they are" else _make_pairs(fmt, FIRST, unit)
 
     @device_function
-    def put_unit(words, at):
+    def put_unit(words, at, masks):
         header = words[HEADER]
         scale = permute(header, header, uint32(LOW_TWICE))
         shift = permute(header, header, uint32(HIGH_TWICE))
-        one, two, three, four = pairs(words)
+        one, two, three, four = pairs(words, masks)
         place = uint32(uint32(at ^ uint32(UNIT)) + uint32(PLACE))
         store_shared_u32x4(
             place,
@@ -166,43 +192,48 @@ def _make_put_unit(staged, unit):
     return put_unit
 
 
-def _make_pairs(fmt, first, unit):
-    """Make the function from the words of a row to the codes of a unit, as four pairs of fp16."""
-    FIRST, IS_LONG = first, codes_per_word(fmt) < 8  # bytes: a unit is two words
-    # the quarter of a word of 16 codes
-    M = 2 * (unit % 2) if codes_per_word(fmt) > 8 else 0
+def _make_e4m3(first):
+    """Make the function from the words of a row to the numbers of a unit, as four pairs of fp16."""
+    FIRST = first
 
     @device_function
-    def of_e4m3(words):
+    def pairs(words, masks):
         one, two = unpack_four_e4m3(words[FIRST]), unpack_four_e4m3(words[FIRST + 1])
         return one[0], one[1], two[0], two[1]
 
-    if order_of(fmt) == "as they are":
-        return of_e4m3
-    unpack, bit_of = make_unpack(fmt), make_bit_of(fmt)
+    return pairs
+
+
+def _make_pairs(fmt, first, unit):
+    """The same of integer codes."""
+    PER_WORD, PER_BYTE = codes_per_word(fmt), 8 // bits_apart(fmt)
+    # of each pair its word, and its number in that
+    PAIRS = [divmod(4 * unit + i, PER_WORD // 2) for i in range(4)]
+    one_of, two_of, three_of, four_of = (
+        _make_number(first + word - PAIRS[0][0], j // PER_BYTE, j % PER_BYTE, 8 // PER_BYTE)
+        for word, j in PAIRS
+    )
 
     @device_function
-    def number(pair, j):
-        """The codes of the j-th pair of a word: 1024 + code * 2**bit, less 1024, over 2**bit."""
-        bit = uint32(bit_of(j, 0))
-        inverse = uint32(uint32(uint32(15) - bit) << uint32(10))
-        less = uint32(uint32(uint32(uint32(25) - bit) << uint32(10)) | uint32(0x8000))
-        twice = uint32(0x00010001)
-        return multiply_add_f16(
-            uint32(pair | uint32(MAGIC)), uint32(inverse * twice), uint32(less * twice)
-        )
-
-    @device_function
-    def of_integers(words):
-        if IS_LONG:
-            one, two = unpack(words[FIRST], 0), unpack(words[FIRST + 1], 0)
-            return number(one[0], 0), number(one[1], 1), number(two[0], 0), number(two[1], 1)
-        one, two = unpack(words[FIRST], M), unpack(words[FIRST], M + 1)
+    def pairs(words, masks):
         return (
-            number(one[0], 2 * M),
-            number(one[1], 2 * M + 1),
-            number(two[0], 2 * M + 2),
-            number(two[1], 2 * M + 3),
+            one_of(words, masks),
+            two_of(words, masks),
+            three_of(words, masks),
+            four_of(words, masks),
         )
 
-    return of_integers
+    return pairs
+
+
+def _make_number(word, byte, place, apart):
+    """Make the function to a pair of codes: 1024 + code * 2**bit, less 1024, over 2**bit."""
+    WORD, SHIFT, PLACE, BIT = word, 8 * byte, place, apart * place
+    INVERSE, LESS = 0x00010001 * (15 - BIT << 10), 0x00010001 * (25 - BIT << 10 | 0x8000)
+
+    @device_function
+    def number(words, masks):
+        pair = and_or(words[WORD] >> uint32(SHIFT), masks[PLACE], uint32(MAGIC))
+        return multiply_add_f16(pair, uint32(INVERSE), uint32(LESS))
+
+    return number
