@@ -52,7 +52,7 @@ def make_combine_warps(spec, put_output, write):
 
     @device_function
     def combine_warps(shared, sums, header_sums, references, columns, results):
-        total, part_out, part_lse, out, lse, lie, row, common = results
+        total, _, part_lse, _, lse, lie, row, common = results
         tid = uint32(cuda.threadIdx.x)
         lane = tid & uint32(31)
         warp = tid >> uint32(5)

@@ -220,10 +220,8 @@ def pays(spec: DecodeSpec, gpu: GPU, units: int, segments: Sequence[Segment]) ->
     return units * splits >= FILLED * fit(spec, gpu).slots and segments[0].capacity >= LEAST
 
 
-def _plan_wide(
-    kernel: Fit, units: int, capacities: Sequence[int], num_splits: int | None
-) -> Plan:
-    """Splits of a kernel for wide groups: as many as fill the GPU once, but each with some tiles."""
+def _plan_wide(kernel: Fit, units: int, capacities: Sequence[int], num_splits: int | None) -> Plan:
+    """Splits of a kernel for wide groups: as many as fill the GPU once, each with some tiles."""
     most = max(capacities[0] // LEAST, 1)
     wanted = num_splits or min(max(kernel.slots // units, 1), most)
     count = _useful(kernel, capacities, wanted, even=num_splits is None)
@@ -244,6 +242,8 @@ def kernels(
     Raises:
         UnsupportedError: none fits the GPU.
     """
+    if spec.is_wide:
+        return (fit(spec, gpu, registers),)
     found = []
     for rings in RINGS:
         sizes = [(rings * spec.sharers, stages) for stages in stages_of(spec)]

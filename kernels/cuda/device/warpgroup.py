@@ -112,7 +112,8 @@ def _make(codec, columns, steps, transposed, begin, words):
                 builder.store(builder.extract_value(found, i), place)
             return context.get_dummy_value()
 
-        return typing.signature(types.void, sums, a if words else types.uint64, types.uint64), generate
+        a = a if words else types.uint64
+        return typing.signature(types.void, sums, a, types.uint64), generate
 
     return intrinsic(typed)
 

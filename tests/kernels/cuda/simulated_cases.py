@@ -25,6 +25,7 @@ from kvquant import RowFormat, quantize_rows
 from kvquant.kernels.cuda.decode import launch as launching
 from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
+from kvquant.kernels.cuda.decode.wide.spec import widened
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.codec import CODECS
@@ -61,6 +62,7 @@ class Case:
         rest: rows of a ragged q behind them.
         variant: fields of AttentionVariant, each with its value or, of a tensor, a random one;
             pages before a window are not to be looked up.
+        wide: of the kernel for wide groups, fields of its spec that differ; None: not that one.
     """
 
     k: str = "int4-g4"
@@ -92,6 +94,7 @@ class Case:
     ragged: bool = False
     rest: int = 0
     variant: dict[str, Any] = field(default_factory=dict)
+    wide: dict[str, Any] | None = None
 
 
 def run_case(name: str, case: Case) -> dict[str, float]:
@@ -121,10 +124,15 @@ def run_case(name: str, case: Case) -> dict[str, float]:
     def with_columns(spec: DecodeSpec, gpu: GPU) -> DecodeSpec:
         return replace(spec, columns=case.columns, sharers=case.sharers)
 
+    def as_told(spec: DecodeSpec, count: int) -> DecodeSpec | None:
+        found = None if case.wide is None else widened(spec, count)
+        return found and replace(found, **case.wide or {})
+
     splits = tuple(n for n in case.splits if n)
     chosen = Plan(splits, case.warps, case.stages, case.workers)
     q_lens = q_lens if case.q_lens else None
-    call = AttentionCall(q, segments, None, None, case.want_lse, q_lens, variant)
+    want_lse = case.want_lse and case.wide is None  # it moves the lse
+    call = AttentionCall(q, segments, None, None, want_lse, q_lens, variant)
     call = call._replace(q_indptr=q_indptr)
     outs = []
     # These cases are about blocks that take parts of one sequence. Other cases may have such
@@ -133,6 +141,8 @@ def run_case(name: str, case: Case) -> dict[str, float]:
         with (
             simulated(call, gpu=A_GPU, backwards=backwards) as simulation,
             mock.patch.object(launching, "narrow", with_columns),
+            mock.patch.object(launching, "widened", as_told),
+            mock.patch.object(launching, "pays", lambda *_: True),
             launching.override_plan(chosen, case.without),
         ):
             out, lse = launching.attend(call)

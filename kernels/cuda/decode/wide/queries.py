@@ -1,7 +1,7 @@
 """The queries of a block's columns, by its consumers: a tile of blocks in shared memory.
 
-Thread i has every eighth unit of eight elements of column i / 8. A query is scaled by a power of two
-to 2**14 <= max |q| < 2**15, as in scores.py; its elements stand in the order of K's (rows.py).
+Thread i has every eighth unit of eight elements of column i / 8. A query is scaled by a power of
+two to 2**14 <= max |q| < 2**15, as in scores.py; its elements stand in the order of K's (rows.py).
 """
 
 from numba import cuda, float32, uint32, uint64
@@ -63,10 +63,10 @@ def make_load_queries(spec):
                             + uint32(uint32(unit & uint32(1)) * uint32(4))
                         )
                         second = uint32(first + uint32(8))
-                    one = load_global_u32x2(at + uint64(2) * uint64(first))
-                    two = load_global_u32x2(at + uint64(2) * uint64(second))
-                    words[4 * i], words[4 * i + 1] = one[0], one[1]
-                    words[4 * i + 2], words[4 * i + 3] = two[0], two[1]
+                    pair = load_global_u32x2(at + uint64(2) * uint64(first))
+                    words[4 * i], words[4 * i + 1] = pair[0], pair[1]
+                    pair = load_global_u32x2(at + uint64(2) * uint64(second))
+                    words[4 * i + 2], words[4 * i + 3] = pair[0], pair[1]
             most = float32(0)
             for i in range(WORDS):
                 most = maximum(most, maximum(abs(low(words[i])), abs(high(words[i]))))
@@ -83,13 +83,9 @@ def make_load_queries(spec):
             for i in range(UNITS):
                 a, b = words[4 * i], words[4 * i + 1]
                 c, d = words[4 * i + 2], words[4 * i + 3]
-                eight = (low(a) * norm, high(a) * norm, low(b) * norm, high(b) * norm) + (
-                    low(c) * norm,
-                    high(c) * norm,
-                    low(d) * norm,
-                    high(d) * norm,
-                )
-                store_shared_u32x4(uint32(to + uint32(BLOCK * i)), in_order(eight))
+                one = low(a) * norm, high(a) * norm, low(b) * norm, high(b) * norm
+                two = low(c) * norm, high(c) * norm, low(d) * norm, high(d) * norm
+                store_shared_u32x4(uint32(to + uint32(BLOCK * i)), in_order(one + two))
             if part == uint32(0):
                 place = uint32(shared + uint32(FACTORS))
                 place = uint32(place + uint32(4) * column)
