@@ -120,6 +120,9 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         registers = next(number for most, number in REGISTERS.items() if widest <= most)
         if spec.eights > 1:
             registers = MOST_REGISTERS
+        if spec.is_wide:  # compiled for its number of threads
+            share = QUARTERS * REGISTERS_PER_QUARTER // spec.threads // 8 * 8
+            registers = min(share, MOST_REGISTERS)
     blocks = 0
     if shared <= gpu.shared_per_block:
         granted = -(-registers // 8) * 8  # by eights

@@ -137,8 +137,9 @@ def widened(spec: DecodeSpec, count: int) -> WideSpec | None:
         causal=spec.causal,
         ragged=spec.ragged,
     )
-    # rows of other formats land in more memory: with fewer of them on their way all fit
-    return chosen if chosen.shared_bytes <= MOST_SHARED else replace(chosen, landings=3)
+    # rows of some formats land in more memory: then fewer of them are on their way
+    sizes = (replace(chosen, landings=n) for n in range(chosen.landings, 1, -1))
+    return next((one for one in sizes if one.shared_bytes <= MOST_SHARED), None)
 
 
 def is_expanded(fmt: RowFormat) -> bool:
