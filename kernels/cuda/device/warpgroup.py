@@ -42,7 +42,7 @@ def descriptor_of(address):
     return uint64(DESCRIPTOR) | uint64(uint32(address >> uint32(4)))
 
 
-def make_products(codec, columns, steps, *, transposed=False, begin=False):
+def make_products(codec, columns, steps, *, transposed=False, begin=False, waits=True):
     """Make the function that adds products to a local array of sums, and waits for them.
 
     Its arguments are the sums, float32, and the descriptors of A and B.
@@ -53,10 +53,11 @@ def make_products(codec, columns, steps, *, transposed=False, begin=False):
         steps: of each instruction its first sum, and the bytes from the begin of A, and of B.
         transposed: whether the rows of B stand in memory as rows.
         begin: whether the first step overwrites the sums; only where all steps have the same.
+        waits: False: make_wait's function does. Until then nothing may touch the sums.
     """
     if config.ENABLE_CUDASIM:
         return simulated.stand_in(codec, columns, steps, transposed, begin)
-    return _make(codec, columns, steps, transposed, begin, 0)
+    return _make(codec, columns, steps, transposed, begin, 0, waits)
 
 
 def make_register_products(codec, columns, steps, *, transposed=False, begin=False):
@@ -71,7 +72,7 @@ def make_register_products(codec, columns, steps, *, transposed=False, begin=Fal
     return _make(codec, columns, steps, transposed, begin, words)
 
 
-def _make(codec, columns, steps, transposed, begin, words):
+def _make(codec, columns, steps, transposed, begin, words, waits=True):
     """The intrinsic; `words`: of A in registers, or 0 where a descriptor tells it."""
     per_step = columns // 2  # sums of a lane
     count = max(first for first, _, _ in steps) + per_step
@@ -90,7 +91,8 @@ def _make(codec, columns, steps, transposed, begin, words):
         else:
             text += f"add.u64 a,${behind},{of_a // 16};"
             text += f"{name} {{{sums}}},a,b,p,1,1,0,{int(transposed)};"
-    text += "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;}"
+    text += "wgmma.commit_group.sync.aligned;"
+    text += "wgmma.wait_group.sync.aligned 0;}" if waits else "}"
     single, word, wide = ir.FloatType(), ir.IntType(32), ir.IntType(64)
     of_a = [word] * words or [wide]
     made = ir.FunctionType(ir.LiteralStructType([single] * count), [single] * count + of_a + [wide])
@@ -114,6 +116,32 @@ def _make(codec, columns, steps, transposed, begin, words):
 
         a = a if words else types.uint64
         return typing.signature(types.void, sums, a, types.uint64), generate
+
+    return intrinsic(typed)
+
+
+def make_wait(count):
+    """Make the function that waits for all products, of which a local array has sums."""
+    if config.ENABLE_CUDASIM:
+        return lambda sums: None
+    single = ir.FloatType()
+    made = ir.FunctionType(ir.LiteralStructType([single] * count), [single] * count)
+    ties = ["=f"] * count + [str(i) for i in range(count)] + ["~{memory}"]
+    text = "wgmma.wait_group.sync.aligned 0;"
+    assembly = ir.InlineAsm(made, text, ",".join(ties), side_effect=True)
+
+    def typed(typingctx, sums):
+        def generate(context, builder, signature, args):
+            array = context.make_array(signature.args[0])(context, builder, args[0])
+            places = [
+                builder.gep(array.data, [ir.Constant(ir.IntType(64), i)]) for i in range(count)
+            ]
+            found = builder.call(assembly, [builder.load(place) for place in places])
+            for i, place in enumerate(places):
+                builder.store(builder.extract_value(found, i), place)
+            return context.get_dummy_value()
+
+        return typing.signature(types.void, sums), generate
 
     return intrinsic(typed)
 

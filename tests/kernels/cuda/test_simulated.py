@@ -368,6 +368,12 @@ HOPPER: dict[str, dict[str, Any]] = {
     "on Hopper, 71 on 1 heads, two feeders": of(
         "lens=[270] heads=[71,1] warps=16 stages=4 wide={'feeders':2,'landings':3}"
     ),
+    "on Hopper, scores ahead": of(
+        "lens=[64,129,400] heads=[64,1] warps=12 stages=4 wide={'ahead':True}"
+    ),
+    "on Hopper, scores ahead, 71 on 1 heads": of(
+        "lens=[70,270] heads=[71,1] warps=12 stages=3 wide={'ahead':True}"
+    ),
     "on Hopper, 130 on 1 heads": of("lens=[70] heads=[130,1] warps=12 stages=3"),
     "on Hopper, splits": of("lens=[0,300,70] heads=[34,2] warps=12 stages=4 splits=[2]"),
     "on Hopper, balanced": of("lens=[350,0,1,40,133] heads=[40,2] workers=4 warps=12 stages=4"),

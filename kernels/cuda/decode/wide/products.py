@@ -24,7 +24,13 @@ from ...device.ptx import (
     maximum,
     pack_f16,
 )
-from ...device.warpgroup import EIGHT, descriptor_of, make_products, make_register_products
+from ...device.warpgroup import (
+    EIGHT,
+    descriptor_of,
+    make_products,
+    make_register_products,
+    make_wait,
+)
 from ..queries import HIDDEN, LOWEST, PADDED, make_see
 from ..values import HEADROOM
 from .queries import make_load_queries, make_take_queries
@@ -54,11 +60,12 @@ def make_consume(spec, path):
         scores_of = make_register_products("fp16", TOKENS, steps, begin=True)
     else:
         steps = tuple((0, BLOCK * b + 32 * k, BLOCK * b + 32 * k) for b, k in by_k)
-        scores_of = make_products("fp16", TOKENS, steps, begin=True)
+        scores_of = make_products("fp16", TOKENS, steps, begin=True, waits=not spec.ahead)
     steps = tuple((0, 4 * k, 2 * EIGHT * k) for k in range(TOKENS // 16))
     add_values = make_register_products("fp16", V_DIM, steps, transposed=True)
     load_queries, take_queries = make_load_queries(spec), make_take_queries(spec)
-    see = make_see(spec, path)
+    see, wait, AHEAD = make_see(spec, path), make_wait(SCORES), spec.ahead
+    assert not AHEAD or (not IN_WORDS and STAGES >= 2 * RINGS)  # two stages of its own
 
     @device_function
     def mask(scores, first, seen, t):
@@ -114,6 +121,40 @@ def make_consume(spec, path):
                 p[2 * n + h] = pack_f16(y, x)
 
     @device_function
+    def tile_of(shared, stage):
+        return uint32(uint32(shared + uint32(TILES)) + uint32(STAGE) * stage)
+
+    @device_function
+    def next_stage(stage):
+        stage = uint32(stage + uint32(RINGS))
+        return uint32(stage - uint32(STAGES)) if stage >= uint32(STAGES) else stage
+
+    @device_function
+    def come(stage):
+        barrier(uint32(uint32(FULL) + stage), uint32(THREADS))
+        if FENCES:
+            fence_shared()
+
+    @device_function
+    def ask(scores, shared, queries, stage):
+        """The scores of a tile, once it is there."""
+        come(stage)
+        scores_of(scores, descriptor_of(queries), descriptor_of(tile_of(shared, stage)))
+
+    @device_function
+    def work(scores, p, state, factors, first, shared, stage, of_tile):
+        """Softmax and P V of a tile."""
+        sums, references, totals = state
+        seen, upto, end, t = of_tile
+        if int32(first + int32(TOKENS)) > upto:
+            mask(scores, first, seen, t)
+        settle(scores, sums, factors, references, totals)
+        weigh(p, scores, factors, references, totals)
+        add_values(sums, p, descriptor_of(uint32(tile_of(shared, stage) + uint32(K_BYTES))))
+        if int32(first + int32(LATER)) < end:  # else nobody waits for the stage
+            arrive(uint32(uint32(FREE) + stage), uint32(THREADS))
+
+    @device_function
     def consume(shared, consumer, begin, end, rows, results, counts, state):
         sums, references, totals = state
         tid = uint32(cuda.threadIdx.x)
@@ -153,26 +194,40 @@ def make_consume(spec, path):
         p = cuda.local.array(P_WORDS, uint32)
         first = int32(begin + int32(ring) * int32(TOKENS))
         stage = ring
-        while first < end:
-            barrier(uint32(uint32(FULL) + stage), uint32(THREADS))
-            if FENCES:
-                fence_shared()
-            tile = uint32(uint32(shared + uint32(TILES)) + uint32(STAGE) * stage)
+        of_tile = (seen, sight[1], end, t)
+        if AHEAD:
+            if first < end:
+                others = cuda.local.array(SCORES, float32)
+                ask(scores, shared, queries, stage)
+                wait(scores)
+                while True:
+                    following = next_stage(stage)
+                    if int32(first + int32(STEP)) >= end:
+                        work(scores, p, state, factors, first, shared, stage, of_tile)
+                        break
+                    ask(others, shared, queries, following)
+                    work(scores, p, state, factors, first, shared, stage, of_tile)
+                    wait(others)
+                    first = int32(first + int32(STEP))
+                    stage = following
+                    following = next_stage(stage)
+                    if int32(first + int32(STEP)) >= end:
+                        work(others, p, state, factors, first, shared, stage, of_tile)
+                        break
+                    ask(scores, shared, queries, following)
+                    work(others, p, state, factors, first, shared, stage, of_tile)
+                    wait(scores)
+                    first = int32(first + int32(STEP))
+                    stage = following
+        while not AHEAD and first < end:
             if IN_WORDS:
-                scores_of(scores, words, descriptor_of(tile))
+                come(stage)
+                scores_of(scores, words, descriptor_of(tile_of(shared, stage)))
             else:
-                scores_of(scores, descriptor_of(queries), descriptor_of(tile))
-            if int32(first + int32(TOKENS)) > sight[1]:
-                mask(scores, first, seen, t)
-            settle(scores, sums, factors, references, totals)
-            weigh(p, scores, factors, references, totals)
-            add_values(sums, p, descriptor_of(uint32(tile + uint32(K_BYTES))))
-            if int32(first + int32(LATER)) < end:  # else nobody waits for the stage
-                arrive(uint32(uint32(FREE) + stage), uint32(THREADS))
+                ask(scores, shared, queries, stage)
+            work(scores, p, state, factors, first, shared, stage, of_tile)
             first = int32(first + int32(STEP))
-            stage = uint32(stage + uint32(RINGS))
-            if stage >= uint32(STAGES):
-                stage = uint32(stage - uint32(STAGES))
+            stage = next_stage(stage)
         for h in range(2):
             totals[h] = over_quad(totals[h], add)
 

@@ -35,6 +35,7 @@ class WideSpec(DecodeSpec):
         feeders: warpgroups that expand rows: each every feeders-th tile.
         landings: halves of a tile that a feeder's warp has on their way, and the one it reads.
         query_words: whether consumers keep queries in registers, not in shared memory.
+        ahead: whether a consumer asks for the scores of its next tile before its softmax.
         fence: who lets wgmma see the expanded rows, "feeders" or "consumers".
     """
 
@@ -46,6 +47,7 @@ class WideSpec(DecodeSpec):
     landings: int = 4
     query_words: bool = False
     fence: str = "feeders"
+    ahead: bool = False
 
     arch_specific: ClassVar[bool] = True
     is_wide: ClassVar[bool] = True
