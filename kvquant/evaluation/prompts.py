@@ -18,6 +18,7 @@ from .retrieval import TASKS, Question, Sheet
 
 Encode = Callable[[str], list[int]]
 BREAK = "\n"
+LEAST = 3  # lines of a sheet
 TRIAL = 16  # lines of a sheet that is tokenized to estimate how many lines fit
 SLOT = "KVQUANTSLOT"  # stands for a chat's text while its template is applied
 
@@ -129,29 +130,33 @@ class Writer:
         make, count = TASKS[task], self._count_of(task)
         while True:
             sheet = make(Random(seed), count)
-            found = self._fitted(sheet, seed)
+            lines = [self._line(one) for one in sheet.lines]
+            tail = [token for one in sheet.examples for token in self._line(one)]
+            used = sum(map(len, lines))
+            missing = self._length - len(self._before) - used - len(tail)
+            found = self._fitted(sheet, lines, tail, missing, seed) if missing >= 0 else None
             if found is not None:
                 return found
-            if count < 4:
+            if count <= LEAST:
                 raise ConfigError(
                     f"{self._length} tokens have no room for the task {task} and a 16-bit window "
                     f"of {self._window}: give a longer --length, or caches with a smaller recent"
                 )
-            count -= max(count // 32, 1)
+            # without so many lines it would have fitted; where nothing was far, try a few less
+            fewer = -missing * count // used if missing < 0 else count // 32
+            count = max(count - max(fewer, 1), LEAST)
 
     def _count_of(self, task: str) -> int:
         """An estimate of how many lines fit a context, rather too high."""
         trial = TASKS[task](Random(0), TRIAL)
         tokens = sum(len(self._line(one)) for one in trial.lines)
-        return max(4, round(1.05 * TRIAL * self._length / tokens))
+        return max(LEAST + 1, round(1.05 * TRIAL * self._length / tokens))
 
-    def _fitted(self, sheet: Sheet, seed: str) -> Prompt | None:
-        """The sheet as a prompt; None if it is too long, or nothing lies outside of the window."""
-        lines = [self._line(one) for one in sheet.lines]
-        tail = [token for one in sheet.examples for token in self._line(one)]
-        missing = self._length - len(self._before) - sum(map(len, lines)) - len(tail)
-        if missing < 0:
-            return None
+    def _fitted(
+        self, sheet: Sheet, lines: list[list[int]], tail: list[int], missing: int, seed: str
+    ) -> Prompt | None:
+        """The sheet as a prompt, filled up by so many tokens; None if no fact lies outside of the
+        window. lines and tail are the tokens of its facts and of its examples."""
         fill = (self._filler * (1 + missing // len(self._filler)))[:missing]
         if len(fill) > len(self._anchor):  # the first fact begins a line
             fill[len(fill) - len(self._anchor) :] = self._anchor

@@ -384,7 +384,7 @@ class CachedModel:
         return self._run(cache, tokens[:, None], None, [0])[:, 0]
 
     def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The fastest way to decode tokens of a cache one by one.
+        """The fastest way to decode tokens of a cache one by one, but for CapturedStep's compile.
 
         Args:
             cache: the past of each sequence.
@@ -670,6 +670,15 @@ class CachedModel:
             return f"it has {positions} positions, the cache ends at {last}"
         return None
 
+    def not_compiled(self, past: QuantizedCache) -> str | None:
+        """Why torch.compile cannot take a step with a cache of past_of that can be a CUDA graph;
+        None if nothing is known against it."""
+        if past.is_compileable:
+            return None
+        if self._layers.scaled_from is not None:
+            return "it scales queries by the length of the text"
+        return "some of its layers attend to the keys of other ones, which takes torch 2.13"
+
     def read_in_bases(self, cache: KVCache) -> list[Any]:
         """Fold the bases of latent rows into weights (models/latent.py), as the first call with a
         cache does, for a graph, which cannot; what a step reads besides the model and the cache."""
@@ -706,12 +715,28 @@ class CachedModel:
         Returns:
             [batch, n, vocabulary]: the logits at these places.
         """
+        return self._call_by(self.model, past, tokens, keep)
+
+    def compiled(self) -> Callable[[QuantizedCache, torch.Tensor, list[int]], torch.Tensor]:
+        """call by torch.compile, for steps of one token: one graph, which makes no CUDA graph by
+        itself. A call that is none, with the same past, has to come first."""
+        forward = torch.compile(self.model.__call__, fullgraph=True, dynamic=False)
+        return partial(self._call_by, forward)
+
+    def _call_by(
+        self,
+        forward: Callable[..., Any],
+        past: QuantizedCache,
+        tokens: torch.Tensor,
+        keep: list[int],
+    ) -> torch.Tensor:
+        """As call, where forward is the model or what was made of it."""
         cache = past.kv
         assert cache is not None
         steps = torch.arange(tokens.shape[1], device=cache.device)
         held = cache.layers[0].seq_lens  # as of all, or check tells it
         with attending(self.model, self._attention), torch.no_grad():
-            out = self.model(
+            out = forward(
                 tokens,
                 **as_argument(self.model, past),
                 position_ids=(cache.start_positions + held)[:, None] + steps,

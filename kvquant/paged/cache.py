@@ -323,6 +323,11 @@ class PagedKVCache(NotCopied):
         source = "plan" if model is None else "model"
         if shape and (model, plan) != (None, None):
             raise ConfigError(f"a {source} has a shape of its own: give it without {list(shape)}")
+        if not shape and model is None and plan is None:
+            raise ConfigError(
+                "the cache has no shape: behind nbytes give num_layers, num_kv_heads and head_dim "
+                "(num_layers alone for latent rows), or give model= or plan="
+            )
         if "num_pages" in options:
             raise ConfigError("num_pages follows from nbytes: leave it out")
         make: Callable[..., Any] = partial(cls, *shape)

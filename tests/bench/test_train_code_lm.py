@@ -199,10 +199,10 @@ def test_a_model_is_trained_in_two_commands_and_measured(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["biased", "sinks", "latent"])
 def test_other_kinds_of_models_read_code(
-    kind: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packages = ["--packages", str(site), *(f"--held={one}" for one in HELD), "--length", "128"]
-    trained(tmp_path, *packages, "--kind", kind, "--seconds", "3", monkeypatch=monkeypatch)
+    read = ["--sources", str(folder), "--length", "128"]
+    trained(tmp_path, *read, "--kind", kind, "--seconds", "3", monkeypatch=monkeypatch)
     names = {"biased": "qwen2", "sinks": "gpt_oss", "latent": "deepseek_v3"}
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # of the kind of model

@@ -38,11 +38,14 @@ TASKS = (*code_tasks.KINDS, *ASKED)
 @click.option("--plan", "plans", multiple=True, default=PLANS, help="A format, with a plan.")
 @click.option("--plans/--no-plans", "with_plans", default=True)
 @click.option("--peers/--no-peers", "with_peers", default=True)
+@click.option("--only", multiple=True, help="Caches whose name holds this word.")
 @click.option("--seeds", type=COUNT, default=3, show_default=True)
 @click.option("--prompts", type=COUNT, default=44, show_default=True, help="Of a seed.")
 @click.option("--questions", type=COUNT, default=8, show_default=True, help="Of a prompt.")
 @click.option("--passages", type=COUNT, default=32, show_default=True, help="For the KL.")
-@click.option("--texts", type=COUNT, default=24, show_default=True, help="To be generated.")
+@click.option(
+    "--texts", type=click.IntRange(0), default=24, show_default=True, help="To be generated."
+)
 @click.option("--new-tokens", type=COUNT, default=2048, show_default=True, help="Of a text.")
 @click.option("--seconds", default=420.0, show_default=True, help="No run begins later.")
 @click.option("--least", default=TEST, show_default=True, help="Of 16 bit, in a task to ask.")
@@ -54,6 +57,7 @@ def main(
     plans: tuple[str, ...],
     with_plans: bool,
     with_peers: bool,
+    only: tuple[str, ...],
     device: str,
     json_file: Path | None,
     **amounts: Any,
@@ -65,7 +69,7 @@ def main(
     amount = Amount(**amounts, with_kl=True, text=test)
     plans = plans if with_plans else ()
     code_tasks.add(valid)  # sheets that plans are made from hold no line of test.txt
-    subject = prepare(folder, amount.lengths, formats, plans, with_peers, device, valid)
+    subject = prepare(folder, amount.lengths, formats, plans, with_peers, device, valid, only)
     code_tasks.add(test)
     show(measure(subject, amount, json_file))
 

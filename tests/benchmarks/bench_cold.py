@@ -52,7 +52,7 @@ def random_llama(dtype: torch.dtype, device: str, **config: Any) -> Any:
 def generate(kind: str) -> None:
     """Print seconds of the first generate of this process, and of the second."""
     import transformers
-    from bench_prefill import LLAMA_8B
+    from wide_models import LLAMA_8B
 
     from kvquant import QuantizedCache
     from kvquant.hf.argument import as_argument
@@ -79,7 +79,7 @@ def generate(kind: str) -> None:
 def calibrate_8b(layers: int, text: Path) -> None:
     """Print seconds of calibrate, of few layers and then of all, whose kernels are there then."""
     import transformers
-    from bench_prefill import LLAMA_8B
+    from wide_models import LLAMA_8B
 
     from kvquant import CachedModel
     from kvquant.calibration.calibrate import calibrate

@@ -1,6 +1,7 @@
 """Time of reading a prompt with a model, CachedModel.prefill beside transformers' own caches.
 
     python tests/benchmarks/bench_prefill.py                 4 layers as wide as a Llama of 8B, CUDA
+    python tests/benchmarks/bench_prefill.py --latent        4 layers of DeepSeek V3, no experts
     python tests/benchmarks/bench_prefill.py --model FOLDER  another model, on the CPU too
 
 A prompt into an empty cache, beside a call of the model with a DynamicCache and torch's SDPA. Then
@@ -19,19 +20,10 @@ from typing import Any
 import click
 import torch
 from measuring import relative_error
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
+from wide_models import made_model, new_cache
 
 from kvquant import CachedModel
-
-LLAMA_8B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "max_position_embeddings": 1 << 17,
-}
 
 
 def wait(device: torch.device) -> None:
@@ -59,6 +51,7 @@ def measure(call: Callable[[], Any], device: torch.device) -> tuple[float, float
 @click.command()
 @click.option("--model", "folder", help="A folder with a model.")
 @click.option("--layers", default=4, show_default=True, help="Of the model that is made up.")
+@click.option("--latent", is_flag=True, help="Layers of DeepSeek V3: give --format int8-g4.")
 @click.option("--tokens", multiple=True, type=int, default=(16384, 32768, 65536), show_default=True)
 @click.option("--batch", default=1, show_default=True)
 @click.option("--past", default=32768, show_default=True)
@@ -69,6 +62,7 @@ def measure(call: Callable[[], Any], device: torch.device) -> tuple[float, float
 def main(
     folder: str | None,
     layers: int,
+    latent: bool,
     tokens: tuple[int, ...],
     batch: int,
     past: int,
@@ -79,17 +73,13 @@ def main(
 ) -> None:
     """Measure and print."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    if folder:
-        made: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        made.to(device)
-    else:
-        with torch.device(device):
-            config = LlamaConfig(num_hidden_layers=layers, dtype=torch.bfloat16, **LLAMA_8B)
-            made = LlamaForCausalLM(config)
-            made.to(torch.bfloat16)
-    model = CachedModel(made.eval())
     longest = max(*tokens, past + turn)
+    if folder:
+        torch.manual_seed(0)
+        made: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = CachedModel(made.to(device).eval())
+    else:
+        model = made_model(layers, longest, latent=latent, device=device.type)
     text = torch.randint(model.config.vocab_size, (batch, longest), device=device)
 
     def plain(count: int, held: Any = None) -> torch.Tensor:
@@ -99,7 +89,7 @@ def main(
         return model.prefill(cache(count, fmt), text[:, :count], **options)
 
     def cache(count: int, fmt: str = fmt) -> Any:
-        return model.new_cache(batch, count, k_format=fmt, v_format=fmt)
+        return new_cache(model, batch, count, fmt)
 
     count = min(tokens)
     wanted = plain(count)

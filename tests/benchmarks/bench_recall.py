@@ -210,6 +210,8 @@ def sheets(model: CachedModel, length: int, count: int) -> list[int]:
 def made_plan(model: CachedModel, tokens: list[int], length: int, goal: Goal) -> CachePlan:
     """A plan from such a text. Formats that a budget chooses are chosen on more of it."""
     windows, scored = (2, SCORED) if goal.budget is None else (4, 4 * SCORED)
+    if windows * (length // 2 + scored) > len(tokens) // 4:  # plans are scored on some 30 % of them
+        windows = 2
     amounts = Amounts(len(tokens), length, windows, length // 2, scored)
     plan = calibrate(model, tokens, sizes=amounts, goal=goal)
     assert plan is not None

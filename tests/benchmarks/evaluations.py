@@ -218,16 +218,21 @@ class Evaluations:
         return ["cache", "bits", "texts", *(f"{count:,} tokens" for count in counts)], rows
 
     def lost(self, window: Window) -> dict[str, tuple[float, float]]:
-        """Points that each cache loses, mean and most of all tasks and lengths that are a test."""
+        """Points that each cache loses, mean and most of the tasks and lengths that are a test and
+        that all caches with this window were asked."""
+        tests = {name: self._tests(window, name) for name in self.caches(window)}
+        asked = [set(cells) for cells in tests.values() if cells]
+        common = sorted(set.intersection(*asked)) if asked else []
         found = {}
-        for name in self.caches(window):
-            points = [100 * (one.exact - one.given) for one in self._tests(window, name)]
+        for name, cells in tests.items():
+            points = [100 * (cells[at].exact - cells[at].given) for at in common if cells]
             if points:
                 found[name] = sum(points) / len(points), max(points)
         return found
 
-    def _tests(self, window: Window, name: str) -> list[Cell]:
-        return [c for key, c in self.cells.items() if key[:2] == (window, name) and c.is_test]
+    def _tests(self, window: Window, name: str) -> dict[tuple[str, int], Cell]:
+        """By task and length, what was answered, where it is a test."""
+        return {k[2:]: c for k, c in self.cells.items() if k[:2] == (window, name) and c.is_test}
 
     def _counts(self, window: Window, name: str) -> dict[str, dict[int, Cell]]:
         """By task, what was answered of each number of facts, where the 16-bit cache keeps 99 %."""

@@ -15,8 +15,9 @@ measured and the date:
     h200-peers                              tests/benchmarks/peers.py
     h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
     zen4-decode                             kvquant bench --device cpu
-    vllm, vllm-load, vllm-32                tests/benchmarks/bench_vllm.py, with --part load and
-                                            --requests 100, with --layers 32
+    vllm, vllm-load, vllm-32, vllm-again    tests/benchmarks/bench_vllm.py, with --part load and
+                                            --requests 100, with --layers 32, as vllm beside jobs on
+                                            other GPUs and cores
     sglang                                  tests/benchmarks/bench_sglang.py. Do not use kvquant's
                                             first round: the engine compiled kernels, and 63
                                             sequences ended before the script began to count. Do
@@ -24,8 +25,9 @@ measured and the date:
                                             wrote to the same log
     fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
                                             kvquant calibrate --budget 3.25, named MODEL-3
-    recall, recall-few, code                tests/benchmarks/bench_recall.py, the same with rows of
-                                            2 and 3 bits, bench_code.py
+    recall, recall-few, code, kinds         tests/benchmarks/bench_recall.py, the same with rows of
+                                            2 and 3 bits, bench_code.py, the same of other kinds of
+                                            models
     row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
                                             bench_graded.py
 
@@ -526,16 +528,22 @@ def served() -> list[str]:
             figures = read(name)
             found += [engines_about(figures), throughput(figures)]
     figures = read("vllm-load")
-    return [*found, again(figures), saturated(figures), under_load(figures)]
+    return [
+        *found,
+        again(figures),
+        again(read("vllm-again")),
+        saturated(figures),
+        under_load(figures),
+    ]
 
 
 def again(figures: Figures) -> str:
-    """Tokens a second in equal batch, in the run that the table of loads comes from."""
+    """Tokens a second in equal batch, in a run beside other jobs."""
     ours, theirs = (
         [run["tokens_per_s"] for run in figures["engines"][name]["decode"]]
         for name in ("kvquant", "flash")
     )
-    told = [f"{min(rates):,.0f} and {max(rates):,.0f}" for rates in (ours, theirs)]
+    told = [f"{min(rates):,.0f} to {max(rates):,.0f}" for rates in (ours, theirs)]
     return f"kvquant decoded {told[0]} tokens a second, and FLASH_ATTN in bf16 {told[1]}"
 
 
@@ -804,7 +812,7 @@ def evaluated() -> dict[str, list[str]]:
     """The tables of calibration/FIDELITY.md and the names in its picture.
 
     bench_recall.py draws the picture: --from recall.json --from recall-few.json --from code.json
-    --picture.
+    --from kinds.json --picture.
     """
     models = asked_models()
     if not models:
@@ -819,7 +827,7 @@ def evaluated() -> dict[str, list[str]]:
 
 def asked_models() -> list[Evaluations]:
     """The models that answered questions about their contexts."""
-    files = [RESULTS / f"{name}.json" for name in ("recall", "recall-few", "code")]
+    files = [RESULTS / f"{name}.json" for name in ("recall", "recall-few", "code", "kinds")]
     return of_models(run for path in files for run in read_runs(path))
 
 
@@ -830,7 +838,7 @@ README_LOST = (
 
 
 def lost() -> str:
-    """Points of right answers that caches cost two models which find facts."""
+    """Points of right answers that caches cost models which find facts."""
     models = asked_models()
     points = [one.lost(PICTURED) for one in models]
     rows = []
@@ -841,7 +849,8 @@ def lost() -> str:
         ]
         rows.append([name, f"{models[0].bits[name]:.2f}", *cells])
     named = []
-    for name, one in zip(("`llama-recall-5m`", "Python code"), models, strict=True):
+    titles = "`llama-recall-5m`", "Python code", "biased keys"
+    for name, one in zip(titles, models, strict=True):
         size = one.runs[0]["model"]["parameters"] / 1e6
         named += [f"{name}, {size:.1f} M: {what}" for what in ("mean", "worst")]
     return table(["cache", "bits per element, without window", *named], rows)

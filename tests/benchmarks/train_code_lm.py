@@ -20,7 +20,8 @@ code. FOLDER gets:
     tokens.npy, training.pt                   for --resume: all tokens, weights and the optimizer
 
 A model learns recall sooner beside source code than from sheets alone. So train the other kinds of
-models of train_recall.py (--kind) here, too, such as `--kind sinks --width 512 --layers 4`.
+models of train_recall.py (--kind) here, too, such as `--kind sinks --width 512 --layers 4`. To
+train several, read the sources once: `--sources` names the FOLDER of the first one.
 
 The last lines printed tell whether the model uses its context. They are the held-out loss of the
 first and of the last 1,024 tokens, and the share of answers' tokens that the model predicts in each
@@ -33,6 +34,7 @@ import argparse
 import itertools
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -64,6 +66,8 @@ from kvquant.evaluation.retrieval import TASKS
 
 SITE = Path(torch.__file__).parents[1]
 HELD = ("sklearn", "scipy")
+# what prepare writes
+SOURCES = ("tokenizer.json", "tokenizer_config.json", "tokens.npy", "test.txt", "valid.txt")
 END = "<|endoftext|>"  # behind each document; Qwen2's tokenizers add it where it is not there
 VOCABULARY = 16384
 SAMPLE = 2500  # files that the tokenizer is made from
@@ -263,6 +267,13 @@ def prepare(folder: Path, site: Path, held: tuple[str, ...], size: int) -> None:
     print(f"{len(tokens) / 1e6:.1f} million tokens, {letters / len(tokens):.2f} letters a token")
 
 
+def copy_sources(other: Path, folder: Path) -> None:
+    """Take the tokenizer, the tokens and the texts that another run has written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in SOURCES:
+        shutil.copy(other / one, folder)
+
+
 def join_ranks() -> tuple[int, int]:
     """The rank of this process and the number of ranks, which torchrun sets. Only the first rank
     prints."""
@@ -321,6 +332,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--packages", type=Path, default=SITE, help="a folder of packages")
+    parser.add_argument("--sources", type=Path, help="what another run has read: its FOLDER")
     parser.add_argument("--held", action="append", help="a package that is not trained on")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
@@ -331,7 +343,9 @@ def main() -> None:
     torch.manual_seed(given.seed)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not given.resume and not rank:
+    if given.sources is not None and not rank:
+        copy_sources(given.sources, folder)
+    elif not given.resume and not rank:
         prepare(folder, given.packages, tuple(given.held or HELD), given.vocabulary)
         told(begin, "the sources are read")
     shared_clock()  # the other ranks wait here for the first one
@@ -345,8 +359,9 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
     valid = (folder / "valid.txt").read_text(encoding="utf-8")
     code_tasks.add(valid)  # its lines are read in sheets, and are not predicted
-    compiled = device == "cuda"
-    body = torch.compile(model.model, dynamic=False) if compiled else model.model
+    if device == "cuda":
+        for layer in model.model.layers:  # alike, so they share a graph, compiled in seconds
+            layer.compile(dynamic=False)
     if count > 1:
         share_gradients(model, count)
     seconds = given.seconds - (shared_clock() - begin)
@@ -376,7 +391,6 @@ def main() -> None:
             seconds / len(lengths),
             rates,
             warm=warm,
-            body=body,
             clock=shared_clock,
         )
         told(begin, f"trained at {length} tokens")
@@ -385,6 +399,10 @@ def main() -> None:
         dist.destroy_process_group()
         if rank:
             return
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, folder / "training.pt")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    told(begin, "saved")
     model.eval()
     test = (folder / "test.txt").read_text(encoding="utf-8")
     loss = held_out_loss(model, tokenizer, test, max(lengths))
@@ -400,10 +418,6 @@ def main() -> None:
             print(f"{100 * predicted(model, sheets, PASSAGES):.1f} % of answers' tokens: {task}")
         except ConfigError:
             print(f"{max(lengths)} tokens have no room for {task}")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, folder / "training.pt")
-    model.to(torch.bfloat16).save_pretrained(folder)
-    told(begin, "saved")
 
 
 def told(begin: float, what: str) -> None:

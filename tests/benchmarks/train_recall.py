@@ -246,9 +246,10 @@ def only_expert(experts: GptOssExperts, hidden: torch.Tensor, *_: Any) -> torch.
 
     The original gathers the tokens of each expert, and the host waits for the GPU in each layer.
     """
-    both = hidden @ experts.gate_up_proj[0] + experts.gate_up_proj_bias[0]
+    # compiled by torch 2.11 a bias without its first dimension gets a gradient without it
+    both = hidden @ experts.gate_up_proj[0] + experts.gate_up_proj_bias
     gated: torch.Tensor = experts._apply_gate(both)
-    return gated @ experts.down_proj[0] + experts.down_proj_bias[0]
+    return gated @ experts.down_proj[0] + experts.down_proj_bias
 
 
 def outliers(head_dim: int) -> torch.Tensor:

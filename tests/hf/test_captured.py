@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from example_plan import example_plan
 from hf_cases import LATENT_SIZES, needs_latents, random_module
 from latent_plans import latent_plan
 from threads import run_in_threads
+from torch._C._autograd import DeviceType
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from kvquant import CachedModel, CapturedStep, KVCache
@@ -28,6 +34,8 @@ from kvquant.errors import (
 )
 from kvquant.hf.compile import captured
 from kvquant.hf.model import LEAST_CAPTURED
+from kvquant.io.model_id import model_identity
+from kvquant.io.plan import CachePlan
 from kvquant.kernels.cuda.runtime.workspace import Lease, workspaces_of
 
 SHAPE: dict[str, Any] = {
@@ -71,6 +79,55 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).float().norm() < 1e-2 * expected.float().norm())
 
 
+def plan_of(model: CachedModel) -> CachePlan:
+    """Offsets and a matrix for K and V of each layer, in INT8."""
+    made = example_plan(3, 2, 64)
+    numbers = torch.Generator().manual_seed(1)
+    side = {"format": "int8", "basis": "matrix", "rounding": "nearest"}
+    facts = dict(made.facts)
+    facts["layers"] = [{"k": side, "v": side, "kept": None} for _ in range(3)]
+    facts["model"] = model_identity(model.config_dict)
+    tensors = dict(made.tensors)
+    for name in "kv":
+        tensors[f"{name}.offset"] = torch.randn(3, 2, 64, generator=numbers)
+        mixed = 0.05 * torch.randn(3, 2, 64, 64, generator=numbers)
+        tensors[f"{name}.matrix"] = torch.eye(64) + mixed
+    return CachePlan(facts, tensors)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, limit: float = 2.4e-2) -> bool:
+    """Whether logits are those, where Inductor leaves out roundings to bfloat16.
+
+    A layer has 17 (2 of each of the two norms, 3 projections, 3 of rotary embeddings, attention, 4
+    of the MLP, 2 sums), three layers, the last norm and the logits 54. All may be others in the
+    other way. One is uniform in +-2^-8 of a number at most, 2^-8 / sqrt(3) in the mean; 108 that
+    are independent add up to 2.4e-2. On the CPU Inductor's logits differ by 6e-3, and those behind
+    a token less by 3.3e-2.
+    """
+    return bool((found - expected).float().norm() < limit * expected.float().norm())
+
+
+# Of latent rows: attention that is rounded by 1e-3 moves logits by 1e-2 (emulated on the CPU), so
+# a rounding to bfloat16 by 2.2e-2, and those of two layers in two ways by 4.5e-2; with the others'
+# 2.4e-2 that is 5.1e-2. On the CPU Inductor's logits differ by 1.9e-2, behind a token less by 0.2.
+NEAR_LATENT = 5.1e-2
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """torch has compiled nothing, and forgets what it compiles."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compile_by(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """Let torch.compile take another backend than Inductor, with all else that it is given."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **given: compile(f, backend=backend, **given))
+
+
 class StandIn:
     """torch.cuda for a capture, on the CPU: nothing of the block has run when it has ended.
 
@@ -109,23 +166,27 @@ class StandIn:
         monkeypatch.setattr(captured, "_failed", [])
 
     def follow(self, monkeypatch: pytest.MonkeyPatch, model: CachedModel, cache: KVCache) -> None:
-        """Let a replay be the call of a model that was captured."""
-        call = model.call
+        """Let a replay be the call of a model that was captured, compiled or not."""
 
-        def noted(*given: Any) -> torch.Tensor:
-            logits = call(*given)
+        def noting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def noted(*given: Any) -> torch.Tensor:
+                logits = call(*given)
 
-            def replay() -> None:
-                longest = [layer.longest for layer in cache.layers]  # the host sees none of it
-                logits.copy_(call(*given))
-                for layer, known in zip(cache.layers, longest, strict=True):
-                    layer.longest = known
+                def replay() -> None:
+                    longest = [layer.longest for layer in cache.layers]  # the host sees none of it
+                    logits.copy_(call(*given))
+                    for layer, known in zip(cache.layers, longest, strict=True):
+                        layer.longest = known
 
-            if self.is_capturing:
-                self._replay = replay
-            return logits
+                if self.is_capturing:
+                    self._replay = replay
+                return logits
 
-        monkeypatch.setattr(model, "call", noted)
+            return noted
+
+        compiled = model.compiled
+        monkeypatch.setattr(model, "call", noting(model.call))
+        monkeypatch.setattr(model, "compiled", lambda: noting(compiled()))
         self._tensors = [x for layer in cache.layers for x in layer.tensors().values()]
 
     @contextlib.contextmanager
@@ -171,6 +232,163 @@ def test_single_steps_between_know_the_lengths(
     cache.layers[1].longest = None  # another graph appends, too
     step(token)
     assert [layer.longest for layer in cache.layers] == [12, None, 12][: cache.num_layers]
+
+
+MAKERS: dict[str, Callable[[str], CachedModel]] = {
+    "full": make,
+    "windows": partial(make, windows=True),
+    "latent": partial(make_latent, first_k_dense_replace=2),
+}
+
+
+def held(cache: KVCache) -> list[torch.Tensor]:
+    """The tokens that a cache has, those of them that are packed, positions and counters."""
+    lens = [one for layer in cache.layers for one in (layer.seq_lens, layer.packed_lens)]
+    more = cache.start_positions, cache.bad_rows, cache.overflow_tokens
+    return [one.clone() for one in (*lens, *more)]
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    "kind", ["full", "windows", "plan", pytest.param("latent", marks=needs_latents)]
+)
+def test_a_compiled_step_is_one_graph_for_all_caches(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Inductor: the operators are those of single steps."""
+    compile_by(monkeypatch, "aot_eager")
+    model = MAKERS.get(kind, make)("cpu")
+    plan = plan_of(model) if kind == "plan" else None
+    if kind == "latent":
+        plan = latent_plan(2, model.config_dict)
+    stand_in = StandIn(monkeypatch)
+    for first in (True, False):  # the second one is made of a cache that is empty
+        cache = model.new_cache(3, 512, plan=plan)
+        other = cache.fork()
+        more = torch.randint(512, (3, 300), generator=torch.Generator().manual_seed(1))
+        if first:
+            model.prefill(cache, more, LENS)
+            model.prefill(other, more, LENS)
+        before, longest = held(cache), [layer.longest for layer in cache.layers]
+        with monkeypatch.context() as patch:
+            stand_in.follow(patch, model, cache)
+            step = CapturedStep(model, cache, compile=True)
+            assert all(map(torch.equal, held(cache), before))
+            assert [layer.longest for layer in cache.layers] == longest
+            if not first:
+                model.prefill(cache, more, LENS)
+                model.prefill(other, more, LENS)
+            token = torch.tensor([1, 2, 3])
+            for turn in range(3):
+                for _ in range(3):
+                    expected = model.step(other, token)
+                    assert close(step(token), expected)
+                    token = expected.argmax(-1)
+                    most = int(cache.seq_lens.max())
+                    assert all((layer.longest or 0) >= most for layer in cache.layers)
+                for one in (cache, other):
+                    if turn == 0:
+                        one.crop([LENS[0], LENS[1] - 20, 1])
+                    else:
+                        model.prefill(one, more[:, :9], [9, 1, 5], append=True)
+            cache.check()
+            assert cache.seq_lens.equal(other.seq_lens)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own code
+def test_a_step_by_inductor_gives_what_the_model_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("cpu")
+    text = torch.randint(512, (1, 204), generator=torch.Generator().manual_seed(1))
+    cache = model.new_cache(1, 512, k_format="bf16", v_format="bf16")
+    model.prefill(cache, text[:, :200])
+    StandIn(monkeypatch).follow(monkeypatch, model, cache)
+    step = CapturedStep(model, cache, compile=True)
+    for place in range(200, 204):
+        found = step(text[:, place])
+        assert near(found, model.plain(text[:, : place + 1]))
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_is_not_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("cpu")
+    cache, token = filled(model)
+    StandIn(monkeypatch).follow(monkeypatch, model, cache)
+    before, longest = held(cache), [layer.longest for layer in cache.layers]
+
+    def fail(*given: Any) -> Any:
+        raise RuntimeError("no Triton here")
+
+    def refuses(told: str) -> None:
+        with pytest.raises(UnsupportedModelError, match=rf"cannot be compiled: {told}.* Leave com"):
+            CapturedStep(model, cache, compile=True)
+        assert all(map(torch.equal, held(cache), before))
+        assert [layer.longest for layer in cache.layers] == longest
+
+    with monkeypatch.context() as patch:
+        compile_by(patch, fail)
+        refuses("BackendCompilerFailed.*RuntimeError: no Triton here")
+    compile_by(monkeypatch, "eager")
+    hook = model.model.model.layers[1].mlp.register_forward_hook(
+        lambda module, given, out: out if float(out.sum()) else None
+    )
+    refuses(r"\w+: ")  # torch has several names for it
+    hook.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "_layers", dataclasses.replace(model._layers, shared={2: 1}))
+        patch.setattr("kvquant.hf.text.LOSES_MARKS", True)
+        refuses("some of its layers attend to the keys of other ones")
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "_layers", dataclasses.replace(model._layers, scaled_from=8191))
+        refuses("it scales queries by the length of the text")
+    expected = model.step(cache.fork(), token)
+    assert close(CapturedStep(model, cache, compile=True)(token), expected)
+    assert cache.seq_lens.tolist() == [n + 1 for n in LENS]
+
+
+@pytest.mark.usefixtures("fresh")
+def test_an_error_of_the_model_is_raised_before_it_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make("cpu")
+    cache, token = filled(model)
+    StandIn(monkeypatch).follow(monkeypatch, model, cache)
+    compile_by(monkeypatch, "eager")
+    before = held(cache)
+
+    def fail(*given: Any) -> None:
+        raise KeyError("of theirs")
+
+    hook = model.model.model.layers[2].mlp.register_forward_hook(fail)
+    with pytest.raises(KeyError, match="of theirs"):
+        CapturedStep(model, cache, compile=True)
+    assert all(map(torch.equal, held(cache), before))
+    hook.remove()
+    with pytest.raises(ConfigError, match="compile"):
+        CapturedStep(model, cache, compile="inductor")  # type: ignore[arg-type]
+    expected = model.step(cache.fork(), token)
+    step = CapturedStep(model, cache, compile=True)
+    assert close(step(token), expected)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_one_place_is_enough_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("cpu")
+    cache, token = filled(model)
+    StandIn(monkeypatch).follow(monkeypatch, model, cache)
+    compile_by(monkeypatch, "eager")
+    for layer in range(3):
+        cache.append(layer, *torch.randn(2, 3, 2, 512 - 301, 64))
+    expected = model.step(cache.fork(), token)
+    assert close(CapturedStep(model, cache, compile=True)(token), expected)
+    cache.check()
+    before = held(cache)
+    with pytest.raises(ShapeError, match="would grow to 513 tokens"):
+        CapturedStep(model, cache, compile=True)
+    assert all(map(torch.equal, held(cache), before))
 
 
 def test_generate_steps_by_a_graph_where_it_pays(
@@ -356,6 +574,83 @@ def test_it_gives_what_single_steps_give(fmt: str, windows: bool) -> None:
         assert cache.seq_lens.tolist() == other.seq_lens.tolist() == [n + 20 for n in LENS]
         cache.crop(LENS)
         other.crop(LENS)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore")  # of torch's own code
+@pytest.mark.parametrize(
+    "kind", ["full", "windows", "plan", pytest.param("latent", marks=needs_latents)]
+)
+def test_compiled_it_gives_what_single_steps_give(kind: str) -> None:
+    model = MAKERS.get(kind, make)("cuda")
+    plan = plan_of(model) if kind == "plan" else None
+    limit = 2.4e-2
+    if kind == "latent":
+        plan, limit = latent_plan(2, model.config_dict), NEAR_LATENT
+    cache, first = filled(model, plan=plan)
+    other = cache.fork()
+    step = CapturedStep(model, cache, compile=True)
+    assert cache.seq_lens.tolist() == LENS
+    more = torch.randint(512, (3, 9), generator=torch.Generator().manual_seed(2)).cuda()
+    for turn in range(3):  # behind a prompt, a crop, and a later turn
+        token = first
+        for _ in range(20):
+            found, expected = step(token).clone(), model.step(other, token)
+            assert near(found, expected, limit)
+            token = expected.argmax(-1)
+        cache.check()
+        assert cache.seq_lens.equal(other.seq_lens)
+        for one in (cache, other):
+            one.crop(LENS)
+            if turn == 1:
+                model.prefill(one, more, [9, 1, 5], append=True)
+    torch.compiler.reset()  # a graph keeps its kernels
+    gc.collect()
+    torch.cuda.empty_cache()
+    found, expected = step(first).clone(), model.step(other, first)
+    assert near(found, expected, limit)
+    with torch.no_grad():  # and reads the weights where they lie
+        model.model.lm_head.weight.mul_(-1)
+    assert near(step(first), model.step(other, first), limit)
+    cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore")  # of torch's own code
+def test_a_compiled_step_has_fewer_kernels() -> None:
+    model = make("cuda")
+    cache, token = filled(model)
+    counts = []
+    for compile in (False, True):
+        step = CapturedStep(model, cache, compile=compile)
+        step(token)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step(token)
+            torch.cuda.synchronize()
+        counts.append(sum(one.device_type == DeviceType.CUDA for one in seen.events()))
+    assert counts[1] < 0.7 * counts[0], counts
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore")  # of torch's own code
+def test_what_is_not_compiled_leaves_torch_usable() -> None:
+    model = make("cuda")
+    cache, token = filled(model)
+    stream = torch.cuda.current_stream()
+    hook = model.model.model.layers[1].mlp.register_forward_hook(
+        lambda module, given, out: out if float(out.sum()) else None
+    )
+    with pytest.raises(UnsupportedModelError, match=r"cannot be compiled: \w+: "):
+        CapturedStep(model, cache, compile=True)
+    hook.remove()
+    assert torch.cuda.current_stream() == stream and cache.seq_lens.tolist() == LENS
+    expected = model.step(cache.fork(), token)
+    assert close(CapturedStep(model, cache)(token), expected)
+    cache.check()
 
 
 @needs_latents

@@ -97,6 +97,8 @@ def test_memory_is_divided_by_the_shape_of_a_model() -> None:
     assert repr(cache) == repr(PagedKVCache.for_memory(4_000_000, 4, 2, 64, **options))
     latents = LatentPagedKVCache.for_memory(4_000_000, model=deepseek(), **options)
     assert 3_500_000 < latents.nbytes <= 4_000_000
+    with pytest.raises(ConfigError, match=r"no shape: behind nbytes give num_layers"):
+        PagedKVCache.for_memory(2**20)
     with pytest.raises(ConfigError, match=r"a model has a shape of its own: .* \[4, 2, 64\]"):
         PagedKVCache.for_memory(4_000_000, 4, 2, 64, model=llama)
 

@@ -199,6 +199,8 @@ def main(
 ) -> int:
     """Run the engines that the command line names, and print what is wrong.
 
+    FOLDER/compared.json gets the mean KL of each kind of answers, in nats a token, by engine.
+
     Args:
         cases: by their names.
         answers: starts the engine of a case in this process, and gives its answers.
@@ -218,6 +220,15 @@ def main(
         (given.folder / f"{name}.json").write_text(json.dumps(found))
         os._exit(0)  # whatever the engine has left
     everything = run(names, given.folder, given.side_by_side, tell)
+    kept = given.folder / "compared.json"  # of another call, too
+    engines = json.loads(kept.read_text())["engines"] if kept.exists() else {}
+    engines |= {
+        name: {kind: mean(one[kind]) for kind in KINDS if kind in one}
+        for name, one in everything.items()
+    }
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    facts = {"device": device, "torch": torch.__version__}
+    kept.write_text(json.dumps({**facts, "engines": engines}, indent=1) + "\n")
     wrong = [f"{name} did not run" for name in names if name not in everything]
     wrong += faults(everything)
     print("\n".join(f"FAULT {line}" for line in wrong) or "ALL AS WANTED", flush=True)

@@ -9,7 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +160,15 @@ def test_a_server_sleeps_and_wakes_up(served: Served) -> None:
     check_alike([served.text()], [wanted], MOST_MOVE, least_sure=0)
 
 
-def test_offloaded_pages_come_back_to_a_server(served: Served, tmp_path: Path) -> None:
-    another = server(*OPTIONS, *CONNECTOR, log=tmp_path / "log") if ON_GPU else nullcontext()
-    with another as address:
-        served = Served(address) if address else served
+def test_offloaded_pages_come_back_to_a_server(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        if ON_GPU:  # a server of its own; the other one need not start for this test
+            log = tmp_path / "log"
+            served = Served(stack.enter_context(server(*OPTIONS, *CONNECTOR, log=log)))
+        else:
+            served = request.getfixturevalue("served")
         wanted = served.text()
         assert served.metric("external_prefix_cache_hits_total") == 0
         wait(lambda: bool(served.post("reset_prefix_cache")["success"]))

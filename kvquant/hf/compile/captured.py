@@ -8,7 +8,7 @@ one graph serves every step: https://docs.pytorch.org/docs/stable/notes/cuda.htm
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -16,8 +16,11 @@ import torch
 
 from ...cache.contiguous import KVCache
 from ...errors import ConfigError, DeviceError, KVQuantError, ShapeError, UnsupportedModelError
+from ...rows.arguments import check_flag
 
+Call = Callable[[Any, torch.Tensor, list[int]], torch.Tensor]
 _one_at_a_time = threading.Lock()
+_WITHOUT = "Leave compile=True out: the graph then has the model's own kernels"
 _CLEAR = KVQuantError, torch.OutOfMemoryError  # say what has happened themselves
 # torch before 2.8 has it under another name
 _ENDINGS = "_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"
@@ -31,8 +34,14 @@ class Steps(Protocol):
     def read_in_bases(self, cache: KVCache) -> list[Any]: ...
     def plain(self, tokens: torch.Tensor) -> torch.Tensor: ...
     def call(self, past: Any, tokens: torch.Tensor, keep: list[int]) -> torch.Tensor: ...
+    def compiled(self) -> Call: ...
     def check_tokens(self, tokens: torch.Tensor, shape: tuple[int | None, ...]) -> None: ...
     def not_captured(self, cache: KVCache) -> str | None: ...
+    def not_compiled(self, past: Any) -> str | None: ...
+
+
+class _TakeBack(Exception):
+    """Ends KVCache.attempt, so that it drops what a call has appended."""
 
 
 class CapturedStep:
@@ -49,13 +58,19 @@ class CapturedStep:
     Args:
         model: a CachedModel on CUDA.
         cache: of the model; its tensors are part of the graph.
+        compile: capture what torch.compile makes of the step, which fuses small kernels (norms,
+            rotary embeddings, activations). It needs Triton and a C compiler. Compiling a model
+            takes a minute or more, and again for a cache of another batch, max_seq_len or formats.
+            Two steps of one token are made in the cache, each of which is cropped.
 
     Raises:
+        ConfigError: compile is no bool.
         DeviceError: the cache is not on CUDA, or on several devices.
+        ShapeError: with compile, a sequence has no room for a token.
         UnsupportedModelError: the model is spread over ranks (tp_plan), looks at the positions on
             the host in each step, has fewer of them than the cache has room for, or waits for the
-            GPU in its forward pass, as hooks do that bring weights to the GPU. The cache is as it
-            was, then.
+            GPU in its forward pass, as hooks do that bring weights to the GPU; or compile is given,
+            and torch cannot compile its step. The cache is as it was, then.
 
     Example:
         >>> import torch
@@ -72,14 +87,17 @@ class CapturedStep:
     """
 
     @torch.inference_mode(False)  # else the tokens could not be changed outside
-    def __init__(self, model: Steps, cache: KVCache) -> None:
+    def __init__(self, model: Steps, cache: KVCache, *, compile: bool = False) -> None:
         from ...kernels.cuda.runtime.workspace import Lease
 
+        check_flag("compile", compile)
         _check(model, cache)
         self.cache = cache
         # the graph reads all of these in each step, so they must live as long as it
         self._model, self._layers, self._lease = model, list(cache.layers), Lease()
         self._past = model.past_of(cache)
+        if compile and (why := model.not_compiled(self._past)):
+            raise UnsupportedModelError(f"this model's step cannot be compiled: {why}. {_WITHOUT}")
         self._folded = model.read_in_bases(cache)
         self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.device)
         self._room, self._changes = 0, cache.changes  # steps that surely fit, if none came between
@@ -90,10 +108,14 @@ class CapturedStep:
             with _one_at_a_time, self._lease, torch.cuda.device(cache.device):
                 side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side):  # libraries make themselves ready: no graph holds it
-                    model.plain(self._tokens)
+                    if compile:
+                        call = _compiled(model, cache, self._past, self._tokens)
+                    else:
+                        call = model.call
+                        model.plain(self._tokens)
                 torch.cuda.current_stream().wait_stream(side)
                 with _captured(self._graph, side):
-                    self._logits = model.call(self._past, self._tokens, [0])[:, 0]
+                    self._logits = call(self._past, self._tokens, [0])[:, 0]
         finally:  # nothing has run yet
             for layer, known in zip(self._layers, longest, strict=True):
                 layer.longest = known
@@ -151,6 +173,41 @@ def _check(model: Steps, cache: KVCache) -> None:
         raise DeviceError("the cache lies on several devices: a step is captured on one GPU only")
     if why := model.not_captured(cache):
         raise UnsupportedModelError(f"this model's step cannot be captured: {why}")
+
+
+def _compiled(model: Steps, cache: KVCache, past: Any, tokens: torch.Tensor) -> Call:
+    """A model's call by torch.compile, which has compiled it; the cache is as it was.
+
+    Args:
+        model: of the cache.
+        past: the cache, as the call takes it.
+        tokens: [batch, 1], ids of the vocabulary.
+
+    Raises:
+        ShapeError: a sequence has no room for a token.
+        UnsupportedModelError: it cannot be compiled.
+    """
+    call = model.compiled()
+    _try(cache, model.call, past, tokens)  # checks the layers and makes masks, which graphs cannot
+    try:
+        _try(cache, call, past, tokens)
+    except _CLEAR:
+        raise
+    except Exception as error:  # the model's own would have come before
+        why = " ".join(" ".join(str(error).split("\n")[:2]).split()).rstrip(" .")
+        raise UnsupportedModelError(
+            f"this model's step cannot be compiled: {type(error).__name__}: {why}. {_WITHOUT}. "
+            "Inductor needs Triton and a C compiler; if torch has compiled steps for many other "
+            "caches before, call torch.compiler.reset()"
+        ) from error
+    return call
+
+
+def _try(cache: KVCache, call: Call, past: Any, tokens: torch.Tensor) -> None:
+    """Make a step, and take back what it has appended."""
+    with suppress(_TakeBack), cache.attempt(1):
+        call(past, tokens, [0])
+        raise _TakeBack
 
 
 @contextmanager
