@@ -60,7 +60,7 @@ def make_products(codec, columns, steps, *, transposed=False, begin=False, waits
     return _make(codec, columns, steps, transposed, begin, 0, waits)
 
 
-def make_register_products(codec, columns, steps, *, transposed=False, begin=False):
+def make_register_products(codec, columns, steps, *, transposed=False):
     """As make_products, with A in registers: four words for each 16 of K, as of an MMA.
 
     The arguments are the sums, a local array of words, and the descriptor of B; a step says its
@@ -68,8 +68,8 @@ def make_register_products(codec, columns, steps, *, transposed=False, begin=Fal
     """
     words = max(first for _, first, _ in steps) + 4
     if config.ENABLE_CUDASIM:
-        return simulated.stand_in(codec, columns, steps, transposed, begin, of_registers=True)
-    return _make(codec, columns, steps, transposed, begin, words)
+        return simulated.stand_in(codec, columns, steps, transposed, False, of_registers=True)
+    return _make(codec, columns, steps, transposed, False, words)
 
 
 def _make(codec, columns, steps, transposed, begin, words, waits=True):

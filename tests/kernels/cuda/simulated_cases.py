@@ -25,10 +25,10 @@ from kvquant import RowFormat, quantize_rows
 from kvquant.kernels.cuda.decode import launch as launching
 from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
-from kvquant.kernels.cuda.decode.wide.spec import widened
+from kvquant.kernels.cuda.decode.wide.spec import MOST_PARTIES, ROWS, SHAPES, widened
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.call import AttentionCall
-from kvquant.rows.codec import CODECS
+from kvquant.rows.codec import CODECS, FP16_MAX
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
 
@@ -56,6 +56,7 @@ class Case:
         exact_lens: tokens of each sequence in these.
         overlong: tell the kernel of more tokens than there is room for, where all room is taken.
         want_lse: whether the kernel writes the lse.
+        k_scale, v_scale: factors on the values of K and V, which are cut where fp16 ends.
         q_len: queries of each sequence; 0: one, and q without an axis of them.
         q_lens: of each sequence, less than that; None: all.
         ragged: q is [total, ...]: q_lens of each sequence, one behind another.
@@ -89,6 +90,8 @@ class Case:
     without: str = ""
     columns: int = 8
     sharers: int = 1
+    k_scale: float = 1.0
+    v_scale: float = 1.0
     q_len: int = 0
     q_lens: Sequence[int] | None = None
     ragged: bool = False
@@ -129,7 +132,13 @@ def run_case(name: str, case: Case) -> dict[str, float]:
         return found and replace(found, **case.wide or {})
 
     splits = tuple(n for n in case.splits if n)
-    chosen = Plan(splits, case.warps, case.stages, case.workers)
+    warps, stages = case.warps, case.stages
+    if case.wide is not None:
+        columns = case.heads[0] // case.heads[1] * max(case.q_len, 1)
+        blocks = -(-columns // (MOST_PARTIES * ROWS))
+        shape = SHAPES[-(-columns // (blocks * ROWS))] | case.wide
+        warps, stages = shape["warps"], shape["stages"]
+    chosen = Plan(splits, warps, stages, case.workers)
     q_lens = q_lens if case.q_lens else None
     want_lse = case.want_lse and case.wide is None  # it moves the lse
     call = AttentionCall(q, segments, None, None, want_lse, q_lens, variant)
@@ -186,9 +195,9 @@ def make_segment(
     max_pages = capacity // page_size
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     rows: list[torch.Tensor] = []
-    for fmt in (k_format, v_format):
+    for fmt, scale in ((k_format, case.k_scale), (v_format, case.v_scale)):
         values = torch.randn(len(lens), case.heads[1], capacity, fmt.head_dim) * 1.5 + 0.5
-        rows.append(quantize_rows(values, fmt))
+        rows.append(quantize_rows((scale * values).clamp(-FP16_MAX, FP16_MAX), fmt))
         for b, seq_len in enumerate(lens):
             rows[-1][b, :, seq_len:] = NAN
     told = seq_lens

@@ -79,7 +79,7 @@ def test_products_with_a_matrix_in_registers() -> None:
     words = in_blocks(b)
     steps = [(0, 4 * k, 32 * k) for k in range(2)]
     make: Any = warpgroup.make_register_products
-    products = make("fp16", 64, steps, begin=True)
+    products = make("fp16", 64, steps)
 
     def run(lane: int) -> Any:
         base = ptx.shared_address(cuda.shared.array(0, u32))
@@ -93,6 +93,7 @@ def test_products_with_a_matrix_in_registers() -> None:
         ]
         of_a = [a[i, j : j + 2].astype(np.float16).view(u32)[0] for i, j in corners]
         sums = cuda.local.array(32, f32)
+        sums[:] = f32(1)
         products(sums, np.array(of_a, u32), warpgroup.descriptor_of(base))
         return sums.copy()
 
@@ -101,7 +102,7 @@ def test_products_with_a_matrix_in_registers() -> None:
         for i, value in enumerate(sums):
             row = 16 * (lane // 32) + lane % 32 // 4 + 8 * (i // 2 % 2)
             found[row, 8 * (i // 4) + 2 * (lane % 4) + i % 2] = value
-    np.testing.assert_array_equal(found, a @ b[:, :32].T)
+    np.testing.assert_array_equal(found, a @ b[:, :32].T + 1)
 
 
 @in_simulator

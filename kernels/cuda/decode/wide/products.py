@@ -33,7 +33,7 @@ from ...device.warpgroup import (
 )
 from ..queries import HIDDEN, LOWEST, PADDED, make_see
 from ..values import HEADROOM
-from .queries import make_load_queries, make_take_queries
+from .queries import make_load_queries
 from .spec import BLOCK, FREE, FULL, GROUP, QUERIES, ROWS, TOKENS, WARP_COLUMNS
 
 LAZY = 4  # powers of two that a score may exceed the reference by, and HEADROOM more
@@ -51,21 +51,16 @@ def make_consume(spec, path):
     K_BYTES, STAGE = spec.tile_bytes[0], sum(spec.tile_bytes)
     TILES, FACTORS, CAUSAL = spec.tiles_at, spec.factors_at, spec.causal
     SEEN, SUMS = spec.word_at("seen"), V_DIM // 2
-    IN_WORDS, Q_WORDS = spec.query_words, K_DIM // 4 if spec.query_words else 1
     STEP, LATER = TOKENS * spec.rings_of(path), TOKENS * spec.stages
-    FEEDING, FENCES = GROUP * spec.feeders, spec.fence == "consumers"
+    FEEDING = GROUP * spec.feeders
     by_k = [(b, k) for b in range(K_DIM // 64) for k in range(4)]
-    if IN_WORDS:
-        steps = tuple((0, 4 * (4 * b + k), BLOCK * b + 32 * k) for b, k in by_k)
-        scores_of = make_register_products("fp16", TOKENS, steps, begin=True)
-    else:
-        steps = tuple((0, BLOCK * b + 32 * k, BLOCK * b + 32 * k) for b, k in by_k)
-        scores_of = make_products("fp16", TOKENS, steps, begin=True, waits=not spec.ahead)
+    steps = tuple((0, BLOCK * b + 32 * k, BLOCK * b + 32 * k) for b, k in by_k)
+    scores_of = make_products("fp16", TOKENS, steps, begin=True, waits=not spec.ahead)
     steps = tuple((0, 4 * k, 2 * EIGHT * k) for k in range(TOKENS // 16))
     add_values = make_register_products("fp16", V_DIM, steps, transposed=True)
-    load_queries, take_queries = make_load_queries(spec), make_take_queries(spec)
-    see, wait, AHEAD = make_see(spec, path), make_wait(SCORES), spec.ahead
-    assert not AHEAD or (not IN_WORDS and STAGES >= 2 * RINGS)  # two stages of its own
+    load_queries, see = make_load_queries(spec), make_see(spec, path)
+    wait, AHEAD = make_wait(SCORES), spec.ahead
+    assert not AHEAD or STAGES >= 2 * RINGS  # two stages of its own
 
     @device_function
     def mask(scores, first, seen, t):
@@ -130,15 +125,9 @@ def make_consume(spec, path):
         return uint32(stage - uint32(STAGES)) if stage >= uint32(STAGES) else stage
 
     @device_function
-    def come(stage):
-        barrier(uint32(uint32(FULL) + stage), uint32(THREADS))
-        if FENCES:
-            fence_shared()
-
-    @device_function
     def ask(scores, shared, queries, stage):
         """The scores of a tile, once it is there."""
-        come(stage)
+        barrier(uint32(uint32(FULL) + stage), uint32(THREADS))
         scores_of(scores, descriptor_of(queries), descriptor_of(tile_of(shared, stage)))
 
     @device_function
@@ -187,9 +176,6 @@ def make_consume(spec, path):
         for i in range(SUMS):
             sums[i] = float32(0)
         queries = uint32(shared + uint32(K_BYTES) * party)
-        words = cuda.local.array(Q_WORDS, uint32)
-        if IN_WORDS:
-            take_queries(words, queries, warp, lane)
         scores = cuda.local.array(SCORES, float32)
         p = cuda.local.array(P_WORDS, uint32)
         first = int32(begin + int32(ring) * int32(TOKENS))
@@ -220,11 +206,7 @@ def make_consume(spec, path):
                     first = int32(first + int32(STEP))
                     stage = following
         while not AHEAD and first < end:
-            if IN_WORDS:
-                come(stage)
-                scores_of(scores, words, descriptor_of(tile_of(shared, stage)))
-            else:
-                ask(scores, shared, queries, stage)
+            ask(scores, shared, queries, stage)
             work(scores, p, state, factors, first, shared, stage, of_tile)
             first = int32(first + int32(STEP))
             stage = next_stage(stage)

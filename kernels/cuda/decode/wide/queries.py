@@ -14,7 +14,6 @@ from ...device.ptx import (
     bits_float,
     float_bits,
     load_global_u32x2,
-    load_matrix_x4,
     maximum,
     pack_f16,
     store_shared_f32,
@@ -31,7 +30,7 @@ FEWEST_EXPONENT, MOST_EXPONENT = 60, 190  # of the largest element, biased: else
 def make_load_queries(spec):
     """Make the function that loads the queries of a block, and leaves the factor of the scores of
     each column in shared memory."""
-    fmt, CONSUMERS = spec.first.k_format, spec.consumers
+    fmt = spec.first.k_format
     COLUMNS, AT_ONCE = spec.block_columns, GROUP * spec.consumers // LANES
     UNITS = fmt.head_dim // 8 // LANES  # of a lane
     WORDS = 4 * UNITS
@@ -41,7 +40,7 @@ def make_load_queries(spec):
     query_row, over_lanes = make_query_row(spec.causal), make_over_lanes(LANES)
     in_order = _make_in_order(order_of(fmt))
     PASSES = -(-COLUMNS // AT_ONCE)
-    assert CONSUMERS and COLUMNS % AT_ONCE == 0
+    assert COLUMNS % AT_ONCE == 0
 
     @device_function
     def load_queries(shared, first_query, lie, used, score_scale, thread):
@@ -114,23 +113,3 @@ def _make_in_order(order):
         )
 
     return in_order
-
-
-def make_take_queries(spec):
-    """Make the function that takes the queries of a warp's columns into registers, as fragments."""
-    STEPS = spec.first.k_format.head_dim // 16
-
-    @device_function
-    def take_queries(words, tile, warp, lane):
-        row = uint32(uint32(lane & uint32(7)) + uint32(lane & uint32(8)))
-        row = uint32(row + uint32(16) * warp)
-        unit = uint32(lane >> uint32(4))
-        at = uint32(tile + uint32(LINE) * row)
-        swizzle = uint32(uint32(16) * uint32(uint32(row & uint32(7)) ^ unit))
-        for k in range(STEPS):
-            place = uint32(at + uint32(swizzle ^ uint32(32 * (k % 4))))
-            four = load_matrix_x4(uint32(place + uint32(BLOCK * (k // 4))))
-            for i in range(4):
-                words[4 * k + i] = four[i]
-
-    return take_queries

@@ -48,7 +48,6 @@ def make_feed(spec, path, staged):
     THREADS = GROUP * (1 + spec.parties)
     STAGE, STEP = sum(spec.tile_bytes), TOKENS * spec.feeders
     LANDED, STRIDE = TILE * staged.landing, staged.stride
-    FENCES = spec.fence == "feeders"
     REALIGNED, SCRATCH = staged.realigned, LANDINGS * TILE * staged.landing
     wait_for_oldest, wait_for_all = wait_copies[LANDINGS - 2], wait_copies[0]
     locate, copy = make_locate(path), make_copy(staged, path, 1, False)
@@ -106,8 +105,7 @@ def make_feed(spec, path, staged):
             if number >= uint32(STAGES):
                 barrier(uint32(uint32(FREE) + stage), uint32(THREADS))
             expand(words, uint32(uint32(stages + uint32(STAGE) * stage) + at_row), masks)
-            if FENCES:
-                fence_shared()
+            fence_shared()
             arrive(uint32(uint32(FULL) + stage), uint32(THREADS))
             tile = int32(tile + int32(STEP))
             number = uint32(number + uint32(FEEDERS))

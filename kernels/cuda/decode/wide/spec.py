@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvquant.rows.format import RowFormat
 
@@ -17,11 +17,16 @@ ALIGNMENT = 1024  # of tiles: where the swizzle of eight rows begins
 HEAD_DIMS = (64, 128)  # more sums have no room in registers
 FEWEST = 17  # columns of a KV head from which on it is taken
 MOST_PARTIES = 2  # consumers that share a tile: more have no room in the registers of an SM
-SHAPES = {1: (12, 4), 2: (12, 3)}  # warps and stages, by the consumers that share a tile
+FEWEST_LANDINGS = 2  # of a feeder's warp: one on its way, and the one it reads
+# the fastest of those measured on an H200 (kernels/FACTS.md), by the consumers that share a tile
+SHAPES: dict[int, dict[str, Any]] = {
+    1: {"warps": 16, "feeders": 2, "stages": 4, "landings": 3},
+    2: {"warps": 12, "feeders": 1, "stages": 3, "landings": 4, "ahead": True},
+}
 MOST_SHARED = 232448  # bytes of a block on sm_90
 # barriers: FULL and FREE are of the first stage, the numbers behind them of the others
 QUERIES, FULL, FREE = 1, 2, 8
-MOST_STAGES = FREE - FULL
+FEWEST_STAGES, MOST_STAGES = 2, FREE - FULL
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,7 @@ class WideSpec(DecodeSpec):
         columns, sharers: of a consumer's warp, and the warps whose columns are those of a block.
         feeders: warpgroups that expand rows: each every feeders-th tile.
         landings: halves of a tile that a feeder's warp has on their way, and the one it reads.
-        query_words: whether consumers keep queries in registers, not in shared memory.
         ahead: whether a consumer asks for the scores of its next tile before its softmax.
-        fence: who lets wgmma see the expanded rows, "feeders" or "consumers".
     """
 
     warps: int = 12
@@ -45,8 +48,6 @@ class WideSpec(DecodeSpec):
     sharers: int = GROUP_WARPS
     feeders: int = 1
     landings: int = 4
-    query_words: bool = False
-    fence: str = "feeders"
     ahead: bool = False
 
     arch_specific: ClassVar[bool] = True
@@ -132,15 +133,18 @@ def widened(spec: DecodeSpec, count: int) -> WideSpec | None:
     chosen = WideSpec(
         spec.first,
         query=spec.query,
-        stages=SHAPES[parties][1],
-        warps=SHAPES[parties][0],
         sharers=GROUP_WARPS * parties,
         overlapped=spec.overlapped,
         causal=spec.causal,
         ragged=spec.ragged,
+        **SHAPES[parties],
     )
-    # rows of some formats land in more memory: then fewer of them are on their way
-    sizes = (replace(chosen, landings=n) for n in range(chosen.landings, 1, -1))
+    # rows of some formats land in more memory: then fewer of them are on their way, or expanded
+    sizes = (
+        replace(chosen, stages=stages, landings=landings)
+        for stages in (chosen.stages, FEWEST_STAGES)
+        for landings in range(chosen.landings, FEWEST_LANDINGS - 1, -1)
+    )
     return next((one for one in sizes if one.shared_bytes <= MOST_SHARED), None)
 
 
