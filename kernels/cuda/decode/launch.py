@@ -251,9 +251,10 @@ def describe(call: AttentionCall, without: str = "") -> Work:
     spec = make_spec(ordered, CODECS[q.dtype], count, left_out, causal=causal, variant=names)
     spec = narrow(replace(spec, ragged=ragged), gpu)
     if gpu.capability == WARPGROUPS and not call.return_lse and without != WIDE:
-        wide, units = widened(spec, count), batch * num_kv_heads
-        if wide is not None and pays(wide, gpu, units * -(-count // wide.block_columns), ordered):
-            spec = wide
+        wide = widened(spec, count)
+        if wide is not None:
+            units = batch * num_kv_heads * -(-count // wide.block_columns)
+            spec = wide if pays(wide, gpu, units, count, ordered) else spec
     columns = num_kv_heads * -(-count // spec.block_columns)
     if ragged and batch > MOST_BLOCKS:
         raise UnsupportedError(

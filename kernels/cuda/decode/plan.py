@@ -48,8 +48,11 @@ LONGEST_LINE = 1 << 31  # steps
 SHORT = 4  # steps of a sequence up to which no length is worth it
 FEW_TILES = 4  # of a sequence up to which blocks of one ring are considered
 MOST_TILES = 1 << 30
-# of a kernel for wide groups (not measured yet): tokens of a block, and how much of the GPU is busy
-LEAST, FILLED = 512, 0.4
+# of a kernel for wide groups: the least tokens of a split, the tokens that a block could do in the
+# time of its start and merge, and waves of blocks (kernels/FACTS.md has what they follow from)
+LEAST, STARTING, WIDE_WAVES = 512, 400, 4
+# share of the GPU's time that must go to tokens: with up to so many columns, and with more
+FEW_COLUMNS, FILLED, FILLED_OF_MANY = 32, 0.8, 0.6
 SIMILAR = 1.01  # prices within this factor are alike: the preferred number of warps is taken
 
 
@@ -216,19 +219,50 @@ def plan(
     return _by_formula(choice, units, tuple(capacities), num_splits)
 
 
-def pays(spec: DecodeSpec, gpu: GPU, units: int, segments: Sequence[Segment]) -> bool:
-    """Whether a kernel for wide groups has work for most of the GPU; the other one may have shorter
-    blocks."""
-    splits = max(segments[0].capacity // LEAST, 1)
-    return units * splits >= FILLED * fit(spec, gpu).slots and segments[0].capacity >= LEAST
+def pays(spec: DecodeSpec, gpu: GPU, units: int, columns: int, segments: Sequence[Segment]) -> bool:
+    """Whether a kernel for wide groups keeps the GPU busy enough to be faster than the other one,
+    whose blocks are shorter.
+
+    Args:
+        spec: that kernel.
+        gpu: where it runs.
+        units: as in plan.
+        columns: of a KV head.
+        segments: what is attended to.
+    """
+    kernel, capacity = fit(spec, gpu), segments[0].capacity
+    if not kernel.slots:
+        return False
+    tokens = units * capacity / kernel.slots
+    share = FILLED if columns <= FEW_COLUMNS else FILLED_OF_MANY
+    best = min(
+        _price_of_wide(kernel, units, capacity, n) for n in _wide_splits(kernel, units, capacity)
+    )
+    return tokens >= share * best
 
 
 def _plan_wide(kernel: Fit, units: int, capacities: Sequence[int], num_splits: int | None) -> Plan:
-    """Splits of a kernel for wide groups: as many as fill the GPU once, each with some tiles."""
-    most = max(capacities[0] // LEAST, 1)
-    wanted = num_splits or min(max(kernel.slots // units, 1), most)
+    """Splits of a kernel for wide groups: those with the lowest price."""
+    wanted = num_splits or min(
+        _wide_splits(kernel, units, capacities[0]),
+        key=lambda n: _price_of_wide(kernel, units, capacities[0], n),
+    )
     count = _useful(kernel, capacities, wanted, even=num_splits is None)
     return Plan((count,), kernel.spec.warps, kernel.spec.stages)
+
+
+def _wide_splits(kernel: Fit, units: int, capacity: int) -> list[int]:
+    """The splits that a kernel for wide groups may have: as many as fill the GPU once or a few
+    times."""
+    most = max(min(capacity // LEAST, kernel.most_parts), 1)
+    counts = (waves * kernel.slots // units for waves in range(1, WIDE_WAVES + 1))
+    return sorted({min(max(count, 1), most) for count in counts})
+
+
+def _price_of_wide(kernel: Fit, units: int, capacity: int, splits: int) -> float:
+    """What a launch of such a kernel costs, in tokens that a block attends to meanwhile."""
+    waves = math.ceil(units * splits / kernel.slots)
+    return waves * (capacity / splits + STARTING)
 
 
 @functools.lru_cache(256)

@@ -25,7 +25,7 @@ from kvquant import RowFormat, quantize_rows
 from kvquant.kernels.cuda.decode import launch as launching
 from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
-from kvquant.kernels.cuda.decode.wide.spec import MOST_PARTIES, ROWS, SHAPES, widened
+from kvquant.kernels.cuda.decode.wide.spec import widened
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.codec import CODECS, FP16_MAX
@@ -128,17 +128,14 @@ def run_case(name: str, case: Case) -> dict[str, float]:
         return replace(spec, columns=case.columns, sharers=case.sharers)
 
     def as_told(spec: DecodeSpec, count: int) -> DecodeSpec | None:
-        found = None if case.wide is None else widened(spec, count)
-        return found and replace(found, **case.wide or {})
+        if case.wide is None:
+            return None
+        found = widened(spec, count)
+        assert found is not None
+        return replace(found, **case.wide)
 
     splits = tuple(n for n in case.splits if n)
-    warps, stages = case.warps, case.stages
-    if case.wide is not None:
-        columns = case.heads[0] // case.heads[1] * max(case.q_len, 1)
-        blocks = -(-columns // (MOST_PARTIES * ROWS))
-        shape = SHAPES[-(-columns // (blocks * ROWS))] | case.wide
-        warps, stages = shape["warps"], shape["stages"]
-    chosen = Plan(splits, warps, stages, case.workers)
+    chosen = Plan(splits, case.warps, case.stages, case.workers)
     q_lens = q_lens if case.q_lens else None
     want_lse = case.want_lse and case.wide is None  # it moves the lse
     call = AttentionCall(q, segments, None, None, want_lse, q_lens, variant)
@@ -152,9 +149,13 @@ def run_case(name: str, case: Case) -> dict[str, float]:
             mock.patch.object(launching, "narrow", with_columns),
             mock.patch.object(launching, "widened", as_told),
             mock.patch.object(launching, "pays", lambda *_: True),
-            launching.override_plan(chosen, case.without),
         ):
-            out, lse = launching.attend(call)
+            if case.wide is not None:  # its warps and stages are those of its spec
+                spec = launching.describe(call).spec
+                assert spec.is_wide
+                chosen = replace(chosen, warps=spec.warps, stages=spec.stages)
+            with launching.override_plan(chosen, case.without):
+                out, lse = launching.attend(call)
         assert not any(one.any() for one in simulation.counters), "not 0 after the launch"
         outs.append(out)
     assert torch.equal(outs[0], outs[-1]), "the result depends on the order of blocks and lanes"

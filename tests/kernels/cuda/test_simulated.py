@@ -362,6 +362,7 @@ HOPPER: dict[str, dict[str, Any]] = {
     "on Hopper": of("lens=[33,0,300] heads=[20,1]"),
     "on Hopper, 71 on 1 heads": of("lens=[70,130,270] heads=[71,1]"),
     "on Hopper, few stages": of("lens=[33,64,400] heads=[64,1] wide={'stages':2,'landings':2}"),
+    "on Hopper, one feeder": of("lens=[33,0,300] heads=[20,1] wide={'warps':12,'feeders':1}"),
     "on Hopper, 130 on 1 heads": of("lens=[70] heads=[130,1]"),
     "on Hopper, splits": of("lens=[0,300,70] heads=[34,2] splits=[2]"),
     "on Hopper, balanced": of("lens=[350,0,1,40,133] heads=[40,2] workers=4"),
@@ -378,12 +379,10 @@ HOPPER: dict[str, dict[str, Any]] = {
     "on Hopper, rows of tokens": of("layout=tokens lens=[200] heads=[40,2]"),
     "on Hopper, int8 and int4-g8": of("k=int8 v=int4-g8 lens=[33,150] heads=[17,1]"),
     "on Hopper, int2 and int8-g4": of("k=int2 v=int8-g4 lens=[33,150] heads=[17,1]"),
-    "on Hopper, fp8 and int2": of(
-        "k=fp8 v=int2 lens=[33,150] heads=[17,1] query=fp16 wide={'stages':2}"
-    ),
+    "on Hopper, fp8 and int2": of("k=fp8 v=int2 lens=[33,150] heads=[17,1] query=fp16"),
     "on Hopper, fp8-g4": of("k=fp8-g4 lens=[33,150] heads=[17,1]"),
     "on Hopper, head_dim 64": of("head_dim=64 lens=[70,200] heads=[40,2]"),
-    "on Hopper, queries": of("lens=[100,3,200] heads=[16,2] q_len=4 q_lens=[4,2,3]"),
+    "on Hopper, queries": of("lens=[100,3,200] heads=[20,2] q_len=4 q_lens=[4,2,3]"),
     "on Hopper, queries of two consumers": of("lens=[70,2] heads=[16,2] q_len=9 q_lens=[9,8]"),
     "on Hopper, ragged": of("lens=[100,7,200] heads=[16,1] ragged=True q_lens=[4,0,9]"),
     "on Hopper, large queries": of("q_scale=3e3 lens=[70,200] heads=[40,1]"),

@@ -66,7 +66,9 @@ def make_combine_consumers(spec, path, write):
             sees = True
             if CAUSAL:
                 sees = weights != float32(0)
-            shares[h] = exp2(references[h] - top) / weights if sees else float32(0)
+            # twice: V was halved (rows.py)
+            twice = float32(2) * exp2(references[h] - top)
+            shares[h] = twice / weights if sees else float32(0)
             if ring == uint32(0) and t == uint32(0):
                 log_sum = top + log2(weights)
                 if total > int32(1):

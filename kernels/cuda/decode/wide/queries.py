@@ -24,7 +24,7 @@ from ..queries import make_query_row
 from .spec import BLOCK, GROUP, ROWS, order_of
 
 LANES = 8  # of a column
-FEWEST_EXPONENT, MOST_EXPONENT = 60, 190  # of the largest element, biased: else as these
+FEWEST_EXPONENT = 64  # of the largest element, biased: below as this one
 
 
 def make_load_queries(spec):
@@ -70,8 +70,7 @@ def make_load_queries(spec):
             for i in range(WORDS):
                 most = maximum(most, maximum(abs(low(words[i])), abs(high(words[i]))))
             most = over_lanes(most, maximum)
-            exponent = uint32(float_bits(most) >> uint32(23))
-            exponent = min(max(exponent, uint32(FEWEST_EXPONENT)), uint32(MOST_EXPONENT))
+            exponent = max(uint32(float_bits(most) >> uint32(23)), uint32(FEWEST_EXPONENT))
             # 2**(14 - e) of 2**e <= most, whose exponent is biased by 127
             norm = bits_float(uint32(uint32(uint32(268) - exponent) << uint32(23)))
             of_party = uint32(column // uint32(ROWS))
@@ -88,7 +87,8 @@ def make_load_queries(spec):
             if part == uint32(0):
                 place = uint32(shared + uint32(FACTORS))
                 place = uint32(place + uint32(4) * column)
-                store_shared_f32(place, score_scale * inverse_of(norm))
+                twice = float32(2) * inverse_of(norm)  # K was halved (rows.py)
+                store_shared_f32(place, score_scale * twice)
             column = uint32(column + uint32(AT_ONCE))
 
     return load_queries

@@ -4,10 +4,16 @@
     lane    a row: eight lanes, which store at the same time, have eight rows: no bank conflicts
 
         rows ──▶ landings of the warp ──▶ registers ──▶ stage of the block
-          cp.async                           code ──▶ 1024 + code ──▶ code ──▶ scale * code + shift
+          cp.async                1024 + code ──▶ code / 2 ──▶ scale * code / 2 + shift / 2
 
 A code in the low bits of the half 1024 is the number 1024 + code, at another bit its multiple. Half
 precision takes 1024 off without rounding, so a number is rounded once, by its last multiply-add.
+
+A number is half of what the row says: the rounding of scale and shift can take an element of a row
+beyond 65504, where fp16 ends. Codes are halved, not scales, which could be too small. What is
+computed with differs from the row's element by 2**-12 of it at most, or by 2**-23 if that is more:
+where an element is below 2**-13 fp16 has fewer digits. The factors of the scores and the merge of
+consumers make up for the half.
 
 Elements stay in the order in which codes come out of a word (spec.order_of): queries stand in it,
 too, and the output is put in order when it is written. Rows behind the last one are zeros.
@@ -26,6 +32,7 @@ from ...device.ptx import (
     fence_shared,
     load_shared_u32x4,
     multiply_add_f16,
+    multiply_f16,
     permute,
     store_shared_u32x4,
     unpack_four_e4m3,
@@ -38,7 +45,7 @@ from ..copies import make_copy, make_locate, make_realign
 from ..spec import TILE
 from .spec import BLOCK, FREE, FULL, GROUP, TOKENS, order_of
 
-MAGIC = 0x64006400  # 1024, twice
+MAGIC, HALF = 0x64006400, 0x38003800  # 1024 and 1/2, twice
 LOW_TWICE, HIGH_TWICE = 0x1010, 0x3232  # of the halves of a word, for permute
 
 
@@ -174,7 +181,7 @@ def _make_put_unit(staged, unit):
     def put_unit(words, at, masks):
         header = words[HEADER]
         scale = permute(header, header, uint32(LOW_TWICE))
-        shift = permute(header, header, uint32(HIGH_TWICE))
+        shift = multiply_f16(permute(header, header, uint32(HIGH_TWICE)), uint32(HALF))
         one, two, three, four = pairs(words, masks)
         place = uint32(uint32(at ^ uint32(UNIT)) + uint32(PLACE))
         store_shared_u32x4(
@@ -191,13 +198,18 @@ def _make_put_unit(staged, unit):
 
 
 def _make_e4m3(first):
-    """Make the function from the words of a row to the numbers of a unit, as four pairs of fp16."""
+    """Make the function from the words of a row to half the codes of a unit, as four pairs."""
     FIRST = first
 
     @device_function
     def pairs(words, masks):
         one, two = unpack_four_e4m3(words[FIRST]), unpack_four_e4m3(words[FIRST + 1])
-        return one[0], one[1], two[0], two[1]
+        return (
+            multiply_f16(one[0], uint32(HALF)),
+            multiply_f16(one[1], uint32(HALF)),
+            multiply_f16(two[0], uint32(HALF)),
+            multiply_f16(two[1], uint32(HALF)),
+        )
 
     return pairs
 
@@ -225,9 +237,10 @@ def _make_pairs(fmt, first, unit):
 
 
 def _make_number(word, byte, place, apart):
-    """Make the function to a pair of codes: 1024 + code * 2**bit, less 1024, over 2**bit."""
+    """Make the function to half a pair of codes: 1024 + code * 2**bit, over 2**(bit + 1), less what
+    that makes of 1024."""
     WORD, SHIFT, PLACE, BIT = word, 8 * byte, place, apart * place
-    INVERSE, LESS = 0x00010001 * (15 - BIT << 10), 0x00010001 * (25 - BIT << 10 | 0x8000)
+    INVERSE, LESS = 0x00010001 * (14 - BIT << 10), 0x00010001 * (24 - BIT << 10 | 0x8000)
 
     @device_function
     def number(words, masks):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from kvquant.rows.format import RowFormat
 
-from ..spec import TILE, DecodeSpec, Path, combine_bytes
+from ..spec import HALF, TILE, DecodeSpec, Path, combine_bytes
 
 GROUP, GROUP_WARPS = 128, 4  # threads and warps of a warpgroup
 ROWS = TOKENS = 64  # columns of a warpgroup: M of its products; tokens of a tile: N
@@ -15,18 +15,28 @@ WARP_COLUMNS = 16  # of a warp of it
 BLOCK = 64 * 128  # bytes of 64 rows of 64 elements
 ALIGNMENT = 1024  # of tiles: where the swizzle of eight rows begins
 HEAD_DIMS = (64, 128)  # more sums have no room in registers
-FEWEST = 17  # columns of a KV head from which on it is taken
+# columns of a KV head from which on it is taken: of one query a sequence, and of several
+FEWEST, FEWEST_OF_QUERIES = 17, 33
+MOST_WARPS = 16
 MOST_PARTIES = 2  # consumers that share a tile: more have no room in the registers of an SM
-FEWEST_LANDINGS = 2  # of a feeder's warp: one on its way, and the one it reads
-# the fastest of those measured on an H200 (kernels/FACTS.md), by the consumers that share a tile
-SHAPES: dict[int, dict[str, Any]] = {
-    1: {"warps": 16, "feeders": 2, "stages": 4, "landings": 3},
-    2: {"warps": 12, "feeders": 1, "stages": 3, "landings": 4, "ahead": True},
+# by the consumers that share a tile: the first is the fastest of those measured on an H200
+# (kernels/FACTS.md); where rows land in more memory than it has, or small pages take more registers
+# than 512 threads have, the next one that has room
+SHAPES: dict[int, tuple[dict[str, Any], ...]] = {
+    1: (
+        {"warps": 16, "feeders": 2, "stages": 4, "landings": 3},
+        {"warps": 12, "feeders": 1, "stages": 4, "landings": 4},
+        {"warps": 12, "feeders": 1, "stages": 4, "landings": 3},
+    ),
+    2: (
+        {"warps": 12, "feeders": 1, "stages": 3, "landings": 4, "ahead": True},
+        {"warps": 12, "feeders": 1, "stages": 3, "landings": 3, "ahead": True},
+    ),
 }
 MOST_SHARED = 232448  # bytes of a block on sm_90
 # barriers: FULL and FREE are of the first stage, the numbers behind them of the others
 QUERIES, FULL, FREE = 1, 2, 8
-FEWEST_STAGES, MOST_STAGES = 2, FREE - FULL
+MOST_STAGES = FREE - FULL
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,9 @@ def widened(spec: DecodeSpec, count: int) -> WideSpec | None:
         count: columns of a KV head.
     """
     formats = spec.first.k_format, spec.first.v_format
-    if spec.second is not None or spec.variant or spec.without or count < FEWEST:
+    if spec.second is not None or spec.variant or spec.without:
+        return None
+    if count < (FEWEST_OF_QUERIES if spec.causal else FEWEST):
         return None
     if not all(is_expanded(fmt) for fmt in formats):
         return None
@@ -137,15 +149,10 @@ def widened(spec: DecodeSpec, count: int) -> WideSpec | None:
         overlapped=spec.overlapped,
         causal=spec.causal,
         ragged=spec.ragged,
-        **SHAPES[parties],
     )
-    # rows of some formats land in more memory: then fewer of them are on their way, or expanded
-    sizes = (
-        replace(chosen, stages=stages, landings=landings)
-        for stages in (chosen.stages, FEWEST_STAGES)
-        for landings in range(chosen.landings, FEWEST_LANDINGS - 1, -1)
-    )
-    return next((one for one in sizes if one.shared_bytes <= MOST_SHARED), None)
+    warps = MOST_WARPS if spec.first.run == HALF else MOST_WARPS - GROUP_WARPS
+    shapes = (replace(chosen, **shape) for shape in SHAPES[parties] if shape["warps"] <= warps)
+    return next((one for one in shapes if one.shared_bytes <= MOST_SHARED), None)
 
 
 def is_expanded(fmt: RowFormat) -> bool:
