@@ -6,6 +6,7 @@ import struct
 
 COPY_TO_SHARED = 0xFAE  # LDGSTS, which is cp.async
 WARPGROUP_PRODUCT = 0x9F0  # HGMMA, which is wgmma
+WARPGROUP_PRODUCT_OF_REGISTERS = 0xDF0  # the same with A in registers
 WARPGROUP_ORDER = 0x9C5  # WARPGROUP: the begin of a chain of products, or its end
 SHARE_OF_REGISTERS = 0x9C8  # USETMAXREG: here begins what a warpgroup does
 SPILLS = 0x387, 0x983  # STL and LDL: a register that is kept in memory

@@ -43,17 +43,16 @@ def make_combine_warps(spec, put_output, write):
     """Make the function that merges the warps of each column, one of every ring, and writes a part,
     or the output if it is all."""
     COLUMNS, SHARERS, EIGHTS = spec.block_columns, spec.sharers, spec.eights
-    WARPS, RINGS, PAIRS = spec.warps, spec.warps // spec.sharers, 2 * spec.eights
-    DIM = spec.first.v_format.head_dim
-    FOURS, COLUMN = DIM // 4, 4 * (DIM + 4)  # bytes of a column's output
+    RINGS, PAIRS = spec.warps // spec.sharers, 2 * spec.eights
+    COLUMN = 4 * (spec.first.v_format.head_dim + 4)  # bytes of a column's output
     CAUSAL, row_of = spec.causal, make_row_of(spec)[1]
     SINKS, add_sink = "sink_logits" in spec.variant, make_add_sink(spec)
     SUMS, OUTPUTS = 4 * RINGS * COLUMNS, 8 * RINGS * COLUMNS
-    add_copies = make_add_copies(RINGS, COLUMNS * COLUMN)
+    write_columns = make_write_columns(spec, RINGS, write)
 
     @device_function
     def combine_warps(shared, sums, header_sums, references, columns, results):
-        total, part_out, part_lse, out, lse, lie, row, common = results
+        total, _, part_lse, _, lse, lie, row, common = results
         tid = uint32(cuda.threadIdx.x)
         lane = tid & uint32(31)
         warp = tid >> uint32(5)
@@ -105,7 +104,22 @@ def make_combine_warps(spec, put_output, write):
         mine = ring * uint32(COLUMNS) + (first - uint32(2) * t)
         put_output(outputs + mine * uint32(COLUMN), sums, header_sums, factors, lane)
         cuda.syncthreads()
-        item = tid
+        write_columns(outputs, columns, results)
+
+    return combine_warps
+
+
+def make_write_columns(spec, copies, write):
+    """Make the function by which all threads add the weighed outputs of each column, `copies` of
+    them in shared memory, and write a part, or the output if it is all."""
+    COLUMNS, THREADS, DIM = spec.block_columns, spec.threads, spec.first.v_format.head_dim
+    FOURS, COLUMN = DIM // 4, 4 * (DIM + 4)  # bytes of a column's output
+    row_of, add_copies = make_row_of(spec)[1], make_add_copies(copies, COLUMNS * COLUMN)
+
+    @device_function
+    def write_columns(outputs, columns, results):
+        total, part_out, _, out, _, lie, _, _ = results
+        item = uint32(cuda.threadIdx.x)
         while item < columns * uint32(FOURS):
             column = item // uint32(FOURS)
             four = item - column * uint32(FOURS)
@@ -118,9 +132,9 @@ def make_combine_warps(spec, put_output, write):
             else:
                 place = uint64(row_of(column, lie)) * uint64(DIM) + in_row
                 write(out + uint64(2) * place, values)
-            item += uint32(32 * WARPS)
+            item = uint32(item + uint32(THREADS))
 
-    return combine_warps
+    return write_columns
 
 
 def make_combine_splits(spec, write):

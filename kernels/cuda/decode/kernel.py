@@ -44,6 +44,7 @@ from .schedule import (
     make_survey,
     rank_of,
 )
+from .wide.mainloop import make_attend_wide
 
 # of a part, in the word of its columns: whether it is the unit's first, whether it has tokens
 BEGINS, HOLDS = 0x100, 0x200
@@ -56,9 +57,9 @@ def attend_nothing(segments, segment, begin, end, reach, rows, results, shared):
 
 def make_decode_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
-    WARPS, DIM, THREE = spec.warps, spec.first.v_format.head_dim, spec.segments == 3
+    DIM, THREE = spec.first.v_format.head_dim, spec.segments == 3
     SEGMENTS, COLUMNS = spec.segments, spec.block_columns
-    OVERLAPPED, KEPT = spec.overlapped, spec.kept
+    OVERLAPPED, KEPT, RINGS_AT = spec.overlapped, spec.kept, spec.rings_at
     write = make_write(spec.query)
     columns_of_unit = make_columns_of(spec)
     lie_in_out, _ = make_row_of(spec)
@@ -112,7 +113,8 @@ def make_decode_kernel(spec):
             return (of_one, of_two, total), (first, second, third)
         return (total, total, total), (first, first, first)
 
-    attend_first = make_attend(spec, spec.first, keep, recall)
+    make = make_attend_wide if spec.is_wide else make_attend
+    attend_first = make(spec, spec.first, keep, recall)
     attend_second = make_attend(spec, spec.second, keep, recall) if spec.second else attend_nothing
 
     @device_function
@@ -125,7 +127,7 @@ def make_decode_kernel(spec):
         # from a lane: ptxas has to see that a warp does not diverge
         warp = word_from_lane(uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(0))
         kept = uint32(shared + warp * uint32(KEPT))
-        rings = shared + uint32(WARPS * KEPT)
+        rings = shared + uint32(RINGS_AT)
         segments = (one, two, three)
         column, b = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
         split = uint32(cuda.blockIdx.z)

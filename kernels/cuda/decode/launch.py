@@ -49,10 +49,11 @@ from .arrange import (
     pack_counts,
     packed_stride,
 )
-from .plan import Fit, Plan, fit, narrow, plan, shared_bytes, with_workers
+from .plan import Fit, Plan, fit, narrow, pays, plan, shared_bytes, with_workers
 from .ragged import Cut, count_of_pieces, size_of_pieces
-from .spec import COMMON, HALF, POSITIONAL, QUERIES, SEGMENT, VARIANT, DecodeSpec
+from .spec import COMMON, HALF, POSITIONAL, QUERIES, SEGMENT, VARIANT, WIDE, DecodeSpec
 from .tuned import Tuned, measured_plans
+from .wide.spec import widened
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[int, int, int, int, int]  # K, V, lengths, starts or table, sequence slots
@@ -61,6 +62,7 @@ CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
 MOST_BLOCKS = 65535  # of a grid, but along x
+WARPGROUPS = (9, 0)  # the one compute capability with wgmma
 MOST_SCALE = 1e30  # float32 holds what it is multiplied with
 
 # what stands after the addresses, in all arguments, in those of a segment, in those of queries
@@ -135,6 +137,7 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
         q_lens if q_lens is None else _facts(q_lens),
         variant and _facts_of_variant(variant),
         q_indptr if q_indptr is None else _facts(q_indptr),
+        call.return_lse,  # the kernel for wide groups is not for it
     )
     bound = segments.bound if type(segments) is FixedSegments and _override is USUAL else None
     launch: Launch | Nothing | None = None if bound is None else bound.get(key)
@@ -244,8 +247,14 @@ def describe(call: AttentionCall, without: str = "") -> Work:
         q_len = size_of_pieces(q.shape[0], batch, ratio, formats)
         batch = count_of_pieces(q.shape[0], batch, q_len)
     count = ratio * q_len
-    spec = make_spec(ordered, CODECS[q.dtype], count, without, causal=causal, variant=names)
+    left_out = "" if without == WIDE else without
+    spec = make_spec(ordered, CODECS[q.dtype], count, left_out, causal=causal, variant=names)
     spec = narrow(replace(spec, ragged=ragged), gpu)
+    if gpu.capability == WARPGROUPS and not call.return_lse and without != WIDE:
+        wide = widened(spec, count)
+        if wide is not None:
+            units = batch * num_kv_heads * -(-count // wide.block_columns)
+            spec = wide if pays(wide, gpu, units, count, ordered) else spec
     columns = num_kv_heads * -(-count // spec.block_columns)
     if ragged and batch > MOST_BLOCKS:
         raise UnsupportedError(
@@ -280,7 +289,7 @@ def override_plan(plan: Plan | None, without: str = "") -> Iterator[None]:
 
     Args:
         plan: its splits are of the segments in Work.order; None for the usual one.
-        without: one of spec.TECHNIQUES, or "".
+        without: one of spec.TECHNIQUES, spec.WIDE, or "".
 
     Graphs that are captured meanwhile are not to be replayed afterwards: their counters are given
     to others.

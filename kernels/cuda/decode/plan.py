@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvquant.errors import UnsupportedError
+from kvquant.rows.segment import Segment
 
 from ..runtime.launch import GPU
 from .spec import AHEAD, TILE, UNIT_STEPS, DecodeSpec
@@ -47,6 +48,11 @@ LONGEST_LINE = 1 << 31  # steps
 SHORT = 4  # steps of a sequence up to which no length is worth it
 FEW_TILES = 4  # of a sequence up to which blocks of one ring are considered
 MOST_TILES = 1 << 30
+# of a kernel for wide groups: the least tokens of a split, the tokens that a block could do in the
+# time of its start and merge, and waves of blocks (kernels/FACTS.md has what they follow from)
+LEAST, STARTING, WIDE_WAVES = 512, 400, 4
+# share of the GPU's time that must go to tokens: with up to so many columns, and with more
+FEW_COLUMNS, FILLED, FILLED_OF_MANY = 32, 0.8, 0.6
 SIMILAR = 1.01  # prices within this factor are alike: the preferred number of warps is taken
 
 
@@ -117,6 +123,9 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         registers = next(number for most, number in REGISTERS.items() if widest <= most)
         if spec.eights > 1:
             registers = MOST_REGISTERS
+        if spec.is_wide:  # compiled for its number of threads
+            share = QUARTERS * REGISTERS_PER_QUARTER // spec.threads // 8 * 8
+            registers = min(share, MOST_REGISTERS)
     blocks = 0
     if shared <= gpu.shared_per_block:
         granted = -(-registers // 8) * 8  # by eights
@@ -133,7 +142,7 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         blocks=blocks,
         slots=blocks * gpu.sm_count,
         steps=spec.steps,
-        most_parts=(shared - spec.warps * spec.kept) // (4 * spec.block_columns) // AHEAD * AHEAD,
+        most_parts=(shared - spec.rings_at) // (4 * spec.block_columns) // AHEAD * AHEAD,
         token_bytes=(first, second),
         rate=gpu.bandwidth / gpu.sm_count / SHARE or 1.0,
     )
@@ -188,6 +197,8 @@ def plan(
     Raises:
         UnsupportedError: the smallest block does not fit into the GPU's shared memory.
     """
+    if spec.is_wide:
+        return _plan_wide(fit(spec, gpu, registers), units, capacities, num_splits)
     row = lookup(rows, gpu.name, *_formats(spec), units, capacities[0], spec.block_columns)
     if row is not None and not (
         row.warps in [rings * spec.sharers for rings in RINGS]
@@ -208,6 +219,52 @@ def plan(
     return _by_formula(choice, units, tuple(capacities), num_splits)
 
 
+def pays(spec: DecodeSpec, gpu: GPU, units: int, columns: int, segments: Sequence[Segment]) -> bool:
+    """Whether a kernel for wide groups keeps the GPU busy enough to be faster than the other one,
+    whose blocks are shorter.
+
+    Args:
+        spec: that kernel.
+        gpu: where it runs.
+        units: as in plan.
+        columns: of a KV head.
+        segments: what is attended to.
+    """
+    kernel, capacity = fit(spec, gpu), segments[0].capacity
+    if not kernel.slots:
+        return False
+    tokens = units * capacity / kernel.slots
+    share = FILLED if columns <= FEW_COLUMNS else FILLED_OF_MANY
+    best = min(
+        _price_of_wide(kernel, units, capacity, n) for n in _wide_splits(kernel, units, capacity)
+    )
+    return tokens >= share * best
+
+
+def _plan_wide(kernel: Fit, units: int, capacities: Sequence[int], num_splits: int | None) -> Plan:
+    """Splits of a kernel for wide groups: those with the lowest price."""
+    wanted = num_splits or min(
+        _wide_splits(kernel, units, capacities[0]),
+        key=lambda n: _price_of_wide(kernel, units, capacities[0], n),
+    )
+    count = _useful(kernel, capacities, wanted, even=num_splits is None)
+    return Plan((count,), kernel.spec.warps, kernel.spec.stages)
+
+
+def _wide_splits(kernel: Fit, units: int, capacity: int) -> list[int]:
+    """The splits that a kernel for wide groups may have: as many as fill the GPU once or a few
+    times."""
+    most = max(min(capacity // LEAST, kernel.most_parts), 1)
+    counts = (waves * kernel.slots // units for waves in range(1, WIDE_WAVES + 1))
+    return sorted({min(max(count, 1), most) for count in counts})
+
+
+def _price_of_wide(kernel: Fit, units: int, capacity: int, splits: int) -> float:
+    """What a launch of such a kernel costs, in tokens that a block attends to meanwhile."""
+    waves = math.ceil(units * splits / kernel.slots)
+    return waves * (capacity / splits + STARTING)
+
+
 @functools.lru_cache(256)
 def kernels(
     spec: DecodeSpec, gpu: GPU, are_short: bool = False, registers: int | None = None
@@ -222,6 +279,8 @@ def kernels(
     Raises:
         UnsupportedError: none fits the GPU.
     """
+    if spec.is_wide:
+        return (fit(spec, gpu, registers),)
     found = []
     for rings in RINGS:
         sizes = [(rings * spec.sharers, stages) for stages in stages_of(spec)]
@@ -317,6 +376,11 @@ def candidates(spec: DecodeSpec, gpu: GPU, units: int, capacities: Sequence[int]
 
     They are all kernels that fit, with an eighth to four times as many blocks as the GPU holds.
     """
+    if spec.is_wide:
+        chosen = fit(spec, gpu)
+        for count in sorted({_useful(chosen, capacities, n) for n in range(1, 17)}):
+            yield Plan((count,), spec.warps, spec.stages)
+        return
     for warps in [rings * spec.sharers for rings in RINGS]:
         for stages in stages_of(spec):
             kernel = fit(replace(spec, warps=warps, stages=stages), gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import RUN
@@ -24,6 +25,7 @@ UNIT_STEPS = 2  # what a unit costs besides its tokens where work is balanced (s
 MORE_PARTS = 4  # of a unit than its longest segment is cut into
 # what the kernel can be compiled without, to measure what it brings
 TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
+WIDE = "wide groups"  # to measure what the kernel for them brings (wide/spec.py), in its place
 
 COMMON: Table = (
     ("q", "P"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
@@ -189,6 +191,7 @@ class DecodeSpec(Spec):
     ragged: bool = False
 
     kernel = "decode.kernel.make_decode_kernel"
+    is_wide: ClassVar[bool] = False  # wide/spec.py
 
     @property
     def segments(self) -> int:
@@ -224,6 +227,11 @@ class DecodeSpec(Spec):
     def kept(self) -> int:
         """Bytes in which a warp keeps what it does not need while it attends."""
         return KEPT + 4 * self.columns * len(self.column_words)
+
+    @property
+    def rings_at(self) -> int:
+        """Byte of a block's memory at which the rings begin: behind what warps keep."""
+        return self.warps * self.kept
 
     def word_at(self, name: str) -> int:
         """Byte of what a warp keeps at which such a word of its first column stands; 0: nowhere."""
@@ -331,7 +339,7 @@ class DecodeSpec(Spec):
         is left to combine."""
         queries = self.sharers * max(map(self.query_bytes, self.paths))
         combined = combine_bytes(self.first.v_format.head_dim, self.warps * self.columns)
-        return self.warps * self.kept + max(self.queries_at + queries, combined)
+        return self.rings_at + max(self.queries_at + queries, combined)
 
 
 def columns_of(count: int, *formats: RowFormat) -> tuple[int, int]:

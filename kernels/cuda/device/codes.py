@@ -86,9 +86,15 @@ def make_bit_of(fmt):
     return bit_of
 
 
+def masks_of(fmt):
+    """The masks of the pairs of integer codes, of a byte each."""
+    APART = bits_apart(fmt)
+    return tuple(0x00010001 * (2**fmt.bits - 1) << bit for bit in range(0, 8, APART))
+
+
 def _make_unpack_integers(fmt):
     PER_BYTE = 8 // bits_apart(fmt)
-    MASK, bit_of = 0x00010001 * (2**fmt.bits - 1), make_bit_of(fmt)
+    MASK, bit_of = masks_of(fmt)[0], make_bit_of(fmt)
 
     @device_function
     def pair(word, j, strand):

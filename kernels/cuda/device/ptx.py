@@ -195,6 +195,7 @@ maximum_or_nan = instruction("max.NaN.f32 $0,$1,$2;", "f32", "f32 f32")
 # with a rounding mode they are never fused
 # bits of $1 where $3 has them, and of $2 elsewhere; ptxas does not make it of two masks
 select_bits = instruction("lop3.b32 $0,$1,$2,$3,0xE4;", "u32", "u32 u32 u32")
+and_or = instruction("lop3.b32 $0,$1,$2,$3,0xEA;", "u32", "u32 u32 u32")  # $1 & $2 | $3
 permute = instruction("prmt.b32 $0,$1,$2,$3;", "u32", "u32 u32 u32")  # bytes, by 4 numbers
 add = instruction("add.rn.f32 $0,$1,$2;", "f32", "f32 f32")
 subtract = instruction("sub.rn.f32 $0,$1,$2;", "f32", "f32 f32")

@@ -42,7 +42,7 @@ def descriptor_of(address):
     return uint64(DESCRIPTOR) | uint64(uint32(address >> uint32(4)))
 
 
-def make_products(codec, columns, steps, *, transposed=False, begin=False):
+def make_products(codec, columns, steps, *, transposed=False, begin=False, waits=True):
     """Make the function that adds products to a local array of sums, and waits for them.
 
     Its arguments are the sums, float32, and the descriptors of A and B.
@@ -53,37 +53,95 @@ def make_products(codec, columns, steps, *, transposed=False, begin=False):
         steps: of each instruction its first sum, and the bytes from the begin of A, and of B.
         transposed: whether the rows of B stand in memory as rows.
         begin: whether the first step overwrites the sums; only where all steps have the same.
+        waits: False: make_wait's function does. Until then nothing may touch the sums.
     """
     if config.ENABLE_CUDASIM:
         return simulated.stand_in(codec, columns, steps, transposed, begin)
+    return _make(codec, columns, steps, transposed, begin, 0, waits)
+
+
+def make_register_products(codec, columns, steps, *, transposed=False):
+    """As make_products, with A in registers: four words for each 16 of K, as of an MMA.
+
+    The arguments are the sums, a local array of words, and the descriptor of B; a step says its
+    first word in place of bytes of A.
+    """
+    words = max(first for _, first, _ in steps) + 4
+    if config.ENABLE_CUDASIM:
+        return simulated.stand_in(codec, columns, steps, transposed, False, of_registers=True)
+    return _make(codec, columns, steps, transposed, False, words)
+
+
+def _make(codec, columns, steps, transposed, begin, words, waits=True):
+    """The intrinsic; `words`: of A in registers, or 0 where a descriptor tells it."""
     per_step = columns // 2  # sums of a lane
     count = max(first for first, _, _ in steps) + per_step
-    a, b = f"${2 * count}", f"${2 * count + 1}"  # after the sums that are written, and those read
+    behind = 2 * count  # after the sums that are written, and those read
+    b = f"${behind + (words or 1)}"
     kind = {"bf16": "bf16", "fp16": "f16"}[codec]
     name = f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{kind}.{kind}"
     text = "{.reg .pred p; .reg .b64 a, b; wgmma.fence.sync.aligned;"
     for number, (first, of_a, of_b) in enumerate(steps):
         sums = ",".join(f"${first + i}" for i in range(per_step))
         text += f"setp.ne.u32 p,{int(not begin or number > 0)},0;"
-        text += f"add.u64 a,{a},{of_a // 16}; add.u64 b,{b},{of_b // 16};"
-        text += f"{name} {{{sums}}},a,b,p,1,1,0,{int(transposed)};"
-    text += "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;}"
-    single, wide = ir.FloatType(), ir.IntType(64)
-    made = ir.FunctionType(ir.LiteralStructType([single] * count), [single] * count + [wide] * 2)
-    ties = ["=f"] * count + [str(i) for i in range(count)] + ["l", "l", "~{memory}"]
-    assembly = ir.InlineAsm(made, text, ",".join(ties), side_effect=True)
+        text += f"add.u64 b,{b},{of_b // 16};"
+        if words:
+            four = ",".join(f"${behind + of_a + i}" for i in range(4))
+            text += f"{name} {{{sums}}},{{{four}}},b,p,1,1,{int(transposed)};"
+        else:
+            text += f"add.u64 a,${behind},{of_a // 16};"
+            text += f"{name} {{{sums}}},a,b,p,1,1,0,{int(transposed)};"
+    text += "wgmma.commit_group.sync.aligned;"
+    text += "wgmma.wait_group.sync.aligned 0;}" if waits else "}"
+    single, word, wide = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+    of_a = [word] * words or [wide]
+    made = ir.FunctionType(ir.LiteralStructType([single] * count), [single] * count + of_a + [wide])
+    ties = ["=f"] * count + [str(i) for i in range(count)]
+    ties += ["r"] * words or ["l"]
+    assembly = ir.InlineAsm(made, text, ",".join([*ties, "l", "~{memory}"]), side_effect=True)
 
     def typed(typingctx, sums, a, b):
         def generate(context, builder, signature, args):
-            array = context.make_array(signature.args[0])(context, builder, args[0])
-            places = [builder.gep(array.data, [ir.Constant(wide, i)]) for i in range(count)]
+            def places_of(which, number):
+                array = context.make_array(signature.args[which])(context, builder, args[which])
+                return [builder.gep(array.data, [ir.Constant(wide, i)]) for i in range(number)]
+
+            places = places_of(0, count)
             given = [builder.load(place) for place in places]
-            found = builder.call(assembly, [*given, args[1], args[2]])
+            given += [builder.load(place) for place in places_of(1, words)] if words else [args[1]]
+            found = builder.call(assembly, [*given, args[2]])
             for i, place in enumerate(places):
                 builder.store(builder.extract_value(found, i), place)
             return context.get_dummy_value()
 
-        return typing.signature(types.void, sums, types.uint64, types.uint64), generate
+        a = a if words else types.uint64
+        return typing.signature(types.void, sums, a, types.uint64), generate
+
+    return intrinsic(typed)
+
+
+def make_wait(count):
+    """Make the function that waits for all products, of which a local array has sums."""
+    if config.ENABLE_CUDASIM:
+        return lambda sums: None
+    single = ir.FloatType()
+    made = ir.FunctionType(ir.LiteralStructType([single] * count), [single] * count)
+    ties = ["=f"] * count + [str(i) for i in range(count)] + ["~{memory}"]
+    text = "wgmma.wait_group.sync.aligned 0;"
+    assembly = ir.InlineAsm(made, text, ",".join(ties), side_effect=True)
+
+    def typed(typingctx, sums):
+        def generate(context, builder, signature, args):
+            array = context.make_array(signature.args[0])(context, builder, args[0])
+            places = [
+                builder.gep(array.data, [ir.Constant(ir.IntType(64), i)]) for i in range(count)
+            ]
+            found = builder.call(assembly, [builder.load(place) for place in places])
+            for i, place in enumerate(places):
+                builder.store(builder.extract_value(found, i), place)
+            return context.get_dummy_value()
+
+        return typing.signature(types.void, sums), generate
 
     return intrinsic(typed)
 

@@ -18,22 +18,32 @@ Array = npt.NDArray[Any]
 
 
 def stand_in(
-    codec: str, columns: int, steps: Sequence[tuple[int, int, int]], transposed: bool, begin: bool
+    codec: str,
+    columns: int,
+    steps: Sequence[tuple[int, int, int]],
+    transposed: bool,
+    begin: bool,
+    of_registers: bool = False,
 ) -> Callable[[Any, Any, Any], None]:
-    """The function that does what device/warpgroup.py says; arguments as of make_products."""
+    """The function that does what device/warpgroup.py says; arguments as of make_products, or if
+    of_registers of make_register_products."""
 
     def combine(given: list[Any]) -> list[None]:
         now = block()
         _, a, b = given[0]
-        assert all((x, y) == (a, b) for _, x, y in given), "descriptors differ"
+        same = all(y == b and (of_registers or x == a) for _, x, y in given)
+        assert same, "descriptors differ"
+        matrices = [("b", int(b), {step[2] for step in steps}, (columns, transposed))]
+        if not of_registers:
+            matrices.append(("a", int(a), {step[1] for step in steps}, (ROWS, False)))
         loads = {
             (matrix, at): _load(now.shared, descriptor + at // 16, codec, *shape)
-            for matrix, descriptor, places, shape in (
-                ("a", int(a), {step[1] for step in steps}, (ROWS, False)),
-                ("b", int(b), {step[2] for step in steps}, (columns, transposed)),
-            )
+            for matrix, descriptor, places, shape in matrices
             for at in places
         }
+        if of_registers:
+            words = np.array([one for _, one, _ in given], np.uint32)
+            loads |= {("a", at): _of_lanes(words[:, at : at + 4], codec) for _, at, _ in steps}
         written = np.zeros(1 + max(step[0] for step in steps), bool)
         for first, of_a, of_b in steps:
             product = loads["a", of_a] @ loads["b", of_b].T
@@ -57,7 +67,18 @@ def _load(shared: Any, descriptor: int, codec: str, rows: int, transposed: bool)
     """The numbers of a matrix [rows, DEPTH] that a descriptor tells, float64."""
     first = block().current.warp // WARPS * WARPS
     starts, words = _places(descriptor, rows, transposed, len(shared.bytes))
-    halves: Array = shared.load_halves(range(first, first + WARPS), starts, words)
+    return _numbers(shared.load_halves(range(first, first + WARPS), starts, words), codec)
+
+
+def _of_lanes(words: Array, codec: str) -> Array:
+    """The matrix [ROWS, DEPTH] of which each lane has four words, as of an MMA."""
+    # [warp, g, t, half of k, half of m, column] -> [m, k]
+    halves = words.view(np.uint16).reshape(4, 8, 4, 2, 2, 2).transpose(0, 4, 1, 3, 2, 5)
+    return _numbers(np.ascontiguousarray(halves).reshape(ROWS, DEPTH), codec)
+
+
+def _numbers(halves: Array, codec: str) -> Array:
+    """Words of 16 bits as float64."""
     if codec == "bf16":
         halves = (halves.astype(np.uint32) << 16).view(np.float32)
     else:

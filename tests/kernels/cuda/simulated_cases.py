@@ -25,9 +25,10 @@ from kvquant import RowFormat, quantize_rows
 from kvquant.kernels.cuda.decode import launch as launching
 from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
+from kvquant.kernels.cuda.decode.wide.spec import widened
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.call import AttentionCall
-from kvquant.rows.codec import CODECS
+from kvquant.rows.codec import CODECS, FP16_MAX
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
 
@@ -55,12 +56,14 @@ class Case:
         exact_lens: tokens of each sequence in these.
         overlong: tell the kernel of more tokens than there is room for, where all room is taken.
         want_lse: whether the kernel writes the lse.
+        k_scale, v_scale: factors on the values of K and V, which are cut where fp16 ends.
         q_len: queries of each sequence; 0: one, and q without an axis of them.
         q_lens: of each sequence, less than that; None: all.
         ragged: q is [total, ...]: q_lens of each sequence, one behind another.
         rest: rows of a ragged q behind them.
         variant: fields of AttentionVariant, each with its value or, of a tensor, a random one;
             pages before a window are not to be looked up.
+        wide: of the kernel for wide groups, fields of its spec that differ; None: not that one.
     """
 
     k: str = "int4-g4"
@@ -87,11 +90,14 @@ class Case:
     without: str = ""
     columns: int = 8
     sharers: int = 1
+    k_scale: float = 1.0
+    v_scale: float = 1.0
     q_len: int = 0
     q_lens: Sequence[int] | None = None
     ragged: bool = False
     rest: int = 0
     variant: dict[str, Any] = field(default_factory=dict)
+    wide: dict[str, Any] | None = None
 
 
 def run_case(name: str, case: Case) -> dict[str, float]:
@@ -121,10 +127,18 @@ def run_case(name: str, case: Case) -> dict[str, float]:
     def with_columns(spec: DecodeSpec, gpu: GPU) -> DecodeSpec:
         return replace(spec, columns=case.columns, sharers=case.sharers)
 
+    def as_told(spec: DecodeSpec, count: int) -> DecodeSpec | None:
+        if case.wide is None:
+            return None
+        found = widened(spec, count)
+        assert found is not None
+        return replace(found, **case.wide)
+
     splits = tuple(n for n in case.splits if n)
     chosen = Plan(splits, case.warps, case.stages, case.workers)
     q_lens = q_lens if case.q_lens else None
-    call = AttentionCall(q, segments, None, None, case.want_lse, q_lens, variant)
+    want_lse = case.want_lse and case.wide is None  # it moves the lse
+    call = AttentionCall(q, segments, None, None, want_lse, q_lens, variant)
     call = call._replace(q_indptr=q_indptr)
     outs = []
     # These cases are about blocks that take parts of one sequence. Other cases may have such
@@ -133,9 +147,15 @@ def run_case(name: str, case: Case) -> dict[str, float]:
         with (
             simulated(call, gpu=A_GPU, backwards=backwards) as simulation,
             mock.patch.object(launching, "narrow", with_columns),
-            launching.override_plan(chosen, case.without),
+            mock.patch.object(launching, "widened", as_told),
+            mock.patch.object(launching, "pays", lambda *_: True),
         ):
-            out, lse = launching.attend(call)
+            if case.wide is not None:  # its warps and stages are those of its spec
+                spec = launching.describe(call).spec
+                assert spec.is_wide
+                chosen = replace(chosen, warps=spec.warps, stages=spec.stages)
+            with launching.override_plan(chosen, case.without):
+                out, lse = launching.attend(call)
         assert not any(one.any() for one in simulation.counters), "not 0 after the launch"
         outs.append(out)
     assert torch.equal(outs[0], outs[-1]), "the result depends on the order of blocks and lanes"
@@ -176,9 +196,9 @@ def make_segment(
     max_pages = capacity // page_size
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     rows: list[torch.Tensor] = []
-    for fmt in (k_format, v_format):
+    for fmt, scale in ((k_format, case.k_scale), (v_format, case.v_scale)):
         values = torch.randn(len(lens), case.heads[1], capacity, fmt.head_dim) * 1.5 + 0.5
-        rows.append(quantize_rows(values, fmt))
+        rows.append(quantize_rows((scale * values).clamp(-FP16_MAX, FP16_MAX), fmt))
         for b, seq_len in enumerate(lens):
             rows[-1][b, :, seq_len:] = NAN
     told = seq_lens

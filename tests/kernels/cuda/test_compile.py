@@ -19,7 +19,14 @@ from functools import partial
 from pathlib import Path as FilePath
 
 import pytest
-from machine_code import COPY_TO_SHARED, count_instructions, instructions
+from machine_code import (
+    COPY_TO_SHARED,
+    WARPGROUP_ORDER,
+    WARPGROUP_PRODUCT,
+    WARPGROUP_PRODUCT_OF_REGISTERS,
+    count_instructions,
+    instructions,
+)
 from threads import run_in_threads
 
 from kvquant.errors import UnsupportedError
@@ -34,6 +41,7 @@ from kvquant.kernels.cuda.decode.spec import (
     Path,
     columns_of,
 )
+from kvquant.kernels.cuda.decode.wide.spec import widened
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec, cubin_key, load_cubin
 from kvquant.kernels.cuda.runtime.launch import GPUS
@@ -49,7 +57,7 @@ def make_spec(text: str) -> DecodeSpec:
     """A kernel of a short description: "K[/V] [head_dim] [word ...]"; the words are "fp16" (the
     query), "paged", "pages=4" (of so few rows), "ring", "strided", "segments" (bf16 sinks and a
     ring), "71:1" (query heads on a KV head), "queries" (several a sequence, so many columns),
-    "pieces" (of ragged queries), the
+    "pieces" (of ragged queries), "wide" (the kernel for wide groups), the
     fields of a variant and "without=..."."""
     formats, *words = text.split()
     head_dim = next((int(word) for word in words if word.isdecimal()), 128)
@@ -64,7 +72,7 @@ def make_spec(text: str) -> DecodeSpec:
     second = [exact] if "segments" in words else []
     columns, sharers = columns_of(ratio, k, v, *second)
     variant = tuple(sorted({*words} & {*VARIANT}))
-    return DecodeSpec(
+    made = DecodeSpec(
         Path(k, v, place, place != "ring" and not pages and "strided" not in words, run),
         Path(exact, exact, "ring", False) if "segments" in words else None,
         "fp16" if "fp16" in words else "bf16",
@@ -75,6 +83,9 @@ def make_spec(text: str) -> DecodeSpec:
         variant=variant,
         ragged="pieces" in words,
     )
+    wide = widened(made, ratio) if "wide" in words else made
+    assert wide is not None
+    return wide
 
 
 EVERY_FIELD = " ".join(VARIANT)
@@ -101,6 +112,9 @@ SOME = (
     ("int4 16:1 segments paged pieces sink_logits window", "sm_80"),
     ("int4-g4 pages=1", "sm_90"),
     ("int4 16:1 pages=8 queries", "sm_90"),
+    ("int4-g4 64:1 wide", "sm_90"),
+    ("int8 71:1 wide paged queries", "sm_90"),
+    ("fp8/int2 64:1 wide pages=1 pieces", "sm_90"),
 )
 FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [
@@ -167,6 +181,17 @@ def test_loads_are_unrolled_unless_it_is_measured_without(name: str, unrolled: i
     made, rolled_up = (compile_spec(one, "sm_90").code for one in (spec, rolled))
     assert count_instructions(made, COPY_TO_SHARED) == 4 * unrolled
     assert count_instructions(rolled_up, COPY_TO_SHARED) == 4
+
+
+@pytest.mark.slow
+@needs_numba_cuda
+def test_products_of_wide_groups_do_not_wait_for_one_another() -> None:
+    # times that scores and P V of a tile stand in the code; to begin each and to wait takes one
+    for ratio, scores, values in ((64, 1, 1), (71, 3, 4)):
+        code = compile_spec(make_spec(f"int4-g4 {ratio}:1 wide"), "sm_90").code
+        assert count_instructions(code, WARPGROUP_PRODUCT) == 8 * scores
+        assert count_instructions(code, WARPGROUP_PRODUCT_OF_REGISTERS) == 4 * values
+        assert count_instructions(code, WARPGROUP_ORDER) == 2 * (scores + values)
 
 
 @pytest.mark.slow

@@ -265,6 +265,7 @@ def test_arguments_are_cast_as_numba_casts_them() -> None:
 @in_simulator
 def test_bits_of_two_words() -> None:
     assert ptx.select_bits(u32(0x12345678), u32(0x9ABCDEF0), u32(0xFF00F00F)) == 0x12BC5EF8
+    assert ptx.and_or(u32(0x12345678), u32(0xFF00F00F), u32(0x00010200)) == 0x12015208
 
 
 @in_simulator

@@ -31,7 +31,7 @@ from kvquant import RowFormat
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.plan import Plan
-from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, columns_of
+from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, WIDE, columns_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.tensors import facts_of
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
@@ -649,3 +649,34 @@ def test_fields_that_change_nothing_take_the_plain_kernel(cuda: FakeDriver) -> N
     no_bias = AttentionVariant(key_bias=torch.zeros(2, 0))
     with pytest.raises(ShapeError, match=r"key_bias is \[2, 0\]"):
         launch_attention(make_query(), [make_segment()], 1.0, None, variant=no_bias)
+
+
+def test_wide_groups_have_their_own_kernel_unless_the_lse_is_wanted(cuda: FakeDriver) -> None:
+    batch, capacity = 64, 8192
+    segment = make_segment(capacity=capacity, batch=batch, heads=1)
+
+    def takes(
+        heads: int, segment: Segment = segment, want_lse: bool = False, q_len: int = 0
+    ) -> bool:
+        q = make_query(len(segment.seq_lens), heads)
+        if q_len:
+            q = q[:, None].repeat(1, q_len, 1, 1)
+        call = AttentionCall(q, [segment], 1.0, None, want_lse)
+        return launch.describe(call).spec.is_wide
+
+    assert takes(64) and takes(128) and takes(17)
+    launch_attention(make_query(batch, 64), [segment], 1.0, None, False)
+    assert cuda.launched[0].grid == (1, batch, 2), "all SMs, once"
+    assert not takes(64, want_lse=True)
+    assert not takes(16)
+    assert takes(9, q_len=4) and not takes(8, q_len=4), "several queries: from 33 columns on"
+    assert not takes(64, make_segment("bf16", capacity, batch=batch, heads=1))
+    assert not takes(64, make_segment("int3", capacity, batch=batch, heads=1))
+    assert not takes(64, make_segment(capacity=1000, batch=2, heads=1)), "too short"
+    half = make_segment(capacity=capacity, batch=70, heads=1)
+    assert takes(64, half) and not takes(32, half), "two waves of blocks, the second half empty"
+    launch_attention(make_query(batch, 64), [segment], 1.0, None, True)
+    assert not loaded_specs()[-1].is_wide, "the same call with lse has a launch of its own"
+    with launch.override_plan(None, WIDE):
+        launch_attention(make_query(batch, 32), [segment], 1.0, None, False)
+    assert not loaded_specs()[-1].is_wide

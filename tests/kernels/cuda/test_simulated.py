@@ -350,11 +350,55 @@ USUAL = (
     "int4-g4",
     "int3 and int2",
     "small pages, wide",
+    "on Hopper",
     "sinks and recent rows at their sequence slots",
     "variant, all, one query",
 )
 
 Results = dict[str, dict[str, Any]]
+
+# the kernel for wide groups, as a launch has it: up to 64 columns, and more
+HOPPER: dict[str, dict[str, Any]] = {
+    "on Hopper": of("lens=[33,0,300] heads=[20,1]"),
+    "on Hopper, 71 on 1 heads": of("lens=[70,130,270] heads=[71,1]"),
+    "on Hopper, few stages": of("lens=[33,64,400] heads=[64,1] wide={'stages':2,'landings':2}"),
+    "on Hopper, one feeder": of("lens=[33,0,300] heads=[20,1] wide={'warps':12,'feeders':1}"),
+    "on Hopper, 130 on 1 heads": of("lens=[70] heads=[130,1]"),
+    "on Hopper, splits": of("lens=[0,300,70] heads=[34,2] splits=[2]"),
+    "on Hopper, balanced": of("lens=[350,0,1,40,133] heads=[40,2] workers=4"),
+    "on Hopper, pages, splits": of("place=paged lens=[0,129,300] heads=[34,1] splits=[2]"),
+    "on Hopper, pages of 1": of("place=paged page_size=1 lens=[0,129] heads=[34,1]"),
+    "on Hopper, int4 in pages of 64": of(
+        "k=int4 place=paged page_size=64 lens=[3,200] heads=[34,1]"
+    ),
+    "on Hopper, a ring": of("place=ring sinks=4 seated=True lens=[70,33] heads=[40,2]"),
+    "on Hopper, int4, odd heads": {
+        **of("k=int4 lens=[70,33] heads=[40,2]"),
+        "layout": "odd heads",
+    },
+    "on Hopper, rows of tokens": of("layout=tokens lens=[200] heads=[40,2]"),
+    "on Hopper, int8 and int4-g8": of("k=int8 v=int4-g8 lens=[33,150] heads=[17,1]"),
+    "on Hopper, int2 and int8-g4": of("k=int2 v=int8-g4 lens=[33,150] heads=[17,1]"),
+    "on Hopper, fp8 and int2": of("k=fp8 v=int2 lens=[33,150] heads=[17,1] query=fp16"),
+    "on Hopper, fp8-g4": of("k=fp8-g4 lens=[33,150] heads=[17,1]"),
+    "on Hopper, head_dim 64": of("head_dim=64 lens=[70,200] heads=[40,2]"),
+    "on Hopper, queries": of("lens=[100,3,200] heads=[20,2] q_len=4 q_lens=[4,2,3]"),
+    "on Hopper, queries of two consumers": of("lens=[70,2] heads=[16,2] q_len=9 q_lens=[9,8]"),
+    "on Hopper, ragged": of("lens=[100,7,200] heads=[16,1] ragged=True q_lens=[4,0,9]"),
+    "on Hopper, large queries": of("q_scale=3e3 lens=[70,200] heads=[40,1]"),
+    "on Hopper, enormous queries": of("q_scale=1e34 lens=[70] heads=[40,1]"),
+    "on Hopper, the largest values": of(
+        "k_scale=1e5 v_scale=1e5 q_scale=1e-5 lens=[70,200] heads=[40,1]"
+    ),
+    "on Hopper, the largest values of fp8": of(
+        "k=fp8 k_scale=1e5 v_scale=1e5 q_scale=1e-5 lens=[70] heads=[71,1]"
+    ),
+    "on Hopper, small values": of("k_scale=1e-3 v_scale=1e-3 q_scale=1e3 lens=[70] heads=[40,1]"),
+    "on Hopper, small values of int8": of("k=int8-g4 v_scale=1e-3 lens=[70] heads=[71,1]"),
+    "on Hopper, small values of fp8": of("k=fp8-g4 v_scale=1e-3 lens=[70] heads=[71,1]"),
+    "on Hopper, peaked scores": of("q_scale=30. lens=[200] heads=[40,1]"),
+}
+CASES |= {name: {"wide": {}, **case} for name, case in HOPPER.items()}
 
 
 @pytest.fixture(scope="module")

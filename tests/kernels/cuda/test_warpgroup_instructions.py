@@ -72,6 +72,40 @@ def test_products_are_those_of_matrices() -> None:
 
 
 @in_simulator
+def test_products_with_a_matrix_in_registers() -> None:
+    random = np.random.default_rng(0)
+    a = random.integers(-8, 8, (64, 32)).astype(f32)
+    b = random.integers(-8, 8, (64, 64)).astype(f32)
+    words = in_blocks(b)
+    steps = [(0, 4 * k, 32 * k) for k in range(2)]
+    make: Any = warpgroup.make_register_products
+    products = make("fp16", 64, steps)
+
+    def run(lane: int) -> Any:
+        base = ptx.shared_address(cuda.shared.array(0, u32))
+        for i in range(lane, len(words), GROUP):
+            ptx.store_shared_u32(base + u32(4 * i), words[i])
+        ptx.fence_shared()
+        cuda.syncthreads()
+        row, k = 16 * (lane // 32) + lane % 32 // 4, 2 * (lane % 4)
+        corners = [
+            (row + 8 * i, k + 16 * n + 8 * j) for n in (0, 1) for j in (0, 1) for i in (0, 1)
+        ]
+        of_a = [a[i, j : j + 2].astype(np.float16).view(u32)[0] for i, j in corners]
+        sums = cuda.local.array(32, f32)
+        sums[:] = f32(1)
+        products(sums, np.array(of_a, u32), warpgroup.descriptor_of(base))
+        return sums.copy()
+
+    found = np.empty((64, 64), f32)
+    for lane, sums in enumerate(lanes(run, threads=GROUP, shared=4 * len(words))):
+        for i, value in enumerate(sums):
+            row = 16 * (lane // 32) + lane % 32 // 4 + 8 * (i // 2 % 2)
+            found[row, 8 * (i // 4) + 2 * (lane % 4) + i % 2] = value
+    np.testing.assert_array_equal(found, a @ b[:, :32].T + 1)
+
+
+@in_simulator
 def test_products_with_rows_that_stand_as_rows() -> None:
     """As V: 64 tokens, which are K, of 128 elements."""
     random = np.random.default_rng(0)

@@ -1,0 +1,115 @@
+"""The queries of a block's columns, by its consumers: a tile of blocks in shared memory.
+
+Thread i has every eighth unit of eight elements of column i / 8. A query is scaled by a power of
+two to 2**14 <= max |q| < 2**15, as in scores.py; its elements stand in the order of K's (rows.py).
+"""
+
+from numba import cuda, float32, uint32, uint64
+
+from ...device.codes import HALVES
+from ...device.combine import make_over_lanes
+from ...device.jit import device_function
+from ...device.powers import inverse_of
+from ...device.ptx import (
+    bits_float,
+    float_bits,
+    load_global_u32x2,
+    maximum,
+    pack_f16,
+    store_shared_f32,
+    store_shared_u32x4,
+)
+from ...device.warpgroup import LINE
+from ..queries import make_query_row
+from .spec import BLOCK, GROUP, ROWS, order_of
+
+LANES = 8  # of a column
+FEWEST_EXPONENT = 64  # of the largest element, biased: below as this one
+
+
+def make_load_queries(spec):
+    """Make the function that loads the queries of a block, and leaves the factor of the scores of
+    each column in shared memory."""
+    fmt = spec.first.k_format
+    COLUMNS, AT_ONCE = spec.block_columns, GROUP * spec.consumers // LANES
+    UNITS = fmt.head_dim // 8 // LANES  # of a lane
+    WORDS = 4 * UNITS
+    TILE_BYTES, FACTORS = spec.tile_bytes[0], spec.factors_at
+    QUARTERS = fmt.pick(quarters=True, planes=False, nibbles=False, bytes=False, elements=False)
+    low, high = HALVES[spec.query]
+    query_row, over_lanes = make_query_row(spec.causal), make_over_lanes(LANES)
+    in_order = _make_in_order(order_of(fmt))
+    PASSES = -(-COLUMNS // AT_ONCE)
+    assert COLUMNS % AT_ONCE == 0
+
+    @device_function
+    def load_queries(shared, first_query, lie, used, score_scale, thread):
+        part = uint32(thread & uint32(LANES - 1))
+        column = uint32(thread // uint32(LANES))
+        for _ in range(PASSES):
+            words = cuda.local.array(WORDS, uint32)
+            for i in range(WORDS):
+                words[i] = uint32(0)
+            if column < used:
+                at = query_row(first_query, lie, column)
+                for i in range(UNITS):
+                    unit = uint32(part + uint32(LANES * i))
+                    first = uint32(unit * uint32(8))
+                    second = uint32(first + uint32(4))
+                    if QUARTERS:
+                        first = uint32(
+                            uint32(uint32(unit >> uint32(1)) * uint32(16))
+                            + uint32(uint32(unit & uint32(1)) * uint32(4))
+                        )
+                        second = uint32(first + uint32(8))
+                    pair = load_global_u32x2(at + uint64(2) * uint64(first))
+                    words[4 * i], words[4 * i + 1] = pair[0], pair[1]
+                    pair = load_global_u32x2(at + uint64(2) * uint64(second))
+                    words[4 * i + 2], words[4 * i + 3] = pair[0], pair[1]
+            most = float32(0)
+            for i in range(WORDS):
+                most = maximum(most, maximum(abs(low(words[i])), abs(high(words[i]))))
+            most = over_lanes(most, maximum)
+            exponent = max(uint32(float_bits(most) >> uint32(23)), uint32(FEWEST_EXPONENT))
+            # 2**(14 - e) of 2**e <= most, whose exponent is biased by 127
+            norm = bits_float(uint32(uint32(uint32(268) - exponent) << uint32(23)))
+            of_party = uint32(column // uint32(ROWS))
+            row = uint32(column - of_party * uint32(ROWS))
+            to = uint32(shared + of_party * uint32(TILE_BYTES))
+            to = uint32(to + uint32(LINE) * row)
+            to = uint32(to + uint32(16) * uint32(part ^ uint32(row & uint32(7))))
+            for i in range(UNITS):
+                a, b = words[4 * i], words[4 * i + 1]
+                c, d = words[4 * i + 2], words[4 * i + 3]
+                one = low(a) * norm, high(a) * norm, low(b) * norm, high(b) * norm
+                two = low(c) * norm, high(c) * norm, low(d) * norm, high(d) * norm
+                store_shared_u32x4(uint32(to + uint32(BLOCK * i)), in_order(one + two))
+            if part == uint32(0):
+                place = uint32(shared + uint32(FACTORS))
+                place = uint32(place + uint32(4) * column)
+                twice = float32(2) * inverse_of(norm)  # K was halved (rows.py)
+                store_shared_f32(place, score_scale * twice)
+            column = uint32(column + uint32(AT_ONCE))
+
+    return load_queries
+
+
+def _make_in_order(order):
+    """Make the function that packs eight elements to fp16, as they come out of words."""
+    places = {
+        "pairs": (0, 4, 1, 5, 2, 6, 3, 7),
+        "bytes": (0, 2, 1, 3, 4, 6, 5, 7),
+        "as they are": (0, 1, 2, 3, 4, 5, 6, 7),
+    }
+    A, B, C, D, E, F, G, H = places[order]
+
+    @device_function
+    def in_order(x):
+        return (
+            pack_f16(x[B], x[A]),
+            pack_f16(x[D], x[C]),
+            pack_f16(x[F], x[E]),
+            pack_f16(x[H], x[G]),
+        )
+
+    return in_order
