@@ -167,5 +167,7 @@ def test_cached_launches_hold_no_memory(cuda: FakeDriver) -> None:
         out, lse = launch_attention(make_query(), [make_segment()], 1.0, 1, want_lse)
         assert out.untyped_storage().nbytes() == 2 * out.numel()
         assert lse is None or lse.untyped_storage().nbytes() == 4 * lse.numel()
-    for cached in launch._launches.values():
+    launches = launch._launches.values()
+    assert len(launches) == 2, "with lse, and without"
+    for cached in launches:
         assert not any(isinstance(one, torch.Tensor) for one in vars(cached).values())

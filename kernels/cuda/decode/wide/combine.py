@@ -3,7 +3,7 @@ same columns. Parts of a unit are merged as in decode/combine.py."""
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ...device.combine import LN2, NOTHING
+from ...device.combine import NOTHING
 from ...device.jit import device_function, in_turn
 from ...device.ptx import (
     exp2,
@@ -15,7 +15,6 @@ from ...device.ptx import (
     store_shared_f32x2,
 )
 from ..combine import make_write_columns
-from ..queries import make_row_of
 from .spec import ROWS, WARP_COLUMNS, halves_of, order_of
 
 UNROLLED = 8  # eights of elements
@@ -25,16 +24,16 @@ def make_combine_consumers(spec, path, write):
     """Make two functions: of the consumers, that leaves their outputs in shared memory, and of all
     threads, that adds and writes them."""
     COLUMNS, RINGS, PARTIES = spec.block_columns, spec.rings_of(path), spec.parties
-    FMT, CAUSAL, row_of = spec.first.v_format, spec.causal, make_row_of(spec)[1]
+    FMT, CAUSAL = spec.first.v_format, spec.causal
     COLUMN = 4 * (FMT.head_dim + 4)
     TOTALS, OUTPUTS = 4 * RINGS * COLUMNS, 8 * RINGS * COLUMNS
     write_columns = make_write_columns(spec, RINGS, write)
     put_output = _make_put_output(FMT, COLUMN)
 
     @device_function
-    def combine(shared, consumer, state, columns, results):
+    def combine(shared, consumer, state, results):
         sums, references, totals = state
-        total, _, part_lse, _, lse, lie, _, _ = results
+        total, _, part_lse, _, _, _, _, _ = results
         tid = uint32(cuda.threadIdx.x)
         lane = uint32(tid & uint32(31))
         warp = uint32(uint32(tid >> uint32(5)) & uint32(3))
@@ -69,14 +68,10 @@ def make_combine_consumers(spec, path, write):
             # twice: V was halved (rows.py)
             twice = float32(2) * exp2(references[h] - top)
             shares[h] = twice / weights if sees else float32(0)
-            if ring == uint32(0) and t == uint32(0):
-                log_sum = top + log2(weights)
-                if total > int32(1):
-                    log_sum = log_sum if sees else float32(NOTHING)
-                    store_global_f32(part_lse + uint64(4) * uint64(column), log_sum)
-                elif lse != uint64(0) and column < columns:
-                    address = lse + uint64(4) * uint64(row_of(column, lie))
-                    store_global_f32(address, log_sum * float32(LN2))
+            # of a part: the lse of a unit is not wanted (launch.describe)
+            if total > int32(1) and ring == uint32(0) and t == uint32(0):
+                log_sum = top + log2(weights) if sees else float32(NOTHING)
+                store_global_f32(part_lse + uint64(4) * uint64(column), log_sum)
         outputs = uint32(shared + uint32(OUTPUTS))
         put_output(uint32(outputs + uint32(COLUMN) * mine), sums, shares, t)
         cuda.syncthreads()

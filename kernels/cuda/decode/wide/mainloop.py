@@ -115,8 +115,8 @@ def make_attend_wide(spec, path, keep, recall):
             consumer = uint32(group - uint32(FEEDERS))
             state = (sums, references, totals)
             consume(shared, consumer, begin, end, rows, results, counts, state)
-            columns, places = recall(results)
-            combine(shared, consumer, state, columns, places)
+            _, places = recall(results)
+            combine(shared, consumer, state, places)
         columns, places = recall(results)
         write_columns(shared, columns, places)
 

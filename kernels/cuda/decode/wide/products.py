@@ -34,7 +34,7 @@ from ...device.warpgroup import (
 from ..queries import HIDDEN, LOWEST, PADDED, make_see
 from ..values import HEADROOM
 from .queries import make_load_queries
-from .spec import BLOCK, FREE, FULL, GROUP, QUERIES, ROWS, TOKENS, WARP_COLUMNS
+from .spec import BLOCK, FREE, FULL, GROUP, MOST_STAGES, QUERIES, ROWS, TOKENS, WARP_COLUMNS
 
 LAZY = 4  # powers of two that a score may exceed the reference by, and HEADROOM more
 SCORES = TOKENS // 2  # of a lane
@@ -60,6 +60,7 @@ def make_consume(spec, path):
     add_values = make_register_products("fp16", V_DIM, steps, transposed=True)
     load_queries, see = make_load_queries(spec), make_see(spec, path)
     wait, AHEAD = make_wait(SCORES), spec.ahead
+    assert max(RINGS, spec.feeders) <= STAGES <= MOST_STAGES  # a barrier for each stage
     assert not AHEAD or STAGES >= 2 * RINGS  # two stages of its own
 
     @device_function

@@ -11,9 +11,9 @@ precision takes 1024 off without rounding, so a number is rounded once, by its l
 
 A number is half of what the row says: the rounding of scale and shift can take an element of a row
 beyond 65504, where fp16 ends. Codes are halved, not scales, which could be too small. What is
-computed with differs from the row's element by 2**-12 of it at most, or by 2**-23 if that is more:
-where an element is below 2**-13 fp16 has fewer digits. The factors of the scores and the merge of
-consumers make up for the half.
+computed with differs from the row's element by 2**-11 of it, or by 2**-24 if that is more, as fp16
+has fewer digits where an element is below 2**-13; and by another 2**-24 where the shift is that
+small. The factors of the scores and the merge of consumers make up for the half.
 
 Elements stay in the order in which codes come out of a word (spec.order_of): queries stand in it,
 too, and the output is put in order when it is written. Rows behind the last one are zeros.
