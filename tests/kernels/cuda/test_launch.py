@@ -667,7 +667,7 @@ def test_wide_groups_have_their_own_kernel_unless_the_lse_is_wanted(
         return launch.describe(call).spec.is_wide
 
     assert not takes(64), "off by default"
-    monkeypatch.setattr(launch, "WIDE_GROUPS", True)
+    monkeypatch.setattr(launch, "TAKES_WIDE", True)
     assert takes(64) and takes(128) and takes(17)
     launch_attention(make_query(batch, 64), [segment], 1.0, None, False)
     assert cuda.launched[0].grid == (1, batch, 2), "all SMs, once"
