@@ -40,6 +40,7 @@ from .argument import ARGUMENT
 from .compile.tracing import keep_in_new_place, outside_of_graphs
 from .continuation import WRONG, check_goes_on
 from .dequantized import append_and_dequantize
+from .models.biases import warn_of_biased_keys
 from .models.configs import CacheLayers, cache_layers, layer_devices, layers_of_rank, new_cache
 from .models.hook import DecoderHook
 from .models.latent import check_latents
@@ -211,6 +212,8 @@ class QuantizedCache(CachedText, Cache):
         exact = exact_format or exact_codec(dtype)
         self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
+        if plan is None and isinstance(source, torch.nn.Module):
+            warn_of_biased_keys(source, self._outline)
         is_hybrid = bool(layers.others or layers.states)
         self.fit(layers, DynamicCache(config=config).layers if is_hybrid else ())
 

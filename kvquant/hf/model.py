@@ -32,6 +32,7 @@ from .argument import as_argument
 from .cache import QuantizedCache
 from .call import ATTENTION
 from .compile.captured import CapturedStep
+from .models.biases import warn_of_biased_keys
 from .models.configs import (
     CacheLayers,
     cache_layers,
@@ -240,7 +241,10 @@ class CachedModel:
         device = layer_devices(self.model, self._layers.places) or self.model.device
         own = {"exact_format": self.exact_format, "device": device}
         given: dict[str, Any] = own | options | {"plan": plan, "fmt": fmt}
-        return new_cache(self.model.config, self._layers, batch, max_seq_len, **given)
+        cache = new_cache(self.model.config, self._layers, batch, max_seq_len, **given)
+        if plan is None:
+            warn_of_biased_keys(self.model, cache)
+        return cache
 
     @property
     def has_latents(self) -> bool:
