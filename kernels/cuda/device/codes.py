@@ -49,6 +49,12 @@ LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # of two words, for permute
 HALVES = {"bf16": (low_bf16, high_bf16), "fp16": (low_f16, high_f16)}
 PACK = {"bf16": pack_bf16, "fp16": pack_f16}
 MMA = {"bf16": mma_bf16, "fp16": mma_f16}
+# which of eight elements stand one after another where codes come out of words as above
+ORDERS = {
+    "as they are": (0, 1, 2, 3, 4, 5, 6, 7),
+    "pairs": (0, 4, 1, 5, 2, 6, 3, 7),
+    "bytes": (0, 2, 1, 3, 4, 6, 5, 7),
+}
 
 
 def make_unpack(fmt):
@@ -167,3 +173,19 @@ def planes_of(even, odd):
     high = (even & uint32(0x1111)) | (even >> uint32(14) & uint32(0x4444))
     high |= (odd & uint32(0x2222)) | (odd >> uint32(14) & uint32(0x8888))
     return low, high
+
+
+def make_in_order(order):
+    """Make the function that packs eight elements to fp16, in an order of ORDERS."""
+    A, B, C, D, E, F, G, H = ORDERS[order]
+
+    @device_function
+    def in_order(x):
+        return (
+            pack_f16(x[B], x[A]),
+            pack_f16(x[D], x[C]),
+            pack_f16(x[F], x[E]),
+            pack_f16(x[H], x[G]),
+        )
+
+    return in_order

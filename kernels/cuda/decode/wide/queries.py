@@ -6,7 +6,7 @@ two to 2**14 <= max |q| < 2**15, as in scores.py; its elements stand in the orde
 
 from numba import cuda, float32, uint32, uint64
 
-from ...device.codes import HALVES
+from ...device.codes import HALVES, make_in_order
 from ...device.combine import make_over_lanes
 from ...device.jit import device_function
 from ...device.powers import inverse_of
@@ -15,7 +15,6 @@ from ...device.ptx import (
     float_bits,
     load_global_u32x2,
     maximum,
-    pack_f16,
     store_shared_f32,
     store_shared_u32x4,
 )
@@ -38,7 +37,7 @@ def make_load_queries(spec):
     QUARTERS = fmt.pick(quarters=True, planes=False, nibbles=False, bytes=False, elements=False)
     low, high = HALVES[spec.query]
     query_row, over_lanes = make_query_row(spec.causal), make_over_lanes(LANES)
-    in_order = _make_in_order(order_of(fmt))
+    in_order = make_in_order(order_of(fmt))
     PASSES = -(-COLUMNS // AT_ONCE)
     assert COLUMNS % AT_ONCE == 0
 
@@ -92,24 +91,3 @@ def make_load_queries(spec):
             column = uint32(column + uint32(AT_ONCE))
 
     return load_queries
-
-
-def _make_in_order(order):
-    """Make the function that packs eight elements to fp16, as they come out of words."""
-    places = {
-        "pairs": (0, 4, 1, 5, 2, 6, 3, 7),
-        "bytes": (0, 2, 1, 3, 4, 6, 5, 7),
-        "as they are": (0, 1, 2, 3, 4, 5, 6, 7),
-    }
-    A, B, C, D, E, F, G, H = places[order]
-
-    @device_function
-    def in_order(x):
-        return (
-            pack_f16(x[B], x[A]),
-            pack_f16(x[D], x[C]),
-            pack_f16(x[F], x[E]),
-            pack_f16(x[H], x[G]),
-        )
-
-    return in_order

@@ -7,14 +7,13 @@ of a unit are in the order in which codes come out of a word (rows.py).
 
 from numba import cuda, float32, uint32, uint64
 
-from ...device.codes import HALVES
+from ...device.codes import HALVES, make_in_order
 from ...device.combine import make_over_lanes
 from ...device.fragments import load_sums, store_sums
 from ...device.jit import device_function
 from ...device.ptx import (
     load_global_u32x4,
     maximum,
-    pack_f16,
     store_shared_f32,
     store_shared_u32x4,
 )
@@ -25,12 +24,6 @@ from .spec import BLOCKS, SHARES
 
 LANES = 8  # of a column
 WORDS = 4 * BLOCKS  # of a thread
-# which of eight elements stand one after another, by an order of WideMlaSpec
-ORDERS = {
-    "as they are": (0, 1, 2, 3, 4, 5, 6, 7),
-    "int4": (0, 4, 1, 5, 2, 6, 3, 7),
-    "bytes": (0, 2, 1, 3, 4, 6, 5, 7),
-}
 
 
 def make_load_queries(spec):
@@ -38,7 +31,7 @@ def make_load_queries(spec):
     each column in shared memory."""
     low, high = HALVES[spec.query]
     AS_IT_IS = operand_of(spec.latent) == "bf16"
-    in_order, rope_in_order = map(_make_in_order, spec.orders)
+    in_order, rope_in_order = map(make_in_order, spec.orders)
     over_lanes = make_over_lanes(LANES)
 
     @device_function
@@ -87,19 +80,3 @@ def make_load_queries(spec):
             store_shared_f32(shared + uint32(SHARES) + uint32(4) * place, factor)
 
     return load_queries
-
-
-def _make_in_order(order):
-    """Make the function that packs eight elements to fp16, in an order."""
-    A, B, C, D, E, F, G, H = ORDERS[order]
-
-    @device_function
-    def in_order(x):
-        return (
-            pack_f16(x[B], x[A]),
-            pack_f16(x[D], x[C]),
-            pack_f16(x[F], x[E]),
-            pack_f16(x[H], x[G]),
-        )
-
-    return in_order

@@ -171,7 +171,7 @@ def _make_expand_rows(spec, find, row_at):
     AHEAD = PASSES if ALL <= 32 else 1  # passes whose rows wait in registers
     KEPT = ALL * AHEAD
     LEVEL, ROPE_LEVEL = LATENT.facts.levels, ROPE.facts.levels
-    IS_INT4 = spec.orders[0] == "int4"
+    IS_INT4 = spec.orders[0] == "pairs"
     FACTOR = 1.0 if spec.orders[0] == "as they are" else factor_of(LATENT)
     ROPE_FACTOR = factor_of(ROPE)
     TOP = _top_of(ROPE)
@@ -389,7 +389,7 @@ def _make_put_unit(fmt, order):
     WideMlaSpec; `at` is the place of its first one, with the row's swizzle in it."""
     if fmt.is_exact:
         return None
-    IS_INT4, AS_IT_IS, unpack = order == "int4", order == "as they are", make_unpack(fmt)
+    IS_INT4, AS_IT_IS, unpack = order == "pairs", order == "as they are", make_unpack(fmt)
     PER_UNIT = 4 if IS_INT4 else 2  # stores of eight numbers
 
     @device_function

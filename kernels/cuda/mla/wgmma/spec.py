@@ -72,9 +72,9 @@ class WideMlaSpec(Spec):
     @property
     def orders(self) -> tuple[str, str]:
         """How eight elements of the latent and of the RoPE part come out of their words: as the
-        codes of a word of "int4" or of "bytes" (device/codes.py), or "as they are"."""
+        codes of a word of "pairs" or of "bytes" (device/codes.py), or "as they are"."""
         as_it_is = "as they are"
-        of_codes = self.latent.pick(nibbles="int4", bytes="bytes", elements=as_it_is)
+        of_codes = self.latent.pick(nibbles="pairs", bytes="bytes", elements=as_it_is)
         of_latent = self.latent.pick(integers=of_codes, e4m3=as_it_is, bf16=as_it_is, fp16=as_it_is)
         return of_latent, self.rope.pick(elements=as_it_is, bytes="bytes")
 

@@ -57,7 +57,7 @@ def make_add_values(spec):
     """Make the function that adds all tiles of a block, and writes a part, or the output."""
     products = make_products(spec.codec, AT_ONCE, STEPS, transposed=True)
     write = make_write(spec.query)
-    AS_IT_IS, IS_INT4 = (spec.orders[0] == order for order in ("as they are", "int4"))
+    AS_IT_IS, IS_INT4 = (spec.orders[0] == order for order in ("as they are", "pairs"))
 
     def make_rescale(first):
         @device_function
