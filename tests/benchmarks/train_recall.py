@@ -341,7 +341,6 @@ def train(
     rates: tuple[float, float],
     *,
     warm: int = 200,
-    body: Any = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Train in place.
@@ -354,10 +353,9 @@ def train(
         rates: of learning, at the beginning and in the end; half a cosine leads from one to the
             other.
         warm: steps until the rate is reached.
-        body: computes what model.model does, such as compiled.
         clock: tells seconds. Processes that train together share one, to end at the same step.
     """
-    body, device = model.model if body is None else body, model.device
+    device = model.device
     start, shown, losses = clock(), 0.0, list[torch.Tensor]()
     for tokens, counts in data:
         spent = clock() - start
@@ -370,7 +368,7 @@ def train(
             group["lr"] = rate * min(1.0, (len(losses) + 1) / warm)
         tokens, counts = tokens.to(device), counts.to(device)
         with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(model, body, tokens, counts)
+            loss = loss_of(model, tokens, counts)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -386,9 +384,9 @@ def train(
             )
 
 
-def loss_of(model: Any, body: Any, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def loss_of(model: Any, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The mean over tokens of what predicting them costs, in nats, each times what it counts."""
-    hidden = body(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
     chosen = counts[:, 1:] > 0
     weights = counts[:, 1:][chosen]
     parts = zip(hidden[chosen].split(CHUNK), tokens[:, 1:][chosen].split(CHUNK), strict=True)
