@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ...cache.contiguous import KVCache
+from ...io.row_stats import MAX_OFFSET
 
 log = logging.getLogger("kvquant")
-OFFSET = 12.0  # a bias over the deviation of its channel: as `kvquant inspect` warns of
 FEW_BITS = 4
 _looked_at: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -34,7 +34,7 @@ def warn_of_biased_keys(model: torch.nn.Module, cache: KVCache) -> None:
     offsets = [
         largest_offset(one) for name, one in model.named_modules() if name.endswith("k_proj")
     ]
-    biased = [one for one in offsets if one > OFFSET]
+    biased = [one for one in offsets if one > MAX_OFFSET]
     if biased:
         log.warning(
             "kvquant: in %d of %d layers keys have biases, up to %.0f times what a channel varies "
