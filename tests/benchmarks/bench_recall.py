@@ -66,9 +66,12 @@ class QuickTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        encode = self._tokenizer.backend_tokenizer.encode
-        return {"input_ids": encode(text, add_special_tokens=add_special_tokens).ids}
+    def __call__(self, text: Any, add_special_tokens: bool = True) -> dict[str, Any]:
+        rust = self._tokenizer.backend_tokenizer
+        if isinstance(text, str):
+            return {"input_ids": rust.encode(text, add_special_tokens=add_special_tokens).ids}
+        found = rust.encode_batch(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": [one.ids for one in found]}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
