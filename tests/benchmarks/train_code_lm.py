@@ -260,7 +260,6 @@ def prepare(folder: Path, site: Path, held: tuple[str, ...], size: int) -> None:
     tokenizer = made_tokenizer(sources["train"][:SAMPLE], size)
     tokenizer.save_pretrained(folder)
     tokens = tokens_of(tokenizer, sources["train"])
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers are forked from this process
     np.save(folder / "tokens.npy", tokens)
     for part in ("test", "valid"):
         (folder / f"{part}.txt").write_text("\n".join(sources[part])[:KEPT], encoding="utf-8")
@@ -351,6 +350,8 @@ def main() -> None:
     elif not given.resume and not rank:
         prepare(folder, given.packages, tuple(given.held or HELD), given.vocabulary)
         told(begin, "the sources are read")
+    # each of many workers would tokenize its sheets on all cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     shared_clock()  # the other ranks wait here for the first one
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = made_model(given.kind, tokenizer, given.width, given.layers, max(lengths), theta=THETA)
