@@ -35,7 +35,8 @@ sys.path[:] = sys.argv[2:]
 from {__name__} import compile_alone
 compile_alone()
 """
-PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when the one that started it ends
+# of prctl: the signal that a process gets when the thread that started it ends
+PR_SET_PDEATHSIG = 1
 log = logging.getLogger("kvquant")
 
 
@@ -90,6 +91,8 @@ def _compile(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> N
                     ended.put(compilers.compile(spec, arch))
                 except BaseException as error:
                     ended.put(error)
+        # Linux kills the processes that a thread has started when the thread ends
+        compilers.closed.wait()
 
     with _Compilers() as compilers:
         # a process that ends waits for the threads of an executor, and for none of these
@@ -103,12 +106,16 @@ def _compile(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> N
 
 
 class _Compilers:
-    """Processes that compile, started when they are needed; threads use them."""
+    """Processes that compile, started when they are needed; threads use them.
+
+    Attributes:
+        closed: set when all have ended. A thread that uses them must not end before.
+    """
 
     def __init__(self) -> None:
         self._idle: queue.SimpleQueue[_Compiler] = queue.SimpleQueue()
         self._lock, self._ends = threading.Lock(), ExitStack()
-        self._is_closed = self._has_told = False
+        self.closed, self._has_told = threading.Event(), False
 
     def __enter__(self) -> _Compilers:
         return self
@@ -119,8 +126,8 @@ class _Compilers:
     def close(self) -> None:
         """End all, in the middle of a kernel, too; none is started any more."""
         with self._lock:
-            self._is_closed = True
             self._ends.close()
+            self.closed.set()
 
     def compile(self, spec: Spec, arch: str) -> Spec:
         """Put a kernel on the disk, unless another process does so meanwhile; errors as of
@@ -143,7 +150,7 @@ class _Compilers:
         with suppress(queue.Empty):
             return self._idle.get_nowait()
         with self._lock:
-            if self._is_closed:
+            if self.closed.is_set():
                 raise UnsupportedError("another kernel cannot be compiled")
             return self._ends.enter_context(_Compiler())
 

@@ -17,7 +17,7 @@ from kvquant.kernels import disk_cache
 from kvquant.kernels.cuda.decode import spec as decode
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime import compile_pool
-from kvquant.kernels.cuda.runtime.compile import load_cubin, missing
+from kvquant.kernels.cuda.runtime.compile import cubin_path, load_cubin, missing
 from kvquant.kernels.cuda.runtime.compile_pool import ALONE, compile_all
 from kvquant.kernels.cuda.runtime.spec import Spec
 from kvquant.kernels.disk_cache import locked, read_file, replace_file
@@ -117,6 +117,29 @@ def test_engines_that_want_other_kernels_compile_at_the_same_time(
     monkeypatch.setattr(compile_pool, "_Compiler", Compiler)
     run_in_threads(lambda name: compile_all([make_spec(name)], "sm_90"), ["int4", "int8"])
     assert len(cubins(cache)) == 2
+
+
+def test_a_process_outlives_the_thread_that_started_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads; while the kernel of the second one is another's, the first one has no more."""
+    monkeypatch.setattr(compile_pool, "cores", lambda: 2)
+    first, second = make_spec("int4"), make_spec("int8")
+    done: list[object] = []
+
+    def compile_both() -> None:
+        compile_all([first, second], "sm_90", done.append)
+
+    cache.mkdir(mode=0o700)
+    with locked(cubin_path(second, "sm_90")):
+        thread = threading.Thread(target=compile_both)
+        thread.start()
+        begin = time.monotonic()
+        while not done and time.monotonic() < begin + 60:
+            time.sleep(0.01)
+        time.sleep(0.3)  # for its thread to end, and the process with it
+    thread.join(60)
+    assert done == [first, second]
 
 
 @pytest.mark.parametrize(
