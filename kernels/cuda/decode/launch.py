@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 import struct
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,8 +63,6 @@ LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
 MOST_BLOCKS = 65535  # of a grid, but along x
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
-# whether the kernel for wide groups is taken; not by default, as its last form has not run on a GPU
-TAKES_WIDE = os.environ.get("KVQUANT_WIDE_GROUPS", "0") not in ("", "0")
 MOST_SCALE = 1e30  # float32 holds what it is multiplied with
 
 # what stands after the addresses, in all arguments, in those of a segment, in those of queries
@@ -254,7 +251,7 @@ def describe(call: AttentionCall, without: str = "") -> Work:
     spec = make_spec(ordered, CODECS[q.dtype], count, left_out, causal=causal, variant=names)
     spec = narrow(replace(spec, ragged=ragged), gpu)
     exact = call.return_lse or without == WIDE
-    if TAKES_WIDE and gpu.capability == WARPGROUPS and not exact:
+    if gpu.capability == WARPGROUPS and not exact:
         wide = widened(spec, count)
         if wide is not None:
             units = batch * num_kv_heads * -(-count // wide.block_columns)

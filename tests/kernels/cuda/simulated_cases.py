@@ -148,7 +148,6 @@ def run_case(name: str, case: Case) -> dict[str, float]:
             simulated(call, gpu=A_GPU, backwards=backwards) as simulation,
             mock.patch.object(launching, "narrow", with_columns),
             mock.patch.object(launching, "widened", as_told),
-            mock.patch.object(launching, "TAKES_WIDE", case.wide is not None),
             mock.patch.object(launching, "pays", lambda *_: True),
         ):
             if case.wide is not None:  # its warps and stages are those of its spec

@@ -651,9 +651,7 @@ def test_fields_that_change_nothing_take_the_plain_kernel(cuda: FakeDriver) -> N
         launch_attention(make_query(), [make_segment()], 1.0, None, variant=no_bias)
 
 
-def test_wide_groups_have_their_own_kernel_unless_the_lse_is_wanted(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_groups_have_their_own_kernel_unless_the_lse_is_wanted(cuda: FakeDriver) -> None:
     batch, capacity = 64, 8192
     segment = make_segment(capacity=capacity, batch=batch, heads=1)
 
@@ -666,8 +664,6 @@ def test_wide_groups_have_their_own_kernel_unless_the_lse_is_wanted(
         call = AttentionCall(q, [segment], 1.0, None, want_lse)
         return launch.describe(call).spec.is_wide
 
-    assert not takes(64), "off by default"
-    monkeypatch.setattr(launch, "TAKES_WIDE", True)
     assert takes(64) and takes(128) and takes(17)
     launch_attention(make_query(batch, 64), [segment], 1.0, None, False)
     assert cuda.launched[0].grid == (1, batch, 2), "all SMs, once"

@@ -24,7 +24,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """For short contexts of few sequences, too."""
     if torch.cuda.get_device_capability() != launch.WARPGROUPS:
         pytest.skip("no wgmma")
-    monkeypatch.setattr(launch, "TAKES_WIDE", True)
     monkeypatch.setattr(launch, "pays", lambda *_: True)
     monkeypatch.setattr(launch, "_launches", {})
 
