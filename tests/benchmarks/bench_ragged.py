@@ -1,27 +1,35 @@
-"""Times of attention on a GPU to sequences of unequal lengths, and with unequal numbers of queries.
+"""Times of attention on a GPU to sequences of unequal lengths, and with ragged queries.
 
-Run by hand: python tests/benchmarks/bench_ragged.py. Rows are INT4 in 4 groups, with 32 query heads
-on 8 KV heads of 128. A time is that of a single call inside a CUDA graph, with the L2 cache
-overwritten before it. The script compares outputs before it measures, and prints two tables:
+Run by hand: python tests/benchmarks/bench_ragged.py. With --queries it prints the second table
+only; --json keeps the times of that table in a file. To compare two checkouts, run this script
+twice on one machine, each time with the folder of one of them first in PYTHONPATH.
+
+Rows are INT4 in 4 groups, with 32 query heads on 8 KV heads of 128. A time is that of a single call
+inside a CUDA graph, with the L2 cache overwritten before it. The script compares outputs before it
+measures, and prints two tables:
 
     unequal lengths      Sequences have room for 32,768 tokens. A line has the time behind a shared
                          prefix, or of several queries each, and the time of as many tokens spread
                          evenly. A prefix is compared with two calls merged by their lse, several
                          queries with a call for each.
-    unequal numbers of   "ragged" is one call with q_indptr. "padded" is one call with q_lens, where
-    queries              padding makes at most 4 times as many queries. "apart" is a call for each
-                         number of queries, one after another. All are compared with a call for each
-                         sequence.
+    numbers of queries   Equal and unequal ones. "ragged" is one call with q_indptr. "padded" is one
+                         call with q_lens, where padding makes at most 4 times as many queries.
+                         "apart" is a call for each number of queries, one after another. "to apart"
+                         is the time of "ragged" divided by that of "apart". All are compared with a
+                         call for each sequence.
 
 kvquant bench --ragged measures one query of each sequence without a prefix.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, groupby
+from pathlib import Path
 
+import click
 import torch
 from measuring import begin, relative_error
 
@@ -40,18 +48,42 @@ FORMAT = RowFormat.parse("int4-g4", HEAD_DIM)
 CASES = ((32, 1, 32768, 512), (32, 4, 32768, 512), (64, 1, 32768, 1024), (8, 1, 32768, 512))
 # tokens of a sequence, and new ones of each: decode steps, drafted tokens, chunks of prompts
 COUNTS = (
+    (1024, [1] * 64),
     (8192, [1] * 64),
+    (8192, [8] * 64),
+    (8192, [128] * 64),
     (8192, [n for n in range(1, 9) for _ in range(8)]),
     (8192, [1] * 60 + [128] * 4),
     (8192, [1] * 63 + [512]),
+    (1024, [1] * 250 + [128] * 6),
     (32768, [1] * 8 + [2048]),
 )
 Attend = Callable[[], torch.Tensor]
 
 
-def main() -> None:
+@click.command()
+@click.option("--queries", is_flag=True, help="The table of numbers of queries only.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep the times of that table, in us.",
+)
+def main(queries: bool, json_file: Path | None) -> None:
     """Print a line per case."""
     timer = begin()
+    if not queries:
+        print_lengths(timer)
+    print(f"{'new tokens':40}{'ragged':>12}{'padded':>12}{'apart':>12}{'to apart':>10}")
+    # a call for one sequence has a kernel for its number of queries
+    warm_up(torch.device("cuda"), [partial(rehearse_counts, *case) for case in COUNTS])
+    found = dict(print_counts(timer, tokens, counts) for tokens, counts in COUNTS)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def print_lengths(timer: GraphTimer) -> None:
+    """Print the table of unequal lengths."""
     print(f"{'':40}{'unequal':>12}{'evenly':>12}{'ratio':>8}{'error':>10}")
     for name, make in (
         (f"a prefix of {PREFIX:,}", behind_a_prefix),
@@ -71,15 +103,13 @@ def main() -> None:
             print(
                 f"{what:40}{ragged:9.1f} us{even:9.1f} us{ragged / even:7.2f}x{max(errors):10.1e}"
             )
-    print(f"{'new tokens':40}{'ragged':>12}{'padded':>12}{'apart':>12}")
-    # a call for one sequence has a kernel for its number of queries
-    warm_up(torch.device("cuda"), [partial(rehearse_counts, *case) for case in COUNTS])
-    for tokens, counts in COUNTS:
-        unequal_counts(timer, tokens, counts)
 
 
-def unequal_counts(timer: GraphTimer, tokens: int, counts: Sequence[int]) -> None:
-    """Print a line: the time of one call for all sequences, and of several calls."""
+def print_counts(
+    timer: GraphTimer, tokens: int, counts: Sequence[int]
+) -> tuple[str, dict[str, float]]:
+    """Print a line: the time of one call for all sequences, and of several calls. Give its name and
+    its times."""
     alone, runs = calls_of(tokens, counts, "cuda")
     wanted = torch.cat([attend(one)[0][0] for one in alone]).double()
     times = {}
@@ -96,11 +126,14 @@ def unequal_counts(timer: GraphTimer, tokens: int, counts: Sequence[int]) -> Non
         times[name] = timer.alone(run)
     different = [f"{len([*same])} x {count:,}" for count, same in groupby(counts)]
     what = ", ".join(different if len(different) < 4 else [f"{len(counts)} x 1 to {max(counts)}"])
+    what += f" behind {tokens:,}"
     cells = (
         f"{times[one]:9.1f} us" if one in times else f"{'-':>12}"
         for one in ("ragged", "padded", "apart")
     )
-    print(f"{what + f' behind {tokens:,}':40}" + "".join(cells), flush=True)
+    ratio = times["ragged"] / times["apart"]
+    print(f"{what:40}" + "".join(cells) + f"{ratio:9.2f}x", flush=True)
+    return what, times
 
 
 def calls_of(

@@ -8,8 +8,9 @@ packed rows.
             its parts (combine.py)
 
 Work is cut by the lengths on the device, into whole tiles for every ring (mainloop.py), so that
-lengths may change between the replays of a CUDA graph. Parts without tokens end at once. Those of
-the first segment come first: long parts spread evenly over the GPU before short ones.
+lengths may change between the replays of a CUDA graph. Parts without tokens end at once, and so do
+blocks beyond the last piece (ragged.py). Those of the first segment come first: long parts spread
+evenly over the GPU before short ones.
 
 What a part needs after its attention waits in shared memory (`keep`, `recall`): in registers it
 would cost a block its place on the SM.
@@ -33,7 +34,7 @@ from ..device.ptx import (
 )
 from .combine import make_combine_splits, make_write_empty
 from .mainloop import make_attend
-from .positions import make_extent
+from .positions import make_extent, make_held
 from .queries import COUNT_MASK, make_columns_of, make_row_of
 from .schedule import (
     are_alike,
@@ -60,6 +61,7 @@ def make_decode_kernel(spec):
     DIM, THREE = spec.first.v_format.head_dim, spec.segments == 3
     SEGMENTS, COLUMNS = spec.segments, spec.block_columns
     OVERLAPPED, KEPT, RINGS_AT = spec.overlapped, spec.kept, spec.rings_at
+    RAGGED, held_of, BATCH = spec.ragged, make_held(spec), spec.places["batch"]
     write = make_write(spec.query)
     columns_of_unit = make_columns_of(spec)
     lie_in_out, _ = make_row_of(spec)
@@ -124,6 +126,8 @@ def make_decode_kernel(spec):
         shared = shared_address(cuda.shared.array(0, uint32))
         if OVERLAPPED:
             begin_next_launch()
+        if RAGGED:  # there are blocks for more pieces than were made
+            batch = held_of(common)
         # from a lane: ptxas has to see that a warp does not diverge
         warp = word_from_lane(uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(0))
         kept = uint32(shared + warp * uint32(KEPT))
@@ -140,11 +144,12 @@ def make_decode_kernel(spec):
         stop = uint32(1)
         if workers != uint32(0):
             cost, largest, mine = survey(common, segments, batch)
-            if not are_alike(cost, largest, batch):
+            # even shares are planned for all that there are blocks for
+            if not are_alike(cost, largest, common[BATCH]):
                 share = share_of(cost, largest, columns, workers, most_parts)
                 stop = uint32(cost * columns)
         if share != uint32(0):
-            block = uint32(uint32(uint32(split * batch) + b) * columns + column)
+            block = uint32(uint32(uint32(split * common[BATCH]) + b) * columns + column)
             if block >= workers:
                 return
             place = uint32(block * share)
@@ -157,6 +162,9 @@ def make_decode_kernel(spec):
             start = uint32(start + uint32(column * cost))
         elif split >= parts:
             return
+        if RAGGED:
+            if b >= batch:
+                return
 
         while place < stop:
             # Step 2: the part

@@ -13,8 +13,9 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
@@ -50,7 +51,7 @@ from .arrange import (
     packed_stride,
 )
 from .plan import Fit, Plan, fit, narrow, pays, plan, shared_bytes, with_workers
-from .ragged import Cut, count_of_pieces, size_of_pieces
+from .ragged import Cut, Kind, kinds_of
 from .spec import COMMON, HALF, POSITIONAL, QUERIES, SEGMENT, VARIANT, WIDE, DecodeSpec
 from .tuned import Tuned, measured_plans
 from .wide.spec import widened
@@ -58,6 +59,7 @@ from .wide.spec import widened
 State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[int, int, int, int, int]  # K, V, lengths, starts or table, sequence slots
 Check = Callable[[AttentionCall], AttentionCall]
+Prepared: TypeAlias = "Launch | Launches | Nothing"
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
@@ -72,7 +74,7 @@ QUERY, ROWS, AXIS = (
 ADDRESSES = struct.Struct("@5P")  # of a segment, see Addresses
 SEGMENT_BYTES = ADDRESSES.size + ROWS.size
 
-_launches: dict[Hashable, Launch | Nothing] = {}
+_launches: dict[Hashable, Prepared] = {}
 USUAL: tuple[Plan | None, str] = (None, "")
 _override = USUAL
 
@@ -87,7 +89,7 @@ class Work:
         units: sequences times KV heads times blocks of columns that share one.
         order: the segments that have room, as indices, that of spec.first first.
         capacities: the most tokens that are attended to in each, in this order.
-        batch: sequences, or pieces of ragged queries (ragged.py).
+        batch: sequences, or pieces of ragged queries that there may be (ragged.py).
         q_len: queries of each, at most.
     """
 
@@ -101,7 +103,7 @@ class Work:
 
 
 def attend(call: AttentionCall, check: Check | None = None) -> State:
-    """Attend to all segments in one launch.
+    """Attend to all segments in one launch, or with ragged queries in a few.
 
     Args:
         call: its q is bfloat16 or float16. Of q_lens what is not within 0 to q_len counts as the
@@ -140,7 +142,7 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
         call.return_lse,  # the kernel for wide groups is not for it
     )
     bound = segments.bound if type(segments) is FixedSegments and _override is USUAL else None
-    launch: Launch | Nothing | None = None if bound is None else bound.get(key)
+    launch: Prepared | None = None if bound is None else bound.get(key)
     addresses: Sequence[Addresses] = ()
     if launch is None:
         facts, addresses = _look_at(segments)
@@ -214,8 +216,14 @@ def _facts_of_variant(variant: AttentionVariant) -> Hashable:
     return tuple(_facts(one) if isinstance(one, torch.Tensor) else one for one in variant)
 
 
-def describe(call: AttentionCall, without: str = "") -> Work:
-    """What a call with work to do asks for, as plan.candidates wants it; errors as of attend."""
+def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -> Work:
+    """What a call with work to do asks for, as plan.candidates wants it; errors as of attend.
+
+    Args:
+        call: the call.
+        without: as of override_plan.
+        kind: of pieces, if queries are ragged; the last one if not given.
+    """
     q, segments, _, _, _, q_lens, variant, *_ = call
     if q.dtype not in CODECS:
         raise ConfigError(f"q is {q.dtype}: on CUDA use bfloat16 or float16")
@@ -242,10 +250,8 @@ def describe(call: AttentionCall, without: str = "") -> Work:
     order = arrange_in_order(segments) if causal else arrange(segments)
     ordered = [segments[i] for i in order]
     if ragged:
-        formats = [fmt for one in ordered for fmt in (one.k_format, one.v_format)]
-        batch = len(segments[0].seq_lens)
-        q_len = size_of_pieces(q.shape[0], batch, ratio, formats)
-        batch = count_of_pieces(q.shape[0], batch, q_len)
+        kind = kind or _kinds_of(call)[-1]
+        batch, q_len = kind.room, kind.size
     count = ratio * q_len
     left_out = "" if without == WIDE else without
     spec = make_spec(ordered, CODECS[q.dtype], count, left_out, causal=causal, variant=names)
@@ -274,6 +280,14 @@ def describe(call: AttentionCall, without: str = "") -> Work:
     most = window + q_len + HALF  # rows of a segment that are in a window, or read with them
     capacities = tuple(min(segments[i].capacity, most) for i in order)
     return Work(spec, gpu, batch * columns, order, capacities, batch, q_len)
+
+
+def _kinds_of(call: AttentionCall) -> tuple[Kind, ...]:
+    """The kinds of pieces of ragged queries."""
+    q, segments = call.q, call.segments
+    ratio = q.shape[1] // segments[0].k_rows.shape[1]
+    formats = [fmt for one in segments for fmt in (one.k_format, one.v_format)]
+    return kinds_of(q.shape[0], len(segments[0].seq_lens), ratio, formats)
 
 
 def _four_axes(call: AttentionCall) -> torch.Tensor:
@@ -306,7 +320,8 @@ def override_plan(plan: Plan | None, without: str = "") -> Iterator[None]:
 
 
 class Launch:
-    """A call that is prepared: everything but addresses and the scale."""
+    """A call that is prepared, or what it launches for a kind of pieces: everything but addresses
+    and the scale."""
 
     def __init__(
         self,
@@ -317,7 +332,6 @@ class Launch:
         shared: int,
         most_parts: int,
         workspaces: Workspaces,
-        cut: Cut | None = None,
     ) -> None:
         q, segments, variant = call.q, call.segments, call.variant
         queries, batch, q_len = _four_axes(call), work.batch, work.q_len
@@ -330,7 +344,7 @@ class Launch:
         places = work.units * parts
         if workers:
             places = max(places, workers + work.units * work.spec.segments)
-        self._index, self._cut = q.get_device(), cut
+        self._index = q.get_device()
         self._scale = head_dim**-0.5 * LOG2_E
         shape = *q.shape[:-1], v_dim
         contiguous = tuple(math.prod(shape[i:]) for i in range(1, len(shape) + 1))
@@ -375,14 +389,30 @@ class Launch:
         bound._segments = []
         return bound
 
-    def __call__(self, call: AttentionCall, address: int, addresses: Sequence[Addresses]) -> State:
-        """Launch on the current stream of the current device, which is that of q."""
+    def new_state(self, want_lse: bool) -> State:
+        """Memory for out and lse."""
+        return empty_strided(*self._out), empty_strided(*self._lse) if want_lse else None
+
+    def __call__(
+        self,
+        call: AttentionCall,
+        address: int,
+        addresses: Sequence[Addresses],
+        pieces: int = 0,
+        state: State | None = None,
+    ) -> State:
+        """Launch on the current stream of the current device, which is that of q.
+
+        Args:
+            call: the call.
+            address: of q.
+            addresses: of the segments, unless the launch is bound to them.
+            pieces: the address of those of ragged queries.
+            state: where results go; of ragged queries only those of the pieces.
+        """
         q, segments, sm_scale, _, want_lse, q_lens, variant, *_ = call
-        out = empty_strided(*self._out)
-        lse, lse_address = None, 0
-        if want_lse:
-            lse = empty_strided(*self._lse)
-            lse_address = lse.data_ptr()
+        out, lse = state or self.new_state(want_lse)
+        lse_address = 0 if lse is None else lse.data_ptr()
         stream = current_stream(self._index)
         counters = partial = 0
         if self._workspaces is not None:
@@ -403,10 +433,8 @@ class Launch:
         kept: list[torch.Tensor | None] = []  # copies, until the launch is enqueued
         if self._axis is not None:
             numbers = pack_counts(q_lens)
-            if self._cut is not None and call.q_indptr is not None:
-                numbers = self._cut(call.q_indptr)
             kept.append(numbers)
-            values += (0 if numbers is None else numbers.data_ptr(), self._axis)
+            values += (pieces if numbers is None else numbers.data_ptr(), self._axis)
         for name, constants in self._variant:
             given = getattr(variant, name)
             if isinstance(given, torch.Tensor):
@@ -428,6 +456,30 @@ class Launch:
         return out, lse
 
 
+class Launches:
+    """A call with ragged queries that is prepared: one launch cuts them into pieces, and one for
+    each kind of pieces attends to these. They follow one another on the stream, so they may share a
+    workspace."""
+
+    def __init__(self, cut: Cut, launches: Sequence[Launch]) -> None:
+        self._cut, self._launches = cut, launches
+
+    def bind(self, addresses: Sequence[Addresses]) -> Launches | None:
+        """As Launch.bind."""
+        bound = [one.bind(addresses) for one in self._launches]
+        kept = [one for one in bound if one is not None]
+        return Launches(self._cut, kept) if len(kept) == len(bound) else None
+
+    def __call__(self, call: AttentionCall, address: int, addresses: Sequence[Addresses]) -> State:
+        """As Launch."""
+        assert call.q_indptr is not None
+        pieces = self._cut(call.q_indptr)
+        first, state = pieces.data_ptr(), self._launches[0].new_state(call.return_lse)
+        for start, launch in zip(self._cut.starts, self._launches, strict=True):
+            launch(call, address, addresses, first + start, state)
+        return state
+
+
 class Nothing:
     """A call without heads, sequences or rows."""
 
@@ -446,13 +498,27 @@ class Nothing:
         return call.q.new_zeros(self._shape), lse
 
 
-def _prepare(call: AttentionCall) -> Launch | Nothing:
-    q, segments, num_splits = call.q, call.segments, call.num_splits
+def _prepare(call: AttentionCall) -> Prepared:
+    q, segments = call.q, call.segments
     batch = len(segments[0].seq_lens)
     if q.dtype in CODECS and not (q.numel() and batch and any(one.capacity for one in segments)):
         return Nothing((*q.shape[:-1], segments[0].v_format.head_dim))
+    if call.q_indptr is None:
+        return _prepare_launch(call)
+    kinds, launches = _kinds_of(call), list[Launch]()
+    for kind in kinds:
+        with suppress(Rehearsed):  # the kernels of all kinds are noted
+            launches.append(_prepare_launch(call, kind))
+    cut = Cut(q.get_device(), q.shape[0], batch, kinds)
+    if len(launches) < len(kinds):
+        raise Rehearsed
+    return Launches(cut, launches)
+
+
+def _prepare_launch(call: AttentionCall, kind: Kind | None = None) -> Launch:
+    num_splits, device = call.num_splits, call.q.get_device()
     chosen, without = _override
-    work = describe(call, without)
+    work = describe(call, without, kind)
     choose = functools.partial(
         plan,
         gpu=work.gpu,
@@ -461,9 +527,6 @@ def _prepare(call: AttentionCall) -> Launch | Nothing:
         num_splits=num_splits,
         rows=_measured_plans(),
     )
-    device, cut = q.get_device(), None
-    if call.q_indptr is not None:
-        cut = Cut(device, q.shape[0], batch, work.q_len, work.batch)
     kernel, fitted = _load(work, chosen or choose(work.spec), device)
     while chosen is None and not fitted.blocks:  # it takes more registers than was thought
         smaller = choose(fitted.spec, registers=kernel.registers)
@@ -473,8 +536,8 @@ def _prepare(call: AttentionCall) -> Launch | Nothing:
         if num_splits is None and work.batch > 1:  # lengths may differ
             chosen = with_workers(chosen, fitted, work.units, work.capacities)
     shared = shared_bytes(fitted, work.units, chosen.splits)
-    spaces = workspaces_of(q.device)
-    return Launch(call, work, chosen, kernel, shared, fitted.most_parts, spaces, cut)
+    spaces = workspaces_of(call.q.device)
+    return Launch(call, work, chosen, kernel, shared, fitted.most_parts, spaces)
 
 
 def _numbers_of(name: str, variant: AttentionVariant | None) -> tuple[float, ...]:

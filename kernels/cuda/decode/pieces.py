@@ -1,16 +1,25 @@
 """Cut ragged queries into pieces, from q_indptr on the device; see ragged.py.
 
-    thread   a piece: the last sequence whose pieces begin no later (binary search), and its place
-             among them
+    block    a kind of pieces, one behind another; behind the room for them how many there are
+    thread   a sequence, whose pieces it counts, then any piece of the sequences of all threads
 
 The rows behind the last sequence's are those of one more sequence, without tokens: so that they
-become zeros. Entries count as within 0 to total, so no row outside of q is ever named.
+become zeros. It counts as one with more queries than any other. Entries count as within 0 to total,
+so no row outside of q is ever named.
 """
 
 from numba import cuda, int32, uint32, uint64
 
 from ..device.jit import device_function
-from ..device.ptx import load_global_u32, store_global_u32x4
+from ..device.ptx import (
+    load_global_u32,
+    load_shared_u32,
+    shared_address,
+    store_global_u32,
+    store_global_u32x4,
+    store_shared_u32,
+)
+from .ragged import EVERY
 
 NO_TOKENS = 1 << 30  # more queries behind a piece than a sequence has tokens
 
@@ -23,37 +32,98 @@ def start_of(q_indptr, sequence, total):
 
 
 @device_function
-def first_piece_of(start, sequence, most):
-    """The number of the first piece of a sequence: there is room for all those before it."""
-    return int32((start + sequence * int32(most - int32(1))) // most)
+def rows_of(q_indptr, sequence, batch, total):
+    """The first row of q of a sequence, and the first behind it."""
+    start, end = start_of(q_indptr, sequence, total), int32(total)
+    if sequence < batch:
+        end = start_of(q_indptr, int32(sequence + int32(1)), total)
+    return start, max(start, end)
 
 
 def make_pieces_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     THREADS = spec.threads
 
-    def cut(q_indptr, pieces, batch, total, most, count):
-        piece = int32(int32(cuda.blockIdx.x) * int32(THREADS) + int32(cuda.threadIdx.x))
-        if piece >= count:
-            return
-        low, high = int32(0), int32(batch)
+    @device_function
+    def up_to(number, shared, thread):
+        """Leave in shared memory the sums of the numbers of all threads up to each."""
+        at = uint32(shared + uint32(4) * uint32(thread))
+        store_shared_u32(at, uint32(number))
+        step = int32(1)
+        while step < int32(THREADS):
+            cuda.syncthreads()
+            before = int32(0)
+            if thread >= step:
+                before = int32(load_shared_u32(uint32(at - uint32(4) * uint32(step))))
+            cuda.syncthreads()
+            number = int32(number + before)
+            store_shared_u32(at, uint32(number))
+            step = int32(step * int32(2))
+        cuda.syncthreads()
+
+    @device_function
+    def sum_at(shared, thread):
+        return int32(load_shared_u32(uint32(shared + uint32(4) * uint32(thread))))
+
+    @device_function
+    def thread_of(place, shared):
+        """The thread that has counted a piece: the first up to which there are more."""
+        low, high = int32(0), int32(THREADS - 1)
         while low < high:
-            middle = int32((low + high + int32(1)) >> int32(1))
-            start = start_of(q_indptr, middle, total)
-            if first_piece_of(start, middle, most) <= piece:
-                low = middle
+            middle = int32((low + high) >> int32(1))
+            if sum_at(shared, middle) > place:
+                high = middle
             else:
-                high = int32(middle - int32(1))
-        start, end = start_of(q_indptr, low, total), int32(total)
-        if low < batch:
-            end = start_of(q_indptr, int32(low + int32(1)), total)
-        first = int32(start + int32(piece - first_piece_of(start, low, most)) * most)
-        number = int32(max(min(int32(end - first), most), int32(0)))
-        behind = int32(int32(end - first) - number)
-        if low == batch or number == int32(0):
-            behind = int32(NO_TOKENS)
-        sequence = int32(min(low, int32(batch - int32(1))))
-        words = uint32(sequence), uint32(first), uint32(number), uint32(behind)
-        store_global_u32x4(pieces + uint64(16) * uint64(piece), words)
+                low = int32(middle + int32(1))
+        return low
+
+    def cut(q_indptr, pieces, batch, total, one, two, three):
+        shared = shared_address(cuda.shared.array(0, uint32))
+        thread = int32(cuda.threadIdx.x)
+        kind = one
+        if uint32(cuda.blockIdx.x) == uint32(1):
+            kind = two
+        if uint32(cuda.blockIdx.x) == uint32(2):
+            kind = three
+        least, most, size, room, row = kind
+        pieces += uint64(16) * uint64(row)
+        made = int32(0)
+        first = int32(0)  # of the sequences that the threads count
+        while first <= batch:
+            # Step 1: the pieces of a sequence
+            sequence = int32(first + thread)
+            number = int32(0)
+            if sequence <= batch:
+                start, end = rows_of(q_indptr, sequence, batch, total)
+                queries = int32(end - start)
+                told = int32(EVERY) if sequence == batch else queries
+                if least <= told and told <= most:
+                    number = int32(int32(queries + size - int32(1)) // size)
+            up_to(number, shared, thread)
+
+            # Step 2: the pieces of all of them
+            here = sum_at(shared, int32(THREADS - 1))
+            place = thread
+            while place < here and int32(made + place) < room:
+                owner = thread_of(place, shared)
+                if owner > int32(0):
+                    before = int32(place - sum_at(shared, int32(owner - int32(1))))
+                else:
+                    before = place
+                sequence = int32(first + owner)
+                start, end = rows_of(q_indptr, sequence, batch, total)
+                start = int32(start + before * size)
+                number = int32(min(int32(end - start), size))
+                behind = int32(int32(end - start) - number)
+                if sequence == batch:
+                    sequence, behind = int32(batch - int32(1)), int32(NO_TOKENS)
+                words = uint32(sequence), uint32(start), uint32(number), uint32(behind)
+                store_global_u32x4(pieces + uint64(16) * uint64(int32(made + place)), words)
+                place = int32(place + int32(THREADS))
+            cuda.syncthreads()  # the next sums take the same shared memory
+            made = int32(min(int32(made + here), room))
+            first = int32(first + int32(THREADS))
+        if thread == int32(0):
+            store_global_u32(pieces + uint64(16) * uint64(room), uint32(made))
 
     return cut

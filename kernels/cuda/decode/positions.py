@@ -52,6 +52,19 @@ def make_piece_of(spec):
     return piece if RAGGED else whole
 
 
+def make_held(spec):
+    """Make the function that loads how many pieces were made, at most those that there are blocks
+    for; it stands behind the room for these."""
+    BATCH, PIECES = spec.places["batch"], spec.places.get("q_lens", 0)
+
+    @device_function
+    def held(common):
+        batch = common[BATCH]
+        return min(load_global_u32(common[PIECES] + uint64(16) * uint64(batch)), batch)
+
+    return held
+
+
 def make_count(spec):
     """Make the function that loads how many queries and tokens a sequence has: queries, rows of
     the first segment, of the second, and of that without sinks."""

@@ -24,6 +24,7 @@ from simulated_launches import orders_of, simulated
 from kvquant import RowFormat, quantize_rows
 from kvquant.kernels.cuda.decode import launch as launching
 from kvquant.kernels.cuda.decode.plan import Plan
+from kvquant.kernels.cuda.decode.ragged import Kind
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.decode.wide.spec import widened
 from kvquant.kernels.cuda.runtime.launch import GPU
@@ -64,6 +65,7 @@ class Case:
         variant: fields of AttentionVariant, each with its value or, of a tensor, a random one;
             pages before a window are not to be looked up.
         wide: of the kernel for wide groups, fields of its spec that differ; None: not that one.
+            Then all ragged queries are in pieces of one kind, the one that has this kernel.
     """
 
     k: str = "int4-g4"
@@ -134,6 +136,11 @@ def run_case(name: str, case: Case) -> dict[str, float]:
         assert found is not None
         return replace(found, **case.wide)
 
+    kinds = launching._kinds_of
+
+    def one_kind(call: AttentionCall) -> tuple[Kind, ...]:
+        return (kinds(call)[-1]._replace(least=1, room=len(call.q)),)
+
     splits = tuple(n for n in case.splits if n)
     chosen = Plan(splits, case.warps, case.stages, case.workers)
     q_lens = q_lens if case.q_lens else None
@@ -148,6 +155,7 @@ def run_case(name: str, case: Case) -> dict[str, float]:
             simulated(call, gpu=A_GPU, backwards=backwards) as simulation,
             mock.patch.object(launching, "narrow", with_columns),
             mock.patch.object(launching, "widened", as_told),
+            mock.patch.object(launching, "_kinds_of", one_kind if case.wide is not None else kinds),
             mock.patch.object(launching, "pays", lambda *_: True),
         ):
             if case.wide is not None:  # its warps and stages are those of its spec

@@ -18,11 +18,13 @@ from ragged_cases import each_alone, indptr
 from kvquant import AttentionVariant, RowFormat, decode_attention
 from kvquant.errors import UnsupportedError
 from kvquant.kernels.cuda.decode.ragged import (
+    EVERY,
     MOST_COLUMNS,
+    PIECE_BYTES,
     Cut,
+    Kind,
     PiecesSpec,
-    count_of_pieces,
-    size_of_pieces,
+    kinds_of,
 )
 from kvquant.kernels.cuda.decode.spec import columns_of
 from kvquant.kernels.cuda.runtime.compile import compile_spec
@@ -40,41 +42,58 @@ DTYPES = (torch.bfloat16, torch.float16)
 gpu = pytest.mark.gpu
 
 
+def cut(at: torch.Tensor, total: int, kinds: Sequence[Kind]) -> list[torch.Tensor]:
+    """The pieces of each kind, in the simulator, and none of those that there is room for."""
+    batch = len(at) - 1
+    with simulated(at):
+        made = Cut(CPU, total, batch, tuple(kinds))
+        pieces = made(at).long()
+    rows = [start // PIECE_BYTES for start in made.starts]
+    assert rows == [*accumulate((kind.room + 1 for kind in kinds[:-1]), initial=0)]
+    found = []
+    for row, kind in zip(rows, kinds, strict=True):
+        number = int(pieces[row + kind.room, 0])
+        assert 0 <= number <= kind.room
+        found.append(pieces[row : row + number])
+    return found
+
+
 @pytest.mark.extra("cuda")
 @in_simulator
 def test_pieces_are_those_of_the_host() -> None:
-    draw = random.Random(0)
-    for _ in range(60):
-        counts = [draw.choice([0, 0, 1, 1, 2, 9, 40]) for _ in range(draw.choice([1, 2, 5, 40]))]
-        most, rest = draw.choice([1, 2, 3, 16]), draw.choice([0, 0, 1, 17])
-        total, at = sum(counts) + rest, indptr(counts)
-        count = count_of_pieces(total, len(counts), most)
-        with simulated(at):
-            pieces = Cut(CPU, total, len(counts), most, count)(at)
-        assert len(pieces) == count
-        held = pieces[pieces[:, 2] > 0].long()
-        wanted = [torch.from_numpy(x) for x in pieces_of(at.numpy(), most)]
-        of_queries = held[held[:, 3] < 1 << 30]
-        assert torch.equal(of_queries, torch.stack(wanted, 1))
-        behind = held[held[:, 3] == 1 << 30]  # rows behind the last sequence's: without tokens
-        rows = [row for _, first, n, _ in behind.tolist() for row in range(first, first + n)]
-        assert rows == [*range(total - rest, total)]
+    draw, fmt = random.Random(0), RowFormat.parse("int4-g4", 128)
+    seen = set()
+    for i in range(60):
+        size = 300 if i == 0 else draw.choice([1, 2, 5, 40])  # more than a block has threads
+        queries = draw.choice([[0, 1, 1, 1, 9], [0, 1, 2, 40], [1], [5, 6, 7], [0, 0, 130]])
+        counts, rest = draw.choices(queries, k=size), draw.choice([0, 0, 1, 17])
+        at, total = indptr(counts), max(sum(counts) + rest, 1)
+        rest, kinds = total - sum(counts), kinds_of(total, size, draw.choice([1, 4, 8, 70]), [fmt])
+        seen.add(len(kinds))
+        for kind, held in zip(kinds, cut(at, total, kinds), strict=True):
+            wanted = torch.stack([torch.from_numpy(x) for x in pieces_of(at.numpy(), kind.size)], 1)
+            number = torch.tensor(counts)[wanted[:, 0]]
+            wanted = wanted[(number >= kind.least) & (number <= kind.most)]
+            assert torch.equal(held[: len(wanted)], wanted)
+            behind = held[len(wanted) :]  # rows behind the last sequence's: without tokens
+            assert bool((behind[:, 3] == 1 << 30).all() and (behind[:, 2] <= kind.size).all())
+            rows = [row for _, first, n, _ in behind.tolist() for row in range(first, first + n)]
+            assert rows == ([*range(total - rest, total)] if kind is kinds[-1] else [])
+    assert seen == {1, 2, 3}
 
 
 @pytest.mark.extra("cuda")
 @in_simulator
 def test_no_piece_of_wrong_numbers_is_outside_of_q() -> None:
-    draw = random.Random(1)
+    draw, fmt, total = random.Random(1), RowFormat.parse("int4-g4", 128), 20
     for _ in range(40):
-        batch, total, most = draw.choice([1, 3, 9]), 20, draw.choice([1, 3, 16])
+        batch, ratio = draw.choice([1, 3, 9]), draw.choice([1, 4, 8])
         at = torch.tensor([draw.randint(-50, 50) for _ in range(batch + 1)], dtype=torch.int32)
-        with simulated(at):
-            pieces = Cut(CPU, total, batch, most, count_of_pieces(total, batch, most))(at)
-        sequence, first, number, behind = pieces.unbind(1)
-        assert bool(((sequence >= 0) & (sequence < batch)).all())
-        is_held = number > 0
-        assert bool((number >= 0).all() and (behind >= 0).all())
-        assert bool((first[is_held] >= 0).all() and (first + number)[is_held].le(total).all())
+        for held in cut(at, total, kinds_of(total, batch, ratio, [fmt])):
+            sequence, first, number, behind = held.unbind(1)
+            assert bool(((sequence >= 0) & (sequence < batch)).all())
+            assert bool((number > 0).all() and (behind >= 0).all())
+            assert bool((first >= 0).all() and (first + number).le(total).all())
 
 
 @pytest.mark.extra("cuda")
@@ -87,11 +106,39 @@ def test_machine_code_spills_nothing(arch: str) -> None:
 def test_pieces_have_the_columns_of_whole_warps() -> None:
     fmt = RowFormat.parse("int4-g4", 128)
     for total, batch, ratio in ((64, 64, 4), (576, 64, 4), (8192, 1, 8), (5, 9, 1), (70, 3, 100)):
-        most = size_of_pieces(total, batch, ratio, [fmt])
-        columns, sharers = columns_of(most * ratio, fmt)
-        assert most == 1 or columns * sharers - most * ratio < ratio
-        assert most * ratio <= max(MOST_COLUMNS, ratio)
-    assert size_of_pieces(64, 64, 4, [fmt]) == 2 and count_of_pieces(64, 64, 2) == 64
+        for _, _, size, _ in kinds_of(total, batch, ratio, [fmt]):
+            columns, sharers = columns_of(size * ratio, fmt)
+            assert size == 1 or columns * sharers - size * ratio < ratio
+            assert size * ratio <= max(MOST_COLUMNS, ratio)
+
+
+def test_kinds_of_pieces() -> None:
+    """Decode steps have the kernel of a query, long chunks the one of most columns, and sequences
+    with about the mean of queries that of so many."""
+    fmt = RowFormat.parse("int4-g4", 128)
+    assert kinds_of(64, 64, 4, [fmt]) == ((1, 2, 2, 64), (3, EVERY, 16, 24))
+    assert kinds_of(64 * 128, 64, 4, [fmt]) == ((1, 2, 2, 64), (3, EVERY, 16, 572))
+    mixed = kinds_of(60 + 4 * 128, 64, 4, [fmt])
+    assert mixed == ((1, 2, 2, 64), (3, 12, 12, 64), (13, EVERY, 16, 77))
+    assert kinds_of(64 * 8, 64, 4, [fmt])[1] == (3, 8, 8, 64)
+    # where no sequence can have more queries than a small piece there is no other kind
+    assert kinds_of(2, 64, 4, [fmt]) == ((1, EVERY, 2, 2),)
+    assert kinds_of(500, 3, 100, [fmt]) == ((1, EVERY, 1, 500),)
+
+
+def test_there_is_room_for_the_pieces_of_any_numbers_of_queries() -> None:
+    draw, fmt = random.Random(2), RowFormat.parse("int4-g4", 128)
+    for _ in range(2000):
+        batch, most = draw.choice([1, 2, 9, 70]), draw.choice([1, 2, 3, 5, 17, 300])
+        counts, rest = [draw.randint(0, most) for _ in range(batch)], draw.choice([0, 1, 50])
+        total = max(sum(counts) + rest, 1)
+        kinds = kinds_of(total, batch, draw.choice([1, 3, 4, 8, 16, 64]), [fmt])
+        assert [kind.least for kind in kinds] == [1, *(kind.most + 1 for kind in kinds[:-1])]
+        assert kinds[-1].most == EVERY
+        for kind in kinds:
+            own = [n for n in counts if kind.least <= n <= kind.most]
+            own += [total - sum(counts)] if kind is kinds[-1] else []
+            assert sum(-(-n // kind.size) for n in own) <= kind.room
 
 
 def compare(

@@ -245,6 +245,15 @@ PIECES: dict[str, dict[str, Any]] = {
         "heads=[4,2] columns=16 lens=[40,66,31,0,33] q_lens=[9,1,0,2,1] rest=3"
     ),
     "one of each": of("k=int4 heads=[8,1] lens=[33,0,70] q_lens=[1,1,1]"),
+    "three kinds": of("heads=[8,1] lens=[33,40,1,70,0,9] q_lens=[1,9,1,3,2,0] rest=2 columns=16"),
+    "three kinds, balanced": of(
+        "heads=[16,2] columns=16 lens=[3,300,1,40,33,0,200] q_lens=[1,9,1,3,2,5,1] workers=3"
+    ),
+    "three kinds, pages, splits": of(
+        "heads=[8,1] place=paged lens=[1,33,97,66] q_lens=[1,2,9,1] splits=[3] rest=1"
+    ),
+    "no large ones": of("heads=[4,1] lens=[0,33,70] q_lens=[2,1,2] splits=[2] rest=4"),
+    "no small ones": of("heads=[4,1] lens=[33,0,70] q_lens=[9,0,3] workers=4 splits=[2]"),
     "a chunk of a whole prompt": of("heads=[2,1] lens=[35,3] q_lens=[35,5] columns=16"),
     "fp16 query": of("heads=[4,1] k=bf16 query=fp16 lens=[33,70] q_lens=[5,1]"),
     "pages": of("heads=[8,2] k=int4 place=paged lens=[17,49,64,0] q_lens=[7,1,2,0] rest=2"),
