@@ -680,3 +680,25 @@ def test_wide_groups_have_their_own_kernel_unless_the_lse_is_wanted(cuda: FakeDr
     with launch.override_plan(None, WIDE):
         launch_attention(make_query(batch, 32), [segment], 1.0, None, False)
     assert not loaded_specs()[-1].is_wide
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_ragged_queries_are_cut_once_and_have_a_launch_for_each_kind(
+    cuda: FakeDriver, stay: bool
+) -> None:
+    segment, q = make_segment(), make_query(40)
+    segments = FixedSegments([segment]) if stay else [segment]
+    q_indptr = counts(0, *[40] * len(segment.seq_lens))
+    for _ in range(2):
+        cuda.launched.clear()
+        out, lse = launch_attention(q, segments, q_indptr=q_indptr)
+        cutting, *attending = cuda.launched
+        assert len(attending) == cutting.grid[0] > 1
+        starts, ends = set(), set()
+        for one, spec in zip(attending, loaded_specs()[: len(attending)], strict=True):
+            common = unpack(spec, one.arguments)[0]
+            assert lse is not None and not one.overlaps
+            assert (common["out"], common["lse"]) == (out.data_ptr(), lse.data_ptr())
+            starts.add(common["q_lens"])
+            ends.add(common["q_lens"] + 16 * (common["batch"] + 1))
+        assert len(starts) == len(attending) and len(starts & ends) == len(attending) - 1
