@@ -32,7 +32,6 @@ import click
 import torch
 from bench_vllm import random_model
 from decoding import ROOM, Figures, measure_decode
-from sglang_engines import has_graphs
 
 PAGE = 64  # tokens
 ENGINES: dict[str, Figures] = {
@@ -159,7 +158,6 @@ def main(
                 print(f"FAILED {name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
                 continue
             found = json.loads(one.read_text(encoding="utf-8"))
-            found["graphs"] = has_graphs(log.read_text(errors="replace"))
             everything["engines"][name] = found
             json_file.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
             for round_ in found["decode"]:

@@ -10,6 +10,8 @@ measured and the date:
     h200-decode, h200-mla, h200-variants    kvquant bench, with --mla, with --variants
     h200-more                               the cases of four such calls, one after another, with
                                             --format int4-g4, int3 and int2, --exact, --page-size
+    h200-wide                               kvquant bench --wide
+    h200-ragged                             tests/benchmarks/bench_ragged.py --queries
     h200-512                                kvquant bench --head-dim 512 --q-heads 16 --kv-heads 4
                                             --format int4-g4 --format int8
     h200-tune                               kvquant bench --tune --quick --format int2
@@ -20,14 +22,14 @@ measured and the date:
     h200-captured                           bench_model.py --layers 8 --batch 1 --tokens 8192. We
                                             shortened the names of kernels
     zen4-decode                             kvquant bench --device cpu
+    xeon-decode                             the same --format int4-g4 --format int8, on the GPU's
+                                            host, with other jobs on its other cores
     vllm, vllm-load, vllm-32, vllm-again    tests/benchmarks/bench_vllm.py, with --part load and
                                             --requests 100, with --layers 32, and as for vllm again,
                                             beside jobs on the machine's other GPUs and cores
-    sglang                                  tests/benchmarks/bench_sglang.py. Do not use kvquant's
-                                            first round: the engine compiled kernels, and 63
-                                            sequences ended before the script began to count. Do
-                                            not use "graphs": it is wrong, because another script
-                                            wrote to the same log
+    sglang                                  tests/benchmarks/bench_sglang.py; we removed "graphs",
+                                            which the script took from a log without such lines.
+                                            "tokens" tells the memory of graphs
     sglang-answers                          tests/support/sglang_compared.py: its compared.json,
                                             merged from two calls
     fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
@@ -138,8 +140,9 @@ def shown() -> dict[str, list[str]]:
             *(gpu_about("h200-512"), heads_of_512()),
         ],
         "kvquant/bench/README.md": [
-            *(cpu_about(), cpu_decode(), cpu_rows(), gpu_about(), decode_cases()),
+            *(cpu_about(), cpu_decode(), cpu_rows(), xeon(), gpu_about(), decode_cases()),
             *(gains(), gpu_about("h200-more"), few_bits_times(), page_times()),
+            *(gpu_about("h200-wide"), wide_groups(), ragged_queries()),
         ],
         "kvquant/evaluation/README.md": [evaluation()],
         "kvquant/hf/README.md": [steps_about(), steps(), captured_step(), *latent_steps()],
@@ -253,6 +256,35 @@ def heads_of_512() -> str:
     return table(titles, rows)
 
 
+def wide_groups() -> str:
+    """Many query heads on a KV head: 64 sequences of 8,192 tokens."""
+    cases = read("h200-wide")["wide"]
+    rows = [
+        [
+            *(f"{one['num_q_heads']}:{one['num_kv_heads']}", f"{one['us']:.1f}"),
+            *(f"{of_peer(one)['us']:.1f}", f"{of_peer(one)['ratio']:.2f}"),
+            *(f"{one['in_a_row_us']:.1f}", f"{of_peer(one)['in_a_row_us']:.1f}"),
+            f"{of_peer(one)['in_a_row_ratio']:.2f}",
+        ]
+        for one in cases
+    ]
+    titles = ["heads", "one call: us", "torch, 16 bit", "ratio", "in a row: us", "torch, 16 bit"]
+    return table([*titles, "ratio"], rows)
+
+
+def ragged_queries() -> str:
+    """Ragged queries in one call, padded, and in a call for each number of queries."""
+    rows = [
+        [
+            *(name, f"{one['ragged']:,.0f}", f"{one['padded']:,.0f}" if "padded" in one else "-"),
+            *(f"{one['apart']:,.0f}", f"{one['ragged'] / one['apart']:.2f}"),
+        ]
+        for name, one in read("h200-ragged").items()
+        if isinstance(one, dict)
+    ]
+    return table(["new tokens", "ragged", "padded", "apart", "ragged to apart"], rows)
+
+
 def page_times() -> str:
     """Pages of several sizes."""
     rows = [
@@ -303,6 +335,18 @@ def cpu_about() -> str:
         f"`kvquant bench --device cpu` measured this on {machine['threads']} cores of an "
         f"{machine['cpu']}, Zen 4 with AVX-512, on {day(machine)} with torch {release(machine)}. "
         f"The memory there reads {machine['read_gb_per_s']:.0f} GB/s"
+    )
+
+
+def xeon() -> str:
+    """How much faster INT4 is on a CPU with matrix units."""
+    found = read("xeon-decode")
+    machine, case = found["machine"], found["decode"][0]
+    assert case["format"] == "int4-g4"
+    return (
+        f"On {machine['threads']} cores of an {machine['cpu']} with AMX, {day(machine)}, torch "
+        f"{release(machine)}, `int4-g4` took {case['ms']:.2f} ms: {case['sdpa_ratio']:.1f} times "
+        f"as fast as torch's fastest SDPA, {case['matmul_ratio']:.1f} times as fast as two matmuls"
     )
 
 
@@ -686,17 +730,16 @@ def answers_of_sglang() -> str:
 
 
 def served_by_sglang() -> str:
-    """Tokens a second of SGLang's engines, in their last round."""
+    """Tokens a second of SGLang's engines, in three rounds."""
     engines = read("sglang")["engines"]
     rows = []
     for name, title in (
         ("kvquant", "kvquant `int4-g4`"),
         ("triton", "SGLang's `triton`, bf16"),
     ):
-        last = engines[name]["decode"][-1]
-        assert not last["ended_too_early"]
-        rates = (last[key] for key in ("tokens_per_s", "prompt_tokens_per_s"))
-        rows.append([title, *(f"{rate:,.0f}" for rate in rates)])
+        rounds = engines[name]["decode"]
+        assert not any(one["ended_too_early"] for one in rounds)
+        rows.append([title, *(spread(rounds, key) for key in ("tokens_per_s", "prompt_tokens_per_s"))])
     return table(["engine", "tokens/s", "prompts: tokens/s"], rows)
 
 
