@@ -199,12 +199,12 @@ class Writer:
         return Asked(found[:same], found[same:], distance, lines=len(one.lines))
 
     def _lines(self, texts: Sequence[str], *, ends: bool = True) -> list[list[int]]:
-        """The tokens of each line, as it follows another line."""
+        """The tokens of each text, as a line that follows another line."""
         if not texts:  # tokenizers refuse an empty list
             return []
         anchor, count = self._anchor, len(self._anchor)
         whole = [f"{BREAK}{one}{BREAK if ends else ''}" for one in texts]
-        # in one call: a call a line takes ten times as long
+        # one call for all: a call for each line takes ten times as long
         ids: list[list[int]] = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         return [one[count:] if one[:count] == anchor else one for one in ids]
 

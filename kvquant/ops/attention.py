@@ -136,9 +136,9 @@ def decode_attention(
         variant: what the model changes in attention (a soft cap, sink logits, ALiBi, a window,
             masks), see AttentionVariant; nothing when None.
         sm_scale: factor on q·k, on CUDA a positive one; 1 / sqrt(head_dim) when None.
-        return_lse: return the log-sum-exp of the scaled scores as well. For many query heads
-            on a KV head a Hopper GPU has a faster kernel, which rounds K and V to fp16. It is not
-            taken where the lse is asked for (see kvquant/ops/README.md).
+        return_lse: return the log-sum-exp of the scaled scores as well. This rules out a faster
+            kernel for many query heads on a KV head on Hopper, which rounds K and V to fp16 (see
+            kvquant/ops/README.md).
         num_splits: splits of the tokens (split-K): on the CPU at least so many, on CUDA at most so
             many, of the first segment, as every warp of a split gets a tile. When None they are
             chosen, and on CUDA work is shared out by the lengths where these differ much: the last

@@ -1,8 +1,8 @@
 """Times of attention on a GPU to sequences of unequal lengths, and with ragged queries.
 
 Run by hand: python tests/benchmarks/bench_ragged.py. With --queries it prints the second table
-only; --json keeps the times of that table in a file. To compare two checkouts, run this script
-twice on one machine, each time with the folder of one of them first in PYTHONPATH.
+only. --json FILE writes the times of the second table to a file. To compare two checkouts, run this
+script twice on one machine, each time with another checkout's folder first in PYTHONPATH.
 
 Rows are INT4 in 4 groups, with 32 query heads on 8 KV heads of 128. A time is that of a single call
 inside a CUDA graph, with the L2 cache overwritten before it. The script compares outputs before it
@@ -12,8 +12,9 @@ measures, and prints two tables:
                          prefix, or of several queries each, and the time of as many tokens spread
                          evenly. A prefix is compared with two calls merged by their lse, several
                          queries with a call for each.
-    numbers of queries   Equal and unequal ones. "ragged" is one call with q_indptr. "padded" is one
-                         call with q_lens, where padding makes at most 4 times as many queries.
+    numbers of queries   Sequences with equally or unequally many queries. "ragged" is one call with
+                         q_indptr. "padded" is one call with q_lens; the script skips it where
+                         padding makes more than 4 times as many queries.
                          "apart" is a call for each number of queries, one after another. "to apart"
                          is the time of "ragged" divided by that of "apart". All are compared with a
                          call for each sequence.
@@ -62,12 +63,12 @@ Attend = Callable[[], torch.Tensor]
 
 
 @click.command()
-@click.option("--queries", is_flag=True, help="The table of numbers of queries only.")
+@click.option("--queries", is_flag=True, help="Print the table of numbers of queries only.")
 @click.option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Keep the times of that table, in us.",
+    help="Write the times of the table of numbers of queries to this file, in us.",
 )
 def main(queries: bool, json_file: Path | None) -> None:
     """Print a line per case."""
@@ -108,8 +109,8 @@ def print_lengths(timer: GraphTimer) -> None:
 def print_counts(
     timer: GraphTimer, tokens: int, counts: Sequence[int]
 ) -> tuple[str, dict[str, float]]:
-    """Print a line: the time of one call for all sequences, and of several calls. Give its name and
-    its times."""
+    """Print a line: the time of one call for all sequences, and of several calls. Return the name
+    of the case and its times."""
     alone, runs = calls_of(tokens, counts, "cuda")
     wanted = torch.cat([attend(one)[0][0] for one in alone]).double()
     times = {}

@@ -1,22 +1,24 @@
 """Does racecheck of compute-sanitizer follow barriers at which some warps only arrive?
 
-The kernels for many query heads (decode/wide/, mla/wgmma/) hand tiles from warps that write to
-warps that read: `bar.arrive` by the one, `bar.sync` by the other. This program has nothing but such
-a hand-over of one word a thread, right and wrong. Run it by hand, on a GPU:
+In the kernels for many query heads (decode/wide/, mla/wgmma/) some warps write tiles and others
+read them. Between the two are barriers at which one side arrives (`bar.arrive`) and the other side
+waits (`bar.sync`). In this program a warp hands one word of each thread to another warp in this
+way, and nothing else. There are correct kernels and one with a race. Run it by hand, on a GPU:
 
     compute-sanitizer --tool racecheck python tests/benchmarks/racecheck_barriers.py sync
     compute-sanitizer --tool racecheck python tests/benchmarks/racecheck_barriers.py arrive
     compute-sanitizer --tool racecheck python tests/benchmarks/racecheck_barriers.py uneven
     compute-sanitizer --tool racecheck python tests/benchmarks/racecheck_barriers.py wrong
 
-    sync     both warps wait at both barriers: right
-    arrive   who only gives arrives without waiting: right, as in our kernels
-    uneven   a pair of warps meets twice as often as the other pair before the barrier of the whole
-             block, and then they read one another's words: right
-    wrong    as arrive, but the writer writes before it waits until its last words are read: a race
+    sync     both warps wait at both barriers: correct
+    arrive   the writer arrives when words are there, the reader when it has read them, and neither
+             waits at its own barrier: correct, as in our kernels
+    uneven   one pair of warps meets twice at its barrier, the other pair once. All meet at the
+             barrier of the whole block, and each pair reads the other's words: correct
+    wrong    as arrive, but the writer writes before the reader has read the words before: a race
 
-If the tool reports `arrive` or `uneven`, its reports of such kernels are worth nothing. The program
-itself fails if a word is lost.
+If racecheck reports `arrive` or `uneven`, do not trust its reports of kernels with such barriers.
+The program itself fails if a word is lost.
 """
 
 from __future__ import annotations
@@ -34,8 +36,12 @@ ROUNDS, FULL, FREE = 64, 1, 2  # barriers have numbers from 1; 0 is the block's
 
 
 def make_hand_over(waits: bool, early: bool) -> Any:
-    """A warp hands words to another one. `waits`: both wait at both barriers; `early`: the writer
-    writes before it waits until its last words are read."""
+    """Make a kernel in which a warp hands words to another one.
+
+    Args:
+        waits: both warps wait at both barriers.
+        early: the writer overwrites its last words before it waits for the reader: a race.
+    """
 
     def hand_over(out: Any) -> None:
         words = cuda.shared.array(LANES, int32)
@@ -69,7 +75,7 @@ def make_hand_over(waits: bool, early: bool) -> Any:
 
 
 def meet_unevenly(out: Any) -> None:
-    """Two pairs of warps, whose words the other pair reads behind a barrier of the block."""
+    """Each of two pairs of warps reads the other's words behind a barrier of the whole block."""
     words = cuda.shared.array(BLOCK, int32)
     thread = cuda.threadIdx.x
     pair = thread // (2 * LANES)
@@ -93,7 +99,7 @@ KERNELS = {
 
 
 def main() -> None:
-    """Run one of them, and check what it has added up."""
+    """Run one kernel, and check its sums."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kernel", choices=KERNELS)
     name = parser.parse_args().kernel

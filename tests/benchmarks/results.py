@@ -38,12 +38,12 @@ measured and the date:
                                             2 and 3 bits, bench_code.py, the same with models of
                                             other kinds (train_code_lm.py --kind)
     code-few                                bench_code.py with a second training of the model: rows
-                                            of 2 and 3 bits, and two schemes of as many. We named
-                                            the model after that
+                                            of 2 and 3 bits, KVarN K4V2 and TurboQuant with 3 bits.
+                                            We added "second training" to the model's name by hand
     code-again                              bench_code.py with a third training of the model:
-                                            generated texts. These runs also asked 4 questions and
-                                            scored 1 passage: we left these out. We named the model
-                                            after that
+                                            generated texts. We added "third training" to its name
+                                            by hand. We left out the 4 questions and the passage
+                                            that these runs had, too
     row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
                                             bench_graded.py
 
@@ -942,7 +942,7 @@ def evaluated() -> dict[str, list[str]]:
     models = asked_models()
     if not models:
         return {}
-    again = of_models(read_runs(RESULTS / "code-again.json"))  # it answered no questions
+    again = of_models(read_runs(RESULTS / "code-again.json"))  # this model wrote texts only
     parts = [part for one in (*models, *again) for part in tables(one)]
     texts = [text for heading, found in parts for text in (heading, table(*found))]
     return {
@@ -963,7 +963,7 @@ README_LOST = (
 )
 
 
-README_MODELS = {  # where a model was trained again, its caches stand behind those of the first
+README_MODELS = {  # of several trainings the first one that ran with a cache counts
     "`llama-recall-5m`": ["llama-recall-5m"],
     "Python code": ["code-lm", "code-lm, second training"],
     "biased keys": ["code-biased"],

@@ -350,7 +350,7 @@ def main() -> None:
     elif not given.resume and not rank:
         prepare(folder, given.packages, tuple(given.held or HELD), given.vocabulary)
         told(begin, "the sources are read")
-    # each of many workers would tokenize its sheets on all cores
+    # otherwise each of many workers tokenizes its sheets on all cores
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     shared_clock()  # the other ranks wait here for the first one
     tokenizer = AutoTokenizer.from_pretrained(folder)

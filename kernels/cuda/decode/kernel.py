@@ -8,9 +8,9 @@ packed rows.
             its parts (combine.py)
 
 Work is cut by the lengths on the device, into whole tiles for every ring (mainloop.py), so that
-lengths may change between the replays of a CUDA graph. Parts without tokens end at once, and so do
-blocks beyond the last piece (ragged.py). Those of the first segment come first: long parts spread
-evenly over the GPU before short ones.
+lengths may change between the replays of a CUDA graph. Blocks of parts without tokens end at once,
+and so do blocks beyond the last piece (ragged.py). Parts of the first segment come first: long
+parts spread evenly over the GPU before short ones.
 
 What a part needs after its attention waits in shared memory (`keep`, `recall`): in registers it
 would cost a block its place on the SM.
@@ -126,7 +126,7 @@ def make_decode_kernel(spec):
         shared = shared_address(cuda.shared.array(0, uint32))
         if OVERLAPPED:
             begin_next_launch()
-        if RAGGED:  # there are blocks for more pieces than were made
+        if RAGGED:  # the grid has room for more pieces than pieces.py has made
             batch = held_of(common)
         # from a lane: ptxas has to see that a warp does not diverge
         warp = word_from_lane(uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(0))
@@ -144,7 +144,8 @@ def make_decode_kernel(spec):
         stop = uint32(1)
         if workers != uint32(0):
             cost, largest, mine = survey(common, segments, batch)
-            # even shares are planned for all that there are blocks for
+            # the plan's even parts fit only where the grid's pieces are all there: if there are
+            # fewer, their mean over the grid is small, and the blocks share out the work
             if not are_alike(cost, largest, common[BATCH]):
                 share = share_of(cost, largest, columns, workers, most_parts)
                 stop = uint32(cost * columns)

@@ -89,7 +89,7 @@ class Work:
         units: sequences times KV heads times blocks of columns that share one.
         order: the segments that have room, as indices, that of spec.first first.
         capacities: the most tokens that are attended to in each, in this order.
-        batch: sequences, or pieces of ragged queries that there may be (ragged.py).
+        batch: sequences, or with ragged queries the most pieces of a kind (ragged.py).
         q_len: queries of each, at most.
     """
 
@@ -103,7 +103,7 @@ class Work:
 
 
 def attend(call: AttentionCall, check: Check | None = None) -> State:
-    """Attend to all segments in one launch, or with ragged queries in a few.
+    """Attend to all segments in one launch, or in one for each kind of pieces of ragged queries.
 
     Args:
         call: its q is bfloat16 or float16. Of q_lens what is not within 0 to q_len counts as the
@@ -222,7 +222,7 @@ def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -
     Args:
         call: the call.
         without: as of override_plan.
-        kind: of pieces, if queries are ragged; the last one if not given.
+        kind: the kind of pieces, if queries are ragged; None for the last kind.
     """
     q, segments, _, _, _, q_lens, variant, *_ = call
     if q.dtype not in CODECS:
@@ -320,8 +320,8 @@ def override_plan(plan: Plan | None, without: str = "") -> Iterator[None]:
 
 
 class Launch:
-    """A call that is prepared, or what it launches for a kind of pieces: everything but addresses
-    and the scale."""
+    """A prepared launch, for a call or for one kind of its pieces: everything but addresses and the
+    scale."""
 
     def __init__(
         self,
@@ -407,8 +407,9 @@ class Launch:
             call: the call.
             address: of q.
             addresses: of the segments, unless the launch is bound to them.
-            pieces: the address of those of ragged queries.
-            state: where results go; of ragged queries only those of the pieces.
+            pieces: with ragged queries the address of the first piece of the kind.
+            state: out and lse to write to, of which ragged queries write the rows of these pieces
+                only; new ones when None.
         """
         q, segments, sm_scale, _, want_lse, q_lens, variant, *_ = call
         out, lse = state or self.new_state(want_lse)
@@ -457,9 +458,9 @@ class Launch:
 
 
 class Launches:
-    """A call with ragged queries that is prepared: one launch cuts them into pieces, and one for
-    each kind of pieces attends to these. They follow one another on the stream, so they may share a
-    workspace."""
+    """A prepared call with ragged queries: a launch that cuts the queries into pieces, and for each
+    kind of pieces a launch that attends to them. A launch begins when the one before it on the
+    stream is complete, so they may share a workspace."""
 
     def __init__(self, cut: Cut, launches: Sequence[Launch]) -> None:
         self._cut, self._launches = cut, launches
@@ -507,7 +508,7 @@ def _prepare(call: AttentionCall) -> Prepared:
         return _prepare_launch(call)
     kinds, launches = _kinds_of(call), list[Launch]()
     for kind in kinds:
-        with suppress(Rehearsed):  # the kernels of all kinds are noted
+        with suppress(Rehearsed):  # a rehearsal notes the kernels of the other kinds, too
             launches.append(_prepare_launch(call, kind))
     cut = Cut(q.get_device(), q.shape[0], batch, kinds)
     if len(launches) < len(kinds):

@@ -1,11 +1,11 @@
 """Cut ragged queries into pieces, from q_indptr on the device; see ragged.py.
 
-    block    a kind of pieces, one behind another; behind the room for them how many there are
-    thread   a sequence, whose pieces it counts, then any piece of the sequences of all threads
+    block    the pieces of one kind, without gaps; their number stands behind the room for them
+    thread   counts the pieces of a sequence, then writes pieces of any of the block's sequences
 
-The rows behind the last sequence's are those of one more sequence, without tokens: so that they
-become zeros. It counts as one with more queries than any other. Entries count as within 0 to total,
-so no row outside of q is ever named.
+The rows of q behind the last sequence count as one more sequence without tokens, so that the decode
+kernel writes zeros for them. That sequence belongs to the last kind, however many rows it has. The
+kernel clamps entries of q_indptr to 0 to total, so no piece names a row outside of q.
 """
 
 from numba import cuda, int32, uint32, uint64
@@ -46,7 +46,7 @@ def make_pieces_kernel(spec):
 
     @device_function
     def up_to(number, shared, thread):
-        """Leave in shared memory the sums of the numbers of all threads up to each."""
+        """Store the sums of the numbers of all threads up to each in shared memory."""
         at = uint32(shared + uint32(4) * uint32(thread))
         store_shared_u32(at, uint32(number))
         step = int32(1)
@@ -67,7 +67,7 @@ def make_pieces_kernel(spec):
 
     @device_function
     def thread_of(place, shared):
-        """The thread that has counted a piece: the first up to which there are more."""
+        """The thread that has counted a piece: the first one whose sum exceeds its place."""
         low, high = int32(0), int32(THREADS - 1)
         while low < high:
             middle = int32((low + high) >> int32(1))
@@ -88,7 +88,7 @@ def make_pieces_kernel(spec):
         least, most, size, room, row = kind
         pieces += uint64(16) * uint64(row)
         made = int32(0)
-        first = int32(0)  # of the sequences that the threads count
+        first = int32(0)  # the sequence that thread 0 counts
         while first <= batch:
             # Step 1: the pieces of a sequence
             sequence = int32(first + thread)

@@ -53,8 +53,8 @@ def make_piece_of(spec):
 
 
 def make_held(spec):
-    """Make the function that loads how many pieces were made, at most those that there are blocks
-    for; it stands behind the room for these."""
+    """Make the function that loads the number of pieces, at most as many as there are blocks for.
+    pieces.py stores it behind the room for the pieces."""
     BATCH, PIECES = spec.places["batch"], spec.places.get("q_lens", 0)
 
     @device_function

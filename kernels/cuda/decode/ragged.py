@@ -1,17 +1,20 @@
 """Ragged queries on CUDA: pieces, which the decode kernel takes for sequences.
 
     q_indptr ─▶ pieces.py: one launch ─▶ pieces of 1 or 2 queries ─▶ a decode kernel (positions.py)
-                                       ─▶ pieces of up to 16       ─▶ another one, behind it
+                                      ─▶ pieces of up to 16       ─▶ then another decode kernel
 
-A piece is up to `size` consecutive queries of a sequence: the last queries of that sequence without
-the tokens of the queries behind them. q, out and lse stay where they are, nothing is padded.
+A piece is up to `size` consecutive queries of a sequence. Without the tokens of the queries behind
+the piece they are the last queries of that sequence. q, out and lse stay where they are, without
+padding.
 
 One call may have decode steps and long chunks of prompts. A kernel for few columns is fastest for a
-single query, one for many columns reads the rows of a chunk least often. The host knows the rows of
-q and the batch alone, so it launches a decode kernel for each kind of pieces that there may be, one
-behind another. Every sequence belongs to one kind, by its number of queries, and each launch writes
-the rows of its own sequences only. Pieces of a kind lie without gaps, and its launch finds on the
-device how many there are: blocks beyond the last one end at once, and all of them if there is none.
+single query. A kernel for many columns reads the rows of a chunk least often. So there are kinds of
+pieces, and a sequence belongs to one of them by its number of queries. The host knows only how many
+rows q has and how many sequences there are. So it launches a decode kernel for each kind that may
+occur, one launch after another, and each launch writes the rows of its own sequences.
+
+The pieces of a kind stand in memory without gaps. The decode kernel loads their number on the
+device, and blocks beyond the last piece end at once.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ KIND: Table = (
 )
 CUT: Table = (
     ("q_indptr", "P"),  # [batch + 1], int32
-    # [rows, WORDS], int32: of each kind room for its pieces, and behind that the number of those
-    # that were made
+    # [rows, WORDS], int32: for each kind room for its pieces, then a row with the number of pieces
+    # that the kernel has made
     ("pieces", "P"),
     ("batch", "i"),
     ("total", "i"),  # rows of q
@@ -71,12 +74,12 @@ class PiecesSpec(Spec):
 
 
 class Kind(NamedTuple):
-    """Pieces that one launch of a decode kernel attends to.
+    """The pieces that one launch of a decode kernel attends to.
 
     Attributes:
-        least, most: queries of the sequences that are cut into them.
+        least, most: how many queries a sequence of this kind has.
         size: queries of a piece, at most.
-        room: pieces that there may be.
+        room: pieces, at most.
     """
 
     least: int
@@ -86,12 +89,13 @@ class Kind(NamedTuple):
 
 
 def kinds_of(total: int, batch: int, ratio: int, formats: Iterable[RowFormat]) -> tuple[Kind, ...]:
-    """The kinds of pieces that a call may have, by their size: of single queries, of the mean of
-    all sequences, and of long chunks, each with as many more queries as its warps take.
+    """The kinds of pieces that a call may have, by their size: for single queries, for the mean
+    number of queries of a sequence, and for long chunks. Each size is rounded up to the queries
+    that the columns of its warps have room for.
 
-    That of the mean is for sequences with about as many queries each, as of drafted tokens. A
-    kind that no sequence can have, because q has too few rows, is left out. All others are
-    launched: sequences may have no queries, so the mean does not tell that all have about as many.
+    The kind of the mean is for sequences with about equally many queries, drafted tokens for
+    example. A kind is left out if q has too few rows for any sequence of that kind. All others
+    are launched: some sequences may have no queries, so the mean does not rule out any of them.
 
     Args:
         total: rows of q.
@@ -106,23 +110,24 @@ def kinds_of(total: int, batch: int, ratio: int, formats: Iterable[RowFormat]) -
     for i, over in enumerate(bounds):
         size, is_last = sizes[i], i == len(bounds) - 1
         room = min(batch, total // (over + 1))  # sequences, with a piece each
-        if is_last:  # or several, and those of the rows behind the last sequence
+        if is_last:  # or several pieces each, and those of the rows behind the last sequence
             room = (total + (room + 1) * (size - 1)) // size
         kinds.append(Kind(over + 1, EVERY if is_last else size, size, room))
     return tuple(kinds)
 
 
 def _size_of(queries: int, ratio: int, formats: Sequence[RowFormat]) -> int:
-    """Queries of a piece that has so many, and as many more as its warps take."""
+    """Queries of a piece that is for so many: with at most MOST_COLUMNS columns, or one query, and
+    rounded up to the columns that its warps have."""
     columns, sharers = columns_of(min(queries * ratio, max(MOST_COLUMNS, ratio)), *formats)
     return max(columns * sharers // ratio, 1)
 
 
 class Cut:
-    """Queries of one shape are cut into pieces.
+    """The launch that cuts queries of one shape into pieces.
 
     Attributes:
-        starts: bytes of the pieces before those of each kind.
+        starts: where the pieces of each kind begin, in bytes.
     """
 
     def __init__(self, index: int, total: int, batch: int, kinds: tuple[Kind, ...]) -> None:
@@ -147,7 +152,7 @@ def _prepare(
 ) -> Launch:
     constants = {"batch": batch, "total": total}
     for i, (name, _) in enumerate(CUT[-MOST_KINDS:]):
-        chosen = min(i, len(kinds) - 1)  # of one that is not there any will do: it has no block
+        chosen = min(i, len(kinds) - 1)  # a missing kind has no block: any values will do
         values = {**kinds[chosen]._asdict(), "row": rows[chosen]}
         constants |= {f"{name}.{field}": value for field, value in values.items()}
     return Launch(PiecesSpec(), index, (len(kinds), 1, 1), constants)

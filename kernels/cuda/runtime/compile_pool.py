@@ -91,7 +91,8 @@ def _compile(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> N
                     ended.put(compilers.compile(spec, arch))
                 except BaseException as error:
                     ended.put(error)
-        # Linux kills the processes that a thread has started when the thread ends
+        # Linux kills the compilers that this thread has started when it ends (PR_SET_PDEATHSIG),
+        # and another thread may be using them
         compilers.closed.wait()
 
     with _Compilers() as compilers:
@@ -109,7 +110,7 @@ class _Compilers:
     """Processes that compile, started when they are needed; threads use them.
 
     Attributes:
-        closed: set when all have ended. A thread that uses them must not end before.
+        closed: set when all have ended. A thread that uses them must live until then.
     """
 
     def __init__(self) -> None:

@@ -64,8 +64,8 @@ class Case:
         rest: rows of a ragged q behind them.
         variant: fields of AttentionVariant, each with its value or, of a tensor, a random one;
             pages before a window are not to be looked up.
-        wide: of the kernel for wide groups, fields of its spec that differ; None: not that one.
-            Then all ragged queries are in pieces of one kind, the one that has this kernel.
+        wide: fields of the spec of the kernel for wide groups that differ. With this kernel all
+            ragged queries are in pieces of one kind, the last one. None for the other kernel.
     """
 
     k: str = "int4-g4"

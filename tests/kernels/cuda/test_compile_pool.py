@@ -122,7 +122,7 @@ def test_engines_that_want_other_kernels_compile_at_the_same_time(
 def test_a_process_outlives_the_thread_that_started_it(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads; while the kernel of the second one is another's, the first one has no more."""
+    """The first of two threads has no more to compile while the second waits for a lock."""
     monkeypatch.setattr(compile_pool, "cores", lambda: 2)
     first, second = make_spec("int4"), make_spec("int8")
     done: list[object] = []
@@ -137,7 +137,7 @@ def test_a_process_outlives_the_thread_that_started_it(
         begin = time.monotonic()
         while not done and time.monotonic() < begin + 60:
             time.sleep(0.01)
-        time.sleep(0.3)  # for its thread to end, and the process with it
+        time.sleep(0.3)  # a thread that ends now would take its process with it
     thread.join(60)
     assert done == [first, second]
 

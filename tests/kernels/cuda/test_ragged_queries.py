@@ -43,7 +43,7 @@ gpu = pytest.mark.gpu
 
 
 def cut(at: torch.Tensor, total: int, kinds: Sequence[Kind]) -> list[torch.Tensor]:
-    """The pieces of each kind, in the simulator, and none of those that there is room for."""
+    """Cut in the simulator; the pieces of each kind, without the room that is left."""
     batch = len(at) - 1
     with simulated(at):
         made = Cut(CPU, total, batch, tuple(kinds))
@@ -113,15 +113,15 @@ def test_pieces_have_the_columns_of_whole_warps() -> None:
 
 
 def test_kinds_of_pieces() -> None:
-    """Decode steps have the kernel of a query, long chunks the one of most columns, and sequences
-    with about the mean of queries that of so many."""
+    """Decode steps take the kernel for one query, long chunks the one with most columns, sequences
+    with about the mean number of queries the one for so many."""
     fmt = RowFormat.parse("int4-g4", 128)
     assert kinds_of(64, 64, 4, [fmt]) == ((1, 2, 2, 64), (3, EVERY, 16, 24))
     assert kinds_of(64 * 128, 64, 4, [fmt]) == ((1, 2, 2, 64), (3, EVERY, 16, 572))
     mixed = kinds_of(60 + 4 * 128, 64, 4, [fmt])
     assert mixed == ((1, 2, 2, 64), (3, 12, 12, 64), (13, EVERY, 16, 77))
     assert kinds_of(64 * 8, 64, 4, [fmt])[1] == (3, 8, 8, 64)
-    # where no sequence can have more queries than a small piece there is no other kind
+    # if no sequence can have more queries than a small piece, there is no other kind
     assert kinds_of(2, 64, 4, [fmt]) == ((1, EVERY, 2, 2),)
     assert kinds_of(500, 3, 100, [fmt]) == ((1, EVERY, 1, 500),)
 
