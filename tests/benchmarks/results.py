@@ -739,7 +739,9 @@ def served_by_sglang() -> str:
     ):
         rounds = engines[name]["decode"]
         assert not any(one["ended_too_early"] for one in rounds)
-        rows.append([title, *(spread(rounds, key) for key in ("tokens_per_s", "prompt_tokens_per_s"))])
+        rows.append(
+            [title, *(spread(rounds, key) for key in ("tokens_per_s", "prompt_tokens_per_s"))]
+        )
     return table(["engine", "tokens/s", "prompts: tokens/s"], rows)
 
 
