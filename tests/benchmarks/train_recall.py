@@ -246,7 +246,6 @@ def only_expert(experts: GptOssExperts, hidden: torch.Tensor, *_: Any) -> torch.
 
     The original gathers the tokens of each expert, and the host waits for the GPU in each layer.
     """
-    # a bias [1, n] is broadcast: compiled by torch 2.11, bias[0] would get a gradient of shape [n]
     both = hidden @ experts.gate_up_proj[0] + experts.gate_up_proj_bias
     gated: torch.Tensor = experts._apply_gate(both)
     return gated @ experts.down_proj[0] + experts.down_proj_bias
