@@ -17,6 +17,10 @@ measured and the date:
     h200-tune                               kvquant bench --tune --quick --format int2
                                             --format int3
     h200-peers                              tests/benchmarks/peers.py
+    h200-small                              tests/benchmarks/bench_small.py, in a form that also
+                                            measured two experiments, tiles by bulk copies and
+                                            launches that begin early. We left these out. The other
+                                            kernels are those of the commit, byte for byte
     h200-evaluate                           tests/benchmarks/bench_evaluate.py, interrupted once
     h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
     h200-captured                           bench_model.py --layers 8 --batch 1 --tokens 8192. We
@@ -137,6 +141,7 @@ def shown() -> dict[str, list[str]]:
         "kernels/FACTS.md": [
             *(peers(), ran("variants"), variants()),
             *(ran("mla", "torch 2.11, one run of "), latent_rows(), latent_peers()),
+            *(gpu_about("h200-small"), few_sequences()),
             *(gpu_about("h200-512"), heads_of_512()),
         ],
         "kvquant/bench/README.md": [
@@ -283,6 +288,31 @@ def ragged_queries() -> str:
         if isinstance(one, dict)
     ]
     return table(["new tokens", "ragged", "padded", "apart", "ragged to apart"], rows)
+
+
+def few_sequences() -> str:
+    """Usual plans of few sequences beside the fastest other ones in a row, and what bounds them."""
+    figures = read("h200-small")
+    row_bytes = RowFormat.parse("int4-g4", 128).row_bytes
+    rows = []
+    for name, variants in figures["found"].items():
+        if name == "uneven":  # checked only
+            continue
+        batch, _, tokens, heads = name.replace(",", "").split()
+        others = [
+            one for key, one in variants.items() if key.startswith(("splits x", "half the warps x"))
+        ]
+        cells = [name]
+        for one in (variants["usual"], min(others, key=lambda one: one["in_a_row"])):
+            cells.append(f"{one['splits']} x {one['warps']}")
+            cells += [f"{one[key]:.2f}" for key in ("alone", "in_a_row", "priced")]
+        nbytes = 2 * int(batch) * int(tokens) * int(heads.split(":")[1]) * row_bytes
+        empty = variants["empty kernel"]
+        cells.append(f"{nbytes / figures['machine']['read_gb_per_s'] / 1e3:.1f}")
+        rows.append([*cells, f"{empty['alone']:.2f}", f"{empty['in_a_row']:.2f}"])
+    of_each = "one call: us", "in a row: us", "priced: us"
+    titles = ["batch x tokens, heads", "usual: splits x warps", *of_each, "fastest other", *of_each]
+    return table([*titles, "rows at the read peak: us", "empty kernel: us", "in a row: us"], rows)
 
 
 def page_times() -> str:
