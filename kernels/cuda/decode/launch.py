@@ -505,7 +505,7 @@ def _prepare(call: AttentionCall) -> Prepared:
     batch = len(segments[0].seq_lens)
     if q.dtype in CODECS and not (q.numel() and batch and any(one.capacity for one in segments)):
         return Nothing((*q.shape[:-1], segments[0].v_format.head_dim))
-    if call.q_indptr is None:
+    if call.q_indptr is None or q.dtype not in CODECS:  # which describe refuses
         return _prepare_launch(call)
     kinds, launches = _kinds_of(call), list[Launch]()
     for kind in kinds:
