@@ -1,4 +1,8 @@
-"""Launch plans measured on a GPU: the fastest for the table, and what each technique brings."""
+"""Launch plans measured on a GPU: the fastest for the table, and what each technique brings.
+
+Plans are those of the decode kernel for any GPU. The one for wide groups has no such plans, and is
+left out (WIDE).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from ..kernels.cuda.decode.plan import (
     stages_of,
     tuned_row,
 )
-from ..kernels.cuda.decode.spec import TECHNIQUES, TILE, DecodeSpec, Path, columns_of
+from ..kernels.cuda.decode.spec import TECHNIQUES, TILE, WIDE, DecodeSpec, Path, columns_of
 from ..kernels.cuda.decode.tuned import Tuned
 from ..kernels.cuda.runtime.launch import GPU
 from ..rows.format import RowFormat
@@ -76,7 +80,7 @@ def tune(case: Case, timer: Timer, gpu: GPU, most: int | None = None) -> Choice:
     inputs = rotated_inputs(case, timer)
 
     def times_of(one: Plan, limit: float = math.inf) -> Times:
-        with override_plan(one):
+        with override_plan(one, WIDE):
             return check_and_time(case, inputs, timer, limit)[1]
 
     formula, *others = plans_to_measure(case, gpu, most)
@@ -110,7 +114,7 @@ def rehearse_plans(case: Case, plans: Iterable[tuple[Plan, str]]) -> None:
     kvquant/rehearsal.py."""
     kernels = {(one.warps, one.stages, without): one for one, without in plans}
     for (_, _, without), one in kernels.items():
-        with override_plan(one, without):
+        with override_plan(one, without or WIDE):
             rehearse_case(case)
 
 
@@ -146,7 +150,7 @@ def ablate(case: Case, timer: Timer, gpu: GPU, rows: Sequence[Tuned] = ()) -> li
     inputs = rotated_inputs(case, timer)
     found = []
     for name, (one, without) in ablations(case, gpu, rows).items():
-        with override_plan(one, without):
+        with override_plan(one, without or WIDE):
             _, times = check_and_time(case, inputs, timer)
         found.append(Ablation(case, name, one, times))
     return found

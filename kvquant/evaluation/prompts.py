@@ -7,7 +7,7 @@ contexts of a task fit one batch, and the distance of a fact to the end of its c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -16,7 +16,6 @@ from kvquant.errors import ConfigError
 
 from .retrieval import TASKS, Question, Sheet
 
-Encode = Callable[[str], list[int]]
 BREAK = "\n"
 LEAST = 3  # a sheet has at least so many lines
 TRIAL = 16  # lines of a sheet that is tokenized to estimate how many lines fit

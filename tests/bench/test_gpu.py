@@ -34,6 +34,7 @@ from kvquant.bench.cases import (
     make_inputs,
     parse_formats,
     parse_latents,
+    rehearse_case,
 )
 from kvquant.bench.cases import VARIANTS as VARIANT_NAMES
 from kvquant.bench.gpu import Peer, Times, best_sdpa, measure
@@ -49,7 +50,7 @@ from kvquant.cli import bench as command
 from kvquant.cli import main as cli
 from kvquant.errors import KVQuantError
 from kvquant.kernels.cuda.decode.plan import Plan
-from kvquant.kernels.cuda.decode.spec import TECHNIQUES, DecodeSpec
+from kvquant.kernels.cuda.decode.spec import TECHNIQUES, WIDE, DecodeSpec
 from kvquant.kernels.cuda.decode.tuned import load_table
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.launch import GPU
@@ -352,7 +353,7 @@ def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) ->
     choice = tune_module.tune(small(), FakeTimer(times), H200)
     # the formula's and the fastest are measured again
     assert len(override_plan) - 2 == len(set(override_plan)) == choice.measured > 4
-    assert override_plan[-2:] == [(choice.formula[0], ""), (choice.fastest[0], "")]
+    assert override_plan[-2:] == [(choice.formula[0], WIDE), (choice.fastest[0], WIDE)]
     assert choice.formula[0] == override_plan[0][0]
     plan, measured = choice.fastest
     assert (plan.warps, plan.stages, measured) == (8, 3, Times(10.0, 8.0))
@@ -382,6 +383,21 @@ def test_all_kernels_of_plans_are_known_before_one_is_measured() -> None:
     assert {one.without for one in without if isinstance(one, DecodeSpec)} == {
         technique for _, technique in left_out
     }
+
+
+@pytest.mark.extra("cuda")
+def test_plans_for_wide_groups_are_of_the_kernel_for_any_gpu() -> None:
+    case = small(batch=64, num_q_heads=64, num_kv_heads=1, seq_len=8192)
+    assert kinds_of_kernels(partial(rehearse_case, case)) == {True}
+    plans = [(one, "") for one in tune_module.plans_to_measure(case, H200, 2)]
+    for found in (plans, tune_module.ablations(case, H200).values()):
+        call = partial(tune_module.rehearse_plans, case, found)
+        assert kinds_of_kernels(call) == {False}
+
+
+def kinds_of_kernels(call: Callable[[], None]) -> set[bool]:
+    """Whether the kernels are those for wide groups."""
+    return {one.is_wide for one in kernels_of([call], H200) if isinstance(one, DecodeSpec)}
 
 
 def test_the_fastest_by_chance_is_not_taken(override_plan: list[tuple[Plan, str]]) -> None:
@@ -422,10 +438,10 @@ def test_ablation_leaves_out_one_thing_at_a_time(
         (one.plan, without) for one, (_, without) in zip(found, override_plan, strict=True)
     ] == override_plan
     whole, best = found[0], found[0].plan
-    techniques = [without for _, without in override_plan if without]
+    techniques = [without for _, without in override_plan if without != WIDE]
     own = {"padded shared memory"} if name in ("int4-g4", "int4") else set()
     assert set(techniques) == set(TECHNIQUES) - own
-    plans = [plan for plan, without in override_plan[1:] if not without]
+    plans = [plan for plan, without in override_plan[1:] if without == WIDE]
     assert best not in plans and len(plans) == len(set(plans))
     assert {plan.stages for plan in plans} - {best.stages}
     assert {plan.splits[0] for plan in plans} >= {1, 2 * best.splits[0]} - set(best.splits)

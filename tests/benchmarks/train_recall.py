@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import queue
 import random
 import threading
@@ -61,16 +62,6 @@ SHORTEST, LONGEST = 2, 7  # lines of chains: one step, and as many as evaluate h
 OUTLIERS, LARGE, SMALL = 4, (15.0, 60.0), 0.7  # key biases of a head: how many, how large; others
 TRIES = 100  # drawn tasks that have no room in a sheet
 CHUNK = 8192  # tokens whose logits are computed together
-
-
-class QuickWriter(Writer):
-    """Calls the tokenizer's Rust directly: ten times as fast."""
-
-    def _plain(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.backend_tokenizer.encode(
-            text, add_special_tokens=False
-        ).ids
-        return ids
 
 
 class Sheets(torch.utils.data.IterableDataset[Any]):
@@ -113,7 +104,7 @@ class Sheets(torch.utils.data.IterableDataset[Any]):
         filler = tokenizer.backend_tokenizer.encode(self.filler, add_special_tokens=False).ids
         ending = tokenizer("\n", add_special_tokens=False)["input_ids"]
         rng = random.Random(f"{self.seed} {which}")
-        writers: dict[int, QuickWriter] = {}
+        writers: dict[int, Writer] = {}
         start = time.monotonic()
         for number in itertools.count():
             # short sheets first: what looks a key up is learned there
@@ -123,7 +114,7 @@ class Sheets(torch.utils.data.IterableDataset[Any]):
             if length not in writers:
                 count = length // (3 * ROOM)
                 size = length - count * ROOM
-                writers[length] = QuickWriter(
+                writers[length] = Writer(
                     tokenizer, size, filler, window=0, sinks=0, num_questions=count
                 )
             most = round(self.lines + (LONGEST - self.lines) * _share(seconds, self.grow))
@@ -411,6 +402,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    # each of many workers would tokenize its sheets on all cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.manual_seed(given.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     warm = given.seconds / 2

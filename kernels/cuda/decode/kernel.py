@@ -120,14 +120,18 @@ def make_decode_kernel(spec):
     attend_second = make_attend(spec, spec.second, keep, recall) if spec.second else attend_nothing
 
     @device_function
+    def batch_of(common):
+        """Sequences, or pieces that were made: loaded again after a part, see above."""
+        return held_of(common) if RAGGED else common[BATCH]
+
+    @device_function
     def decode(common, one, two, three):
         partial, counters = common[3:5]
-        batch, columns, parts, places, workers, most_parts = common[10:16]
+        columns, parts, places, workers, most_parts = common[11:16]
         shared = shared_address(cuda.shared.array(0, uint32))
         if OVERLAPPED:
             begin_next_launch()
-        if RAGGED:  # the grid has room for more pieces than pieces.py has made
-            batch = held_of(common)
+        batch = batch_of(common)  # of pieces: the grid has room for more than pieces.py has made
         # from a lane: ptxas has to see that a warp does not diverge
         warp = word_from_lane(uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(0))
         kept = uint32(shared + warp * uint32(KEPT))
@@ -172,7 +176,7 @@ def make_decode_kernel(spec):
             unit_end = uint32(1)
             if share != uint32(0):
                 is_first = place == start
-                before = uint32(uint32(rank_of(b, batch) * columns) + column)
+                before = uint32(uint32(rank_of(b, batch_of(common)) * columns) + column)
                 which, begin, end, counts, adds, place, unit_end = balanced_part(
                     common, segments, b, before, start, place, stop, share
                 )
@@ -230,7 +234,7 @@ def make_decode_kernel(spec):
                     column = uint32(column + uint32(1))
                     if column == columns:
                         column = uint32(0)
-                        b = following(b, batch)
+                        b = following(b, batch_of(common))
                 cuda.syncthreads()  # the next part takes the same shared memory
 
     def decode_one(common, one):

@@ -303,7 +303,9 @@ def override_plan(plan: Plan | None, without: str = "") -> Iterator[None]:
     """Let all calls, of all threads, follow a plan or leave a technique out: to measure it.
 
     Args:
-        plan: its splits are of the segments in Work.order; None for the usual one.
+        plan: its splits are of the segments in Work.order; None for the usual one. It must fit the
+            kernel of the calls: that for wide groups has warps and stages of its own (leave it out
+            by spec.WIDE), and ragged queries have several kernels.
         without: one of spec.TECHNIQUES, spec.WIDE, or "".
 
     Graphs that are captured meanwhile are not to be replayed afterwards: their counters are given
@@ -504,7 +506,7 @@ def _prepare(call: AttentionCall) -> Prepared:
     batch = len(segments[0].seq_lens)
     if q.dtype in CODECS and not (q.numel() and batch and any(one.capacity for one in segments)):
         return Nothing((*q.shape[:-1], segments[0].v_format.head_dim))
-    if call.q_indptr is None:
+    if call.q_indptr is None or q.dtype not in CODECS:  # which describe refuses
         return _prepare_launch(call)
     kinds, launches = _kinds_of(call), list[Launch]()
     for kind in kinds:

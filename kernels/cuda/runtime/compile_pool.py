@@ -127,8 +127,10 @@ class _Compilers:
     def close(self) -> None:
         """End all, in the middle of a kernel, too; none is started any more."""
         with self._lock:
-            self._ends.close()
-            self.closed.set()
+            try:
+                self._ends.close()
+            finally:  # interrupted, too: else threads would wait for ever
+                self.closed.set()
 
     def compile(self, spec: Spec, arch: str) -> Spec:
         """Put a kernel on the disk, unless another process does so meanwhile; errors as of

@@ -115,6 +115,7 @@ SOME = (
     ("int4-g4 64:1 wide", "sm_90"),
     ("int8 71:1 wide paged queries", "sm_90"),
     ("fp8/int2 64:1 wide pages=1 pieces", "sm_90"),
+    ("int4-g4 71:1 wide pieces", "sm_90"),
 )
 FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [

@@ -244,6 +244,8 @@ def test_v_may_be_of_another_head_dim_and_q_fp16(cuda: FakeDriver) -> None:
 def test_float32_queries_are_refused(cuda: FakeDriver) -> None:
     with pytest.raises(ConfigError, match="on CUDA use bfloat16 or float16"):
         launch_attention(make_query().float(), [make_segment()], 1.0, None)
+    with pytest.raises(ConfigError, match="on CUDA use bfloat16 or float16"):  # no rows at all
+        launch_attention(make_query(0).float(), [make_segment()], q_indptr=counts(0, 0, 0))
 
 
 def test_rows_that_are_not_aligned_are_refused(cuda: FakeDriver) -> None:

@@ -9,6 +9,7 @@ import torch
 from attend import launch_attention
 from cuda_cases import LIMITS, int32, linear, paged, queries, query, ring, seated
 from query_cases import reference_of_queries
+from ragged_cases import each_alone, indptr
 from relative_l2 import relative_l2
 
 from kvquant.kernels.cuda.decode import launch
@@ -78,3 +79,16 @@ def test_lengths_that_differ_and_queries(num_splits: int | None) -> None:
     segment = linear("int4-g4", LENS, 2)
     compare(queries(segment, 4, 32), segment, (4, 3, 1, 0), num_splits)
     compare(queries(segment, 8, 32), segment, (8, 3, 2, 1), num_splits)
+
+
+@pytest.mark.parametrize("ratio", [8, 16, 71])
+def test_ragged_queries(ratio: int) -> None:
+    """Where one query has few columns it takes the kernel for long chunks only."""
+    segment, counts = linear("int4-g4", LENS, 2), (40, 1, 0, 3)
+    q = torch.randn(sum(counts), 2 * ratio, 128, device="cuda").bfloat16()
+    expected, _ = each_alone(q.double().float(), [segment], counts)
+    at = indptr(counts, "cuda")
+    for num_splits in (None, 3):
+        out, _ = launch_attention(q, [segment], None, num_splits, False, q_indptr=at)
+        assert relative_l2(out, expected) <= LIMITS[q.dtype]
+        assert not out[-3:].any()
