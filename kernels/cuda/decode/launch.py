@@ -20,6 +20,7 @@ from typing import TypeAlias
 import torch
 
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
+from kvquant.rehearsal import is_rehearsed
 from kvquant.rows.arguments import address, check_scale
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import FixedSegments, Segment
@@ -261,7 +262,8 @@ def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -
         wide = widened(spec, count)
         if wide is not None:
             units = batch * num_kv_heads * -(-count // wide.block_columns)
-            spec = wide if pays(wide, gpu, units, count, ordered) else spec
+            if is_rehearsed(q) or pays(wide, gpu, units, count, ordered):
+                spec = wide
     columns = num_kv_heads * -(-count // spec.block_columns)
     if ragged and batch > MOST_BLOCKS:
         raise UnsupportedError(
@@ -522,14 +524,16 @@ def _prepare_launch(call: AttentionCall, kind: Kind | None = None) -> Launch:
     num_splits, device = call.num_splits, call.q.get_device()
     chosen, without = _override
     work = describe(call, without, kind)
-    choose = functools.partial(
-        plan,
-        gpu=work.gpu,
-        units=work.units,
-        capacities=work.capacities,
-        num_splits=num_splits,
-        rows=_measured_plans(),
-    )
+
+    def choose(spec: DecodeSpec, asked: Work = work, registers: int | None = None) -> Plan:
+        rows = _measured_plans()
+        return plan(spec, asked.gpu, asked.units, asked.capacities, num_splits, rows, registers)
+
+    if work.spec.is_wide and is_rehearsed(call.q):
+        # other batches gain nothing by the kernel for wide groups (plan.pays): note both kernels
+        exact = describe(call, WIDE, kind)
+        with suppress(Rehearsed):
+            _load(exact, choose(exact.spec, exact), device)
     kernel, fitted = _load(work, chosen or choose(work.spec), device)
     while chosen is None and not fitted.blocks:  # it takes more registers than was thought
         smaller = choose(fitted.spec, registers=kernel.registers)

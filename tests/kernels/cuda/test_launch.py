@@ -33,8 +33,10 @@ from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, WIDE, columns_of
 from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.kernels.cuda.runtime.tensors import facts_of
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
+from kvquant.rehearsal import rehearse
 from kvquant.rows.bound import MOST_KINDS
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import FixedSegments, Segment, check_segments
@@ -704,3 +706,16 @@ def test_ragged_queries_are_cut_once_and_have_a_launch_for_each_kind(
             starts.add(common["q_lens"])
             ends.add(common["q_lens"] + 16 * (common["batch"] + 1))
         assert len(starts) == len(attending) and len(starts & ends) == len(attending) - 1
+
+
+def test_a_rehearsal_notes_both_kernels_of_wide_groups() -> None:
+    """Which of them a step takes depends on its batch."""
+    fmt = RowFormat.parse("int4-g4", 128)
+    rows = torch.empty(2, 1, 2048, fmt.row_bytes, dtype=torch.uint8, device="meta")
+    lens = torch.empty(2, dtype=torch.int32, device="meta")
+    q = torch.empty(2, 32, 128, dtype=torch.bfloat16, device="meta")
+    for want_lse, wide in ((False, [False, True]), (True, [False])):
+        call = AttentionCall(q, [Segment(rows, rows, lens, fmt, fmt)], None, None, want_lse)
+        with rehearse(GPUS["sm_90"]) as noted:
+            launch.attend(call)
+        assert [one.is_wide for one in noted.kernels] == wide
