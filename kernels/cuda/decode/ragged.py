@@ -37,7 +37,7 @@ MOST_COLUMNS = 64
 EVERY = (1 << 31) - 1  # queries: no sequence has more
 WORDS = 4  # of a piece: its sequence, its first row of q, its queries, those behind them
 PIECE_BYTES = 4 * WORDS
-MOST_KINDS = 3  # small ones, those of the mean, large ones
+KINDS = "one", "two", "three"  # at most: small pieces, those of the mean, large ones
 KIND: Table = (
     ("least", "i"),  # queries of a sequence
     ("most", "i"),
@@ -52,9 +52,7 @@ CUT: Table = (
     ("pieces", "P"),
     ("batch", "i"),
     ("total", "i"),  # rows of q
-    ("one", KIND),
-    ("two", KIND),
-    ("three", KIND),
+    *((name, KIND) for name in KINDS),
 )
 
 
@@ -151,7 +149,7 @@ def _prepare(
     index: int, total: int, batch: int, kinds: Sequence[Kind], rows: Sequence[int]
 ) -> Launch:
     constants = {"batch": batch, "total": total}
-    for i, (name, _) in enumerate(CUT[-MOST_KINDS:]):
+    for i, name in enumerate(KINDS):
         chosen = min(i, len(kinds) - 1)  # a missing kind has no block: any values will do
         values = {**kinds[chosen]._asdict(), "row": rows[chosen]}
         constants |= {f"{name}.{field}": value for field, value in values.items()}
