@@ -60,23 +60,6 @@ OBSERVED, SCORED = 32768, 16  # tokens of sheets for plans, and decoded to see w
 Caches = Sequence[str | Planned | PeerCache]  # without a window
 
 
-class QuickTokenizer:
-    """A tokenizer of transformers; its Rust is called directly, ten times as fast."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: Any, add_special_tokens: bool = True) -> dict[str, Any]:
-        rust = self._tokenizer.backend_tokenizer
-        if isinstance(text, str):
-            return {"input_ids": rust.encode(text, add_special_tokens=add_special_tokens).ids}
-        found = rust.encode_batch(text, add_special_tokens=add_special_tokens)
-        return {"input_ids": [one.ids for one in found]}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
 @dataclass(frozen=True)
 class Amount:
     """How much is measured.
@@ -341,7 +324,6 @@ def prepare(
     start, name = time.monotonic(), folder.name
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = CachedModel.from_pretrained(folder, device=device, dtype=dtype)
-    model.tokenizer = QuickTokenizer(model.tokenizer)
     most = model.max_positions or max(lengths) + MARGIN
     lengths = tuple(one for one in lengths if one + MARGIN <= most)
     if not lengths:

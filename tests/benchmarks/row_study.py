@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 import torch
-from bench_recall import QuickTokenizer, sheets
+from bench_recall import sheets
 
 from kvquant.calibration.bases import candidates
 from kvquant.calibration.basis_search import (
@@ -185,7 +185,6 @@ def prepare(folder: Path, text: Path | None, held: Path | None, amounts: Amounts
     model = CachedModel.from_pretrained(folder, dtype=torch.float32)
     size = amounts.context + amounts.scored
     if text is None or held is None:
-        model.tokenizer = QuickTokenizer(model.tokenizer)
         both = sheets(model, size - 128, amounts.observed + amounts.passages * size)
         tokens, scored = both[: amounts.observed], both[amounts.observed :]
     else:
