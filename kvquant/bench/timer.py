@@ -84,12 +84,12 @@ class GraphTimer:
 
     def alone(self, call: Call, limit: float = math.inf) -> float:
         """See Timer."""
-        return self._median(_capture([call]), limit)
+        return self._median(capture([call]), limit)
 
     def in_a_row(self, calls: Sequence[Call]) -> float:
         """See Timer."""
         many = [calls[i % len(calls)] for i in range(max(MIN_CALLS, len(calls)))]
-        return self._median(_capture(many)) / len(many)
+        return self._median(capture(many)) / len(many)
 
     def eager(self, calls: Sequence[Call]) -> float:
         """See Timer."""
@@ -101,7 +101,7 @@ class GraphTimer:
         """Microseconds of an empty graph's replay."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            return self._median(_capture([]))
+            return self._median(capture([]))
 
     def read_bandwidth(self) -> float:
         """GB/s at which torch sums 4 GiB of float32, or what fits of it."""
@@ -116,13 +116,14 @@ class GraphTimer:
                 size //= 2
 
     def _median(self, graph: torch.cuda.CUDAGraph, limit: float = math.inf) -> float:
-        first = statistics.median(self._replay(graph, 3))
+        first = statistics.median(self.replay(graph, 3))
         if first > limit:
             return first
         count = min(max(int(self.microseconds / max(first, 1.0)), 10), MAX_REPLAYS)
-        return statistics.median(self._replay(graph, count))
+        return statistics.median(self.replay(graph, count))
 
-    def _replay(self, graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+    def replay(self, graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+        """Microseconds of so many replays, the L2 cache overwritten before each."""
         spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for start, end in spans:
             self.scratch.zero_()
@@ -141,7 +142,8 @@ class GraphTimer:
         return 1e6 * (time.perf_counter() - start) / count
 
 
-def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """A graph of calls, each of which runs once before."""
     for call in {id(call): call for call in calls}.values():
         call()  # compiles; that cannot be captured
     torch.cuda.synchronize()  # a capture runs on a stream of its own

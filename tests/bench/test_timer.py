@@ -27,6 +27,6 @@ def test_every_call_runs_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) 
         return lambda: events.append(name)
 
     first, second = make_call("first"), make_call("second")
-    timer_module._capture([first, second, first])
+    timer_module.capture([first, second, first])
     before = ["first", "second", "synchronize", "capture"]
     assert events == [*before, "first", "second", "first"]

@@ -31,7 +31,7 @@ from measuring import relative_error
 from kvquant import RowFormat, __version__, dequantize_rows, quantize_rows
 from kvquant.bench.cases import Case, Inputs, make_inputs
 from kvquant.bench.report import render_machine
-from kvquant.bench.timer import GraphTimer, describe_machine
+from kvquant.bench.timer import GraphTimer, capture, describe_machine
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.plan import Plan, fit, plan, price, with_workers
 from kvquant.kernels.cuda.decode.spec import TILE, DecodeSpec
@@ -242,13 +242,13 @@ def rounds(
 ) -> dict[Key, list[float]]:
     """Times of all graphs by turns, each round in another order."""
     for graph in graphs.values():
-        replay(graph, timer, 1)
+        timer.replay(graph, 1)
     times: dict[Key, list[float]] = {key: [] for key in graphs}
     keys, count = list(graphs), 0
     while count < LEAST_ROUNDS or time.time() < end:
         watch()
         for key in keys[count % len(keys) :] + keys[: count % len(keys)]:
-            times[key] += replay(graphs[key], timer, REPLAYS)
+            times[key] += timer.replay(graphs[key], REPLAYS)
         count += 1
     return times
 
@@ -257,7 +257,7 @@ def make_empty(gpu: GPU) -> Callable[[Planned], Callable[[], None]]:
     """Make the function that gives a launch of an empty kernel, in the blocks of a variant."""
     from numba.cuda import types
 
-    def nothing(number):  # type: ignore[no-untyped-def]
+    def nothing(number: Any) -> None:
         return
 
     cubin = compile_kernel(nothing, (types.uint32,), gpu.arch)
@@ -269,29 +269,6 @@ def make_empty(gpu: GPU) -> Callable[[Planned], Callable[[], None]]:
         return lambda: launcher(current_stream(0), [0])
 
     return launch_like
-
-
-def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """A graph of calls that have run before."""
-    calls[0]()
-    torch.cuda.synchronize()  # a capture runs on a stream of its own
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
-
-
-def replay(graph: torch.cuda.CUDAGraph, timer: GraphTimer, count: int) -> list[float]:
-    """Microseconds of replays, the L2 cache overwritten before each."""
-    spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    for start, end in spans:
-        timer.scratch.zero_()
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return [1e3 * start.elapsed_time(end) for start, end in spans]
 
 
 def render(group: str, found: dict[str, Facts]) -> str:
