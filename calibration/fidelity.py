@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,17 +38,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a cache keeps its tokens; of latent rows k_format is the latents', v_format that of RoPE
-    parts."""
+    """How a cache keeps its tokens; of latent rows (is_latent) k_format is the latents', v_format
+    that of RoPE parts."""
 
     k_format: str
     v_format: str
     sink_len: int = 0
     recent_len: int = 0
+    is_latent: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
-        same = self.k_format == self.v_format
-        name = self.k_format if same else f"K {self.k_format}, V {self.v_format}"
+        name = f"K {self.k_format}, V {self.v_format}"
+        if self.is_latent:
+            name = f"{self.k_format}+{self.v_format}"
+        if self.k_format == self.v_format:
+            name = self.k_format
         return with_window(name, self.sink_len, self.recent_len)
 
 

@@ -66,4 +66,4 @@ def parse_cache(text: str, *, latent: bool = False) -> Scheme | Planned:
     if len(formats) > 2:
         raise ConfigError(f"cache {text!r:.80} has {len(formats)} formats: write {GRAMMAR}")
     second = formats[-1] if len(formats) == 2 or not latent else "bf16"
-    return Scheme(formats[0], second, sinks, recent)
+    return Scheme(formats[0], second, sinks, recent, latent)

@@ -27,8 +27,9 @@ def test_caches_of_heads(text: str, wanted: Scheme) -> None:
 
 
 def test_caches_of_latents() -> None:
-    assert parse_cache("int4-g8+int8-g4", latent=True) == Scheme("int4-g8", "int8-g4", 4, 128)
-    assert parse_cache("int4-g8,sinks=1", latent=True) == Scheme("int4-g8", "bf16", 1, 128)
+    assert parse_cache("int4-g8+int8-g4", latent=True) == Scheme("int4-g8", "int8-g4", 4, 128, True)
+    assert str(parse_cache("int4-g8+int8-g4", latent=True)).startswith("int4-g8+int8-g4 + 4 sinks")
+    assert parse_cache("int4-g8,sinks=1", latent=True) == Scheme("int4-g8", "bf16", 1, 128, True)
 
 
 def test_a_plan_is_a_file(tmp_path: Path) -> None:
