@@ -397,6 +397,13 @@ class Launch:
         """Memory for out and lse."""
         return empty_strided(*self._out), empty_strided(*self._lse) if want_lse else None
 
+    def placed(self, q: torch.Tensor, address: int) -> tuple[torch.Tensor, int]:
+        """q as the kernel reads it, perhaps a copy, and its address."""
+        if self._copies_query:
+            q = q.detach().clone(memory_format=torch.contiguous_format)
+            address = q.data_ptr()
+        return q, address
+
     def __call__(
         self,
         call: AttentionCall,
@@ -423,9 +430,8 @@ class Launch:
         if self._workspaces is not None:
             workspace = self._workspaces.take(stream, self._units, self._partial)
             counters, partial = workspace.counters_address, workspace.partial_address
-        if self._copies_query:
-            q = q.detach().clone(memory_format=torch.contiguous_format)
-            address = q.data_ptr()
+        if not pieces:  # else Launches has done it, once for all kinds
+            q, address = self.placed(q, address)
         values: list[float | bytes] = [
             address,
             out.data_ptr(),
@@ -480,6 +486,7 @@ class Launches:
         assert call.q_indptr is not None
         pieces = self._cut(call.q_indptr)
         first, state = pieces.data_ptr(), self._launches[0].new_state(call.return_lse)
+        _copy, address = self._launches[0].placed(call.q, address)  # lives until all are enqueued
         for start, launch in zip(self._cut.starts, self._launches, strict=True):
             launch(call, address, addresses, first + start, state)
         return state
