@@ -183,6 +183,5 @@ def test_each_kind_is_trained_and_measured(
         subject = bench_recall.prepare(folder, (256,), bench_recall.FORMATS, (), True, "cpu")
         runs = bench_recall.measure(subject, amount, None)
         named = [one["cache"] for one in runs[1]["caches"][1:]]
-        assert named == [
-            f"K {one}, V bf16" for one in bench_recall.LATENT_FORMATS
-        ]  # no other project's: they have K and V
+        # no other project's: they have K and V
+        assert named == [f"{one}+bf16" for one in bench_recall.LATENT_FORMATS]

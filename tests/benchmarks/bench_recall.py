@@ -52,7 +52,9 @@ from kvquant.version import __version__
 
 FORMATS = ("fp8", "int8", "int8/int4-g4", "int4-g8", "int4-g4", "int4")
 PLANS = ("int4-g4", "int4")
-LATENT_FORMATS = ("int8", "int8-g4", "int4-g8", "int4-g4", "int4")  # RoPE parts in 16 bit
+# of latents, RoPE parts in 16 bit: those that have a CUDA kernel for 256 latents
+LATENT_FORMATS = ("fp8-g4", "int8-g4", "int4-g8", "int4-g4")
+LATENT_PLANS = ("int4-g8", "int4-g4")
 WINDOWS = ("4/128", "0/0", "64/256")
 ASKED = ("keys", "values", "overwritten", "variables", "phonebook", "copy")
 GENERATING = ("int8", "int4-g4", "plan int4", "TurboQuant, 4 bits", "KIVI-4, groups of 128")
@@ -331,6 +333,7 @@ def prepare(
     if model.has_latents:
         with_peers = False  # they have K and V of heads
         formats = LATENT_FORMATS if formats == FORMATS else formats
+        plans = LATENT_PLANS if plans == PLANS else plans
     tokens: list[int] = []
     if plans or with_peers:
         tokens = model.encode(text)[: OBSERVED // 2] if text else []
