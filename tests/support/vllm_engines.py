@@ -49,9 +49,24 @@ SIZES: dict[str, Any] = {
 }
 
 
-def random_model(folder: Path, config: Any, *, without_experts: bool = False) -> str:
-    """A small model with random weights, such as of SIZES, whose prompts are token ids; without
-    experts those give zeros."""
+def random_model(
+    folder: Path,
+    config: Any,
+    *,
+    without_experts: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    """Save a small model with random weights, whose prompts are token ids.
+
+    Args:
+        folder: where the model is saved.
+        config: such as of SIZES.
+        without_experts: experts give zeros.
+        dtype: of the saved weights, which the saved config names.
+
+    Returns:
+        The folder.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for name, weight in model.named_parameters():
@@ -59,7 +74,7 @@ def random_model(folder: Path, config: Any, *, without_experts: bool = False) ->
             torch.nn.init.normal_(weight)
         if without_experts and "experts.down_proj" in name:
             torch.nn.init.zeros_(weight)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return str(folder)
 
 
