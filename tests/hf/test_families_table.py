@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
-from families import CHANGES, LATENT, lines  # noqa: E402
+from families import CHANGES, LATENT, lines, others  # noqa: E402
 from hf_cases import (  # noqa: E402
     FP16,
     FP16_LATENTS,
@@ -43,6 +44,15 @@ def logits_of(model: Any, cache: Any, text: torch.Tensor, mask: torch.Tensor) ->
     return torch.stack(found)
 
 
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two texts and their mask, the first padded on the left."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(5, 97, (2, PROMPT + STEPS), generator=generator)
+    mask = torch.ones_like(text)
+    text[0, :PADDING] = mask[0, :PADDING] = 0
+    return text, mask
+
+
 def packed(cache: QuantizedCache) -> str:
     """What the table says of a cache: how many layers are packed, and what the others are."""
     own = sum(isinstance(layer, QuantizedLayer) for layer in cache.layers)
@@ -59,10 +69,7 @@ def test_the_table_says_what_a_model_shows(kind: str) -> None:
     told, *divergence = lines()[kind]
     model = random_module(kind, CHANGES.get(kind, {}))
     model.generation_config.eos_token_id = None
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(5, 97, (2, PROMPT + STEPS), generator=generator)
-    mask = torch.ones_like(text)
-    text[0, :PADDING] = mask[0, :PADDING] = 0
+    text, mask = prompts()
     prompt = {"inputs": text[:, :PROMPT], "attention_mask": mask[:, :PROMPT]}
     options = {"max_new_tokens": STEPS, "do_sample": False} | WITH_LOGITS
     model.generation_config.use_cache = True  # MPT has it off
@@ -90,3 +97,25 @@ def test_the_table_says_what_a_model_shows(kind: str) -> None:
     kl = float(distance.sum(-1).mean())
     # another processor gives a few keys and values another code
     assert kl <= 1.05 * float(divergence[0]) <= 4.2 * kl, f"KL {kl:.2e}"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("kind", mark_slow(others(), ["gpt2", "qwen3_5", "glm4_moe_lite"]))
+def test_models_that_the_page_names_agree(kind: str) -> None:
+    kept = others()[kind]
+    if Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("the page names what transformers 5.24 has")
+    model = random_module(kind, CHANGES.get(kind, {}))
+    text, mask = prompts()
+    wanted = logits_of(model, transformers.DynamicCache(config=model.config), text, mask)
+    rows = FP16_LATENTS if kept == "Latent rows" else FP16
+    if kept == "`dequantize=True` is needed":
+        rows = rows | {"dequantize": True}
+    else:
+        model.set_attn_implementation("kvquant")
+    cache = QuantizedCache(model, **rows)
+    own = sum(isinstance(layer, QuantizedLayer) for layer in cache.layers)
+    assert 0 < own
+    assert (own < len(cache.layers)) == kept.startswith("Some layers")
+    exact = logits_of(model, cache, text, mask)
+    assert float((exact - wanted).abs().max() / wanted.std()) < TOLERANCE

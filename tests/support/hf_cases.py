@@ -103,6 +103,13 @@ SIZES: dict[str, Any] = {
     "moe_topk": 1,
     "top_k_experts": 1,
     "sliding_window": 12,
+    # of what reads pictures
+    "depth": 1,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": 128,
+    "vision_output_dim": 128,
 }
 
 
@@ -137,11 +144,8 @@ def random_module(kind: str, changes: dict[str, Any]) -> Any:
     """A random model of any family, as small as its config allows; skipped where there is none."""
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    usual = CONFIG_MAPPING[kind]()
-    known = set(vars(usual)) | set(usual.attribute_map)  # no properties
-    sizes = {name: value for name, value in SIZES.items() if name in known}
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **(sizes | changes))
+    config = transformers.AutoConfig.for_model(kind, **_sizes_of(CONFIG_MAPPING[kind](), changes))
     with torch.device("meta"):
         large = transformers.AutoModelForCausalLM.from_config(config).num_parameters() > 1e8
     if large:  # its sizes have other names
@@ -152,6 +156,15 @@ def random_module(kind: str, changes: dict[str, Any]) -> Any:
             if weight.ndim > 1:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
     return _with_caps(model)
+
+
+def _sizes_of(usual: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """The small sizes that a config knows, those of its parts in dicts of their own."""
+    known = set(vars(usual)) | set(usual.attribute_map)  # no properties
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    parts = {name: one for name, one in vars(usual).items() if hasattr(one, "attribute_map")}
+    of_parts = {name: _sizes_of(one, changes.get(name, {})) for name, one in parts.items()}
+    return sizes | changes | of_parts
 
 
 def _with_caps(model: Any) -> Any:
