@@ -245,7 +245,8 @@ def calibrate(
 
     Raises:
         ConfigError: a text is too short for the sizes or is none, or an option is not possible.
-        UnsupportedModelError: the model keeps latent rows, and cannot decode from them.
+        UnsupportedModelError: the model keeps latent rows, and cannot decode from them, or its
+            layers have rows of several sizes.
     """
     for name, given, kind in (("sizes", sizes, Sizes), ("goal", goal, Goal)):
         if given is not None:
@@ -624,6 +625,14 @@ def _check_goal(
         raise ConfigError(f"format {goal.format} is of latent rows, and this model has K and V")
     if layers is None:
         return
+    sizes = dict.fromkeys(zip(layers.k_dims, layers.v_dims, strict=True))
+    if len(sizes) > 1:
+        told = " and ".join(f"{k} elements of K and {v} of V" for k, v in sizes)
+        raise UnsupportedModelError(
+            f"rows of this model have {told}, by layer: a plan has one size of rows, and no cache "
+            "takes a plan that leaves layers out. Use a cache without a plan, of int8-g4 for example; "
+            "kvquant evaluate measures what it costs"
+        )
     if is_latent:
         model.new_cache(1, 1)  # what cannot decode is told now
     elif layers.others:

@@ -14,7 +14,16 @@ import torch
 from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
-from families import CHANGES, LATENT, lines, others  # noqa: E402
+from families import (  # noqa: E402
+    ALL_LAYERS,
+    CHANGES,
+    COPIES,
+    LATENT,
+    LATENT_ROWS,
+    SOME_LAYERS,
+    lines,
+    others,
+)
 from hf_cases import (  # noqa: E402
     FP16,
     FP16_LATENTS,
@@ -26,7 +35,10 @@ from hf_cases import (  # noqa: E402
 )
 from slow_cases import mark_slow  # noqa: E402
 
+from kvquant.calibration.calibrate import Sizes, calibrate  # noqa: E402
+from kvquant.errors import UnsupportedModelError  # noqa: E402
 from kvquant.hf.cache import QuantizedCache, QuantizedLayer  # noqa: E402
+from kvquant.hf.model import CachedModel  # noqa: E402
 
 PROMPT, STEPS, PADDING = 20, 6, 5
 TOLERANCE = 0.02  # of the logits' deviation; a token more or less moves them by 0.2 and more
@@ -51,6 +63,13 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     mask = torch.ones_like(text)
     text[0, :PADDING] = mask[0, :PADDING] = 0
     return text, mask
+
+
+def named(kind: str) -> Any:
+    """A small random model of a type that the page names."""
+    if Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("the page names what transformers 5.24 has")
+    return random_module(kind, CHANGES.get(kind, {}))
 
 
 def packed(cache: QuantizedCache) -> str:
@@ -102,20 +121,42 @@ def test_the_table_says_what_a_model_shows(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("kind", mark_slow(others(), ["gpt2", "qwen3_5", "glm4_moe_lite"]))
 def test_models_that_the_page_names_agree(kind: str) -> None:
-    kept = others()[kind]
-    if Version(transformers.__version__) < Version("5.24"):
-        pytest.skip("the page names what transformers 5.24 has")
-    model = random_module(kind, CHANGES.get(kind, {}))
+    kept, model = others()[kind], named(kind)
     text, mask = prompts()
     wanted = logits_of(model, transformers.DynamicCache(config=model.config), text, mask)
-    rows = FP16_LATENTS if kept == "Latent rows" else FP16
-    if kept == "`dequantize=True` is needed":
+    rows = FP16_LATENTS if kept == LATENT_ROWS else FP16
+    if kept == COPIES:
         rows = rows | {"dequantize": True}
     else:
         model.set_attn_implementation("kvquant")
     cache = QuantizedCache(model, **rows)
     own = sum(isinstance(layer, QuantizedLayer) for layer in cache.layers)
     assert 0 < own
-    assert (own < len(cache.layers)) == kept.startswith("Some layers")
+    assert (own < len(cache.layers)) == (kept == SOME_LAYERS)
     exact = logits_of(model, cache, text, mask)
     assert float((exact - wanted).abs().max() / wanted.std()) < TOLERANCE
+
+
+WITHOUT_PLAN = ("gemma4", "gemma4_unified_text", "hrm_text")
+DECODED = [kind for kind, kept in others().items() if kept in (ALL_LAYERS, LATENT_ROWS)]
+
+
+@pytest.mark.parametrize("kind", mark_slow(DECODED, ["olmo3"]))
+def test_models_that_the_page_names_decode_and_calibrate(kind: str) -> None:
+    model, kept = CachedModel(named(kind)), others()[kind]
+    text = torch.randint(5, 97, (1600,), generator=torch.Generator().manual_seed(0))
+    few = text[None, : PROMPT + STEPS]
+    wanted = model.model(few).logits[0, PROMPT - 1 :]
+    rows = FP16_LATENTS if kept == LATENT_ROWS else FP16
+    cache = model.new_cache(batch=1, max_seq_len=32, **rows)
+    logits = [model.prefill(cache, few[:, :PROMPT])]
+    logits += [model.step(cache, few[:, i]) for i in range(PROMPT, PROMPT + STEPS)]
+    found = torch.cat(logits)
+    assert float((found - wanted).abs().max() / wanted.std()) < TOLERANCE
+    sizes = Sizes(observed=512, length=128, windows=2, context=64, scored=8)
+    if kind in WITHOUT_PLAN:
+        with pytest.raises(UnsupportedModelError):
+            model.new_cache(1, 32, plan=calibrate(model, text, sizes=sizes))
+        return
+    plan = calibrate(model, text, sizes=sizes)
+    assert torch.isfinite(model.prefill(model.new_cache(1, 32, plan=plan), few)).all()

@@ -11,6 +11,10 @@ from hf_cases import GEMMA3N, LATENT_SIZES, SHARING
 import kvquant
 
 README = Path(kvquant.__file__).parent / "hf" / "README.md"
+# what the page says that model types keep which it names without a line
+ALL_LAYERS, LATENT_ROWS = "all layers are packed", "latent rows"
+SOME_LAYERS = "some layers are packed, the others keep states or chunks"
+COPIES = "`dequantize=True` is needed"
 MIXED = ["sliding_attention", "full_attention"] * 2
 LATENT = {"deepseek_v2", "deepseek_v3", "kimi_linear", "bailing_hybrid"}
 ALL_EXPERTS = LATENT_SIZES | {"num_experts_per_tok": 8, "topk_group": 2}
@@ -133,5 +137,5 @@ def lines() -> dict[str, list[str]]:
 def others() -> dict[str, str]:
     """The model types that the page names without a line, and what it says that they keep."""
     text = README.read_text().split("### More model types", 1)[1].split("\n#", 1)[0]
-    lists = re.findall(r"^- \*\*(.+?)\*\*: (`.+)$", text, re.MULTILINE)
+    lists = re.findall(r"^\| (.+?) \| (`\w.+) \|$", text, re.MULTILINE)
     return {kind: kept for kept, names in lists for kind in re.findall(r"`([\w-]+)`", names)}
