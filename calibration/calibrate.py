@@ -630,8 +630,8 @@ def _check_goal(
         told = " and ".join(f"{k} elements of K and {v} of V" for k, v in sizes)
         raise UnsupportedModelError(
             f"rows of this model have {told}, by layer: a plan has one size of rows, and no cache "
-            "takes a plan that leaves layers out. Use a cache without a plan, of int8-g4 for example; "
-            "kvquant evaluate measures what it costs"
+            "takes a plan that leaves layers out. Use a cache without a plan, of int8-g4 for "
+            "example; kvquant evaluate measures what it costs"
         )
     if is_latent:
         model.new_cache(1, 1)  # what cannot decode is told now
