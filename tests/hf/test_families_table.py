@@ -37,7 +37,10 @@ from slow_cases import mark_slow  # noqa: E402
 
 from kvquant.calibration.calibrate import Sizes, calibrate  # noqa: E402
 from kvquant.errors import UnsupportedModelError  # noqa: E402
+from kvquant.evaluation.evaluate import Sizes as Amounts  # noqa: E402
+from kvquant.evaluation.evaluate import Task, evaluate  # noqa: E402
 from kvquant.hf.cache import QuantizedCache, QuantizedLayer  # noqa: E402
+from kvquant.hf.hybrid import decoder_of  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
 PROMPT, STEPS, PADDING = 20, 6, 5
@@ -135,6 +138,23 @@ def test_models_that_the_page_names_agree(kind: str) -> None:
     assert (own < len(cache.layers)) == (kept == SOME_LAYERS)
     exact = logits_of(model, cache, text, mask)
     assert float((exact - wanted).abs().max() / wanted.std()) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", mark_slow(others(), ["qwen3_5"]))
+def test_models_that_the_page_names_are_evaluated(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_of(named(kind))
+    monkeypatch.setattr(decoder, "encode", lambda text: [5 + ord(one) % 90 for one in text])
+    found = evaluate(
+        decoder,
+        ["int8-g4,sinks=0,recent=0"],
+        task=Task(kinds=("kl",)),
+        sizes=Amounts((48,), passages=1, scored=4),
+        text="Sixteen bits are kept in eight, and eight in four. " * 20,
+    )
+    # routers of experts turn at roundings
+    assert abs(found["kl"]["48"][0]["kl"]) < 0.2
 
 
 WITHOUT_PLAN = ("gemma4", "gemma4_unified_text", "hrm_text")
