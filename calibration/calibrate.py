@@ -246,19 +246,17 @@ def calibrate(
     Raises:
         ConfigError: a text is too short for the sizes or is none, or an option is not possible.
         UnsupportedModelError: the model keeps latent rows, and cannot decode from them, or its
-            layers have rows of several sizes.
+            layers have unlike head_dim.
     """
     for name, given, kind in (("sizes", sizes, Sizes), ("goal", goal, Goal)):
         if given is not None:
             check_kind(name, given, kind, f"give a {kind.__name__}, or None")
-    sizes, layers = sizes or Sizes(), None
+    sizes, layers = sizes or Sizes(), _cached_layers(model)
     window = check_size("sink_len", window[0]), check_size("recent_len", window[1])
     if rounding not in ROUNDINGS:
         raise ConfigError(
             f"rounding {shown(rounding)} does not exist: use {' or '.join(ROUNDINGS)}"
         )
-    with suppress(UnsupportedModelError):  # then after the model was observed
-        layers = cache_layers(getattr(model, "config", None))
     is_latent = layers is not None and layers.are_latent
     goal = goal or Goal(format=LATENT_FORMAT if is_latent else BASE_FORMAT)
     if not hasattr(model, "config_dict"):
@@ -305,6 +303,14 @@ def calibrate(
         progress=progress,
         window=window,
     )
+
+
+def _cached_layers(model: Any) -> CacheLayers | None:
+    """The layers that caches of a model have; None where its config does not tell them."""
+    try:
+        return cache_layers(getattr(model, "config", None))
+    except UnsupportedModelError:
+        return None
 
 
 def observe(
@@ -357,7 +363,8 @@ def finish(
         zero_data: whether the moments are not of a text.
     """
     shared = model.shared_layers()
-    places, others = held_layers(moments, getattr(model, "config", None), shared)
+    config = getattr(model, "config", None)
+    places, others = held_layers(moments, config, shared, _cached_layers(model))
     moments, held = renumbered(moments, places, shared), HeldLayers(model, places, shared)
     first = next(iter(moments.layers.values()))
     k_dim, v_dim = (first.tensors[f"{side}_sum"].shape[1] for side in "kv")
@@ -625,31 +632,27 @@ def _check_goal(
         raise ConfigError(f"format {goal.format} is of latent rows, and this model has K and V")
     if layers is None:
         return
-    sizes = dict.fromkeys(zip(layers.k_dims, layers.v_dims, strict=True))
-    if len(sizes) > 1:
-        told = " and ".join(f"{k} elements of K and {v} of V" for k, v in sizes)
+    (k_dim, v_dim), *unlike = dict.fromkeys(zip(layers.k_dims, layers.v_dims, strict=True))
+    if unlike:
+        told = ", ".join(f"{k}/{v}" for k, v in [(k_dim, v_dim), *unlike])
         raise UnsupportedModelError(
-            f"rows of this model have {told}, by layer: a plan has one size of rows, and no cache "
-            "takes a plan that leaves layers out. Use a cache without a plan, of int8-g4 for "
-            "example; kvquant evaluate measures what it costs"
+            f"layers of this model have unlike head_dim (K/V {told}), and a plan has one. A cache "
+            "refuses a plan that lacks any of its layers. Use a cache without a plan, for example "
+            "with int8-g4 rows; kvquant evaluate --cache int8-g4 measures its KL"
         )
     if is_latent:
         model.new_cache(1, 1)  # what cannot decode is told now
     elif layers.others:
         return  # the model cannot decode from a KVCache alone
-    dims = zip(layers.k_dims, layers.v_dims, strict=True)
-    rows = [_Rows(*pair, is_latent, model.exact_format, goal.budget) for pair in dims]
-    cheapest = [
-        (one.k_dim + one.v_dim) * one.bits(*(names[0] for names in one.offered)) for one in rows
-    ]
-    rows[0].check_budget(sum(cheapest) / sum(layers.k_dims + layers.v_dims))
-    rows[0].check_text(has_text)
+    rows = _Rows(k_dim, v_dim, is_latent, model.exact_format, goal.budget)
+    rows.check_budget(rows.bits(*(names[0] for names in rows.offered)))
+    rows.check_text(has_text)
     # and a format without a kernel
     options: dict[str, Any] = {}
     if is_latent and goal.format is not None:
-        options = {"fmt": "+".join(rows[0].names_of(goal.format))}
-    elif not is_latent and (goal.format is not None or rows[0].few_bits):
-        names = rows[0].names_of(goal.format or FEW_BITS[0])
+        options = {"fmt": "+".join(rows.names_of(goal.format))}
+    elif not is_latent and (goal.format is not None or rows.few_bits):
+        names = rows.names_of(goal.format or FEW_BITS[0])
         options = dict(zip(("k_format", "v_format"), names, strict=True))
     if options:
         model.new_cache(1, 1, **options)

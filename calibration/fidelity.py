@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a cache keeps its tokens; of latent rows (is_latent) k_format is the latents', v_format
-    that of RoPE parts."""
+    """The formats of a cache's rows, and its 16-bit window. If is_latent, k_format is the format of
+    the latents and v_format that of the RoPE parts."""
 
     k_format: str
     v_format: str
     sink_len: int = 0
     recent_len: int = 0
-    is_latent: bool = field(default=False, repr=False)
+    is_latent: bool = field(default=False, repr=False, compare=False)
 
     def __str__(self) -> str:
-        name = f"K {self.k_format}, V {self.v_format}"
-        if self.is_latent:
+        same = self.k_format == self.v_format
+        name = self.k_format if same else f"K {self.k_format}, V {self.v_format}"
+        if self.is_latent and not (same and self.k_format in EXACT_DTYPES):
+            # "int4-g8" alone would mean RoPE parts in 16 bit
             name = f"{self.k_format}+{self.v_format}"
-        if self.k_format == self.v_format:
-            name = self.k_format
         return with_window(name, self.sink_len, self.recent_len)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from kvquant.errors import UnsupportedError
+from kvquant.errors import UnsupportedError, UnsupportedModelError
+from kvquant.hf.models.configs import CacheLayers
 from kvquant.rows.format import HEAD_DIMS
 
 from .basis_search import ObservableModel, Observer
@@ -57,7 +58,10 @@ class HeldLayers:
 
 
 def held_layers(
-    moments: Moments, config: Any, shared: Mapping[int, int] | None = None
+    moments: Moments,
+    config: Any,
+    shared: Mapping[int, int] | None = None,
+    cached: CacheLayers | None = None,
 ) -> tuple[list[int], dict[int, str]]:
     """Tell the layers that a cache can hold from the others.
 
@@ -65,12 +69,15 @@ def held_layers(
         moments: of all layers that attend.
         shared: the layers that attend to the keys and values of another one, and that one.
         config: of the text model; what it says of num_hidden_layers and layer_types is used.
+        cached: the layers that caches of the model have, where the config tells them. Without it
+            the layers whose rows have the shape of most layers are held.
 
     Returns:
         The model's layer at each index of the cache, and why others have none, by their layer.
 
     Raises:
         UnsupportedError: no layer can be held.
+        UnsupportedModelError: caches have rows for layers that do not attend by themselves.
     """
     shared = shared or {}
     shapes = {layer: _shape(at) for layer, at in moments.layers.items() if layer not in shared}
@@ -85,7 +92,18 @@ def held_layers(
             f"no layer of this model can be held by a cache: rows of K are {k_dim} wide, of V "
             f"{v_dim}; possible are {', '.join(map(str, HEAD_DIMS))}"
         )
-    heads, k_dim, v_dim = usual = Counter(possible).most_common(1)[0][0]
+    usual, places = Counter(possible).most_common(1)[0][0], [*shapes]
+    why: Mapping[int, str] = {}
+    if cached is not None:
+        places, why = [*cached.places], cached.others
+        if missing := [layer for layer in places if layer not in shapes]:
+            raise UnsupportedModelError(
+                f"caches of this model have rows for layers {missing}, and no such layers attend: "
+                "it runs its layers several times, and a plan has no bases for each run. Use a "
+                "cache without a plan; kvquant evaluate measures its KL"
+            )
+        usual = shapes[places[0]]
+    heads, k_dim, v_dim = usual
     kinds = getattr(config, "layer_types", None) or []
     count = max(getattr(config, "num_hidden_layers", 0), *(layer + 1 for layer in moments.layers))
     others = {}
@@ -101,6 +119,8 @@ def held_layers(
                 f"its {own[0]} KV heads of {own[1]} and {own[2]} elements differ from the {heads} "
                 f"of {k_dim} and {v_dim} of the cache"
             )
+        elif layer not in places:
+            others[layer] = why.get(layer, "caches do not have it")
     return [layer for layer in sorted(shapes) if layer not in others], others
 
 

@@ -221,7 +221,12 @@ class _Run:
                 )
         latent = self.model.has_latents
         self.choices = [
-            parse_cache(one, latent=latent) if isinstance(one, str) else one for one in self.given
+            parse_cache(one, latent=latent)
+            if isinstance(one, str)
+            else replace(one, is_latent=latent)
+            if isinstance(one, Scheme)
+            else one
+            for one in self.given
         ]
         if not all(isinstance(one, Scheme | Planned) for one in self.choices):
             check_simulated(self.model, self.reading)

@@ -52,7 +52,7 @@ from kvquant.version import __version__
 
 FORMATS = ("fp8", "int8", "int8/int4-g4", "int4-g8", "int4-g4", "int4")
 PLANS = ("int4-g4", "int4")
-# of latents, RoPE parts in 16 bit: those that have a CUDA kernel for 256 latents
+# formats of latents of 256 elements that have a CUDA kernel; RoPE parts are 16 bit
 LATENT_FORMATS = ("fp8-g4", "int8-g4", "int4-g8", "int4-g4")
 LATENT_PLANS = ("int4-g8", "int4-g4")
 WINDOWS = ("4/128", "0/0", "64/256")

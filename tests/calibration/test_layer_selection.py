@@ -22,7 +22,12 @@ from kvquant.errors import UnsupportedError, UnsupportedModelError
 from kvquant.io.plan import CachePlan
 
 pytest.importorskip("transformers")
+from families import CHANGES
+from hf_cases import random_module
 from tiny_models import tiny_model
+
+from kvquant.hf.cache import QuantizedCache
+from kvquant.hf.model import CachedModel
 
 DEMO = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
@@ -69,6 +74,45 @@ def test_layers_without_attention_or_of_another_shape_are_named() -> None:
     }
     held = renumbered(moments(shapes), places)
     assert set(held.layers) == {0, 1}
+
+
+def test_the_layers_are_those_that_caches_have() -> None:
+    """Not those of most layers."""
+    shapes = {0: (2, 64, 64), 1: (4, 64, 64), 2: (4, 64, 64)}
+    config = SimpleNamespace(num_hidden_layers=3)
+    cached: Any = SimpleNamespace(places=(0,), others={})
+    places, others = held_layers(moments(shapes), config, None, cached)
+    assert places == [0] and others[1].startswith("its 4 KV heads of 64")
+    assert held_layers(moments(shapes), config)[0] == [1, 2]
+    cached.places, cached.others = (1,), {2: "attends to chunks of 8 tokens"}
+    assert held_layers(moments(shapes), config, None, cached)[1][2] == cached.others[2]
+    cached.places = (1, 2, 3)
+    with pytest.raises(UnsupportedModelError, match=r"rows for layers \[3\], and no such layers"):
+        held_layers(moments(shapes), config, None, cached)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "changes", "places"),
+    [
+        ("mimo_v2_flash", {"layer_types": ["full_attention", *["sliding_attention"] * 5]}, [0]),
+        ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}, [5]),
+    ],
+)
+def test_plans_of_models_with_other_heads_in_windows_serve_their_caches(
+    kind: str, changes: dict[str, Any], places: list[int]
+) -> None:
+    few = {**CHANGES[kind], "num_hidden_layers": 6, **changes}
+    if kind == "gemma4_text":
+        few |= {"layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+        few |= {"num_kv_shared_layers": 0}
+    module = random_module(kind, few)
+    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
+    model = CachedModel(module)
+    plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
+    assert plan is not None and plan.places == places
+    module.set_attn_implementation("kvquant")
+    QuantizedCache(module, plan=plan)
 
 
 def test_widths_that_no_row_has_are_refused() -> None:
@@ -147,7 +191,7 @@ def test_models_that_share_keys_are_calibrated(head_dim: int) -> None:
     sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     text = random_tokens(model.config_dict, 400)
     if head_dim == 128:
-        told = "have 64 elements of K and 64 of V and 128 elements of K and 128 of V, by layer"
+        told = "have unlike head_dim .K/V 64/64, 128/128., and a plan has one"
         with pytest.raises(UnsupportedModelError, match=told):
             calibrate(model, text, sizes=sizes)
         return

@@ -27,9 +27,10 @@ def test_caches_of_heads(text: str, wanted: Scheme) -> None:
 
 
 def test_caches_of_latents() -> None:
-    assert parse_cache("int4-g8+int8-g4", latent=True) == Scheme("int4-g8", "int8-g4", 4, 128, True)
-    assert str(parse_cache("int4-g8+int8-g4", latent=True)).startswith("int4-g8+int8-g4 + 4 sinks")
-    assert parse_cache("int4-g8,sinks=1", latent=True) == Scheme("int4-g8", "bf16", 1, 128, True)
+    assert parse_cache("int4-g8+int8-g4", latent=True) == Scheme("int4-g8", "int8-g4", 4, 128)
+    for text in ("int4-g8+int8-g4", "int4-g8+int4-g8"):
+        assert str(parse_cache(text, latent=True)).startswith(f"{text} + 4 sinks")
+    assert parse_cache("int4-g8,sinks=1", latent=True) == Scheme("int4-g8", "bf16", 1, 128)
 
 
 def test_a_plan_is_a_file(tmp_path: Path) -> None:

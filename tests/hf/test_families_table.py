@@ -3,6 +3,9 @@
 A QuantizedCache is compared with transformers' own DynamicCache: the same prompts, one padded on
 the left, and the same next tokens. With 16-bit rows logits agree up to rounding and generate gives
 the same tokens; with int8 the KL divergence of the next token is at most what the table says.
+
+The types of the table "More model types" are compared with 16-bit rows only, and evaluated. Those
+that CachedModel serves also decode and are calibrated.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from hf_cases import (  # noqa: E402
 )
 from slow_cases import mark_slow  # noqa: E402
 
-from kvquant.calibration.calibrate import Sizes, calibrate  # noqa: E402
+from kvquant.calibration.calibrate import Goal, Sizes, calibrate  # noqa: E402
 from kvquant.errors import UnsupportedModelError  # noqa: E402
 from kvquant.evaluation.evaluate import Sizes as Amounts  # noqa: E402
 from kvquant.evaluation.evaluate import Task, evaluate  # noqa: E402
@@ -44,6 +47,10 @@ from kvquant.hf.hybrid import decoder_of  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
 PROMPT, STEPS, PADDING = 20, 6, 5
+# that no router's choice hangs on a rounding
+TWO_EXPERTS = {"num_experts_per_tok": 2, "moe_topk": 2, "top_k_experts": 2}
+LOOSE = 0.08  # of models with large logits
+OF_PLAN = 0.5  # of 8-bit rows with a plan; wrong offsets move logits by 2 and more
 TOLERANCE = 0.02  # of the logits' deviation; a token more or less moves them by 0.2 and more
 # others are slow
 USUAL = ["llama4_text", "qwen3_next", "deepseek_v3", "falcon", "diffllama", "mimo_v2_flash"]
@@ -69,10 +76,13 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def named(kind: str) -> Any:
-    """A small random model of a type that the page names."""
+    """A small random model of a type in the table "More model types"; skipped before 5.24."""
     if Version(transformers.__version__) < Version("5.24"):
-        pytest.skip("the page names what transformers 5.24 has")
-    return random_module(kind, CHANGES.get(kind, {}))
+        pytest.skip("needs transformers 5.24, whose model types kvquant/hf/README.md lists")
+    try:
+        return random_module(kind, TWO_EXPERTS | CHANGES.get(kind, {}))
+    except pytest.skip.Exception as error:
+        raise AssertionError(f"the page lists {kind}: {error}") from error
 
 
 def packed(cache: QuantizedCache) -> str:
@@ -129,6 +139,10 @@ def test_models_that_the_page_names_agree(kind: str) -> None:
     wanted = logits_of(model, transformers.DynamicCache(config=model.config), text, mask)
     rows = FP16_LATENTS if kept == LATENT_ROWS else FP16
     if kept == COPIES:
+        with pytest.raises(UnsupportedModelError, match="dequantize=True"):
+            model.set_attn_implementation("kvquant")
+            logits_of(model, QuantizedCache(model, **rows), text, mask)
+        model.set_attn_implementation("eager")
         rows = rows | {"dequantize": True}
     else:
         model.set_attn_implementation("kvquant")
@@ -137,7 +151,7 @@ def test_models_that_the_page_names_agree(kind: str) -> None:
     assert 0 < own
     assert (own < len(cache.layers)) == (kept == SOME_LAYERS)
     exact = logits_of(model, cache, text, mask)
-    assert float((exact - wanted).abs().max() / wanted.std()) < TOLERANCE
+    assert float((exact - wanted).abs().max() / wanted.std()) < LOOSE
 
 
 @pytest.mark.parametrize("kind", mark_slow(others(), ["qwen3_5"]))
@@ -157,7 +171,11 @@ def test_models_that_the_page_names_are_evaluated(
     assert abs(found["kl"]["48"][0]["kl"]) < 0.2
 
 
-WITHOUT_PLAN = ("gemma4", "gemma4_unified_text", "hrm_text")
+WITHOUT_PLAN = {
+    "gemma4": "unlike head_dim",
+    "gemma4_unified_text": "unlike head_dim",
+    "hrm_text": "runs its layers several times",
+}
 DECODED = [kind for kind, kept in others().items() if kept in (ALL_LAYERS, LATENT_ROWS)]
 
 
@@ -167,16 +185,20 @@ def test_models_that_the_page_names_decode_and_calibrate(kind: str) -> None:
     text = torch.randint(5, 97, (1600,), generator=torch.Generator().manual_seed(0))
     few = text[None, : PROMPT + STEPS]
     wanted = model.model(few).logits[0, PROMPT - 1 :]
-    rows = FP16_LATENTS if kept == LATENT_ROWS else FP16
-    cache = model.new_cache(batch=1, max_seq_len=32, **rows)
-    logits = [model.prefill(cache, few[:, :PROMPT])]
-    logits += [model.step(cache, few[:, i]) for i in range(PROMPT, PROMPT + STEPS)]
-    found = torch.cat(logits)
-    assert float((found - wanted).abs().max() / wanted.std()) < TOLERANCE
+
+    def error_of(**options: Any) -> float:
+        """Of the logits of a prompt and of steps, in deviations of all logits."""
+        cache = model.new_cache(batch=1, max_seq_len=32, **options)
+        logits = [model.prefill(cache, few[:, :PROMPT])]
+        logits += [model.step(cache, few[:, i]) for i in range(PROMPT, PROMPT + STEPS)]
+        return float((torch.cat(logits) - wanted).abs().max() / wanted.std())
+
+    assert error_of(**(FP16_LATENTS if kept == LATENT_ROWS else FP16)) < LOOSE
     sizes = Sizes(observed=512, length=128, windows=2, context=64, scored=8)
+    goal = Goal(format="int8-g4" if kept == LATENT_ROWS else "int8")
     if kind in WITHOUT_PLAN:
-        with pytest.raises(UnsupportedModelError):
-            model.new_cache(1, 32, plan=calibrate(model, text, sizes=sizes))
+        with pytest.raises(UnsupportedModelError, match=WITHOUT_PLAN[kind]):
+            calibrate(model, text, sizes=sizes, goal=goal)
         return
-    plan = calibrate(model, text, sizes=sizes)
-    assert torch.isfinite(model.prefill(model.new_cache(1, 32, plan=plan), few)).all()
+    plan = calibrate(model, text, sizes=sizes, goal=goal)
+    assert error_of(plan=plan, sink_len=0, recent_len=0) < OF_PLAN

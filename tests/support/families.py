@@ -1,4 +1,4 @@
-"""The families of the table in kvquant/hf/README.md, and what small random models of them need."""
+"""The model types of the tables in kvquant/hf/README.md, and what small random models need."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from hf_cases import GEMMA3N, LATENT_SIZES, SHARING
 import kvquant
 
 README = Path(kvquant.__file__).parent / "hf" / "README.md"
-# what the page says that model types keep which it names without a line
+# the first cells of the table "More model types"
 ALL_LAYERS, LATENT_ROWS = "all layers are packed", "latent rows"
-SOME_LAYERS = "some layers are packed, the others keep states or chunks"
+SOME_LAYERS = (
+    "some layers are packed; transformers keeps the others, with states or (`llama4`) attention "
+    "to chunks"
+)
 COPIES = "`dequantize=True` is needed"
 MIXED = ["sliding_attention", "full_attention"] * 2
 LATENT = {"deepseek_v2", "deepseek_v3", "kimi_linear", "bailing_hybrid"}
@@ -86,7 +89,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_mem_blocks": 1,
     },
     "lfm2": CONVOLVED,
-    # those of which the page has no line, but a name
+    # the types of the table "More model types"
     "lfm2_moe": CONVOLVED | {"num_dense_layers": 1},
     "lfm3": CONVOLVED,
     "qwen3_5_text": LINEAR | STATES,
@@ -135,7 +138,7 @@ def lines() -> dict[str, list[str]]:
 
 
 def others() -> dict[str, str]:
-    """The model types that the page names without a line, and what it says that they keep."""
+    """The model types of the table "More model types", and the first cell of their line."""
     text = README.read_text().split("### More model types", 1)[1].split("\n#", 1)[0]
     lists = re.findall(r"^\| (.+?) \| (`\w.+) \|$", text, re.MULTILINE)
     return {kind: kept for kept, names in lists for kind in re.findall(r"`([\w-]+)`", names)}

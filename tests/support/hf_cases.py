@@ -103,7 +103,7 @@ SIZES: dict[str, Any] = {
     "moe_topk": 1,
     "top_k_experts": 1,
     "sliding_window": 12,
-    # of what reads pictures
+    # of models with a vision encoder
     "depth": 1,
     "num_heads": 2,
     "image_size": 28,
@@ -159,7 +159,7 @@ def random_module(kind: str, changes: dict[str, Any]) -> Any:
 
 
 def _sizes_of(usual: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """The small sizes that a config knows, those of its parts in dicts of their own."""
+    """SIZES, as far as a config has these fields, and the changes. Sub-configs get a dict each."""
     known = set(vars(usual)) | set(usual.attribute_map)  # no properties
     sizes = {name: value for name, value in SIZES.items() if name in known}
     parts = {name: one for name, one in vars(usual).items() if hasattr(one, "attribute_map")}

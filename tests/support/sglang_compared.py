@@ -80,7 +80,7 @@ def make_model(kind: str, folder: Path) -> Path:
     given = {**SIZES, "num_hidden_layers": 4, "max_position_embeddings": 2048}
     given |= {"sliding_window": 100, "query_pre_attn_scalar": 64}
     config: Any
-    dtype = torch.float32  # of the file: SGLang loads it as bfloat16
+    dtype = torch.float32  # of the saved weights; the engine converts them to bfloat16
     if kind == "gemma2":  # windows in every second layer, soft caps
         given |= {"attn_logit_softcapping": 5.0, "final_logit_softcapping": None}
         given["hidden_act"] = "gelu_pytorch_tanh"  # SGLang's name for it
@@ -92,7 +92,7 @@ def make_model(kind: str, folder: Path) -> Path:
         # SGLang reads swiglu_limit, which transformers before 5.19 does not set
         given |= {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
         config = GptOssConfig(**given)
-        dtype = torch.bfloat16  # SGLang's layers of gpt-oss have the file's dtype, not the engine's
+        dtype = torch.bfloat16  # SGLang takes that of its linear layers from the config
     else:
         raise ValueError(f"there is no model {kind!r}")
     return Path(random_model(folder / kind, config, without_experts=True, dtype=dtype))

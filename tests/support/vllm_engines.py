@@ -56,13 +56,13 @@ def random_model(
     without_experts: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> str:
-    """Save a small model with random weights, whose prompts are token ids.
+    """Save a small model with random weights. It has no tokenizer: give prompts as token ids.
 
     Args:
         folder: where the model is saved.
-        config: such as of SIZES.
-        without_experts: experts give zeros.
-        dtype: of the saved weights, which the saved config names.
+        config: of the model, for example with SIZES.
+        without_experts: set the output projections of the experts to zero.
+        dtype: of the saved weights; the saved config names it.
 
     Returns:
         The folder.

@@ -398,7 +398,7 @@ class Launch:
         return empty_strided(*self._out), empty_strided(*self._lse) if want_lse else None
 
     def placed(self, q: torch.Tensor, address: int) -> tuple[torch.Tensor, int]:
-        """q as the kernel reads it, perhaps a copy, and its address."""
+        """q and its address; a contiguous copy of q where the kernel cannot read it in place."""
         if self._copies_query:
             q = q.detach().clone(memory_format=torch.contiguous_format)
             address = q.data_ptr()
@@ -416,7 +416,7 @@ class Launch:
 
         Args:
             call: the call.
-            address: of q.
+            address: of q; with pieces, of the copy that `placed` made, if any.
             addresses: of the segments, unless the launch is bound to them.
             pieces: with ragged queries the address of the first piece of the kind.
             state: out and lse to write to, of which ragged queries write the rows of these pieces
@@ -430,7 +430,7 @@ class Launch:
         if self._workspaces is not None:
             workspace = self._workspaces.take(stream, self._units, self._partial)
             counters, partial = workspace.counters_address, workspace.partial_address
-        if not pieces:  # else Launches has done it, once for all kinds
+        if not pieces:  # with pieces Launches has copied q already, once for all kinds
             q, address = self.placed(q, address)
         values: list[float | bytes] = [
             address,
@@ -486,7 +486,8 @@ class Launches:
         assert call.q_indptr is not None
         pieces = self._cut(call.q_indptr)
         first, state = pieces.data_ptr(), self._launches[0].new_state(call.return_lse)
-        _copy, address = self._launches[0].placed(call.q, address)  # lives until all are enqueued
+        # _copy keeps that memory until the last launch is enqueued
+        _copy, address = self._launches[0].placed(call.q, address)
         for start, launch in zip(self._cut.starts, self._launches, strict=True):
             launch(call, address, addresses, first + start, state)
         return state

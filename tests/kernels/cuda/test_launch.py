@@ -708,6 +708,27 @@ def test_ragged_queries_are_cut_once_and_have_a_launch_for_each_kind(
         assert len(starts) == len(attending) and len(starts & ends) == len(attending) - 1
 
 
+def test_a_strided_ragged_query_is_copied_once_for_all_kinds(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment, q = make_segment(), make_query(40)
+    q_indptr = counts(0, *[40] * len(segment.seq_lens))
+    apart = q.new_zeros(*q.shape[:-1], 2 * q.shape[-1])[..., ::2]
+    clone, copies = torch.Tensor.clone, []
+
+    def counted(*given: Any, **options: Any) -> torch.Tensor:
+        copies.append(clone(*given, **options))
+        return copies[-1]
+
+    monkeypatch.setattr(torch.Tensor, "clone", counted)
+    launch_attention(apart, [segment], q_indptr=q_indptr)
+    _, *attending = cuda.launched
+    assert len(attending) > 1
+    specs = loaded_specs()[: len(attending)]
+    read = [unpack(spec, one.arguments)[0]["q"] for one, spec in zip(attending, specs, strict=True)]
+    assert read == [copies[0].data_ptr()] * len(attending) and len(copies) == 1
+
+
 def test_a_rehearsal_notes_both_kernels_of_wide_groups() -> None:
     """Which of them a step takes depends on its batch."""
     fmt = RowFormat.parse("int4-g4", 128)
