@@ -220,13 +220,11 @@ class _Run:
                     "what has the members of Simulated"
                 )
         latent = self.model.has_latents
+        parsed = [
+            parse_cache(one, latent=latent) if isinstance(one, str) else one for one in self.given
+        ]
         self.choices = [
-            parse_cache(one, latent=latent)
-            if isinstance(one, str)
-            else replace(one, is_latent=latent)
-            if isinstance(one, Scheme)
-            else one
-            for one in self.given
+            replace(one, is_latent=latent) if isinstance(one, Scheme) else one for one in parsed
         ]
         if not all(isinstance(one, Scheme | Planned) for one in self.choices):
             check_simulated(self.model, self.reading)

@@ -16,8 +16,9 @@ import pytest
 import torch
 from packaging.version import Version
 
-transformers = pytest.importorskip("transformers")
-from families import (  # noqa: E402
+pytest.importorskip("transformers")
+import transformers
+from families import (
     ALL_LAYERS,
     CHANGES,
     COPIES,
@@ -27,7 +28,7 @@ from families import (  # noqa: E402
     lines,
     others,
 )
-from hf_cases import (  # noqa: E402
+from hf_cases import (
     FP16,
     FP16_LATENTS,
     WITH_LOGITS,
@@ -36,15 +37,15 @@ from hf_cases import (  # noqa: E402
     hands_latents,
     random_module,
 )
-from slow_cases import mark_slow  # noqa: E402
+from slow_cases import mark_slow
 
-from kvquant.calibration.calibrate import Goal, Sizes, calibrate  # noqa: E402
-from kvquant.errors import UnsupportedModelError  # noqa: E402
-from kvquant.evaluation.evaluate import Sizes as Amounts  # noqa: E402
-from kvquant.evaluation.evaluate import Task, evaluate  # noqa: E402
-from kvquant.hf.cache import QuantizedCache, QuantizedLayer  # noqa: E402
-from kvquant.hf.hybrid import decoder_of  # noqa: E402
-from kvquant.hf.model import CachedModel  # noqa: E402
+from kvquant.calibration.calibrate import Goal, Sizes, calibrate
+from kvquant.errors import UnsupportedModelError
+from kvquant.evaluation.evaluate import Sizes as Amounts
+from kvquant.evaluation.evaluate import Task, evaluate
+from kvquant.hf.cache import QuantizedCache, QuantizedLayer
+from kvquant.hf.hybrid import decoder_of
+from kvquant.hf.model import CachedModel
 
 PROMPT, STEPS, PADDING = 20, 6, 5
 # that no router's choice hangs on a rounding
