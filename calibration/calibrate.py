@@ -245,8 +245,8 @@ def calibrate(
 
     Raises:
         ConfigError: a text is too short for the sizes or is none, or an option is not possible.
-        UnsupportedModelError: the model keeps latent rows, and cannot decode from them, or its
-            layers have unlike head_dim.
+        UnsupportedModelError: the model keeps latent rows, and cannot decode from them; its
+            layers have unlike head_dim; or it runs its layers several times.
     """
     for name, given, kind in (("sizes", sizes, Sizes), ("goal", goal, Goal)):
         if given is not None:
