@@ -13,30 +13,35 @@ from ..device.combine import (
     LN2,
     NOTHING,
     make_add_copies,
-    make_add_parts,
     make_over_lanes,
 )
-from ..device.fragments import ZEROS
+from ..device.fragments import ZEROS, add_rows
 from ..device.jit import device_function
 from ..device.ptx import (
     add,
     atomic_inc_wrap,
+    commit_copies,
+    copy_16,
     exp2,
     fence,
     load_shared_f32,
+    load_shared_f32x4,
     load_shared_u32,
     load_written_f32,
-    load_written_f32x4,
     log2,
     maximum,
     store_global_f32,
     store_global_f32x4,
     store_shared_f32,
     store_shared_u32,
+    wait_copies,
+    word_from_lane,
 )
 from .queries import make_row_of
 from .spec import AHEAD
 from .variant import LOWEST, make_add_sink
+
+LOADED_PARTS = 64  # whose log-sum-exps are asked for together
 
 
 def make_combine_warps(spec, put_output, write):
@@ -142,6 +147,10 @@ def make_combine_splits(spec, write):
 
     Parts are numbered through the segments, which have counts[0], the first two counts[1], all
     counts[2]. A part's place in `partial` is its number and what `adds` has for its segment.
+
+    A thread adds four elements of all parts at a time. It asks for parts ahead of its sums, into
+    slots of its own in shared memory: registers would hold fewer. The first ones are on their way
+    while the parts are weighed.
     """
     THREE, THREADS, COLUMNS = spec.segments == 3, spec.threads, spec.block_columns
     DIM, FOURS = spec.first.v_format.head_dim, spec.first.v_format.head_dim // 4
@@ -150,6 +159,9 @@ def make_combine_splits(spec, write):
     # lanes that weigh the parts of a column, a power of two; perhaps some are left over
     LANES = 1 << (THREADS // COLUMNS).bit_length() - 1
     over_lanes = make_over_lanes(LANES)
+    LOADED = max(1, LOADED_PARTS // LANES)
+    ASKED, ASKED_AT, ASKED_BYTES = spec.asked, spec.asked_at, spec.asked_bytes
+    wait_for_oldest = wait_copies[ASKED - 1]
 
     @device_function
     def place_of(number, counts, adds):
@@ -162,22 +174,34 @@ def make_combine_splits(spec, write):
         return uint64(uint32(number + added))
 
     @device_function
-    def load(part, place):
-        total, counts, adds, partial, element = place
-        part = min(part, uint32(total - uint32(1)))
-        here = place_of(part, counts, adds) * uint64(COLUMNS * DIM) + element
-        return load_written_f32x4(partial + uint64(4) * here)
+    def ask(slot, item, part, total, parts, items):
+        """Ask for the next parts of four elements, into the thread's own slots."""
+        counts, adds, partial, _ = parts
+        if item < items:
+            column = uint32(item // uint32(FOURS))
+            four = uint32(item - uint32(column * uint32(FOURS)))
+            element = uint64(column) * uint64(DIM) + uint64(4) * uint64(four)
+            for i in range(AHEAD):
+                number = uint32(part + uint32(i))
+                size = uint32(16) if number < total else uint32(0)  # zeros beyond the last part
+                number = min(number, uint32(total - uint32(1)))
+                here = place_of(number, counts, adds) * uint64(COLUMNS * DIM) + element
+                place = uint32(slot + uint32(16 * THREADS * i))
+                copy_16(place, partial + uint64(4) * here, size)
+        commit_copies()
 
     @device_function
-    def weigh(part, weights):
-        shared, column = weights
-        return load_shared_f32(shared + uint32(4) * (part * uint32(COLUMNS) + column))
-
-    add_parts = make_add_parts(AHEAD, load, weigh)
+    def following(item, part, total):
+        """The item and the part to go on with."""
+        part = uint32(part + uint32(AHEAD))
+        if part >= total:
+            part = uint32(0)
+            item = uint32(item + uint32(THREADS))
+        return item, part
 
     @device_function
     def combine_splits(shared, counter, columns, parts, results):
-        counts, adds, partial, part_lses = parts
+        counts, adds, _, part_lses = parts
         out, lse, lie, row, common = results
         tid = uint32(cuda.threadIdx.x)
         total = counts[2]
@@ -191,6 +215,18 @@ def make_combine_splits(spec, write):
         if before != total - uint32(1):
             return
         fence()
+        # from a lane: else the compilers compute what follows from these before the attention, and
+        # keep it in registers meanwhile
+        tid = word_from_lane(tid, tid & uint32(31))
+        shared = word_from_lane(shared, tid & uint32(31))
+        # the first parts are on their way while they are weighed
+        items = uint32(columns * uint32(FOURS))
+        slots = uint32(uint32(shared + uint32(ASKED_AT)) + uint32(16) * tid)
+        asked = tid
+        asked_part = uint32(0)
+        for i in range(ASKED):
+            ask(uint32(slots + uint32(ASKED_BYTES * i)), asked, asked_part, total, parts, items)
+            asked, asked_part = following(asked, asked_part, total)
         # weights of the parts, [total, COLUMNS] in shared memory, zeros up to a multiple of AHEAD
         column = tid // uint32(LANES)
         mine = tid % uint32(LANES)
@@ -200,14 +236,19 @@ def make_combine_splits(spec, write):
         top = float32(NOTHING)
         part = mine
         while part < total:
-            place = part * uint32(COLUMNS) + column
-            value = float32(0)
-            if column < columns:
-                here = place_of(part, counts, adds) * uint64(COLUMNS) + uint64(column)
-                value = load_written_f32(part_lses + uint64(4) * here)
-            store_shared_f32(shared + uint32(4) * place, value)
-            top = maximum(top, value)
-            part += uint32(LANES)
+            lses = cuda.local.array(LOADED, float32)
+            for i in range(LOADED):  # without branches, so that all loads are under way together
+                number = min(uint32(part + uint32(LANES * i)), uint32(total - uint32(1)))
+                here = place_of(number, counts, adds) * uint64(COLUMNS) + uint64(column)
+                lses[i] = load_written_f32(part_lses + uint64(4) * here)
+            for i in range(LOADED):
+                number = uint32(part + uint32(LANES * i))
+                if number < total:
+                    value = lses[i] if column < columns else float32(0)
+                    at = shared + uint32(4) * uint32(number * uint32(COLUMNS) + column)
+                    store_shared_f32(at, value)
+                    top = maximum(top, value)
+            part = uint32(part + uint32(LANES * LOADED))
         top = over_lanes(top, maximum)
         weights = float32(0)
         part = mine
@@ -240,12 +281,25 @@ def make_combine_splits(spec, write):
             store_global_f32(address, log_sum)
         cuda.syncthreads()
         item = tid
-        while item < columns * uint32(FOURS):
-            column = item // uint32(FOURS)
-            four = item - column * uint32(FOURS)
-            place = uint64(column) * uint64(DIM) + uint64(4) * uint64(four)
-            lies = total, counts, adds, partial, place
-            values = add_parts(ZEROS, total, lies, (shared, column))
+        stage = uint32(0)
+        while item < items:
+            column = uint32(item // uint32(FOURS))
+            four = uint32(item - uint32(column * uint32(FOURS)))
+            values = ZEROS
+            part = uint32(0)
+            while part < total:
+                wait_for_oldest()
+                slot = uint32(slots + uint32(stage * uint32(ASKED_BYTES)))
+                for i in range(AHEAD):
+                    number = uint32(part + uint32(i))
+                    at = shared + uint32(4) * uint32(number * uint32(COLUMNS) + column)
+                    weight = load_shared_f32(at)
+                    four_of_part = load_shared_f32x4(uint32(slot + uint32(16 * THREADS * i)))
+                    values = add_rows(values, weight, weight, four_of_part)
+                ask(slot, asked, asked_part, total, parts, items)
+                asked, asked_part = following(asked, asked_part, total)
+                stage = uint32(stage + uint32(1)) if stage != uint32(ASKED - 1) else uint32(0)
+                part = uint32(part + uint32(AHEAD))
             place = uint64(row_of(column, lie)) * uint64(DIM) + uint64(4) * uint64(four)
             write(out + uint64(2) * place, values)
             item = uint32(item + uint32(THREADS))

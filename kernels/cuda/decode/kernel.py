@@ -41,6 +41,7 @@ from .schedule import (
     following,
     make_balanced_part,
     make_even_part,
+    make_is_spare,
     make_share,
     make_survey,
     rank_of,
@@ -69,7 +70,8 @@ def make_decode_kernel(spec):
     write_empty = make_write_empty(spec, write)
     firsts, rows_of = zip(*(make_extent(spec, which) for which in range(3)), strict=True)
     survey, find, steps_of, cost_of = make_survey(spec, rows_of)
-    share_of, even_part = make_share(spec), make_even_part(spec, firsts, rows_of)
+    share_of, is_spare = make_share(spec), make_is_spare(spec, rows_of)
+    even_part = make_even_part(spec, firsts, rows_of)
     balanced_part = make_balanced_part(spec, firsts, rows_of, steps_of, cost_of)
 
     @device_function
@@ -147,6 +149,10 @@ def make_decode_kernel(spec):
         start = uint32(0)
         stop = uint32(1)
         if workers != uint32(0):
+            block = uint32(uint32(uint32(split * common[BATCH]) + b) * columns + column)
+            # a block that is no worker has nothing to do if its even part is empty
+            if block >= workers and is_spare(common, segments, b, split, batch):
+                return
             cost, largest, mine = survey(common, segments, batch)
             # the plan's even parts fit only where the grid's pieces are all there: if there are
             # fewer, their mean over the grid is small, and the blocks share out the work
@@ -154,7 +160,6 @@ def make_decode_kernel(spec):
                 share = share_of(cost, largest, columns, workers, most_parts)
                 stop = uint32(cost * columns)
         if share != uint32(0):
-            block = uint32(uint32(uint32(split * common[BATCH]) + b) * columns + column)
             if block >= workers:
                 return
             place = uint32(block * share)

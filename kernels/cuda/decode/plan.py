@@ -18,7 +18,7 @@ from kvquant.errors import UnsupportedError
 from kvquant.rows.segment import Segment
 
 from ..runtime.launch import GPU
-from .spec import AHEAD, TILE, UNIT_STEPS, DecodeSpec
+from .spec import TILE, UNIT_STEPS, DecodeSpec
 from .tuned import Tuned, lookup
 
 RINGS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
@@ -43,6 +43,7 @@ FASTEST = 1.6  # times its share that an SM reads with many warps, while others 
 START = 128 << 10  # a block starts and ends
 MERGE = 40 << 10  # the last block of a unit learns that it is
 MERGE_BYTE = 0.3  # it merges a byte of a part, which comes from L2
+MOST_OTHERS = 16  # splits of a segment other than the first
 MOST_WAVES = 16  # of whole units: more of them even out by themselves
 LONGEST_LINE = 1 << 31  # steps
 SHORT = 4  # steps of a sequence up to which no length is worth it
@@ -142,7 +143,7 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         blocks=blocks,
         slots=blocks * gpu.sm_count,
         steps=spec.steps,
-        most_parts=(shared - spec.rings_at) // (4 * spec.block_columns) // AHEAD * AHEAD,
+        most_parts=spec.most_parts,
         token_bytes=(first, second),
         rate=gpu.bandwidth / gpu.sm_count / SHARE or 1.0,
     )
@@ -429,7 +430,7 @@ def _useful(kernel: Fit, capacities: Sequence[int], count: int, even: bool = Tru
     """Splits of the first segment, at least 1, without those that cannot hold a token or be merged;
     if even, the fewest whose longest is as long."""
     steps = -(-capacities[0] // kernel.steps[0])
-    others = AHEAD * (len(capacities) - 1)
+    others = MOST_OTHERS * (len(capacities) - 1)
     count = max(1, min(count, steps, kernel.most_parts - others))
     return -(-steps // -(-steps // count)) if even else count
 
@@ -441,7 +442,7 @@ def _splits(kernel: Fit, capacities: Sequence[int], count: int) -> tuple[int, ..
     for i, capacity in enumerate(capacities[1:], 1):
         wanted = math.ceil(kernel.load(i, capacity, 1) / longest)
         steps = -(-capacity // kernel.steps[1])
-        most = max(1, min(wanted, steps, AHEAD))
+        most = max(1, min(wanted, steps, MOST_OTHERS))
         others.append(-(-steps // -(-steps // most)))  # without those that cannot hold a token
     return (count, *others)
 

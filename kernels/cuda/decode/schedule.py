@@ -20,7 +20,8 @@ Each block sees by itself whether lengths are alike, so that CUDA graphs stay va
 change, and the host never waits. Each warp does it: lane i has the sequences i, i + 32, i + 64 ...,
 and along the line lane follows lane. Where a worker's share ends inside a segment, a part ends. The
 part of worker w of segment i of the line's u-th unit has place w + u * segments + i: from a part to
-the next one of these grows and none gets smaller, so every part has a place of its own.
+the next one of these grows and none gets smaller, so every part has a place of its own. A block
+that is no worker and whose even part is empty ends before it sees all sequences (`is_spare`).
 
 Sources: Stream-K (https://arxiv.org/abs/2301.03598) and Lean Attention
 (https://arxiv.org/abs/2405.10480), which share out tiles that the host knows.
@@ -158,6 +159,20 @@ def make_share(spec):
         return max(share, uint32(WEIGHT))  # a share has a step at least
 
     return share_of
+
+
+def make_is_spare(spec, rows_of):
+    """Make the function that says whether a block's even part is surely empty, which takes one
+    length: splits of the first segment are at least a step long."""
+    STEP, rows_one = spec.steps[0], rows_of[0]
+
+    @device_function
+    def is_spare(common, segments, b, split, batch):
+        if split == uint32(0) or split >= uint32(segments[0][SPLITS]) or b >= batch:
+            return False
+        return uint32(split * uint32(STEP)) >= uint32(rows_one(common, segments, b))
+
+    return is_spare
 
 
 def make_even_part(spec, firsts, rows_of):

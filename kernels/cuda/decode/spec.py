@@ -19,7 +19,9 @@ WIDE_HEAD_DIM, WIDE_GROUPS = 128, 4  # rows with more leave no room for more tha
 MOST_IN_REGISTERS = 256  # head_dim of keys whose queries stay in registers
 MOST_SHARERS = 8  # warps that share a ring: as many as an SM has registers for
 PROMOTION_INTERVAL = 16  # tiles of a warp after which it promotes its sums (accumulators.py)
-AHEAD = 16  # parts whose loads are on their way together when they are combined
+# when parts are merged: those that a thread asks for together, how often it does so ahead of its
+# sums, and parts whose weights must have room beside them
+AHEAD, ASKED, LEAST_PARTS = 8, 3, 64
 KEPT = 64  # bytes in which a warp keeps what it needs after its attention
 UNIT_STEPS = 2  # what a unit costs besides its tokens where work is balanced (schedule.py)
 MORE_PARTS = 4  # of a unit than its longest segment is cut into
@@ -340,6 +342,28 @@ class DecodeSpec(Spec):
         queries = self.sharers * max(map(self.query_bytes, self.paths))
         combined = combine_bytes(self.first.v_format.head_dim, self.warps * self.columns)
         return self.rings_at + max(self.queries_at + queries, combined)
+
+    @property
+    def asked(self) -> int:
+        """How often a thread asks for parts ahead of its sums: less where there is little room."""
+        room = self.shared_bytes - self.rings_at - 4 * LEAST_PARTS * self.block_columns
+        return max(1, min(ASKED, room // self.asked_bytes))
+
+    @property
+    def asked_bytes(self) -> int:
+        """Shared memory of the parts that a block asks for together."""
+        return 16 * AHEAD * self.threads
+
+    @property
+    def asked_at(self) -> int:
+        """Byte of the rings' memory at which these stand: behind the weights of all parts."""
+        room = self.shared_bytes - self.rings_at
+        return (room - self.asked * self.asked_bytes) // 16 * 16
+
+    @property
+    def most_parts(self) -> int:
+        """Parts of a unit that the merge has room for."""
+        return self.asked_at // (4 * self.block_columns) // AHEAD * AHEAD
 
 
 def columns_of(count: int, *formats: RowFormat) -> tuple[int, int]:

@@ -4,7 +4,7 @@ A part is attention to some of the tokens: an output, and its log-sum-exp, to ba
 weighed. Where parts lie decides which kernel merges them:
 
     block     what its warps or teams have, in shared memory           add_copies
-    decode    the parts of a unit: its last block, without a launch    over_lanes, add_parts
+    decode    the parts of a unit: its last block, without a launch    over_lanes
     MLA       the parts of a column: a launch, a block each            over_lanes, add_parts
     prefix    the parts of a row and the output of its sequence's      over_lanes, add_parts
               own tokens, base e, in place: a launch, a warp each
@@ -56,15 +56,15 @@ def make_over_lanes(lanes):
     return over_lanes
 
 
-def make_add_parts(ahead, load, weigh, by_warps=False):
-    """Make the function that adds parts to four elements of an output, each times its weight.
+def make_add_parts(ahead, load, weigh):
+    """Make the function by which each lane of a warp adds parts to four elements of an output, each
+    part times its weight.
 
     Args:
         ahead: parts whose loads are on their way together.
         load: a device function of a part's number and `place`: its four elements. The number may be
             up to `ahead` - 1 beyond the last part.
         weigh: one of such a number and `weights`: the weight, 0 beyond the last part.
-        by_warps: whether all lanes of a warp add parts together.
     """
     LOADED = 4 * ahead
 
@@ -75,8 +75,7 @@ def make_add_parts(ahead, load, weigh, by_warps=False):
             loaded = cuda.local.array(LOADED, float32)
             for i in range(ahead):
                 store_sums(loaded, 4 * i, load(uint32(first + uint32(i)), place))
-            if by_warps:
-                cuda.syncwarp()  # or ptxas would wait for the first ones sooner
+            cuda.syncwarp()  # or ptxas would wait for the first ones sooner
             for i in range(ahead):
                 weight = weigh(uint32(first + uint32(i)), weights)
                 values = add_rows(values, weight, weight, load_sums(loaded, 4 * i))

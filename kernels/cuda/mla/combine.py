@@ -53,7 +53,7 @@ def make_combine_kernel(spec):
     def weigh(part, shared):
         return load_shared_f32(shared + uint32(4) * part)
 
-    add_parts = make_add_parts(AHEAD, load, weigh, by_warps=True)
+    add_parts = make_add_parts(AHEAD, load, weigh)
 
     @device_function
     def sees_prefix(row, shares, q_lens, num_heads, q_len):

@@ -74,7 +74,7 @@ def make_combine_kernel(spec):
     def weigh(split, weight):
         return shfl(weight, split)
 
-    add_parts = make_add_parts(AHEAD, load, weigh, by_warps=True)
+    add_parts = make_add_parts(AHEAD, load, weigh)
 
     # fmt: off
     def combine(out, lse, prefix_out, prefix_lse, members, out_stride, lse_stride, batch,

@@ -146,9 +146,14 @@ def _store(name: Name) -> Operation:
     return store
 
 
-@operation(r"cp\.async\.(?:ca|cg)\.shared\.global")
+@operation(r"cp\.async\.(ca|cg)\.shared\.global")
 def _copy(name: Name) -> Operation:
-    return lambda target, source, size, valid=None: block().start_copy(target, source, size, valid)
+    constant = name[1] == "ca"  # "cg" reads from L2, which has what other blocks have written
+
+    def copy(target: int, source: int, size: int, valid: int | None = None) -> None:
+        block().start_copy(target, source, size, valid, constant=constant)
+
+    return copy
 
 
 @operation(r"prefetch\.global\.L2")

@@ -312,12 +312,20 @@ class Block:
             self._ready.extend(meeting.waiting)
             del self._meetings[int(barrier)]
 
-    def start_copy(self, target: int, source: int, size: int, valid: int | None = None) -> None:
-        """Start an asynchronous copy of `valid` bytes, then zeros."""
+    def start_copy(
+        self,
+        target: int,
+        source: int,
+        size: int,
+        valid: int | None = None,
+        *,
+        constant: bool = True,
+    ) -> None:
+        """Start an asynchronous copy of `valid` bytes, then zeros; `constant` as of Global.load."""
         valid = size if valid is None else int(valid)
         if valid > size:
             raise Fault(f"a copy of {valid} bytes into {size}")
-        data = self.tensors.load(source, valid, size) if valid else b""
+        data = self.tensors.load(source, valid, size, constant=constant) if valid else b""
         data = data.ljust(size, b"\0")
         self.current.copies.append(
             (self.shared.start_copy(self.current.number, target, data), data)

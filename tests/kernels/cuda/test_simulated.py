@@ -137,6 +137,8 @@ CASES |= {
         "exact=bf16 sinks=4 lens=[0,500,20] splits=[1,1,1] workers=4 heads=[4,2]"
     ),
     "balanced, no sinks": of("exact=bf16 lens=[0,500,20] splits=[1,0,2] workers=7"),
+    "balanced, many parts": {"lens": [900, 5], "workers": 30, "splits": [20]},
+    "far below the room": {"lens": [20, 18, 0], "workers": 2, "splits": [3]},
     "lengths alike for workers": {"lens": [70, 66], "workers": 3, "splits": [2]},
 }
 # a warp with more columns, and warps that share a ring: rows are read once for all heads
