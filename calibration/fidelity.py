@@ -207,6 +207,24 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
     return cache
 
 
+def warm_up_copies(
+    model: DecodingModel, exact: KVCache, schemes: Iterable[Scheme | Planned]
+) -> None:
+    """Compile what a quantized_copy of each scheme, and its steps, will need, all at a time, where
+    caches are on CUDA."""
+    length, wanted = int(exact.seq_lens.max()), tuple(schemes)
+
+    def calls(_: object) -> Iterator[Calls]:
+        for scheme in wanted:
+            make = partial(_empty_copy, model, exact, scheme, torch.device("meta"))
+            yield from _calls(model, exact.exact_format, length, make)
+
+    # names stand for plans, which a key would keep in memory: of two with one name quantized_copy
+    # compiles what the second one needs
+    names = tuple(map(str, wanted))
+    warm_up_cache(exact, ("copies", exact.exact_format, model.dtype, length, names), calls)
+
+
 def _calls(
     model: DecodingModel, exact_format: str, length: int, make: Callable[[], KVCache]
 ) -> list[Calls]:
@@ -219,9 +237,11 @@ def _calls(
 def _empty_copy(
     model: DecodingModel, exact: KVCache, scheme: Scheme | Planned, device: Devices
 ) -> KVCache:
-    """A cache of a scheme, of the capacity of another."""
+    """A cache of a scheme, of the capacity of another, and for the same attention."""
     options = options_of(scheme, is_latent=isinstance(exact, LatentKVCache))
-    return model.new_cache(exact.batch, exact.max_seq_len, device=device, **options)
+    cache = model.new_cache(exact.batch, exact.max_seq_len, device=device, **options)
+    cache.step_variant = exact.step_variant
+    return cache
 
 
 def options_of(scheme: Scheme | Planned, *, is_latent: bool) -> dict[str, Any]:
@@ -322,16 +342,7 @@ class Reference:
 
     def warm_up(self, schemes: Iterable[Scheme | Planned]) -> None:
         """Compile what measuring these will need, all at a time, where caches are on CUDA."""
-        from kvquant.kernels.cuda.runtime.warmup import warm_up
-
-        exact, length = self._exact, int(self._exact.seq_lens.max())
-
-        def calls() -> Iterator[Calls]:
-            for scheme in schemes:
-                make = partial(_empty_copy, self.model, exact, scheme, torch.device("meta"))
-                yield from _calls(self.model, self.exact_format, length, make)
-
-        warm_up(exact.device, calls())
+        warm_up_copies(self.model, self._exact, schemes)
 
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
         """Decode the passages from a cache of a scheme."""

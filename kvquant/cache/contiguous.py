@@ -116,6 +116,8 @@ class KVCache:
             that the first append compiles are for them. None: few on a KV head.
         step_lens: new tokens of a sequence in the steps that will come, (1,) unless set: the first
             append compiles kernels for them, too.
+        step_variant: what those steps change in attention; None, as it is unless set: nothing. The
+            first append compiles kernels for it. Of its tensors only shapes and dtypes count.
         changes: calls that may have changed lengths; those inside of graphs are not counted.
         is_cold: whether the first append will compile the kernels that are missing (on CUDA).
 
@@ -196,6 +198,7 @@ class KVCache:
         self.bad_rows, self.overflow_tokens = self._counters[self.device]
         self.num_q_heads: int | None = None
         self.step_lens: tuple[int, ...] = (1,)
+        self.step_variant: AttentionVariant | None = None
         self.changes = 0
         self.is_cold = any(one.type == "cuda" for one in self.devices)
 
@@ -902,6 +905,7 @@ class KVCache:
             rollback_len=self.rollback_len,
         )
         other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
+        other.step_variant = self.step_variant
         return other
 
     def _made(self, **options: Any) -> KVCache:

@@ -17,6 +17,7 @@ from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.kind import KeyValue
 from ..rows.quantize import EXACT_DTYPES
+from ..rows.variant import moved, names_of
 from .layer import LayerCache
 
 Cache = Any  # a KVCache, whose module imports this one
@@ -46,6 +47,9 @@ class Calls:
         cache = self.make()
         step: Callable[..., object] = cache.step  # latents come with two queries
         q_heads = (self.num_q_heads,) if self.num_q_heads else likely_q_heads(cache)
+        options: dict[str, Any] = {"sm_scale": 1.0}  # kernels are of any scale
+        if cache.step_variant is not None:  # latents have none
+            options["variant"] = moved(cache.step_variant, "meta")
         kinds = {_kind(at): layer for layer, at in enumerate(cache.layers)}
         for layer in sorted(kinds.values()):
             at = cache.layers[layer]
@@ -60,7 +64,7 @@ class Calls:
                 queries = [new_queries((cache.batch, *axes), x) for x in (k, v)]
                 queries = queries if cache.latent else queries[:1]
                 with suppress(KVQuantError):
-                    step(layer, *queries, k, v, sm_scale=1.0)  # kernels are of any scale
+                    step(layer, *queries, k, v, **options)
 
 
 def likely_q_heads(cache: Cache) -> tuple[int, ...]:
@@ -104,10 +108,10 @@ def warm_up_first(cache: Cache, k: object) -> None:
 def warm_up_cache(
     cache: Cache, key: Hashable, calls: Callable[[Callable[[], Cache]], Iterable[Calls]]
 ) -> None:
-    """The same for a new cache whose calls are known; its first append compiles nothing then.
+    """The same for a cache whose calls are known; if it is new, its first append compiles nothing.
 
     Args:
-        cache: empty.
+        cache: like those of the calls in batch, heads and devices.
         key: names these calls: those of a kind of cache are rehearsed once in a process.
         calls: gives them, from what makes such a cache.
     """
@@ -115,7 +119,7 @@ def warm_up_cache(
     kinds = tuple(dict.fromkeys(map(_kind, cache.layers)))
     devices = tuple(dict.fromkeys(cache.devices))
     heads = cache.num_kv_heads, cache.num_q_heads
-    kind = type(cache), kinds, cache.batch, heads, devices, key
+    kind = type(cache), kinds, cache.batch, heads, names_of(cache.step_variant), devices, key
     from ..kernels.cuda.runtime.warmup import warm_up
 
     if kind not in _warm:

@@ -42,7 +42,7 @@ import torch
 from ..errors import DeviceError, ShapeError
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
-from ..rows.variant import AttentionVariant
+from ..rows.variant import AttentionVariant, moved
 
 UNIT = 16  # bytes that pages, and what is in them, are aligned to on CUDA
 Pages: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -155,16 +155,8 @@ class LayerRows(NamedTuple):
 
     def to(self, device: torch.device | str) -> LayerRows:
         """The same on another device, for which the engine's kernel is not."""
-
-        def moved(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.to(device)
-
-        basis, variant = self.basis, self.variant
-        if basis is not None:
-            basis = basis.to(device)
-        if variant is not None:
-            sinks, slopes = moved(variant.sink_logits), moved(variant.alibi_slopes)
-            variant = variant._replace(sink_logits=sinks, alibi_slopes=slopes)
+        basis = self.basis and self.basis.to(device)
+        variant = None if self.variant is None else moved(self.variant, device)
         return self._replace(basis=basis, variant=variant, causal=None)
 
 

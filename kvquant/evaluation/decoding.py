@@ -15,6 +15,7 @@ from kvquant.calibration.fidelity import (
     Scheme,
     options_of,
     quantized_copy,
+    warm_up_copies,
 )
 from kvquant.errors import ConfigError
 from kvquant.rows.quantize import EXACT_DTYPES
@@ -106,15 +107,24 @@ class Caches:
         tokens: [batch, tokens] token ids of prompts of one length, int64.
         new_tokens: how many tokens will be decoded behind the prompts.
         reading: how prompts come into caches.
+        choices: the caches that will be asked for: their kernels are compiled together.
     """
 
     def __init__(
-        self, model: CachedModel, tokens: torch.Tensor, new_tokens: int, reading: Reading
+        self,
+        model: CachedModel,
+        tokens: torch.Tensor,
+        new_tokens: int,
+        reading: Reading,
+        choices: Sequence[Choice] = (),
     ) -> None:
         self.model, self._tokens, self._reading = model, tokens, reading
         self.length = tokens.shape[1]
         self._exact = Scheme(model.exact_format, model.exact_format)
         self.exact, self.logits = self._read(self._exact, self.length + new_tokens)
+        if not reading.from_rows:
+            packed = [one for one in choices if isinstance(one, Scheme | Planned)]
+            warm_up_copies(model, self.exact, packed)
 
     def original(self) -> KVCache:
         """The 16-bit cache of the prompts alone, without the tokens decoded behind them."""
@@ -187,7 +197,7 @@ def ask_all(
     """
     longest = max(len(one.question) + len(one.answer) for each in prompts for one in each.asked)
     tokens = torch.tensor([one.context for one in prompts], device="cpu")
-    caches = Caches(model, tokens, longest, reading)
+    caches = Caches(model, tokens, longest, reading, choices)
     yield _answers(model, prompts, caches.original)
     for choice in choices:
         yield _answers(model, prompts, partial(caches.copy, choice))

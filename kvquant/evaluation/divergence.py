@@ -42,7 +42,7 @@ def diverge(
         from the 16-bit cache's, in nats, and whether both have the same likeliest token (1 or 0).
     """
     fed = windows[:, context:]
-    caches = Caches(model, windows[:, :context], fed.shape[1], reading)
+    caches = Caches(model, windows[:, :context], fed.shape[1], reading, choices)
     expected = predict(model, caches.original(), fed)  # [scored, passages, vocabulary]
     yield None
     for choice in choices:

@@ -65,7 +65,7 @@ def free_run(
     Yields:
         [ways][prompts][num_tokens] token ids, for the 16-bit cache and then for each choice.
     """
-    caches = Caches(model, tokens, num_tokens, reading)
+    caches = Caches(model, tokens, num_tokens, reading, choices)
     yield [
         _continued(model, caches.original(), caches.logits, num_tokens, sampling)
         for sampling in ways

@@ -278,6 +278,8 @@ def _attend(
     """
     kv, padding = handed.kv, handed.padding
     asked, new = query.shape[2], key.shape[2]
+    if kv.is_cold and not handed.is_traced:  # the first append compiles the kernels of steps
+        kv.step_variant = variant
     if not handed.appended:
         handed.reads_rows = new == 1 or handed.to.takes_drafts()
     if handed.reads_rows:

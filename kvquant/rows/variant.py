@@ -99,6 +99,13 @@ def names_of(variant: AttentionVariant | None) -> tuple[str, ...]:
     return tuple(sorted(name for name, value in variant._asdict().items() if value is not None))
 
 
+def moved(variant: AttentionVariant, device: torch.device | str) -> AttentionVariant:
+    """The same with its tensors on a device."""
+    given = variant._asdict().items()
+    tensors: dict[str, Any] = {name: x.to(device) for name, x in given if torch.is_tensor(x)}
+    return variant._replace(**tensors)
+
+
 def in_use(variant: AttentionVariant | None) -> AttentionVariant | None:
     """The variant, its tensors without gradients, or None for one that changes nothing; errors as
     of names_of."""

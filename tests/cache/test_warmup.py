@@ -12,7 +12,7 @@ from example_plan import example_plan
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 from latent_plans import random_basis
 
-from kvquant import CachePlan, KVCache, LatentKVCache
+from kvquant import AttentionVariant, CachePlan, KVCache, LatentKVCache
 from kvquant.cache import warmup
 from kvquant.cache.warmup import Calls
 from kvquant.errors import DeviceError, ShapeError
@@ -25,6 +25,7 @@ from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import attention, mla, transform
 from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.variant import names_of
 
 BATCH, HEADS, DIM, MAX = 2, 2, 64, 2048
 PLAIN: dict[str, Any] = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": DIM}
@@ -76,6 +77,32 @@ def test_what_is_launched_was_told(name: str, ratio: int, cuda: FakeDriver) -> N
         cache.step(layer, torch.zeros(BATCH, ratio * HEADS, DIM, dtype=dtype), *rows(1, dtype))
         cache.step(layer, torch.zeros(BATCH, 3, ratio * HEADS, DIM, dtype=dtype), *rows(3, dtype))
     assert len(cuda.launched) >= 6 and {*loaded_specs()} == {*told}
+
+
+@pytest.mark.extra("cuda")
+@pytest.mark.parametrize(
+    "variant",
+    [
+        AttentionVariant(soft_cap=30.0),
+        AttentionVariant(sink_logits=torch.zeros(4 * HEADS), window=64),
+        AttentionVariant(alibi_slopes=torch.zeros(4 * HEADS)),
+    ],
+    ids=["soft cap", "sinks and window", "slopes"],
+)
+def test_steps_with_a_variant_are_told(variant: AttentionVariant, cuda: FakeDriver) -> None:
+    def make(device: str = "cpu") -> KVCache:
+        cache = KVCache(**PLAIN, batch=BATCH, max_seq_len=MAX, device=device)
+        cache.num_q_heads, cache.step_variant = 4 * HEADS, variant
+        return cache.like(BATCH, device)
+
+    calls = Calls(partial(make, "meta"), torch.bfloat16, prompts=(700,))
+    told = kernels_of([calls], runtime.gpu_of(CPU))
+    cache, q = make(), torch.zeros(BATCH, 4 * HEADS, DIM, dtype=torch.bfloat16)
+    cache.append(0, *rows(700, torch.bfloat16))
+    cache.step(0, q, *rows(1, torch.bfloat16), variant=variant)
+    assert {*loaded_specs()} == {*told}
+    (decode,) = (spec for spec in told if isinstance(spec, DecodeSpec))
+    assert decode.variant == names_of(variant)
 
 
 def latents(count: int) -> tuple[torch.Tensor, torch.Tensor]:

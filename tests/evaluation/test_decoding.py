@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvquant import KVCache
+from kvquant.cache import warmup
 from kvquant.calibration.fidelity import Scheme
 from kvquant.errors import ConfigError
 from kvquant.evaluation.decoding import Caches, Reading, ask_all, score
@@ -24,6 +25,9 @@ from kvquant.evaluation.generation import (
 )
 from kvquant.evaluation.generation import summary as texts_agree
 from kvquant.evaluation.prompts import Asked, Prompt
+from kvquant.kernels.cuda.decode.spec import DecodeSpec
+from kvquant.kernels.cuda.runtime.launch import GPUS
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
 
 VOCABULARY, DIM = 50, 64
 
@@ -182,3 +186,36 @@ def test_answers_are_found_by_a_pattern() -> None:
     assert answer_of("#### 17 done", r"#### (\d+)") == "17" and answer_of("none", r"\d") == ""
     with pytest.raises(ConfigError, match="no regular expression"):
         answer_of("", "(")
+
+
+@pytest.mark.extra("cuda")
+def test_kernels_of_all_copies_are_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the attention that the model has shown with its 16-bit cache, soft caps here."""
+    from hf_cases import tiny
+
+    told: list[list[Any]] = []
+    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(
+        "kvquant.kernels.cuda.runtime.warmup.warm_up",
+        lambda device, calls: told.append(kernels_of(calls, GPUS["sm_90"])),
+    )
+    model = tiny("Gemma2")
+    make = model.new_cache
+
+    def make_cold(*args: Any, **options: Any) -> KVCache:
+        cache = make(*args, **options)
+        cache.is_cold = cache.device.type != "meta"
+        return cache
+
+    monkeypatch.setattr(model, "new_cache", make_cold)
+    schemes = [Scheme("int8", "int8"), Scheme("int4", "int4")]
+    caches = Caches(model, torch.arange(200).reshape(2, 100) % 97, 4, Reading(), schemes)
+    _, copies = told
+    decodes = [[spec for spec in specs if isinstance(spec, DecodeSpec)] for specs in told]
+    assert {spec.first.k_format.codec for spec in decodes[0]} == {"bf16"}
+    assert {spec.first.k_format.codec for spec in decodes[1]} == {"int8", "int4"}
+    assert {spec.variant for specs in decodes for spec in specs} == {("soft_cap",)}
+    for scheme in schemes:
+        caches.copy(scheme)
+        assert {*told[-1]} <= {*copies}, "the copy compiles nothing"
+    assert len(told) == 4
