@@ -48,6 +48,10 @@ measured and the date:
                                             generated texts. We added "third training" to its name
                                             by hand. We left out the 4 questions and the passage
                                             that these runs had, too
+    code-sinks, code-latent                 bench_code.py with models of train_code_lm.py --kind
+                                            sinks and --kind latent: kvquant's caches alone, with
+                                            the default window. We put the commit that ran into
+                                            code-latent by hand
     row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
                                             bench_graded.py
 
@@ -969,7 +973,7 @@ def evaluated() -> dict[str, list[str]]:
     """The tables of calibration/FIDELITY.md and the names in its picture.
 
     bench_recall.py draws the picture: --from recall.json --from recall-few.json --from code.json
-    --from code-few.json --from kinds.json --picture.
+    --from code-few.json --from kinds.json --from code-sinks.json --from code-latent.json --picture.
     """
     models = asked_models()
     if not models:
@@ -985,7 +989,7 @@ def evaluated() -> dict[str, list[str]]:
 
 def asked_models() -> list[Evaluations]:
     """The models that answered questions about their contexts."""
-    names = "recall", "recall-few", "code", "code-few", "kinds"
+    names = "recall", "recall-few", "code", "code-few", "kinds", "code-sinks", "code-latent"
     return of_models(run for name in names for run in read_runs(RESULTS / f"{name}.json"))
 
 
