@@ -30,7 +30,7 @@ from .cases import Case, rehearse_case
 from .gpu import Times, check_and_time, rotated_inputs
 from .timer import Timer
 
-# shapes of the default table of plans, which is good for up to a factor of 2 beyond each
+# shapes of the default table of plans
 TABLE: dict[str, Any] = {
     "batches": (1, 8, 32, 64, 128, 256, 512),
     "seq_lens": (1024, 8192, 32768),

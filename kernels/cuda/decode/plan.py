@@ -47,14 +47,18 @@ MOST_OTHERS = 16  # splits of a segment other than the first
 MOST_WAVES = 16  # of whole units: more of them even out by themselves
 LONGEST_LINE = 1 << 31  # steps
 SHORT = 4  # steps of a sequence up to which no length is worth it
-FEW_TILES = 4  # of a sequence up to which blocks of one ring are considered
+# tiles of a sequence up to which blocks of one ring are considered: any number of them, and as many
+# as run at a time. Of longer sequences several warps read faster
+FEW_TILES, MORE_TILES = 4, 32
+# sequences may be far shorter than what they have room for: a plan is to be good for all of these
+FILLED_PARTS = 1, 8, 64  # the room is so many times their length
 MOST_TILES = 1 << 30
 # of a kernel for wide groups: the least tokens of a split, the tokens that a block could do in the
 # time of its start and merge, and waves of blocks (kernels/FACTS.md has what they follow from)
 LEAST, STARTING, WIDE_WAVES = 512, 400, 4
 # share of the GPU's time that must go to tokens: with up to so many columns, and with more
 FEW_COLUMNS, FILLED, FILLED_OF_MANY = 32, 0.8, 0.6
-SIMILAR = 1.01  # prices within this factor are alike: the preferred number of warps is taken
+SIMILAR = 1.05  # prices within this factor of the lowest are alike: the preferred warps are taken
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,11 @@ def plan(
     elif row is not None and compiled is None:
         choice = (fit(replace(spec, warps=row.warps, stages=row.stages), gpu),)
     else:
-        choice = kernels(spec, gpu, capacities[0] <= FEW_TILES * TILE, registers)
+        choice = kernels(spec, gpu, registers)
+        if capacities[0] > FEW_TILES * TILE:
+            has_more = capacities[0] > MORE_TILES * TILE
+            several = [x for x in choice if x.spec.warps > 1 or (units <= x.slots and not has_more)]
+            choice = tuple(several) or choice
     return _by_formula(choice, units, tuple(capacities), num_splits)
 
 
@@ -267,14 +275,11 @@ def _price_of_wide(kernel: Fit, units: int, capacity: int, splits: int) -> float
 
 
 @functools.lru_cache(256)
-def kernels(
-    spec: DecodeSpec, gpu: GPU, are_short: bool = False, registers: int | None = None
-) -> tuple[Fit, ...]:
+def kernels(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> tuple[Fit, ...]:
     """The kernels that the formula chooses from, each with as many stages as cost no neighbour.
 
     Args:
         spec, gpu: as in plan.
-        are_short: whether sequences have a few tiles: then one ring a block will do.
         registers: of a thread, where one of them is compiled; the others take about as many.
 
     Raises:
@@ -301,8 +306,7 @@ def kernels(
             f"bytes of shared memory in the smallest kernel, a block has {gpu.shared_per_block} on "
             f"{gpu.name}: {advice}, or backend='reference'"
         )
-    wide = [one for one in found if one.spec.warps > 1]
-    return tuple(wide if wide and not are_short else found)
+    return tuple(found)
 
 
 def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[int]) -> float:
@@ -404,18 +408,39 @@ def tuned_row(spec: DecodeSpec, gpu: GPU, units: int, capacity: int, fastest: Pl
 def _by_formula(
     choice: tuple[Fit, ...], units: int, capacities: tuple[int, ...], num_splits: int | None
 ) -> Plan:
-    """The plan with the lowest price, of some kernels."""
-    best = []
-    for kernel in choice:
+    """The plan with the lowest price, of some kernels: of similar ones the best for sequences that
+    fill less of their room."""
+    priced = []
+    for place, kernel in enumerate(choice):
         if num_splits is None:
             counts = _counts(kernel, units, capacities)
         else:
             counts = {_useful(kernel, capacities, num_splits, even=False)}
         plans = [_splits(kernel, capacities, count) for count in counts]
-        best.append(min((price(kernel, units, capacities, one), sum(one), one) for one in plans))
-    lowest = min(best)[0]
-    chosen = next(i for i, (cost, _, _) in enumerate(best) if cost <= SIMILAR * lowest)
-    return Plan(best[chosen][2], choice[chosen].spec.warps, choice[chosen].spec.stages)
+        priced += [(_prices(kernel, units, capacities, one), place, one) for one in plans]
+    lowest = min(prices[0] for prices, _, _ in priced)
+    priced = [one for one in priced if one[0][0] <= SIMILAR * lowest]
+    least = [min(each) for each in zip(*(prices for prices, _, _ in priced), strict=True)]
+    ranked = [
+        (sum(x / y for x, y in zip(prices, least, strict=True)), place, splits)
+        for prices, place, splits in priced
+    ]
+    first = min(place for cost, place, _ in ranked if cost <= SIMILAR * min(ranked)[0])
+    _, _, splits = min((cost, sum(n), n) for cost, place, n in ranked if place == first)
+    return Plan(splits, choice[first].spec.warps, choice[first].spec.stages)
+
+
+def _prices(
+    kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[int]
+) -> tuple[float, ...]:
+    """What a launch costs for sequences that fill their room, and for shorter ones."""
+    step, found = kernel.steps[0], []
+    for part in FILLED_PARTS:
+        tokens = -(-capacities[0] // part)
+        held = min(splits[0], -(-tokens // step))  # the other splits have no tokens
+        lengths, cut = (tokens, *capacities[1:]), (held, *splits[1:])
+        found.append(price(kernel, units, lengths, cut))
+    return tuple(found)
 
 
 def _counts(kernel: Fit, units: int, capacities: Sequence[int]) -> set[int]:

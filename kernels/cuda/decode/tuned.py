@@ -19,6 +19,7 @@ from .spec import MMA_COLUMNS
 
 TABLE_VERSION = 1
 MOST = 2**63 - 1  # of any number in it
+NEAR_UNITS, NEAR_CAPACITY = 1.2, 2.0  # times a measured plan's, at which it still counts
 SHIPPED = Path(__file__).parent / "plans"
 
 
@@ -62,19 +63,23 @@ def lookup(
 ) -> Tuned | None:
     """Find the row that is nearest to a shape, by the logarithms of units and capacity.
 
+    Another capacity changes little, other units much: which kernel just fills the GPU with them.
+
     Args:
         rows: the table.
         gpu, k, v, units, capacity, columns: the shape, as in Tuned.
 
     Returns:
-        The row, the first of equally near ones, or None if there is none within a factor of 2 of
-        both.
+        The row, the first of equally near ones, or None if there is none within a factor of
+        NEAR_UNITS of the units and one of NEAR_CAPACITY of the capacity.
     """
     best, least = None, math.inf
     for row in rows:
         if (row.gpu, row.k, row.v, row.columns) == (gpu, k, v, columns):
-            apart = abs(math.log2(row.units / units)), abs(math.log2(row.capacity / capacity))
-            if max(apart) <= 1 and sum(apart) < least:
+            in_units, in_capacity = row.units / units, row.capacity / capacity
+            apart = [math.log2(max(one, 1 / one)) for one in (in_units, in_capacity)]
+            is_near = apart[0] <= math.log2(NEAR_UNITS) and apart[1] <= math.log2(NEAR_CAPACITY)
+            if is_near and sum(apart) < least:
                 best, least = row, sum(apart)
     return best
 
