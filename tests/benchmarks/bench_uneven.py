@@ -1,16 +1,18 @@
-"""Times of decode attention to sequences of very unequal lengths, by the price of a unit's start.
+"""Times of decode attention to sequences of very unequal lengths, and to sequences far shorter than
+their room.
 
-Run by hand: python tests/benchmarks/bench_uneven.py --values 0,1,2,3 --json uneven.json. A value is
-UNIT_STEPS of kernels/cuda/decode/spec.py: the steps that a unit counts besides those of its tokens
-(schedule.py). Without --values the script takes the value in the sources. To compare two checkouts,
-run it twice on one machine, each time with another checkout's folder first in PYTHONPATH.
+Run by hand: python tests/benchmarks/bench_uneven.py --json uneven.json. With --values 0,1,2,3 the
+script compares prices of a unit's start: a value is UNIT_STEPS of kernels/cuda/decode/spec.py, the
+steps that a unit counts besides those of its tokens (schedule.py). Without --values the script
+takes the value in the sources. To compare two checkouts, run it twice on one machine, each time
+with another checkout's folder first in PYTHONPATH.
 
 Rows are INT4 in 4 groups, with 32 query heads on 8 KV heads of 128. Each value has a process and a
 folder of compiled kernels of its own. All processes compile at once, and then take times one after
 another. Outputs are compared with float64 first. A time is that of a single call inside a CUDA
 graph, with the L2 cache overwritten before it: a median, in us. "evenly" is the time of as many
 tokens in all, equally many in each sequence, without more room than they need. The last lines have
-equal lengths.
+equal lengths: there "evenly" shows what the room costs.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 from measuring import begin
 
-from kvquant import RowFormat
+from kvquant import RowFormat, __version__
 from kvquant.bench.cases import RAGGED, ROOM, Case, check, make_inputs, uneven
+from kvquant.bench.timer import describe_machine
 from kvquant.kernels.cuda.decode import plan, schedule
 from kvquant.kernels.cuda.decode.spec import UNIT_STEPS
 
@@ -41,6 +46,8 @@ LENGTHS = (
     (uneven(256, 2, 8192, 32), 8192),
     *((lens, ROOM) for lens in RAGGED),
     ((160,) * 128, 12345),
+    *(((tokens,) * 64, 16384) for tokens in (160, 512, 2048)),
+    *(((tokens,) * 256, 16384) for tokens in (160, 512)),
     ((8192,) * 64, 8192),
 )
 CASES = [Case(FORMAT, FORMAT, len(lens), 32, 8, room, lens=lens) for lens, room in LENGTHS]
@@ -62,25 +69,27 @@ def main(values: str, json_file: Path | None, alone: str | None) -> None:
     if alone is not None:
         for module in (plan, schedule):
             vars(module)["UNIT_STEPS"] = wanted[0]
-        found = compile_all() if alone == "compile" else take_times()
+        measured = compile_all() if alone == "compile" else take_times()
         if json_file is not None:
-            json_file.write_text(json.dumps(found), encoding="utf-8")
+            json_file.write_text(json.dumps(measured), encoding="utf-8")
         return
     with tempfile.TemporaryDirectory() as folder:
         for started in [start(value, "compile", Path(folder)) for value in wanted]:
             if started.wait():
                 raise SystemExit(started.returncode)
-        times: dict[int, Times] = {}
+        found = []
         for value in wanted:
             if code := start(value, "time", Path(folder)).wait():
                 raise SystemExit(code)
-            times[value] = json.loads((Path(folder) / f"{value}.json").read_text("utf-8"))
+            found.append(json.loads((Path(folder) / f"{value}.json").read_text("utf-8")))
+    times: dict[int, Times] = {one: of["us"] for one, of in zip(wanted, found, strict=True)}
     print(f"{'UNIT_STEPS':44}" + "".join(f"{value:>9}" for value in wanted) + f"{'evenly':>9}")
     for name, first in times[wanted[0]].items():
         row = [times[value][name]["now"] for value in wanted] + [first["evenly"]]
         print(f"{name:44}" + "".join(f"{one:9.1f}" for one in row))
     if json_file is not None:
-        json_file.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
+        figures = {"machine": found[0]["machine"], "us": times}
+        json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def start(value: int, alone: str, folder: Path) -> subprocess.Popen[bytes]:
@@ -91,7 +100,7 @@ def start(value: int, alone: str, folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=env, stdout=sys.stderr)
 
 
-def compile_all() -> Times:
+def compile_all() -> dict[str, Any]:
     """Run each case once, so that its kernels are compiled, and check the outputs."""
     for case in CASES:
         for one in {case, case.even}:
@@ -101,8 +110,8 @@ def compile_all() -> Times:
     return {}
 
 
-def take_times() -> Times:
-    """The times of all cases."""
+def take_times() -> dict[str, Any]:
+    """The times of all cases, and the machine."""
     timer, found = begin(), Times()
     for case in CASES:
         found[f"{case.lengths}, room for {case.seq_len}"] = times = {}
@@ -110,7 +119,7 @@ def take_times() -> Times:
             (inputs,) = make_inputs(one, 1, torch.device("cuda"))
             times[name] = timer.alone(inputs.attend)
             del inputs
-    return found
+    return {"machine": asdict(describe_machine(timer, __version__)), "us": found}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ measured and the date:
                                             --format int4-g4, int3 and int2, --exact, --page-size
     h200-wide                               kvquant bench --wide
     h200-ragged                             tests/benchmarks/bench_ragged.py --queries
+    h200-lengths                            kvquant bench --ragged
     h200-512                                kvquant bench --head-dim 512 --q-heads 16 --kv-heads 4
                                             --format int4-g4 --format int8
     h200-tune                               kvquant bench --tune --quick --format int2
@@ -70,7 +71,7 @@ import json
 import statistics
 import subprocess
 import textwrap
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ def shown() -> dict[str, list[str]]:
             *(cpu_about(), cpu_decode(), cpu_rows(), xeon(), gpu_about(), decode_cases()),
             *(gains(), gpu_about("h200-more"), few_bits_times(), page_times()),
             *(gpu_about("h200-wide"), wide_groups(), ragged_queries()),
+            *(gpu_about("h200-lengths"), unequal_lengths()),
         ],
         "kvquant/evaluation/README.md": [evaluation()],
         "kvquant/hf/README.md": [steps_about(), steps(), captured_step(), *latent_steps()],
@@ -292,6 +294,23 @@ def ragged_queries() -> str:
         if isinstance(one, dict)
     ]
     return table(["new tokens", "ragged", "padded", "apart", "ragged to apart"], rows)
+
+
+def unequal_lengths() -> str:
+    """`kvquant bench --ragged`: sequences of unequal lengths beside as many tokens evenly."""
+    figures = read("h200-lengths")
+    rows = []
+    for one in figures["ragged"]:
+        lens = Counter(one["lens"])
+        name = ", ".join(f"{n} x {length:,}" for length, n in sorted(lens.items(), reverse=True))
+        if len(lens) > 2:
+            name = f"{one['batch']} of {min(lens)} to {max(lens):,}"
+        us, even, torch = one["us"], one["even"]["us"], one["sdpa"]
+        at_peak = one["nbytes"] / figures["machine"]["read_gb_per_s"] / 1e3
+        cells = f"{us:.1f}", f"{even:.1f}", f"{us / even:.2f}", f"{at_peak:.1f}"
+        rows.append([name, *cells, f"{torch['us']:,.0f} ({torch['name'].partition(',')[0]})"])
+    titles = ["sequences x tokens", "us", "evenly", "ratio", "bytes at peak", "torch, 16 bit"]
+    return table(titles, rows)
 
 
 def few_sequences() -> str:
