@@ -116,8 +116,9 @@ class KVCache:
             that the first append compiles are for them. None: few on a KV head.
         step_lens: new tokens of a sequence in the steps that will come, (1,) unless set: the first
             append compiles kernels for them, too.
-        step_variant: what those steps change in attention; None, as it is unless set: nothing. The
-            first append compiles kernels for it. Of its tensors only shapes and dtypes count.
+        step_variant: the AttentionVariant of these steps, None for plain attention. The kernels
+            that the first append compiles are for it. A first call of step sets it, and so does a
+            Hugging Face model. Of its tensors only shapes and dtypes count.
         changes: calls that may have changed lengths; those inside of graphs are not counted.
         is_cold: whether the first append will compile the kernels that are missing (on CUDA).
 
@@ -518,6 +519,8 @@ class KVCache:
             at.check_variant(q, variant)
         if bound is None or not (sm_scale is None is num_splits and type(return_lse) is bool):
             check_options(q, sm_scale, return_lse, num_splits, backend)
+        if self.is_cold and variant is not None and not torch.compiler.is_compiling():
+            self.step_variant = variant
         self._change(k)
         ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]

@@ -120,6 +120,7 @@ class StepBatch(NotCopied):
         self._is_entered = False  # whether a step's block is: what compiled code can look at
         self._on_cuda = cache.device.type == "cuda"
         self._is_cold = self._on_cuda  # nothing was appended yet
+        self.step_variant: AttentionVariant | None = None
         self._is_ragged_cold = self._on_cuda  # nor were there ragged queries
         # the fewest rows of q, rows of k, and queries of a sequence that graphs have
         self._captured = [max_batch, self.max_tokens, self.max_tokens]
@@ -324,9 +325,13 @@ class StepBatch(NotCopied):
         return bool(self.shared_prefix) or (self._num_members > 0 and not fixed)
 
     def _seen_by(
-        self, layer: int, q: torch.Tensor, q_indptr: torch.Tensor | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        q_indptr: torch.Tensor | None = None,
+        variant: AttentionVariant | None = None,
     ) -> tuple[_Parts, torch.Tensor | None, bool]:
-        """What queries attend to, if they fit the step.
+        """What queries attend to, if they fit the step; variant: of the attention.
 
         Returns:
             The rows, how many queries each sequence has (None: one), and whether this call is kept
@@ -363,7 +368,7 @@ class StepBatch(NotCopied):
         self.check_open()
         if q_indptr is not None and self._is_ragged_cold and not compiling:
             self._is_ragged_cold = False
-            warm_up_ragged(self, q)
+            warm_up_ragged(self, q, variant)
         if not compiling:
             if not fixed:
                 self._check_appended(layer)
@@ -662,6 +667,11 @@ class PagedBatch(StepBatch):
             is captured in a CUDA graph or compiled: that reads them once in every step or in none,
             so say True.
 
+    Attributes:
+        step_variant: the AttentionVariant of the steps that will come, None for plain attention.
+            On CUDA the first append compiles the kernels of these steps. A first call of step sets
+            it. Of its tensors only shapes and dtypes count.
+
     Raises:
         ConfigError: a size that is not possible.
 
@@ -797,6 +807,8 @@ class PagedBatch(StepBatch):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
                 check_variant(q, variant, q_indptr)
+            if self._is_cold and variant is not None and not torch.compiler.is_compiling():
+                self.step_variant = variant
         basis, given = self.cache.rows.layers[layer].basis, None
         one_each = q.ndim == 3 and len(q) == len(k)
         if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
@@ -884,7 +896,7 @@ class PagedBatch(StepBatch):
         backend: str | None,
     ) -> torch.Tensor | State:
         """Attend; transformed: q in the layer's basis, if an append has found it."""
-        parts, q_lens, fixed = self._seen_by(layer, q, q_indptr)
+        parts, q_lens, fixed = self._seen_by(layer, q, q_indptr, variant)
         tensors, members = self._staged.tensors, None
         window = self.cache.windows[layer]
         if window is not None:

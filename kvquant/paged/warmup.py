@@ -14,6 +14,7 @@ from ..cache.warmup import new_queries, new_rows, present_in
 from ..errors import KVQuantError
 from ..rows.kind import LATENT
 from ..rows.rotation import Rope
+from ..rows.variant import AttentionVariant, moved
 from .cache import PagedKVCache
 
 STEPS_BETWEEN = 8  # totals of ragged queries to rehearse from one to twice that
@@ -37,6 +38,7 @@ class BatchCalls:
         shared_prefix: of the batch. Unless it is False, steps that read a prefix once are told,
             too: at most three kernels of a pair of formats attend to it, with blocks of 64, 128 or
             256 queries, and one combines.
+        variant: of steps, as PagedBatch.step_variant.
     """
 
     kind: Callable[..., Batch]
@@ -48,6 +50,7 @@ class BatchCalls:
     num_q_heads: int | None = None
     most_ragged: int = 0
     shared_prefix: bool | None = False
+    variant: AttentionVariant | None = None
 
     def __call__(self) -> None:
         """Make all of them; those that are not possible will say why when they are made."""
@@ -70,6 +73,8 @@ class BatchCalls:
                         queries = queries if cache.row_kind is LATENT else queries[:1]
                         options: dict[str, Any] = {"sm_scale": 1.0, **self._rope(count)}
                         options |= {"q_indptr": batch.q_indptr} if is_ragged else {}
+                        if self.variant is not None:  # latents have none
+                            options["variant"] = moved(self.variant, "meta")
                         # as if so many sequences began with the same pages
                         batch._num_members = members
                         batch.step(layer, *queries, k, v, **options)  # kernels are of any scale
@@ -150,17 +155,20 @@ def warm_up_batch(batch: Batch, k: object, rope: Rope | None, num_ids: int) -> N
 
         batches = likely_batches(batch, max(num_ids, 1))
         told = type(batch), batch.cache, k.dtype, len(k), batches, rotary_dim
-        calls = BatchCalls(*told, shared_prefix=batch.shared_prefix)
+        shared, variant = batch.shared_prefix, batch.step_variant
+        calls = BatchCalls(*told, shared_prefix=shared, variant=variant)
         warm_up(batch.cache.device, [calls])
 
 
-def warm_up_ragged(batch: Batch, q: torch.Tensor) -> None:
-    """Compile the kernels of steps with ragged queries, such as q, [total, num_q_heads, head_dim].
-    The first of these steps calls this, because most batches have none."""
+def warm_up_ragged(batch: Batch, q: torch.Tensor, variant: AttentionVariant | None) -> None:
+    """Compile the kernels of steps with ragged queries, such as q, [total, num_q_heads, head_dim],
+    and with the same variant. The first of these steps calls this, because most batches have
+    none."""
     from ..kernels.cuda.runtime.warmup import warm_up
 
     told = type(batch), batch.cache, q.dtype, 1, (batch.max_batch,)
-    calls = BatchCalls(*told, num_q_heads=q.shape[1], most_ragged=batch.max_tokens)
+    most = batch.max_tokens
+    calls = BatchCalls(*told, num_q_heads=q.shape[1], most_ragged=most, variant=variant)
     warm_up(batch.cache.device, [calls])
 
 

@@ -11,7 +11,8 @@ from attend import attend_shared
 from example_plan import example_plan
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 
-from kvquant import PagedBatch, PagedKVCache
+from kvquant import AttentionVariant, PagedBatch, PagedKVCache
+from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.prefix.spec import CombineSpec, PrefixSpec, fit, worth_splits
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
@@ -90,6 +91,37 @@ def test_the_first_append_compiles_what_steps_will_need_too(
     run(batch, None)
     assert [type(spec).__name__ for spec in compiled] == ["AppendSpec", "DecodeSpec"]
     assert {*loaded_specs()} <= {*compiled} and not batch._is_cold
+
+
+@pytest.mark.extra("cuda")
+@pytest.mark.parametrize("by_step", [False, True])
+def test_steps_with_a_variant_are_told(
+    by_step: bool, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the first call is a step, the step tells the variant itself."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
+    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.extend(specs))
+    batch = PagedBatch(MAKERS["plain"](), BATCH, TOKENS)
+    batch.cache.device, batch._is_cold = torch.device("cuda", 0), True
+    batch._is_ragged_cold = True
+    variant = AttentionVariant(soft_cap=30.0)
+    k, v = torch.zeros(2, BATCH, HEADS, DIM, dtype=torch.bfloat16)
+    q = torch.zeros(BATCH, 2 * HEADS, DIM, dtype=torch.bfloat16)
+    batch.step_variant = None if by_step else variant
+    for name in range(BATCH):
+        batch.cache.allocate(name)
+    for indptr in (None, batch.q_indptr):
+        with batch.extend(range(BATCH)):
+            for layer in range(3):
+                if not by_step and indptr is None:
+                    batch.append(layer, k, v)
+                else:
+                    batch.step(layer, q, k, v, variant=variant, q_indptr=indptr)
+    decodes = [spec for spec in compiled if isinstance(spec, DecodeSpec)]
+    assert decodes and {spec.variant for spec in decodes} == {("soft_cap",)}
+    assert {spec.ragged for spec in decodes} == {False, True}
+    assert loaded_specs() and {*loaded_specs()} <= {*compiled}
 
 
 @pytest.mark.extra("cuda")
