@@ -210,8 +210,8 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
 def warm_up_copies(
     model: DecodingModel, exact: KVCache, schemes: Iterable[Scheme | Planned]
 ) -> None:
-    """Compile what a quantized_copy of each scheme, and its steps, will need, all at a time, where
-    caches are on CUDA."""
+    """Compile together the kernels that quantized copies of all schemes, and their steps, need.
+    Where caches are not on CUDA nothing is done."""
     length, wanted = int(exact.seq_lens.max()), tuple(schemes)
 
     def calls(_: object) -> Iterator[Calls]:
@@ -219,8 +219,8 @@ def warm_up_copies(
             make = partial(_empty_copy, model, exact, scheme, torch.device("meta"))
             yield from _calls(model, exact.exact_format, length, make)
 
-    # names stand for plans, which a key would keep in memory: of two with one name quantized_copy
-    # compiles what the second one needs
+    # a plan in the key would stay in memory, so the key has names. Of two plans with one name
+    # quantized_copy compiles the kernels of the second
     names = tuple(map(str, wanted))
     warm_up_cache(exact, ("copies", exact.exact_format, model.dtype, length, names), calls)
 
@@ -237,7 +237,7 @@ def _calls(
 def _empty_copy(
     model: DecodingModel, exact: KVCache, scheme: Scheme | Planned, device: Devices
 ) -> KVCache:
-    """A cache of a scheme, of the capacity of another, and for the same attention."""
+    """An empty cache of a scheme, with the capacity and the step_variant of `exact`."""
     options = options_of(scheme, is_latent=isinstance(exact, LatentKVCache))
     cache = model.new_cache(exact.batch, exact.max_seq_len, device=device, **options)
     cache.step_variant = exact.step_variant

@@ -47,7 +47,7 @@ class Calls:
         cache = self.make()
         step: Callable[..., object] = cache.step  # latents come with two queries
         q_heads = (self.num_q_heads,) if self.num_q_heads else likely_q_heads(cache)
-        options: dict[str, Any] = {"sm_scale": 1.0}  # kernels are of any scale
+        options: dict[str, Any] = {"sm_scale": 1.0}  # kernels do not depend on it
         if cache.step_variant is not None:  # latents have none
             options["variant"] = moved(cache.step_variant, "meta")
         kinds = {_kind(at): layer for layer, at in enumerate(cache.layers)}
@@ -108,10 +108,11 @@ def warm_up_first(cache: Cache, k: object) -> None:
 def warm_up_cache(
     cache: Cache, key: Hashable, calls: Callable[[Callable[[], Cache]], Iterable[Calls]]
 ) -> None:
-    """The same for a cache whose calls are known; if it is new, its first append compiles nothing.
+    """Compile the kernels of calls that are known. If the cache is new, its first append compiles
+    nothing then.
 
     Args:
-        cache: like those of the calls in batch, heads and devices.
+        cache: has the batch, heads and devices of the caches in the calls.
         key: names these calls: those of a kind of cache are rehearsed once in a process.
         calls: gives them, from what makes such a cache.
     """

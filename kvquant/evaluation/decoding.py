@@ -107,7 +107,7 @@ class Caches:
         tokens: [batch, tokens] token ids of prompts of one length, int64.
         new_tokens: how many tokens will be decoded behind the prompts.
         reading: how prompts come into caches.
-        choices: the caches that will be asked for: their kernels are compiled together.
+        choices: caches that `copy` will make later. Their kernels are compiled together.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ def names_of(variant: AttentionVariant | None) -> tuple[str, ...]:
 
 
 def moved(variant: AttentionVariant, device: torch.device | str) -> AttentionVariant:
-    """The same with its tensors on a device."""
+    """A copy of the variant with its tensors on a device."""
     given = variant._asdict().items()
     tensors: dict[str, Any] = {name: x.to(device) for name, x in given if torch.is_tensor(x)}
     return variant._replace(**tensors)

@@ -11,8 +11,9 @@ Rows are INT4 in 4 groups, with 32 query heads on 8 KV heads of 128. Each value 
 folder of compiled kernels of its own. All processes compile at once, and then take times one after
 another. Outputs are compared with float64 first. A time is that of a single call inside a CUDA
 graph, with the L2 cache overwritten before it: a median, in us. "evenly" is the time of as many
-tokens in all, equally many in each sequence, without more room than they need. The last lines have
-equal lengths: there "evenly" shows what the room costs.
+tokens in all, equally many in each sequence, without more room than they need. In the
+last lines all lengths are equal: there the difference to "evenly" is what spare capacity costs. The
+very last line has none. "evenly" is measured with the first of the values.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ Times = dict[str, dict[str, float]]  # by case: "now" and "evenly"
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the times to this file, in us.",
 )
-@click.option("--alone", type=click.Choice(["compile", "time"]), help="In this process.")
+@click.option(
+    "--alone",
+    type=click.Choice(["compile", "time"]),
+    help="Internal: only compile, or only time, in this process.",
+)
 def main(values: str, json_file: Path | None, alone: str | None) -> None:
     """Print a line per case, with a column per value."""
     wanted = [int(word) for word in values.split(",")]

@@ -51,8 +51,8 @@ measured and the date:
                                             that these runs had, too
     code-sinks, code-latent                 bench_code.py with models of train_code_lm.py --kind
                                             sinks and --kind latent: kvquant's caches alone, with
-                                            the default window. We put the commit that ran into
-                                            code-latent by hand
+                                            the default window. We wrote the commit of the run
+                                            into code-latent.json by hand
     row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
                                             bench_graded.py
 
@@ -309,7 +309,8 @@ def unequal_lengths() -> str:
         at_peak = one["nbytes"] / figures["machine"]["read_gb_per_s"] / 1e3
         cells = f"{us:.1f}", f"{even:.1f}", f"{us / even:.2f}", f"{at_peak:.1f}"
         rows.append([name, *cells, f"{torch['us']:,.0f} ({torch['name'].partition(',')[0]})"])
-    titles = ["sequences x tokens", "us", "evenly", "ratio", "bytes at peak", "torch, 16 bit"]
+    titles = ["sequences x tokens", "us", "evenly, us", "us / evenly"]
+    titles += ["bytes at peak, us", "torch, 16 bit, us"]
     return table(titles, rows)
 
 

@@ -190,7 +190,7 @@ def test_answers_are_found_by_a_pattern() -> None:
 
 @pytest.mark.extra("cuda")
 def test_kernels_of_all_copies_are_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the attention that the model has shown with its 16-bit cache, soft caps here."""
+    """They are those of the soft cap that the model used with its 16-bit cache."""
     from hf_cases import tiny
 
     told: list[list[Any]] = []

@@ -41,7 +41,7 @@ from .queries import make_row_of
 from .spec import AHEAD
 from .variant import LOWEST, make_add_sink
 
-LOADED_PARTS = 64  # whose log-sum-exps are asked for together
+LOADED_PARTS = 64  # parts of a column whose log-sum-exps its lanes load together
 
 
 def make_combine_warps(spec, put_output, write):
@@ -148,9 +148,9 @@ def make_combine_splits(spec, write):
     Parts are numbered through the segments, which have counts[0], the first two counts[1], all
     counts[2]. A part's place in `partial` is its number and what `adds` has for its segment.
 
-    A thread adds four elements of all parts at a time. It asks for parts ahead of its sums, into
-    slots of its own in shared memory: registers would hold fewer. The first ones are on their way
-    while the parts are weighed.
+    A thread adds four elements of all parts at a time. It copies parts into slots of its own in
+    shared memory before it adds them: registers would hold fewer parts. The first copies run while
+    the block computes the parts' weights.
     """
     THREE, THREADS, COLUMNS = spec.segments == 3, spec.threads, spec.block_columns
     DIM, FOURS = spec.first.v_format.head_dim, spec.first.v_format.head_dim // 4
@@ -192,7 +192,7 @@ def make_combine_splits(spec, write):
 
     @device_function
     def following(item, part, total):
-        """The item and the part to go on with."""
+        """The next item and part. An item is four elements of a column."""
         part = uint32(part + uint32(AHEAD))
         if part >= total:
             part = uint32(0)
@@ -215,11 +215,11 @@ def make_combine_splits(spec, write):
         if before != total - uint32(1):
             return
         fence()
-        # from a lane: else the compilers compute what follows from these before the attention, and
-        # keep it in registers meanwhile
+        # a shuffle hides both from the compilers: they would compute addresses of the merge before
+        # the attention, and keep these in registers meanwhile
         tid = word_from_lane(tid, tid & uint32(31))
         shared = word_from_lane(shared, tid & uint32(31))
-        # the first parts are on their way while they are weighed
+        # the first copies run while the block computes the weights
         items = uint32(columns * uint32(FOURS))
         slots = uint32(uint32(shared + uint32(ASKED_AT)) + uint32(16) * tid)
         asked = tid

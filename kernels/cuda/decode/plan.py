@@ -43,15 +43,16 @@ FASTEST = 1.6  # times its share that an SM reads with many warps, while others 
 START = 128 << 10  # a block starts and ends
 MERGE = 40 << 10  # the last block of a unit learns that it is
 MERGE_BYTE = 0.3  # it merges a byte of a part, which comes from L2
-MOST_OTHERS = 16  # splits of a segment other than the first
+MOST_OTHERS = 16  # the most splits of a segment that is not the first
 MOST_WAVES = 16  # of whole units: more of them even out by themselves
 LONGEST_LINE = 1 << 31  # steps
 SHORT = 4  # steps of a sequence up to which no length is worth it
-# tiles of a sequence up to which blocks of one ring are considered: any number of them, and as many
-# as run at a time. Of longer sequences several warps read faster
+# Up to FEW_TILES tiles a sequence kernels of one warp are considered. Up to MORE_TILES they are
+# where all units run at a time. With longer sequences several warps were faster (scratch, H200,
+# 2026-11-27)
 FEW_TILES, MORE_TILES = 4, 32
-# sequences may be far shorter than what they have room for: a plan is to be good for all of these
-FILLED_PARTS = 1, 8, 64  # the room is so many times their length
+# a plan is to be good for sequences that fill all of their capacity, and for shorter ones
+FILLED_PARTS = 1, 8, 64  # the capacity, divided by the length
 MOST_TILES = 1 << 30
 # of a kernel for wide groups: the least tokens of a split, the tokens that a block could do in the
 # time of its start and merge, and waves of blocks (kernels/FACTS.md has what they follow from)
@@ -408,8 +409,8 @@ def tuned_row(spec: DecodeSpec, gpu: GPU, units: int, capacity: int, fastest: Pl
 def _by_formula(
     choice: tuple[Fit, ...], units: int, capacities: tuple[int, ...], num_splits: int | None
 ) -> Plan:
-    """The plan with the lowest price, of some kernels: of similar ones the best for sequences that
-    fill less of their room."""
+    """The plan with the lowest price, of these kernels. Where prices are similar, the plan that is
+    best for shorter sequences."""
     priced = []
     for place, kernel in enumerate(choice):
         if num_splits is None:
@@ -433,7 +434,7 @@ def _by_formula(
 def _prices(
     kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[int]
 ) -> tuple[float, ...]:
-    """What a launch costs for sequences that fill their room, and for shorter ones."""
+    """What a launch costs for sequences of each of FILLED_PARTS."""
     step, found = kernel.steps[0], []
     for part in FILLED_PARTS:
         tokens = -(-capacities[0] // part)

@@ -162,8 +162,8 @@ def make_share(spec):
 
 
 def make_is_spare(spec, rows_of):
-    """Make the function that says whether a block's even part is surely empty, which takes one
-    length: splits of the first segment are at least a step long."""
+    """Make the function that says whether a block's even part is surely empty. It reads one length:
+    splits of the first segment are at least a step long."""
     STEP, rows_one = spec.steps[0], rows_of[0]
 
     @device_function

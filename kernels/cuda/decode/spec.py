@@ -19,8 +19,8 @@ WIDE_HEAD_DIM, WIDE_GROUPS = 128, 4  # rows with more leave no room for more tha
 MOST_IN_REGISTERS = 256  # head_dim of keys whose queries stay in registers
 MOST_SHARERS = 8  # warps that share a ring: as many as an SM has registers for
 PROMOTION_INTERVAL = 16  # tiles of a warp after which it promotes its sums (accumulators.py)
-# when parts are merged: those that a thread asks for together, how often it does so ahead of its
-# sums, and parts whose weights must have room beside them
+# The merge of a unit's parts. AHEAD: parts in one group of a thread's copies. ASKED: groups under
+# way before the thread adds the first. LEAST_PARTS: parts whose weights must have room beside them
 AHEAD, ASKED, LEAST_PARTS = 8, 3, 64
 KEPT = 64  # bytes in which a warp keeps what it needs after its attention
 UNIT_STEPS = 2  # what a unit costs besides its tokens where work is balanced (schedule.py)
@@ -345,7 +345,7 @@ class DecodeSpec(Spec):
 
     @property
     def asked(self) -> int:
-        """How often a thread asks for parts ahead of its sums: less where there is little room."""
+        """Groups of copies on their way at a time; fewer where shared memory is small."""
         room = self.shared_bytes - self.rings_at - 4 * LEAST_PARTS * self.block_columns
         return max(1, min(ASKED, room // self.asked_bytes))
 
@@ -356,7 +356,7 @@ class DecodeSpec(Spec):
 
     @property
     def asked_at(self) -> int:
-        """Byte of the rings' memory at which these stand: behind the weights of all parts."""
+        """Byte of the rings' memory at which copied parts begin, behind the weights."""
         room = self.shared_bytes - self.rings_at
         return (room - self.asked * self.asked_bytes) // 16 * 16
 

@@ -63,7 +63,8 @@ def lookup(
 ) -> Tuned | None:
     """Find the row that is nearest to a shape, by the logarithms of units and capacity.
 
-    Another capacity changes little, other units much: which kernel just fills the GPU with them.
+    The fastest plan depends little on the capacity. It depends on the number of units, because that
+    decides which kernel just fills the GPU.
 
     Args:
         rows: the table.

@@ -179,7 +179,7 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
 def test_loads_are_unrolled_unless_it_is_measured_without(name: str, unrolled: int) -> None:
     spec = replace(make_spec(name), warps=4, stages=2)
     rolled = replace(spec, without="unrolled loads")
-    merged = AHEAD * (spec.asked + 1)  # ahead of the sums, and with each of them
+    merged = AHEAD * (spec.asked + 1)  # before the loop of the merge, and in it
     # K and V, when the ring is filled and in the loop
     made, rolled_up = (compile_spec(one, "sm_90").code for one in (spec, rolled))
     assert count_instructions(made, COPY_TO_SHARED) == 4 * unrolled + merged
