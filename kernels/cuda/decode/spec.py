@@ -341,13 +341,18 @@ class DecodeSpec(Spec):
         is left to combine."""
         queries = self.sharers * max(map(self.query_bytes, self.paths))
         combined = combine_bytes(self.first.v_format.head_dim, self.warps * self.columns)
-        return self.rings_at + max(self.queries_at + queries, combined)
+        return self.rings_at + max(self.queries_at + queries, combined, self.merged_bytes)
+
+    @property
+    def merged_bytes(self) -> int:
+        """The least shared memory of a merge: LEAST_PARTS weights, and a group of copies."""
+        return 4 * LEAST_PARTS * self.block_columns + self.asked_bytes
 
     @property
     def asked(self) -> int:
         """Groups of copies on their way at a time; fewer where shared memory is small."""
-        room = self.shared_bytes - self.rings_at - 4 * LEAST_PARTS * self.block_columns
-        return max(1, min(ASKED, room // self.asked_bytes))
+        room = self.shared_bytes - self.rings_at - self.merged_bytes
+        return min(ASKED, 1 + room // self.asked_bytes)
 
     @property
     def asked_bytes(self) -> int:

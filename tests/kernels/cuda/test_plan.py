@@ -35,6 +35,7 @@ from kvquant.kernels.cuda.decode.plan import (
     with_workers,
 )
 from kvquant.kernels.cuda.decode.spec import (
+    LEAST_PARTS,
     MMA_COLUMNS,
     MOST_COLUMNS,
     MOST_SHARERS,
@@ -67,15 +68,16 @@ def spec_of(spec: DecodeSpec, chosen: Plan) -> DecodeSpec:
 names = st.sampled_from("int4 int4-g4 int8 int8-g4 fp8 bf16".split())
 head_dims = st.sampled_from([64, 128, 256])
 shapes = st.tuples(st.integers(1, 100_000), st.integers(1, 1 << 21))
+exact_lens = st.none() | st.tuples(st.integers(1, 3000), st.integers(1, 3000))  # other segments
 
 
-@given(names, head_dims, st.sampled_from(GPUS), shapes, st.booleans())
+@given(names, head_dims, st.sampled_from(GPUS), shapes, exact_lens)
 def test_plans_fit_the_gpu_and_no_split_is_empty(
-    name: str, head_dim: int, gpu: GPU, shape: tuple[int, int], exact_segments: bool
+    name: str, head_dim: int, gpu: GPU, shape: tuple[int, int], others: tuple[int, int] | None
 ) -> None:
     units, capacity = shape
-    capacities = (capacity, 4, 128) if exact_segments else (capacity,)
-    spec = make_spec(name, head_dim, exact_segments)
+    capacities = (capacity, *(others or ()))
+    spec = make_spec(name, head_dim, others is not None)
     chosen = plan(spec, gpu, units, capacities)
     kernel = spec_of(spec, chosen)
     assert chosen.warps in RINGS and chosen.stages in STAGES
@@ -87,7 +89,7 @@ def test_plans_fit_the_gpu_and_no_split_is_empty(
         step = fit(kernel, gpu).steps[min(i, 1)]
         chunk = -(-most // (splits * step)) * step  # as the kernel cuts
         assert (splits - 1) * chunk < most, "the last split never holds a token"
-    assert -(-sum(chosen.splits) // 8) * 8 * 4 * MMA_COLUMNS <= kernel.shared_bytes, "room to merge"
+    assert sum(chosen.splits) <= fit(kernel, gpu).most_parts, "room to merge"
 
 
 @given(
@@ -96,7 +98,7 @@ def test_plans_fit_the_gpu_and_no_split_is_empty(
     st.sampled_from(GPUS),
     shapes,
     st.integers(1, 300),
-    st.booleans(),
+    exact_lens,
     st.booleans(),
 )
 def test_wide_groups_and_several_queries_have_plans_that_fit(
@@ -105,22 +107,27 @@ def test_wide_groups_and_several_queries_have_plans_that_fit(
     gpu: GPU,
     shape: tuple[int, int],
     ratio: int,
-    exact_segments: bool,
+    others: tuple[int, int] | None,
     causal: bool,
 ) -> None:
-    plain = replace(make_spec(name, head_dim, exact_segments), causal=causal)
+    plain = replace(make_spec(name, head_dim, others is not None), causal=causal)
     columns, sharers = columns_of(ratio, plain.first.k_format)
     spec = narrow(replace(plain, columns=columns, sharers=sharers), gpu)
     sharers = spec.sharers
     assert 1 <= sharers <= MOST_SHARERS and (ratio > MMA_COLUMNS or spec == plain)
     units, capacity = shape
-    capacities = (capacity, 4, 128) if exact_segments else (capacity,)
+    capacities = (capacity, *(others or ()))
     chosen = plan(spec, gpu, units, capacities)
     kernel = spec_of(spec, chosen)
     assert chosen.warps % sharers == 0 and chosen.stages in stages_of(spec)
     assert kernel.shared_bytes <= gpu.shared_per_block and blocks_per_sm(kernel, gpu) >= 1
-    room = kernel.shared_bytes - kernel.warps * kernel.kept
-    assert 4 * spec.block_columns * sum(chosen.splits) <= room, "room to merge"
+    assert sum(chosen.splits) <= kernel.most_parts, "room to merge"
+    weights, copies = (
+        4 * kernel.block_columns * kernel.most_parts,
+        kernel.asked * kernel.asked_bytes,
+    )
+    assert kernel.most_parts >= LEAST_PARTS and weights <= kernel.asked_at
+    assert kernel.rings_at + kernel.asked_at + copies <= kernel.shared_bytes
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=str)

@@ -152,6 +152,11 @@ WIDE: dict[str, dict[str, Any]] = {
     "48 on 1 heads": {"columns": 16, "sharers": 3, "warps": 9, "lens": [250], "splits": [2]},
     "34 on 2 heads": {"columns": 8, "sharers": 3, "warps": 3, "lens": [70]},
 }
+# the merge of as many parts as a plan has, where a block has little shared memory for them
+WIDE["128 on 1 heads"] = of(
+    "k=fp8 head_dim=64 columns=16 sharers=8 warps=8 stages=5 exact=bf16 lens=[32] "
+    "exact_lens=[[512],[512]] splits=[1,16,16]"
+)
 for name, case in WIDE.items():
     heads = [int(word) for word in name.split() if word.isdecimal()]
     CASES[f"wide, {name}"] = {"heads": heads, **case}

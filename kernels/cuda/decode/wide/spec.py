@@ -120,7 +120,8 @@ class WideSpec(DecodeSpec):
         """Dynamic shared memory of a block."""
         copies = self.rings_of(self.first) * self.block_columns
         combined = combine_bytes(self.first.v_format.head_dim, copies)
-        return self.rings_at + max(self.factors_at + 4 * self.block_columns, combined)
+        tiles = self.factors_at + 4 * self.block_columns
+        return self.rings_at + max(tiles, combined, self.merged_bytes)
 
 
 def widened(spec: DecodeSpec, count: int) -> WideSpec | None:
