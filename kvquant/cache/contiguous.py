@@ -23,7 +23,7 @@ from ..rows.codec import check_exact_format
 from ..rows.kind import LATENT
 from ..rows.quantize import check_dtype
 from ..rows.segment import Segment
-from ..rows.variant import AttentionVariant
+from ..rows.variant import AttentionVariant, moved
 from .checks import (
     DEFAULT_FORMAT,
     Counts,
@@ -117,8 +117,8 @@ class KVCache:
         step_lens: new tokens of a sequence in the steps that will come, (1,) unless set: the first
             append compiles kernels for them, too.
         step_variant: the AttentionVariant of these steps, None for plain attention. The kernels
-            that the first append compiles are for it. A first call of step sets it, and so does a
-            Hugging Face model. Of its tensors only shapes and dtypes count.
+            that the first append compiles are for it. A first call of step sets it, and so does
+            the first layer of a Hugging Face model. Of its tensors only shapes and dtypes count.
         changes: calls that may have changed lengths; those inside of graphs are not counted.
         is_cold: whether the first append will compile the kernels that are missing (on CUDA).
 
@@ -519,8 +519,8 @@ class KVCache:
             at.check_variant(q, variant)
         if bound is None or not (sm_scale is None is num_splits and type(return_lse) is bool):
             check_options(q, sm_scale, return_lse, num_splits, backend)
-        if self.is_cold and variant is not None and not torch.compiler.is_compiling():
-            self.step_variant = variant
+        if variant is not None and not torch.compiler.is_compiling() and self.is_cold:
+            self.step_variant = moved(variant, "meta")
         self._change(k)
         ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]

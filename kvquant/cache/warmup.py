@@ -48,7 +48,7 @@ class Calls:
         step: Callable[..., object] = cache.step  # latents come with two queries
         q_heads = (self.num_q_heads,) if self.num_q_heads else likely_q_heads(cache)
         options: dict[str, Any] = {"sm_scale": 1.0}  # kernels do not depend on it
-        if cache.step_variant is not None:  # latents have none
+        if cache.step_variant is not None and not cache.latent:  # a step of latents refuses any
             options["variant"] = moved(cache.step_variant, "meta")
         kinds = {_kind(at): layer for layer, at in enumerate(cache.layers)}
         for layer in sorted(kinds.values()):

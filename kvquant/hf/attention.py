@@ -26,7 +26,7 @@ from transformers.modeling_utils import AttentionInterface
 from ..cache.latent import LatentKVCache
 from ..errors import UnsupportedModelError
 from ..ops.causal import causal_attention
-from ..rows.variant import PLAIN, AttentionVariant
+from ..rows.variant import PLAIN, AttentionVariant, moved
 from .call import ATTENTION, HANDED
 from .compile.tracing import outside_of_graphs
 from .continuation import check_positions
@@ -278,8 +278,8 @@ def _attend(
     """
     kv, padding = handed.kv, handed.padding
     asked, new = query.shape[2], key.shape[2]
-    if kv.is_cold and not handed.is_traced:  # the first append compiles the kernels of steps
-        kv.step_variant = variant
+    if not handed.is_traced and kv.is_cold:  # the first append compiles the kernels of steps
+        kv.step_variant = None if variant is None else moved(variant, "meta")
     if not handed.appended:
         handed.reads_rows = new == 1 or handed.to.takes_drafts()
     if handed.reads_rows:

@@ -32,7 +32,7 @@ from ..rows.indptr import check_indptr
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
-from ..rows.variant import AttentionVariant, check_variant, names_of, within
+from ..rows.variant import AttentionVariant, check_variant, moved, names_of, within
 from .cache import PagedKVCache
 from .latent import LatentPagedKVCache
 from .pool import SequenceId
@@ -807,8 +807,8 @@ class PagedBatch(StepBatch):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
                 check_variant(q, variant, q_indptr)
-            if self._is_cold and variant is not None and not torch.compiler.is_compiling():
-                self.step_variant = variant
+            if variant is not None and not torch.compiler.is_compiling() and self._is_cold:
+                self.step_variant = moved(variant, "meta")
         basis, given = self.cache.rows.layers[layer].basis, None
         one_each = q.ndim == 3 and len(q) == len(k)
         if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:

@@ -73,7 +73,7 @@ class BatchCalls:
                         queries = queries if cache.row_kind is LATENT else queries[:1]
                         options: dict[str, Any] = {"sm_scale": 1.0, **self._rope(count)}
                         options |= {"q_indptr": batch.q_indptr} if is_ragged else {}
-                        if self.variant is not None:  # latents have none
+                        if self.variant is not None and cache.row_kind is not LATENT:
                             options["variant"] = moved(self.variant, "meta")
                         # as if so many sequences began with the same pages
                         batch._num_members = members

@@ -143,6 +143,15 @@ def test_what_a_cache_of_latents_launches_was_told(
         cache.step(layer, *absorbed(3, heads), *latents(3), sm_scale=1.0)
     assert {*loaded_specs()} == {*told}
     assert any(isinstance(spec, WideMlaSpec) for spec in told) == (room > MAX)
+
+    def make_varied() -> LatentKVCache:
+        made = make(device="meta")
+        made.step_variant = AttentionVariant(soft_cap=3.0)  # which a step of latents refuses
+        return made
+
+    varied = kernels_of([Calls(make_varied, torch.bfloat16, heads, **counts)], runtime.gpu_of(CPU))
+    attending = {spec for spec in told if isinstance(spec, (MlaSpec, WideMlaSpec))}
+    assert attending and attending <= {*varied}
     guessed = kernels_of([Calls(partial(make, device="meta"), torch.bfloat16)], runtime.gpu_of(CPU))
     plain = {spec for spec in told if isinstance(spec, (MlaSpec, WideMlaSpec)) and not spec.causal}
     assert plain <= {*guessed}, "where nobody said how many heads there are"

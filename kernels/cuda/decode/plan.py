@@ -434,7 +434,7 @@ def _by_formula(
 def _prices(
     kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[int]
 ) -> tuple[float, ...]:
-    """What a launch costs for sequences of each of FILLED_PARTS."""
+    """What a launch costs for sequences whose first segment is filled to each of FILLED_PARTS."""
     step, found = kernel.steps[0], []
     for part in FILLED_PARTS:
         tokens = -(-capacities[0] // part)
