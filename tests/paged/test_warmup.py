@@ -48,6 +48,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return driver
 
 
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The specs that are compiled ahead."""
+    found: list[Any] = []
+    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
+    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: found.extend(specs))
+    return found
+
+
 def run(batch: PagedBatch, rope: Rope | None) -> None:
     """A prompt of one sequence, and a step of all."""
     ids = list(range(BATCH))
@@ -81,11 +90,8 @@ def test_what_is_launched_was_told(name: str, has_rope: bool, cuda: FakeDriver) 
 
 @pytest.mark.extra("cuda")
 def test_the_first_append_compiles_what_steps_will_need_too(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeDriver, compiled: list[Any]
 ) -> None:
-    compiled: list[Any] = []
-    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.extend(specs))
     batch = PagedBatch(MAKERS["plain"](), BATCH, TOKENS)
     batch.cache.device, batch._is_cold = torch.device("cuda", 0), True
     run(batch, None)
@@ -96,12 +102,9 @@ def test_the_first_append_compiles_what_steps_will_need_too(
 @pytest.mark.extra("cuda")
 @pytest.mark.parametrize("by_step", [False, True])
 def test_steps_with_a_variant_are_told(
-    by_step: bool, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    by_step: bool, cuda: FakeDriver, compiled: list[Any]
 ) -> None:
     """Where the first call is a step, the step tells the variant itself."""
-    compiled: list[Any] = []
-    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.extend(specs))
     batch = PagedBatch(MAKERS["plain"](), BATCH, TOKENS)
     batch.cache.device, batch._is_cold = torch.device("cuda", 0), True
     batch._is_ragged_cold = True
@@ -127,12 +130,9 @@ def test_steps_with_a_variant_are_told(
 @pytest.mark.extra("cuda")
 @pytest.mark.parametrize("name", ["plain", "formats", "windows", "plan"])
 def test_the_first_ragged_queries_compile_what_all_steps_will_need(
-    name: str, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    name: str, cuda: FakeDriver, compiled: list[Any]
 ) -> None:
     """Also where a sequence has more queries than in the first step."""
-    compiled: list[Any] = []
-    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.extend(specs))
     cache, most = MAKERS[name](), 40 * BATCH
     batch = PagedBatch(cache, BATCH, most)
     cache.device, batch._is_ragged_cold = torch.device("cuda", 0), True
