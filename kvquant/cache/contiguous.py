@@ -519,9 +519,7 @@ class KVCache:
             at.check_variant(q, variant)
         if bound is None or not (sm_scale is None is num_splits and type(return_lse) is bool):
             check_options(q, sm_scale, return_lse, num_splits, backend)
-        if variant is not None and not torch.compiler.is_compiling() and self.is_cold:
-            self.step_variant = moved(variant, "meta")
-        self._change(k)
+        self._change(k, variant)
         ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]
         found = at.append(k, v, None, *self.counters_of(layer), queries, bound)
@@ -876,13 +874,16 @@ class KVCache:
         check_layer(layer, self.num_layers)
         return self.layers[layer]
 
-    def _change(self, k: torch.Tensor) -> None:
-        """Note that an append comes; the first one compiles what it and others will need."""
+    def _change(self, k: torch.Tensor, variant: AttentionVariant | None = None) -> None:
+        """Note that an append comes; the first one compiles what it and others will need. A step
+        tells its variant."""
         if torch.compiler.is_compiling():
             return
         self.changes += 1
         if self.is_cold:
             self.is_cold = False
+            if variant is not None:
+                self.step_variant = moved(variant, "meta")
             warm_up_first(self, k)
 
     def _check_index(self, index: Counts) -> torch.Tensor:

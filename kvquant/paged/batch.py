@@ -240,8 +240,9 @@ class StepBatch(NotCopied):
         v: torch.Tensor,
         rope: Rope | None,
         queries: Queries | None,
+        variant: AttentionVariant | None = None,
     ) -> torch.Tensor | None:
-        """Append; queries: as write_rows takes them, and returns them."""
+        """Append; queries: as write_rows takes them, and returns them; variant: of a step."""
         self.cache.check_layer(layer)
         compiling = torch.compiler.is_compiling()  # one graph for all steps: nothing of this one
         if rope is None and queries is None and not compiling:
@@ -266,6 +267,8 @@ class StepBatch(NotCopied):
         is_fixed = self._is_fixed(compiling)
         if self._is_cold and not compiling:
             self._is_cold = False
+            if variant is not None:
+                self.step_variant = moved(variant, "meta")
             warm_up_batch(self, k, rope, self._num_ids)
         self.check_open()
         if compiling:
@@ -807,13 +810,11 @@ class PagedBatch(StepBatch):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
                 check_variant(q, variant, q_indptr)
-            if variant is not None and not torch.compiler.is_compiling() and self._is_cold:
-                self.step_variant = moved(variant, "meta")
         basis, given = self.cache.rows.layers[layer].basis, None
         one_each = q.ndim == 3 and len(q) == len(k)
         if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
             given = queries_of(q, basis, sm_scale, backend)
-        found = self._append(layer, k, v, rope, None if given is None else given[0])
+        found = self._append(layer, k, v, rope, None if given is None else given[0], variant)
         transformed = None if found is None or given is None else (found, given[1])
         options = sm_scale, num_splits, return_lse, backend
         return self._attend(layer, q, q_indptr, transformed, variant, *options)

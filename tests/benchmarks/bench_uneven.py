@@ -11,9 +11,9 @@ Rows are INT4 in 4 groups, with 32 query heads on 8 KV heads of 128. Each value 
 folder of compiled kernels of its own. All processes compile at once, and then take times one after
 another. Outputs are compared with float64 first. A time is that of a single call inside a CUDA
 graph, with the L2 cache overwritten before it: a median, in us. "evenly" is the time of as many
-tokens in all, equally many in each sequence, without more room than they need. In the
-last lines all lengths are equal: there the difference to "evenly" is what spare capacity costs. The
-very last line has none. "evenly" is measured with the first of the values.
+tokens in all, equally many in each sequence, without more room than they need. It is measured with
+the first of the values. In the last lines all lengths are equal: there the difference to "evenly"
+is what spare capacity costs. The very last line has no spare capacity.
 """
 
 from __future__ import annotations

@@ -221,11 +221,13 @@ def plan(
     elif row is not None and compiled is None:
         choice = (fit(replace(spec, warps=row.warps, stages=row.stages), gpu),)
     else:
-        choice = kernels(spec, gpu, registers)
-        if capacities[0] > FEW_TILES * TILE:
-            has_more = capacities[0] > MORE_TILES * TILE
-            several = [x for x in choice if x.spec.warps > 1 or (units <= x.slots and not has_more)]
-            choice = tuple(several) or choice
+        found, tiles = kernels(spec, gpu, registers), capacities[0] / TILE
+        choice = tuple(
+            one
+            for one in found
+            if one.spec.warps > 1 or tiles <= (MORE_TILES if units <= one.slots else FEW_TILES)
+        )
+        choice = choice or found
     return _by_formula(choice, units, tuple(capacities), num_splits)
 
 

@@ -77,8 +77,7 @@ def lookup(
     best, least = None, math.inf
     for row in rows:
         if (row.gpu, row.k, row.v, row.columns) == (gpu, k, v, columns):
-            in_units, in_capacity = row.units / units, row.capacity / capacity
-            apart = [math.log2(max(one, 1 / one)) for one in (in_units, in_capacity)]
+            apart = abs(math.log2(row.units / units)), abs(math.log2(row.capacity / capacity))
             is_near = apart[0] <= math.log2(NEAR_UNITS) and apart[1] <= math.log2(NEAR_CAPACITY)
             if is_near and sum(apart) < least:
                 best, least = row, sum(apart)

@@ -152,6 +152,7 @@ def test_no_other_number_of_splits_is_cheaper_by_much(
     paid = price(kernel, units, [capacity], chosen.splits)
     for splits in (1, 2, 3, 5, 10, 20, 40, 80, 160, 320):
         if splits <= min(-(-capacity // kernel.steps[0]), kernel.most_parts):
+            # of prices within SIMILAR not the lowest counts, but that of shorter sequences
             assert paid <= 1.15 * price(kernel, units, [capacity], [splits])
 
 
