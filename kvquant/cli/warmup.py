@@ -32,6 +32,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 DEFAULT_FORMAT = "int4-g4"
 PROMPTS = 64, 2048  # tokens of a sequence: in a plan's basis few and many take different kernels
 OF_MODEL = "head_dim", "q_heads", "kv_heads"
+VARIANT = "soft_cap", "sink_logits"
 Kind = tuple[Callable[..., "KVCache"], "int | None"]  # what makes a cache; its query heads
 
 
@@ -69,6 +70,8 @@ Kind = tuple[Callable[..., "KVCache"], "int | None"]  # what makes a cache; its 
 )
 @click.option("--kv-heads", type=COUNT, default=8, show_default=True, help="Without a model.")
 @click.option("--head-dim", type=HEAD_DIM, default=128, show_default=True, help="Without a model.")
+@click.option("--soft-cap", is_flag=True, help="The attention has a soft cap (Gemma 2).")
+@click.option("--sink-logits", is_flag=True, help="The attention has sink logits (gpt-oss).")
 def warmup(
     model: Path | None,
     plan: Path | None,
@@ -106,7 +109,7 @@ def warmup(
     gpu = _gpu(arch)
     dtype, caches = _caches(model, plan, formats, options)
     calls = [
-        Calls(partial(make, batch=batch), dtype, num_q_heads, PROMPTS)
+        Calls(partial(_make, make, batch, num_q_heads, options), dtype, num_q_heads, PROMPTS)
         for make, num_q_heads in caches
         for batch in batches
     ]
@@ -118,6 +121,25 @@ def warmup(
         f"{len(kernels)} kernels for {gpu.arch}: {len(kernels) - compiled} were there, "
         f"{compiled} compiled in {seconds:.0f} s"
     )
+
+
+def _make(
+    make: Callable[..., KVCache], batch: int, num_q_heads: int | None, options: dict[str, Any]
+) -> KVCache:
+    """A cache that knows which attention its steps will ask for."""
+    import torch
+
+    from ..cache.warmup import likely_q_heads
+    from ..rows.variant import AttentionVariant
+
+    cache = make(batch=batch)
+    if any(options[name] for name in VARIANT):
+        heads = num_q_heads or likely_q_heads(cache)[0]
+        cache.step_variant = AttentionVariant(
+            soft_cap=1.0 if options["soft_cap"] else None,  # kernels do not depend on its value
+            sink_logits=torch.empty(heads, device="meta") if options["sink_logits"] else None,
+        )
+    return cache
 
 
 def _gpu(arch: str | None) -> GPU:
@@ -178,6 +200,12 @@ def _caches(
             _check_heads(num_q_heads, options["kv_heads"])
         one = partial(one, **given)
         if has_latents:
+            for option in VARIANT:
+                if options[option]:
+                    flag = option.replace("_", "-")
+                    raise click.UsageError(
+                        f"--{flag} is of K and V, and these are latent rows: leave it out"
+                    )
             _check_latent(one, exact_codec(of_rows))
         kinds.append((one, num_q_heads))
     return of_rows, kinds

@@ -104,6 +104,17 @@ def test_rows_of_few_bits() -> None:
     assert kernels(run("--arch", "sm_90", "--batch", 8, "--format", "int3/int2")) == (3, 0)
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_kernels_of_soft_caps_and_sink_logits() -> None:
+    """Of three kernels the one for attention is another one."""
+    given = "--arch", "sm_90", "--batch", 8
+    assert kernels(run(*given)) == (3, 0)
+    assert kernels(run(*given, "--soft-cap")) == (3, 2)
+    assert kernels(run(*given, "--sink-logits")) == (3, 2)
+    assert kernels(run(*given, "--sink-logits", "--soft-cap")) == (3, 2)
+    assert kernels(run(*given, "--soft-cap")) == (3, 3)
+
+
 @needs_hf
 @pytest.mark.usefixtures("in_this_process")
 def test_latent_rows_of_a_format_a_model_and_a_plan(folder: Path) -> None:
@@ -155,6 +166,7 @@ def test_both_pairs_of_formats_are_completed() -> None:
         (("--model", ".", "--head-dim", "64"), "--head-dim is the model's: leave it out"),
         (("--plan", __file__, "--kv-heads", "8"), "--kv-heads is the plan's: leave it out"),
         (("--format", "int8+bf16", "--head-dim", "64"), "--head-dim is of K and V, and these are "),
+        (("--format", "int8+bf16", "--arch", "sm_90", "--soft-cap"), "--soft-cap is of K and V"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
