@@ -137,7 +137,9 @@ def _make(
         heads = num_q_heads or likely_q_heads(cache)[0]
         cache.step_variant = AttentionVariant(
             soft_cap=1.0 if options["soft_cap"] else None,  # kernels do not depend on its value
-            sink_logits=torch.empty(heads, device="meta") if options["sink_logits"] else None,
+            sink_logits=torch.empty(heads, dtype=torch.float32, device="meta")
+            if options["sink_logits"]
+            else None,
         )
     return cache
 

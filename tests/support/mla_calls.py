@@ -84,12 +84,13 @@ def simulate_wide(case: MlaCase, splits: int = 1, **options: Any) -> None:
 def in_shape(*given: Any, backwards: bool = False, **shape: Any) -> Iterator[None]:
     """Let kernels of this shape be launched in the simulator; these tensors they may use."""
 
-    def fit(spec: MlaSpec, *_: int) -> tuple[MlaSpec, int]:
-        return replace(spec, **{"teams": 1, "stages": 3, "blocks": 1} | shape), 128
+    def fit(spec: MlaSpec, *_: object) -> MlaSpec:
+        return replace(spec, **{"teams": 1, "stages": 3, "blocks": 1} | shape)
 
     with (
         simulated(*given, gpu=SIMULATED_GPU, backwards=backwards),
         mock.patch.object(launching, "_fit", fit),
+        mock.patch.object(launching, "_registers_of", lambda *_: 128),
     ):
         yield
 

@@ -58,7 +58,8 @@ def make_over_lanes(lanes):
 
 def make_add_parts(ahead, load, weigh):
     """Make the function by which each lane of a warp adds parts to four elements of an output, each
-    part times its weight.
+    part times its weight. It takes `ahead` parts from the number `first` on, then from `first` +
+    `step` on, and so forth.
 
     Args:
         ahead: parts whose loads are on their way together.
@@ -69,8 +70,7 @@ def make_add_parts(ahead, load, weigh):
     LOADED = 4 * ahead
 
     @device_function
-    def add_parts(values, parts, place, weights):
-        first = uint32(0)
+    def add_parts(values, first, step, parts, place, weights):
         while first < parts:
             loaded = cuda.local.array(LOADED, float32)
             for i in range(ahead):
@@ -79,7 +79,7 @@ def make_add_parts(ahead, load, weigh):
             for i in range(ahead):
                 weight = weigh(uint32(first + uint32(i)), weights)
                 values = add_rows(values, weight, weight, load_sums(loaded, 4 * i))
-            first = uint32(first + uint32(ahead))
+            first = uint32(first + step)
         return values
 
     return add_parts

@@ -1,9 +1,9 @@
 """MLA decode attention on CUDA: a launch for each segment, and one that combines their splits.
 
 unit      the columns of a block, of a sequence; cut into splits where the GPU has room for more
-plan      teams and stages: the most that shared memory and the kernel's registers allow, of
-          mma/spec.SHAPES; splits: see splits_of. More columns than NARROW take the kernel for many
-          heads where there is one (Hopper), unless contexts are short: see wide_splits_of
+plan      teams and stages: see mma/plan.py; splits: see splits_of. More columns than NARROW take
+          the kernel for many heads where there is one (Hopper), unless contexts are short: see
+          wide_splits_of
 parts     the splits of all segments, whose results lie side by side; a single one is the result
 prefix    that sequences share: one more segment, of one sequence, whose columns are those of all
           the others' units. Its parts come first; sequences that do not share it leave them out
@@ -27,14 +27,14 @@ from ..decode.arrange import arrange_in_order, counts_of, pack_counts, packed_st
 from ..device.row_layout import UNIT
 from ..runtime.launch import GPU, OVERLAPS, Launch, Rehearsed, cached_launch, gpu_of, kernel_of
 from ..runtime.tensors import Tensors, aligned_copy, facts_of, is_readable, strides
-from .mma.spec import ROWS, TILE, MlaSpec, shapes_of
-from .spec import MOST_AHEAD, MOST_PARTS, REGISTERS, MlaCombineSpec
+from .mma.plan import shapes_of, teams_of
+from .mma.spec import ROWS, TILE, MlaSpec
+from .spec import MOST_AHEAD, MOST_GROUPS, MOST_PARTS, REGISTERS, RESERVED, MlaCombineSpec
 from .wgmma.spec import COLUMNS, TOKENS, WideMlaSpec, is_wide
 
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 MOST_BLOCKS = 65535  # of a grid, but along x
-RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has been measured)
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
 # When the kernel for many heads is taken, and in how many splits: as tests/benchmarks/bench_mla.py
@@ -164,9 +164,10 @@ def _prepare(call: LatentCall) -> MlaCall | None:
     parts = prefix_parts + sum(grid[2] for _, grid in fitted)
     combine = None
     if parts > 1:  # the first one that is loaded: a rehearsal ends here, and has noted the others
-        ahead = min(1 << (parts - 1).bit_length(), MOST_AHEAD)
+        most = 1 << (parts - 1).bit_length()
+        ahead, groups = min(most, MOST_AHEAD), min(max(most // MOST_AHEAD, 1), MOST_GROUPS)
         overlaps = gpu.capability >= OVERLAPS
-        following = MlaCombineSpec(latent_dim, query, ahead, prefix is not None, overlaps)
+        following = MlaCombineSpec(latent_dim, query, ahead, groups, prefix is not None, overlaps)
         sizes = {"prefix_parts": prefix_parts, "num_heads": num_heads, "q_len": q_len}
         combine = Launch(following, index, (batch * columns, 1, 1), {"parts": parts, **sizes})
     is_copied, constants = _of_queries(q_latent, q_rope, prefix is not None)
@@ -256,7 +257,10 @@ def _fitted(
             wide = WideMlaSpec.of(spec)
             _registers_of(wide, device)  # a rehearsal notes it
             return wide, (blocks, batch, splits)
-    spec, registers = _fit(spec, device, gpu.shared_per_block)
+    units = batch * -(-columns // spec.block_columns)
+    teams = teams_of(spec.blocks, units, segment.capacity, gpu.sm_count)
+    spec = _fit(spec, gpu, teams)
+    registers = _registers_of(spec, device)
     blocks = -(-columns // spec.block_columns)
     per_sm = min(
         REGISTERS // (spec.threads * registers),
@@ -305,18 +309,14 @@ def _of_segment(segment: Segment) -> dict[str, float]:
     }
 
 
-def _fit(spec: MlaSpec, index: int, most_shared: int) -> tuple[MlaSpec, int]:
-    """The kernel with the first of the shapes that a block has room for, and its registers."""
-    most = REGISTERS
-    for found in shapes_of(spec, most_shared):
-        if found.threads <= most:
-            registers = _registers_of(found, index)
-            if registers * found.threads <= REGISTERS:
-                return found, registers
-            most = REGISTERS // registers
+def _fit(spec: MlaSpec, gpu: GPU, teams: int) -> MlaSpec:
+    """The kernel with the first of the shapes that a block has room for."""
+    for found in shapes_of(spec, gpu, teams):
+        return found
     raise UnsupportedError(
         f"MLA rows of {spec.latent} and {spec.rope} for {spec.block_columns} columns have no room "
-        f"in the {most_shared} bytes of shared memory of this GPU: use formats with fewer bits"
+        f"in the {gpu.shared_per_block} bytes of shared memory of this GPU: use formats with fewer "
+        "bits"
     )
 
 

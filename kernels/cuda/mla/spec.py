@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from ..runtime.spec import Spec, Table
 
 MOST_PARTS, MOST_AHEAD = 1024, 16
+MOST_GROUPS = 4  # that combine the parts of a column: an SM has registers for no more
 REGISTERS = 1 << 16  # of an SM
+RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 
 MLA: Table = (
     ("q_latent", "P"),  # [batch, q_len, num_heads, latent_dim], bfloat16 or float16
@@ -65,6 +67,7 @@ class MlaCombineSpec(Spec):
         latent_dim: elements of a column's output.
         query: "bf16" or "fp16", the codec of out.
         ahead: parts whose loads are on their way together.
+        groups: groups of threads, each of which adds some of the parts.
         shared: whether the first parts are of a prefix, which some sequences share.
         overlaps: as of Spec.
     """
@@ -72,14 +75,25 @@ class MlaCombineSpec(Spec):
     latent_dim: int
     query: str = "bf16"
     ahead: int = 2
+    groups: int = 1
     shared: bool = False
     overlaps: bool = False
 
     arguments = COMBINE
     kernel = "mla.combine.make_combine_kernel"
-    shared_bytes = 4 * (MOST_PARTS + MOST_AHEAD)  # the weights of parts
 
     @property
     def warps(self) -> int:  # type: ignore[override]
         """Warps of a block: four elements a thread."""
-        return self.latent_dim // 128
+        return self.groups * self.latent_dim // 128
+
+    @property
+    def outputs_at(self) -> int:
+        """Byte of shared memory at which the groups' outputs stand, behind log-sum-exps and weights
+        of the parts."""
+        return 8 * (MOST_PARTS + MOST_AHEAD)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.outputs_at + (4 * self.latent_dim * self.groups if self.groups > 1 else 0)

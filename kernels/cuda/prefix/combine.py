@@ -123,8 +123,9 @@ def make_combine_kernel(spec):
             readable = min(quad, uint32(QUADS - 1))
             place = uint64(QUAD_BYTES) * (other * uint64(QUADS) + uint64(readable))
             mine = prefix_out + place
+            found = (mine, out_stride, uint32(splits), state)
             values = add_parts(
-                values, uint32(splits), (mine, out_stride, uint32(splits), state), weight
+                values, uint32(0), uint32(AHEAD), uint32(splits), found, weight
             )
             if is_mine:
                 w, x, y, z = values

@@ -36,12 +36,13 @@ from kvquant import LatentFormat, LatentKVCache, LatentPagedBatch, LatentPagedKV
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
-from kvquant.kernels.cuda.mla.mma.spec import MlaSpec, shapes_of
-from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
+from kvquant.kernels.cuda.mla.mma.plan import shapes_of, teams_of
+from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
+from kvquant.kernels.cuda.mla.spec import RESERVED, MlaCombineSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
-from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec
-from kvquant.kernels.cuda.runtime.launch import GPUS
+from kvquant.kernels.cuda.runtime.compile import compile_spec
+from kvquant.kernels.cuda.runtime.launch import GPU, GPUS
 from kvquant.ops import append as append_ops
 from kvquant.ops import mla as mla_ops
 from kvquant.rows.call import LatentPrefix
@@ -130,6 +131,14 @@ def test_pages_splits_and_teams() -> None:
     simulate(make_mla(AIM, 5, (150, 20), page_size=16, **HALF), 2, teams=2)
     simulate(make_mla("bf16", 5, (90,), page_size=16, **HALF), 2, stages=2)
     simulate(make_mla(AIM, 5, (500,), **HALF), 2, teams=3, stages=4)
+
+
+@pytest.mark.slow
+@in_simulator
+def test_many_parts_are_combined_by_groups_of_threads() -> None:
+    """Two and four groups; sequences with parts for all of them, for one, and for none."""
+    simulate(make_mla("fp8", 3, (600, 33, 0)), 20)
+    simulate(make_mla("fp8", 3, (1240, 33, 0)), 40, backwards=True)
 
 
 @pytest.mark.slow
@@ -377,7 +386,7 @@ def fitted(text: str, arch: str) -> MlaSpec:
     blocks = 2 if "wide" in words else 1
     place = next((word for word in words if word in ("paged", "ring", "slots")), "linear")
     spec = MlaSpec(*formats, place=place, causal="causal" in words, blocks=blocks)
-    return next(shapes_of(spec, GPUS[arch].shared_per_block))
+    return next(shapes_of(spec, GPUS[arch], teams=3))
 
 
 SOME = (
@@ -431,7 +440,7 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_kernel_that_combines_spills_nothing(shared: bool, arch: str) -> None:
-    cubin = compile_spec(MlaCombineSpec(512, "bf16", 16, shared, arch == "sm_90"), arch)
+    cubin = compile_spec(MlaCombineSpec(512, "bf16", 16, 8, shared, arch == "sm_90"), arch)
     print(f"shared {shared} {arch} {cubin.report}")
     assert cubin.report.stack_bytes == 0
 
@@ -445,7 +454,7 @@ def test_splits_are_launches_and_one_that_combines_them(cuda: FakeDriver) -> Non
     note, second = cuda.launched
     spec, _ = loaded_specs()
     assert (spec.blocks, spec.run, spec.place, spec.causal) == (2, 32, "paged", True)
-    assert note.grid == (1, 2, 6) and note.shared == spec.shared_bytes
+    assert spec.teams == 1 and note.grid == (1, 2, 12) and note.shared == spec.shared_bytes
     assert spec.overlapped and second.overlaps and not note.overlaps
     assert second.grid == (64, 1, 1) and second.block == (128, 1, 1)
     attend(case, num_splits=1, return_lse=False)
@@ -577,14 +586,24 @@ def test_what_has_no_kernel_is_refused(cuda: FakeDriver) -> None:
     assert not cuda.launched
 
 
-def test_teams_are_as_many_as_there_are_registers_for(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cubin = Cubin("f", b"", Report(176, 0))
-    monkeypatch.setattr(runtime, "load_cubin", lambda spec, arch: cubin)
-    attend(make_mla(AIM, 16, (40,)), num_splits=1)
-    assert [spec.teams for spec in loaded_specs()] == [3, 2]
-    assert cuda.launched[0].block == (256, 1, 1)
+def test_fewer_teams_for_fewer_tokens() -> None:
+    """Of an SM, by the tokens of all sequences."""
+    h200, small = GPUS["sm_90"], GPUS["sm_89"]
+    spec = MlaSpec(*LatentFormat.parse("int8-g4", 512, 64).parts)
+
+    def shape(units: int, capacity: int, gpu: GPU = h200, blocks: int = 1) -> tuple[int, int]:
+        teams = teams_of(blocks, units, capacity, gpu.sm_count)
+        found = next(shapes_of(replace(spec, blocks=blocks), gpu, teams))
+        per_sm = gpu.shared_per_sm // (found.shared_bytes + RESERVED)
+        return found.teams, found.teams * per_sm
+
+    assert shape(1, 8192)[0] == 1
+    for units, capacity in ((1, 32768), (8, 2048), (64, 1024), (1, 131072)):
+        assert shape(units, capacity)[0] == 2
+    for units, capacity in ((16, 8192), (48, 8192), (64, 8192), (1, 1 << 19)):
+        assert shape(units, capacity) == (1, 3)
+    assert shape(64, 8192, small) == (1, 1)
+    assert [shape(units, 8192, blocks=2)[0] for units in (1, 4, 8)] == [1, 1, 2]
 
 
 def test_splits_fill_the_gpu_but_not_more_than_pays() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvquant.errors import UnsupportedError
 from kvquant.rows.format import NAMES, RowFormat
@@ -17,12 +16,6 @@ SLICES = 4  # warps of a team: each has a quarter of the latent elements
 TILE = 8 * SLICES  # tokens that a team works on at a time: eight for each warp's softmax
 ROWS = 16  # columns of an MMA: its M
 FRAGMENT = 512  # bytes of a fragment of 4 words a lane
-# teams and stages by the 16 columns of a team, the first that fits: an SM has registers for 3 teams
-# or 2; two stages leave rows on their way for half of the time only
-SHAPES = {
-    1: ((3, 5), (3, 4), (3, 3), (2, 4), (2, 3), (1, 5), (1, 4), (1, 3), (2, 2), (1, 2)),
-    2: ((2, 4), (2, 3), (2, 2), (1, 3), (1, 2)),
-}
 
 
 def _is_read(fmt: RowFormat, part: str) -> bool:
@@ -165,7 +158,7 @@ class MlaSpec(Spec):
     def exchange_bytes(self) -> int:
         """What the warps of a team tell each other: partial scores, P, maxima, largest scales and
         flags; before the first tile sums of the query over 8 groups."""
-        return self.blocks * (SLICES * SLICES * FRAGMENT + SLICES // 2 * FRAGMENT + 512) + 32
+        return self.blocks * (SLICES * SLICES * FRAGMENT + SLICES // 2 * FRAGMENT + 256) + 32
 
     @property
     def p_at(self) -> int:
@@ -187,13 +180,3 @@ class MlaSpec(Spec):
         """Dynamic shared memory of a block; over it all what is left to combine."""
         combined = self.teams * self.output_bytes + 4 * self.teams * 8 * self.block_columns
         return max(self.query_bytes + self.teams * self.team_bytes, combined)
-
-
-def shapes_of(spec: MlaSpec, most_shared: int) -> Iterator[MlaSpec]:
-    """The kernels with as many columns, teams and stages as shared memory allows, the best first;
-    not with more columns than the spec has."""
-    for blocks in range(spec.blocks, 0, -1):
-        for teams, stages in SHAPES[blocks]:
-            found = replace(spec, blocks=blocks, teams=teams, stages=stages)
-            if found.shared_bytes <= most_shared:
-                yield found

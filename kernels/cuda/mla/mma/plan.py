@@ -1,0 +1,54 @@
+"""How many teams and stages the blocks of the kernel for few heads have.
+
+An SM has registers for three teams of 16 columns, or two of 32. Three are blocks of one team each:
+they leave fewer SMs idle than blocks of three. With few tokens for each SM fewer teams are faster:
+they merge less, and leave room for the blocks that combine parts, which then start early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...runtime.launch import GPU
+from ..spec import RESERVED
+from .spec import MlaSpec
+
+# teams and stages by the 16 columns of a team, the first that fits; two stages leave rows on their
+# way for half of the time only
+SHAPES = {
+    1: ((2, 3), (1, 5), (1, 4), (1, 3), (2, 2), (1, 2)),
+    2: ((2, 3), (2, 2), (1, 3), (1, 2)),
+}
+APART = 1, 3  # the shape of blocks of one team, three of which an SM holds
+# tokens of an SM up to which one team is the fastest, and up to which two are: measured on an H200
+# (kernels/FACTS.md). Of three teams each leaves a part to combine, which takes as long as so many
+# tokens of an SM
+ONE_OF_16, TWO_OF_16, PART = 64, 900, 2.5
+ONE_OF_32 = 300
+
+
+def teams_of(blocks: int, units: int, capacity: int, sm_count: int) -> int:
+    """Teams of an SM that are the fastest.
+
+    Args:
+        blocks: 16 columns each that a team has: 1 or 2.
+        units: sequences times blocks of columns.
+        capacity: the most tokens of a sequence.
+        sm_count: of the GPU.
+    """
+    limits = (ONE_OF_16, TWO_OF_16 + PART * 3 * sm_count / units) if blocks == 1 else (ONE_OF_32,)
+    return 1 + sum(units * capacity / sm_count > most for most in limits)
+
+
+def shapes_of(spec: MlaSpec, gpu: GPU, teams: int) -> Iterator[MlaSpec]:
+    """The kernels that fit a GPU, the best first: with no more columns than the spec has, nor more
+    teams on an SM than these."""
+    for blocks in range(spec.blocks, 0, -1):
+        apart = replace(spec, blocks=blocks, teams=APART[0], stages=APART[1])
+        if 2 < teams <= gpu.shared_per_sm // (apart.shared_bytes + RESERVED):
+            yield apart
+        for count, stages in SHAPES[blocks]:
+            found = replace(spec, blocks=blocks, teams=count, stages=stages)
+            if count <= teams and found.shared_bytes <= gpu.shared_per_block:
+                yield found
