@@ -127,7 +127,7 @@ def complete(shape: str, one: Planned, gpu: GPU) -> Planned:
     kernel = fit(one.spec, gpu, registers)
     if batch > 1:
         chosen = with_workers(chosen, kernel, units, [tokens])
-    paid = price(kernel, units, [tokens], chosen.splits) / (gpu.bandwidth / gpu.sm_count) / 1e3
+    paid = price(kernel, units, [tokens], chosen.splits)
     return Planned(one.spec, chosen, {**one.facts, "registers": registers, "priced": paid})
 
 

@@ -4,7 +4,7 @@ Decided from shapes that the host knows, never from lengths on the device: a spl
 of the length that it finds. Where the table of measured plans has a row for the GPU and the formats
 it decides (decided offline, looked up at run time, as the dataflow of FlashDecoding++,
 https://arxiv.org/abs/2311.01282), else a formula: the plan with the lowest price. A price is a
-time, in bytes that an SM reads meanwhile at its share of the bandwidth.
+time in microseconds.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from kvquant.errors import UnsupportedError
 from kvquant.rows.segment import Segment
 
 from ..runtime.launch import GPU
-from .spec import TILE, UNIT_STEPS, DecodeSpec
+from .spec import TILE, UNIT_STEPS, WIDE_GROUPS, DecodeSpec
 from .tuned import Tuned, lookup
 
-RINGS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
+RINGS, STAGES = (1, 2, 4, 8), (2, 3, 4)  # what a block may have, the preferred first
 REGISTERS = {
     64: 112,
     128: 144,
     256: 248,
     512: 255,
 }  # of a thread, by head_dim, before it is compiled
+REGISTERS_OF_GROUPS = 176  # of one whose rows have more than WIDE_GROUPS groups
 MOST_REGISTERS = 255  # of any thread, and of one whose warp has 16 columns
 QUARTERS = 4  # of an SM; a warp has its registers in one of them
 REGISTERS_PER_QUARTER = 1 << 14  # of every GPU from sm_80 on
 RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
-# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond as it reads, 36
-# by clock and bus. Times are given in bytes at that rate: with 8 warps of INT4 rows in 4 groups an
-# SM keeps up with its share. On a GPU with another share they are as many more, or fewer, bytes
-SHARE = 4814 / 132  # GB/s an SM
-TILE_TIME = 38 << 10  # a warp with a tile, its loads included
+# Prices, in microseconds: fitted to times of an H200 (kernels/FACTS.md, "Launch plans")
+READ = 0.9  # of a GPU's bandwidth by clock and bus that reads get
+SHARE = 4814 / 132  # GB/s of an SM: an H200's, where a GPU's is not known
+# reads take longer by SCATTER * blocks ** OF_BLOCKS / KiB ** OF_KIB, where so many blocks of an SM
+# read so many KiB together each
+SCATTER, OF_BLOCKS, OF_KIB = 0.22, 0.4, 0.65
+TILE_TIME, WARP_TIME = 0.5, 0.07  # a warp with a tile; more for each warp of the SM
 EIGHT_TIME = {1: 1.0, 2: 1.2}  # times as long, with so many eights of columns
-LEAST_TILE = 5 << 10  # rows with fewer bytes are no slower: they are priced as these
-FASTEST = 1.6  # times its share that an SM reads with many warps, while others do not
-START = 128 << 10  # a block starts and ends
-MERGE = 40 << 10  # the last block of a unit learns that it is
-MERGE_BYTE = 0.3  # it merges a byte of a part, which comes from L2
+MANY_GROUPS = 1.6  # times as long, with rows of more than WIDE_GROUPS groups
+START = 3.5  # a block starts and ends
+LAST = 0.37  # of the time of a block: SMs wait for the last one after several waves
+MERGE, MERGE_KIB = 2.2, 0.022  # the last block of a unit merges parts; each KiB of them
 MOST_OTHERS = 16  # the most splits of a segment that is not the first
 MOST_WAVES = 16  # of whole units: more of them even out by themselves
 LONGEST_LINE = 1 << 31  # steps
@@ -51,15 +53,15 @@ SHORT = 4  # steps of a sequence up to which no length is worth it
 # where all units run at a time. With longer sequences several warps were faster (scratch, H200,
 # 2026-11-27)
 FEW_TILES, MORE_TILES = 4, 32
-# a plan is to be good for sequences that fill all of their capacity, and for shorter ones
-FILLED_PARTS = 1, 8, 64  # the capacity, divided by the length
+# sequences that fill so small a part of their capacity, and what their price counts: the host does
+# not know lengths
+FILLED = {1: 1.0, 8: 0.4, 64: 0.15}
 MOST_TILES = 1 << 30
 # of a kernel for wide groups: the least tokens of a split, the tokens that a block could do in the
 # time of its start and merge, and waves of blocks (kernels/FACTS.md has what they follow from)
 LEAST, STARTING, WIDE_WAVES = 512, 400, 4
 # share of the GPU's time that must go to tokens: with up to so many columns, and with more
-FEW_COLUMNS, FILLED, FILLED_OF_MANY = 32, 0.8, 0.6
-SIMILAR = 1.05  # prices within this factor of the lowest are alike: the preferred warps are taken
+FEW_COLUMNS, BUSY, BUSY_OF_MANY = 32, 0.8, 0.6
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Fit:
             multiple of it.
         most_parts: splits of all segments that the merge has room for.
         token_bytes: K and V of a token in the first segment, and in the others.
-        rate: an SM's share of the bandwidth, as a multiple of that of an H200.
+        share: bytes that an SM reads in a microsecond while all do.
     """
 
     spec: DecodeSpec
@@ -103,15 +105,20 @@ class Fit:
     steps: tuple[int, int]
     most_parts: int
     token_bytes: tuple[int, int]
-    rate: float
+    share: float
 
-    def pace(self, blocks: int, tiles: int = MOST_TILES) -> float:
-        """How fast an SM with so many blocks, of so many tiles each, reads, as a multiple of its
-        share."""
-        tile = max(self.spec.stage_bytes(self.spec.first), LEAST_TILE)
-        rings = min(self.spec.warps // self.spec.sharers, tiles)  # those that have any
-        time = TILE_TIME * EIGHT_TIME[self.spec.eights]
-        return min(blocks * rings * tile / time, FASTEST) / self.rate
+    def reading(self, blocks: int, nbytes: int, tiles: int = MOST_TILES) -> float:
+        """Microseconds in which an SM with so many blocks attends to so many bytes in each, of so
+        many tiles."""
+        spec, tile_bytes = self.spec, TILE * self.token_bytes[0]
+        rings = min(spec.warps // spec.sharers, tiles)  # those of a block that have any
+        tile = (TILE_TIME + WARP_TIME * blocks * rings * spec.sharers) * EIGHT_TIME[spec.eights]
+        if spec.first.k_format.groups > WIDE_GROUPS:
+            tile *= MANY_GROUPS
+        together = rings * tile_bytes / 2 / 1024  # of K, or of V
+        scattered: float = 1 + SCATTER * blocks**OF_BLOCKS / together**OF_KIB
+        by_memory = blocks * nbytes * scattered / self.share
+        return max(nbytes / (rings * tile_bytes) * tile, by_memory)
 
     def load(self, segment: int, capacity: int, splits: int) -> int:
         """Bytes of the longest split of a segment."""
@@ -127,6 +134,8 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
     if registers is None:
         widest = max(spec.first.k_format.head_dim, spec.first.v_format.head_dim)
         registers = next(number for most, number in REGISTERS.items() if widest <= most)
+        if spec.first.k_format.groups > WIDE_GROUPS:
+            registers = max(registers, REGISTERS_OF_GROUPS)
         if spec.eights > 1:
             registers = MOST_REGISTERS
         if spec.is_wide:  # compiled for its number of threads
@@ -150,7 +159,7 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         steps=spec.steps,
         most_parts=spec.most_parts,
         token_bytes=(first, second),
-        rate=gpu.bandwidth / gpu.sm_count / SHARE or 1.0,
+        share=1e3 * READ * (gpu.bandwidth / gpu.sm_count or SHARE),
     )
 
 
@@ -246,7 +255,7 @@ def pays(spec: DecodeSpec, gpu: GPU, units: int, columns: int, segments: Sequenc
     if not kernel.slots:
         return False
     tokens = units * capacity / kernel.slots
-    share = FILLED if columns <= FEW_COLUMNS else FILLED_OF_MANY
+    share = BUSY if columns <= FEW_COLUMNS else BUSY_OF_MANY
     best = min(
         _price_of_wide(kernel, units, capacity, n) for n in _wide_splits(kernel, units, capacity)
     )
@@ -313,7 +322,7 @@ def kernels(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> tuple[F
 
 
 def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[int]) -> float:
-    """What a launch costs, in bytes that an SM reads meanwhile at its share.
+    """Microseconds that a launch takes, by the constants above.
 
     Args:
         kernel: on its GPU.
@@ -327,23 +336,16 @@ def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[i
     blocks = math.ceil(units * splits[0] / sms)  # of the SM with the most
     waves, rest = divmod(blocks, kernel.blocks)
     tiles = -(-capacities[0] // (splits[0] * TILE))
-    pace = kernel.pace(kernel.blocks, tiles)
-    if rest:  # while a wave is full all SMs read: none gets more than its share
-        pace = min(pace, 1)
-    reading = waves * kernel.blocks * loads[0] / pace
+    reading = waves * kernel.reading(kernel.blocks, loads[0], tiles)
     if rest:
-        reading += rest * loads[0] / kernel.pace(rest, tiles)
-    reading = max(
-        reading + others / sms,
-        (units * splits[0] * loads[0] + others) / sms,  # the memory
-        *(load / kernel.pace(1) for load in loads[1:]),
-    )
-    starts: float = waves + (rest > 0)
-    if kernel.blocks > 1:  # a block's neighbours read while it starts
-        starts = 1 + (starts - 1) / 2
+        reading += kernel.reading(rest, loads[0], tiles)
+    if waves + (rest > 0) > 1:
+        reading += LAST * kernel.reading(1, loads[0], tiles)
+    longest = (kernel.reading(1, one) for one in loads[1:])
+    reading = max(reading + others / sms / kernel.share, *longest, 0.0)
     part_bytes = 4 * kernel.spec.block_columns * (kernel.spec.first.v_format.head_dim + 1)
-    merging = MERGE + MERGE_BYTE * part_bytes * parts if parts > 1 else 0.0
-    return reading + kernel.rate * (START * starts + merging)
+    merging = MERGE + MERGE_KIB * part_bytes * parts / 1024 if parts > 1 else 0.0
+    return reading + START * (waves + (rest > 0)) + merging
 
 
 def shared_bytes(kernel: Fit, units: int, splits: Sequence[int]) -> int:
@@ -411,34 +413,33 @@ def tuned_row(spec: DecodeSpec, gpu: GPU, units: int, capacity: int, fastest: Pl
 def _by_formula(
     choice: tuple[Fit, ...], units: int, capacities: tuple[int, ...], num_splits: int | None
 ) -> Plan:
-    """The plan with the lowest price, of these kernels. Where prices are similar, the plan that is
-    best for shorter sequences."""
+    """The plan with the lowest price, of these kernels: for sequences that fill their capacity, and
+    with less weight for shorter ones."""
     priced = []
-    for place, kernel in enumerate(choice):
+    for kernel in choice:
         if num_splits is None:
             counts = _counts(kernel, units, capacities)
         else:
             counts = {_useful(kernel, capacities, num_splits, even=False)}
-        plans = [_splits(kernel, capacities, count) for count in counts]
-        priced += [(_prices(kernel, units, capacities, one), place, one) for one in plans]
-    lowest = min(prices[0] for prices, _, _ in priced)
-    priced = [one for one in priced if one[0][0] <= SIMILAR * lowest]
+        for count in sorted(counts):
+            splits = _splits(kernel, capacities, count)
+            priced.append((_prices(kernel, units, capacities, splits), splits, kernel.spec))
     least = [min(each) for each in zip(*(prices for prices, _, _ in priced), strict=True)]
-    ranked = [
-        (sum(x / y for x, y in zip(prices, least, strict=True)), place, splits)
-        for prices, place, splits in priced
-    ]
-    first = min(place for cost, place, _ in ranked if cost <= SIMILAR * min(ranked)[0])
-    _, _, splits = min((cost, sum(n), n) for cost, place, n in ranked if place == first)
-    return Plan(splits, choice[first].spec.warps, choice[first].spec.stages)
+
+    def cost(one: tuple[Sequence[float], tuple[int, ...], DecodeSpec]) -> float:
+        each = zip(FILLED.values(), one[0], least, strict=True)
+        return math.fsum(weight * paid / lowest for weight, paid, lowest in each)
+
+    _, splits, spec = min(priced, key=cost)  # the first of equals: fewer splits
+    return Plan(splits, spec.warps, spec.stages)
 
 
 def _prices(
     kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[int]
 ) -> tuple[float, ...]:
-    """What a launch costs for sequences whose first segment is filled to each of FILLED_PARTS."""
+    """What a launch costs for sequences whose first segment is filled to each part of FILLED."""
     step, found = kernel.steps[0], []
-    for part in FILLED_PARTS:
+    for part in FILLED:
         tokens = -(-capacities[0] // part)
         held = min(splits[0], -(-tokens // step))  # the other splits have no tokens
         lengths, cut = (tokens, *capacities[1:]), (held, *splits[1:])

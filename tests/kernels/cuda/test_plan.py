@@ -240,7 +240,7 @@ def test_registers_of_the_compiled_kernel_keep_its_warps() -> None:
 
 def test_a_kernel_with_more_registers_than_was_thought_gets_smaller_blocks() -> None:
     """10 warps of 174 registers: one quarter of an SM would have 3, and has room for 2."""
-    spec = replace(make_spec("int4-g8"), sharers=5, warps=10, stages=5)
+    spec = replace(make_spec(), sharers=5, warps=10, stages=5)
     assert fit(spec, H200).blocks and not fit(spec, H200, 174).blocks
     chosen = plan(spec, H200, 8, [300], registers=174)
     assert chosen.warps == 5
@@ -292,16 +292,15 @@ def test_a_gpu_whose_bandwidth_is_unknown_is_planned_as_an_h200(
     assert plan(spec, known, units, [capacity]) == plan(spec, H200, units, [capacity])
 
 
-def test_times_count_as_the_bytes_that_a_gpu_reads_meanwhile() -> None:
+def test_prices_are_times_of_which_bandwidth_is_a_part() -> None:
     spec = replace(make_spec(), warps=4, stages=2)
     full, half = (fit(spec, replace(H200, bandwidth=SHARE * 132 * part)) for part in (1, 0.5))
-    assert (full.rate, half.rate) == (1, 0.5)
-    # a token: start and merge take as long, which is half as many bytes
-    assert price(half, 1, [1], [1]) == pytest.approx(0.5 * price(full, 1, [1], [1]), rel=0.01)
-    # many sequences: the memory is read at its bandwidth, and as many bytes
+    # a token: a block starts, and a warp has a tile
+    assert price(half, 1, [1], [1]) == pytest.approx(price(full, 1, [1], [1]), rel=0.01)
+    # many sequences: the memory
     bound = [price(one, 3 * 132, [1 << 20], [1]) for one in (full, half)]
-    assert bound[0] == pytest.approx(bound[1], rel=0.01)
-    assert half.pace(1) == 2 * full.pace(1)
+    assert bound[1] == pytest.approx(2 * bound[0], rel=0.01)
+    assert 3 * 132 * (1 << 20) * 160 / bound[0] / 1e3 <= SHARE * 132  # no faster than it is
 
 
 @pytest.mark.parametrize("name", ["int4-g4", "int8-g4", "bf16"])
@@ -313,7 +312,8 @@ def test_less_bandwidth_needs_fewer_warps(name: str) -> None:
     for part in (0.25, 0.5, 0.7):
         slower = replace(H200, name="a made-up GPU", bandwidth=SHARE * 132 * part)
         many = [(warps(units, slower), warps(units, H200)) for units in (1, 8, 32, 64)]
-        assert all(fewer <= more for fewer, more in many) and many[1][0] < many[1][1]
+        assert all(fewer <= more for fewer, more in many)
+        assert part > 0.25 or many[1][0] < many[1][1]
 
 
 def test_a_measured_plan_is_used_for_its_shape() -> None:
