@@ -158,9 +158,12 @@ def _prepare(call: LatentCall) -> MlaCall | None:
     columns = q_len * num_heads
     of_prefix, prefix_parts = None, 0
     if prefix is not None:  # all queries are those of its one sequence
-        of_prefix = _fitted(prefix, query, 1, batch * columns, False, room)
+        of_prefix = _fitted(prefix, query, 1, batch * columns, False, room, is_first=True)
         prefix_parts = of_prefix[1][2]
-    fitted = [_fitted(segments[i], query, batch, columns, causal, room) for i in order]
+    fitted = [
+        _fitted(segments[i], query, batch, columns, causal, room, not place and prefix is None)
+        for place, i in enumerate(order)
+    ]
     parts = prefix_parts + sum(grid[2] for _, grid in fitted)
     combine = None
     if parts > 1:  # the first one that is loaded: a rehearsal ends here, and has noted the others
@@ -221,9 +224,16 @@ class Room(NamedTuple):
 
 
 def _fitted(
-    segment: Segment, query: str, batch: int, columns: int, causal: bool, room: Room
+    segment: Segment,
+    query: str,
+    batch: int,
+    columns: int,
+    causal: bool,
+    room: Room,
+    is_first: bool,
 ) -> tuple[MlaSpec | WideMlaSpec, tuple[int, int, int]]:
-    """The kernel of a segment, and its grid."""
+    """The kernel of a segment, and its grid. A launch that is not the first one of its call begins
+    while the one before it runs."""
     device, gpu, num_splits, most = room
     page_size, place = segment.k_rows.shape[2], "linear"
     if segment.starts is not None:
@@ -244,6 +254,7 @@ def _fitted(
         blocks=1 if columns <= ROWS else 2,
         causal=causal,
         overlapped=gpu.capability >= OVERLAPS,
+        overlaps=gpu.capability >= OVERLAPS and not is_first,
     )
     _check_rows(segment.k_rows, spec)
     is_many = columns > fmt.latent.pick(**NARROW)
@@ -259,7 +270,7 @@ def _fitted(
             return wide, (blocks, batch, splits)
     units = batch * -(-columns // spec.block_columns)
     teams = teams_of(spec.blocks, units, segment.capacity, gpu.sm_count)
-    spec = _fit(spec, gpu, teams)
+    spec = _fit(spec, gpu, teams, segment.capacity)
     registers = _registers_of(spec, device)
     blocks = -(-columns // spec.block_columns)
     per_sm = min(
@@ -309,9 +320,9 @@ def _of_segment(segment: Segment) -> dict[str, float]:
     }
 
 
-def _fit(spec: MlaSpec, gpu: GPU, teams: int) -> MlaSpec:
+def _fit(spec: MlaSpec, gpu: GPU, teams: int, capacity: int) -> MlaSpec:
     """The kernel with the first of the shapes that a block has room for."""
-    for found in shapes_of(spec, gpu, teams):
+    for found in shapes_of(spec, gpu, teams, capacity):
         return found
     raise UnsupportedError(
         f"MLA rows of {spec.latent} and {spec.rope} for {spec.block_columns} columns have no room "

@@ -386,7 +386,7 @@ def fitted(text: str, arch: str) -> MlaSpec:
     blocks = 2 if "wide" in words else 1
     place = next((word for word in words if word in ("paged", "ring", "slots")), "linear")
     spec = MlaSpec(*formats, place=place, causal="causal" in words, blocks=blocks)
-    return next(shapes_of(spec, GPUS[arch], teams=3))
+    return next(shapes_of(spec, GPUS[arch], teams=3, capacity=8192))
 
 
 SOME = (
@@ -516,6 +516,7 @@ def test_segments_are_launched_apart_and_combined_at_once(cuda: FakeDriver) -> N
     attend(case, num_splits=3)
     assert [note.grid for note in cuda.launched] == [(1, 2, 3), (1, 2, 3), (64, 1, 1)]
     assert [spec.place for spec in loaded_specs()[:2]] == ["linear", "ring"]
+    assert [note.overlaps for note in cuda.launched] == [False, True, True]
 
 
 def test_a_shared_prefix_is_a_launch_whose_columns_are_all_queries(cuda: FakeDriver) -> None:
@@ -528,6 +529,8 @@ def test_a_shared_prefix_is_a_launch_whose_columns_are_all_queries(cuda: FakeDri
     first, packed, exact, combine = cuda.launched
     assert [note.grid for note in (first, packed, exact)] == [(2, 1, 2), (1, 3, 2), (1, 3, 2)]
     assert combine.grid == (96, 1, 1) and combine.overlaps
+    # kernels for many heads take all of an SM, and begin when it is free
+    assert exact.overlaps and not first.overlaps and not packed.overlaps
     specs = {type(spec): spec for spec in loaded_specs()}
     assert specs.keys() == {WideMlaSpec, MlaSpec, MlaCombineSpec} and specs[MlaCombineSpec].shared
     apart = torch.zeros(3, 4, 16, 512, dtype=torch.bfloat16)[:, :2]  # not as one sequence's
@@ -593,7 +596,7 @@ def test_fewer_teams_for_fewer_tokens() -> None:
 
     def shape(units: int, capacity: int, gpu: GPU = h200, blocks: int = 1) -> tuple[int, int]:
         teams = teams_of(blocks, units, capacity, gpu.sm_count)
-        found = next(shapes_of(replace(spec, blocks=blocks), gpu, teams))
+        found = next(shapes_of(replace(spec, blocks=blocks), gpu, teams, capacity))
         per_sm = gpu.shared_per_sm // (found.shared_bytes + RESERVED)
         return found.teams, found.teams * per_sm
 

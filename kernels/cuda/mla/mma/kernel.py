@@ -50,6 +50,7 @@ from ...device.ptx import (
     store_global_f32x4,
     store_shared_f32,
     wait_copies,
+    wait_for_launch,
     word_from_lane,
 )
 from ..work import (
@@ -79,7 +80,7 @@ def make_mla_kernel(spec):
     HALVES, SCORES, SUMS = 2 * BLOCKS, 4 * BLOCKS, BLOCKS * sums_of(spec)
     FRAGMENTS = 4 * spec.latent_steps if BLOCKS == 1 else 4
     SCALES = 1 if spec.latent.is_exact else spec.latent.groups
-    ROOM, OVERLAPPED = first_limits(spec), spec.overlapped
+    ROOM, OVERLAPPED, OVERLAPS = first_limits(spec), spec.overlapped, spec.overlaps
     wait_for_next = wait_copies[STAGES - 2]
     wait_for_all = wait_copies[0]
     find_pages, copy_tile = make_find_pages(spec), make_copy_tile(spec)
@@ -124,6 +125,8 @@ def make_mla_kernel(spec):
         whole = parts == int32(1)
         if begin >= end:
             write_nothing(whole, columns, places)
+            if OVERLAPS:
+                wait_for_launch()
             return
 
         # Step 2: fill the ring; pages are looked up one tile ahead
@@ -234,6 +237,8 @@ def make_mla_kernel(spec):
         # Step 8: the teams, merged
         of_block = (whole, columns, inverse_of(power), lane, warp)
         combine_teams(shared, sums, header_sums, references, totals, of_block, places)
+        if OVERLAPS:
+            wait_for_launch()
 
     return mla
 

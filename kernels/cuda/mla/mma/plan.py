@@ -20,6 +20,9 @@ SHAPES = {
     1: ((2, 3), (1, 5), (1, 4), (1, 3), (2, 2), (1, 2)),
     2: ((2, 3), (2, 2), (1, 3), (1, 2)),
 }
+# stages at most for segments of so few tokens, such as sinks and recent tokens: they leave shared
+# memory to the launch before, beside which they run
+SHORT, FEW_STAGES = 256, 3
 APART = 1, 3  # the shape of blocks of one team, three of which an SM holds
 # tokens of an SM up to which one team is the fastest, and up to which two are: measured on an H200
 # (kernels/FACTS.md). Of three teams each leaves a part to combine, which takes as long as so many
@@ -41,14 +44,16 @@ def teams_of(blocks: int, units: int, capacity: int, sm_count: int) -> int:
     return 1 + sum(units * capacity / sm_count > most for most in limits)
 
 
-def shapes_of(spec: MlaSpec, gpu: GPU, teams: int) -> Iterator[MlaSpec]:
-    """The kernels that fit a GPU, the best first: with no more columns than the spec has, nor more
-    teams on an SM than these."""
+def shapes_of(spec: MlaSpec, gpu: GPU, teams: int, capacity: int) -> Iterator[MlaSpec]:
+    """The kernels for a segment that fit a GPU, the best first: with no more columns than the spec
+    has, nor more teams on an SM than these."""
     for blocks in range(spec.blocks, 0, -1):
         apart = replace(spec, blocks=blocks, teams=APART[0], stages=APART[1])
         if 2 < teams <= gpu.shared_per_sm // (apart.shared_bytes + RESERVED):
             yield apart
         for count, stages in SHAPES[blocks]:
             found = replace(spec, blocks=blocks, teams=count, stages=stages)
-            if count <= teams and found.shared_bytes <= gpu.shared_per_block:
+            if count > teams or (stages > FEW_STAGES and capacity <= SHORT):
+                continue
+            if found.shared_bytes <= gpu.shared_per_block:
                 yield found

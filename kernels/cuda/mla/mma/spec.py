@@ -42,8 +42,11 @@ class MlaSpec(Spec):
         stages: tiles in a team's ring.
         blocks: 16 columns each that a team has; a column is a head of a query.
         causal: whether a sequence may have several queries, those of its last tokens.
-        overlapped: whether the launch that combines the parts may begin, and wait for this one by
-            itself; sm_90 and newer.
+        overlapped: whether the next launch may begin, and wait for this one by itself; sm_90 and
+            newer.
+        overlaps: as of Spec. The launch before it attends to another segment. A block needs nothing
+            of it, and waits for it before it ends: so the launch that combines all parts waits for
+            both.
     """
 
     latent: RowFormat
@@ -56,6 +59,7 @@ class MlaSpec(Spec):
     blocks: int = 1
     causal: bool = False
     overlapped: bool = False
+    overlaps: bool = False
 
     arguments = MLA
     kernel = "mla.mma.kernel.make_mla_kernel"
