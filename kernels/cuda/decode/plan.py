@@ -53,9 +53,9 @@ SHORT = 4  # steps of a sequence up to which no length is worth it
 # where all units run at a time. With longer sequences several warps were faster (scratch, H200,
 # 2026-11-27)
 FEW_TILES, MORE_TILES = 4, 32
-# sequences that fill so small a part of their capacity, and what their price counts: the host does
-# not know lengths
-FILLED = {1: 1.0, 8: 0.4, 64: 0.15}
+# sequences that fill such a part of their capacity, and what their price counts: the host does not
+# know lengths
+FILLED = {31 / 32: 1.0, 1 / 8: 0.4, 1 / 64: 0.15}
 MOST_TILES = 1 << 30
 # of a kernel for wide groups: the least tokens of a split, the tokens that a block could do in the
 # time of its start and merge, and waves of blocks (kernels/FACTS.md has what they follow from)
@@ -413,8 +413,8 @@ def tuned_row(spec: DecodeSpec, gpu: GPU, units: int, capacity: int, fastest: Pl
 def _by_formula(
     choice: tuple[Fit, ...], units: int, capacities: tuple[int, ...], num_splits: int | None
 ) -> Plan:
-    """The plan with the lowest price, of these kernels: for sequences that fill their capacity, and
-    with less weight for shorter ones."""
+    """The plan with the lowest price, of these kernels: for sequences that nearly fill their
+    capacity, and with less weight for shorter ones."""
     priced = []
     for kernel in choice:
         if num_splits is None:
@@ -440,7 +440,7 @@ def _prices(
     """What a launch costs for sequences whose first segment is filled to each part of FILLED."""
     step, found = kernel.steps[0], []
     for part in FILLED:
-        tokens = -(-capacities[0] // part)
+        tokens = math.ceil(capacities[0] * part)
         held = min(splits[0], -(-tokens // step))  # the other splits have no tokens
         lengths, cut = (tokens, *capacities[1:]), (held, *splits[1:])
         found.append(price(kernel, units, lengths, cut))

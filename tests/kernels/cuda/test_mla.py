@@ -36,7 +36,7 @@ from kvquant import LatentFormat, LatentKVCache, LatentPagedBatch, LatentPagedKV
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
-from kvquant.kernels.cuda.mla.mma.plan import shapes_of, teams_of
+from kvquant.kernels.cuda.mla.mma.plan import APART, shapes_of, teams_of
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.mla.spec import RESERVED, MlaCombineSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
@@ -395,6 +395,7 @@ SOME = (
     ("int4-g4+bf16 512/32 paged causal wide", "sm_89"),
     ("int8-g4+bf16 256/64", "sm_80"),
     (f"{AIM} paged causal wide", "sm_90"),
+    (f"{AIM} paged", "sm_90"),
     ("bf16 slots causal", "sm_90"),
     ("bf16 ring causal", "sm_100"),
 )
@@ -432,7 +433,8 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
     shape = spec.teams, spec.stages, spec.shared_bytes
     print(f"{text:34} {arch:6} {cubin.report} {shape}")
     assert cubin.report.stack_bytes <= (8 if (text, arch) in SPILLED else 0)
-    assert cubin.report.registers * spec.threads <= 65536
+    is_apart = (spec.teams, spec.stages) == APART and not spec.causal and arch == "sm_90"
+    assert cubin.report.registers <= (168 if is_apart else 255)  # an SM has them for three blocks
 
 
 @pytest.mark.slow
