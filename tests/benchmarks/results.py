@@ -13,6 +13,7 @@ measured and the date:
     h200-wide                               kvquant bench --wide
     h200-ragged                             tests/benchmarks/bench_ragged.py --queries
     h200-lengths                            kvquant bench --ragged
+    h200-uneven                             tests/benchmarks/bench_uneven.py
     h200-512                                kvquant bench --head-dim 512 --q-heads 16 --kv-heads 4
                                             --format int4-g4 --format int8
     h200-tune                               kvquant bench --tune --quick --format int2
@@ -80,6 +81,7 @@ from evaluations import Evaluations, labels, of_models, read_runs, tables, text_
 
 from kvquant import KVCache, RowFormat
 from kvquant.bench import cpu
+from kvquant.bench.cases import ROOM
 from kvquant.calibration.text_report import KL_NOTICE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,6 +156,7 @@ def shown() -> dict[str, list[str]]:
             *(gains(), gpu_about("h200-more"), few_bits_times(), page_times()),
             *(gpu_about("h200-wide"), wide_groups(), ragged_queries()),
             *(gpu_about("h200-lengths"), unequal_lengths()),
+            *(gpu_about("h200-uneven"), spare_capacity()),
         ],
         "kvquant/evaluation/README.md": [evaluation()],
         "kvquant/hf/README.md": [steps_about(), steps(), captured_step(), *latent_steps()],
@@ -312,6 +315,19 @@ def unequal_lengths() -> str:
     titles = ["sequences x tokens", "us", "evenly, us", "us / evenly"]
     titles += ["bytes at peak, us", "torch, 16 bit, us"]
     return table(titles, rows)
+
+
+def spare_capacity() -> str:
+    """Sequences shorter than their capacity, beside as many tokens without spare capacity."""
+    figures = read("h200-uneven")
+    (times,) = figures["us"].values()
+    rows = []
+    for name, us in times.items():
+        lengths, _, room = name.partition(", room for ")
+        if int(room) != ROOM:  # those are in unequal_lengths
+            cells = f"{us['now']:.1f}", f"{us['evenly']:.1f}", f"{us['now'] / us['evenly']:.2f}"
+            rows.append([lengths, f"{int(room):,}", *cells])
+    return table(["sequences x tokens", "capacity", "us", "evenly, us", "us / evenly"], rows)
 
 
 def few_sequences() -> str:
