@@ -27,7 +27,7 @@ from ..decode.arrange import arrange_in_order, counts_of, pack_counts, packed_st
 from ..device.row_layout import UNIT
 from ..runtime.launch import GPU, OVERLAPS, Launch, Rehearsed, cached_launch, gpu_of, kernel_of
 from ..runtime.tensors import Tensors, aligned_copy, facts_of, is_readable, strides
-from .mma.plan import shapes_of, teams_of
+from .mma.plan import APART_REGISTERS, shapes_of, teams_of
 from .mma.spec import ROWS, TILE, MlaSpec
 from .spec import MOST_AHEAD, MOST_GROUPS, MOST_PARTS, REGISTERS, RESERVED, MlaCombineSpec
 from .wgmma.spec import COLUMNS, TOKENS, WideMlaSpec, is_wide
@@ -334,8 +334,8 @@ def _fit(spec: MlaSpec, gpu: GPU, teams: int, capacity: int) -> MlaSpec:
 def _registers_of(spec: MlaSpec | WideMlaSpec, index: int) -> int:
     try:
         return kernel_of(spec, index).registers
-    except Rehearsed:  # it is noted: suppose that they are enough
-        return REGISTERS // spec.threads
+    except Rehearsed:  # it is noted: suppose that as many blocks as are planned have them
+        return min(REGISTERS // spec.threads, APART_REGISTERS)
 
 
 def _check_rows(rows: torch.Tensor, spec: MlaSpec) -> None:

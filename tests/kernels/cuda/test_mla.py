@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,7 +38,7 @@ from kvquant import LatentFormat, LatentKVCache, LatentPagedBatch, LatentPagedKV
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
-from kvquant.kernels.cuda.mla.mma.plan import APART, shapes_of, teams_of
+from kvquant.kernels.cuda.mla.mma.plan import APART, APART_REGISTERS, shapes_of, teams_of
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.mla.spec import RESERVED, MlaCombineSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
@@ -433,8 +435,8 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
     shape = spec.teams, spec.stages, spec.shared_bytes
     print(f"{text:34} {arch:6} {cubin.report} {shape}")
     assert cubin.report.stack_bytes <= (8 if (text, arch) in SPILLED else 0)
-    is_apart = (spec.teams, spec.stages) == APART and not spec.causal and arch == "sm_90"
-    assert cubin.report.registers <= (168 if is_apart else 255)  # an SM has them for three blocks
+    is_apart = (spec.teams, spec.stages, spec.blocks) == (*APART, 1) and not spec.causal
+    assert cubin.report.registers <= (APART_REGISTERS if is_apart and arch == "sm_90" else 255)
 
 
 @pytest.mark.slow
@@ -608,7 +610,29 @@ def test_fewer_teams_for_fewer_tokens() -> None:
     for units, capacity in ((16, 8192), (48, 8192), (64, 8192), (1, 1 << 19)):
         assert shape(units, capacity) == (1, 3)
     assert shape(64, 8192, small) == (1, 1)
+    assert next(shapes_of(replace(spec, causal=True), h200, 3, 8192)).teams == 2
     assert [shape(units, 8192, blocks=2)[0] for units in (1, 4, 8)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("name", [AIM, "fp8", "bf16"])
+def test_a_rehearsal_cuts_work_as_a_call_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would note another kernel that combines the parts."""
+    fmt, room = LatentFormat.parse(name, 512, 64), launching.Room(0, GPUS["sm_90"], None, 1024)
+    for batch, capacity in itertools.product((1, 3, 16, 48, 64), (64, 2048, 8192, 32768)):
+        rows = torch.empty(batch, 1, capacity, fmt.row_bytes, dtype=torch.uint8, device="meta")
+        lens = torch.empty(batch, dtype=torch.int32, device="meta")
+        found = []
+        for registers in (150, APART_REGISTERS, None):
+
+            def kernel_of(*_: object, registers: int | None = registers) -> Any:
+                if registers is None:
+                    raise runtime.Rehearsed
+                return SimpleNamespace(registers=registers)
+
+            monkeypatch.setattr(launching, "kernel_of", kernel_of)
+            of_call = latent_segment(rows, lens, fmt), "bf16", batch, 16, False, room, True
+            found.append(launching._fitted(*of_call))
+        assert found[0] == found[1] == found[2]
 
 
 def test_splits_fill_the_gpu_but_not_more_than_pays() -> None:

@@ -24,6 +24,7 @@ SHAPES = {
 # memory to the launch before, beside which they run
 SHORT, FEW_STAGES = 256, 3
 APART = 1, 3  # the shape of blocks of one team, three of which an SM holds
+APART_REGISTERS = 168  # of their threads, at most on sm_90; with several queries they take more
 # tokens of an SM up to which one team is the fastest, and up to which two are: measured on an H200
 # (kernels/FACTS.md). Of three teams each leaves a part to combine, which takes as long as so many
 # tokens of an SM
@@ -49,7 +50,8 @@ def shapes_of(spec: MlaSpec, gpu: GPU, teams: int, capacity: int) -> Iterator[Ml
     has, nor more teams on an SM than these."""
     for blocks in range(spec.blocks, 0, -1):
         apart = replace(spec, blocks=blocks, teams=APART[0], stages=APART[1])
-        if 2 < teams <= gpu.shared_per_sm // (apart.shared_bytes + RESERVED):
+        room = gpu.shared_per_sm // (apart.shared_bytes + RESERVED)
+        if 2 < teams <= room and not spec.causal:
             yield apart
         for count, stages in SHAPES[blocks]:
             found = replace(spec, blocks=blocks, teams=count, stages=stages)
