@@ -206,7 +206,7 @@ def _caches(
                 if options[option]:
                     flag = option.replace("_", "-")
                     raise click.UsageError(
-                        f"--{flag} is of K and V, and these are latent rows: leave it out"
+                        f"--{flag} applies to rows of K and V, these are latent rows: leave it out"
                     )
             _check_latent(one, exact_codec(of_rows))
         kinds.append((one, num_q_heads))

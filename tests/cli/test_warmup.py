@@ -166,7 +166,10 @@ def test_both_pairs_of_formats_are_completed() -> None:
         (("--model", ".", "--head-dim", "64"), "--head-dim is the model's: leave it out"),
         (("--plan", __file__, "--kv-heads", "8"), "--kv-heads is the plan's: leave it out"),
         (("--format", "int8+bf16", "--head-dim", "64"), "--head-dim is of K and V, and these are "),
-        (("--format", "int8+bf16", "--arch", "sm_90", "--soft-cap"), "--soft-cap is of K and V"),
+        (
+            ("--format", "int8+bf16", "--arch", "sm_90", "--soft-cap"),
+            "--soft-cap applies to rows of K",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

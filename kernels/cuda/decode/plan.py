@@ -3,8 +3,8 @@
 Decided from shapes that the host knows, never from lengths on the device: a split takes its share
 of the length that it finds. Where the table of measured plans has a row for the GPU and the formats
 it decides (decided offline, looked up at run time, as the dataflow of FlashDecoding++,
-https://arxiv.org/abs/2311.01282), else a formula: the plan with the lowest price. A price is a
-time in microseconds.
+https://arxiv.org/abs/2311.01282), else a formula: the plan with the lowest weighted price
+(FILLED). A price is a time in microseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ..runtime.launch import GPU
 from .spec import TILE, UNIT_STEPS, WIDE_GROUPS, DecodeSpec
 from .tuned import Tuned, lookup
 
-RINGS, STAGES = (1, 2, 4, 8), (2, 3, 4)  # what a block may have, the preferred first
+# rings that a block may have, and stages of a ring, the preferred first
+RINGS, STAGES = (1, 2, 4, 8), (2, 3, 4)
 REGISTERS = {
     64: 112,
     128: 144,
@@ -33,17 +34,18 @@ MOST_REGISTERS = 255  # of any thread, and of one whose warp has 16 columns
 QUARTERS = 4  # of an SM; a warp has its registers in one of them
 REGISTERS_PER_QUARTER = 1 << 14  # of every GPU from sm_80 on
 RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
-# Prices, in microseconds: fitted to times of an H200 (kernels/FACTS.md, "Launch plans")
-READ = 0.9  # of a GPU's bandwidth by clock and bus that reads get
-SHARE = 4814 / 132  # GB/s of an SM: an H200's, where a GPU's is not known
-# reads take longer by SCATTER * blocks ** OF_BLOCKS / KiB ** OF_KIB, where so many blocks of an SM
-# read so many KiB together each
+# Constants of prices, whose times are microseconds: fitted to times of an H200 (kernels/FACTS.md,
+# "Launch plans")
+READ = 0.9  # share of the bandwidth by clock and bus that reads reach
+SHARE = 4814 / 132  # GB/s for an SM of an H200; taken for GPUs whose bandwidth is not known
+# with b blocks on an SM, each of which reads k KiB of K at once, reads take longer by
+# SCATTER * b ** OF_BLOCKS / k ** OF_KIB
 SCATTER, OF_BLOCKS, OF_KIB = 0.22, 0.4, 0.65
-TILE_TIME, WARP_TIME = 0.5, 0.07  # a warp with a tile; more for each warp of the SM
+TILE_TIME, WARP_TIME = 0.5, 0.07  # of a warp for a tile, and what each warp of the SM adds to it
 EIGHT_TIME = {1: 1.0, 2: 1.2}  # times as long, with so many eights of columns
 MANY_GROUPS = 1.6  # times as long, with rows of more than WIDE_GROUPS groups
 START = 3.5  # a block starts and ends
-LAST = 0.37  # of the time of a block: SMs wait for the last one after several waves
+LAST = 0.37  # share of a block's time: after several waves SMs wait so long for the last block
 MERGE, MERGE_KIB = 2.2, 0.022  # the last block of a unit merges parts; each KiB of them
 MOST_OTHERS = 16  # the most splits of a segment that is not the first
 MOST_WAVES = 16  # of whole units: more of them even out by themselves
@@ -53,8 +55,9 @@ SHORT = 4  # steps of a sequence up to which no length is worth it
 # where all units run at a time. With longer sequences several warps were faster (scratch, H200,
 # 2026-11-27)
 FEW_TILES, MORE_TILES = 4, 32
-# sequences that fill such a part of their capacity, and what their price counts: the host does not
-# know lengths
+# The host does not know lengths. So a plan is priced for sequences that fill these parts of their
+# capacity, with these weights. Not all of it: caches have some rows more than their sequences, and
+# a split that takes one step more for those rows would look too slow
 FILLED = {31 / 32: 1.0, 1 / 8: 0.4, 1 / 64: 0.15}
 MOST_TILES = 1 << 30
 # of a kernel for wide groups: the least tokens of a split, the tokens that a block could do in the
@@ -108,8 +111,8 @@ class Fit:
     share: float
 
     def reading(self, blocks: int, nbytes: int, tiles: int = MOST_TILES) -> float:
-        """Microseconds in which an SM with so many blocks attends to so many bytes in each, of so
-        many tiles."""
+        """Microseconds in which an SM reads and computes so many splits of `nbytes` bytes and
+        `tiles` tiles each."""
         spec, tile_bytes = self.spec, TILE * self.token_bytes[0]
         rings = min(spec.warps // spec.sharers, tiles)  # those of a block that have any
         tile = (TILE_TIME + WARP_TIME * blocks * rings * spec.sharers) * EIGHT_TIME[spec.eights]
@@ -430,7 +433,7 @@ def _by_formula(
         each = zip(FILLED.values(), one[0], least, strict=True)
         return math.fsum(weight * paid / lowest for weight, paid, lowest in each)
 
-    _, splits, spec = min(priced, key=cost)  # the first of equals: fewer splits
+    _, splits, spec = min(priced, key=cost)  # of equal ones the first: fewest warps, then splits
     return Plan(splits, spec.warps, spec.stages)
 
 

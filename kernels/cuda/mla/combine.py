@@ -1,8 +1,8 @@
 """Combine the parts of each column of a call of MLA by their log-sum-exps, base 2.
 
     grid     columns of all sequences, a block each
-    group    threads for all elements of a column, four each. A group adds `ahead` parts at a time,
-             every group others; then the groups' sums are added
+    group    a thread for each four elements of a column. Groups take turns: each adds the next
+             `ahead` parts. Then the first group adds the sums of all groups
 
 The launch begins while the parts are attended to, and waits for them by itself (sm_90 and newer).
 

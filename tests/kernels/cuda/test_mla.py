@@ -40,7 +40,7 @@ from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
 from kvquant.kernels.cuda.mla.mma.plan import APART, APART_REGISTERS, shapes_of, teams_of
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
-from kvquant.kernels.cuda.mla.spec import RESERVED, MlaCombineSpec
+from kvquant.kernels.cuda.mla.spec import MOST_GROUPS, RESERVED, MlaCombineSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
@@ -444,7 +444,9 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_kernel_that_combines_spills_nothing(shared: bool, arch: str) -> None:
-    cubin = compile_spec(MlaCombineSpec(512, "bf16", 16, 8, shared, arch == "sm_90"), arch)
+    cubin = compile_spec(
+        MlaCombineSpec(512, "bf16", 16, MOST_GROUPS, shared, arch == "sm_90"), arch
+    )
     print(f"shared {shared} {arch} {cubin.report}")
     assert cubin.report.stack_bytes == 0
 

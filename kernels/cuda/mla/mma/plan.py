@@ -1,8 +1,9 @@
 """How many teams and stages the blocks of the kernel for few heads have.
 
-An SM has registers for three teams of 16 columns, or two of 32. Three are blocks of one team each:
-they leave fewer SMs idle than blocks of three. With few tokens for each SM fewer teams are faster:
-they merge less, and leave room for the blocks that combine parts, which then start early.
+An SM has registers for three teams of 16 columns, or two of 32. Three teams are three blocks,
+because small blocks leave fewer SMs idle than one large block. With few tokens for each SM one or
+two teams are faster: fewer parts are merged, and the blocks that combine them find room and start
+early.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from ...runtime.launch import GPU
 from ..spec import RESERVED
 from .spec import MlaSpec
 
-# teams and stages by the 16 columns of a team, the first that fits; two stages leave rows on their
-# way for half of the time only
+# teams and stages, by the blocks of 16 columns that a team has; the first that fits is taken. Two
+# stages leave rows on their way for half of the time only
 SHAPES = {
     1: ((2, 3), (1, 5), (1, 4), (1, 3), (2, 2), (1, 2)),
     2: ((2, 3), (2, 2), (1, 3), (1, 2)),
@@ -25,9 +26,9 @@ SHAPES = {
 SHORT, FEW_STAGES = 256, 3
 APART = 1, 3  # the shape of blocks of one team, three of which an SM holds
 APART_REGISTERS = 168  # of their threads, at most on sm_90; with several queries they take more
-# tokens of an SM up to which one team is the fastest, and up to which two are: measured on an H200
-# (kernels/FACTS.md). Of three teams each leaves a part to combine, which takes as long as so many
-# tokens of an SM
+# Up to ONE tokens for each SM one team is the fastest, up to TWO two teams are (H200, 2026-11-27,
+# scratch: 13 shapes of three formats). With three teams more parts are combined, and each costs as
+# much time as PART tokens of an SM: TWO grows by that
 ONE_OF_16, TWO_OF_16, PART = 64, 900, 2.5
 ONE_OF_32 = 300
 
@@ -46,8 +47,9 @@ def teams_of(blocks: int, units: int, capacity: int, sm_count: int) -> int:
 
 
 def shapes_of(spec: MlaSpec, gpu: GPU, teams: int, capacity: int) -> Iterator[MlaSpec]:
-    """The kernels for a segment that fit a GPU, the best first: with no more columns than the spec
-    has, nor more teams on an SM than these."""
+    """The kernels for a segment that fit a GPU, the best first. None has more columns than the
+    spec, nor more than `teams` teams in a block. With three teams three blocks of one come first.
+    """
     for blocks in range(spec.blocks, 0, -1):
         apart = replace(spec, blocks=blocks, teams=APART[0], stages=APART[1])
         room = gpu.shared_per_sm // (apart.shared_bytes + RESERVED)

@@ -44,9 +44,9 @@ class MlaSpec(Spec):
         causal: whether a sequence may have several queries, those of its last tokens.
         overlapped: whether the next launch may begin, and wait for this one by itself; sm_90 and
             newer.
-        overlaps: as of Spec. The launch before it attends to another segment. A block needs nothing
-            of it, and waits for it before it ends: so the launch that combines all parts waits for
-            both.
+        overlaps: as of Spec. The launch before attends to another segment of the call. A block
+            needs no result of that launch. It waits for it as its last act, so that the combining
+            launch, which waits for this one, finds the parts of both.
     """
 
     latent: RowFormat
