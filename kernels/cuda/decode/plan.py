@@ -110,10 +110,10 @@ class Fit:
     token_bytes: tuple[int, int]
     share: float
 
-    def reading(self, blocks: int, nbytes: int, tiles: int = MOST_TILES) -> float:
+    def reading(self, blocks: int, nbytes: int, tiles: int = MOST_TILES, segment: int = 0) -> float:
         """Microseconds in which an SM reads and computes so many splits of `nbytes` bytes and
-        `tiles` tiles each."""
-        spec, tile_bytes = self.spec, TILE * self.token_bytes[0]
+        `tiles` tiles each, of a segment."""
+        spec, tile_bytes = self.spec, TILE * self.token_bytes[min(segment, 1)]
         rings = min(spec.warps // spec.sharers, tiles)  # those of a block that have any
         tile = (TILE_TIME + WARP_TIME * blocks * rings * spec.sharers) * EIGHT_TIME[spec.eights]
         if spec.first.k_format.groups > WIDE_GROUPS:
@@ -344,7 +344,7 @@ def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[i
         reading += kernel.reading(rest, loads[0], tiles)
     if waves + (rest > 0) > 1:
         reading += LAST * kernel.reading(1, loads[0], tiles)
-    longest = (kernel.reading(1, one) for one in loads[1:])
+    longest = (kernel.reading(1, one, segment=1) for one in loads[1:])
     reading = max(reading + others / sms / kernel.share, *longest, 0.0)
     part_bytes = 4 * kernel.spec.block_columns * (kernel.spec.first.v_format.head_dim + 1)
     merging = MERGE + MERGE_KIB * part_bytes * parts / 1024 if parts > 1 else 0.0

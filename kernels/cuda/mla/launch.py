@@ -232,8 +232,8 @@ def _fitted(
     room: Room,
     is_first: bool,
 ) -> tuple[MlaSpec | WideMlaSpec, tuple[int, int, int]]:
-    """The kernel of a segment, and its grid. A launch that is not the first one of its call begins
-    while the one before it runs."""
+    """The kernel of a segment, and its grid. A kernel for few heads begins while the launch before
+    it runs (sm_90 and newer), unless it is the first of its call."""
     device, gpu, num_splits, most = room
     page_size, place = segment.k_rows.shape[2], "linear"
     if segment.starts is not None:
@@ -273,8 +273,9 @@ def _fitted(
     spec = _fit(spec, gpu, teams, segment.capacity)
     registers = _registers_of(spec, device)
     blocks = -(-columns // spec.block_columns)
+    granted = -(-registers // 8) * 8  # by eights
     per_sm = min(
-        REGISTERS // (spec.threads * registers),
+        REGISTERS // (spec.threads * granted),
         gpu.shared_per_sm // (spec.shared_bytes + RESERVED),
     )
     at_once = gpu.sm_count * max(per_sm, 1)

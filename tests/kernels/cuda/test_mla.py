@@ -381,14 +381,17 @@ def test_tiny_large_and_peaked_numbers() -> None:
 
 
 def fitted(text: str, arch: str) -> MlaSpec:
-    """A kernel as a launch chooses it: latent+rope [sizes] [paged|ring|slots] [causal] [wide]."""
+    """A kernel as a launch chooses it: latent+rope [sizes] [paged|ring|slots] [causal] [wide]
+    [short] [overlaps]."""
     name, *words = text.split()
     sizes = next((word.split("/") for word in words if "/" in word), ("512", "64"))
     formats = LatentFormat.parse(name, *map(int, sizes)).parts
     blocks = 2 if "wide" in words else 1
     place = next((word for word in words if word in ("paged", "ring", "slots")), "linear")
     spec = MlaSpec(*formats, place=place, causal="causal" in words, blocks=blocks)
-    return next(shapes_of(spec, GPUS[arch], teams=3, capacity=8192))
+    spec = replace(spec, overlaps="overlaps" in words)
+    teams, capacity = (2, 200) if "short" in words else (3, 8192)
+    return next(shapes_of(spec, GPUS[arch], teams, capacity))
 
 
 SOME = (
@@ -398,6 +401,8 @@ SOME = (
     ("int8-g4+bf16 256/64", "sm_80"),
     (f"{AIM} paged causal wide", "sm_90"),
     (f"{AIM} paged", "sm_90"),
+    (f"{AIM} short overlaps", "sm_90"),
+    ("bf16 ring short overlaps", "sm_90"),
     ("bf16 slots causal", "sm_90"),
     ("bf16 ring causal", "sm_100"),
 )
@@ -444,11 +449,11 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_kernel_that_combines_spills_nothing(shared: bool, arch: str) -> None:
-    cubin = compile_spec(
-        MlaCombineSpec(512, "bf16", 16, MOST_GROUPS, shared, arch == "sm_90"), arch
-    )
+    spec = MlaCombineSpec(512, "bf16", 16, MOST_GROUPS, shared, arch == "sm_90")
+    cubin = compile_spec(spec, arch)
     print(f"shared {shared} {arch} {cubin.report}")
     assert cubin.report.stack_bytes == 0
+    assert cubin.report.registers * spec.threads <= 65536
 
 
 # Launches

@@ -24,8 +24,10 @@ SHAPES = {
 # stages at most for segments of so few tokens, such as sinks and recent tokens: they leave shared
 # memory to the launch before, beside which they run
 SHORT, FEW_STAGES = 256, 3
-APART = 1, 3  # the shape of blocks of one team, three of which an SM holds
-APART_REGISTERS = 168  # of their threads, at most on sm_90; with several queries they take more
+APART = 1, 3  # the shape of blocks of one team
+# of their threads, at most on sm_90: an SM holds three. Kernels for several queries take more, and
+# some on sm_100. Then an SM holds two
+APART_REGISTERS = 168
 # Up to ONE tokens for each SM one team is the fastest, up to TWO two teams are (H200, 2026-11-27,
 # scratch: 13 shapes of three formats). With three teams more parts are combined, and each costs as
 # much time as PART tokens of an SM: TWO grows by that
