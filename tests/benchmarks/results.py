@@ -69,6 +69,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import statistics
 import subprocess
 import textwrap
@@ -325,8 +326,9 @@ def spare_capacity() -> str:
     for name, us in times.items():
         lengths, _, room = name.partition(", room for ")
         if int(room) != ROOM:  # those are in unequal_lengths
+            named = [re.sub(r"\d+", lambda m: f"{int(m[0]):,}", text) for text in (lengths, room)]
             cells = f"{us['now']:.1f}", f"{us['evenly']:.1f}", f"{us['now'] / us['evenly']:.2f}"
-            rows.append([lengths, f"{int(room):,}", *cells])
+            rows.append([*named, *cells])
     return table(["sequences x tokens", "capacity", "us", "evenly, us", "us / evenly"], rows)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from kvquant.errors import UnsupportedError
 from kvquant.rows.segment import Segment
 
-from ..runtime.launch import GPU
+from ..runtime.launch import GPU, QUARTERS, REGISTERS_PER_QUARTER, RESERVED_SHARED
 from .spec import TILE, UNIT_STEPS, WIDE_GROUPS, DecodeSpec
 from .tuned import Tuned, lookup
 
@@ -31,9 +31,6 @@ REGISTERS = {
 }  # of a thread, by head_dim, before it is compiled
 REGISTERS_OF_GROUPS = 176  # of one whose rows have more than WIDE_GROUPS groups
 MOST_REGISTERS = 255  # of any thread, and of one whose warp has 16 columns
-QUARTERS = 4  # of an SM; a warp has its registers in one of them
-REGISTERS_PER_QUARTER = 1 << 14  # of every GPU from sm_80 on
-RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
 # Constants of prices, whose times are microseconds: fitted to times of an H200 (kernels/FACTS.md,
 # "Launch plans")
 READ = 0.9  # share of the bandwidth by clock and bus that reads reach
@@ -133,7 +130,6 @@ class Fit:
 @functools.lru_cache(1024)
 def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
     """How a kernel, with its warps and stages, fits a GPU."""
-    shared = spec.shared_bytes
     if registers is None:
         widest = max(spec.first.k_format.head_dim, spec.first.v_format.head_dim)
         registers = next(number for most, number in REGISTERS.items() if widest <= most)
@@ -144,12 +140,7 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         if spec.is_wide:  # compiled for its number of threads
             share = QUARTERS * REGISTERS_PER_QUARTER // spec.threads // 8 * 8
             registers = min(share, MOST_REGISTERS)
-    blocks = 0
-    if shared <= gpu.shared_per_block:
-        granted = -(-registers // 8) * 8  # by eights
-        most_warps = QUARTERS * (REGISTERS_PER_QUARTER // (granted * 32))
-        by_registers = most_warps // spec.warps
-        blocks = min(gpu.shared_per_sm // (shared + RESERVED_SHARED), by_registers)
+    blocks = gpu.blocks_per_sm(spec.warps, registers, spec.shared_bytes)
     first, second = (
         path.k_format.row_bytes + path.v_format.row_bytes
         for path in (spec.first, spec.second or spec.first)
@@ -234,12 +225,12 @@ def plan(
         choice = (fit(replace(spec, warps=row.warps, stages=row.stages), gpu),)
     else:
         found, tiles = kernels(spec, gpu, registers), capacities[0] / TILE
-        choice = tuple(
+        several = tuple(
             one
             for one in found
             if one.spec.warps > 1 or tiles <= (MORE_TILES if units <= one.slots else FEW_TILES)
         )
-        choice = choice or found
+        choice = several or found
     return _by_formula(choice, units, tuple(capacities), num_splits)
 
 
@@ -344,8 +335,8 @@ def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[i
         reading += kernel.reading(rest, loads[0], tiles)
     if waves + (rest > 0) > 1:
         reading += LAST * kernel.reading(1, loads[0], tiles)
-    longest = (kernel.reading(1, one, segment=1) for one in loads[1:])
-    reading = max(reading + others / sms / kernel.share, *longest, 0.0)
+    longest = [kernel.reading(1, one, segment=1) for one in loads[1:]]
+    reading = max([reading + others / sms / kernel.share, *longest])
     part_bytes = 4 * kernel.spec.block_columns * (kernel.spec.first.v_format.head_dim + 1)
     merging = MERGE + MERGE_KIB * part_bytes * parts / 1024 if parts > 1 else 0.0
     return reading + START * (waves + (rest > 0)) + merging

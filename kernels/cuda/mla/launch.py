@@ -29,7 +29,7 @@ from ..runtime.launch import GPU, OVERLAPS, Launch, Rehearsed, cached_launch, gp
 from ..runtime.tensors import Tensors, aligned_copy, facts_of, is_readable, strides
 from .mma.plan import APART_REGISTERS, shapes_of, teams_of
 from .mma.spec import ROWS, TILE, MlaSpec
-from .spec import MOST_AHEAD, MOST_GROUPS, MOST_PARTS, REGISTERS, RESERVED, MlaCombineSpec
+from .spec import MOST_AHEAD, MOST_GROUPS, MOST_PARTS, MlaCombineSpec
 from .wgmma.spec import COLUMNS, TOKENS, WideMlaSpec, is_wide
 
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -160,9 +160,10 @@ def _prepare(call: LatentCall) -> MlaCall | None:
     if prefix is not None:  # all queries are those of its one sequence
         of_prefix = _fitted(prefix, query, 1, batch * columns, False, room, is_first=True)
         prefix_parts = of_prefix[1][2]
+    first = order[0] if prefix is None else None
     fitted = [
-        _fitted(segments[i], query, batch, columns, causal, room, not place and prefix is None)
-        for place, i in enumerate(order)
+        _fitted(segments[i], query, batch, columns, causal, room, is_first=i == first)
+        for i in order
     ]
     parts = prefix_parts + sum(grid[2] for _, grid in fitted)
     combine = None
@@ -273,11 +274,7 @@ def _fitted(
     spec = _fit(spec, gpu, teams, segment.capacity)
     registers = _registers_of(spec, device)
     blocks = -(-columns // spec.block_columns)
-    granted = -(-registers // 8) * 8  # by eights
-    per_sm = min(
-        REGISTERS // (spec.threads * granted),
-        gpu.shared_per_sm // (spec.shared_bytes + RESERVED),
-    )
+    per_sm = gpu.blocks_per_sm(spec.warps, registers, spec.shared_bytes)
     at_once = gpu.sm_count * max(per_sm, 1)
     step = TILE * spec.teams
     splits = num_splits or splits_of(batch * blocks, segment.capacity, at_once, step)
@@ -323,7 +320,8 @@ def _of_segment(segment: Segment) -> dict[str, float]:
 
 def _fit(spec: MlaSpec, gpu: GPU, teams: int, capacity: int) -> MlaSpec:
     """The kernel with the first of the shapes that a block has room for."""
-    for found in shapes_of(spec, gpu, teams, capacity):
+    found = next(shapes_of(spec, gpu, teams, capacity), None)
+    if found is not None:
         return found
     raise UnsupportedError(
         f"MLA rows of {spec.latent} and {spec.rope} for {spec.block_columns} columns have no room "
@@ -336,7 +334,7 @@ def _registers_of(spec: MlaSpec | WideMlaSpec, index: int) -> int:
     try:
         return kernel_of(spec, index).registers
     except Rehearsed:  # it is noted: suppose that as many blocks as are planned have them
-        return min(REGISTERS // spec.threads, APART_REGISTERS)
+        return APART_REGISTERS
 
 
 def _check_rows(rows: torch.Tensor, spec: MlaSpec) -> None:

@@ -10,8 +10,6 @@ MOST_PARTS, MOST_AHEAD = 1024, 16
 # groups of threads that combine the parts of a column: 8 would be 1,024 threads of some 94
 # registers, more than an SM has
 MOST_GROUPS = 4
-REGISTERS = 1 << 16  # of an SM
-RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each block
 
 MLA: Table = (
     ("q_latent", "P"),  # [batch, q_len, num_heads, latent_dim], bfloat16 or float16

@@ -44,6 +44,9 @@ _kernels: dict[tuple[Spec, int], Kernel] = {}
 _launches: dict[Hashable, Any] = {}
 Kept = TypeVar("Kept")
 ADDRESS = struct.Struct("@P")
+QUARTERS = 4  # of an SM; a warp has its registers in one of them
+REGISTERS_PER_QUARTER = 1 << 14  # of every GPU from sm_80 on
+RESERVED_SHARED = 1 << 10  # bytes of shared memory that the driver takes for each block
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,20 @@ class GPU:
     def converts_fp8(self) -> bool:
         """Whether it has instructions for E4M3."""
         return self.capability >= FP8
+
+    def blocks_per_sm(self, warps: int, registers: int, shared_bytes: int) -> int:
+        """Blocks that an SM holds at a time; 0 if none fits.
+
+        Args:
+            warps: of a block.
+            registers: of a thread.
+            shared_bytes: dynamic shared memory of a block.
+        """
+        if shared_bytes > self.shared_per_block:
+            return 0
+        granted = -(-registers // 8) * 8  # by eights
+        most_warps = QUARTERS * (REGISTERS_PER_QUARTER // (granted * 32))
+        return min(most_warps // warps, self.shared_per_sm // (shared_bytes + RESERVED_SHARED))
 
 
 # of each architecture the GPU that kernels are chosen for where none is at hand

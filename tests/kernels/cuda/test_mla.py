@@ -40,7 +40,7 @@ from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
 from kvquant.kernels.cuda.mla.mma.plan import APART, APART_REGISTERS, shapes_of, teams_of
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
-from kvquant.kernels.cuda.mla.spec import MOST_GROUPS, RESERVED, MlaCombineSpec
+from kvquant.kernels.cuda.mla.spec import MOST_GROUPS, MlaCombineSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
@@ -608,7 +608,7 @@ def test_fewer_teams_for_fewer_tokens() -> None:
     def shape(units: int, capacity: int, gpu: GPU = h200, blocks: int = 1) -> tuple[int, int]:
         teams = teams_of(blocks, units, capacity, gpu.sm_count)
         found = next(shapes_of(replace(spec, blocks=blocks), gpu, teams, capacity))
-        per_sm = gpu.shared_per_sm // (found.shared_bytes + RESERVED)
+        per_sm = gpu.blocks_per_sm(found.warps, APART_REGISTERS, found.shared_bytes)
         return found.teams, found.teams * per_sm
 
     assert shape(1, 8192)[0] == 1

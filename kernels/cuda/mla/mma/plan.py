@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...runtime.launch import GPU
-from ..spec import RESERVED
 from .spec import MlaSpec
 
 # teams and stages, by the blocks of 16 columns that a team has; the first that fits is taken. Two
@@ -54,7 +53,7 @@ def shapes_of(spec: MlaSpec, gpu: GPU, teams: int, capacity: int) -> Iterator[Ml
     """
     for blocks in range(spec.blocks, 0, -1):
         apart = replace(spec, blocks=blocks, teams=APART[0], stages=APART[1])
-        room = gpu.shared_per_sm // (apart.shared_bytes + RESERVED)
+        room = gpu.blocks_per_sm(apart.warps, APART_REGISTERS, apart.shared_bytes)
         if 2 < teams <= room and not spec.causal:
             yield apart
         for count, stages in SHAPES[blocks]:
