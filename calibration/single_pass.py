@@ -1,8 +1,9 @@
-"""Fidelity of models that cannot decode from a KVCache: passages in one pass, by the rows kept.
+"""Fidelity of many caches, each in one pass: passages predicted from the rows that a cache keeps.
 
-Reference in fidelity.py decodes; here the scored tokens are computed at once, and each attends to
-the rows that a cache would hold of the tokens up to it (kvquant/hf/single_pass.py). Both tell the
-same but for the rounding of sums. Layers that no cache holds stay as they are.
+Reference in fidelity.py decodes token by token from a cache. Here the scored tokens are computed at
+once, and each attends to the rows that a cache would hold of the tokens up to it, and to those in
+its 16-bit window (kvquant/hf/single_pass.py). Both tell the same but for the rounding of sums, and
+this one takes a fraction of the time. Layers that no cache holds stay as they are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvquant.cache.contiguous import KVCache
 from kvquant.errors import NonFiniteError
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from kvquant.ops.transform import encode_rows
@@ -24,8 +26,10 @@ from .fidelity import (
     Scheme,
     compare,
     compare_passages,
+    options_of,
     perplexity_of,
     scored_tokens,
+    stored_bits,
 )
 
 RowsOf = Callable[[int, str, torch.Tensor], torch.Tensor]  # place, side, rows: what is read of them
@@ -37,6 +41,9 @@ class PassingModel(Protocol):
     exact_format: str  # its 16-bit rows
     model: Any  # transformers' own
 
+    def new_cache(self, batch: int, max_seq_len: int, **options: Any) -> KVCache:
+        """An empty cache of its shape."""
+
 
 class PassReference:
     """As fidelity.Reference.
@@ -46,7 +53,8 @@ class PassReference:
         windows: [batch, context + scored + 1], int64.
         context: tokens of the prompt.
         places: the model's layer at each place of the cache.
-        why: the model cannot decode from a KVCache.
+        why: the model cannot decode from a KVCache; "" if it can.
+        keeps_context: as of hf.single_pass.Passages.
     """
 
     def __init__(
@@ -57,12 +65,18 @@ class PassReference:
         places: list[int],
         *,
         why: str = "",
+        keeps_context: bool = False,
     ) -> None:
+        from kvquant.hf.single_pass import Passages
+
         scored = scored_tokens(windows, context)
         self.exact_format, self.num_tokens = model.exact_format, len(windows) * scored
-        self.why, self._model, self._context = why, model, context
+        self.why, self._model, self._tokens = why, model, windows.shape[1]
         self._at = {layer: at for at, layer in enumerate(places)}
-        self._fed = windows[:, :-1]
+        exact = EXACT_DTYPES[self.exact_format]
+        self._passages = Passages(
+            model.model, windows[:, :-1], context, exact, keeps_context=keeps_context
+        )
         self._dims: dict[tuple[int, str], int] = {}  # head_dim of each side of each place
 
         def as_given(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
@@ -75,12 +89,12 @@ class PassReference:
         self.perplexity = perplexity_of(nll)
 
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
-        """Compare the predictions by the rows of a scheme, which keeps none in 16 bit.
+        """Compare the predictions by the rows of a scheme.
 
         Raises:
             NonFiniteError: keys or values are NaN, Inf or what a format cannot hold.
         """
-        assert not scheme.sink_len and not scheme.recent_len
+        window = scheme.sink_len, scheme.recent_len
         if isinstance(scheme, Planned):
             plan = scheme.plan
             formats = list(zip(plan.k_formats, plan.v_formats, strict=True))
@@ -109,13 +123,23 @@ class PassReference:
                 fmt = RowFormat.parse(names[side], x.shape[-1])
                 return dequantize_rows(quantize_rows(x, fmt), fmt)
 
-        given = self._predict(rows_of)
+        if any(window) and not self.why:
+            bits = self._bits_with_window(scheme)
+        given = self._predict(rows_of, window)
         parts = compare_passages(self._expected, given, self._targets)
         return Fidelity.of(scheme, bits, 0, parts, len(self._expected))
 
-    def _predict(self, rows_of: RowsOf) -> torch.Tensor:
+    def _bits_with_window(self, scheme: Scheme | Planned) -> float:
+        """Bits per element of a cache of the passages' length, 16-bit rows included."""
+        exact = Scheme(self.exact_format, self.exact_format)
+        caches = (
+            self._model.new_cache(1, self._tokens, device="meta", **options_of(one, is_latent=False))
+            for one in (scheme, exact)
+        )
+        return stored_bits(*caches)
+
+    def _predict(self, rows_of: RowsOf, window: tuple[int, int] = (0, 0)) -> torch.Tensor:
         """[scored, batch, vocabulary], float32: log probabilities."""
-        from kvquant.hf.single_pass import predict_from_rows
 
         def store(
             layer: int, k: torch.Tensor, v: torch.Tensor
@@ -125,6 +149,5 @@ class PassReference:
                 return k, v
             return rows_of(place, "k", k).to(k.dtype), rows_of(place, "v", v).to(v.dtype)
 
-        exact = EXACT_DTYPES[self.exact_format]
-        found = predict_from_rows(self._model.model, self._fed, self._context, exact, store)
+        found = self._passages.predict(store, window)
         return found.transpose(0, 1).float().log_softmax(-1)

@@ -1,26 +1,33 @@
-"""One pass over a text in which later tokens attend to what a cache would have kept.
+"""Predict a text in one pass whose tokens attend to what a cache would have kept.
 
-It gives the predictions of decoding token by token, for models that a KVCache cannot serve (layers
-without attention between those with it, caps, sink logits): a token's row does not depend on later
-ones, so all scored tokens may be computed at once.
+It gives the predictions of decoding token by token, because a token's row does not depend on later
+tokens: all scored tokens may be computed at once. Each of them meets
 
-    queries before `context`    meet the keys and values of a 16-bit cache
-    queries from there on       meet what `store` makes of these
+    packed rows     of the tokens that a cache would have packed by then: what `store` makes of them
+    16-bit rows     of the first and the last tokens up to it, where the cache has such a window
+
+The context before the scored tokens is read once, by exact attention. Its 16-bit keys and values
+stay, so a pass computes the scored tokens alone. Models with layers that cannot go on from a kept
+context (states, keys of other layers) read the context again in each pass.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..errors import UnsupportedError
-from .switch import attending
+from .argument import as_argument
+from .models.configs import input_device
+from .switch import attending, plain_implementation
 
 # layer, keys and values [batch, num_kv_heads, tokens, head_dim]: what attention reads of them
 Store = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -28,10 +35,11 @@ STORED = "kvquant-stored"
 
 
 class _Pass(threading.local):
-    """The pass that runs at the moment, in this thread."""
+    """The pass that runs at the moment, in this thread; see Passages.predict."""
 
     store: Store | None = None
     context: int = 0
+    window: tuple[int, int] = 0, 0
     exact: torch.dtype = torch.bfloat16
 
 
@@ -66,31 +74,74 @@ def owner_of(key: torch.Tensor, layer: int) -> int:
     return owner
 
 
-def predict_from_rows(
-    model: Any, tokens: torch.Tensor, context: int, exact: torch.dtype, store: Store
-) -> torch.Tensor:
-    """Predict what comes after each token from `context` on, by rows that a cache keeps.
+class Passages:
+    """Passages of a text, whose tokens behind a context are predicted from rows.
 
     Args:
-        model: attends through transformers' attention interface.
+        model: of transformers; it attends through transformers' attention interface.
         tokens: [batch, tokens], int64.
-        context: first tokens, which are read as from a 16-bit cache.
-        exact: dtype of its rows.
-        store: called with each layer's index, keys and values; gives what is read of them. A layer
-            that attends to the keys of another one reads what is stored as that one's.
-
-    Returns:
-        [batch, tokens - context, vocabulary]: logits.
+        context: how many of the first tokens are read by exact attention.
+        exact: dtype of a cache's 16-bit rows.
+        keeps_context: whether every layer can go on from the kept keys and values of the context.
     """
-    _pass.store, _pass.context, _pass.exact = store, context, exact
-    try:
-        with attending(model, STORED), torch.no_grad():
-            keep = tokens.shape[1] - context
-            out = model(tokens.to(model.device), use_cache=False, logits_to_keep=keep)
-    finally:
-        _pass.store = None
-    logits: torch.Tensor = out.logits[:, -keep:]
-    return logits
+
+    def __init__(
+        self,
+        model: Any,
+        tokens: torch.Tensor,
+        context: int,
+        exact: torch.dtype,
+        *,
+        keeps_context: bool = False,
+    ) -> None:
+        self._model, self._context, self._exact = model, context, exact
+        self._tokens = tokens.to(input_device(model))
+        self._past: DynamicCache | None = None
+        if keeps_context:
+            past = DynamicCache(config=model.config)
+            with attending(model, plain_implementation(model)), torch.no_grad():
+                model(
+                    self._tokens[:, :context],
+                    **as_argument(model, past),
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+            self._past = past
+
+    def predict(self, store: Store, window: tuple[int, int] = (0, 0)) -> torch.Tensor:
+        """Predict what comes after each token behind the context.
+
+        Args:
+            store: called with each layer's index, keys and values; gives what is read of packed
+                rows. A layer that attends to the keys of another one reads what is stored as that
+                one's.
+            window: sink_len and recent_len, the tokens that stay in 16 bit.
+
+        Returns:
+            [batch, tokens - context, vocabulary]: logits.
+        """
+        tokens, options = self._tokens, {"use_cache": False}
+        keep = tokens.shape[1] - self._context
+        if self._past is not None:
+            tokens = tokens[:, self._context :]
+            options = {**as_argument(self._model, _continued(self._past)), "use_cache": True}
+        _pass.store, _pass.context, _pass.exact = store, self._context, self._exact
+        _pass.window = window
+        try:
+            with attending(self._model, STORED), torch.no_grad():
+                out = self._model(tokens, **options, logits_to_keep=keep)
+        finally:
+            _pass.store = None
+        logits: torch.Tensor = out.logits[:, -keep:]
+        return logits
+
+
+def _continued(past: DynamicCache) -> DynamicCache:
+    """A cache that goes on from another one, which stays as it is: layers replace their tensors and
+    write into none."""
+    found = copy.copy(past)
+    found.layers = [copy.copy(layer) for layer in past.layers]
+    return found
 
 
 def _stored_attention(
@@ -101,14 +152,50 @@ def _stored_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
+    """Attend to packed rows and, by a mask, to the 16-bit rows beside them.
+
+    Keys are those of the last tokens, so that the last query and the last key are of one token.
+    """
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or _pass.store is None:
         raise UnsupportedError(f"{type(module).__name__} does not say which layer it is")
     attend, layer = exact_attention(module, options), owner_of(key, layer)
     key, value = (x.to(_pass.exact).to(x.dtype) for x in (key, value))
-    first, _ = attend(module, query, key, value, attention_mask, **options)
-    later, _ = attend(module, query, *_pass.store(layer, key, value), attention_mask, **options)
-    return torch.cat([first[:, : _pass.context], later[:, _pass.context :]], dim=1), None
+    new, held = query.shape[2], key.shape[2]
+    place = torch.arange(held, device=key.device)
+    own = place[held - new :, None]  # of each query's token among the keys
+    sinks, recent = _pass.window
+    # keys of a layer with a sliding window need not begin at the first token, and a cache of its
+    # rows has no sinks
+    sinks = 0 if options.get("sliding_window") else sinks
+    is_exact = (place < sinks) | (place > own - recent)
+    if new == held:  # the context is read in this pass, too
+        is_exact |= own < _pass.context
+    if attention_mask is None:
+        attention_mask = torch.zeros(new, held, dtype=query.dtype, device=query.device)
+        attention_mask = attention_mask.masked_fill(place > own, torch.finfo(query.dtype).min)[
+            None, None
+        ]
+    elif attention_mask.dtype == torch.bool:
+        least = torch.finfo(query.dtype).min
+        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
+            ~attention_mask, least
+        )
+    attention_mask = attention_mask[..., :held]
+    packed = _pass.store(layer, key, value)
+    needed = is_exact.any(0)
+    if bool(needed.any()):
+        least = torch.finfo(attention_mask.dtype).min
+        hidden = attention_mask.masked_fill(is_exact, least)
+        beside = attention_mask.masked_fill(~is_exact, least)[..., needed]
+        attention_mask = torch.cat([hidden, beside], dim=-1)
+        key, value = (
+            torch.cat([rows, x[:, :, needed]], dim=2)
+            for rows, x in zip(packed, (key, value), strict=True)
+        )
+    else:
+        key, value = packed
+    return attend(module, query, key, value, attention_mask, **options)[0], None
 
 
 AttentionInterface.register(STORED, _stored_attention)

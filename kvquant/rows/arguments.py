@@ -66,7 +66,8 @@ def address(tensor: torch.Tensor, name: str = "one of the tensors") -> int:
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """A device that a cache can lie on; "cuda" is the current GPU.
+    """A device that a cache can lie on; "cuda" is the current GPU. On "meta" a cache takes no memory
+    and holds nothing: it says how many bytes it would take (nbytes), and rehearsals use it.
 
     Raises:
         ConfigError: there is no such name.
@@ -76,8 +77,7 @@ def check_device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"device {shown(device)} does not exist: use 'cpu' or 'cuda'") from error
-    is_rehearsed = found.type == "meta" and rehearsal.current() is not None
-    if found.type not in ("cpu", "cuda") and not is_rehearsed:
+    if found.type not in ("cpu", "cuda", "meta"):
         raise DeviceError(f"no kernel serves device {str(found)!r}: use 'cpu' or 'cuda'")
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
