@@ -506,6 +506,7 @@ class PagedKVCache(NotCopied):
                 neither a string nor None.
 
         Example:
+            >>> import torch
             >>> from kvquant import PagedBatch, PagedKVCache
             >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=512)
             >>> batch, prompt = PagedBatch(paged, max_batch=2, max_tokens=256), list(range(250))
