@@ -37,7 +37,16 @@ from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
 from .pool import SequenceId
 from .prefix_tree import Origin, invariant, whole_number
-from .state import PagedState, Step, for_each, group_sizes, listed, pages_of, plain_id
+from .state import (
+    PagedState,
+    Step,
+    for_each,
+    group_sizes,
+    listed,
+    pages_of,
+    plain_id,
+    plain_namespace,
+)
 from .storage import PagedRows, nan_rows
 from .swap import Swapped, SwapSpace
 
@@ -442,12 +451,22 @@ class PagedKVCache(NotCopied):
             swapped.length if swapped else int(self.state.lengths[self.state.seq_slot(sequence_id)])
         )
 
-    def match_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens allocate would find present."""
-        return self.state.match_prefix(tokens)
+    def namespace(self, sequence_id: SequenceId) -> str | None:
+        """The namespace of a sequence, swapped out or not; None if it has none."""
+        self._drop_lost_step()
+        return self._known(sequence_id)[1].namespace
+
+    def match_prefix(self, tokens: Sequence[int], *, namespace: str | None = None) -> int:
+        """How many of the tokens allocate would find present in a namespace."""
+        return self.state.match_prefix(tokens, plain_namespace(namespace))
 
     def allocate(
-        self, sequence_id: SequenceId, tokens: Sequence[int] = (), *, room: int | None = None
+        self,
+        sequence_id: SequenceId,
+        tokens: Sequence[int] = (),
+        *,
+        room: int | None = None,
+        namespace: str | None = None,
     ) -> int:
         """Begin a sequence with the rows that are there for a prefix of its tokens, if any.
 
@@ -460,12 +479,21 @@ class PagedKVCache(NotCopied):
         empty and fills with its next tokens. The last of the tokens is never present, because its
         output is wanted.
 
+        The cache takes rows of equal tokens for equal. Where rows depend on more than the tokens,
+        give a namespace: a LoRA adapter, images behind placeholder tokens, embeddings in place of
+        tokens. Give one for each tenant, too, if no tenant may learn from `present`, or from the
+        time to the first token, what others have asked.
+
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with.
             room: tokens to reserve pages for, those that are present included: len(tokens) for the
                 prompt, and more for the answer. In layers with a window the pages that a sequence
                 holds between steps are reserved. None reserves nothing.
+            namespace: a string, such as the adapter's name and a hash of the images. Only rows of
+                sequences of the same namespace are found, and only such sequences find the rows of
+                this one. Forks, swaps and files keep the namespace. None: the sequence shares rows
+                with the others that have no namespace.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
@@ -474,13 +502,28 @@ class PagedKVCache(NotCopied):
             OutOfPagesError: no sequence slot is free, there are fewer pages than room needs, or
                 taking the prefix's cached pages would leave too few for reservations of others.
             ShapeError: room is over max_seq_len.
-            ConfigError: the id is in use, or tokens or room are not whole numbers.
+            ConfigError: the id is in use, tokens or room are not whole numbers, or namespace is
+                neither a string nor None.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import PagedBatch, PagedKVCache
+            >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=512)
+            >>> batch, prompt = PagedBatch(paged, max_batch=2, max_tokens=256), list(range(250))
+            >>> paged.allocate("a", prompt, namespace="adapter 1")
+            0
+            >>> with batch.extend(["a"], [250], prompt):
+            ...     batch.append(0, torch.randn(250, 8, 128), torch.randn(250, 8, 128))
+            >>> paged.allocate("b", prompt, namespace="adapter 1")
+            68
+            >>> paged.allocate("c", prompt, namespace="adapter 2")
+            0
         """
-        sequence_id = self.checked_id(sequence_id)
+        sequence_id, namespace = self.checked_id(sequence_id), plain_namespace(namespace)
         room = 0 if room is None else check_size("room", room)
         with self.changing(sequence_id):
             with self.swap_space.hinting():
-                seq_slot, present, place = self.state.allocate(sequence_id, tokens, room)
+                seq_slot, present, place = self.state.allocate(sequence_id, tokens, room, namespace)
             with self.state.or_free([sequence_id]):
                 if place is not None:
                     self.rows.restore_sinks(place, seq_slot)
@@ -545,7 +588,7 @@ class PagedKVCache(NotCopied):
         self._end(sequence_id)
         others = (swapped.origin for swapped in self.swap_space.swapped.values())
         with self.changing():
-            self.state.pool.forget(tokens, None if origin in others else origin)
+            self.state.pool.forget(tokens, origin, is_shared=origin in others)
         self._keep_sinks_again()
 
     def _end(self, sequence_id: SequenceId) -> None:
@@ -571,7 +614,8 @@ class PagedKVCache(NotCopied):
             (theirs, source), page = self._known(other), self._first_page(other)
             if page is None or table is None:  # one is swapped out: what it had is not known
                 known = min(len(tokens), len(theirs), end)
-                shares = known > 0 and tokens[:known] == theirs[:known]
+                alike = source.namespace == origin.namespace and tokens[:known] == theirs[:known]
+                shares = known > 0 and alike
             else:
                 shares = page == table != ()
             if other != sequence_id and (shares or source.shares(origin)):
