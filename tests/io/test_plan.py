@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvquant import CachedModel, KVCache, LatentKVCache, QuantizedCache, load_cache, save_cache
 from kvquant.calibration.fidelity import Planned
-from kvquant.engine.settings import LatentSettings
 from kvquant.errors import CheckpointError, ConfigError
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
@@ -461,9 +460,8 @@ def test_a_path_is_taken_wherever_a_plan_is(
     [
         lambda plan: LatentKVCache.from_plan(plan, 1, 8).bases,
         lambda plan: LatentPagedKVCache.from_plan(plan, 4).bases,
-        lambda plan: LatentSettings.parse({"format": "int8-g4", "plan": plan}).plan.layers,
     ],
-    ids=["LatentKVCache", "LatentPagedKVCache", "engines"],
+    ids=["LatentKVCache", "LatentPagedKVCache"],
 )
 def test_a_path_is_taken_wherever_a_plan_of_latent_rows_is(
     door: Callable[[Any], Any], tmp_path: Path
