@@ -87,7 +87,7 @@ def next_steps(plan: CachePlan, file: str, *, on_page: bool = False) -> list[tup
         other = shlex.quote(f"{stem}-measured.safetensors")
         steps.append(("make one that is measured", f"{again}{_goal(plan)} -o {other}"))
     if kind != "bad":
-        plan_of = f"plan=CachePlan.load({file!r})"
+        plan_of = f"plan={file!r}"
         if not (measured or {}).get("in_one_pass"):  # else no KVCache serves the model
             line = f"cache = model.new_cache(1, 4096, {plan_of})"
             steps.append(("use it in your own loop (model is a CachedModel)", line))

@@ -66,8 +66,8 @@ ALLOWED_LATE = {
         "kernels.cuda.dequantize kernels.cuda.device kernels.cuda.mla kernels.cuda.prefix "
         "kernels.cuda.runtime kernels.cuda.slots"
     ),
-    "cache": "kernels.cuda.runtime",
-    "paged": "kernels.cuda.runtime hf",
+    "cache": "io kernels.cuda.runtime",
+    "paged": "io kernels.cuda.runtime hf",
     "calibration": "kernels.cuda.runtime",
     "kernels.cuda.runtime": "text",
     "hf": "kernels.cuda.runtime",

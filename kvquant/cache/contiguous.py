@@ -29,15 +29,14 @@ from .checks import (
     Counts,
     Devices,
     Formats,
-    Plan,
     check_bad_rows,
     check_bases,
     check_layer,
     check_options,
-    check_plan_options,
     check_windows,
     devices_of,
     per_layer,
+    plan_for,
     row_format,
     whole_numbers,
 )
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypedDict, Unpack
 
+    from ..io.plan import Plan
     from ..rows.options import AttendOptions, Either, Maybe, No, StepOptions, Yes
 
     class PlanOptions(TypedDict, total=False):
@@ -210,7 +210,8 @@ class KVCache:
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:
-            plan: of the model whose keys and values will come; plan.check_model tells whether.
+            plan: of the model whose keys and values will come, or the path of its file;
+                CachePlan.check_model tells whether it is.
                 Layer i is the model's layer plan.places[i].
             batch, max_seq_len: as in KVCache.
             options: the others of KVCache, but for formats and bases. A plan does not hold windows:
@@ -219,7 +220,7 @@ class KVCache:
         Raises:
             ConfigError: a size that is not possible, or an option that the plan decides.
         """
-        check_plan_options(plan, options)
+        plan = plan_for(plan, options)
         shape = plan.num_layers, batch, plan.num_kv_heads, plan.head_dim, max_seq_len
         k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
         return cls(*shape, k_format=k_format, v_format=v_format, bases=bases, **options)

@@ -169,12 +169,10 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
     """
     from ..io.checkpoint import load_cache
     from ..io.export import export_cache
-    from ..io.plan import CachePlan
     from ..text import paragraph, size_text
 
     check_output(output, plan, *_files_of(cache))
-    bases = CachePlan.load(plan) if plan else None
-    notes = export_cache(load_cache(cache, plan=bases), output, to)
+    notes = export_cache(load_cache(cache, plan=plan), output, to)
     click.echo(f"{output}: {to}, {size_text(output.stat().st_size)}")
     for note in notes:
         click.echo(paragraph(note))

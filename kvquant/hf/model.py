@@ -18,7 +18,7 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..cache.layer import SPARE
 from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedModelError, shown
-from ..io.plan import CachePlan, check_plan
+from ..io.plan import CachePlan, Plan, as_plan
 from ..rows.arguments import (
     check_device,
     check_flag,
@@ -213,7 +213,7 @@ class CachedModel:
         batch: int,
         max_seq_len: int,
         *,
-        plan: CachePlan | None = None,
+        plan: Plan | None = None,
         fmt: LatentFormats | None = None,
         **options: Unpack[CacheOptions],
     ) -> KVCache:
@@ -226,7 +226,8 @@ class CachedModel:
         Args:
             batch: sequences.
             max_seq_len: tokens that each has room for.
-            plan: of `kvquant calibrate`, for this model: it says the formats.
+            plan: of `kvquant calibrate`, for this model, or the path of its file: it says the
+                formats.
             fmt: of latent rows, as in LatentKVCache, in place of k_format and v_format; not with a
                 plan.
             options: of KVCache: k_format, v_format (not with a plan), sink_len, recent_len,
@@ -251,7 +252,7 @@ class CachedModel:
         """Whether its caches keep latent rows, not keys and values of heads."""
         return self._layers.are_latent
 
-    def fold_values(self, plan: CachePlan) -> CachePlan:
+    def fold_values(self, plan: Plan) -> CachePlan:
         """Move the plan's bases of V from caches into the model's weights, in place.
 
         The value and output projections of each layer change so that the model computes what it did
@@ -275,7 +276,7 @@ class CachedModel:
                 then.
         """
         self._check_alone("its weights hold a part of each projection")
-        check_plan(plan)
+        plan = as_plan(plan)
         plan.check_model(self.config_dict)
         plan.check_of_heads("fold_values")
         if hasattr(self.model, _FOLDED):

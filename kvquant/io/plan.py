@@ -109,6 +109,7 @@ class CachePlan:
         >>> from kvquant import CachePlan, KVCache
         >>> plan = CachePlan.load("plan.safetensors")  # as kvquant calibrate writes it
         >>> cache = KVCache.from_plan(plan, batch=1, max_seq_len=64)
+        >>> cache = KVCache.from_plan("plan.safetensors", batch=1, max_seq_len=64)  # the same
     """
 
     facts: Mapping[str, Any]
@@ -419,6 +420,22 @@ class CachePlan:
         return chosen if self.has_basis(layer, side) else Basis(torch.zeros_like(chosen.offset))
 
 
-def check_plan(plan: object) -> None:
-    """Raise ConfigError unless it is a CachePlan; the path of one is none."""
-    check_kind("plan", plan, CachePlan, "give a CachePlan, of a file CachePlan.load(path)")
+Plan = CachePlan | str | os.PathLike[str]  # what every plan= takes: a plan, or the path of its file
+
+
+def as_plan(plan: Plan) -> CachePlan:
+    """The plan that was given, or, of a path, the plan that CachePlan.load reads there.
+
+    Raises:
+        ConfigError: it is neither a plan nor a path. The text "auto" is kept for a later version.
+        FileNotFoundError, CheckpointError: as CachePlan.load.
+    """
+    if isinstance(plan, str) and plan == "auto":
+        raise ConfigError(
+            "plan 'auto' is not possible yet: give a CachePlan or the path of its file, './auto' "
+            "for a file of that name"
+        )
+    if isinstance(plan, str | os.PathLike):
+        return CachePlan.load(plan)
+    check_kind("plan", plan, CachePlan, "give a CachePlan, or the path of its file")
+    return plan

@@ -12,7 +12,6 @@ from ..calibration.fidelity import Planned
 from ..errors import ConfigError, DeviceError, shown
 from ..evaluation.caches import OPTIONS, parse_cache
 from ..hf.model import CachedModel
-from ..io.plan import CachePlan
 from ..rows.arguments import check_size
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -77,8 +76,8 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{error}. lm_eval asks for cuda:0 unless --device names another"
         ) from error
     if told["plan"] is not None:
-        path = Path(str(told["plan"]))
-        return {"model": model, "cache": Planned(CachePlan.load(path), path.stem, *window), **sizes}
+        path = str(told["plan"])
+        return {"model": model, "cache": Planned(path, Path(path).stem, *window), **sizes}
     separator = "+" if model.has_latents else "/"
     formats = [told[name] for name in ("k_format", "v_format") if told[name] is not None]
     text = separator.join(map(str, formats)) + ",sinks={},recent={}".format(*window)
