@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, NonFiniteError, ShapeError, shown
+from .. import rehearsal
+from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
 from ..ops.dispatch import kernels_for
 from ..rows.arguments import (
     check_device,
@@ -121,6 +122,15 @@ def plan_for(plan: Plan, options: Collection[str], *, is_latent: bool = False) -
             "plan.with_formats for other formats"
         )
     return found
+
+
+def check_holds(device: torch.device) -> None:
+    """Raise DeviceError if a cache lies on the meta device, unless its calls are rehearsed."""
+    if device.type == "meta" and rehearsal.current() is None:
+        raise DeviceError(
+            "a cache on device 'meta' holds no tokens and tells its nbytes alone: make it on the "
+            "CPU or on CUDA"
+        )
 
 
 def check_layer(layer: int, num_layers: int) -> None:

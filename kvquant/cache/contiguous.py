@@ -31,6 +31,7 @@ from .checks import (
     Formats,
     check_bad_rows,
     check_bases,
+    check_holds,
     check_layer,
     check_options,
     check_windows,
@@ -797,6 +798,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
+        check_holds(self.device)
         self.changes += 1
         for layer in self.layers:
             layer.crop(torch.zeros(self.batch, dtype=torch.int64, device="cpu"))
@@ -860,6 +862,7 @@ class KVCache:
 
     def _lens(self) -> dict[torch.device, list[torch.Tensor]]:
         """seq_lens of the layers on each device; that of the first layer comes first."""
+        check_holds(self.device)
         found: dict[torch.device, list[torch.Tensor]] = {one: [] for one in self._counters}
         for device, layer in zip(self.devices, self.layers, strict=True):
             found[device].append(layer.seq_lens)
@@ -873,6 +876,7 @@ class KVCache:
 
     def _layer(self, layer: int) -> LayerCache:
         check_layer(layer, self.num_layers)
+        check_holds(self.device)
         return self.layers[layer]
 
     def _change(self, k: torch.Tensor, variant: AttentionVariant | None = None) -> None:

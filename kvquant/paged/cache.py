@@ -17,6 +17,7 @@ from ..cache.checks import (
     Formats,
     check_bad_rows,
     check_bases,
+    check_holds,
     check_layer,
     check_windows,
     per_layer,
@@ -832,6 +833,7 @@ class PagedKVCache(NotCopied):
 
     def _await(self, ids: Sequence[SequenceId]) -> None:
         """Make ready to read sequences; ConfigError if one does not live."""
+        check_holds(self.device)
         self._let_go()
         self.swap_space.check_here(ids)
         arrived = self.swap_space.await_rows(ids)
@@ -850,6 +852,7 @@ class PagedKVCache(NotCopied):
             NonFiniteError: rows came with values that their formats cannot hold, in any layer. Its
                 `sequences` are the ids of those that have them.
         """
+        check_holds(self.device)
         counts = self.bad_rows.tolist()
         if not any(counts):
             return
