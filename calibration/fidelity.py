@@ -106,6 +106,7 @@ class Fidelity:
         top1: share of tokens for which both think the same next token likeliest, 0 to 1.
         perplexity: of the text under the predictions.
         kl_error, top1_error: standard errors of both; None of a single passage.
+        kl_passages: the KL of each passage: two schemes are compared passage by passage.
     """
 
     scheme: Scheme | Planned
@@ -116,6 +117,7 @@ class Fidelity:
     perplexity: float
     kl_error: float | None = None
     top1_error: float | None = None
+    kl_passages: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -129,8 +131,8 @@ class Fidelity:
             scored: tokens of each passage.
         """
         kl, top1, nll = parts.mean(1).tolist()
-        errors = standard_errors(parts, scored)
-        return cls(scheme, bits, nbytes, kl, top1, perplexity_of(nll), *errors)
+        errors, each = standard_errors(parts, scored), tuple(parts[0].tolist())
+        return cls(scheme, bits, nbytes, kl, top1, perplexity_of(nll), *errors, each)
 
 
 class DecodingModel(Protocol):

@@ -87,7 +87,8 @@ class CachePlan:
                         "sink_len", "recent_len"} or null: the whole plan, decoding token by token
                         on held-out text, against the 16-bit cache; kl in nats per token, top1 a
                         share, scored in tokens, of "passages"; "kl_error", "top1_error": standard
-                        errors, null or not there where they are not known; "in_one_pass": null, or
+                        errors, null or not there where they are not known; "kl_passages": the KL of
+                        each passage, not in older plans; "in_one_pass": null, or
                         why the model could not decode from a KVCache
         windowed        null, or the same figures with the first "sink_len" and last "recent_len"
                         tokens in 16 bit, and the "bits" of such caches; not in older plans
@@ -95,7 +96,8 @@ class CachePlan:
         blamed          layers that cost the most, where the limit is not met and not all layers
                         stay in 16 bit; else empty
         sensitivity     [{"layer", "k_format", "v_format", "kl"}]: only K or only V of this layer
-                        quantized, all else in 16 bit: two for each layer
+                        quantized, all else in 16 bit: two for each layer where formats were to be
+                        chosen, else none
         comparison      [{"format", "plan": bool, "bits", "kl", "top1", "perplexity"}]: one format
                         for all, with and without the plan's transforms, on the same held-out text;
                         "kl_error" and "top1_error" as above
