@@ -21,6 +21,7 @@ from kvquant.errors import (
     shown,
 )
 from kvquant.hf.models.configs import CacheLayers, cache_layers
+from kvquant.hf.models.fingerprint import fingerprint
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_file import FORMAT, LATENT_VERSION, VERSION
@@ -34,7 +35,7 @@ from .basis_search import BASE_FORMAT, STEPS, Chosen, ObservableModel, choose, e
 from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
 from .format_search import Costs, Side, allocate, worst_layers
 from .layer_selection import HeldLayers, held_layers, renumbered
-from .moments import Moments, weights_digest
+from .moments import Moments
 from .single_pass import PassingModel, PassReference
 from .windows import Sizes as Sizes
 from .windows import Text, observed_windows, random_tokens, token_ids
@@ -700,7 +701,7 @@ def _kept(moments: Moments) -> dict[int, str]:
 def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
     """Names a run's sums: the model, its weights, the text and this rank's part of it."""
     module = getattr(model, "model", None)
-    weights = weights_digest(module) if isinstance(module, torch.nn.Module) else "none"
+    weights = fingerprint(module) if isinstance(module, torch.nn.Module) else "none"
     text = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
     identity = model_identity(model.config_dict)["sha256"]
     return f"{identity} {weights} {model.dtype} {text} {list(windows.shape)} {_rank()}"

@@ -128,6 +128,39 @@ def load_config(folder: str | Path) -> Any:
             raise ConfigError(f"{folder} could not be loaded: {_first_line(error)}") from error
 
 
+def empty_model(folder: Path) -> Any:
+    """The model of a folder's config, with weights on the meta device; errors as of load_config."""
+    config = load_config(folder)
+    with _quiet():
+        return _empty(config, torch.bfloat16)
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder's safetensors files by name, mapped, not read; errors as of load."""
+    _check_folder(folder)
+    found: dict[str, torch.Tensor] = {}
+    for path in _weights(folder):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}
+    return found
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, by its first bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def _empty(config: Any, dtype: torch.dtype) -> Any:
+    """The model of a config, with weights on the meta device."""
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )
+
+
 def _check_folder(folder: Path) -> list[list[int]]:
     """Raise ConfigError for a folder that would lead elsewhere, or run something.
 
@@ -213,11 +246,7 @@ def _shapes(path: Path) -> list[list[int]]:
 
 def _check_size(folder: Path, config: Any, dtype: torch.dtype, shapes: list[list[int]]) -> None:
     """Raise ConfigError for a config of a much larger model, before that is made."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=False
-        )
-    wanted, stored = model.num_parameters(), sum(map(math.prod, shapes))
+    wanted, stored = _empty(config, dtype).num_parameters(), sum(map(math.prod, shapes))
     if wanted > 2 * stored:
         raise ConfigError(
             f"{folder}: config.json asks for a model of {wanted:,} numbers, and its weights have "
