@@ -21,7 +21,6 @@ from kvquant.errors import (
     shown,
 )
 from kvquant.hf.models.configs import CacheLayers, cache_layers
-from kvquant.hf.models.fingerprint import fingerprint
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_file import FORMAT, LATENT_VERSION, VERSION
@@ -700,11 +699,9 @@ def _kept(moments: Moments) -> dict[int, str]:
 
 def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
     """Names a run's sums: the model, its weights, the text and this rank's part of it."""
-    module = getattr(model, "model", None)
-    weights = fingerprint(module) if isinstance(module, torch.nn.Module) else "none"
     text = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
-    identity = model_identity(model.config_dict)["sha256"]
-    return f"{identity} {weights} {model.dtype} {text} {list(windows.shape)} {_rank()}"
+    identity = " ".join(model_identity(model.config_dict).values())
+    return f"{identity} {model.dtype} {text} {list(windows.shape)} {_rank()}"
 
 
 def _rank() -> tuple[int, int]:

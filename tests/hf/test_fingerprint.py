@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from example_plan import example_plan
 
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from kvquant import UnsupportedModelError
+from kvquant import (
+    CachedModel,
+    CachePlan,
+    CheckpointError,
+    UnsupportedModelError,
+    load_cache,
+    save_cache,
+)
 from kvquant.hf.models.fingerprint import BLOCK, BLOCKS, fingerprint, fingerprint_of
+from kvquant.io.model_id import model_identity
 
 SIZES = {
     "vocab_size": 97,
@@ -29,6 +39,11 @@ def llama(seed: int = 0, tied: bool = False) -> torch.nn.Module:
     config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
     model: torch.nn.Module = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     return model
+
+
+def toy_plan(config: dict[str, Any]) -> CachePlan:
+    made = example_plan(2, 1, 64)
+    return CachePlan({**made.facts, "model": model_identity(config)}, made.tensors)
 
 
 def test_every_tensor_counts_and_every_seed() -> None:
@@ -106,3 +121,41 @@ def test_tensors_of_any_dtype_count(change: Callable[[torch.Tensor], torch.Tenso
 def test_weights_elsewhere_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="weight is not in memory"):
         fingerprint(torch.nn.Linear(8, 8, device="meta"))
+
+
+def test_files_of_a_fine_tune_are_refused(tmp_path: Path) -> None:
+    model, tuned = CachedModel(llama()), CachedModel(llama(1))
+    assert (
+        model_identity(model.config_dict)["sha256"] == model_identity(tuned.config_dict)["sha256"]
+    )
+    path = tmp_path / "cache.safetensors"
+    save_cache(model.new_cache(1, 8), path, model=model.config_dict)
+    load_cache(path, model=model.config_dict)
+    load_cache(path, model=model.model.config.to_dict())  # who does not know the weights
+    with pytest.raises(CheckpointError, match=r"belongs to a 'llama' model with weights .* not to"):
+        load_cache(path, model=tuned.config_dict)
+    save_cache(model.new_cache(1, 8), path, model=model.model.config.to_dict())
+    load_cache(path, model=tuned.config_dict)  # its weights are not known
+
+
+def test_plans_of_a_fine_tune_are_refused(tmp_path: Path) -> None:
+    model, tuned = CachedModel(llama()), CachedModel(llama(1))
+    plan = toy_plan(model.config_dict)
+    assert plan.facts["model"]["weights"] == fingerprint(model.model)
+    plan.save(tmp_path / "plan.safetensors")
+    plan = CachePlan.load(tmp_path / "plan.safetensors", model=model.config_dict)
+    for door in (tuned.fold_values, lambda plan: tuned.new_cache(1, 8, plan=plan)):
+        with pytest.raises(CheckpointError, match=r"for a 'llama' model with weights .* calibrate"):
+            door(plan)
+    model.new_cache(1, 8, plan=plan)
+    tuned.new_cache(1, 8, plan=toy_plan(tuned.model.config.to_dict()))
+
+
+def test_folded_models_keep_their_fingerprint() -> None:
+    model = CachedModel(llama())
+    before, projection = fingerprint(model.model), model.model.model.layers[0].self_attn.v_proj
+    assert projection.bias is None
+    plan = model.fold_values(toy_plan(model.config_dict))
+    assert projection.bias is not None
+    assert fingerprint(model.model) == before
+    model.new_cache(1, 8, plan=plan)

@@ -11,13 +11,17 @@ import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...errors import UnsupportedModelError
-from .loading import empty_model, is_gguf, load, stored_tensors
+from ...io.model_id import WEIGHTS
+from ...io.model_source import is_gguf
+from .loading import empty_model, load, located, stored_tensors
 
 BLOCKS, BLOCK = 64, 64  # samples of a tensor: blocks of elements, that few pages of a file are read
+FOLDED = "kvquant_folded"  # on a model with a plan's bases of V folded in: its fingerprint before
 LEAST = 2.0**-14  # magnitudes below count as 0: float16 holds bfloat16's values from here on
 
 
@@ -25,8 +29,9 @@ def fingerprint(model: torch.nn.Module) -> str:
     """Name the weights of a loaded model.
 
     Two models have one fingerprint if 4,096 elements, evenly spread, of each of their tensors are
-    the same bfloat16 numbers, and the tensors have the same shapes, in the same layers. Tied tensors
-    count once. Each call computes it anew, in 0.1 s or so, so it follows weights that change.
+    the same bfloat16 numbers, and have the same shapes, in the same layers. Tied tensors
+    count once. Each call computes it anew, in 0.1 s or so, so it follows weights that change, but
+    for CachedModel.fold_values: the model computes what it did before.
 
     Args:
         model: any module. Of a model that is spread over ranks every rank calls this, and all get
@@ -50,7 +55,14 @@ def fingerprint(model: torch.nn.Module) -> str:
         >>> fingerprint(layer) == before
         False
     """
-    return _combined(model.state_dict(keep_vars=True).items())
+    before: str | None = getattr(model, FOLDED, None)
+    return before or _combined(model.state_dict(keep_vars=True).items())
+
+
+def identified(model: Any) -> dict[str, Any]:
+    """The config of a loaded model of transformers as a dict, with the fingerprint of its weights:
+    what model_identity, check_model and save_cache take."""
+    return {**model.config.to_dict(), WEIGHTS: fingerprint(model)}
 
 
 def fingerprint_of(source: str | Path) -> str:
@@ -60,7 +72,7 @@ def fingerprint_of(source: str | Path) -> str:
     takes seconds per GB, and 2 bytes a weight.
 
     Args:
-        source: a folder with safetensors files, or a GGUF file.
+        source: a folder with safetensors files, a GGUF file, or a name on the hub.
 
     Raises:
         ConfigError: as CachedModel.from_pretrained.
@@ -74,7 +86,7 @@ def fingerprint_of(source: str | Path) -> str:
         >>> fingerprint_of(MODEL) == fingerprint(CachedModel.from_pretrained(MODEL).model)
         True
     """
-    source = Path(source)
+    source = located(source)
     if is_gguf(source):
         return fingerprint(load(source, torch.bfloat16)[0])
     stored = stored_tensors(source)
