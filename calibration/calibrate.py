@@ -33,7 +33,7 @@ from .basis_search import BASE_FORMAT, STEPS, Chosen, ObservableModel, choose, e
 from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
 from .format_search import Costs, Side, allocate, worst_layers
 from .layer_selection import HeldLayers, held_layers, renumbered
-from .moments import Moments, weights_digest
+from .moments import Moments
 from .single_pass import PassingModel, PassReference
 from .windows import Sizes as Sizes
 from .windows import Text, observed_windows, random_tokens, token_ids
@@ -703,11 +703,9 @@ def _kept(moments: Moments) -> dict[int, str]:
 
 def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
     """Names a run's sums: the model, its weights, the text and this rank's part of it."""
-    module = getattr(model, "model", None)
-    weights = weights_digest(module) if isinstance(module, torch.nn.Module) else "none"
     text = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
-    identity = model_identity(model.config_dict)["sha256"]
-    return f"{identity} {weights} {model.dtype} {text} {list(windows.shape)} {_rank()}"
+    identity = " ".join(model_identity(model.config_dict).values())
+    return f"{identity} {model.dtype} {text} {list(windows.shape)} {_rank()}"
 
 
 def _rank() -> tuple[int, int]:

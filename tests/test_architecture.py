@@ -78,6 +78,9 @@ ALLOWED_LATE = {
 # a library that `import kvquant` must not need -> the packages that name it
 LIBRARIES = {
     "transformers": {"hf", "sglang"},
+    "huggingface_hub": {"hf"},
+    "accelerate": {"hf"},
+    "gguf": {"hf"},
     "vllm": {"vllm"},
     "sglang": {"sglang"},
     "lmcache": {"lmcache"},

@@ -29,7 +29,7 @@ The manifest is an object with exactly these keys; every number is whole:
         packed_lens   [batch], how many tokens after the sinks are packed
         window        how many tokens attention sees, the last ones; left out where it sees all. A
                       layer with one has no sinks, and of its packed tokens those in the window
-    model             null, or {"type", "sha256"}: model_identity of the model's config
+    model             null, or model_identity: {"type", "sha256"} and, if known, "weights"
     creation          any object: how the cache came about
     transforms        what was done to K and V before they were quantized. []: nothing. Else one
                       object per layer, {"k", "v"}: the fingerprints of the bases of a plan, which

@@ -17,7 +17,7 @@ from ..rows.basis import Basis, LayerBasis
 from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from .atomic import as_path
-from .model_id import model_identity
+from .model_id import check_identity
 from .plan_file import (
     FACTS,
     FORMAT,
@@ -73,7 +73,8 @@ class CachePlan:
     facts, plain data:
         format "kvquant-plan", version 2; 3 of latent rows
         latent          true: of latent rows; left out of all others
-        model           {"type", "sha256"}: model_identity of the config
+        model           {"type", "sha256", "weights"}: model_identity of the config; plans of older
+                        versions have no "weights"
         places          L numbers: the layer of the model at each index of the cache
         others          [{"layer", "why"}]: layers of the model that the cache has none of
         layers          L objects {"k": side, "v": side, "kept": null or why this layer stays in 16
@@ -191,13 +192,8 @@ class CachePlan:
         Raises:
             CheckpointError: it was made for another one.
         """
-        ours, theirs = self.facts["model"], model_identity(config)
-        if ours["sha256"] != theirs["sha256"]:
-            raise CheckpointError(
-                f"{name} was made for a {ours['type']!r:.40} model with config "
-                f"{ours['sha256'][:12]}, not for this {theirs['type']!r:.40} model with config "
-                f"{theirs['sha256'][:12]}: calibrate this model"
-            )
+        what = f"{name} was made for"
+        check_identity(self.facts["model"], config, what, "for", "calibrate this model")
 
     def check_of_heads(self, what: str) -> None:
         """Raise ConfigError if the plan is of latent rows, and what takes it has keys and values of

@@ -1,4 +1,4 @@
-"""What --model_args says: pretrained=FOLDER,k_format=int4-g4,recent_len=0 and so on."""
+"""What --model_args says: pretrained=MODEL,k_format=int4-g4,recent_len=0 and so on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         )
     told = {**DEFAULTS, **given}
     if told["pretrained"] is None:
-        raise ConfigError("model_args name no model: give pretrained=FOLDER")
+        raise ConfigError(
+            "model_args name no model: give pretrained=MODEL, a folder, a GGUF "
+            "file or a name on the Hugging Face hub"
+        )
     if (told["k_format"] is None) == (told["plan"] is None):
         raise ConfigError(
             "model_args need a cache: give k_format=FORMAT (bf16 for the 16-bit cache, and "
