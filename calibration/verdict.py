@@ -15,8 +15,8 @@ from .text_report import KL_LIMIT, KL_NOTICE, nearest_plain
 
 MOST_BITS = 16.0  # of an element
 
-LEAST_SCORED = 256  # tokens; the standard error of top-1 is then 3 % at most
-LEAST_PASSAGES = 4  # whose means differ by as much as the standard error tells
+
+
 
 
 def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
