@@ -66,7 +66,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python $(INSTALL) --upgrade 'pip>=25.1'
 	$(BIN)/$(FORGET_OLD_NAME)
-	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[cuda,hf,report]' \
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[cuda,gguf,hf,report]' \
 		--group dev
 	touch $(STAMP)
 
@@ -95,7 +95,7 @@ $(TRANSFORMERS_STAMP): pyproject.toml tests/hf/constraints.txt
 	.venv-transformers/bin/python $(INSTALL) --upgrade 'pip>=25.1'
 	.venv-transformers/bin/$(FORGET_OLD_NAME)
 	.venv-transformers/bin/python $(INSTALL) --constraint tests/hf/constraints.txt \
-		--editable '.[hf,lm-eval]' pytest pytest-xdist hypothesis accelerate
+		--editable '.[gguf,hf,lm-eval]' pytest pytest-xdist hypothesis
 	touch $(TRANSFORMERS_STAMP)
 
 clean:

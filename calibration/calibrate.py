@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +33,7 @@ from .basis_search import BASE_FORMAT, STEPS, Chosen, ObservableModel, choose, e
 from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
 from .format_search import Costs, Side, allocate, worst_layers
 from .layer_selection import HeldLayers, held_layers, renumbered
-from .moments import Moments, weights_digest
+from .moments import Moments
 from .single_pass import PassingModel, PassReference
 from .windows import Sizes as Sizes
 from .windows import Text, observed_windows, random_tokens, token_ids
@@ -378,7 +377,9 @@ def finish(
     rows.check_text(passages is not None)
     if first.is_latent:
         rounding = "nearest"
-    also = [] if passages is None else [partial(_read_ahead, model, passages, sizes.context)]
+    also = []
+    if passages is not None and first.is_latent:
+        also = [Reference.calls(model, passages, sizes.context)]
     chosen = choose(
         held,
         fitted,
@@ -415,7 +416,7 @@ def finish(
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
         return CachePlan({**plan.facts, **rest, "windowed": None}, plan.tensors)
-    reference = _reference(model, plan, passages, sizes.context)
+    reference = _reference(model, plan, passages, sizes.context, shared)
     return _decided(reference, plan, rows, chosen, formats, goal, sizes, progress, window)
 
 
@@ -505,23 +506,24 @@ def _plan_tensors(
     }
 
 
-def _read_ahead(model: CalibratedModel, passages: torch.Tensor, context: int) -> None:
-    """Rehearse what _reference will do, if the model can decode from a KVCache."""
-    with suppress(UnsupportedModelError):
-        Reference.calls(model, passages, context)()
-
-
 def _reference(
-    model: CalibratedModel, plan: CachePlan, passages: torch.Tensor, context: int
+    model: CalibratedModel,
+    plan: CachePlan,
+    passages: torch.Tensor,
+    context: int,
+    shared: Mapping[int, int],
 ) -> Reference | PassReference:
-    """What plans are measured by: decoding, where the model can decode from a KVCache of them."""
+    """What plans are measured by: one pass, or decoding where rows are latent."""
     if plan.is_latent:
         return Reference(model, passages, context)
+    why = ""
     try:
         model.new_cache(1, 1, plan=plan)
-        return Reference(model, passages, context)
     except UnsupportedModelError as error:
-        return PassReference(model, passages, context, plan.places, why=str(error))
+        why = str(error)
+    layers = _cached_layers(model)
+    others = layers is None or layers.others or layers.states or layers.turn or shared or why
+    return PassReference(model, passages, context, plan.places, why=why, keeps_context=not others)
 
 
 def _decided(
@@ -538,24 +540,26 @@ def _decided(
     """The plan with its formats chosen and its fidelity measured."""
     exact = reference.exact_format
     free = [i for i, entry in enumerate(plan.facts["layers"]) if not entry["kept"]]
+    # what a side costs is asked only where formats are to be chosen
     sides: list[Side] = [(layer, side) for layer in free for side in "kv"]
+    asked = sides if goal.format is None else []
     start = {side: plan.facts["layers"][side[0]][side[1]]["format"] for side in sides}
     compared = rows.compared
-    step = _shares(progress, "decode", 2 + len(sides) + 2 * len(compared) + ROUNDS)
+    step = _shares(progress, "decode", 2 + len(asked) + 2 * len(compared) + ROUNDS)
     if isinstance(reference, Reference):
         reference.warm_up(_known_schemes(plan, rows, start))
     found = reference.measure(Planned(plan))
     step(1)
     of_k, of_v = rows.offered
     alone: dict[Side, float] = {}
-    for side in sides:
+    for side in asked:
         only = {other: start[other] if other == side else exact for other in sides}
         alone[side] = max(reference.measure(Planned(plan.with_layer_formats(only))).kl, 1e-12)
         step(1)
     costs = Costs(
         {
             side: _costs(chosen[side[0]][side[1]], alone[side], start[side], formats)
-            for side in sides
+            for side in asked
         },
         bits={name: formats[name][0].bits_per_element for name in of_k},
         v_bits={name: formats[name][1].bits_per_element for name in of_v},
@@ -563,18 +567,17 @@ def _decided(
         k_first=not plan.is_latent,
     )
     used, limit = start, goal.max_kl
-    factor = found.kl / max(costs.total(start), 1e-12)
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS if asked else 0):
         step(1)
-        if goal.format is not None or (limit is not None and found.kl <= limit):
+        if limit is not None and found.kl <= limit:
             break
+        factor = found.kl / max(costs.total(used), 1e-12)
         target = None if limit is None else 0.95 * limit / factor
         wanted = allocate(costs, max_kl=target, budget=rows.left)
         if wanted == used:
             break
         used, plan = wanted, plan.with_layer_formats(wanted)
         found = reference.measure(Planned(plan))
-        factor = found.kl / max(costs.total(used), 1e-12)
     is_met = limit is None or found.kl <= limit
     comparison: list[dict[str, Any]] = []
     for name, pair in compared.items():
@@ -593,7 +596,7 @@ def _decided(
             "passages": sizes.windows,
             "sink_len": 0,
             "recent_len": 0,
-            "in_one_pass": reference.why if isinstance(reference, PassReference) else None,
+            "in_one_pass": getattr(reference, "why", "") or None,
         },
         "windowed": _windowed(reference, plan, sizes, window),
         "limit": {"max_kl": limit, "budget": goal.budget, "met": is_met},
@@ -616,7 +619,7 @@ def _windowed(
     reference: Reference | PassReference, plan: CachePlan, sizes: Sizes, window: tuple[int, int]
 ) -> dict[str, Any] | None:
     """What the plan keeps with a window of 16-bit tokens; None where there is none to measure."""
-    if not 0 < sum(window) < sizes.context or isinstance(reference, PassReference):
+    if not 0 < sum(window) < sizes.context:
         return None
     found = reference.measure(Planned(plan, "the plan", *window))
     of_window = {"sink_len": window[0], "recent_len": window[1], "bits": found.bits}
@@ -678,10 +681,11 @@ def _costs(
     return {start: alone} | costs | exact
 
 
-def _fidelity_facts(found: Fidelity) -> dict[str, float | None]:
+def _fidelity_facts(found: Fidelity) -> dict[str, Any]:
     """What of a measurement goes into a plan."""
     names = ("kl", "kl_error", "top1", "top1_error", "perplexity")
-    return {name: getattr(found, name) for name in names}
+    facts = {name: getattr(found, name) for name in names}
+    return {**facts, "kl_passages": list(found.kl_passages)}
 
 
 def _kept(moments: Moments) -> dict[int, str]:
@@ -699,11 +703,9 @@ def _kept(moments: Moments) -> dict[int, str]:
 
 def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
     """Names a run's sums: the model, its weights, the text and this rank's part of it."""
-    module = getattr(model, "model", None)
-    weights = weights_digest(module) if isinstance(module, torch.nn.Module) else "none"
     text = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
-    identity = model_identity(model.config_dict)["sha256"]
-    return f"{identity} {weights} {model.dtype} {text} {list(windows.shape)} {_rank()}"
+    identity = " ".join(model_identity(model.config_dict).values())
+    return f"{identity} {model.dtype} {text} {list(windows.shape)} {_rank()}"
 
 
 def _rank() -> tuple[int, int]:

@@ -27,7 +27,7 @@ from kvquant.cache.latent import LatentKVCache
 from kvquant.cache.layer import rooms_of
 from kvquant.cache.warmup import Calls, warm_up_cache
 from kvquant.errors import ShapeError
-from kvquant.io.plan import CachePlan
+from kvquant.io.plan import CachePlan, Plan, as_plan
 from kvquant.rows.quantize import EXACT_DTYPES
 
 if TYPE_CHECKING:
@@ -56,20 +56,25 @@ class Scheme:
         return with_window(name, self.sink_len, self.recent_len)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Planned:
     """A cache as a plan says.
 
     Attributes:
-        plan: of the model.
+        plan: of the model; it may be given as the path of its file.
         name: for the table.
         sink_len, recent_len: as in KVCache.
     """
 
     plan: CachePlan
-    name: str = "plan"
-    sink_len: int = 0
-    recent_len: int = 0
+    name: str
+    sink_len: int
+    recent_len: int
+
+    def __init__(
+        self, plan: Plan, name: str = "plan", sink_len: int = 0, recent_len: int = 0
+    ) -> None:
+        vars(self).update(plan=as_plan(plan), name=name, sink_len=sink_len, recent_len=recent_len)
 
     def __str__(self) -> str:
         return with_window(self.name, self.sink_len, self.recent_len)
@@ -101,6 +106,7 @@ class Fidelity:
         top1: share of tokens for which both think the same next token likeliest, 0 to 1.
         perplexity: of the text under the predictions.
         kl_error, top1_error: standard errors of both; None of a single passage.
+        kl_passages: the KL of each passage: two schemes are compared passage by passage.
     """
 
     scheme: Scheme | Planned
@@ -111,6 +117,7 @@ class Fidelity:
     perplexity: float
     kl_error: float | None = None
     top1_error: float | None = None
+    kl_passages: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -124,8 +131,8 @@ class Fidelity:
             scored: tokens of each passage.
         """
         kl, top1, nll = parts.mean(1).tolist()
-        errors = standard_errors(parts, scored)
-        return cls(scheme, bits, nbytes, kl, top1, perplexity_of(nll), *errors)
+        errors, each = standard_errors(parts, scored), tuple(parts[0].tolist())
+        return cls(scheme, bits, nbytes, kl, top1, perplexity_of(nll), *errors, each)
 
 
 class DecodingModel(Protocol):

@@ -6,7 +6,6 @@ float64, so that long texts do not drown new tokens and large offsets do not dro
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -19,7 +18,7 @@ from msgspec import Meta
 from kvquant.errors import CheckpointError, UnsupportedError, warn
 from kvquant.io.schema import Count, Digest, Length, Object, checked, parse
 from kvquant.io.shards import save_safetensors
-from kvquant.io.tensor_files import SafetensorsFile, TensorSource, sealed, sha256, unsealed
+from kvquant.io.tensor_files import SafetensorsFile, TensorSource, sealed, unsealed
 
 _SUMS = ("q_outer", "r_outer", "k_sum", "k_outer", "v_sum", "v_outer")
 _LEAST, _GREATEST = ("k_min", "v_min"), ("k_max", "v_max")
@@ -260,14 +259,3 @@ class _Facts(Object):
     done: Length
     ratios: dict[Annotated[str, Meta(pattern=r"\A(0|[1-9][0-9]{0,3})\Z")], Count]
     sha256: dict[str, Digest]
-
-
-def weights_digest(module: torch.nn.Module) -> str:
-    """Hexadecimal digits that differ where a weight or a buffer of a model does; one second per GB
-    or so."""
-    found = hashlib.sha256()
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        if not tensor.is_meta:
-            found.update(sha256(tensor.detach().cpu()).encode())
-    return found.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -132,7 +133,7 @@ def warnings(plan: CachePlan) -> list[str]:
     if plan.facts["measured"] and plan.facts["measured"].get("in_one_pass"):
         found.append(
             f"this model cannot decode from a KVCache ({plan.facts['measured']['in_one_pass']}): "
-            "its fidelity was computed in one pass, by the rows that a cache would keep"
+            "use the plan with QuantizedCache"
         )
     few = any(fmt.bits == 2 for fmt in (*plan.k_formats, *plan.v_formats))
     if few and not plan.facts.get("windowed"):
@@ -167,6 +168,15 @@ def nearest_plain(plan: CachePlan) -> Mapping[str, Any] | None:
     return min(plain, key=lambda row: (abs(row["bits"] - plan.bits), row["bits"]), default=None)
 
 
+def paired_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """The standard error of a difference of two KLs on the same passages; what both errors make
+    where the KLs of passages are not known."""
+    pairs = [*zip(one.get("kl_passages") or (), other.get("kl_passages") or (), strict=True)]
+    if len(pairs) < 2:
+        return math.hypot(one.get("kl_error") or 0, other.get("kl_error") or 0)
+    return statistics.stdev(a - b for a, b in pairs) / math.sqrt(len(pairs))
+
+
 def _gain(plan: CachePlan) -> str:
     """What the plan's transforms brought, as far as that was measured."""
     measured, plain = plan.facts["measured"], nearest_plain(plan)
@@ -175,8 +185,7 @@ def _gain(plan: CachePlan) -> str:
             "Whether that pays was not measured: give --text, which compares the plan with plain "
             "rows"
         )
-    least = plain["kl"] - 2 * math.hypot(plain.get("kl_error") or 0, measured.get("kl_error") or 0)
-    pays = "use it" if measured["kl"] < least else "the figures show no gain here"
+    pays = "use it" if plain["kl"] - measured["kl"] > 2 * paired_error(plain, measured) else "the figures show no gain here"
     return (
         f"Measured: KL {measured['kl']:.2g} with it, {plain['kl']:.2g} in plain "
         f"{plain['format']} rows ({pays})"

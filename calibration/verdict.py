@@ -15,8 +15,8 @@ from .text_report import KL_LIMIT, KL_NOTICE, nearest_plain
 
 MOST_BITS = 16.0  # of an element
 
-LEAST_SCORED = 256  # tokens; the standard error of top-1 is then 3 % at most
-LEAST_PASSAGES = 4  # whose means differ by as much as the standard error tells
+
+
 
 
 def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
@@ -87,7 +87,7 @@ def next_steps(plan: CachePlan, file: str, *, on_page: bool = False) -> list[tup
         other = shlex.quote(f"{stem}-measured.safetensors")
         steps.append(("make one that is measured", f"{again}{_goal(plan)} -o {other}"))
     if kind != "bad":
-        plan_of = f"plan=CachePlan.load({file!r})"
+        plan_of = f"plan={file!r}"
         if not (measured or {}).get("in_one_pass"):  # else no KVCache serves the model
             line = f"cache = model.new_cache(1, 4096, {plan_of})"
             steps.append(("use it in your own loop (model is a CachedModel)", line))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +16,8 @@ from kvquant.rows.arguments import is_whole
 
 Text: TypeAlias = Counts  # the ids of its tokens
 
+LEAST_OBSERVED, LEAST_SCORED, LEAST_PASSAGES = 4096, 256, 4  # tokens, tokens and passages
+TEXTS = Path(__file__).with_name("texts")  # encyclopedia, code and dialogue: see README.md there
 FIT_SHARE = 8  # of the observed windows, one in so many is kept for choosing
 
 
@@ -30,8 +33,8 @@ class Sizes:
         scored: tokens of a passage that are decoded and compared.
     """
 
-    observed: int = 32768
-    length: int = 4096
+    observed: int = 8192
+    length: int = 1024
     windows: int = 8
     context: int = 1024
     scored: int = 64
@@ -42,6 +45,34 @@ class Sizes:
                 raise ConfigError(
                     f"{name} {shown(size)} is not possible: use a whole number from 1 on"
                 )
+
+
+def packaged_texts() -> tuple[str, str]:
+    """The text that is observed where the user gives none, and the one that is scored."""
+    observed, held = (
+        (TEXTS / f"{name}.txt").read_text(encoding="utf-8") for name in ("observed", "held")
+    )
+    return observed, held
+
+
+def too_little(observed: int, sizes: Sizes, *, is_scored: bool) -> str:
+    """A sentence if there is too little text for a good plan or for a verdict; else nothing.
+
+    Args:
+        observed: tokens that will be observed.
+        sizes: how much is scored.
+        is_scored: whether anything is.
+    """
+    found = []
+    if observed < LEAST_OBSERVED:
+        found.append(f"{observed} tokens are observed, a good plan needs {LEAST_OBSERVED}")
+    scored = sizes.windows * sizes.scored
+    if is_scored and (scored < LEAST_SCORED or sizes.windows < LEAST_PASSAGES):
+        found.append(
+            f"{scored} tokens of {sizes.windows} passages are scored, a verdict needs "
+            f"{LEAST_SCORED} of {LEAST_PASSAGES}"
+        )
+    return "; ".join(found)
 
 
 def token_ids(name: str, tokens: Text) -> torch.Tensor:

@@ -107,7 +107,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 # the modules of each
-EXTRAS = {"cuda": ["numba_cuda"], "hf": ["transformers"], "report": ["matplotlib", "jinja2"]}
+EXTRAS = {"cuda": ["numba_cuda"], "hf": ["transformers"]}
+EXTRAS |= {"gguf": ["gguf", "accelerate"], "report": ["matplotlib", "jinja2"]}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

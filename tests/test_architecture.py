@@ -66,8 +66,8 @@ ALLOWED_LATE = {
         "kernels.cuda.dequantize kernels.cuda.device kernels.cuda.mla kernels.cuda.prefix "
         "kernels.cuda.runtime kernels.cuda.slots"
     ),
-    "cache": "kernels.cuda.runtime",
-    "paged": "kernels.cuda.runtime hf",
+    "cache": "io kernels.cuda.runtime",
+    "paged": "io kernels.cuda.runtime hf",
     "calibration": "kernels.cuda.runtime",
     "kernels.cuda.runtime": "text",
     "hf": "kernels.cuda.runtime",
@@ -78,6 +78,9 @@ ALLOWED_LATE = {
 # a library that `import kvquant` must not need -> the packages that name it
 LIBRARIES = {
     "transformers": {"hf", "sglang"},
+    "huggingface_hub": {"hf"},
+    "accelerate": {"hf"},
+    "gguf": {"hf"},
     "vllm": {"vllm"},
     "sglang": {"sglang"},
     "lmcache": {"lmcache"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -312,11 +313,27 @@ def test_a_cache_of_other_things_is_refused(options: dict[str, Any], message: st
         KVCache(**{**sizes, **options})
 
 
-def test_a_path_is_no_plan() -> None:
-    with pytest.raises(ConfigError, match=r"plan is of type str: .* CachePlan.load\(path\)"):
-        KVCache.from_plan(untyped("plan.safetensors"), 1, 16)
-    with pytest.raises(ConfigError, match="plan is of type str"):
-        load_cache("none", plan=untyped("plan.safetensors"))
+@pytest.mark.parametrize(
+    ("plan", "error", "message"),
+    [
+        (5, ConfigError, "plan is of type int: give a CachePlan, or the path of its file"),
+        ("auto", ConfigError, r"plan 'auto' is not possible yet.* '\./auto' for a file of that"),
+        ("./auto", FileNotFoundError, "auto"),
+        (Path("auto"), FileNotFoundError, "auto"),
+        ("", ConfigError, "give the path of a file"),
+    ],
+)
+def test_what_is_no_plan_and_no_path_of_one_is_refused(
+    plan: Any, error: type[Exception], message: str
+) -> None:
+    for door in (
+        lambda: KVCache.from_plan(plan, 1, 16),
+        lambda: LatentKVCache.from_plan(plan, 1, 16),
+        lambda: PagedKVCache.from_plan(plan, 4),
+        lambda: load_cache("none", plan=plan),
+    ):
+        with pytest.raises(error, match=message):
+            door()
 
 
 def test_names_of_formats_are_formats_everywhere() -> None:

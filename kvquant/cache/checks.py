@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, NonFiniteError, ShapeError, shown
+from .. import rehearsal
+from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
 from ..ops.dispatch import kernels_for
 from ..rows.arguments import (
     check_device,
@@ -23,6 +24,9 @@ from ..rows.arguments import (
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from .memory import check_room
+
+if TYPE_CHECKING:
+    from ..io.plan import CachePlan, Plan
 
 MANY_LAYERS = 1 << 16  # more than any model has
 LAYER_BYTES = 8192  # of the host, about, for the objects of a layer
@@ -85,67 +89,27 @@ def check_bases(
     return bases
 
 
-class Plan(Protocol):
-    """What a cache takes from a plan, which kvquant.CachePlan has."""
-
-    @property
-    def is_latent(self) -> bool:
-        """Whether it is of latent rows."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the cache."""
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads of each."""
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a row."""
-
-    @property
-    def k_formats(self) -> Sequence[RowFormat]:
-        """Format of the packed K rows of each layer."""
-
-    @property
-    def v_formats(self) -> Sequence[RowFormat]:
-        """Format of the packed V rows of each layer."""
-
-    @property
-    def layers(self) -> Sequence[LayerBasis]:
-        """What the rows of each layer are stored as."""
-
-
 OF_HEADS = "num_layers", "num_kv_heads", "head_dim", "k_format", "v_format", "bases"
 OF_LATENTS = "num_layers", "fmt", "latent_dim", "rope_dim", "bases"
 
 
-def check_plan_options(plan: object, options: Collection[str], *, is_latent: bool = False) -> None:
-    """Raise ConfigError unless a plan is one, and options of a cache none that it decides.
+def plan_for(plan: Plan, options: Collection[str], *, is_latent: bool = False) -> CachePlan:
+    """The plan of a cache that is made by a plan; see as_plan.
 
     Args:
         plan: what was given as one.
-        options: their names.
+        options: the names of the cache's other options.
         is_latent: whether the cache has latent rows, and not keys and values of heads.
+
+    Raises:
+        ConfigError: plan is none, or of the other kind of rows; or it decides one of the options.
     """
-    wanted = (
-        "is_latent",
-        "num_layers",
-        "num_kv_heads",
-        "head_dim",
-        "k_formats",
-        "v_formats",
-        "layers",
-    )
-    if not all(hasattr(type(plan), name) for name in wanted):  # nothing of it is computed here
-        raise ConfigError(
-            f"plan is of type {type(plan).__name__}: give a CachePlan, of a file "
-            "CachePlan.load(path)"
-        )
+    from ..io.plan import as_plan
+
+    found = as_plan(plan)
     kept = "keys and values of heads", "latent rows"
     whole = "" if is_latent else "Latent"
-    if plan.is_latent != is_latent:  # type: ignore[attr-defined]
+    if found.is_latent != is_latent:
         raise ConfigError(
             f"the plan is of {kept[not is_latent]}, and this cache has {kept[is_latent]}: use "
             f"{whole}KVCache.from_plan or {whole}PagedKVCache.from_plan, or CachedModel.new_cache "
@@ -156,6 +120,16 @@ def check_plan_options(plan: object, options: Collection[str], *, is_latent: boo
         raise ConfigError(
             f"{', '.join(given)} with a plan: a plan says sizes, formats and bases, use "
             "plan.with_formats for other formats"
+        )
+    return found
+
+
+def check_holds(device: torch.device) -> None:
+    """Raise DeviceError if a cache lies on the meta device, unless its calls are rehearsed."""
+    if device.type == "meta" and rehearsal.current() is None:
+        raise DeviceError(
+            "a cache on device 'meta' holds no tokens and tells its nbytes alone: make it on the "
+            "CPU or on CUDA"
         )
 
 

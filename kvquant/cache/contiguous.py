@@ -29,15 +29,15 @@ from .checks import (
     Counts,
     Devices,
     Formats,
-    Plan,
     check_bad_rows,
     check_bases,
+    check_holds,
     check_layer,
     check_options,
-    check_plan_options,
     check_windows,
     devices_of,
     per_layer,
+    plan_for,
     row_format,
     whole_numbers,
 )
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypedDict, Unpack
 
+    from ..io.plan import Plan
     from ..rows.options import AttendOptions, Either, Maybe, No, StepOptions, Yes
 
     class PlanOptions(TypedDict, total=False):
@@ -210,7 +211,8 @@ class KVCache:
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:
-            plan: of the model whose keys and values will come; plan.check_model tells whether.
+            plan: of the model whose keys and values will come, or the path of its file;
+                CachePlan.check_model tells whether it is.
                 Layer i is the model's layer plan.places[i].
             batch, max_seq_len: as in KVCache.
             options: the others of KVCache, but for formats and bases. A plan does not hold windows:
@@ -219,7 +221,7 @@ class KVCache:
         Raises:
             ConfigError: a size that is not possible, or an option that the plan decides.
         """
-        check_plan_options(plan, options)
+        plan = plan_for(plan, options)
         shape = plan.num_layers, batch, plan.num_kv_heads, plan.head_dim, max_seq_len
         k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
         return cls(*shape, k_format=k_format, v_format=v_format, bases=bases, **options)
@@ -796,6 +798,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
+        check_holds(self.device)
         self.changes += 1
         for layer in self.layers:
             layer.crop(torch.zeros(self.batch, dtype=torch.int64, device="cpu"))
@@ -859,6 +862,7 @@ class KVCache:
 
     def _lens(self) -> dict[torch.device, list[torch.Tensor]]:
         """seq_lens of the layers on each device; that of the first layer comes first."""
+        check_holds(self.device)
         found: dict[torch.device, list[torch.Tensor]] = {one: [] for one in self._counters}
         for device, layer in zip(self.devices, self.layers, strict=True):
             found[device].append(layer.seq_lens)
@@ -872,6 +876,7 @@ class KVCache:
 
     def _layer(self, layer: int) -> LayerCache:
         check_layer(layer, self.num_layers)
+        check_holds(self.device)
         return self.layers[layer]
 
     def _change(self, k: torch.Tensor, variant: AttentionVariant | None = None) -> None:

@@ -24,11 +24,10 @@ from ..rows.latent import LatentFormat
 from .checks import (
     Counts,
     Devices,
-    Plan,
     check_options,
-    check_plan_options,
     devices_of,
     per_layer,
+    plan_for,
 )
 from .contiguous import KVCache
 from .layer import ROLLBACK, LayerCache
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
+    from ..io.plan import Plan
     from ..rows.options import Either, LatentAttendOptions, LatentStepOptions, Maybe, No, Yes
     from ..rows.variant import AttentionVariant
     from .contiguous import PlanOptions
@@ -60,7 +60,7 @@ def planned_options(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: an option that the plan decides, or the plan is of keys and values of heads.
     """
-    check_plan_options(plan, options, is_latent=True)
+    plan = plan_for(plan, options, is_latent=True)
     if "windows" in options:
         raise ConfigError("latent rows have no windows: leave windows out")
     pairs = zip(plan.k_formats, plan.v_formats, strict=True)
@@ -203,8 +203,9 @@ class LatentKVCache(KVCache):
         """Make an empty cache whose formats and bases are those of a plan of latent rows.
 
         Args:
-            plan: of the model whose latents will come; plan.check_model tells whether. Layer i is
-                the model's layer plan.places[i].
+            plan: of the model whose latents will come, or the path of its file;
+                CachePlan.check_model tells whether it is. Layer i is the model's layer
+                plan.places[i].
             batch, max_seq_len: as in LatentKVCache.
             options: the others of LatentKVCache, but for formats, sizes and bases.
 

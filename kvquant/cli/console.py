@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from ..errors import ConfigError, DeviceError, KVQuantError
+from ..io.model_source import check_source
 from ..rows.format import HEAD_DIMS, NAMES
 
 if TYPE_CHECKING:
@@ -27,8 +28,23 @@ MAX_TEXT = 1 << 28  # bytes; /dev/zero has no end
 COUNT = click.IntRange(min=1, max=MAX)
 WHOLE = click.IntRange(min=0, max=MAX)
 HEAD_DIM = click.Choice(HEAD_DIMS)
-FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+class Source(click.Path):
+    """A model: a folder, a GGUF file, or a name on the hub, as a path."""
+
+    name = "model"
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Refuse what is none of these; see click.Path."""
+        try:
+            return check_source(super().convert(value, param, ctx))
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Name(click.Path):
@@ -115,7 +131,7 @@ class Device(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
-NEW_FILE = Name()
+NEW_FILE, SOURCE = Name(), Source()
 DEVICE = Device(["cpu", "cuda"])
 FORMAT, POSITIVE = Format(NAMES), Positive()
 PAIR, LATENT, EITHER = Pair("/"), Pair("+"), Pair("/+")  # of latent rows: see LatentFormat
@@ -125,8 +141,8 @@ OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File
 JSON = click.option(
     "--json", "json_file", type=NEW_FILE, help="Write the figures to this file too."
 )
-# what a command decodes with: its folder, where it runs, and in which dtype
-MODEL = click.argument("model", type=FOLDER)
+# what a command decodes with: its model, where it runs, and in which dtype
+MODEL = click.argument("model", type=SOURCE)
 ON_DEVICE = click.option(
     "--device", type=DEVICE, default="cpu", show_default=True, help="Or cuda:N."
 )

@@ -68,7 +68,7 @@ def run_demo(
     """Run the demo.
 
     Args:
-        model_folder: a Hugging Face model; the bundled one when None.
+        model_folder: a model, as of CachedModel.from_pretrained; the bundled one when None.
         text_file: what it reads; the bundled text when None.
         context: tokens of each passage's prompt; fewer for a short text.
         scored: tokens of each passage that are decoded and compared.
@@ -86,13 +86,13 @@ def run_demo(
         ConfigError: the bundled files are not there, or the text is too short.
         UnsupportedModelError: the model keeps latent rows.
     """
-    model_folder, text_file = model_folder or MODEL, text_file or TEXT
-    for path in (model_folder, text_file):
-        if not path.exists():
+    for given, path in ((model_folder, MODEL), (text_file, TEXT)):
+        if given is None and not path.exists():
             raise ConfigError(
                 f"{path} is not there: the bundled model and text come with a checkout of the "
-                "repository; elsewhere give --model FOLDER and --text FILE"
+                "repository; elsewhere give --model MODEL and --text FILE"
             )
+    model_folder, text_file = model_folder or MODEL, text_file or TEXT
     report("loading the model")
     model = CachedModel.from_pretrained(model_folder)
     if model.has_latents:

@@ -14,13 +14,13 @@ from .calibrate import calibrate
 from .console import (
     COUNT,
     FILE,
-    FOLDER,
     FORMAT,
     FORMATS,
     JSON,
     LATENT,
     NEW_FILE,
     OUTPUT,
+    SOURCE,
     WHOLE,
     Commands,
     check_output,
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 @main.command(epilog=FORMATS)
-@click.argument("model", type=FOLDER, required=False)
+@click.argument("model", type=SOURCE, required=False)
 @click.option("--prompt", type=FILE, help="Text that the model reads.")
 @click.option("--tokens", type=COUNT, help="Read so many of its tokens; all by default.")
 @click.option("--from", "raw", type=FILE, help="16-bit K and V of another program instead.")
@@ -94,12 +94,12 @@ def quantize(
 ) -> None:
     """Make a quantized cache of a text or of raw tensors.
 
-    MODEL is the folder of a Hugging Face model, which reads the text of --prompt. With --from, keys
-    and values come from a safetensors file of tensors layers.0.k, layers.0.v, layers.1.k and so on,
-    [batch, num_kv_heads, tokens, head_dim]. The cache is written to one safetensors file, which
-    replaces an old one when it is whole. Of a model with latent attention (DeepSeek V2, V3) it has
-    latent rows in --format, int8-g4 by default: int4-g8 has RoPE parts of 16 bit, int4-g8+int8-g4
-    has those in int8-g4.
+    MODEL reads the text of --prompt: the folder of a Hugging Face model, a GGUF file, or a name on
+    the Hugging Face hub. With --from, keys and values come from a safetensors file of tensors
+    layers.0.k, layers.0.v, layers.1.k and so on, [batch, num_kv_heads, tokens, head_dim]. The cache
+    is written to one safetensors file, which replaces an old one when it is whole. Of a model with
+    latent attention (DeepSeek V2, V3) it has latent rows in --format, int8-g4 by default: int4-g8
+    has RoPE parts of 16 bit, int4-g8+int8-g4 has those in int8-g4.
 
     \b
     Example:
@@ -169,12 +169,10 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
     """
     from ..io.checkpoint import load_cache
     from ..io.export import export_cache
-    from ..io.plan import CachePlan
     from ..text import paragraph, size_text
 
     check_output(output, plan, *_files_of(cache))
-    bases = CachePlan.load(plan) if plan else None
-    notes = export_cache(load_cache(cache, plan=bases), output, to)
+    notes = export_cache(load_cache(cache, plan=plan), output, to)
     click.echo(f"{output}: {to}, {size_text(output.stat().st_size)}")
     for note in notes:
         click.echo(paragraph(note))
@@ -201,7 +199,7 @@ def inspect(file: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--model", type=FOLDER, help="A Hugging Face model; the bundled one by default.")
+@click.option("--model", type=SOURCE, help="Folder, GGUF or hub name; the bundled by default.")
 @click.option("--text", type=FILE, help="What it reads; the bundled text by default.")
 @click.option("--context", type=COUNT, default=3072, show_default=True, help="Tokens of a prompt.")
 @JSON
@@ -212,7 +210,7 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
     \b
     Example:
       kvquant demo
-      kvquant demo --model FOLDER --text FILE --json demo.json
+      kvquant demo --model MODEL --text FILE --json demo.json
     """
     check_output(json_file, model, text, endings=(".json",))
     from ..text import progress

@@ -14,9 +14,9 @@ from .console import (
     COUNT,
     EITHER,
     FILE,
-    FOLDER,
     FORMATS,
     HEAD_DIM,
+    SOURCE,
     WHOLE,
     compile_kernels,
     is_given,
@@ -37,7 +37,7 @@ Kind = tuple[Callable[..., "KVCache"], "int | None"]  # what makes a cache; its 
 
 
 @click.command(epilog=FORMATS)
-@click.option("--model", type=FOLDER, help="A Hugging Face model; its config.json is enough.")
+@click.option("--model", type=SOURCE, help="Folder, GGUF or hub name; its config is enough.")
 @click.option("--plan", type=FILE, help="Of kvquant calibrate: formats and transforms.")
 @click.option(
     "--format",

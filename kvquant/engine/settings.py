@@ -11,7 +11,7 @@ from typing import Any
 
 from ..cache.latent import check_no_feedback
 from ..errors import ConfigError, ShapeError, UnsupportedError, shown
-from ..io.plan import CachePlan
+from ..io.plan import CachePlan, as_plan
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
@@ -45,9 +45,9 @@ class Settings:
         """Read what a user of an engine gives.
 
         Args:
-            given: a dict with "k_format", "v_format" (that of K when left out), "plan", the path of
-                a plan file, and "prompts", one of PROMPTS; with a plan formats may be left out, if
-                its layers have one in common.
+            given: a dict with "k_format", "v_format" (that of K when left out), "plan", a plan or
+                the path of its file, and "prompts", one of PROMPTS; with a plan formats may be left
+                out, if its layers have one in common.
             name: what errors call it: where the user wrote it.
 
         Raises:
@@ -197,7 +197,7 @@ def _plan_and_prompts(given: Any, keys: Sequence[str], name: str) -> tuple[Cache
         raise ConfigError(f'"prompts" is {shown(prompts)}: it may be one of {PROMPTS}')
     path = given.get("plan")
     try:
-        return None if path is None else CachePlan.load(path), prompts == "rows"
+        return None if path is None else as_plan(path), prompts == "rows"
     except FileNotFoundError:
         raise FileNotFoundError(
             f'there is no plan {path!r} in {os.getcwd()}: give "plan" the path of a file of '

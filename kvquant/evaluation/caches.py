@@ -12,7 +12,6 @@ from pathlib import Path
 
 from kvquant.calibration.fidelity import Planned, Scheme
 from kvquant.errors import ConfigError
-from kvquant.io.plan import CachePlan
 from kvquant.rows.format import NAMES
 
 OPTIONS = {"sinks": 4, "recent": 128}  # tokens in 16 bit: what KVCache keeps by default
@@ -50,8 +49,7 @@ def parse_cache(text: str, *, latent: bool = False) -> Scheme | Planned:
         given[name] = int(value)
     sinks, recent = (OPTIONS | given).values()
     if what.endswith(".safetensors"):
-        plan = CachePlan.load(what)
-        return Planned(plan, Path(what).stem, sinks, recent)
+        return Planned(what, Path(what).stem, sinks, recent)
     separator, other = ("+", "/") if latent else ("/", "+")
     if other in what:
         kind = "latents and RoPE parts (LATENTS+ROPE)" if latent else "K and V of heads (K/V)"

@@ -33,7 +33,7 @@ from ..cache.checks import Formats
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, ShapeError, UnsupportedModelError
-from ..io.plan import CachePlan
+from ..io.plan import Plan, as_plan
 from ..rows.arguments import check_flag, check_kind, check_size
 from ..rows.quantize import EXACT_DTYPES, exact_codec
 from .argument import ARGUMENT
@@ -97,7 +97,8 @@ class QuantizedCache(CachedText, Cache):
             formats and lengths, and grows as well. A KVCache whose sequences are padded, when it
             is saved, goes on with ids that are padded on the left to the longest.
         k_format, v_format, sink_len, recent_len: as of KVCache.
-        plan: of `kvquant calibrate`, for this model: it says the formats.
+        plan: of `kvquant calibrate`, for this model, or the path of its file: it says the
+            formats.
         fmt: of latent rows, in place of k_format and v_format; as of LatentKVCache.
         exact_format: "bf16" or "fp16", the 16-bit rows; what fits the dtype of the keys when None.
         max_seq_len: tokens that a sequence has room for, from the beginning: more are refused, and
@@ -146,7 +147,7 @@ class QuantizedCache(CachedText, Cache):
         *theirs: NoReturn,
         k_format: Formats | None = None,
         v_format: Formats | None = None,
-        plan: CachePlan | None = None,
+        plan: Plan | None = None,
         fmt: LatentFormats | None = None,
         sink_len: int | None = None,
         recent_len: int | None = None,
@@ -169,7 +170,7 @@ class QuantizedCache(CachedText, Cache):
         options: dict[str, Any] = {
             "k_format": k_format,
             "v_format": v_format,
-            "plan": plan,
+            "plan": None if plan is None else as_plan(plan),
             "fmt": fmt,
             "sink_len": sink_len,
             "recent_len": recent_len,

@@ -18,7 +18,7 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..cache.layer import SPARE
 from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedModelError, shown
-from ..io.plan import CachePlan, check_plan
+from ..io.plan import CachePlan, Plan, as_plan
 from ..rows.arguments import (
     check_device,
     check_flag,
@@ -44,6 +44,7 @@ from .models.configs import (
     new_cache,
 )
 from .models.decoders import check_decoder
+from .models.fingerprint import FOLDED, fingerprint, identified
 from .models.fold import fold_values
 from .models.latent import check_latent_layers, hands_latents, heads_of
 from .models.loading import TensorPlan, load
@@ -66,7 +67,6 @@ _GIVE_CACHE = (
     "import QuantizedCache; transformers has another class of that name)"
 )
 log = logging.getLogger("kvquant")
-_FOLDED = "kvquant_folded"  # a mark on a model whose weights hold a plan's bases of V
 
 
 class CachedModel:
@@ -119,6 +119,7 @@ class CachedModel:
         self.tokenizer = tokenizer
         self.exact_format = exact_format or exact_codec(model.dtype)
         self.config = model.config.get_text_config(decoder=True)
+        self._known_weights: set[str] = set()  # of plans that were found to be of this model
         # what no method serves is refused here; layers that no KVCache holds can be observed
         check_has_attention(self.config)
         check_decoder(model, gives_logits=True)
@@ -134,13 +135,15 @@ class CachedModel:
         device: torch.device | str | None = None,
         tp_plan: TensorPlan | None = None,
     ) -> CachedModel:
-        """Load a model and its tokenizer from a local folder.
+        """Load a model and its tokenizer from a folder, a GGUF file, or the Hugging Face hub.
 
-        Nothing is downloaded, and nothing in the folder runs: weights are read from safetensors
-        files only, code of the model's own is not.
+        Nothing of it runs: weights are read from safetensors or GGUF files only, code of the
+        model's own is not.
 
         Args:
-            folder: what save_pretrained wrote, or huggingface_hub.snapshot_download returned.
+            folder: what save_pretrained wrote; a GGUF file, whose weights are dequantized (the
+                extra gguf); or a name on the hub, OWNER/NAME, of which the safetensors, the config
+                and the tokenizer are downloaded, unless the hub's cache folder has them.
             dtype: of weights and arithmetic. float32 is the faster one on CPUs without bfloat16
                 units, and keeps rounding noise out of measurements of the cache; on CUDA not that
                 of queries and attention's outputs, see CachedModel. 16 bit takes half the memory.
@@ -152,8 +155,10 @@ class CachedModel:
                 then, which transformers chooses, or all are on the CPU; give no device.
 
         Raises:
-            ConfigError: no such folder or device, no model that transformers can load in it, or one
-                whose weights are missing in part; a tp_plan with a device, or in one process.
+            ConfigError: no such folder, file, name or device, no network, no model that
+                transformers can load, or one whose weights are missing in part; a tp_plan with a
+                device, or in one process.
+            UnsupportedError: a GGUF file, and the extra gguf is not installed.
             DeviceError: the device is not here, or no kernels serve it.
             UnsupportedModelError: as CachedModel.
         """
@@ -166,9 +171,11 @@ class CachedModel:
 
     @property
     def config_dict(self) -> dict[str, Any]:
-        """The whole config, as save_cache and model_identity take it."""
-        config: dict[str, Any] = self.model.config.to_dict()
-        return config
+        """The whole config and the weights' fingerprint, as save_cache and model_identity take it.
+
+        Of a model that is spread over ranks, all ranks must ask for it.
+        """
+        return identified(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -213,7 +220,7 @@ class CachedModel:
         batch: int,
         max_seq_len: int,
         *,
-        plan: CachePlan | None = None,
+        plan: Plan | None = None,
         fmt: LatentFormats | None = None,
         **options: Unpack[CacheOptions],
     ) -> KVCache:
@@ -226,7 +233,8 @@ class CachedModel:
         Args:
             batch: sequences.
             max_seq_len: tokens that each has room for.
-            plan: of `kvquant calibrate`, for this model: it says the formats.
+            plan: of `kvquant calibrate`, for this model, or the path of its file: it says the
+                formats.
             fmt: of latent rows, as in LatentKVCache, in place of k_format and v_format; not with a
                 plan.
             options: of KVCache: k_format, v_format (not with a plan), sink_len, recent_len,
@@ -241,17 +249,27 @@ class CachedModel:
         device = layer_devices(self.model, self._layers.places) or self.model.device
         own = {"exact_format": self.exact_format, "device": device}
         given: dict[str, Any] = own | options | {"plan": plan, "fmt": fmt}
+        if plan is not None:
+            self._check_weights(plan)
         cache = new_cache(self.model.config, self._layers, batch, max_seq_len, **given)
         if plan is None:
             warn_of_biased_keys(self.model, cache)
         return cache
+
+    def _check_weights(self, plan: CachePlan) -> None:
+        """Raise unless a plan is of these weights: once, samples of all tensors take time."""
+        check_plan(plan)
+        weights = plan.facts["model"].get("weights")
+        if weights is not None and weights not in self._known_weights:
+            plan.check_model(self.config_dict)
+            self._known_weights.add(weights)
 
     @property
     def has_latents(self) -> bool:
         """Whether its caches keep latent rows, not keys and values of heads."""
         return self._layers.are_latent
 
-    def fold_values(self, plan: CachePlan) -> CachePlan:
+    def fold_values(self, plan: Plan) -> CachePlan:
         """Move the plan's bases of V from caches into the model's weights, in place.
 
         The value and output projections of each layer change so that the model computes what it did
@@ -275,10 +293,10 @@ class CachedModel:
                 then.
         """
         self._check_alone("its weights hold a part of each projection")
-        check_plan(plan)
+        plan = as_plan(plan)
         plan.check_model(self.config_dict)
         plan.check_of_heads("fold_values")
-        if hasattr(self.model, _FOLDED):
+        if hasattr(self.model, FOLDED):
             raise ConfigError(
                 "a plan's bases of V were folded into this model before: load it again to fold "
                 "another plan"
@@ -288,8 +306,9 @@ class CachedModel:
             for layer, basis in zip(plan.places, plan.layers, strict=True)
             if not basis.v.is_identity
         }
+        weights = fingerprint(self.model)
         fold_values(self.model, bases)
-        setattr(self.model, _FOLDED, True)
+        setattr(self.model, FOLDED, weights)
         return plan.without_v_bases()
 
     def prefill(

@@ -29,7 +29,7 @@ The manifest is an object with exactly these keys; every number is whole:
         packed_lens   [batch], how many tokens after the sinks are packed
         window        how many tokens attention sees, the last ones; left out where it sees all. A
                       layer with one has no sinks, and of its packed tokens those in the window
-    model             null, or {"type", "sha256"}: model_identity of the model's config
+    model             null, or model_identity: {"type", "sha256"} and, if known, "weights"
     creation          any object: how the cache came about
     transforms        what was done to K and V before they were quantized. []: nothing. Else one
                       object per layer, {"k", "v"}: the fingerprints of the bases of a plan, which
@@ -84,7 +84,7 @@ from .atomic import Place, named, sync_folder, token, writing
 from .container import RowsFile, check_values, seal
 from .manifest import CacheLayer, CacheManifest, common_keys
 from .parts import Part
-from .plan import CachePlan, check_plan
+from .plan import CachePlan, Plan, as_plan
 from .schema import FormatName
 from .shards import (
     SHARD,
@@ -202,7 +202,7 @@ def load_cache(
     path: str | os.PathLike[str],
     *,
     model: Mapping[str, Any] | None = None,
-    plan: CachePlan | None = None,
+    plan: Plan | None = None,
     max_seq_len: int | None = None,
     rollback_len: int | None = None,
     device: Devices = "cpu",
@@ -212,8 +212,8 @@ def load_cache(
     Args:
         path: what was given to save_cache, or the index of its shards.
         model: the config, as a dict, of the model that is to continue; None to take any file.
-        plan: that the cache was made with, if there was one: it has the bases of the rows. Formats
-            are those of the file.
+        plan: that the cache was made with, if there was one, or the path of its file: it has the
+            bases of the rows. Formats are those of the cache's file.
         max_seq_len: capacity of a sequence, in tokens; as it was when None.
         rollback_len: as of KVCache, as it was when None. A file has no 16-bit rows of tokens before
             the recent ones: the cache gathers them again.
@@ -240,7 +240,7 @@ def load_cache(
     """
     devices_of(device)  # before the file is read
     if plan is not None:
-        check_plan(plan)
+        plan = as_plan(plan)
     with RowsFile(path, CacheManifest) as file:
         manifest = file.manifest
         manifest.check_model(file.path, model)
@@ -388,7 +388,7 @@ def _check_plan(path: Path, manifest: CacheManifest, plan: CachePlan | None) -> 
     if plan is None and ours:
         raise CheckpointError(
             f"{path} was made with a plan, whose bases its rows are stored in: give it, "
-            "plan=CachePlan.load(FILE) (--plan FILE)"
+            "plan=FILE (--plan FILE)"
         )
     if plan is None:
         return

@@ -197,7 +197,8 @@ def _origin_lines(d: dict[str, Any]) -> list[str]:
     model = d["model"]
     made = ", ".join(f"{key}={value}" for key, value in d["creation"].items())
     return [
-        f"  model      {printable(model['type']):.100}, config {model['sha256'][:12]}"
+        f"  model      {printable(model['type']):.100}, config {model['sha256'][:12]}, weights "
+        f"{model.get('weights', 'not known')[:12]}"
         if model
         else "  model      not given",
         f"  made       {printable(made or '-'):.200}",

@@ -31,7 +31,7 @@ from ..rows.codec import one_of
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
 from ..rows.segment import PAGE_SIZES
-from .model_id import model_identity
+from .model_id import check_identity, model_identity
 from .parts import ExactPart, PagePart, Part
 from .schema import (
     MAX_LAYERS,
@@ -184,18 +184,13 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
         """
         if model is None:
             return
-        ours, theirs = self.model, model_identity(model)
-        if ours is None:
+        if self.model is None:
             raise CheckpointError(
                 f"{path} does not say which model it belongs to: save it with model=config, or "
                 "load it with model=None if you know that it fits"
             )
-        if ours.sha256 != theirs["sha256"]:
-            raise CheckpointError(
-                f"{path} belongs to a {ours.type!r:.40} model with config {ours.sha256[:12]}"
-                f", not to this {theirs['type']!r:.40} model with config "
-                f"{theirs['sha256'][:12]}: take the cache that was made with this model"
-            )
+        saved, advice = msgspec.to_builtins(self.model), "take the cache that was made with it"
+        check_identity(saved, model, f"{path} belongs to", "to", advice)
 
     def _check_formats(self) -> None:
         """Raise CheckpointError unless there are caches of such rows."""

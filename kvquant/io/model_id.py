@@ -8,7 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
+
+WEIGHTS = "_weights"  # where a config has the fingerprint of the weights; transformers has no such
 
 # what a config says of the program that runs the model, not of the keys and values that come out
 _VOLATILE = {
@@ -36,15 +38,15 @@ def model_identity(config: Mapping[str, Any]) -> dict[str, str]:
     """Name a model by its config, so that a cache is not continued by another one.
 
     Left out are keys that do not change keys and values (the library's version, dtype, paths, token
-    ids and the like, and every key that starts with "_") and keys whose value is None. Two sets of
-    weights with one config have one identity.
+    ids and the like, and every key that starts with "_") and keys whose value is None.
 
     Args:
-        config: the model's config as a dict (config.to_dict() in transformers).
+        config: the model's config as a dict (config.to_dict() in transformers). config_dict of a
+            CachedModel also has the weights' fingerprint, as "_weights".
 
     Returns:
         "type", the config's model_type ("unknown" without one), and "sha256", that of the config as
-        JSON with sorted keys.
+        JSON with sorted keys; and "weights", the fingerprint, if the config has it.
 
     Raises:
         ConfigError: the config is no dict, or holds what JSON cannot.
@@ -63,7 +65,32 @@ def model_identity(config: Mapping[str, Any]) -> dict[str, str]:
     return {
         "type": str(config.get("model_type", "unknown")),
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        **({"weights": config[WEIGHTS]} if WEIGHTS in config else {}),
     }
+
+
+def check_identity(
+    saved: Mapping[str, str], config: Mapping[str, Any], what: str, to: str, advice: str
+) -> None:
+    """Raise CheckpointError unless model_identity of a config is what was saved.
+
+    Weights are compared where both sides know theirs: older files and engines do not.
+
+    Args:
+        saved: a model_identity.
+        config: as of model_identity.
+        what: "the plan was made for", for the error.
+        to: its preposition.
+        advice: what to do.
+    """
+    given = model_identity(config)
+    for key, name in (("sha256", "config"), ("weights", "weights")):
+        ours, theirs = saved.get(key), given.get(key)
+        if ours and theirs and ours != theirs:
+            raise CheckpointError(
+                f"{what} a {saved['type']!r:.40} model with {name} {ours[:12]}, not {to} this "
+                f"{given['type']!r:.40} model with {name} {theirs[:12]}: {advice}"
+            )
 
 
 def _lasting(value: Any) -> Any:

@@ -17,7 +17,7 @@ from ..rows.basis import Basis, LayerBasis
 from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from .atomic import as_path
-from .model_id import model_identity
+from .model_id import check_identity
 from .plan_file import (
     FACTS,
     FORMAT,
@@ -73,7 +73,8 @@ class CachePlan:
     facts, plain data:
         format "kvquant-plan", version 2; 3 of latent rows
         latent          true: of latent rows; left out of all others
-        model           {"type", "sha256"}: model_identity of the config
+        model           {"type", "sha256", "weights"}: model_identity of the config; plans of older
+                        versions have no "weights"
         places          L numbers: the layer of the model at each index of the cache
         others          [{"layer", "why"}]: layers of the model that the cache has none of
         layers          L objects {"k": side, "v": side, "kept": null or why this layer stays in 16
@@ -87,7 +88,8 @@ class CachePlan:
                         "sink_len", "recent_len"} or null: the whole plan, decoding token by token
                         on held-out text, against the 16-bit cache; kl in nats per token, top1 a
                         share, scored in tokens, of "passages"; "kl_error", "top1_error": standard
-                        errors, null or not there where they are not known; "in_one_pass": null, or
+                        errors, null or not there where they are not known; "kl_passages": the KL of
+                        each passage, not in older plans; "in_one_pass": null, or
                         why the model could not decode from a KVCache
         windowed        null, or the same figures with the first "sink_len" and last "recent_len"
                         tokens in 16 bit, and the "bits" of such caches; not in older plans
@@ -95,7 +97,8 @@ class CachePlan:
         blamed          layers that cost the most, where the limit is not met and not all layers
                         stay in 16 bit; else empty
         sensitivity     [{"layer", "k_format", "v_format", "kl"}]: only K or only V of this layer
-                        quantized, all else in 16 bit: two for each layer
+                        quantized, all else in 16 bit: two for each layer where formats were to be
+                        chosen, else none
         comparison      [{"format", "plan": bool, "bits", "kl", "top1", "perplexity"}]: one format
                         for all, with and without the plan's transforms, on the same held-out text;
                         "kl_error" and "top1_error" as above
@@ -109,6 +112,7 @@ class CachePlan:
         >>> from kvquant import CachePlan, KVCache
         >>> plan = CachePlan.load("plan.safetensors")  # as kvquant calibrate writes it
         >>> cache = KVCache.from_plan(plan, batch=1, max_seq_len=64)
+        >>> cache = KVCache.from_plan("plan.safetensors", batch=1, max_seq_len=64)  # the same
     """
 
     facts: Mapping[str, Any]
@@ -188,13 +192,8 @@ class CachePlan:
         Raises:
             CheckpointError: it was made for another one.
         """
-        ours, theirs = self.facts["model"], model_identity(config)
-        if ours["sha256"] != theirs["sha256"]:
-            raise CheckpointError(
-                f"{name} was made for a {ours['type']!r:.40} model with config "
-                f"{ours['sha256'][:12]}, not for this {theirs['type']!r:.40} model with config "
-                f"{theirs['sha256'][:12]}: calibrate this model"
-            )
+        what = f"{name} was made for"
+        check_identity(self.facts["model"], config, what, "for", "calibrate this model")
 
     def check_of_heads(self, what: str) -> None:
         """Raise ConfigError if the plan is of latent rows, and what takes it has keys and values of
@@ -419,6 +418,22 @@ class CachePlan:
         return chosen if self.has_basis(layer, side) else Basis(torch.zeros_like(chosen.offset))
 
 
-def check_plan(plan: object) -> None:
-    """Raise ConfigError unless it is a CachePlan; the path of one is none."""
-    check_kind("plan", plan, CachePlan, "give a CachePlan, of a file CachePlan.load(path)")
+Plan = CachePlan | str | os.PathLike[str]  # what every plan= takes: a plan, or the path of its file
+
+
+def as_plan(plan: Plan) -> CachePlan:
+    """The plan that was given, or, of a path, the plan that CachePlan.load reads there.
+
+    Raises:
+        ConfigError: it is neither a plan nor a path. The text "auto" is kept for a later version.
+        FileNotFoundError, CheckpointError: as CachePlan.load.
+    """
+    if isinstance(plan, str) and plan == "auto":
+        raise ConfigError(
+            "plan 'auto' is not possible yet: give a CachePlan or the path of its file, './auto' "
+            "for a file of that name"
+        )
+    if isinstance(plan, str | os.PathLike):
+        return CachePlan.load(plan)
+    check_kind("plan", plan, CachePlan, "give a CachePlan, or the path of its file")
+    return plan

@@ -58,6 +58,7 @@ class _Figures(msgspec.Struct, kw_only=True):
     perplexity: float
     kl_error: float | None = None
     top1_error: float | None = None
+    kl_passages: tuple[float, ...] = ()
 
 
 class _Compared(_Figures, kw_only=True):

@@ -53,11 +53,12 @@ class FormatName(Object):
             raise CheckpointError(f"{what}: {str(error)[:200]}") from None
 
 
-class ModelName(Object):
+class ModelName(Object, omit_defaults=True):
     """Which model something belongs to: model_identity of its config."""
 
     type: str
     sha256: Digest
+    weights: Digest | None = None
 
 
 class Fingerprints(Object):

@@ -28,7 +28,7 @@ The manifest is an object with exactly these keys; every number is whole:
         pages         their pages, in the order of the tokens; sequences may share the first ones
         tokens        the ids of its first tokens, as far as they are known, of 64 bits
         namespace     a string: with whom it may share rows; left out without one
-    model          null, or {"type", "sha256"}: model_identity of the model's config
+    model          null, or model_identity: {"type", "sha256"} and, if known, "weights"
     creation       any object: how the sequences came about
     transforms     [], or the fingerprints of the bases of each layer: as in checkpoint.py
     sha256         for every tensor the SHA-256 of its bytes

@@ -280,6 +280,11 @@ class SafetensorsFile:
         if self.num_bytes < len(head):
             raise CheckpointError(f"it has {self.num_bytes} bytes")
         self._fill(memoryview(head))
+        if head.startswith(b"GGUF"):
+            raise CheckpointError(
+                "this is a GGUF file: the weights of a model, no cache and no plan. Commands take "
+                "it as MODEL; `kvquant check MODEL` tells what caches of it take and lose"
+            )
         (length,) = struct.unpack("<Q", head)
         self._start = len(head) + length
         if length > MAX_HEADER_BYTES or self._start > self.num_bytes:

@@ -1,4 +1,4 @@
-"""What --model_args says: pretrained=FOLDER,k_format=int4-g4,recent_len=0 and so on."""
+"""What --model_args says: pretrained=MODEL,k_format=int4-g4,recent_len=0 and so on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ..calibration.fidelity import Planned
 from ..errors import ConfigError, DeviceError, shown
 from ..evaluation.caches import OPTIONS, parse_cache
 from ..hf.model import CachedModel
-from ..io.plan import CachePlan
 from ..rows.arguments import check_size
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -51,7 +50,10 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         )
     told = {**DEFAULTS, **given}
     if told["pretrained"] is None:
-        raise ConfigError("model_args name no model: give pretrained=FOLDER")
+        raise ConfigError(
+            "model_args name no model: give pretrained=MODEL, a folder, a GGUF "
+            "file or a name on the Hugging Face hub"
+        )
     if (told["k_format"] is None) == (told["plan"] is None):
         raise ConfigError(
             "model_args need a cache: give k_format=FORMAT (bf16 for the 16-bit cache, and "
@@ -77,8 +79,8 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{error}. lm_eval asks for cuda:0 unless --device names another"
         ) from error
     if told["plan"] is not None:
-        path = Path(str(told["plan"]))
-        return {"model": model, "cache": Planned(CachePlan.load(path), path.stem, *window), **sizes}
+        path = str(told["plan"])
+        return {"model": model, "cache": Planned(path, Path(path).stem, *window), **sizes}
     separator = "+" if model.has_latents else "/"
     formats = [told[name] for name in ("k_format", "v_format") if told[name] is not None]
     text = separator.join(map(str, formats)) + ",sinks={},recent={}".format(*window)

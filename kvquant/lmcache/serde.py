@@ -34,7 +34,7 @@ from lmcache.v1.memory_management import MemoryObj
 
 from ..engine.settings import rank_heads
 from ..errors import CheckpointError, ConfigError, ShapeError, UnsupportedError, shown
-from ..io.plan import CachePlan
+from ..io.plan import CachePlan, Plan, as_plan
 from ..ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from ..ops.transform import encode_rows
 from ..rows.arguments import check_size
@@ -68,7 +68,7 @@ class RowSerde(Serializer, Deserializer):
         head_dim: of the model; that of the plan when None.
         k_format: short name of K's format ("int8"); the plan's of each layer when None.
         v_format: of V's; K's when None.
-        plan: bases of all layers and KV heads of the model; None for none.
+        plan: bases of all layers and KV heads of the model, or the path of its file; None for none.
 
     Raises:
         ConfigError: a format or a head_dim does not exist, or is missing.
@@ -79,8 +79,9 @@ class RowSerde(Serializer, Deserializer):
         head_dim: int | None = None,
         k_format: str | None = None,
         v_format: str | None = None,
-        plan: CachePlan | None = None,
+        plan: Plan | None = None,
     ) -> None:
+        plan = None if plan is None else as_plan(plan)
         if plan is None and (head_dim is None or k_format is None):
             raise ConfigError(
                 "the serde lacks formats: give head_dim and k_format (such as 128 and "
@@ -230,8 +231,8 @@ def create_serde(given: Mapping[str, Any]) -> SerdeProcessor:
     """Make the serde that an adapter's "serde" asks for.
 
     Args:
-        given: "k_format", "v_format", "head_dim" and "plan", the path of a plan file, as RowSerde
-            takes them; and "max_workers", threads, 1 when left out.
+        given: "k_format", "v_format", "head_dim" and "plan", as RowSerde takes them; and
+            "max_workers", threads, 1 when left out.
 
     Raises:
         ConfigError: a key does not exist, or as RowSerde.
@@ -242,8 +243,6 @@ def create_serde(given: Mapping[str, Any]) -> SerdeProcessor:
         raise ConfigError(f'"serde" of type "kvquant" has {shown([*given])}: it may have {KEYS}')
     options = dict(given)
     max_workers = check_size("max_workers", options.pop("max_workers", 1), at_least=1)
-    if options.get("plan") is not None:
-        options["plan"] = CachePlan.load(options["plan"])
     serde = RowSerde(**options)
     return AsyncSerdeProcessor(serde, serde, max_workers=max_workers)
 

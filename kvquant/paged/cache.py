@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from ..cache.checks import (
     Formats,
-    Plan,
     check_bad_rows,
     check_bases,
+    check_holds,
     check_layer,
-    check_plan_options,
     check_windows,
     per_layer,
+    plan_for,
     row_format,
 )
 from ..cache.copying import NotCopied
@@ -57,6 +57,8 @@ MAX_SEQ_LEN = 32768
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypedDict, Unpack
+
+    from ..io.plan import Plan
 
     class PlanOptions(TypedDict, total=False):
         """Options of PagedKVCache that a plan does not decide."""
@@ -234,7 +236,8 @@ class PagedKVCache(NotCopied):
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:
-            plan: of the model whose keys and values will come; plan.check_model tells whether.
+            plan: of the model whose keys and values will come, or the path of its file;
+                CachePlan.check_model tells whether it is.
                 Layer i is the model's layer plan.places[i].
             num_pages: as in PagedKVCache.
             options: the others of PagedKVCache, but for formats and bases. A plan does not hold
@@ -243,7 +246,7 @@ class PagedKVCache(NotCopied):
         Raises:
             ConfigError: a size that is not possible, or an option that the plan decides.
         """
-        check_plan_options(plan, options)
+        plan = plan_for(plan, options)
         sizes = plan.num_layers, plan.num_kv_heads, plan.head_dim, num_pages
         k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
         return cls(*sizes, k_format=k_format, v_format=v_format, bases=bases, **options)
@@ -267,7 +270,7 @@ class PagedKVCache(NotCopied):
         Args:
             model: the model, or its config.
             num_pages, max_seq_len: as in the class.
-            plan: a plan of this model, with formats and bases.
+            plan: a plan of this model, with formats and bases, or the path of its file.
             options: the other options of the class, except sizes. Unless device and exact_format
                 are given, the cache has the model's device and 16-bit dtype.
 
@@ -874,6 +877,7 @@ class PagedKVCache(NotCopied):
 
     def _await(self, ids: Sequence[SequenceId]) -> None:
         """Make ready to read sequences; ConfigError if one does not live."""
+        check_holds(self.device)
         self._let_go()
         self.swap_space.check_here(ids)
         arrived = self.swap_space.await_rows(ids)
@@ -892,6 +896,7 @@ class PagedKVCache(NotCopied):
             NonFiniteError: rows came with values that their formats cannot hold, in any layer. Its
                 `sequences` are the ids of those that have them.
         """
+        check_holds(self.device)
         counts = self.bad_rows.tolist()
         if not any(counts):
             return

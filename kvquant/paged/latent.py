@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..cache.checks import Plan
 from ..cache.latent import (
     DEFAULT_FORMAT,
     LatentFormats,
@@ -30,6 +29,7 @@ from .cache import MAX_SEQ_LEN, SEQ_SLOTS, PagedKVCache
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ..io.plan import Plan
     from .cache import PlanOptions
 
 
@@ -123,8 +123,9 @@ class LatentPagedKVCache(PagedKVCache):
         """Make an empty cache whose formats and bases are those of a plan of latent rows.
 
         Args:
-            plan: of the model whose latents will come; plan.check_model tells whether. Layer i is
-                the model's layer plan.places[i].
+            plan: of the model whose latents will come, or the path of its file;
+                CachePlan.check_model tells whether it is. Layer i is the model's layer
+                plan.places[i].
             num_pages: as in LatentPagedKVCache.
             options: the others of LatentPagedKVCache, but for formats, sizes and bases.
 

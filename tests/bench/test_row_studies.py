@@ -52,7 +52,7 @@ def test_passages_are_those_of_a_pass_reference(subject: Subject) -> None:
 
     fmt = RowFormat.parse("int3", 128)
     readers = {at: lambda x: dequantize_rows(quantize_rows(x, fmt), fmt) for at in subject.rows}
-    windows = torch.cat(subject.passages._parts)
+    windows = torch.cat(subject.passages.parts)
     windows = torch.cat([windows, windows[:, -1:]], 1)  # a successor, of which nothing is read
     reference = PassReference(subject.model, windows, SMALL.context, [0, 1, 2, 3])
     theirs = reference.measure(Scheme("int3", "int3"))

@@ -36,7 +36,7 @@ from kvquant.calibration.moments import Moments
 from kvquant.calibration.windows import Sizes, observed_windows, spread
 from kvquant.cli.console import COUNT, FILE, FOLDER, NEW_FILE
 from kvquant.hf.model import CachedModel
-from kvquant.hf.single_pass import predict_from_rows
+from kvquant.hf.single_pass import Passages as Pass
 from kvquant.ops.quantize import dequantize_rows
 from kvquant.rows.basis import Basis
 from kvquant.rows.format import RowFormat
@@ -61,25 +61,25 @@ class Passages:
     ) -> None:
         self.model, self.context = model, context
         self.tokens = windows.numel() - len(windows) * context
-        self._parts = windows.split(batch)
-        self._expected = [self._predicted(part, {}) for part in self._parts]
+        self.parts = windows.split(batch)
+        exact = EXACT_DTYPES[model.exact_format]
+        self._passes = [Pass(model.model, part, context, exact) for part in self.parts]
+        self._expected = [self._predicted(part, {}) for part in self._passes]
 
     def kl(self, readers: Mapping[Place, Reader]) -> list[float]:
         """The KL of each passage, nats a token; sides without a reader stay in 16 bit."""
         found: list[float] = []
-        for part, expected in zip(self._parts, self._expected, strict=True):
+        for part, expected in zip(self._passes, self._expected, strict=True):
             found += divergence(expected, self._predicted(part, readers)).mean(1).tolist()
         return found
 
-    def _predicted(self, part: torch.Tensor, readers: Mapping[Place, Reader]) -> torch.Tensor:
+    def _predicted(self, part: Pass, readers: Mapping[Place, Reader]) -> torch.Tensor:
         def store(layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
             pair = ((layer, "k"), k), ((layer, "v"), v)
             return tuple(readers[at](x) if at in readers else x for at, x in pair)
 
-        exact = EXACT_DTYPES[self.model.exact_format]
         given: Any = store
-        logits = predict_from_rows(self.model.model, part, self.context, exact, given)
-        return logits.float().log_softmax(-1)
+        return part.predict(given).float().log_softmax(-1)
 
 
 def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:

@@ -172,11 +172,11 @@ def test_what_to_do_next_is_told() -> None:
     assert next_steps(good, "my plan.safetensors") == [
         (
             "use it in your own loop (model is a CachedModel)",
-            "cache = model.new_cache(1, 4096, plan=CachePlan.load('my plan.safetensors'))",
+            "cache = model.new_cache(1, 4096, plan='my plan.safetensors')",
         ),
         (
             "use it in generate (model is of transformers)",
-            "cache = QuantizedCache(model, plan=CachePlan.load('my plan.safetensors'))",
+            "cache = QuantizedCache(model, plan='my plan.safetensors')",
         ),
         ("see it", "kvquant report 'my plan.safetensors' -o 'my plan.html'"),
     ]

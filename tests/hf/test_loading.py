@@ -1,13 +1,15 @@
-"""Folders of models: nothing in them runs or is downloaded, failures are one line (4 s)."""
+"""Folders, GGUF files, names of models: nothing in them runs, failures are one line (4 s)."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from kvquant.cli.main import main
 from kvquant.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
+import huggingface_hub  # noqa: E402
 from hf_cases import SHAPE  # noqa: E402
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from kvquant.hf.model import CachedModel  # noqa: E402
+from kvquant.hf.models.loading import load_config  # noqa: E402
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 KERNEL = "kernels-community/flash-attn"
@@ -259,10 +264,78 @@ def test_shards_are_read(make: Make) -> None:
     assert torch.equal(weight, tensors["model.layers.1.mlp.up_proj.weight"].float())
 
 
-@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "/no/such/folder"])
-def test_names_of_models_are_told_what_to_do(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no folder, and nothing is downloaded: .*snapshot_"):
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The empty cache folder of a hub that cannot be reached."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def _cached(hub: Path, name: str, folder: Path) -> Path:
+    """Put the files of a folder into a hub's cache folder, as snapshot_download does."""
+    place = hub / f"models--{name.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0" * 40)
+    return Path(shutil.copytree(folder, place / "snapshots" / ("0" * 40)))
+
+
+def test_a_model_of_the_hub_is_loaded_from_its_cache(hub: Path) -> None:
+    _cached(hub, "owner/name", BUNDLED)
+    model, same = (CachedModel.from_pretrained(name) for name in ("owner/name", BUNDLED))
+    assert model.config_dict["_weights"] == same.config_dict["_weights"]
+    assert model.encode("The city") == same.encode("The city")
+    assert load_config("owner/name").model_type == "llama"
+
+
+def test_a_model_of_the_hub_without_safetensors_is_refused(hub: Path) -> None:
+    folder = _cached(hub, "name", BUNDLED)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"name has no safetensors .* take another"):
+        CachedModel.from_pretrained("name")
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        (GatedRepoError, "is gated .* hf auth login"),
+        (RepositoryNotFoundError, "no model on the Hugging Face hub: .* OWNER/NAME"),
+    ],
+)
+def test_models_that_the_hub_does_not_give_are_told(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception], said: str
+) -> None:
+    asked: list[Any] = []
+
+    def refuse(*args: Any, **options: Any) -> None:
+        asked.extend((*args, options["allow_patterns"]))
+        raise kind.__new__(kind)  # they differ in what they are made of, by version
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ConfigError, match=rf"owner/name {said}|owner/name is no folder.* {said}"):
+        CachedModel.from_pretrained("owner/name")
+    name, patterns = asked
+    assert name == "owner/name"
+    files = "model.py pytorch_model.bin model.gguf model-00001-of-00002.safetensors config.json"
+    wanted = [file for file in files.split() if any(fnmatch(file, p) for p in patterns)]
+    assert wanted == ["model-00001-of-00002.safetensors", "config.json"]
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("meta-llama/Llama-3.2-1B", "no folder or GGUF file here, .*hf download .*give FOLDER"),
+        ("/no/such/folder", "does not exist: give the folder of a model, a GGUF file, or"),
+        (__file__, "is no GGUF file: give the folder"),
+    ],
+)
+def test_names_of_models_are_told_what_to_do(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         CachedModel.from_pretrained(name)
+    result = CliRunner().invoke(main, ["evaluate", name])
+    assert result.exit_code == 2
+    assert re.search(said, " ".join(result.output.split()))
 
 
 def test_the_command_says_one_line(make: Make, tmp_path: Path) -> None:

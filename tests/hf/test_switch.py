@@ -19,8 +19,14 @@ from hf_cases import FP16, tiny, tokens  # noqa: E402
 
 from kvquant.hf import switch  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
-from kvquant.hf.single_pass import predict_from_rows  # noqa: E402
+from kvquant.hf.single_pass import Passages  # noqa: E402
 from kvquant.hf.switch import attending  # noqa: E402
+
+
+def passed(model: CachedModel, text: torch.Tensor, *, keeps_context: bool) -> torch.Tensor:
+    passages = Passages(model.model, text, 4, torch.float16, keeps_context=keeps_context)
+    return passages.predict(lambda layer, k, v: (k, v), (1, 2))
+
 
 CALLS: dict[str, Any] = {
     "prefill": lambda model, text: model.prefill(model.new_cache(1, 16), text),
@@ -29,9 +35,8 @@ CALLS: dict[str, Any] = {
     "observe": lambda model, text: model.observe(text, lambda *shown: None),
     "projections": lambda model, text: model.output_weights(),
     "sharing": lambda model, text: model.shared_layers(),
-    "one pass": lambda model, text: predict_from_rows(
-        model.model, text, 4, torch.float16, lambda layer, k, v: (k, v)
-    ),
+    "one pass": lambda model, text: passed(model, text, keeps_context=False),
+    "one pass behind a kept context": lambda model, text: passed(model, text, keeps_context=True),
 }
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from latent_plans import latent_plan
 from relative_l2 import relative_l2
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from kvquant import KVCache, load_cache, save_cache
+from kvquant import CachedModel, KVCache, LatentKVCache, QuantizedCache, load_cache, save_cache
+from kvquant.calibration.fidelity import Planned
 from kvquant.errors import CheckpointError, ConfigError
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
 from kvquant.io.tensor_files import sealed, sha256
 from kvquant.paged.cache import PagedKVCache
+from kvquant.paged.latent import LatentPagedKVCache
+from kvquant.rows.basis import fingerprints
 
 GOLDEN = Path(__file__).parents[1] / "data" / "plan-v1.safetensors"
 CONFIG = {"model_type": "llama", "hidden_size": 64}
@@ -397,29 +402,73 @@ def test_rows_of_one_basis_are_not_read_in_another(plan: CachePlan, tmp_path: Pa
         load_cache(plain, plan=plan)
 
 
-class Claims:
-    """Has the names of a plan, and computes none of them."""
+class Lazy(CachePlan):
+    """Computes no bases."""
 
-    is_latent = False
-    num_layers = num_kv_heads = head_dim = k_formats = v_formats = None
-    layers = property(lambda self: pytest.fail("bases are computed before they are wanted"))
+    layers = property(lambda self: pytest.fail("bases are computed before they are wanted"))  # type: ignore[assignment]
+
+
+def test_options_are_looked_at_before_the_bases_of_a_plan(plan: CachePlan) -> None:
+    lazy = Lazy(plan.facts, plan.tensors)
+    with pytest.raises(ConfigError, match="k_format with a plan"):
+        KVCache.from_plan(lazy, 1, 64, k_format="int8")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="k_format with a plan"):
+        PagedKVCache.from_plan(lazy, 4, k_format="int8")  # type: ignore[call-arg]
+
+
+SIZES = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 64}
+WIDTHS = {"hidden_size": 128, "intermediate_size": 32, "num_attention_heads": 4}
+
+
+def saved_and_loaded(plan: Any, tmp_path: Path) -> Any:
+    (file,) = save_cache(KVCache.from_plan(plan, 1, 8), tmp_path / "cache.safetensors")
+    return load_cache(file, plan=plan).bases
+
+
+DOORS: dict[str, Callable[[Any, LlamaForCausalLM, Path], Any]] = {
+    "KVCache": lambda plan, model, _: KVCache.from_plan(plan, 1, 8).bases,
+    "PagedKVCache": lambda plan, model, _: PagedKVCache.from_plan(plan, 4).bases,
+    "for_model": lambda plan, model, _: PagedKVCache.for_model(model, 4, plan=plan).bases,
+    "for_memory": lambda plan, model, _: PagedKVCache.for_memory(2**26, plan=plan).bases,
+    "load_cache": lambda plan, model, folder: saved_and_loaded(plan, folder),
+    "new_cache": lambda plan, model, _: CachedModel(model).new_cache(1, 8, plan=plan).bases,
+    "QuantizedCache": lambda plan, model, _: QuantizedCache(model, plan=plan)._outline.bases,
+    "fold_values": lambda plan, model, _: CachedModel(model).fold_values(plan).layers,
+    "Planned": lambda plan, model, _: Planned(plan).plan.layers,
+}
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_a_path_is_taken_wherever_a_plan_is(
+    door: Callable[[Any, LlamaForCausalLM, Path], Any], tmp_path: Path
+) -> None:
+    config = LlamaConfig(**SIZES, **WIDTHS)
+    plan, path = example_plan(), tmp_path / "plan.safetensors"
+    facts = plan.with_formats("int8").facts | {"model": model_identity(config.to_dict())}
+    plan = CachePlan(facts, plan.tensors)
+    plan.save(path)
+    make = partial(AutoModelForCausalLM.from_config, config, attn_implementation="kvquant")
+    models = [make() for _ in "abc"]
+    given = plan, path, str(path)
+    found = [door(one, model, tmp_path) for one, model in zip(given, models, strict=True)]
+    assert found[0]
+    assert fingerprints(found[0]) == fingerprints(found[1]) == fingerprints(found[2])
 
 
 @pytest.mark.parametrize(
-    "plan", ["plan.safetensors", object(), Claims()], ids=["a path", "an object", "its names"]
+    "door",
+    [
+        lambda plan: LatentKVCache.from_plan(plan, 1, 8).bases,
+        lambda plan: LatentPagedKVCache.from_plan(plan, 4).bases,
+    ],
+    ids=["LatentKVCache", "LatentPagedKVCache"],
 )
-def test_what_is_no_plan_is_refused(plan: Any, tmp_path: Path) -> None:
-    (path,) = save_cache(KVCache(1, 1, 1, 64, 8), tmp_path / "cache.safetensors")
-    with pytest.raises(ConfigError, match=f"plan is of type {type(plan).__name__}: give a Cache"):
-        load_cache(path, plan=plan)
-
-
-def test_options_are_looked_at_before_the_bases_of_a_plan() -> None:
-    plan: Any = Claims()
-    with pytest.raises(ConfigError, match="k_format with a plan"):
-        KVCache.from_plan(plan, 1, 64, k_format="int8")  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="k_format with a plan"):
-        PagedKVCache.from_plan(plan, 4, k_format="int8")  # type: ignore[call-arg]
+def test_a_path_is_taken_wherever_a_plan_of_latent_rows_is(
+    door: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    plan, path = latent_plan(), tmp_path / "plan.safetensors"
+    plan.save(path)
+    assert fingerprints(door(plan)) == fingerprints(door(str(path))) == fingerprints(door(path))
 
 
 def test_a_plan_of_latent_rows_is_read_as_it_was_written(tmp_path: Path) -> None:

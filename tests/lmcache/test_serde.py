@@ -111,8 +111,12 @@ def plan(tmp_path: Path) -> CachePlan:
     return CachePlan.load(path)
 
 
-def test_a_plan_gives_each_layer_its_formats_and_each_rank_its_bases(plan: CachePlan) -> None:
+def test_a_plan_gives_each_layer_its_formats_and_each_rank_its_bases(
+    plan: CachePlan, tmp_path: Path
+) -> None:
     one, values = serde.RowSerde(plan=plan), new_values()
+    plan.save(tmp_path / "again.safetensors")
+    assert serde.RowSerde(plan=tmp_path / "again.safetensors")._tag == one._tag
     found = there_and_back(one, values, key())
     for layer, (bases, names) in enumerate(zip(plan.layers, plan.formats, strict=True)):
         for side, (basis, name) in enumerate(zip(bases, names, strict=True)):

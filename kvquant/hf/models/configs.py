@@ -21,7 +21,7 @@ from ...cache.contiguous import KVCache
 from ...cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
 from ...cache.latent import LatentFormats, LatentKVCache
 from ...errors import ConfigError, UnsupportedModelError
-from ...io.plan import CachePlan, check_plan
+from ...io.plan import CachePlan, Plan, as_plan
 from ...rows.arguments import name_of_kind
 from ...rows.codec import one_of
 from ...rows.format import HEAD_DIMS
@@ -297,7 +297,7 @@ def new_cache(
     batch: int,
     max_seq_len: int,
     *,
-    plan: CachePlan | None = None,
+    plan: Plan | None = None,
     fmt: LatentFormats | None = None,
     **options: Any,
 ) -> KVCache:
@@ -330,7 +330,7 @@ def new_paged_cache(
     num_pages: int,
     max_seq_len: int,
     *,
-    plan: Any = None,
+    plan: Plan | None = None,
     fmt: LatentFormats | None = None,
     **options: Any,
 ) -> Any:
@@ -372,14 +372,14 @@ def _made(
     kind: Any,
     config: Any,
     layers: CacheLayers,
-    plan: CachePlan | None,
+    plan: Plan | None,
     fmt: LatentFormats | None,
     options: dict[str, Any],
 ) -> Any:
     """A cache of a class that fits the layers' rows, made of a plan or of formats."""
     model_type = config.get_text_config(decoder=True).model_type
     if plan is not None:
-        check_plan(plan)
+        plan = as_plan(plan)
     if given := [name for name in _SIZES if name in options]:
         raise ConfigError(f"{' and '.join(given)} cannot be given: the cache has the model's sizes")
     given = [name for name in _OF_HEADS if name in options and layers.are_latent]

@@ -1,4 +1,4 @@
-"""Load the model of a local folder: nothing that is in it runs, and nothing is downloaded.
+"""Load a model from a folder, a GGUF file, or the Hugging Face hub: nothing that is in it runs.
 
 What could is refused before transformers sees it: code of the model's own, weights that are pickles
 (pytorch_model.bin), weights that need other packages' kernels (quantization_config), adapters,
@@ -13,71 +13,92 @@ import os
 import stat
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub
 import torch
 import transformers
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from ...errors import ConfigError
+from ...errors import ConfigError, missing_extra
+from ...io.model_source import check_source, is_gguf
 
 TensorPlan = Literal["auto"] | dict[str, str]
 WEIGHTS = "model.safetensors"
 LAYERS = {"n_layer", "n_layers", "num_hidden_layers", "num_layers"}
 FLOATS = {"BF16", "F16", "F32", "F64"}  # dtypes of weights, as safetensors names them
+# of the hub: no code, no pickles, no second copy of the weights in another program's layout
+CONFIGS = ("config.json", "generation_config.json")
+FILES = ("model*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja")
 # transformers downloads nothing with these, and runs nothing
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load(
-    folder: str | Path, dtype: torch.dtype, tp_plan: TensorPlan | None = None
+    source: str | Path, dtype: torch.dtype, tp_plan: TensorPlan | None = None
 ) -> tuple[Any, Any, torch.dtype | None]:
-    """Load the model and the tokenizer of a local folder.
+    """Load a model and its tokenizer.
 
     Weights that the model has no use for stay unused, with a warning: folders hold more than the
-    decoder (images, layers that predict several tokens).
+    decoder (images, layers that predict several tokens). Weights of a GGUF file are dequantized.
+
+    Args:
+        source: as of located.
+        dtype: of weights and arithmetic.
+        tp_plan: as of CachedModel.from_pretrained.
 
     Returns:
         Model, tokenizer, and the dtype that the model was saved in.
 
     Raises:
-        ConfigError: no such folder, no model in it that transformers can load by its own code and
-            from safetensors, or weights that are missing or do not fit; or a tp_plan and one
+        ConfigError: as located; no model that transformers can load by its own code and from
+            safetensors or GGUF, or weights that are missing or do not fit; or a tp_plan and one
             process.
+        UnsupportedError: a GGUF file, and the packages that read one are not installed.
     """
-    folder = Path(folder)
     if tp_plan is not None and int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ConfigError(
             "tp_plan spreads a model over processes, and there is one: start them by "
             "torchrun --nproc-per-node=2, or leave tp_plan out"
         )
-    shapes = _check_folder(folder)
+    folder = located(source)
+    of_gguf = is_gguf(folder)
+    shapes = [] if of_gguf else _check_folder(folder)
+    where, options = _place(folder)
     what, advice = str(folder), "give a causal language model that this transformers can load"
     with _quiet():
         try:
-            config = transformers.AutoConfig.from_pretrained(str(folder), **LOCAL)
+            config = transformers.AutoConfig.from_pretrained(where, **options)
             saved = config.dtype
             # transformers' own choice, whatever the file names: a kernel would be downloaded
             config._attn_implementation = config._experts_implementation = None
-            _check_size(folder, config, dtype, shapes)
+            if not of_gguf:
+                _check_size(folder, config, dtype, shapes)
+            elif hasattr(transformers, "GgufConfig"):  # else packed weights, for kernels of others
+                options["quantization_config"] = transformers.GgufConfig(dequantize=True)
             found: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                str(folder),
+                where,
                 config=config,
                 dtype=dtype,
-                use_safetensors=True,
+                use_safetensors=None if of_gguf else True,
                 ignore_mismatched_sizes=True,  # listed below, by name
                 output_loading_info=True,
                 **_spreading(tp_plan),
-                **LOCAL,
+                **options,
             )
             model, told = found
+            options.pop("quantization_config", None)
+            if of_gguf:  # an ordinary model from here on, with an ordinary config
+                model.hf_quantizer, model.is_quantized = None, False
+                vars(model.config).pop("quantization_config", None)
             what = f"the tokenizer of {folder}"
             advice = "put its files there (tokenizer.json, tokenizer_config.json)"
-            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
             tokenizer.model_max_length = sys.maxsize  # or it warns of texts that are cut later
         except (ConfigError, KeyboardInterrupt, SystemExit):
             raise
@@ -113,19 +134,103 @@ def _spreading(tp_plan: TensorPlan | None) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
 
 
-def load_config(folder: str | Path) -> Any:
-    """Read the config of the model of a local folder, which need not hold the weights.
+def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
+    """The folder or the GGUF file of a model, downloaded if it is on the hub.
+
+    Args:
+        source: a folder with safetensors files, a GGUF file, or a name on the Hugging Face hub:
+            OWNER/NAME. Files that the hub's cache folder has are not downloaded again.
+        files: patterns of those to download.
 
     Raises:
-        ConfigError: no such folder, or no config in it that transformers knows.
+        ConfigError: there is no such thing, or the hub cannot be reached or does not give it.
     """
-    folder = Path(folder)
-    _read_json(folder / "config.json")
+    path = check_source(source)
+    if path.exists():
+        return path
+    name = str(path)
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{name} is gated on the Hugging Face hub: accept its terms on its page there, and log "
+            "in (hf auth login)"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{name} is no folder, no GGUF file, and no model on the Hugging Face hub: give the "
+            "path of one, or OWNER/NAME; for a private model log in (hf auth login)"
+        ) from error
+    except Exception as error:  # of huggingface_hub, or of the HTTP library that its version has
+        raise ConfigError(
+            f"{name} is no folder or GGUF file here, and could not be had from the Hugging Face "
+            f"hub: {_first_line(error)} Check the path; or run `hf download {name} --local-dir "
+            "FOLDER` where there is a network, and give FOLDER"
+        ) from error
+    if files is FILES and not list(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{name} has no safetensors files on the Hugging Face hub, and pickles are not "
+            "loaded, as they can run code: take another one; of a GGUF file give the path"
+        )
+    return folder
+
+
+def _place(path: Path) -> tuple[str, dict[str, Any]]:
+    """The name and the options by which transformers finds a folder or a GGUF file."""
+    if not is_gguf(path):
+        return str(path), dict(LOCAL)
+    try:
+        import accelerate  # noqa: F401
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise missing_extra("transformers reads GGUF files with more", "gguf", error) from error
+    return str(path.parent), {**LOCAL, "gguf_file": path.name}
+
+
+def load_config(source: str | Path) -> Any:
+    """Read the config of a model; a folder need not hold the weights.
+
+    Args:
+        source: as of located; of the hub the config alone is downloaded.
+
+    Raises:
+        ConfigError: as located, or no config that transformers knows.
+        UnsupportedError: as load.
+    """
+    folder = located(source, CONFIGS)
+    where, options = _place(folder)
+    if "gguf_file" not in options:
+        _read_json(folder / "config.json")
     with _quiet():
         try:
-            return transformers.AutoConfig.from_pretrained(str(folder), **LOCAL)
+            return transformers.AutoConfig.from_pretrained(where, **options)
         except Exception as error:
             raise ConfigError(f"{folder} could not be loaded: {_first_line(error)}") from error
+
+
+def empty_model(folder: Path) -> Any:
+    """The model of a config, with weights on the meta device; see load_config."""
+    config = load_config(folder)
+    with _quiet():
+        return _empty(config, torch.bfloat16)
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder's safetensors files by name, mapped, not read; errors as of load."""
+    _check_folder(folder)
+    found: dict[str, torch.Tensor] = {}
+    for path in _weights(folder):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}
+    return found
+
+
+def _empty(config: Any, dtype: torch.dtype) -> Any:
+    """The model of a config, with weights on the meta device."""
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )
 
 
 def _check_folder(folder: Path) -> list[list[int]]:
@@ -134,11 +239,6 @@ def _check_folder(folder: Path) -> list[list[int]]:
     Returns:
         The shapes of its weights.
     """
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is no folder, and nothing is downloaded: give the folder of a model, such "
-            "as huggingface_hub.snapshot_download returns for the name of one"
-        )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a model's folder: it has no config.json")
     config = _read_json(folder / "config.json")
@@ -213,11 +313,7 @@ def _shapes(path: Path) -> list[list[int]]:
 
 def _check_size(folder: Path, config: Any, dtype: torch.dtype, shapes: list[list[int]]) -> None:
     """Raise ConfigError for a config of a much larger model, before that is made."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=False
-        )
-    wanted, stored = model.num_parameters(), sum(map(math.prod, shapes))
+    wanted, stored = _empty(config, dtype).num_parameters(), sum(map(math.prod, shapes))
     if wanted > 2 * stored:
         raise ConfigError(
             f"{folder}: config.json asks for a model of {wanted:,} numbers, and its weights have "
