@@ -29,10 +29,18 @@ from ..rows.basis import Encoding, Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide, AttentionCall
 from ..rows.indptr import check_indptr
+from ..rows.quantize import FLOAT_DTYPES
 from ..rows.rotation import Rope
-from ..rows.segment import FixedSegments, Segment
+from ..rows.segment import FixedSegments, Segment, check_segments
 from ..rows.slots import Slots
-from ..rows.variant import AttentionVariant, check_variant, moved, names_of, within
+from ..rows.variant import (
+    AttentionVariant,
+    check_variant,
+    check_variant_values,
+    moved,
+    names_of,
+    within,
+)
 from .cache import PagedKVCache
 from .latent import LatentPagedKVCache
 from .pool import SequenceId
@@ -54,6 +62,14 @@ class _Parts(NamedTuple):
     whole: Sequence[Segment]
     prefix: Segment | None  # None where none is ever read once
     own: Sequence[Segment]
+
+
+class _Seen(NamedTuple):
+    """What queries attend to."""
+
+    parts: _Parts
+    q_lens: torch.Tensor | None  # queries of each sequence; None for one
+    fixed: bool  # whether the call is kept for other steps
 
 
 class StepBatch(NotCopied):
@@ -333,13 +349,11 @@ class StepBatch(NotCopied):
         q: torch.Tensor,
         q_indptr: torch.Tensor | None = None,
         variant: AttentionVariant | None = None,
-    ) -> tuple[_Parts, torch.Tensor | None, bool]:
-        """What queries attend to, if they fit the step; variant: of the attention.
-
-        Returns:
-            The rows, how many queries each sequence has (None: one), and whether this call is kept
-            for other steps.
-        """
+        *,
+        in_step: bool = False,
+    ) -> _Seen:
+        """What queries attend to, if they fit the step; variant: of the attention; in_step: the
+        call appends the step's tokens next."""
         compiling = torch.compiler.is_compiling()
         fixed = self._is_fixed(compiling)
         if not isinstance(q, torch.Tensor) or q.ndim not in (3, 4):
@@ -374,7 +388,7 @@ class StepBatch(NotCopied):
             warm_up_ragged(self, q, variant)
         if not compiling:
             if not fixed:
-                self._check_appended(layer)
+                self._check_appended(layer, in_step=in_step)
             if q_lens is not None and q_len < self._most_new:
                 raise ShapeError(
                     f"{self.query} is {list(q.shape)}, and a sequence of the step has "
@@ -396,7 +410,7 @@ class StepBatch(NotCopied):
             self._captured[0] = min(self._captured[0], batch)
             if q_lens is not None:
                 self._captured[2] = min(self._captured[2], q_len)
-        return parts, q_lens, fixed
+        return _Seen(parts, q_lens, fixed)
 
     def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
         """Whether reading a prefix once saves more time than it costs.
@@ -420,14 +434,15 @@ class StepBatch(NotCopied):
                 "no step of this batch is open: append and attend inside `with batch.extend(...):`"
             )
 
-    def _check_appended(self, layer: int) -> None:
-        """Raise unless the tokens of this step's sequences may all stand in a layer.
+    def _check_appended(self, layer: int, *, in_step: bool) -> None:
+        """Raise unless the tokens of this step's sequences may all stand in a layer; in_step: or
+        come next.
 
         Raises:
             ConfigError: it is known that the step's new tokens were not appended to it.
             ShapeError: the sequences have no tokens.
         """
-        if self._lacks(layer):
+        if not in_step and self._lacks(layer):
             raise ConfigError(
                 f"layer {layer} was not appended to in this step: append its new tokens to it "
                 "first, their queries see them"
@@ -785,7 +800,7 @@ class PagedBatch(StepBatch):
             As attend.
 
         Raises:
-            As append and attend; nothing is appended where the variant or an option is not
+            As append and attend; nothing is appended where q, the variant or an option is not
             possible.
 
         Example:
@@ -810,14 +825,22 @@ class PagedBatch(StepBatch):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
                 check_variant(q, variant, q_indptr)
-        basis, given = self.cache.rows.layers[layer].basis, None
+        seen = self._seen_by(layer, q, q_indptr, variant, in_step=True)
+        at = self.cache.rows.layers[layer]
+        dim, heads = at.k_format.head_dim, self.cache.num_kv_heads
+        is_right = q.shape[-1] == dim and not q.shape[-2] % heads and q.device == at.k_pages.device
+        if not is_right or q.dtype not in FLOAT_DTYPES:
+            check_segments(q, seen.parts.whole, seen.q_lens, q_indptr)  # says what is wrong
+        if variant is not None and names_of(variant) and debug.may_read(q):
+            check_variant_values(q, seen.parts.whole, seen.q_lens, variant)
+        basis, given = at.basis, None
         one_each = q.ndim == 3 and len(q) == len(k)
         if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
             given = queries_of(q, basis, sm_scale, backend)
         found = self._append(layer, k, v, rope, None if given is None else given[0], variant)
         transformed = None if found is None or given is None else (found, given[1])
         options = sm_scale, num_splits, return_lse, backend
-        return self._attend(layer, q, q_indptr, transformed, variant, *options)
+        return self._attend(layer, q, q_indptr, seen, transformed, variant, *options)
 
     @overload
     def attend(
@@ -882,13 +905,15 @@ class PagedBatch(StepBatch):
             and where it is known that the step's tokens were not appended to the layer.
         """
         options = sm_scale, num_splits, return_lse, backend
-        return self._attend(layer, q, q_indptr, None, variant, *options)
+        seen = self._seen_by(layer, q, q_indptr, variant)
+        return self._attend(layer, q, q_indptr, seen, None, variant, *options)
 
     def _attend(
         self,
         layer: int,
         q: torch.Tensor,
         q_indptr: torch.Tensor | None,
+        seen: _Seen,
         transformed: Transformed | None,
         variant: AttentionVariant | None,
         sm_scale: float | None,
@@ -897,7 +922,7 @@ class PagedBatch(StepBatch):
         backend: str | None,
     ) -> torch.Tensor | State:
         """Attend; transformed: q in the layer's basis, if an append has found it."""
-        parts, q_lens, fixed = self._seen_by(layer, q, q_indptr, variant)
+        parts, q_lens, fixed = seen
         tensors, members = self._staged.tensors, None
         window = self.cache.windows[layer]
         if window is not None:
