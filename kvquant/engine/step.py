@@ -96,10 +96,9 @@ class Step:
     def padded(self, q: torch.Tensor) -> torch.Tensor:
         """Give queries [num_tokens or more, ...] of the decoding sequences the shape that attention
         takes: [decodes, ...], or [decodes, q_len, ...] where a sequence has several."""
-        q = q[: self.num_tokens]
+        q = q[: self.num_tokens if self.places is None else len(self.places)]
         if self.places is not None:
-            room = q.new_empty(self.decodes * self.q_len, *q.shape[1:])
-            q = room.index_copy_(0, self.places, q[: len(self.places)])
+            q = q.new_empty(self.decodes * self.q_len, *q.shape[1:]).index_copy_(0, self.places, q)
         return q.unflatten(0, (self.decodes, self.q_len)) if self._has_places else q
 
     def unpadded(self, found: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, overload
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -15,12 +15,7 @@ from ..cache.checks import check_options
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
 from ..ops.append import bind_append, write_rows
-from ..ops.append_checks import (
-    check_call,
-    check_new,
-    check_new_types,
-    check_tokens,
-)
+from ..ops.append_checks import check_call, check_new, check_new_types, check_tokens
 from ..ops.attention import State, Transformed, attend
 from ..ops.shared_prefix import attend_shared, has_kernel, is_shareable
 from ..ops.transform import queries_of
@@ -64,12 +59,9 @@ class _Parts(NamedTuple):
     own: Sequence[Segment]
 
 
-class _Seen(NamedTuple):
-    """What queries attend to."""
-
-    parts: _Parts
-    q_lens: torch.Tensor | None  # queries of each sequence; None for one
-    fixed: bool  # whether the call is kept for other steps
+# what queries attend to, how many of them each sequence has (None: one), and whether the call is
+# kept for other steps
+_Seen: TypeAlias = tuple[_Parts, "torch.Tensor | None", bool]
 
 
 class StepBatch(NotCopied):
@@ -349,7 +341,6 @@ class StepBatch(NotCopied):
         q: torch.Tensor,
         q_indptr: torch.Tensor | None = None,
         variant: AttentionVariant | None = None,
-        *,
         in_step: bool = False,
     ) -> _Seen:
         """What queries attend to, if they fit the step; variant: of the attention; in_step: the
@@ -410,7 +401,7 @@ class StepBatch(NotCopied):
             self._captured[0] = min(self._captured[0], batch)
             if q_lens is not None:
                 self._captured[2] = min(self._captured[2], q_len)
-        return _Seen(parts, q_lens, fixed)
+        return parts, q_lens, fixed
 
     def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
         """Whether reading a prefix once saves more time than it costs.
@@ -827,12 +818,11 @@ class PagedBatch(StepBatch):
                 check_variant(q, variant, q_indptr)
         seen = self._seen_by(layer, q, q_indptr, variant, in_step=True)
         at = self.cache.rows.layers[layer]
-        dim, heads = at.k_format.head_dim, self.cache.num_kv_heads
-        is_right = q.shape[-1] == dim and not q.shape[-2] % heads and q.device == at.k_pages.device
-        if not is_right or q.dtype not in FLOAT_DTYPES:
-            check_segments(q, seen.parts.whole, seen.q_lens, q_indptr)  # says what is wrong
+        is_right = q.shape[-1] == at.k_format.head_dim and q.device == at.k_pages.device
+        if not is_right or q.shape[-2] % self.cache.num_kv_heads or q.dtype not in FLOAT_DTYPES:
+            check_segments(q, seen[0].whole, seen[1], q_indptr)  # says what is wrong
         if variant is not None and names_of(variant) and debug.may_read(q):
-            check_variant_values(q, seen.parts.whole, seen.q_lens, variant)
+            check_variant_values(q, seen[0].whole, seen[1], variant)
         basis, given = at.basis, None
         one_each = q.ndim == 3 and len(q) == len(k)
         if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
