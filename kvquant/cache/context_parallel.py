@@ -158,27 +158,27 @@ class ContextParallelCache:
                 "new_tokens, head_dim]"
             )
         totals, new = self._totals[layer], k.shape[2]
-        self._may_hold[layer] |= new > 0
-        if new == 1 and new_lens is None:
-            self.cache.append(layer, k, v, self._share[totals % len(self._share)])
-            totals += 1
-            return
-        steps = torch.arange(new, device=totals.device)
-        places = totals[:, None] + steps
-        is_mine = (places // self.block_len) % self.world_size == self.rank
         counts: int | torch.Tensor = new
-        if new_lens is not None:
-            counts = self._counts(new_lens, new)
-            is_mine &= steps < counts[:, None]
-        if new > 1:  # mine to the front, in their order
-            most = min(new, (new // (self.block_len * self.world_size) + 1) * self.block_len)
-            order = is_mine.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-            k, v = (
-                x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-                for x in (k, v)
-            )
-        self.cache.append(layer, k, v, is_mine.sum(1, dtype=torch.int32))
+        if new == 1 and new_lens is None:
+            share = self._share[totals % len(self._share)]
+        else:
+            steps = torch.arange(new, device=totals.device)
+            places = totals[:, None] + steps
+            is_mine = (places // self.block_len) % self.world_size == self.rank
+            if new_lens is not None:
+                counts = self._counts(new_lens, new)
+                is_mine &= steps < counts[:, None]
+            share = is_mine.sum(1, dtype=torch.int32)
+            if new > 1:  # mine to the front, in their order
+                most = min(new, (new // (self.block_len * self.world_size) + 1) * self.block_len)
+                order = is_mine.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+                k, v = (
+                    x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+                    for x in (k, v)
+                )
+        self.cache.append(layer, k, v, share)  # refuses what it cannot take
         totals += counts
+        self._may_hold[layer] |= new > 0
 
     def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
         """[batch] on the device; as KVCache.append takes them."""

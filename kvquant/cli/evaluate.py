@@ -183,7 +183,14 @@ def evaluate(
         raise ConfigError("--retrieval needs the task retrieval: name it in --tasks")
     if pattern is not None and not answered:
         raise ConfigError('--pattern needs answers to compare: give --prompts with "answer"')
+    done = 0  # parts
     with progress(100, "Evaluating") as update:
+
+        def told(what: str, parts: int) -> None:
+            nonlocal done
+            done += 1
+            update(100 * done // parts - 100 * (done - 1) // parts, what)
+
         found = run(
             reader,
             caches,
@@ -193,7 +200,7 @@ def evaluate(
             examples=given,
             reading=reading,
             state=state,
-            progress=lambda what, parts: update(100 // parts, what),
+            progress=told,
         )
     write_json(json_file, found)
     if report is not None:

@@ -760,8 +760,6 @@ class PagedKVCache(NotCopied):
     ) -> Step:
         """Grow sequences, whose new rows are then to be written, for PagedBatch.extend."""
         self.prepare(ids)
-        if any(counts):
-            self._bad_before = self.bad_rows.clone()
         step = None
         with self.changing():
             try:
@@ -769,6 +767,8 @@ class PagedKVCache(NotCopied):
                     step = self.state.extend(ids, counts, tokens)
                 self.rows.copy_pages(self._in_groups(step.copies))
                 self.rows.copy_originals(step.leaving)
+                if any(counts):
+                    self._bad_before = self.bad_rows.clone()
             except BaseException:
                 if step is not None:
                     self.state.take_back(step)
