@@ -40,6 +40,7 @@ from .checks import (
     row_format,
     whole_numbers,
 )
+from .copying import NoShallowCopy
 from .layer import ROLLBACK, SPARE, Kind, LayerCache, packed_row_bytes, rooms_of
 from .memory import check_room
 from .warmup import warm_up_first
@@ -75,7 +76,7 @@ _CACHE_OF_TRANSFORMERS = {"get_mask_sizes", "get_seq_length", "is_compileable", 
 _LARGE = 1 << 28  # bytes, from which on it is looked whether there is memory
 
 
-class KVCache:
+class KVCache(NoShallowCopy):
     """Keys and values of all layers of a model, for a batch of sequences of unequal lengths.
 
     All memory is allocated when the cache is made. Formats of K and of V are independent, and may

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from ..errors import ConfigError, DeviceError, KVQuantError
-from ..rows.format import HEAD_DIMS, NAMES
+from ..rows.format import HEAD_DIMS, NAMES, nearest
 
 if TYPE_CHECKING:
     from ..kernels.cuda.runtime.spec import Spec
@@ -55,6 +55,10 @@ class Format(click.Choice[str]):
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """See click.Choice."""
         return "FORMAT"
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        """Name ours where the name is another project's; see click.Choice."""
+        return super().get_invalid_choice_message(value, ctx) + nearest(str(value))
 
 
 class Pair(Format):
