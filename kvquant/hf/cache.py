@@ -298,7 +298,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         kv = self._outline if self.kv is None else self.kv
         held = "no tokens yet"
         if self.kv is not None:
-            held = f"{kv.batch} sequences of {self.length_of(0)} tokens, room for {kv.max_seq_len}"
+            held = f"batch {kv.batch}, {self.length_of(0)} tokens, room for {kv.max_seq_len}"
         return (
             f"QuantizedCache of {self._num_layers} layers: {kinds:.200}\n"
             f"  the first {kv.sink_len} and last {kv.recent_len} tokens in {kv.exact_format}\n"

@@ -386,11 +386,12 @@ def non_finite(x: torch.Tensor, fmt: AnyFormat) -> NonFiniteError:
 def beyond(place: str, value: float, fmt: RowFormat, then: str) -> NonFiniteError:
     """What to raise for a value that rows of a format cannot hold, with what to do."""
     if not math.isfinite(value):
-        how = (
-            "look for NaN and Inf in the model and its input; where float16 overflows use bfloat16"
-        )
+        how = "look for NaN and Inf in the model and its input, and run a float16 model in bfloat16"
     elif fmt.max_abs <= FP16_MAX:
-        how = f"the format 'bf16' holds values up to {BF16_MAX:.3g}, for one layer or side, too"
+        how = (
+            "give the format 'bf16', for 16-bit rows as exact_format, which holds values up to "
+            f"{BF16_MAX:.3g}"
+        )
     else:
         how = "mend the model or its input"
     return NonFiniteError(

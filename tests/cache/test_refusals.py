@@ -85,7 +85,7 @@ BAD_APPENDS: list[tuple[Callable[[], tuple[Any, ...]], type[Exception], str]] = 
     (
         lambda: (spoiled(tokens(4), 7e4), tokens(4)),
         NonFiniteError,
-        "int4-g4 rows hold finite values up to 65504; the format 'bf16' holds values up to 3",
+        "int4-g4 rows hold finite values up to 65504; give the format 'bf16', for 16-bit rows as",
     ),
     (
         lambda: (spoiled(tokens(4).bfloat16(), 65536.0), tokens(4)),
