@@ -24,7 +24,7 @@ import torch
 from transformers.modeling_utils import AttentionInterface
 
 from ..cache.latent import LatentKVCache
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..ops.causal import causal_attention
 from ..rows.variant import PLAIN, AttentionVariant, moved
 from .call import ATTENTION, HANDED
@@ -32,7 +32,6 @@ from .compile.tracing import outside_of_graphs
 from .continuation import check_positions
 from .gradients import without_gradient
 from .masks import window_of
-from .models.hook import UNUSED
 from .models.latent import LatentHeads
 from .single_pass import exact_attention
 from .switch import DEQUANTIZE
@@ -185,8 +184,6 @@ def _check_call(
             f"{name} has {heads} KV heads, its cache {handed.kv.num_kv_heads}: a KVCache has "
             "one number for all layers"
         )
-    if options.get("use_cache") is False:
-        raise ConfigError(UNUSED)
     if dropout:
         raise UnsupportedModelError(f"{name} has dropout {dropout}: call model.eval()")
     if not _is_causal(module, options):

@@ -212,18 +212,13 @@ def test_phi_3_does_not_give_the_cache_up_where_it_turns_keys_otherwise(of_kv: b
     """transformers goes on with a cache of its own there, in silence."""
     long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32}
     long |= {"long_factor": [4.0] * 32, "original_max_position_embeddings": 32}
-    sizes = {
-        "hidden_size": 256,
-        "original_max_position_embeddings": 32,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
+    sizes = {"hidden_size": 512, "original_max_position_embeddings": 32}
+    sizes |= {"pad_token_id": 0, "eos_token_id": 1}
     own = by_kvquant(tiny("Phi3", rope_parameters=long, **sizes))
 
     def made() -> QuantizedCache:
-        return QuantizedCache(
-            own.new_cache(1, 64, **FP16) if of_kv else own.model, **{} if of_kv else FP16
-        )
+        kv = own.new_cache(1, 64, **FP16)
+        return QuantizedCache(kv) if of_kv else QuantizedCache(own.model, **FP16)
 
     past, text = made(), tokens(1, 40)
     with pytest.raises(UnsupportedModelError, match=r"'longrope'\).* more than 32 positions: stay"):
