@@ -212,8 +212,8 @@ class KVCache(NoShallowCopy):
 
         Args:
             plan: of the model whose keys and values will come, or the path of its file;
-                CachePlan.check_model tells whether it is.
-                Layer i is the model's layer plan.places[i].
+                CachePlan.check_model tells whether it is. Layer i is the model's layer
+                plan.places[i].
             batch, max_seq_len: as in KVCache.
             options: the others of KVCache, but for formats and bases. A plan does not hold windows:
                 give windows= (CachedModel.new_cache does it).

@@ -902,6 +902,8 @@ def test_generate_without_use_of_the_cache_is_told(generating: CachedModel) -> N
     with pytest.raises(ConfigError, match=r"use_cache=False came beside a cache.* use_cache=True"):
         model.generate(tokens(1, 8), **caching(of_model), use_cache=False, **OPTIONS)
     assert of_model.get_seq_length() == 0
+    model(tokens(1, 8), **caching(of_model))
+    assert of_model.get_seq_length() == 8
     past.reset()
     model(tokens(1, 8), **caching(past))
     model(tokens(1, 8), **caching(past))
