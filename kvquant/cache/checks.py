@@ -163,7 +163,8 @@ def check_bad_rows(rows: Sequence[int], advice: str) -> None:
     if k_rows or v_rows:
         raise NonFiniteError(
             f"{k_rows} rows of K and {v_rows} of V came with NaN, Inf or a value that their "
-            f"formats cannot hold, and decode to NaN: {advice}"
+            f"formats cannot hold, and decode to NaN: {advice}; to go on, run the model in "
+            "bfloat16, and give the format 'bf16' where values go beyond the others' 65,504"
         )
 
 

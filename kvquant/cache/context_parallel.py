@@ -28,6 +28,7 @@ from ..rows.call import AttentionCall
 from ..rows.variant import AttentionVariant, names_of
 from .checks import Counts, check_layer, check_options, whole_numbers
 from .contiguous import KVCache
+from .copying import NoShallowCopy
 from .latent import LatentKVCache
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ ALIGNMENT = 16  # bytes, of what a rank gives: kernels read as many at a time
 _POSSIBLE = {"soft_cap", "sink_logits"}  # of a variant: what needs no positions
 
 
-class ContextParallelCache:
+class ContextParallelCache(NoShallowCopy):
     """A KVCache whose sequences are spread over the ranks of torch.distributed.
 
     Every rank calls the same methods with the same tokens and queries, and keeps its share: a block

@@ -41,6 +41,7 @@ from .checks import (
     row_format,
     whole_numbers,
 )
+from .copying import NoShallowCopy
 from .layer import ROLLBACK, SPARE, Kind, LayerCache, packed_row_bytes, rooms_of
 from .memory import check_room
 from .warmup import warm_up_first
@@ -76,7 +77,7 @@ _CACHE_OF_TRANSFORMERS = {"get_mask_sizes", "get_seq_length", "is_compileable", 
 _LARGE = 1 << 28  # bytes, from which on it is looked whether there is memory
 
 
-class KVCache:
+class KVCache(NoShallowCopy):
     """Keys and values of all layers of a model, for a batch of sequences of unequal lengths.
 
     All memory is allocated when the cache is made. Formats of K and of V are independent, and may
@@ -212,8 +213,8 @@ class KVCache:
 
         Args:
             plan: of the model whose keys and values will come, or the path of its file;
-                CachePlan.check_model tells whether it is.
-                Layer i is the model's layer plan.places[i].
+                CachePlan.check_model tells whether it is. Layer i is the model's layer
+                plan.places[i].
             batch, max_seq_len: as in KVCache.
             options: the others of KVCache, but for formats and bases. A plan does not hold windows:
                 give windows= (CachedModel.new_cache does it).

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvquant.calibration.fidelity import Planned, Scheme
 from kvquant.errors import ConfigError
-from kvquant.rows.format import NAMES
+from kvquant.rows.format import NAMES, nearest
 
 OPTIONS = {"sinks": 4, "recent": 128}  # tokens in 16 bit: what KVCache keeps by default
 GRAMMAR = "K[/V][,sinks=N][,recent=N] or PLAN.safetensors[,sinks=N][,recent=N]"
@@ -59,7 +59,7 @@ def parse_cache(text: str, *, latent: bool = False) -> Scheme | Planned:
         if one not in NAMES:
             raise ConfigError(
                 f"cache {text!r:.80}: {one!r:.40} is no format: write {GRAMMAR}, with formats of "
-                f"{', '.join(NAMES)}"
+                f"{', '.join(NAMES)}{nearest(one)}"
             )
     if len(formats) > 2:
         raise ConfigError(f"cache {text!r:.80} has {len(formats)} formats: write {GRAMMAR}")

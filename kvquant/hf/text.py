@@ -464,6 +464,10 @@ class CachedText:
         """The new columns of a call; ConfigError if it brings none."""
         if columns < 1:
             self._refresh()
+            if self.past.is_empty:
+                raise ConfigError(
+                    "the prompt is empty: give the id of one token or more, such as bos_token_id"
+                )
             self.refuse_shorter()
         return columns
 

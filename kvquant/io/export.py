@@ -46,7 +46,14 @@ import torch
 from ..cache.checks import Formats, row_formats
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentKVCache
-from ..errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    ShapeError,
+    UnsupportedError,
+    warn,
+)
 from ..ops.quantize import dequantize_rows, quantize_rows
 from ..rows.arguments import check_kind, check_size
 from ..rows.codec import FP8_DS_MLA, FP16_MAX
@@ -62,6 +69,7 @@ from .tensor_files import SafetensorsFile, TensorSource, naming
 TARGETS = ("bf16", "fp16", "fbgemm", "xformers")  # of keys and values
 LATENT_TARGETS = ("bf16", "fp16", "flashmla")
 PAGE = 64  # tokens of a page of FlashMLA's
+MOST_HEADS = 128  # that keys and values of a model have
 # a reader in fp16 computes scale * 512 for INT4, and code * scale for FP8, before it adds the shift
 MAX_SCALE = {"int4": FP16_MAX / 512, "fp8": FP16_MAX / 448}
 
@@ -143,6 +151,20 @@ class RawFile:
             if shape[3] not in HEAD_DIMS:
                 RowFormat.parse("bf16", shape[3])  # says which there are
         batch, heads, tokens, _ = first
+        read = (
+            f"layers.0.k is {list(first)}, read as {batch} sequences, {heads} KV heads, {tokens} "
+            "tokens and head_dim"
+        )
+        if heads > MOST_HEADS:
+            raise CheckpointError(
+                f"{read}: no model has so many heads. If tokens come before heads, write "
+                "k.transpose(1, 2).contiguous(), and v so"
+            )
+        if heads > tokens:
+            warn(
+                f"{self.path}: {read}. If it has {heads} tokens of {tokens} heads, write "
+                "k.transpose(1, 2).contiguous(), and v so"
+            )
         sizes = ("sequences", batch, MAX_SEQUENCES), ("layers", self.num_layers, MAX_LAYERS)
         for what, size, most in (*sizes, ("KV heads", heads, INT32), ("tokens", tokens, INT32)):
             if size > most:

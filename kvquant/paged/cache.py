@@ -237,8 +237,8 @@ class PagedKVCache(NotCopied):
 
         Args:
             plan: of the model whose keys and values will come, or the path of its file;
-                CachePlan.check_model tells whether it is.
-                Layer i is the model's layer plan.places[i].
+                CachePlan.check_model tells whether it is. Layer i is the model's layer
+                plan.places[i].
             num_pages: as in PagedKVCache.
             options: the others of PagedKVCache, but for formats and bases. A plan does not hold
                 windows: give windows=.

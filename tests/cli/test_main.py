@@ -290,6 +290,7 @@ BAD = [  # the command, and the error
     ("quantize {model} -o x.safetensors", "give either MODEL and --prompt"),
     ("quantize {model} --from {raw} -o x.safetensors", "give either MODEL and --prompt"),
     (f"{READ} --format int5 -o x.safetensors", "'int5' is not one of 'int2', 'int3', 'int4', "),
+    (f"{READ} {OUT} --k-format q8_0", "'fp16'; the nearest here is 'int8'"),
     (f"{READ} {OUT} --format int4-g8+fp9", "'fp9' is not one of 'int2', 'int3', 'int4', "),
     (f"{READ} {OUT} --format int4+int4+int4", "'int4+int4+int4' is not FORMAT or FORMAT+FORMAT"),
     (
