@@ -32,6 +32,7 @@ from lmcache.v1.distributed.serde.base import Deserializer, SerdeProcessor, Seri
 from lmcache.v1.distributed.serde.factory import register_serde_factory
 from lmcache.v1.memory_management import MemoryObj
 
+from ..engine.hooks import check_version, hook
 from ..engine.settings import rank_heads
 from ..errors import CheckpointError, ConfigError, ShapeError, UnsupportedError, shown
 from ..io.plan import CachePlan, Plan, as_plan
@@ -41,6 +42,7 @@ from ..rows.arguments import check_size
 from ..rows.basis import Basis, LayerBasis, fingerprints
 from ..rows.format import RowFormat
 
+check_version("lmcache")
 KEYS = ("k_format", "v_format", "head_dim", "plan", "max_workers")
 TAG = 32  # bytes
 
@@ -61,6 +63,7 @@ class Piece(NamedTuple):
     basis: Basis | None
 
 
+@hook("lmcache")
 class RowSerde(Serializer, Deserializer):
     """Objects of LMCache to rows, and back; on the device of the objects.
 
@@ -227,6 +230,7 @@ def _bases_of(plan: CachePlan, num_kv_heads: int, kv_rank: int) -> list[LayerBas
     return plan.of_heads(heads).layers
 
 
+@hook("lmcache")
 def create_serde(given: Mapping[str, Any]) -> SerdeProcessor:
     """Make the serde that an adapter's "serde" asks for.
 
