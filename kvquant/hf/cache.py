@@ -469,6 +469,7 @@ class QuantizedCache(CachedText, Cache):
         self._refresh()
         if self.kv is not None:
             self.kv.reorder(beam_idx)  # refuses what does not fit
+        self.has_beams = True
         self._take_states(beam_idx)
         if self.kv is not None:
             self._taken(beam_idx)

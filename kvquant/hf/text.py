@@ -31,12 +31,11 @@ from .padding import Columns, Padding
 from .sources import check_columns, check_layers
 
 DRAFTS = 16  # tokens
-# a cache is shown the new tokens only, so a longer text that begins otherwise cannot be told
 ANOTHER = (
     "A cache belongs to one text, of which generate gets all ids, those in the cache and the new "
-    "ones. For another text call reset(), or make another cache. A pipeline reads the texts of a "
-    "list one after another into one cache: give it batch_size=len(texts), or one text with a "
-    "cache of its own at a time"
+    "ones. Call cache.reset() before another text, or make another cache. A pipeline reads the "
+    "texts of a list one after another into one cache: give it batch_size=len(texts), or one text "
+    "with a cache of its own at a time"
 )
 
 
@@ -106,6 +105,9 @@ class CachedText:
         hook: of the decoder, while attention is not known to be shown positions.
         latents: what the layer that attends next has handed, where these are latents.
         step_masks: of one token, by their local_size and use_vmap, as made last outside of graphs.
+        ids: [batch, columns] of the first columns, as generate was given and has chosen them
+            (ids.py); None where they are not known.
+        has_beams: sequences were put at other places in this call of generate.
     """
 
     layers: list[Any]  # ours, and transformers' own
@@ -136,6 +138,8 @@ class CachedText:
         self.names_positions = False  # the model does, so that generate gives it position_ids
         self.latents: Handed | None = None
         self.step_masks: dict[tuple[int | None, bool], torch.Tensor] = {}
+        self.ids: torch.Tensor | None = None
+        self.has_beams = False
 
     def fit(self, layers: CacheLayers) -> None:
         """Hold these layers of a model.
@@ -203,7 +207,7 @@ class CachedText:
     @torch.inference_mode(False)  # else the flags could not be changed outside
     def _hold(self, kv: KVCache) -> None:
         """Take a KVCache, with what it has; the only place where lengths are read."""
-        self.kv = kv
+        self.kv, self.ids = kv, None
         lens, self.starts = torch.stack([kv.seq_lens.long(), kv.start_positions]).tolist()
         if self._dequantizes:
             check_columns(kv, lens)
@@ -402,6 +406,7 @@ class CachedText:
             self._starts_before = None
         self.call.forget()
         self.latents = None
+        self.ids = None if self.ids is None else self.ids[:, : past.length]
         self._count(past)
 
     def begin_at(self, starts: list[int]) -> None:
@@ -504,6 +509,8 @@ class CachedText:
     def _taken(self, index: torch.Tensor) -> None:
         """Follow sequences to their places."""
         self._starts_before = None
+        if self.ids is not None:
+            self.ids = self.ids[torch.as_tensor(index, device=self.ids.device)]
         if any(self.past.pads) or any(self.starts):
             places = whole_numbers("index", index).tolist()
             self.starts = [self.starts[place] for place in places]
