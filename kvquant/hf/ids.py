@@ -17,6 +17,7 @@ from transformers import GenerationMixin
 
 from ..errors import ConfigError
 from .argument import NAMES
+from .models.decoders import check_adapter
 from .text import ANOTHER, CachedText
 
 ANY, BEAM = -1, -2  # in place of ids: padding; a token of a beam, which is not that of the answer
@@ -33,6 +34,8 @@ def _watched(generate: Any) -> Any:
         came = given.get("input_ids") if inputs is None else inputs
         is_known = given.get("inputs_embeds") is None and isinstance(came, torch.Tensor)
         text = _whole(cache, came, given.get("attention_mask")) if is_known else None
+        # PEFT puts its own there
+        check_adapter(getattr(model.prepare_inputs_for_generation, "__self__", model))
         cache.has_beams = False
         sequences = None
         try:
@@ -83,8 +86,8 @@ def _whole(cache: CachedText, came: torch.Tensor, mask: Any) -> torch.Tensor | N
         is_token = int(old[row, column])
         holds = "a token of another beam" if is_token == BEAM else f"token {is_token}"
         raise ConfigError(
-            f"another text came than the cache holds, of which it has {held} columns: in column "
-            f"{column} of sequence {row} it holds {holds}, and token {int(new[row, column])} came. "
+            f"another text came: the cache holds {held} tokens, in column {column} of sequence "
+            f"{row} {holds}, and token {int(new[row, column])} came there. "
             f"{ANOTHER}. In a conversation give the ids that generate returned, with the new ones "
             "behind them: an answer that is decoded and encoded again may have other ids"
         )

@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import debug
 from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError, ShapeError, UnsupportedModelError
 from .call import Call, refuse_attention
 from .compile.tracing import LOSES_MARKS, keep_in_place, outside_of_graphs
 from .models.configs import CacheLayers, cache_layers
@@ -100,6 +100,7 @@ class CachedText:
         wrong: [2], on the device: what steps have found, see continuation.WRONG.
         model_layers: those of the model, once they are known.
         is_told: CachedModel says in place of the model and its mask what these are.
+        asked: columns that the model is called with, where CachedModel calls it.
         is_placed: the caller gives position_ids that are not looked at.
         shown: what the model's decoder was given in this call.
         hook: of the decoder, while attention is not known to be shown positions.
@@ -131,6 +132,7 @@ class CachedText:
         self._devices: list[torch.device] | None = None  # of the places, see layer_devices
         self._new_lens: torch.Tensor | None = None  # see tell
         self.is_told = False
+        self.asked: int | None = None
         self.is_placed, self._drafts, self._dequantizes = placed, drafts, dequantize
         self.shown = Shown()
         self.hook: DecoderHook | None = None
@@ -265,6 +267,12 @@ class CachedText:
 
     def _begin(self, columns: int, *, was_asked: bool) -> None:
         """A new call of this many columns, if none is open."""
+        if self.asked not in (None, columns):
+            raise UnsupportedModelError(
+                f"the model was given {self.asked} columns of ids, and its layers get {columns}: "
+                "its forward puts others beside them (virtual tokens, an image), which each step "
+                "would append again. CachedModel serves models whose layers get the tokens alone"
+            )
         self._refresh()
         self.call.begin(was_asked=was_asked)
         lens = self._new_lens

@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "pad_token_id": 0,
     "eos_token_id": 999,
 }
-OTHER = r"another text came .*cache\.reset\(\) before another text"
+OTHER = r"another text came: .*cache\.reset\(\) before another text"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_another_text_raises_and_changes_nothing(options: dict[str, Any], llama:
     assert held == 17
     for column in (0, 11, 12, held - 1):  # of the prompt, of the answer
         with pytest.raises(
-            ConfigError, match=rf"has 17 columns: in column {column} .*{OTHER[17:]}"
+            ConfigError, match=rf"holds 17 tokens, in column {column} of .*{OTHER[21:]}"
         ):
             llama.generate(changed(turn, 0, column), **caching(past), **given)
         assert past.get_seq_length() == held
@@ -88,7 +88,7 @@ def test_the_error_tells_what_the_cache_holds(llama: Any) -> None:
     other = torch.cat([llama.generate(text, **caching(past), **OPTIONS)] * 2, dim=1)
     other[1, 3] = 9
     wanted = (
-        r"has 13 columns: in column 3 of sequence 1 it holds token 7, and token 9 came.*"
+        r"holds 13 tokens, in column 3 of sequence 1 token 7, and token 9 came there\. A cache.*"
         r"In a conversation give the ids that generate returned"
     )
     with pytest.raises(ConfigError, match=wanted):
@@ -147,10 +147,10 @@ def test_beams_are_not_the_answer(llama: Any) -> None:
     beams = OPTIONS | {"num_beams": 3}
     found = llama.generate(text, **caching(past), **beams)
     turn = torch.cat([found, text_of(2, 3)], dim=1)
-    with pytest.raises(ConfigError, match=r"in column 8 of sequence 0 it holds a token of another"):
+    with pytest.raises(ConfigError, match=r"in column 8 of sequence 0 a token of another beam"):
         llama.generate(turn, **caching(past), **beams)
     past.crop(8 - past.get_seq_length())  # the prompt alone
-    with pytest.raises(ConfigError, match=r"in column 7 of sequence 3 it holds token"):
+    with pytest.raises(ConfigError, match=r"in column 7 of sequence 3 token"):
         llama.generate(changed(turn, 1, 7), **caching(past), **beams)
     llama.generate(turn, **caching(past), **beams)
 

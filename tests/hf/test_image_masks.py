@@ -70,7 +70,7 @@ def gemma(kind: str) -> Any:
         config = transformers.Gemma4Config(**towers, image_token_id=IMAGE, **names)
         model = transformers.Gemma4ForConditionalGeneration(config)
     model.generation_config.eos_token_id = None
-    for weight in model.get_decoder().parameters():
+    for weight in model.parameters():
         if weight.ndim > 1:  # so large that masks matter
             weight.data.normal_(std=weight.shape[-1] ** -0.5)
     return model.eval()
