@@ -511,6 +511,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         self._refresh()
         if self.kv is not None:
             self.kv.reorder(beam_idx)  # refuses what does not fit
+        self.has_beams = True
         self._take_states(beam_idx)
         if self.kv is not None:
             self._taken(beam_idx)

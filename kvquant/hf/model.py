@@ -662,7 +662,7 @@ class CachedModel:
     ) -> torch.Tensor:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
         past = self.past_of(cache, new_lens)
-        before = past.past.lens
+        before, past.asked = past.past.lens, tokens.shape[1]
         try:
             logits = self.call(past, tokens.to(input_device(self.model)), keep)
             cache.check()
