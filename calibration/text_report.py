@@ -185,7 +185,11 @@ def _gain(plan: CachePlan) -> str:
             "Whether that pays was not measured: give --text, which compares the plan with plain "
             "rows"
         )
-    pays = "use it" if plain["kl"] - measured["kl"] > 2 * paired_error(plain, measured) else "the figures show no gain here"
+    pays = (
+        "use it"
+        if plain["kl"] - measured["kl"] > 2 * paired_error(plain, measured)
+        else "the figures show no gain here"
+    )
     return (
         f"Measured: KL {measured['kl']:.2g} with it, {plain['kl']:.2g} in plain "
         f"{plain['format']} rows ({pays})"

@@ -16,9 +16,6 @@ from .text_report import KL_LIMIT, KL_NOTICE, nearest_plain
 MOST_BITS = 16.0  # of an element
 
 
-
-
-
 def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
     """Say whether to use the plan.
 

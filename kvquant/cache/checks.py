@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from ..rows.arguments import (
     is_whole,
 )
 from ..rows.basis import LayerBasis
+from ..rows.defaults import default_format
 from ..rows.format import RowFormat
 from .memory import check_room
 
@@ -35,7 +37,6 @@ Devices = torch.device | str | Sequence[torch.device | str]
 Formats = str | RowFormat | Sequence[str | RowFormat]
 Counts: TypeAlias = "torch.Tensor | Sequence[int] | NDArray[np.integer[Any]]"
 Format = TypeVar("Format")
-DEFAULT_FORMAT = "int4-g4"
 
 
 def whole_numbers(name: str, values: int | Counts) -> torch.Tensor:
@@ -232,6 +233,30 @@ def per_layer(
         return [parse(formats)] * num_layers
     check_one_each(name, formats, num_layers)
     return [parse(one) for one in formats]
+
+
+def formats_of(
+    name: str,
+    given: Formats | None,
+    num_layers: int,
+    head_dim: int,
+    *,
+    sink_len: int,
+    recent_len: int,
+) -> list[RowFormat]:
+    """The formats of K or V of each layer: those that are given, or the default.
+
+    Args:
+        name: of the argument, "k_format" or "v_format".
+        given: one for all layers, a list of one for each, or None.
+        num_layers, head_dim, sink_len, recent_len: of the cache.
+
+    Raises:
+        ConfigError: as per_layer.
+    """
+    if given is None:
+        given = default_format(name[0], head_dim, sink_len, recent_len)
+    return per_layer(name, given, num_layers, partial(row_format, head_dim=head_dim))
 
 
 def row_format(fmt: str | RowFormat, head_dim: int) -> RowFormat:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -25,7 +24,6 @@ from ..rows.quantize import check_dtype
 from ..rows.segment import Segment
 from ..rows.variant import AttentionVariant, moved
 from .checks import (
-    DEFAULT_FORMAT,
     Counts,
     Devices,
     Formats,
@@ -36,9 +34,8 @@ from .checks import (
     check_options,
     check_windows,
     devices_of,
-    per_layer,
+    formats_of,
     plan_for,
-    row_format,
     whole_numbers,
 )
 from .copying import NoShallowCopy
@@ -89,7 +86,8 @@ class KVCache(NoShallowCopy):
         num_kv_heads: KV heads of each layer.
         head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
         max_seq_len: tokens that a sequence has room for.
-        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer. When
+            None, the default of rows/defaults.py, which depends on head_dim and on the window.
         v_format: of V, as k_format.
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
@@ -149,8 +147,8 @@ class KVCache(NoShallowCopy):
         head_dim: int,
         max_seq_len: int,
         *,
-        k_format: Formats = DEFAULT_FORMAT,
-        v_format: Formats = DEFAULT_FORMAT,
+        k_format: Formats | None = None,
+        v_format: Formats | None = None,
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",
@@ -168,9 +166,9 @@ class KVCache(NoShallowCopy):
         recent_len = check_size("recent_len", recent_len)
         rollback_len = check_size("rollback_len", rollback_len)
         check_exact_format(exact_format)
-        parse = partial(row_format, head_dim=head_dim)
-        k_formats = per_layer("k_format", k_format, num_layers, parse)
-        v_formats = per_layer("v_format", v_format, num_layers, parse)
+        shape = {"sink_len": sink_len, "recent_len": recent_len}
+        k_formats = formats_of("k_format", k_format, num_layers, head_dim, **shape)
+        v_formats = formats_of("v_format", v_format, num_layers, head_dim, **shape)
         self.LAYER.row_kind.check_formats([*k_formats, *v_formats])
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim

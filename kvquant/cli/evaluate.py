@@ -37,7 +37,8 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     "--cache",
     "caches",
     multiple=True,
-    required=True,
+    default=("default",),
+    show_default=True,
     help="K[/V][,sinks=N][,recent=N], K and V each a FORMAT, or a plan's file in place of both. "
     "Repeat it for more caches.",
 )

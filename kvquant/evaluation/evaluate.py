@@ -19,7 +19,6 @@ import torch
 from kvquant.calibration.fidelity import Planned, Scheme, options_of, stored_bits
 from kvquant.calibration.windows import spread
 from kvquant.errors import ConfigError
-from kvquant.rehearsal import rehearse
 from kvquant.rows.arguments import is_whole
 from kvquant.version import __version__
 
@@ -387,11 +386,10 @@ class _Run:
         meta = torch.device("meta")
         latent = self.model.has_latents
         stored = choice if isinstance(choice, Scheme | Planned) else self._exact
-        with rehearse(None):  # caches on the meta device have sizes and no memory
-            made, exact = (
-                self.model.new_cache(1, capacity, device=meta, **options_of(one, is_latent=latent))
-                for one in (stored, self._exact)
-            )
+        made, exact = (  # caches on the meta device have sizes and no memory
+            self.model.new_cache(1, capacity, device=meta, **options_of(one, is_latent=latent))
+            for one in (stored, self._exact)
+        )
         if isinstance(choice, Scheme | Planned):
             formats = [fmt for at in made.layers for fmt in (at.k_format, at.v_format)]
             packed = 8 * sum(f.row_bytes for f in formats) / sum(f.head_dim for f in formats)

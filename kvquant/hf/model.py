@@ -248,9 +248,10 @@ class CachedModel:
         """
         device = layer_devices(self.model, self._layers.places) or self.model.device
         own = {"exact_format": self.exact_format, "device": device}
-        given: dict[str, Any] = own | options | {"plan": plan, "fmt": fmt}
         if plan is not None:
+            plan = as_plan(plan)
             self._check_weights(plan)
+        given: dict[str, Any] = own | options | {"plan": plan, "fmt": fmt}
         cache = new_cache(self.model.config, self._layers, batch, max_seq_len, **given)
         if plan is None:
             warn_of_biased_keys(self.model, cache)
@@ -258,7 +259,6 @@ class CachedModel:
 
     def _check_weights(self, plan: CachePlan) -> None:
         """Raise unless a plan is of these weights: once, samples of all tensors take time."""
-        check_plan(plan)
         weights = plan.facts["model"].get("weights")
         if weights is not None and weights not in self._known_weights:
             plan.check_model(self.config_dict)

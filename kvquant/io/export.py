@@ -192,8 +192,8 @@ class RawFile:
 def quantize_raw(
     path: str | os.PathLike[str],
     *,
-    k_format: Formats = "int4-g4",
-    v_format: Formats = "int4-g4",
+    k_format: Formats | None = None,
+    v_format: Formats | None = None,
     sink_len: int = 4,
     recent_len: int = 128,
     exact_format: str | None = None,

@@ -20,9 +20,8 @@ from ..cache.checks import (
     check_holds,
     check_layer,
     check_windows,
-    per_layer,
+    formats_of,
     plan_for,
-    row_format,
 )
 from ..cache.copying import NotCopied
 from ..cache.memory import check_room
@@ -100,7 +99,8 @@ class PagedKVCache(NotCopied):
             tokens in 16 bit, in every layer, and so many sinks are kept to be found again.
         max_seq_len: tokens that a sequence may have.
         page_size: tokens of a page: 1, 2, 4, 8, 16, 32, 64, 128 or 256.
-        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer. When
+            None, the default of rows/defaults.py, which depends on head_dim and on the window.
         v_format: of V, as k_format.
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
@@ -155,8 +155,8 @@ class PagedKVCache(NotCopied):
         max_num_seqs: int = SEQ_SLOTS,
         max_seq_len: int = MAX_SEQ_LEN,
         page_size: int = 64,
-        k_format: Formats = "int4-g4",
-        v_format: Formats = "int4-g4",
+        k_format: Formats | None = None,
+        v_format: Formats | None = None,
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",
@@ -193,9 +193,9 @@ class PagedKVCache(NotCopied):
         kept = min(most, split.recent_len)  # without recent rows none are changed
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
         self.device = check_device(device)
-        parse = partial(row_format, head_dim=head_dim)
-        k_formats = per_layer("k_format", k_format, num_layers, parse)
-        v_formats = per_layer("v_format", v_format, num_layers, parse)
+        shape = {"sink_len": self.sink_len, "recent_len": self.recent_len}
+        k_formats = formats_of("k_format", k_format, num_layers, head_dim, **shape)
+        v_formats = formats_of("v_format", v_format, num_layers, head_dim, **shape)
         self.row_kind.check_formats([*k_formats, *v_formats])
         if self.device.type == "cuda":
             check_cuda_codecs([*k_formats, *v_formats])

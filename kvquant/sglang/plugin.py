@@ -19,7 +19,7 @@ from ..errors import ConfigError, UnsupportedError, shown
 
 NAME = "kvquant"  # of the attention backend
 VARIABLE = "KVQUANT_SGLANG"  # of the environment: JSON of Settings.parse
-DEFAULT = '{"k_format": "int4-g4"}'
+DEFAULT = "{}"
 POOL_CLASS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
 SIZES = "sglang.srt.model_executor.pool_configurator."
 CELL_SIZE = SIZES + "DefaultPoolConfigurator._compute_cell_size"

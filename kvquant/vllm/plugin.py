@@ -20,7 +20,7 @@ OURS = ("CUSTOM", "CPU_ATTN", *LATENT)
 DIFFKV = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
 SPARSE = ("SPARSE", "DSV4", "MSA")  # in names of backends where an indexer chooses tokens
 UNTOUCHED = ("ROCM_", "XPU_")  # entries of GPUs that kvquant has no kernels for
-EXAMPLE = '{"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}'
+EXAMPLE = '{"kvquant": {}}'
 OF_LATENTS = '{"kvquant": {"format": "int4-g8+int8-g4"}}'  # for models with latent attention
 LIKENESS = 0.87  # of a misspelt key: "kv_quant" has 0.93, "quant" 0.83
 

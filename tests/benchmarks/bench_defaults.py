@@ -3,9 +3,9 @@
     python tests/benchmarks/bench_defaults.py FOLDER... --text TEXT --json defaults.json
 
 Each model reads passages of the text, in all 1,024 scored tokens behind contexts of each length, in
-float32 and with 16-bit rows of bfloat16. Every pair is compared with the 16-bit cache on the same passages.
-First the script checks itself: 16-bit rows cost nothing, and one pair costs what it costs where a
-cache of it is decoded token by token. `kvquant.cache.defaults` was chosen from these figures.
+float32 and with 16-bit rows of bfloat16. Every pair is compared with the 16-bit cache on the same
+passages. First the script checks itself: 16-bit rows cost nothing, and one pair costs what it costs
+where a cache of it is decoded token by token. kvquant/rows/defaults.py has what was chosen.
 """
 
 from __future__ import annotations
