@@ -566,8 +566,9 @@ def _with_lists(given: _CountedManifest, read: Read) -> tuple[SavedSequence, ...
             sequence.id,
             sequence.length,
             sequence.packed_len,
-            *(tuple(islice(lists[name], counts[name][i])) for name in LISTS),
-            namespace=sequence.namespace,
+            tuple(islice(lists["pages"], counts["pages"][i])),
+            tuple(islice(lists["tokens"], counts["tokens"][i])),
+            sequence.namespace,
         )
         for i, sequence in enumerate(given.sequences)
     )
