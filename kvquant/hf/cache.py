@@ -86,9 +86,10 @@ class QuantizedCache(CachedText, Cache):
     models drop a cache themselves where their prompt gets longer than
     original_max_position_embeddings, and go on with transformers' own.
 
-    A cache belongs to one text. transformers hands it the new tokens only: another text is told
-    where it ends before the cache does or begins anew, and taken for the same one where it is
-    longer. Call reset() between texts. transformers has a QuantizedCache of its own (backend=,
+    A cache belongs to one text: call reset() before another one. generate raises ConfigError for a
+    text that is shorter than the cache, or has other ids than those that generate has put into it.
+    Ids that others have put there (a file, a loop of one's own) are not known: another text behind
+    them gives wrong output. transformers has a QuantizedCache of its own (backend=,
     nbits=): take this one by `from kvquant import QuantizedCache`.
 
     Args:
