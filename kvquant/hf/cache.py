@@ -89,9 +89,10 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
     may not cross original_max_position_embeddings of a model with LongRoPE (Phi-3): all keys in the
     cache would have to be turned anew. A longer prompt is read in one call.
 
-    A cache belongs to one text. transformers hands it the new tokens only: another text is told
-    where it ends before the cache does or begins anew, and taken for the same one where it is
-    longer. Call reset() between texts. transformers has a QuantizedCache of its own (backend=,
+    A cache belongs to one text: call reset() before another one. generate raises ConfigError for a
+    text that is shorter than the cache, or has other ids than those that generate has put into it.
+    Ids that others have put there (a file, a loop of one's own) are not known: another text behind
+    them gives wrong output. transformers has a QuantizedCache of its own (backend=,
     nbits=): take this one by `from kvquant import QuantizedCache`.
 
     Args:

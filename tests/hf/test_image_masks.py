@@ -135,7 +135,7 @@ def test_a_later_turn_has_token_types_too(model: Any) -> None:
 
 def test_an_image_is_refused_and_dequantized_rows_serve_it(model: Any) -> None:
     """Its tokens see each other, later ones too. A refused prompt leaves the cache empty."""
-    given = prompt(kind_of(model), 2 * WINDOW, with_image=True)
+    given = prompt(kind_of(model), WINDOW + 2, with_image=True)
     model.set_attn_implementation("sdpa")
     wanted = answers(model, given, RoundedCache())
     by_kvquant(model)
