@@ -90,13 +90,13 @@ class Call(NamedTuple):
     Attributes:
         place: file and line.
         name: of the method.
-        count: arguments by position.
+        places: arguments by position, how many.
         named: names of the others.
     """
 
     place: str
     name: str
-    count: int
+    places: int
     named: frozenset[str]
 
 
@@ -146,9 +146,9 @@ def fits(call: Call, hook: Hook, neutral: tuple[str, ...]) -> bool:
         for name, one in inspect.signature(hook.ours).parameters.items()
         if one.default is inspect.Parameter.empty and name in _named(hook.ours)
     }
-    given = {*places[: call.count], *call.named}
+    given = {*places[: call.places], *call.named}
     return hook.takes_all or (
-        call.count <= len(places)
+        call.places <= len(places)
         and call.named <= {*_named(hook.ours), *neutral}
         and needed <= given
     )

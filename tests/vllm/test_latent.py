@@ -163,7 +163,7 @@ PART = 1 / 3
 @pytest.mark.parametrize(
     ("fmt", "prompts_read", "processor"),
     [("fp16", "16-bit", "AMX"), ("fp8", "16-bit", "no AMX"), ("int4-g8+int8-g4", "rows", "AMX")],
-    ids="/".join,
+    ids=["fp16", "fp8", "int4-g8+int8-g4"],
 )
 def test_engines_answer_as_transformers_does_with_such_rows(
     fmt: str, prompts_read: str, processor: str, model: Model, monkeypatch: pytest.MonkeyPatch
