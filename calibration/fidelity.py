@@ -143,6 +143,7 @@ class DecodingModel(Protocol):
         max_seq_len: int,
         *,
         plan: CachePlan | None = None,
+        accept_loss: bool = False,
         **options: Unpack[CacheOptions],
     ) -> KVCache:
         """An empty cache of its shape."""
@@ -246,9 +247,10 @@ def _empty_copy(
 
 def options_of(scheme: Scheme | Planned, *, is_latent: bool) -> dict[str, Any]:
     """A scheme as options of new_cache."""
-    lengths = {"sink_len": scheme.sink_len, "recent_len": scheme.recent_len}
+    lengths: dict[str, Any] = {"sink_len": scheme.sink_len, "recent_len": scheme.recent_len}
     if isinstance(scheme, Planned):
         return {"plan": scheme.plan, **lengths}
+    lengths["accept_loss"] = True  # losses are what is measured
     if is_latent:
         return {"fmt": f"{scheme.k_format}+{scheme.v_format}", **lengths}
     return {"k_format": scheme.k_format, "v_format": scheme.v_format, **lengths}
