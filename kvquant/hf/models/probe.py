@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from math import isnan
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,11 +20,11 @@ import torch
 
 from ...cache.contiguous import KVCache
 from ...debug import is_recorded
-from ...errors import AccuracyError, UnsupportedModelError
+from ...errors import AccuracyError, KVQuantError, UnsupportedModelError
 from ...rows.format import RowFormat
 from ...rows.probe import FEW_BITS, MEASURE, REFUSED, TOKENS, WARNED, combined, divergence
-from .configs import CacheLayers, input_device
-from .fingerprint import fingerprint
+from .configs import CacheLayers, Turn, input_device
+from .fingerprint import fingerprint, fingerprint_of
 from .observe import observe
 
 log = logging.getLogger("kvquant")
@@ -69,18 +71,35 @@ def check_accuracy(model: Any, cache: KVCache, layers: CacheLayers) -> None:
             "accept_loss=True makes the cache all the same"
         )
     if is_new:
-        log.warning("kvquant: %s. Expect a loss; texts are ruined from %g on: %s", found, REFUSED, ways)
+        log.warning(
+            "kvquant: %s. Expect a loss; texts are ruined from %g on: %s", found, REFUSED, ways
+        )
+
+
+def kept_figure(source: str | Path, k_format: str) -> float | None:
+    """The figure of a model that is not loaded, with one K format in all layers.
+
+    Args:
+        source: as fingerprint_of has it.
+        k_format: short name.
+
+    Returns:
+        None where no figure is kept, or the weights cannot be named.
+    """
+    with suppress(OSError, KVQuantError):
+        return _read(_place(fingerprint_of(source), [k_format]))
+    return None
 
 
 def _figure(model: Any, formats: list[RowFormat], layers: CacheLayers) -> float | None:
     """The kept figure of a model and K formats, or a new one; None if the model is not probed."""
     path = None
     with suppress(OSError, UnsupportedModelError):  # no folder, or offloaded weights: keep nothing
-        path = _place(model, formats)
+        path = _place(fingerprint(model), list(map(str, formats)))
         if (kept := _read(path)) is not None:
             return kept
     try:
-        figure = _measured(model, formats, layers)
+        (figure,) = figures(model, layers, [formats])
     except Exception as error:  # of any model's code: some take no ids alone (images, encoders)
         log.warning(
             "kvquant: %s was not probed with K rows of few bits, since it does not run on token "
@@ -88,7 +107,9 @@ def _figure(model: Any, formats: list[RowFormat], layers: CacheLayers) -> float 
             *(type(model).__name__, error),
         )
         return None
-    if figure is not None and path is not None:
+    if isnan(figure):
+        return None  # appending such keys raises
+    if path is not None:
         from ...kernels.disk_cache import replace_file, seal
 
         with suppress(OSError):  # a folder that cannot be written: the next process probes again
@@ -96,35 +117,52 @@ def _figure(model: Any, formats: list[RowFormat], layers: CacheLayers) -> float 
     return figure
 
 
-def _measured(model: Any, formats: list[RowFormat], layers: CacheLayers) -> float | None:
-    """Read random ids, and compare; None where a format cannot hold the keys."""
-    config = model.config.get_text_config(decoder=True)
-    limits = getattr(config, "max_position_embeddings", None), layers.turn and layers.turn.positions
-    tokens = min([TOKENS, *(one for one in limits if isinstance(one, int) and one > 1)])
-    generator = torch.Generator("cpu").manual_seed(0)
-    ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu")
-    rows = dict(zip(layers.places, zip(formats, layers.windows, strict=True), strict=True))
-    found: list[torch.Tensor] = []
+def figures(
+    model: Any,
+    layers: CacheLayers,
+    formats: Sequence[Sequence[RowFormat]],
+    ids: torch.Tensor | None = None,
+) -> list[float]:
+    """The figures of several choices of K formats, of one pass of the model.
+
+    Args:
+        model: of transformers; what torch.compile has compiled runs as it was.
+        layers: that a cache of it holds.
+        formats: of each choice, those of the layers.
+        ids: [1, tokens] to read; random ones when None.
+
+    Returns:
+        Of each choice, see rows/probe.py; NaN where a format cannot hold the keys.
+    """
+    if ids is None:
+        config = model.config.get_text_config(decoder=True)
+        ends = getattr(config, "max_position_embeddings", None), layers.turn
+        ends = [one.positions if isinstance(one, Turn) else one for one in ends]
+        tokens = min([TOKENS, *(one for one in ends if isinstance(one, int) and one > 1)])
+        generator = torch.Generator("cpu").manual_seed(0)
+        ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu")
+    places = {layer: at for at, layer in enumerate(layers.places)}
+    found: list[list[torch.Tensor]] = [[] for _ in formats]
 
     def observer(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> None:
-        if layer in rows:
-            fmt, window = rows[layer]
-            found.append(divergence(q, k, fmt, scale, window))
+        if (at := places.get(layer)) is not None:
+            for one, rows in zip(found, formats, strict=True):
+                one.append(divergence(q, k, rows[at], scale, layers.windows[at]))
 
-    stance = getattr(torch.compiler, "set_stance", None)  # a compiled model would be compiled again
+    stance = getattr(torch.compiler, "set_stance", None)  # else it would be compiled for these ids
     with stance("force_eager") if stance else nullcontext():
         observe(model, ids, observer)
-    figure = combined(found)
-    return figure if figure == figure else None  # NaN: appending such keys raises
+    return list(map(combined, found))
 
 
-def _place(model: Any, formats: list[RowFormat]) -> Path:
-    """The file of the figure of a model with K formats."""
+def _place(weights: str, formats: list[str]) -> Path:
+    """The file of the figure of weights with K formats."""
     from ...kernels.disk_cache import cache_folder
 
-    key = repr((MEASURE, fingerprint(model), [str(fmt) for fmt in formats]))
+    names = formats[:1] if len(set(formats)) == 1 else formats
+    key = repr((MEASURE, weights, names))
     return cache_folder() / "probes" / hashlib.sha256(key.encode()).hexdigest()
 
 
