@@ -15,7 +15,7 @@ from ..io.plan import CachePlan
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
-from ..rows.probe import FEW_BITS, REFUSED, WARNED
+from ..rows.probe import FEW_BITS, WARNED, loss_of
 from .contract import PageLayout
 
 log = logging.getLogger("kvquant")
@@ -286,8 +286,6 @@ def _tell_accuracy(k_format: str, model: str) -> None:
         )
     elif figure >= WARNED:
         log.warning(
-            "kvquant: K rows of %s without a plan move attention's weights in this model by a KL "
-            "divergence of %.2g: %s. To keep the answers, %s",
-            *(k_format, figure),
-            *("texts are ruined" if figure >= REFUSED else "expect a loss", ways),
+            "kvquant: K rows of %s without a plan, in this model, %s. To keep the answers, %s",
+            *(k_format, loss_of(figure), ways),
         )

@@ -207,6 +207,7 @@ class QuantizedCache(CachedText, Cache):
             check_caller(source, dequantize=dequantize)
         if dequantize and not layers.are_latent:
             options["windows"] = [None] * len(layers.places)
+        options["is_probed"] = isinstance(source, torch.nn.Module)
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
         dtype: Any = None
         if isinstance(source, torch.nn.Module):

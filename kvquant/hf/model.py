@@ -245,7 +245,7 @@ class CachedModel:
         check_flag("accept_loss", accept_loss)
         device = layer_devices(self.model, self._layers.places) or self.model.device
         own = {"exact_format": self.exact_format, "device": device}
-        given: dict[str, Any] = own | options | {"plan": plan, "fmt": fmt}
+        given: dict[str, Any] = own | options | {"plan": plan, "fmt": fmt, "is_probed": True}
         cache = new_cache(self.model.config, self._layers, batch, max_seq_len, **given)
         if plan is None and options.get("bases") is None and not accept_loss:
             check_accuracy(self.model, cache, self._layers)

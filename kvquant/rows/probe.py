@@ -9,6 +9,8 @@ tests/benchmarks/bench_probe.py measures the figure beside the KL of predictions
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from .format import RowFormat
@@ -41,7 +43,20 @@ def divergence(
     at = torch.arange(min(_FIRST, tokens // 2), tokens, _STRIDE, device=device)
     back = at[:, None] - torch.arange(tokens, device=device)
     hidden = (back < 0) | (back >= (window or tokens))
-    queries = q[:, :, at].float().unflatten(1, (k.shape[1], -1))
+    return divergence_among(q[:, :, at], k, fmt, sm_scale, hidden)
+
+
+def divergence_among(
+    q: torch.Tensor, k: torch.Tensor, fmt: RowFormat, sm_scale: float, hidden: torch.Tensor
+) -> torch.Tensor:
+    """The same of queries that see all keys but the hidden ones.
+
+    Args:
+        q: [batch, num_q_heads, queries, head_dim].
+        k, fmt, sm_scale: as in divergence.
+        hidden: bool, to be broadcast to [batch, num_kv_heads, heads of each, queries, tokens].
+    """
+    queries = q.detach().float().unflatten(1, (k.shape[1], -1))
 
     def log_weights(keys: torch.Tensor) -> torch.Tensor:
         scores = queries @ keys[:, :, None].float().mT * sm_scale
@@ -53,7 +68,14 @@ def divergence(
         return (exact.exp() * (exact - rounded)).sum(-1).mean()
 
 
-def combined(divergences: list[torch.Tensor]) -> float:
+def loss_of(figure: float) -> str:
+    """What a figure from WARNED on means, for messages."""
+    limit = f"from {REFUSED:g} on texts are ruined"
+    found = f"change what attention reads: its weights move by a KL divergence of {figure:.2g}"
+    return f"{found}, and {limit}" if figure >= REFUSED else f"{found}. Expect a loss; {limit}"
+
+
+def combined(divergences: Iterable[torch.Tensor]) -> float:
     """The figure of a model, of its layers' divergences."""
     layers = torch.stack([one.to("cpu", torch.float64) for one in divergences])
     return float(layers.clamp_min(0).sqrt().mean().square())

@@ -33,7 +33,7 @@ from kvquant.rows.probe import MEASURE, REFUSED, TOKENS, WARNED
 from kvquant.rows.quantize import dequantize, quantize
 
 FORMATS = "int8", "int8-g4", "int4-g8", "int4-g4", "int4", "int3", "int2"
-FIRST = 64  # the first prediction that is compared
+FIRST, STRIDE = 64, 4  # the first prediction that is compared, and from one to the next
 ROUNDED = "kvquant-rounded-keys"
 _format = ""  # that ROUNDED rounds keys to
 
@@ -71,9 +71,10 @@ def seconds_of(model: Any, name: str) -> float:
 def losses(model: Any, formats: Sequence[str], ids: torch.Tensor) -> dict[str, Any]:
     """KL divergence and top-1 agreement of predictions from rounded keys."""
     global _format
+    scored = torch.arange(FIRST, ids.shape[1], STRIDE)
 
     def predict() -> torch.Tensor:
-        logits: torch.Tensor = model(ids, use_cache=False).logits[0, FIRST:].float()
+        logits: torch.Tensor = model(ids, use_cache=False, logits_to_keep=scored).logits[0].float()
         return logits.log_softmax(-1)
 
     found = {}

@@ -22,7 +22,16 @@ from ...cache.contiguous import KVCache
 from ...debug import is_recorded
 from ...errors import AccuracyError, KVQuantError, UnsupportedModelError
 from ...rows.format import RowFormat
-from ...rows.probe import FEW_BITS, MEASURE, REFUSED, TOKENS, WARNED, combined, divergence
+from ...rows.probe import (
+    FEW_BITS,
+    MEASURE,
+    REFUSED,
+    TOKENS,
+    WARNED,
+    combined,
+    divergence,
+    loss_of,
+)
 from .configs import CacheLayers, Turn, input_device
 from .fingerprint import fingerprint, fingerprint_of
 from .observe import observe
@@ -59,21 +68,13 @@ def check_accuracy(model: Any, cache: KVCache, layers: CacheLayers) -> None:
     figure = known[names]
     if figure is None or figure < WARNED:
         return
-    rows = ", ".join(dict.fromkeys(names))
-    found = (
-        f"K rows of {rows} without a plan change what attention reads in this "
-        f"{type(model).__name__}: its weights move by a KL divergence of {figure:.2g}"
-    )
-    ways = 'give plan="auto", or leave k_format out: the default has 8 bits'
+    rows = f"K rows of {', '.join(dict.fromkeys(names))} without a plan"
+    found = f"{rows} would, in this {type(model).__name__}, {loss_of(figure)}"
+    ways = 'To keep the answers give plan="auto", or leave k_format out: the default has 8 bits'
     if figure >= REFUSED:
-        raise AccuracyError(
-            f"{found}, and from {REFUSED:g} on texts are ruined. To keep the answers, {ways}. "
-            "accept_loss=True makes the cache all the same"
-        )
+        raise AccuracyError(f"{found}. {ways}. accept_loss=True makes the cache all the same")
     if is_new:
-        log.warning(
-            "kvquant: %s. Expect a loss; texts are ruined from %g on: %s", found, REFUSED, ways
-        )
+        log.warning("kvquant: %s. %s", found, ways)
 
 
 def kept_figure(source: str | Path, k_format: str) -> float | None:
