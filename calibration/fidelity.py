@@ -151,6 +151,7 @@ class DecodingModel(Protocol):
         max_seq_len: int,
         *,
         plan: CachePlan | None = None,
+        accept_loss: bool = False,
         **options: Unpack[CacheOptions],
     ) -> KVCache:
         """An empty cache of its shape."""
@@ -254,9 +255,10 @@ def _empty_copy(
 
 def options_of(scheme: Scheme | Planned, *, is_latent: bool) -> dict[str, Any]:
     """A scheme as options of new_cache."""
-    lengths = {"sink_len": scheme.sink_len, "recent_len": scheme.recent_len}
+    lengths: dict[str, Any] = {"sink_len": scheme.sink_len, "recent_len": scheme.recent_len}
     if isinstance(scheme, Planned):
         return {"plan": scheme.plan, **lengths}
+    lengths["accept_loss"] = True  # losses are what is measured
     given = {"k_format": scheme.k_format, "v_format": scheme.v_format}
     if is_latent:
         given = {"fmt": DEFAULT if DEFAULT in given.values() else "+".join(given.values())}

@@ -70,8 +70,8 @@ ALLOWED_LATE = {
     "paged": "io kernels.cuda.runtime hf",
     "calibration": "kernels.cuda.runtime",
     "kernels.cuda.runtime": "text",
-    "hf": "kernels.cuda.runtime",
-    "engine": "kernels.cuda.runtime",
+    "hf": "kernels.cuda.runtime kernels.disk_cache",
+    "engine": "kernels.cuda.runtime hf",
     "cli": "bench kernels.cuda.decode kernels.cuda.runtime",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
@@ -20,7 +21,8 @@ from ..rows.bound import kind_of
 from ..rows.call import AttentionCall
 from ..rows.codec import check_exact_format
 from ..rows.kind import LATENT
-from ..rows.quantize import check_dtype
+from ..rows.probe import FEW_BITS, WARNED, combined, divergence_among, loss_of
+from ..rows.quantize import check_dtype, dequantize
 from ..rows.segment import Segment
 from ..rows.variant import AttentionVariant, moved
 from .checks import (
@@ -71,6 +73,8 @@ if TYPE_CHECKING:
 # what transformers asks of its caches, and a KVCache has not
 _CACHE_OF_TRANSFORMERS = {"get_mask_sizes", "get_seq_length", "is_compileable", "update"}
 
+log = logging.getLogger("kvquant")
+_COMPARED = 4  # sequences whose keys are compared, at most
 _LARGE = 1 << 28  # bytes, from which on it is looked whether there is memory
 
 
@@ -120,6 +124,8 @@ class KVCache(NoShallowCopy):
             that the first append compiles are for it. A first call of step sets it, and so does
             the first layer of a Hugging Face model. Of its tensors only shapes and dtypes count.
         changes: calls that may have changed lengths; those inside of graphs are not counted.
+        compared: of layers, how far K rows of few bits move attention's weights among the recent
+            tokens; None once that is known, or where it cannot be: see kvquant/cache/README.md.
         is_cold: whether the first append will compile the kernels that are missing (on CUDA).
 
     Raises:
@@ -202,6 +208,9 @@ class KVCache(NoShallowCopy):
         self.step_variant: AttentionVariant | None = None
         self.changes = 0
         self.is_cold = any(one.type == "cuda" for one in self.devices)
+        has_few = min((fmt.bits for fmt in k_formats), default=16) <= FEW_BITS
+        is_plain = bases is None and self.LAYER.row_kind is not LATENT
+        self.compared = dict[int, torch.Tensor]() if has_few and is_plain and recent_len else None
 
     @classmethod
     def from_plan(
@@ -380,6 +389,7 @@ class KVCache(NoShallowCopy):
         at = self._layer(layer)
         at.check_filled(layer)
         segments = at.segments()
+        is_plain = variant is None
         if variant is not None:
             at.check_bias(variant)
         if at.window is not None or in_step:
@@ -393,6 +403,8 @@ class KVCache(NoShallowCopy):
             q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend
         )
         out, lse = attend(call, at.basis, at.seq_lens)
+        if self.compared is not None and is_plain:
+            self._compare(layer, q, sm_scale)
         return out if lse is None else (out, lse)
 
     def append(
@@ -530,6 +542,8 @@ class KVCache(NoShallowCopy):
         out, lse = attend(call, at.basis, at.seq_lens, transformed)
         if bound is None and can_bind and at.bound:
             at.bound.keep(kind_of(q, k, v), at.bound.find(k, v))
+        if self.compared is not None and variant is None:
+            self._compare(layer, q, sm_scale)
         return out if lse is None else (out, lse)
 
     def check(self) -> None:
@@ -890,6 +904,38 @@ class KVCache(NoShallowCopy):
                 self.step_variant = moved(variant, "meta")
             warm_up_first(self, k)
 
+    def _compare(self, layer: int, q: torch.Tensor, sm_scale: float | None) -> None:
+        """Warn, once and eagerly, if K rows of few bits change what queries read.
+
+        Only recent tokens have exact keys here. Attention's weights among them are compared with
+        those among the same keys, rounded, when a sequence has more tokens than they.
+        """
+        if debug.is_recorded(q) or q.is_meta:
+            return
+        at, found = self.layers[layer], self.compared
+        if found is None or layer in found:
+            return
+        if (at.longest or 0) <= at.sink_len + at.split.ring_len:
+            return
+        places = torch.arange(at.split.ring_len, device=at.device)
+        counts = at.seq_lens[:_COMPARED, None] - at.sink_len
+        empty = (places >= counts)[:, None, None, None]
+        last = q[:_COMPARED, None] if q.ndim == 3 else q[:_COMPARED, -1:]
+        keys = dequantize(at.k_recent[:_COMPARED], at.k_exact)
+        scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+        found[layer] = divergence_among(last.transpose(1, 2), keys, at.k_format, scale, empty)
+        if len(found) < len(self.layers):
+            return
+        self.compared = None
+        figure = combined(found.values())
+        if figure >= WARNED:
+            log.warning(
+                "kvquant: K rows of %s without a plan %s. Take a plan of kvquant calibrate, or "
+                'k_format="int8"',
+                *(", ".join(dict.fromkeys(str(one.k_format) for one in self.layers)),),
+                loss_of(figure),
+            )
+
     def _check_index(self, index: Counts) -> torch.Tensor:
         chosen = whole_numbers("index", index)
         outside = (chosen < 0) | (chosen >= self.batch)
@@ -914,6 +960,7 @@ class KVCache(NoShallowCopy):
         )
         other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         other.step_variant = self.step_variant
+        other.compared = None  # in this one, or never
         return other
 
     def _made(self, **options: Any) -> KVCache:

@@ -16,6 +16,7 @@ from ..rows.basis import LayerBasis
 from ..rows.defaults import DEFAULT, default_format
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
+from ..rows.probe import FEW_BITS, WARNED, loss_of
 from .contract import PageLayout
 
 log = logging.getLogger("kvquant")
@@ -245,10 +246,17 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
 
 
 @lru_cache
-def tell_settings(settings: Settings | LatentSettings) -> None:
-    """Log once which rows an engine has. Warn of rows of 2 bits, and of a plan that misses its KL
-    limit."""
+def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
+    """Log once which rows an engine has. Warn of K rows of few bits without a plan that the kept
+    probe of the model refuses, of rows of 2 bits, and of a plan that misses its KL limit.
+
+    Args:
+        settings: that were asked for.
+        model: the folder that the engine has loaded.
+    """
     log.info("kvquant: %s", settings)
+    if isinstance(settings, Settings) and settings.plan is None:
+        _tell_accuracy(settings.k_format, model)
     if "int2" in str(settings):
         log.warning(
             "kvquant: rows of 2 bits change what a model predicts unless its first and last tokens "
@@ -266,4 +274,26 @@ def tell_settings(settings: Settings | LatentSettings) -> None:
             "help, but an engine's pages cannot keep them: allow more bits, or serve this model "
             "without kvquant",
             limit.get("max_kl"),
+        )
+
+
+def _tell_accuracy(k_format: str, model: str) -> None:
+    """Warn of K rows of few bits by the figure that a door which holds a model has kept."""
+    if RowFormat.parse(k_format, 128).bits > FEW_BITS:
+        return
+    from ..hf.models.probe import kept_figure
+
+    figure = kept_figure(model, k_format)
+    ways = 'give a "plan" of kvquant calibrate, or "k_format": "int8"'
+    if figure is None:
+        log.warning(
+            "kvquant: K rows of %s without a plan ruin some models, and no probe of this model is "
+            "kept. Before you serve, run CachedModel.from_pretrained(%r).new_cache(1, 1, "
+            "k_format=%r), which keeps one and raises if texts are ruined. Or %s",
+            *(k_format, model, k_format, ways),
+        )
+    elif figure >= WARNED:
+        log.warning(
+            "kvquant: K rows of %s without a plan, in this model, %s. To keep the answers, %s",
+            *(k_format, loss_of(figure), ways),
         )

@@ -135,15 +135,16 @@ def check_size(
     layers = cache_layers(config)
     exact = exact_codec(config.get_text_config(decoder=True).dtype)
 
-    def nbytes(length: int, **options: Any) -> int:
+    def nbytes(length: int, choice: Choice) -> int:
+        options = options_of(choice, is_latent=layers.are_latent)
+        options.pop("accept_loss", None)  # no model is there to lose anything
         made = new_cache(config, layers, 1, length, exact_format=exact, device="meta", **options)
         return made.nbytes
 
     whole = Scheme(exact, exact, is_latent=layers.are_latent)
     rows = []
     for rung in ladder_of(layers, plan, plan_name):
-        options = options_of(rung.windowed, is_latent=layers.are_latent)
-        sizes = {length: nbytes(length, **options) for length in LENGTHS}
+        sizes = {length: nbytes(length, rung.windowed) for length in LENGTHS}
         rows.append(
             {
                 "cache": rung.name,
@@ -155,10 +156,7 @@ def check_size(
                 "lines": _lines(rung, layers),
             }
         )
-    sizes = {
-        length: nbytes(length, **options_of(whole, is_latent=layers.are_latent))
-        for length in LENGTHS
-    }
+    sizes = {length: nbytes(length, whole) for length in LENGTHS}
     exact_row = {
         "cache": "16 bit",
         "bits": 16.0,

@@ -43,10 +43,10 @@ from .argument import ARGUMENT
 from .compile.tracing import keep_in_new_place, outside_of_graphs
 from .continuation import WRONG, check_goes_on
 from .dequantized import append_and_dequantize
-from .models.biases import warn_of_biased_keys
 from .models.configs import CacheLayers, cache_layers, layer_devices, layers_of_rank, new_cache
 from .models.hook import DecoderHook
 from .models.latent import check_latents
+from .models.probe import check_accuracy
 from .sources import check_caller, check_names, config_of
 from .text import DRAFTS, CachedText, Handed, running
 
@@ -121,6 +121,8 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             16-bit cache. Padding is kept like tokens, and layers with a window keep all tokens.
         model: that will call, where source is a KVCache: generate can then draft with it (prompt
             lookup, an assistant), and placed is needed by no model.
+        accept_loss: make the cache where K rows of 4 bits or fewer, without a plan, ruin the model,
+            which else raises: kvquant/hf/README.md, "A probe of K rows".
 
     Attributes:
         kv: the KVCache; None before the first tokens come.
@@ -128,6 +130,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
     Raises:
         ConfigError: source is none of these, or a model that attends otherwise; an option is not
             possible.
+        AccuracyError: K rows of 4 bits or fewer, without a plan, ruin the model's texts.
         CheckpointError: the plan was made for another model.
         UnsupportedModelError: the model is no decoder, or a KVCache holds none of its layers.
         ShapeError: the layers of a KVCache hold different lengths.
@@ -161,10 +164,12 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         drafts: bool = True,
         dequantize: bool = False,
         model: Any = None,
+        accept_loss: bool = False,
         **others: NoReturn,
     ) -> None:
         check_names(theirs, others)
-        for name, flag in (("placed", placed), ("drafts", drafts), ("dequantize", dequantize)):
+        flags = {"placed": placed, "drafts": drafts, "dequantize": dequantize}
+        for name, flag in (flags | {"accept_loss": accept_loss}).items():
             check_flag(name, flag)
         CachedText.__init__(self, placed=placed, drafts=drafts, dequantize=dequantize)
         Cache.__init__(self, layers=[])
@@ -207,6 +212,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             check_caller(source, dequantize=dequantize)
         if dequantize and not layers.are_latent:
             options["windows"] = [None] * len(layers.places)
+        options["is_probed"] = isinstance(source, torch.nn.Module)
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
         dtype: Any = None
         if isinstance(source, torch.nn.Module):
@@ -215,8 +221,8 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         exact = exact_format or exact_codec(dtype)
         self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
-        if plan is None and isinstance(source, torch.nn.Module):
-            warn_of_biased_keys(source, self._outline)
+        if plan is None and isinstance(source, torch.nn.Module) and not accept_loss:
+            check_accuracy(source, self._outline, layers)
         is_hybrid = bool(layers.others or layers.states)
         self.fit(layers, DynamicCache(config=config).layers if is_hybrid else ())
 

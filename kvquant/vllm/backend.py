@@ -416,7 +416,7 @@ def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
 
 def tell_rows(settings: Settings | LatentSettings, vllm_config: VllmConfig) -> None:
     """Log once which rows an engine has, and which layers have none."""
-    tell_settings(settings)
+    tell_settings(settings, vllm_config.model_config.model)
     for name, layers in _without_rows(vllm_config).items():
         _tell_without_rows(name, tuple(layers))
 

@@ -119,7 +119,7 @@ def main(
             past: Any = DynamicCache(config=model.config)
             if choice is not None:
                 options = options_of(choice, is_latent=False)
-                past = QuantizedCache(model, accept_loss=True, **options)
+                past = QuantizedCache(model, **options)
             found = model.generate(
                 **inputs.to(device),
                 **as_argument(model, past),

@@ -300,6 +300,7 @@ def new_cache(
     *,
     plan: Plan | None = None,
     fmt: LatentFormats | None = None,
+    is_probed: bool = False,
     **options: Any,
 ) -> KVCache:
     """An empty KVCache of a model's layers; a LatentKVCache where these keep latent rows.
@@ -310,6 +311,7 @@ def new_cache(
         batch, max_seq_len, options: as in KVCache.
         plan: for this model.
         fmt: of latent rows, as in LatentKVCache; not with a plan.
+        is_probed: the model is at hand, and models/probe.py looks at it: the cache does not.
 
     Raises:
         ConfigError: an option is not possible, or plan is none.
@@ -322,6 +324,8 @@ def new_cache(
     text = config.get_text_config(decoder=True)
     q_heads = getattr(text, "num_attention_heads", None)
     cache.num_q_heads = q_heads and q_heads // layers.ranks
+    if is_probed:
+        cache.compared = None
     return cache
 
 
