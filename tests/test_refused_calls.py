@@ -48,10 +48,15 @@ class Refused(NamedTuple):
     """A call that is refused: what to do with the object, and the error."""
 
     call: Callable[[Any], object]
-    error: type[KVQuantError]
+    error: Any  # a class, or several
 
 
 Table = dict[str, Refused]
+
+
+def calls(name: str, *given: Any, **options: Any) -> Callable[[Any], object]:
+    """A method of what is given."""
+    return lambda it: getattr(it, name)(*given, **options)
 
 
 def rows(count: int, *, batch: int = BATCH, heads: int = HEADS, dim: int = DIM) -> torch.Tensor:
@@ -100,7 +105,7 @@ def bad_appends(heads: int, k_dim: int, v_dim: int) -> Table:
         "no whole counts": ((0, k(4), v(4), [1.5, 1, 1]), ConfigError),
     }
     return {
-        f"append: {name}": Refused(lambda cache, given=given: cache.append(*given), error)
+        f"append: {name}": Refused(calls("append", *given), error)
         for name, (given, error) in table.items()
     }
 
@@ -139,7 +144,7 @@ def bad_steps(*, rank: bool = False) -> Table:
     if rank:
         table["a window"] = (0, q, k, k), {"variant": window}, UnsupportedError
     return {
-        f"step: {name}": Refused(lambda cache, a=a, o=o: cache.step(*a, **o), error)
+        f"step: {name}": Refused(calls("step", *a, **o), error)
         for name, (a, o, error) in table.items()
     }
 
@@ -167,7 +172,7 @@ def bad_latent_steps() -> Table:
     for name, (options, error) in BAD_OPTIONS.items():
         table[name] = (0, q, rope, *new), {"sm_scale": 1.0, **options}, error
     return {
-        f"step: {name}": Refused(lambda cache, a=a, o=o: cache.step(*a, **o), error)
+        f"step: {name}": Refused(calls("step", *a, **o), error)
         for name, (a, o, error) in table.items()
     }
 
@@ -218,9 +223,7 @@ def attends(*q: torch.Tensor, **options: Any) -> Table:
         ),
     }
     for name, (others, error) in BAD_OPTIONS.items():
-        found[f"attend: {name}"] = Refused(
-            lambda cache, others=others: cache.attend(0, *q, **options | others), error
-        )
+        found[f"attend: {name}"] = Refused(calls("attend", 0, *q, **options | others), error)
     return found
 
 
@@ -431,9 +434,7 @@ IN_STEP: Table = {
     "swap_out: a step is open": Refused(lambda b: b.cache.swap_out("a"), ConfigError),
     "swap_in: a step is open": Refused(lambda b: b.cache.swap_in("out"), ConfigError),
     **{
-        f"{name}: {what}": Refused(
-            lambda b, call=call, layer=layer, options=options: call(b, layer, **options), error
-        )
+        f"{name}: {what}": Refused(partial(call, layer=layer, **options), error)
         for what, (options, error) in BAD_OPTIONS.items()
         for name, call, layer in (("attend", attend, 0), ("step", step, 1))
     },
