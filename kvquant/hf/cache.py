@@ -399,11 +399,11 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
                 self.call.check_ready()
             else:
                 self._begin_layer(layer, at, keys.shape[2])
+            if not at:
+                self._make_room(keys)
         except (ShapeError, UnsupportedModelError):
             self.take_back()
             raise
-        if not at:
-            self._make_room(keys)
         assert self.kv is not None and at is not None
         self.call.hand(layer)
         padding = None if is_traced else self.call.padding

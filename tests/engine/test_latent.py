@@ -140,7 +140,7 @@ def test_each_query_sees_its_own_sequence(case: tuple[list[int], int]) -> None:
     step = describe_step(NewTokens(held.table, lens, starts, lens, tokens + padding, 4))
     q = torch.randn(tokens + padding, HEADS, LATENT + ROPE)
     q[tokens:] = torch.nan  # nothing reads the padding
-    found = attend_to_latents(held.layer, step, *q.split([LATENT, ROPE], -1), held.pages)
+    found = attend_to_latents(held.layer, step, q[..., :LATENT], q[..., LATENT:], held.pages)
     assert found.shape == (tokens + padding, HEADS, LATENT)
     check_each(found[:tokens], held, q[:tokens], counts, 2e-5)
 

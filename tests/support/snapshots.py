@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -101,7 +101,6 @@ def _attributes(
     value: Any, path: str, seen: dict[int, tuple[str, object]], known: frozenset[str]
 ) -> Iterator[tuple[str, object]]:
     slots = [name for kind in type(value).__mro__ for name in kind.__dict__.get("__slots__", ())]
-    names: Callable[[str], bool] = known.isdisjoint
     for name in [*slots, *getattr(value, "__dict__", ())]:
-        if names([name]) and not name.startswith("__") and hasattr(value, name):
+        if name not in known and not name.startswith("__") and hasattr(value, name):
             yield from _leaves(getattr(value, name), f"{path}.{name}", seen, known)
