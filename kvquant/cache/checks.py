@@ -273,13 +273,23 @@ def check_one_each(name: str, formats: Sequence[object], num_layers: int) -> Non
         )
 
 
-def row_formats(name: str, formats: Formats, head_dims: Sequence[int]) -> list[RowFormat]:
-    """One format for each layer, of its head_dim.
+def row_formats(
+    name: str, formats: Formats | None, head_dims: Sequence[int], window: tuple[int, int]
+) -> list[RowFormat]:
+    """One format for each layer, of its head_dim; the default for each when None.
+
+    Args:
+        name: of the argument, "k_format" or "v_format".
+        formats: one for all layers, a list of one for each, or None.
+        head_dims: of the layers.
+        window: sink_len and recent_len of the cache.
 
     Raises:
         ConfigError: a format does not exist or is of another head_dim, or there are more or fewer
             than layers.
     """
+    if formats is None:
+        formats = [default_format(name[0], head_dim, *window) for head_dim in head_dims]
     if isinstance(formats, (str, RowFormat)) or not isinstance(formats, Sequence):
         formats = [formats] * len(head_dims)
     listed: Sequence[str | RowFormat] = formats

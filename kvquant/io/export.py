@@ -228,14 +228,15 @@ def quantize_raw(
                 f"{path} has sequences of up to {longest} tokens, max_seq_len is {max_seq_len}: "
                 f"use max_seq_len (--max-seq-len) {longest} or more"
             )
+        window = sink_len, recent_len
         cache = KVCache(
             raw.num_layers,
             batch,
             num_kv_heads,
             head_dim,
             tokens if max_seq_len is None else max_seq_len,
-            k_format=row_formats("k_format", k_format, [shape[3] for shape in raw.k_shapes]),
-            v_format=row_formats("v_format", v_format, [shape[3] for shape in raw.v_shapes]),
+            k_format=row_formats("k_format", k_format, [x[3] for x in raw.k_shapes], window),
+            v_format=row_formats("v_format", v_format, [x[3] for x in raw.v_shapes], window),
             sink_len=sink_len,
             recent_len=recent_len,
             exact_format=exact_codec(raw.dtype) if exact_format is None else exact_format,

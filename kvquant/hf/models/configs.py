@@ -24,7 +24,7 @@ from ...errors import ConfigError, UnsupportedModelError
 from ...io.plan import CachePlan, Plan, as_plan
 from ...rows.arguments import name_of_kind
 from ...rows.codec import one_of
-from ...rows.defaults import RECENT, SINKS, default_format
+from ...rows.defaults import RECENT, SINKS
 from ...rows.format import HEAD_DIMS
 from ...rows.kind import LATENT
 from ...rows.latent import LATENT_DIMS, ROPE_DIMS
@@ -415,11 +415,8 @@ def _made(
         sizes |= {"fmt": fmt, "latent_dim": layers.k_dims[0], "rope_dim": layers.v_dims[0]}
         return kind(**sizes, **options)
     for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
-        given = options.get(name)
-        if given is None:
-            window = options.get("sink_len", SINKS), options.get("recent_len", RECENT)
-            given = [default_format(name[0], dim, *window) for dim in dims]
-        options[name] = row_formats(name, given, dims)
+        window = options.get("sink_len", SINKS), options.get("recent_len", RECENT)
+        options[name] = row_formats(name, options.get(name), dims, window)
     sizes |= {"num_kv_heads": layers.num_kv_heads, "head_dim": max(layers.k_dims)}
     return kind(**sizes, **options)
 
