@@ -27,7 +27,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import save_file
 from tiny_models import tiny_model
 
-from kvquant import CachedModel, ContextParallelCache, QuantizedCache
+from kvquant import ContextParallelCache, QuantizedCache
 from kvquant.calibration.fidelity import Scheme, options_of
 
 DIM = 64  # head_dim of the tiny model
