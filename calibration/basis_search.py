@@ -24,6 +24,7 @@ from .bases import candidates, output_moment
 from .moments import Moments
 
 STEPS = ("plain", "offset", "hadamard", "matrix")  # bases, each rounded to the nearest code
+BATCH = 2  # windows read at a time
 BASE_FORMAT = "int4"  # in which bases are compared
 # shares of its range that a group may keep, by the bits of a code: the fewer codes there are, the
 # more of them the rare large elements cost
@@ -139,7 +140,7 @@ def choose(
     *,
     base_format: str = BASE_FORMAT,
     rounding: str = "feedback",
-    batch: int = 2,
+    batch: int = BATCH,
     progress: Callable[[int], None] = lambda amount: None,
     also: Sequence[Callable[[], None]] = (),
 ) -> dict[int, dict[str, Chosen]]:
@@ -153,7 +154,7 @@ def choose(
         base_format: in which bases are compared.
         rounding: "feedback", if it is better, or "nearest".
         batch: windows read at a time.
-        progress: called with the number of tokens read.
+        progress: called with 1 for each layer of each batch, twice, and once for its bases.
         also: what will be called later, whose kernels are compiled beside those of the search: see
             kernels/cuda/runtime/warmup.py.
 
@@ -171,6 +172,7 @@ def choose(
                 for name, basis in candidates(at, weights[layer], side).items()
                 if rounding == "feedback" or basis.feedback is None
             }
+        progress(1)
     base = dict(zip("kv", formats[base_format], strict=True))
 
     def compare(
@@ -180,9 +182,10 @@ def choose(
             meter.spread(layer, side, x)
             for name, basis in options[layer, side].items():
                 meter.measure(layer, side, name, x, basis, base[side])
+        progress(1)
 
     _warm_up(options, formats, base_format, windows, batch, also)
-    _read(model, windows, batch, compare, progress)
+    _read(model, windows, batch, compare)
     chosen: dict[int, dict[str, Chosen]] = {layer: {} for layer in moments.layers}
     for (layer, side), bases in options.items():
         best = min(bases, key=lambda name: meter.total(layer, side, name))
@@ -207,8 +210,9 @@ def choose(
                 for ratio in clips[name]:
                     basis = clipped[layer, side, ratio]
                     meter.measure(layer, side, f"{name}@{ratio}", x, basis, fmt)
+        progress(1)
 
-    _read(model, windows, batch, fit, progress)
+    _read(model, windows, batch, fit)
     for layer, sides in chosen.items():
         for side, found in sides.items():
             for name in formats:
@@ -269,8 +273,6 @@ def _read(
     windows: torch.Tensor,
     batch: int,
     observer: Observer,
-    progress: Callable[[int], None],
 ) -> None:
     for part in windows.split(batch):
         model.observe(part, observer)
-        progress(part.numel())

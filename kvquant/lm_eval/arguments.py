@@ -12,6 +12,7 @@ from ..calibration.fidelity import Planned
 from ..errors import ConfigError, DeviceError, shown
 from ..evaluation.caches import OPTIONS, parse_cache
 from ..hf.model import CachedModel
+from ..io.plan import AUTO
 from ..rows.arguments import check_size
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,7 +58,7 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     if (told["k_format"] is None) == (told["plan"] is None):
         raise ConfigError(
             "model_args need a cache: give k_format=FORMAT (bf16 for the 16-bit cache, and "
-            "v_format=FORMAT where V's differs), or else plan=FILE"
+            "v_format=FORMAT where V's differs), or else plan=FILE or plan=auto"
         )
     if told["plan"] is not None and told["v_format"] is not None:
         raise ConfigError("the plan says the formats: leave v_format out")
@@ -80,6 +81,9 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
     if told["plan"] is not None:
         path = str(told["plan"])
+        if path == AUTO:
+            text = "auto,sinks={},recent={}".format(*window)
+            return {"model": model, "cache": parse_cache(text, model=model), **sizes}
         return {"model": model, "cache": Planned(path, Path(path).stem, *window), **sizes}
     separator = "+" if model.has_latents else "/"
     formats = [told[name] for name in ("k_format", "v_format") if told[name] is not None]

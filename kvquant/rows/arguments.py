@@ -10,7 +10,6 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
-from .. import rehearsal
 from ..errors import ConfigError, DeviceError, shown
 
 MAX_LENGTH = 2**31 - 1  # lengths are int32
@@ -66,8 +65,8 @@ def address(tensor: torch.Tensor, name: str = "one of the tensors") -> int:
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """A device that a cache can lie on; "cuda" is the current GPU. On "meta" a cache takes no memory
-    and holds nothing: it says how many bytes it would take (nbytes), and rehearsals use it.
+    """A device that a cache can lie on; "cuda" is the current GPU. On "meta" a cache takes no
+    memory and holds nothing: it says how many bytes it would take (nbytes); rehearsals use it.
 
     Raises:
         ConfigError: there is no such name.

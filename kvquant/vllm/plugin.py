@@ -11,6 +11,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
+from ..engine.settings import put_kept_plan
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 
 VERSIONS = "0.32", "0.34"  # of vLLM: from the first to before the second, as in pyproject.toml
@@ -71,6 +72,8 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         _check_version()
         from .backend import Request, backend_of, is_draft
 
+        if config.model_config is not None:
+            put_kept_plan(given["kvquant"], config.model_config.model)
         request = Request.of(given["kvquant"])
         if name in LATENT or (name == "CUSTOM" and _has_latents(config, is_draft())):
             from .latent import latent_backend_of
