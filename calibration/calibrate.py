@@ -432,9 +432,7 @@ def finish(
         {name: pair for name, pair in formats.items() if not pair[0].is_exact},
         base_format=LATENT_CANDIDATES[0] if first.is_latent else BASE_FORMAT,
         rounding=rounding,
-        progress=_shares(
-            progress, "choose", len(moments.layers) * (1 + 2 * -(-len(fitted) // BATCH))
-        ),
+        progress=_shares(progress, "choose", len(moments.layers) * (1 + -(-len(fitted) // BATCH))),
         also=also,
     )
     facts = {
