@@ -24,6 +24,7 @@ from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import EXACT_DTYPES
 
 from .fidelity import (
+    DecodingModel,
     Fidelity,
     Planned,
     Reference,
@@ -37,16 +38,6 @@ from .fidelity import (
 
 BATCH = 2  # passages that are read at a time: their logits take memory
 RowsOf = Callable[[int, str, torch.Tensor], torch.Tensor]  # place, side, rows: what is read of them
-
-
-class PassingModel(Protocol):
-    """What PassReference needs of a model; kvquant.CachedModel is one."""
-
-    exact_format: str  # its 16-bit rows
-    model: Any  # transformers' own
-
-    def new_cache(self, batch: int, max_seq_len: int, **options: Any) -> KVCache:
-        """An empty cache of its shape."""
 
 
 class PassReference:
@@ -67,7 +58,7 @@ class PassReference:
 
     def __init__(
         self,
-        model: PassingModel,
+        model: DecodingModel,
         windows: torch.Tensor,
         context: int,
         places: list[int],

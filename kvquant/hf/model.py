@@ -866,7 +866,7 @@ def as_cached_model(model: Any, tokenizer: Any = None) -> Any:
         tokenizer: of a model of transformers; None where no text will be read.
     """
     if isinstance(model, str | os.PathLike):
-        return CachedModel.from_pretrained(model)
+        return CachedModel.from_pretrained(os.fsdecode(model))
     return CachedModel(model, tokenizer) if isinstance(model, torch.nn.Module) else model
 
 

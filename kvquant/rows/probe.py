@@ -60,7 +60,8 @@ def divergence_among(
 
     def log_weights(keys: torch.Tensor) -> torch.Tensor:
         scores = queries @ keys[:, :, None].float().mT * sm_scale
-        return scores.masked_fill(hidden, -1e9).log_softmax(-1)
+        weights: torch.Tensor = scores.masked_fill(hidden, -1e9).log_softmax(-1)
+        return weights
 
     with full_precision(k):
         exact = log_weights(k)

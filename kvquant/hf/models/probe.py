@@ -137,8 +137,8 @@ def figures(
     """
     if ids is None:
         config = model.config.get_text_config(decoder=True)
-        ends = getattr(config, "max_position_embeddings", None), layers.turn
-        ends = [one.positions if isinstance(one, Turn) else one for one in ends]
+        ends = [getattr(config, "max_position_embeddings", None)]
+        ends += [layers.turn.positions] if isinstance(layers.turn, Turn) else []
         tokens = min([TOKENS, *(one for one in ends if isinstance(one, int) and one > 1)])
         generator = torch.Generator("cpu").manual_seed(0)
         ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu")
