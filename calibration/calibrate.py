@@ -727,7 +727,7 @@ def _check_goal(
         names = rows.names_of(goal.format or FEW_BITS[0])
         options = dict(zip(("k_format", "v_format"), names, strict=True))
     if options:
-        model.new_cache(1, 1, **options)
+        model.new_cache(1, 1, accept_loss=True, **options)
 
 
 def _costs(

@@ -28,6 +28,7 @@ from kvquant.cache.layer import rooms_of
 from kvquant.cache.warmup import Calls, warm_up_cache
 from kvquant.errors import ShapeError
 from kvquant.io.plan import CachePlan, Plan, as_plan
+from kvquant.rows.defaults import DEFAULT
 from kvquant.rows.quantize import EXACT_DTYPES
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Scheme:
     """The formats of a cache's rows, and its 16-bit window. If is_latent, k_format is the format of
-    the latents and v_format that of the RoPE parts."""
+    the latents and v_format that of the RoPE parts. "default" is what caches have by default."""
 
     k_format: str
     v_format: str
@@ -50,7 +51,7 @@ class Scheme:
     def __str__(self) -> str:
         same = self.k_format == self.v_format
         name = self.k_format if same else f"K {self.k_format}, V {self.v_format}"
-        if self.is_latent and not (same and self.k_format in EXACT_DTYPES):
+        if self.is_latent and not (same and self.k_format in (*EXACT_DTYPES, DEFAULT)):
             # "int4-g8" alone would mean RoPE parts in 16 bit
             name = f"{self.k_format}+{self.v_format}"
         return with_window(name, self.sink_len, self.recent_len)
@@ -150,6 +151,7 @@ class DecodingModel(Protocol):
         max_seq_len: int,
         *,
         plan: CachePlan | None = None,
+        accept_loss: bool = False,
         **options: Unpack[CacheOptions],
     ) -> KVCache:
         """An empty cache of its shape."""
@@ -253,12 +255,14 @@ def _empty_copy(
 
 def options_of(scheme: Scheme | Planned, *, is_latent: bool) -> dict[str, Any]:
     """A scheme as options of new_cache."""
-    lengths = {"sink_len": scheme.sink_len, "recent_len": scheme.recent_len}
+    lengths: dict[str, Any] = {"sink_len": scheme.sink_len, "recent_len": scheme.recent_len}
     if isinstance(scheme, Planned):
         return {"plan": scheme.plan, **lengths}
+    lengths["accept_loss"] = True  # losses are what is measured
+    given = {"k_format": scheme.k_format, "v_format": scheme.v_format}
     if is_latent:
-        return {"fmt": f"{scheme.k_format}+{scheme.v_format}", **lengths}
-    return {"k_format": scheme.k_format, "v_format": scheme.v_format, **lengths}
+        given = {"fmt": DEFAULT if DEFAULT in given.values() else "+".join(given.values())}
+    return {name: fmt for name, fmt in given.items() if fmt != DEFAULT} | lengths
 
 
 def stored_bits(cache: KVCache, exact: KVCache) -> float:

@@ -16,14 +16,17 @@ import torch
 
 from kvquant.cache.contiguous import KVCache
 from kvquant.errors import NonFiniteError
+from kvquant.hf.models.configs import cache_layers
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from kvquant.ops.transform import encode_rows
+from kvquant.rows.defaults import DEFAULT, default_format
 from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import EXACT_DTYPES
 
 from .fidelity import (
     Fidelity,
     Planned,
+    Reference,
     Scheme,
     compare_passages,
     options_of,
@@ -128,13 +131,19 @@ class PassReference:
                     )
                 return read
         else:
-            names = {"k": scheme.k_format, "v": scheme.v_format}
-            rows = [RowFormat.parse(names[side], dim) for (_, side), dim in self._dims.items()]
+
+            def format_of(side: str, dim: int) -> RowFormat:
+                name = {"k": scheme.k_format, "v": scheme.v_format}[side]
+                return RowFormat.parse(
+                    default_format(side, dim, *window) if name == DEFAULT else name, dim
+                )
+
+            rows = [format_of(side, dim) for (_, side), dim in self._dims.items()]
             elements = sum(fmt.head_dim for fmt in rows)  # none where no layer is held
             bits = 8 * sum(fmt.row_bytes for fmt in rows) / elements if rows else 16.0
 
             def rows_of(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
-                fmt = RowFormat.parse(names[side], x.shape[-1])
+                fmt = format_of(side, x.shape[-1])
                 return dequantize_rows(quantize_rows(x, fmt), fmt)
 
         if any(window) and not self.why:
@@ -172,3 +181,18 @@ class PassReference:
 
         for part in self._parts:
             yield part.predict(store, window).transpose(0, 1).float().log_softmax(-1)
+
+
+def reference_of(model: Any, windows: torch.Tensor, context: int) -> Reference | PassReference:
+    """What caches of a model are compared with: one pass, or decoding where rows are latent.
+
+    Args:
+        model: a CachedModel.
+        windows: [batch, context + scored + 1], int64.
+        context: tokens of the prompt.
+    """
+    layers = cache_layers(model.config)
+    if layers.are_latent:
+        return Reference(model, windows, context)
+    again = bool(layers.others or layers.states or layers.turn or model.shared_layers())
+    return PassReference(model, windows, context, list(layers.places), keeps_context=not again)

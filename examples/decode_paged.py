@@ -40,7 +40,7 @@ if device == "cuda":
 
 texts = {"a": [*range(500), 7], "b": [*range(500), 8, 9]}
 for name, text in texts.items():
-    present = cache.allocate(name, text)
+    present = cache.allocate(name, text)  # under LoRA adapters also namespace=, the adapter's name
     print(f"{name}: {present} of {len(text)} tokens were there")
     new = text[present:-1]  # the last one starts the decoding
     with prefill.extend([name], len(new), new):

@@ -33,6 +33,7 @@ while waiting or cache.ids or cache.swapped_ids:
         for name in cache.swapped_ids:
             cache.swap_in(name)
         for name in waiting[:1]:
+            # with LoRA adapters, images or tenants also namespace=: each finds its own rows
             found += cache.allocate(name, texts[name], room=len(texts[name]))
             waiting.remove(name)
     new = {}  # what the cache lacks: of each text its last token, or a chunk of its prompt

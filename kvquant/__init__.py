@@ -13,6 +13,7 @@ import importlib.util
 import typing
 
 from .errors import (
+    AccuracyError,
     CheckpointError,
     ConfigError,
     DeviceError,
@@ -58,6 +59,7 @@ if typing.TYPE_CHECKING:
     from .rows.variant import AttentionVariant
 
 __all__ = [
+    "AccuracyError",
     "AttentionVariant",
     "Basis",
     "CachePlan",

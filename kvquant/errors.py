@@ -3,6 +3,7 @@
 KVQuantError
 ├── ConfigError       (ValueError)           a format, a size or an option that does not exist
 ├── ShapeError        (ValueError)           tensors that do not fit one another, a format or cache
+├── AccuracyError     (ValueError)           rows of so few bits that a model's texts are ruined
 ├── NonFiniteError    (ValueError)           NaN, Inf or values beyond what the format can hold
 ├── CheckpointError   (ValueError)           a file that is damaged, foreign or of another model
 ├── UnsupportedError  (NotImplementedError)  what this version or this machine cannot do
@@ -75,6 +76,10 @@ class NonFiniteError(KVQuantError, ValueError):
     """
 
     sequences: tuple[object, ...] = ()
+
+
+class AccuracyError(KVQuantError, ValueError):
+    """Rows of so few bits that a model's texts are ruined; nothing was changed."""
 
 
 class CheckpointError(KVQuantError, ValueError):

@@ -70,7 +70,7 @@ ALLOWED_LATE = {
     "paged": "io kernels.cuda.runtime hf",
     "calibration": "kernels.cuda.runtime",
     "kernels.cuda.runtime": "text",
-    "hf": "kernels.cuda.runtime calibration",
+    "hf": "kernels.cuda.runtime kernels.disk_cache calibration",
     "engine": "kernels.cuda.runtime hf",
     "cli": "bench kernels.cuda.decode kernels.cuda.runtime",
 }

@@ -177,3 +177,32 @@ def test_what_pip_says_of_errors_is_passed_on() -> None:
     assert re.fullmatch(r"pip: failed, \d+ s\n", done.stdout)
     done = call(*install, "--dry-run", "--no-index", "pip", cwd=ROOT)
     assert done.returncode == 0 and re.fullmatch(r"pip: done, \d+ s\n", done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("extras", ["cuda", "hf,report", "sglang", "vllm"])
+def test_extras_resolve(extras: str, python: str, tmp_path: Path) -> None:
+    """A dry run of pip finds versions without going back over many, in less than a minute of its
+    own time; it waits for the package registry besides, which may send whole wheels for metadata.
+    """
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"]]
+    for extra in extras.split(","):
+        wanted += project["optional-dependencies"][extra]
+    options = ["--dry-run", "--ignore-installed", "--target", str(tmp_path), "--only-binary=:all:"]
+    before = os.times()
+    done = call(
+        *(sys.executable, "-m", "pip", "install", *options, "--python-version", python, *wanted),
+        cwd=tmp_path,
+    )
+    after = os.times()
+    if "NewConnectionError" in done.stdout + done.stderr:
+        pytest.skip("needs the package registry")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "pip is looking at multiple versions" not in done.stdout
+    taken = (after.children_user + after.children_system) - (
+        before.children_user + before.children_system
+    )
+    assert taken < 60

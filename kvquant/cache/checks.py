@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from ..rows.arguments import (
     is_whole,
 )
 from ..rows.basis import LayerBasis
+from ..rows.defaults import default_format
 from ..rows.format import RowFormat
 from .memory import check_room
 
@@ -35,7 +37,6 @@ Devices = torch.device | str | Sequence[torch.device | str]
 Formats = str | RowFormat | Sequence[str | RowFormat]
 Counts: TypeAlias = "torch.Tensor | Sequence[int] | NDArray[np.integer[Any]]"
 Format = TypeVar("Format")
-DEFAULT_FORMAT = "int4-g4"
 
 
 def whole_numbers(name: str, values: int | Counts) -> torch.Tensor:
@@ -163,7 +164,8 @@ def check_bad_rows(rows: Sequence[int], advice: str) -> None:
     if k_rows or v_rows:
         raise NonFiniteError(
             f"{k_rows} rows of K and {v_rows} of V came with NaN, Inf or a value that their "
-            f"formats cannot hold, and decode to NaN: {advice}"
+            f"formats cannot hold, and decode to NaN: {advice}; to go on, run the model in "
+            "bfloat16, and give the format 'bf16' where values go beyond the others' 65,504"
         )
 
 
@@ -233,6 +235,30 @@ def per_layer(
     return [parse(one) for one in formats]
 
 
+def formats_of(
+    name: str,
+    given: Formats | None,
+    num_layers: int,
+    head_dim: int,
+    *,
+    sink_len: int,
+    recent_len: int,
+) -> list[RowFormat]:
+    """The formats of K or V of each layer: those that are given, or the default.
+
+    Args:
+        name: of the argument, "k_format" or "v_format".
+        given: one for all layers, a list of one for each, or None.
+        num_layers, head_dim, sink_len, recent_len: of the cache.
+
+    Raises:
+        ConfigError: as per_layer.
+    """
+    if given is None:
+        given = default_format(name[0], head_dim, sink_len, recent_len)
+    return per_layer(name, given, num_layers, partial(row_format, head_dim=head_dim))
+
+
 def row_format(fmt: str | RowFormat, head_dim: int) -> RowFormat:
     """The format of this name; one that is a RowFormat may have a head_dim of its own."""
     return fmt if isinstance(fmt, RowFormat) else RowFormat.parse(fmt, head_dim)
@@ -247,13 +273,23 @@ def check_one_each(name: str, formats: Sequence[object], num_layers: int) -> Non
         )
 
 
-def row_formats(name: str, formats: Formats, head_dims: Sequence[int]) -> list[RowFormat]:
-    """One format for each layer, of its head_dim.
+def row_formats(
+    name: str, formats: Formats | None, head_dims: Sequence[int], window: tuple[int, int]
+) -> list[RowFormat]:
+    """One format for each layer, of its head_dim; the default for each when None.
+
+    Args:
+        name: of the argument, "k_format" or "v_format".
+        formats: one for all layers, a list of one for each, or None.
+        head_dims: of the layers.
+        window: sink_len and recent_len of the cache.
 
     Raises:
         ConfigError: a format does not exist or is of another head_dim, or there are more or fewer
             than layers.
     """
+    if formats is None:
+        formats = [default_format(name[0], head_dim, *window) for head_dim in head_dims]
     if isinstance(formats, (str, RowFormat)) or not isinstance(formats, Sequence):
         formats = [formats] * len(head_dims)
     listed: Sequence[str | RowFormat] = formats

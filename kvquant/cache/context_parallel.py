@@ -28,6 +28,7 @@ from ..rows.call import AttentionCall
 from ..rows.variant import AttentionVariant, names_of
 from .checks import Counts, check_layer, check_options, whole_numbers
 from .contiguous import KVCache
+from .copying import NoShallowCopy
 from .latent import LatentKVCache
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ ALIGNMENT = 16  # bytes, of what a rank gives: kernels read as many at a time
 _POSSIBLE = {"soft_cap", "sink_logits"}  # of a variant: what needs no positions
 
 
-class ContextParallelCache:
+class ContextParallelCache(NoShallowCopy):
     """A KVCache whose sequences are spread over the ranks of torch.distributed.
 
     Every rank calls the same methods with the same tokens and queries, and keeps its share: a block
@@ -158,27 +159,27 @@ class ContextParallelCache:
                 "new_tokens, head_dim]"
             )
         totals, new = self._totals[layer], k.shape[2]
-        self._may_hold[layer] |= new > 0
-        if new == 1 and new_lens is None:
-            self.cache.append(layer, k, v, self._share[totals % len(self._share)])
-            totals += 1
-            return
-        steps = torch.arange(new, device=totals.device)
-        places = totals[:, None] + steps
-        is_mine = (places // self.block_len) % self.world_size == self.rank
         counts: int | torch.Tensor = new
-        if new_lens is not None:
-            counts = self._counts(new_lens, new)
-            is_mine &= steps < counts[:, None]
-        if new > 1:  # mine to the front, in their order
-            most = min(new, (new // (self.block_len * self.world_size) + 1) * self.block_len)
-            order = is_mine.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-            k, v = (
-                x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-                for x in (k, v)
-            )
-        self.cache.append(layer, k, v, is_mine.sum(1, dtype=torch.int32))
+        if new == 1 and new_lens is None:
+            share = self._share[totals % len(self._share)]
+        else:
+            steps = torch.arange(new, device=totals.device)
+            places = totals[:, None] + steps
+            is_mine = (places // self.block_len) % self.world_size == self.rank
+            if new_lens is not None:
+                counts = self._counts(new_lens, new)
+                is_mine &= steps < counts[:, None]
+            share = is_mine.sum(1, dtype=torch.int32)
+            if new > 1:  # mine to the front, in their order
+                most = min(new, (new // (self.block_len * self.world_size) + 1) * self.block_len)
+                order = is_mine.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+                k, v = (
+                    x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+                    for x in (k, v)
+                )
+        self.cache.append(layer, k, v, share)  # refuses what it cannot take
         totals += counts
+        self._may_hold[layer] |= new > 0
 
     def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
         """[batch] on the device; as KVCache.append takes them."""

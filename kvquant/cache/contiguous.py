@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -21,11 +21,11 @@ from ..rows.bound import kind_of
 from ..rows.call import AttentionCall
 from ..rows.codec import check_exact_format
 from ..rows.kind import LATENT
-from ..rows.quantize import check_dtype
+from ..rows.probe import FEW_BITS, WARNED, combined, divergence_among, loss_of
+from ..rows.quantize import check_dtype, dequantize
 from ..rows.segment import Segment
 from ..rows.variant import AttentionVariant, moved
 from .checks import (
-    DEFAULT_FORMAT,
     Counts,
     Devices,
     Formats,
@@ -36,11 +36,11 @@ from .checks import (
     check_options,
     check_windows,
     devices_of,
-    per_layer,
+    formats_of,
     plan_for,
-    row_format,
     whole_numbers,
 )
+from .copying import NoShallowCopy
 from .layer import ROLLBACK, SPARE, Kind, LayerCache, packed_row_bytes, rooms_of
 from .memory import check_room
 from .warmup import warm_up_first
@@ -73,10 +73,12 @@ if TYPE_CHECKING:
 # what transformers asks of its caches, and a KVCache has not
 _CACHE_OF_TRANSFORMERS = {"get_mask_sizes", "get_seq_length", "is_compileable", "update"}
 
+log = logging.getLogger("kvquant")
+_COMPARED = 4  # sequences whose keys are compared, at most
 _LARGE = 1 << 28  # bytes, from which on it is looked whether there is memory
 
 
-class KVCache:
+class KVCache(NoShallowCopy):
     """Keys and values of all layers of a model, for a batch of sequences of unequal lengths.
 
     All memory is allocated when the cache is made. Formats of K and of V are independent, and may
@@ -88,7 +90,8 @@ class KVCache:
         num_kv_heads: KV heads of each layer.
         head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
         max_seq_len: tokens that a sequence has room for.
-        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer. When
+            None, the default of rows/defaults.py, which depends on head_dim and on the window.
         v_format: of V, as k_format.
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
@@ -121,6 +124,8 @@ class KVCache:
             that the first append compiles are for it. A first call of step sets it, and so does
             the first layer of a Hugging Face model. Of its tensors only shapes and dtypes count.
         changes: calls that may have changed lengths; those inside of graphs are not counted.
+        compared: of layers, how far K rows of few bits move attention's weights among the recent
+            tokens; None once that is known, or where it cannot be: see kvquant/cache/README.md.
         is_cold: whether the first append will compile the kernels that are missing (on CUDA).
 
     Raises:
@@ -148,8 +153,8 @@ class KVCache:
         head_dim: int,
         max_seq_len: int,
         *,
-        k_format: Formats = DEFAULT_FORMAT,
-        v_format: Formats = DEFAULT_FORMAT,
+        k_format: Formats | None = None,
+        v_format: Formats | None = None,
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",
@@ -167,9 +172,9 @@ class KVCache:
         recent_len = check_size("recent_len", recent_len)
         rollback_len = check_size("rollback_len", rollback_len)
         check_exact_format(exact_format)
-        parse = partial(row_format, head_dim=head_dim)
-        k_formats = per_layer("k_format", k_format, num_layers, parse)
-        v_formats = per_layer("v_format", v_format, num_layers, parse)
+        shape = {"sink_len": sink_len, "recent_len": recent_len}
+        k_formats = formats_of("k_format", k_format, num_layers, head_dim, **shape)
+        v_formats = formats_of("v_format", v_format, num_layers, head_dim, **shape)
         self.LAYER.row_kind.check_formats([*k_formats, *v_formats])
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -203,6 +208,9 @@ class KVCache:
         self.step_variant: AttentionVariant | None = None
         self.changes = 0
         self.is_cold = any(one.type == "cuda" for one in self.devices)
+        has_few = min((fmt.bits for fmt in k_formats), default=16) <= FEW_BITS
+        is_plain = bases is None and self.LAYER.row_kind is not LATENT
+        self.compared = dict[int, torch.Tensor]() if has_few and is_plain and recent_len else None
 
     @classmethod
     def from_plan(
@@ -212,8 +220,8 @@ class KVCache:
 
         Args:
             plan: of the model whose keys and values will come, or the path of its file;
-                CachePlan.check_model tells whether it is.
-                Layer i is the model's layer plan.places[i].
+                CachePlan.check_model tells whether it is. Layer i is the model's layer
+                plan.places[i].
             batch, max_seq_len: as in KVCache.
             options: the others of KVCache, but for formats and bases. A plan does not hold windows:
                 give windows= (CachedModel.new_cache does it).
@@ -381,6 +389,7 @@ class KVCache:
         at = self._layer(layer)
         at.check_filled(layer)
         segments = at.segments()
+        is_plain = variant is None
         if variant is not None:
             at.check_bias(variant)
         if at.window is not None or in_step:
@@ -394,6 +403,8 @@ class KVCache:
             q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend
         )
         out, lse = attend(call, at.basis, at.seq_lens)
+        if self.compared is not None and is_plain:
+            self._compare(layer, q, sm_scale)
         return out if lse is None else (out, lse)
 
     def append(
@@ -531,6 +542,8 @@ class KVCache:
         out, lse = attend(call, at.basis, at.seq_lens, transformed)
         if bound is None and can_bind and at.bound:
             at.bound.keep(kind_of(q, k, v), at.bound.find(k, v))
+        if self.compared is not None and variant is None:
+            self._compare(layer, q, sm_scale)
         return out if lse is None else (out, lse)
 
     def check(self) -> None:
@@ -891,6 +904,38 @@ class KVCache:
                 self.step_variant = moved(variant, "meta")
             warm_up_first(self, k)
 
+    def _compare(self, layer: int, q: torch.Tensor, sm_scale: float | None) -> None:
+        """Warn, once and eagerly, if K rows of few bits change what queries read.
+
+        Only recent tokens have exact keys here. Attention's weights among them are compared with
+        those among the same keys, rounded, when a sequence has more tokens than they.
+        """
+        if debug.is_recorded(q) or q.is_meta:
+            return
+        at, found = self.layers[layer], self.compared
+        if found is None or layer in found:
+            return
+        if (at.longest or 0) <= at.sink_len + at.split.ring_len:
+            return
+        places = torch.arange(at.split.ring_len, device=at.device)
+        counts = at.seq_lens[:_COMPARED, None] - at.sink_len
+        empty = (places >= counts)[:, None, None, None]
+        last = q[:_COMPARED, None] if q.ndim == 3 else q[:_COMPARED, -1:]
+        keys = dequantize(at.k_recent[:_COMPARED], at.k_exact)
+        scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+        found[layer] = divergence_among(last.transpose(1, 2), keys, at.k_format, scale, empty)
+        if len(found) < len(self.layers):
+            return
+        self.compared = None
+        figure = combined(found.values())
+        if figure >= WARNED:
+            log.warning(
+                "kvquant: K rows of %s without a plan %s. Take a plan of kvquant calibrate, or "
+                'k_format="int8"',
+                *(", ".join(dict.fromkeys(str(one.k_format) for one in self.layers)),),
+                loss_of(figure),
+            )
+
     def _check_index(self, index: Counts) -> torch.Tensor:
         chosen = whole_numbers("index", index)
         outside = (chosen < 0) | (chosen >= self.batch)
@@ -915,6 +960,7 @@ class KVCache:
         )
         other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         other.step_variant = self.step_variant
+        other.compared = None  # in this one, or never
         return other
 
     def _made(self, **options: Any) -> KVCache:

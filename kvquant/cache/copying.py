@@ -1,10 +1,21 @@
-"""NotCopied: what refuses to be copied or pickled, because its parts share memory."""
+"""What refuses to be copied, because copies would share memory."""
 
 from __future__ import annotations
 
 from typing import NoReturn, SupportsIndex
 
 from ..errors import UnsupportedError
+
+
+class NoShallowCopy:
+    """Base of caches that copy.deepcopy copies, and copy.copy would not: both would write into one
+    memory, and each would count only its own tokens."""
+
+    def __copy__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"copy.copy of a {type(self).__name__} would share its rows, which one of both would "
+            "overwrite: use copy.deepcopy"
+        )
 
 
 class NotCopied:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, UnsupportedError
+from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from ..ops.append import bind_append, write_rows
 from ..ops.append_checks import check_call
 from ..ops.quantize import dequantize_segment
@@ -50,7 +50,7 @@ from ..rows.call import AppendCall, AppendSide
 from ..rows.format import RowFormat
 from ..rows.kind import KEY_VALUE, LATENT, KeyValue, Rows
 from ..rows.latent import AnyFormat
-from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
+from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, beyond, full_precision
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, SlotsCall, Split
 from ..rows.spacing import spaced_len
@@ -219,9 +219,9 @@ class LayerCache:
         self.k_format, self.v_format, self.basis = k_format, v_format, basis
         self.k_exact = RowFormat(exact_format, 1, k_format.head_dim)
         self.v_exact = RowFormat(exact_format, 1, v_format.head_dim)
-        self._limits = tuple(  # of the magnitudes of K and of V
-            min(fmt.max_abs, exact.max_abs)
-            for fmt, exact in ((k_format, self.k_exact), (v_format, self.v_exact))
+        self._narrowest = tuple(  # of the formats of K and of V
+            min(pair, key=lambda one: one.max_abs)
+            for pair in ((k_format, self.k_exact), (v_format, self.v_exact))
         )
         self.formats = self.row_kind.stored(k_format, v_format)
         self.exact_formats = self.row_kind.stored(self.k_exact, self.v_exact)
@@ -779,18 +779,16 @@ class LayerCache:
         if not debug.may_read(k):
             return
         bases = self.basis or (None, None)
-        sides = (k, self.k_format, self.k_exact), (v, self.v_format, self.v_exact)
-        given = zip(self.sides, sides, bases, self._limits, strict=True)
-        for name, (x, *formats), basis, limit in given:
+        for name, x, basis, fmt in zip(self.sides, (k, v), bases, self._narrowest, strict=True):
             address(x, name)
-            _check_limit(x, name, limit, formats, new_lens)
+            _check_limit(x, name, fmt, new_lens)
             if basis is not None:
                 x, name = encode_rows(x, basis), f"in the basis of the layer, {name}"
-                _check_limit(x, name, limit, formats, new_lens)
+                _check_limit(x, name, fmt, new_lens)
             if self.split.exact_len:  # rounding may lead over a limit
                 exact = EXACT_DTYPES[self.k_exact.codec]
                 if x.dtype != exact:
-                    _check_limit(x.to(exact), name, limit, formats, new_lens)
+                    _check_limit(x.to(exact), name, fmt, new_lens)
 
     def _with_room(
         self, new_lens: torch.Tensor | None, new_tokens: int, overflow_tokens: torch.Tensor
@@ -895,15 +893,10 @@ def _refuse_shape(name: str, shape: list[int], must: tuple[int, int, int]) -> No
     raise ShapeError(f"{name} is {shape}: it must be [{batch}, {heads}, new_tokens, {dim}]{how}")
 
 
-def _check_limit(
-    x: torch.Tensor,
-    name: str,
-    limit: float,
-    formats: Sequence[RowFormat],
-    new_lens: torch.Tensor | None,
-) -> None:
+def _check_limit(x: torch.Tensor, name: str, fmt: RowFormat, new_lens: torch.Tensor | None) -> None:
     if not x.numel():
         return
+    limit = fmt.max_abs
     lowest, highest = x.aminmax()
     if -limit <= lowest.item() and highest.item() <= limit:
         return
@@ -913,7 +906,4 @@ def _check_limit(
         bad &= is_new[:, None, :, None]
     if bool(bad.any()):
         index = bad.nonzero()[0].tolist()
-        raise NonFiniteError(
-            f"{name}{index} is {x[tuple(index)].item()}: {formats[0]} and {formats[1]} rows hold "
-            f"finite values up to {limit:g}; nothing was appended"
-        )
+        raise beyond(f"{name}{index}", x[tuple(index)].item(), fmt, "; nothing was appended")

@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 
 from ..errors import ConfigError, DeviceError, KVQuantError
 from ..io.model_source import check_source
-from ..rows.format import HEAD_DIMS, NAMES
+from ..rows.format import HEAD_DIMS, NAMES, nearest
 
 if TYPE_CHECKING:
     from ..kernels.cuda.runtime.spec import Spec
@@ -71,6 +71,10 @@ class Format(click.Choice[str]):
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """See click.Choice."""
         return "FORMAT"
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        """Name ours where the name is another project's; see click.Choice."""
+        return super().get_invalid_choice_message(value, ctx) + nearest(str(value))
 
 
 class Pair(Format):

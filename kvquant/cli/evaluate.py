@@ -37,7 +37,8 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     "--cache",
     "caches",
     multiple=True,
-    required=True,
+    default=("default",),
+    show_default=True,
     help="K[/V][,sinks=N][,recent=N], K and V each a FORMAT, or a plan's file in place of both. "
     "Repeat it for more caches.",
 )
@@ -183,7 +184,14 @@ def evaluate(
         raise ConfigError("--retrieval needs the task retrieval: name it in --tasks")
     if pattern is not None and not answered:
         raise ConfigError('--pattern needs answers to compare: give --prompts with "answer"')
+    done = 0  # parts
     with progress(100, "Evaluating") as update:
+
+        def told(what: str, parts: int) -> None:
+            nonlocal done
+            done += 1
+            update(100 * done // parts - 100 * (done - 1) // parts, what)
+
         found = run(
             reader,
             caches,
@@ -193,7 +201,7 @@ def evaluate(
             examples=given,
             reading=reading,
             state=state,
-            progress=lambda what, parts: update(100 // parts, what),
+            progress=told,
         )
     write_json(json_file, found)
     if report is not None:

@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..version import __version__
 from .bench import bench
 from .calibrate import calibrate
+from .check import check
 from .console import (
     COUNT,
     FILE,
@@ -38,7 +39,6 @@ from .warmup import warmup
 if TYPE_CHECKING:
     from ..cache.contiguous import KVCache
 
-DEFAULT_FORMAT = "int4-g4"
 CACHE = NEW_FILE  # its shards may be there alone
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     "--format",
     "both",
     type=LATENT,
-    help=f"Of K and V; {DEFAULT_FORMAT} by default. Or FORMAT+FORMAT, of latents and RoPE parts.",
+    help="Of K and V; a safe pair by default. Or FORMAT+FORMAT, of latents and RoPE parts.",
 )
 @click.option("--k-format", type=FORMAT, help="Of K, where it differs.")
 @click.option("--v-format", type=FORMAT, help="Of V, where it differs.")
@@ -126,8 +126,8 @@ def quantize(
 
         options["plan"] = CachePlan.load(plan)
     else:
-        options["k_format"] = k_format or both or DEFAULT_FORMAT
-        options["v_format"] = v_format or both or DEFAULT_FORMAT
+        given = {"k_format": k_format or both, "v_format": v_format or both}
+        options |= {name: fmt for name, fmt in given.items() if fmt}
     if raw is not None:
         from ..io.export import quantize_raw
 
@@ -226,6 +226,7 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
 
 main.add_command(bench)
 main.add_command(calibrate)
+main.add_command(check)
 main.add_command(evaluate)
 main.add_command(report)
 main.add_command(warmup)

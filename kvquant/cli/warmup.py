@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ..kernels.cuda.runtime.launch import GPU
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-DEFAULT_FORMAT = "int4-g4"
 PROMPTS = 64, 2048  # tokens of a sequence: in a plan's basis few and many take different kernels
 OF_MODEL = "head_dim", "q_heads", "kv_heads"
 VARIANT = "soft_cap", "sink_logits"
@@ -44,7 +43,7 @@ Kind = tuple[Callable[..., "KVCache"], "int | None"]  # what makes a cache; its 
     "formats",
     type=EITHER,
     multiple=True,
-    help=f"{DEFAULT_FORMAT} by default, of a model's latent rows int8-g4. Or FORMAT/FORMAT, of K "
+    help="Those of caches by default, of a model's latent rows int8-g4. Or FORMAT/FORMAT, of K "
     "and V, or FORMAT+FORMAT, of latents and RoPE parts: 512 and 64 elements without a model.",
 )
 @click.option("--arch", type=click.Choice(ARCHS), help="Of the GPU; that of this machine's.")
@@ -197,8 +196,9 @@ def _caches(
             one = partial(make or partial(kind, num_layers=1), **({"fmt": name} if name else {}))
         else:
             shape = {"num_kv_heads": options["kv_heads"], "head_dim": int(options["head_dim"])}
-            k, _, v = (name or DEFAULT_FORMAT).partition("/")
-            one = partial(make or partial(kind, num_layers=1, **shape), k_format=k, v_format=v or k)
+            k, _, v = name.partition("/")
+            pair = {"k_format": k, "v_format": v or k} if name else {}
+            one = partial(make or partial(kind, num_layers=1, **shape), **pair)
             _check_heads(num_q_heads, options["kv_heads"])
         one = partial(one, **given)
         if has_latents:

@@ -14,8 +14,10 @@ from ..errors import ConfigError, ShapeError, UnsupportedError, shown
 from ..io.plan import AUTO, CachePlan, as_plan
 from ..io.plan_store import place_of
 from ..rows.basis import LayerBasis
+from ..rows.defaults import DEFAULT, default_format
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
+from ..rows.probe import FEW_BITS, WARNED, loss_of
 from .contract import PageLayout
 
 log = logging.getLogger("kvquant")
@@ -29,15 +31,15 @@ class Settings:
     """The rows that were asked for: one format of K and one of V, and bases for each layer.
 
     Attributes:
-        k_format: short name of K's format ("int4-g4").
+        k_format: short name of K's format ("int8-g8"); None for the default of a head_dim.
         v_format: of V's.
         plan: bases, clip ratios and rounding of each layer and KV head; None for none.
         prompts_from_rows: whether tokens of a prompt attend to the rows of those that come with
             them, as later ones will, rather than to 16 bit.
     """
 
-    k_format: str
-    v_format: str
+    k_format: str | None
+    v_format: str | None
     plan: CachePlan | None = None
     prompts_from_rows: bool = False
 
@@ -46,35 +48,35 @@ class Settings:
         """Read what a user of an engine gives.
 
         Args:
-            given: a dict with "k_format", "v_format" (that of K when left out), "plan", a plan or
-                the path of its file, and "prompts", one of PROMPTS; with a plan formats may be left
-                out, if its layers have one in common.
+            given: a dict with "k_format" and "v_format" (the default when left out), "plan", a plan
+                or the path of its file, and "prompts", one of PROMPTS; with a plan formats may be
+                left out, if its layers have one in common.
             name: what errors call it: where the user wrote it.
 
         Raises:
-            ConfigError: a key or a format does not exist, formats are missing, or the plan's
-                layers would need several.
+            ConfigError: a key or a format does not exist, V has a format beside a plan and K has
+                none, or the plan's layers would need several.
             FileNotFoundError: there is no such plan.
             CheckpointError: the file is damaged, or no plan.
         """
         plan, from_rows = _plan_and_prompts(given, KEYS, name)
         k_format = given.get("k_format")
-        v_format = given.get("v_format", k_format)
+        v_format = given.get("v_format", k_format if plan is not None else None)
         if plan is not None:
             plan.check_of_heads("this backend")
-        if k_format is None:
-            if plan is None or v_format is not None:
-                raise ConfigError(f'{name} lacks k_format: give {{"k_format": "int4-g4"}}')
-        else:
-            for one in (k_format, v_format):
+        for one in (k_format, v_format):
+            if one is not None:
                 RowFormat.parse(one, 128)
-            plan = plan and plan.with_formats(k_format, v_format)
         if plan is not None:
-            k_format, v_format = _common_formats(plan, asked=k_format is not None)
-        return cls(str(k_format), str(v_format), plan, from_rows)
+            if k_format is None and v_format is not None:
+                raise ConfigError(f"{name} has v_format beside a plan, and no k_format: give both")
+            asked = k_format is not None
+            plan = plan.with_formats(k_format, v_format) if asked else plan
+            k_format, v_format = _common_formats(plan, asked=asked)
+        return cls(k_format, v_format, plan, from_rows)
 
     def __str__(self) -> str:
-        return f"K rows {self.k_format}, V rows {self.v_format}"
+        return f"K rows {self.k_format or DEFAULT}, V rows {self.v_format or DEFAULT}"
 
     def layout(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> PageLayout:
         """Where the rows of a layer lie in its pages.
@@ -82,8 +84,15 @@ class Settings:
         Raises:
             ConfigError: no format has such a head_dim.
         """
-        k_format = RowFormat.parse(self.k_format, head_dim)
-        v_format = RowFormat.parse(self.v_format, v_head_dim)
+        k_name, v_name = (
+            default_format(side, dim) if name is None else name
+            for side, name, dim in (
+                ("k", self.k_format, head_dim),
+                ("v", self.v_format, v_head_dim),
+            )
+        )
+        k_format = RowFormat.parse(k_name, head_dim)
+        v_format = RowFormat.parse(v_name, v_head_dim)
         check_head_dims(k_format, v_format)
         return PageLayout(k_format, v_format, num_kv_heads)
 
@@ -264,10 +273,17 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
 
 
 @lru_cache
-def tell_settings(settings: Settings | LatentSettings) -> None:
-    """Log once which rows an engine has. Warn of rows of 2 bits, and of a plan that misses its KL
-    limit."""
+def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
+    """Log once which rows an engine has. Warn of K rows of few bits without a plan that the kept
+    probe of the model refuses, of rows of 2 bits, and of a plan that misses its KL limit.
+
+    Args:
+        settings: that were asked for.
+        model: the folder that the engine has loaded.
+    """
     log.info("kvquant: %s", settings)
+    if isinstance(settings, Settings) and settings.plan is None:
+        _tell_accuracy(settings.k_format, model)
     if "int2" in str(settings):
         log.warning(
             "kvquant: rows of 2 bits change what a model predicts unless its first and last tokens "
@@ -285,4 +301,26 @@ def tell_settings(settings: Settings | LatentSettings) -> None:
             "help, but an engine's pages cannot keep them: allow more bits, or serve this model "
             "without kvquant",
             limit.get("max_kl"),
+        )
+
+
+def _tell_accuracy(k_format: str, model: str) -> None:
+    """Warn of K rows of few bits by the figure that a door which holds a model has kept."""
+    if RowFormat.parse(k_format, 128).bits > FEW_BITS:
+        return
+    from ..hf.models.probe import kept_figure
+
+    figure = kept_figure(model, k_format)
+    ways = 'give a "plan" of kvquant calibrate, or "k_format": "int8"'
+    if figure is None:
+        log.warning(
+            "kvquant: K rows of %s without a plan ruin some models, and no probe of this model is "
+            "kept. Before you serve, run CachedModel.from_pretrained(%r).new_cache(1, 1, "
+            "k_format=%r), which keeps one and raises if texts are ruined. Or %s",
+            *(k_format, model, k_format, ways),
+        )
+    elif figure >= WARNED:
+        log.warning(
+            "kvquant: K rows of %s without a plan, in this model, %s. To keep the answers, %s",
+            *(k_format, loss_of(figure), ways),
         )

@@ -61,10 +61,11 @@ class Step:
         block_table: [num_seqs, max_pages], int32: pages of each sequence.
         seq_lens: [num_seqs], int32: tokens of each, the new ones included.
         decodes: how many sequences, the first ones, attend in one call.
-        num_tokens: of these.
-        q_len: most queries of one of these.
-        q_lens: [decodes], int32: queries of each; None where all have q_len.
-        places: [num_tokens], int64: place of each query in [decodes * q_len]; None as q_lens.
+        num_tokens: of these, and behind them the padding, if there is any.
+        q_len: most queries of one of these, 1 or more.
+        q_lens: [decodes], int32: queries of each; None where all have q_len, but for sequences
+            without any behind the others, whose queries are the padding.
+        places: [queries], int64: place of each query in [decodes * q_len]; None as q_lens.
         chunks: the other sequences.
         kept: what one layer of the step has made and the others use.
     """
@@ -95,16 +96,19 @@ class Step:
     def padded(self, q: torch.Tensor) -> torch.Tensor:
         """Give queries [num_tokens or more, ...] of the decoding sequences the shape that attention
         takes: [decodes, ...], or [decodes, q_len, ...] where a sequence has several."""
-        q = q[: self.num_tokens]
+        q = q[: self.num_tokens if self.places is None else len(self.places)]
         if self.places is not None:
             q = q.new_empty(self.decodes * self.q_len, *q.shape[1:]).index_copy_(0, self.places, q)
         return q.unflatten(0, (self.decodes, self.q_len)) if self._has_places else q
 
     def unpadded(self, found: torch.Tensor) -> torch.Tensor:
-        """Attention's output for padded queries, without the padding: [num_tokens, ...]."""
+        """Attention's output for what padded gives: [num_tokens, ...], zeros for no query."""
         if self._has_places:
             found = found.flatten(0, 1)
-        return found if self.places is None else found[self.places]
+        if self.places is None:
+            return found
+        found, padding = found[self.places], self.num_tokens - len(self.places)
+        return torch.nn.functional.pad(found, (0, 0, 0, 0, 0, padding)) if padding else found
 
     @property
     def _has_places(self) -> bool:
@@ -135,7 +139,7 @@ def describe_step(new: NewTokens) -> Step:
     block_table, seq_lens, _, _, num_tokens, most_queries = new
     starts, lens = new.starts.numpy(), new.lens.numpy()  # torch takes several times as long here
     counts = starts[1:] - starts[:-1]
-    decodes, q_len = len(counts), int(counts.max(initial=0))
+    decodes, q_len = len(counts), int(counts.max(initial=1))
     chunks = []
     if q_len > 1:  # else none is of a prompt
         of_prompts = (counts > most_queries) | ((counts > 1) & (lens == counts))
@@ -147,11 +151,13 @@ def describe_step(new: NewTokens) -> Step:
                     past = int(lens[i] - counts[i])
                     chunks.append(Chunk(i, int(starts[i]), int(starts[i + 1]), past))
             counts = counts[:decodes]
-            q_len = int(counts.max(initial=0))
+            q_len = int(counts.max(initial=1))
     q_lens = places = None
-    if num_tokens != decodes * q_len:
+    # a graph is for sequences of q_len queries, of which the last ones may be padding
+    in_place = q_len * (np.arange(decodes) * q_len < starts[decodes])
+    if num_tokens != decodes * q_len or (counts != in_place).any():
         sequence = np.arange(decodes).repeat(counts)
-        place = np.arange(num_tokens) - starts[sequence]
+        place = np.arange(len(sequence)) - starts[sequence]
         device = block_table.device
         places = torch.from_numpy(sequence * q_len + place).to(device, non_blocking=True)
         q_lens = torch.from_numpy(counts).to(device, torch.int32, non_blocking=True)
@@ -204,8 +210,8 @@ def attend(
         k: [num_tokens or more, num_kv_heads, head_dim], of the same tokens, after RoPE.
         v: as k.
         pages: of the layer, see PageLayout.
-        out: [num_tokens or more, num_q_heads, head_dim of V]: where to write; rows of no query are
-            left as they are, or zeros.
+        out: [num_tokens or more, num_q_heads, head_dim of V]: where to write. Rows of no query may
+            be overwritten; do not read them.
     """
     if step.num_tokens:
         sequences, queries = slice(step.decodes), step.padded(q)

@@ -1,5 +1,6 @@
 """A cache as text: K[/V][,sinks=N][,recent=N], or a plan's file in place of the formats.
 
+default                              the formats that a cache has by default, and its 16-bit window
 int4-g4                              K and V in int4-g4; the first 4 and last 128 tokens in 16 bit
 int8/int4-g4,sinks=0,recent=64       K in int8, V in int4-g4; the last 64 tokens in 16 bit
 int4-g8+int8-g4                      latents and RoPE parts (multi-head latent attention)
@@ -16,9 +17,10 @@ from kvquant.calibration.fidelity import Planned, Scheme
 from kvquant.errors import ConfigError
 from kvquant.hf.plans import plan_of_model
 from kvquant.io.plan import AUTO
-from kvquant.rows.format import NAMES
+from kvquant.rows.defaults import DEFAULT, RECENT, SINKS
+from kvquant.rows.format import NAMES, nearest
 
-OPTIONS = {"sinks": 4, "recent": 128}  # tokens in 16 bit: what KVCache keeps by default
+OPTIONS = {"sinks": SINKS, "recent": RECENT}  # tokens in 16 bit: what KVCache keeps by default
 GRAMMAR = "K[/V][,sinks=N][,recent=N], or PLAN.safetensors or auto in place of K/V"
 
 
@@ -66,12 +68,12 @@ def parse_cache(text: str, *, latent: bool = False, model: Any = None) -> Scheme
         raise ConfigError(f"cache {text!r:.80}: this model keeps {kind}, not {what!r:.40}")
     formats = what.split(separator)
     for one in formats:
-        if one not in NAMES:
+        if one not in (*NAMES, DEFAULT):
             raise ConfigError(
                 f"cache {text!r:.80}: {one!r:.40} is no format: write {GRAMMAR}, with formats of "
-                f"{', '.join(NAMES)}"
+                f"{', '.join(NAMES)}{nearest(one)}"
             )
     if len(formats) > 2:
         raise ConfigError(f"cache {text!r:.80} has {len(formats)} formats: write {GRAMMAR}")
-    second = formats[-1] if len(formats) == 2 or not latent else "bf16"
+    second = formats[-1] if len(formats) == 2 or not latent or what == DEFAULT else "bf16"
     return Scheme(formats[0], second, sinks, recent, latent)

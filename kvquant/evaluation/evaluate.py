@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ import torch
 from kvquant.calibration.fidelity import Planned, Scheme, options_of, stored_bits
 from kvquant.calibration.windows import spread
 from kvquant.errors import ConfigError
-from kvquant.rehearsal import rehearse
 from kvquant.rows.arguments import is_whole
 from kvquant.version import __version__
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 KINDS = ("kl", "generation", "retrieval")
 HELD_OUT = Path(__file__).with_name("held_out.txt")
+SEEDS = 2**40  # with the number of a text behind it a seed is below 2**64
 MARGIN = 64  # positions behind a context that are kept free for a question and its answer
 LENGTH = 4096  # tokens of a context, where the model has positions for them
 READING = Reading()
@@ -56,7 +57,8 @@ class Sizes:
         scored: how many tokens of a passage kl compares.
         new_tokens: how many tokens of text generation adds to a prompt.
         batch: how many prompts are decoded together.
-        seed: the same seed makes the same retrieval prompts and samples the same random numbers.
+        seed: from 0 and below 2**40. The same seed makes the same retrieval prompts and samples the
+            same random numbers.
     """
 
     lengths: tuple[int, ...] = ()
@@ -71,8 +73,10 @@ class Sizes:
     def __post_init__(self) -> None:
         counts = {name: value for name, value in vars(self).items() if name != "lengths"}
         for name, value in [*counts.items(), *(("lengths", one) for one in self.lengths)]:
-            if not is_whole(value) or value < (0 if name == "seed" else 1):
-                raise ConfigError(f"{name} has {value!r:.40}: use whole numbers from 1 on")
+            is_seed = name == "seed"
+            if not is_whole(value) or value < (not is_seed) or (is_seed and value >= SEEDS):
+                allowed = f"from 0 on and below {SEEDS}" if is_seed else "from 1 on"
+                raise ConfigError(f"{name} has {value!r:.40}: use whole numbers {allowed}")
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,8 @@ def evaluate(
         reading: how prompts come into caches.
         state: a file that keeps the results so far. A run with the same settings continues from it.
             Remove the file when you have saved the result.
-        progress: called after each part, with its name and the number of all parts.
+        progress: called after each part, with the name of its task and the number of all parts. A
+            part is what one cache does with one batch of prompts.
 
     Returns:
         Plain data that json can write. The same seed gives the same data on one machine, apart from
@@ -382,11 +387,10 @@ class _Run:
         meta = torch.device("meta")
         latent = self.model.has_latents
         stored = choice if isinstance(choice, Scheme | Planned) else self._exact
-        with rehearse(None):  # caches on the meta device have sizes and no memory
-            made, exact = (
-                self.model.new_cache(1, capacity, device=meta, **options_of(one, is_latent=latent))
-                for one in (stored, self._exact)
-            )
+        made, exact = (  # caches on the meta device have sizes and no memory
+            self.model.new_cache(1, capacity, device=meta, **options_of(one, is_latent=latent))
+            for one in (stored, self._exact)
+        )
         if isinstance(choice, Scheme | Planned):
             formats = [fmt for at in made.layers for fmt in (at.k_format, at.v_format)]
             packed = 8 * sum(f.row_bytes for f in formats) / sum(f.head_dim for f in formats)
@@ -469,7 +473,6 @@ class _Run:
             "retrieval": self._retrieval,
         }
         kinds = [kind for kind in KINDS if kind in self.task.kinds]
-        parts = self._parts()
         found: dict[str, Any] = {"settings": self._settings(), "caches": self.costs}
         found["cache_bytes"] = self.cache_bytes
         found |= {"notes": told} if (told := list(notes(self.model))) else {}
@@ -480,23 +483,51 @@ class _Run:
                 lengths = (0,)  # the prompts' own
             for length in lengths:
                 found[kind][str(length)] = measures[kind](length)
-                if kind != "retrieval":
-                    self.progress(kind, parts)
         return found | {"seconds": self.records.seconds()}
 
-    def _parts(self) -> int:
-        """Calls of progress: each length of kl and generation, each task of retrieval."""
-        tasks = {"retrieval": len(self.task.retrieval)}
-        return sum(tasks.get(kind, 1) for kind in self.task.kinds) * len(self.lengths)
+    def _measured(self, what: str, name: str, measure: Callable[[], Iterable[Any]]) -> list[Any]:
+        """The results of a name, see Records.get; each is told to progress."""
+        left = len(self.costs)
+
+        def told() -> Iterator[Any]:
+            nonlocal left
+            for one in measure():
+                yield one
+                if left > 1:  # the last one is told when all are kept
+                    left -= 1
+                    self.progress(what, self.parts)
+
+        found = self.records.get(name, told)
+        for _ in range(left):
+            self.progress(what, self.parts)
+        return found
+
+    @cached_property
+    def parts(self) -> int:
+        """How often progress is called: for each batch of a task once for each cache."""
+        kinds = self.task.kinds
+        counts = [len(prompts) for tasks in self.written.values() for prompts in tasks.values()]
+        if "kl" in kinds:
+            counts += map(self._passages, self.lengths)
+        if "generation" in kinds:  # of the user's prompts each is alone
+            counts += [1] * len(self.examples) or map(self._prompts, self.lengths)
+        return len(self.costs) * sum(len(self._batches(count)) for count in counts)
+
+    def _passages(self, length: int) -> int:
+        """Passages of kl that the text has room for."""
+        return min(self.sizes.passages, len(self.tokens) // (length + self.sizes.scored))
+
+    def _prompts(self, length: int) -> int:
+        """Prompts of generation that the text has room for."""
+        return min(self.sizes.prompts, len(self.tokens) // length)
 
     def _batches(self, count: int) -> list[range]:
         step = self.sizes.batch
         return [range(at, min(at + step, count)) for at in range(0, count, step)]
 
     def _kl(self, length: int) -> list[dict[str, Any]]:
-        size = length + self.sizes.scored
-        count = min(self.sizes.passages, len(self.tokens) // size)
-        windows = self._windows(count, size)
+        count = self._passages(length)
+        windows = self._windows(count, length + self.sizes.scored)
         scores: list[divergence.Scores] = [{"kl": [], "top1": []} for _ in self.choices]
         for batch in self._batches(count):
 
@@ -504,7 +535,7 @@ class _Run:
                 part = windows[batch.start : batch.stop]
                 return divergence.diverge(self.model, part, length, self.choices, self.reading)
 
-            _, *parts = self.records.get(f"kl {length} {batch.start}", measure)
+            _, *parts = self._measured("kl", f"kl {length} {batch.start}", measure)
             for whole, part in zip(scores, parts, strict=True):
                 for name in whole:
                     whole[name] += part[name]
@@ -513,6 +544,7 @@ class _Run:
     def _retrieval(self, length: int) -> dict[str, Any]:
         found = {}
         for name, prompts in self.written[length].items():
+            what = f"retrieval, {name}"
             answers: list[list[list[bool]]] = [[] for _ in self.costs]
             for batch in self._batches(len(prompts)):
 
@@ -520,7 +552,7 @@ class _Run:
                     part = prompts[batch.start : batch.stop]
                     return ask_all(self.model, part, self.choices, self.reading)
 
-                parts = self.records.get(f"{name} {length} {batch.start}", measure)
+                parts = self._measured(what, f"{name} {length} {batch.start}", measure)
                 for whole, part in zip(answers, parts, strict=True):
                     whole += part
             exact, *others = answers
@@ -542,14 +574,13 @@ class _Run:
                     ]
                     for count in counts
                 }
-            self.progress(f"retrieval, {name}", self._parts())
         return found
 
     def _generation(self, length: int) -> dict[str, Any]:
         if self.examples:
             groups = [[one] for one in self.examples]
         else:
-            count = min(self.sizes.prompts, len(self.tokens) // length)
+            count = self._prompts(length)
             windows = self._windows(count, length).tolist()
             each = [Example(tokens) for tokens in windows]
             groups = [[each[at] for at in batch] for batch in self._batches(count)]
@@ -565,7 +596,7 @@ class _Run:
                     self.model, tokens, count, self.choices, self.reading, ways
                 )
 
-            parts.append(self.records.get(f"generation {length} {place}", measure))
+            parts.append(self._measured("generation", f"generation {length} {place}", measure))
         found: dict[str, Any] = {}
         for at, way in enumerate(WAYS):
             texts = [

@@ -1,7 +1,8 @@
 """Hugging Face transformers: its models decode from a kvquant cache, and are observed.
 
-`import kvquant.hf` registers the attention "kvquant" in transformers, and so does each name of
-kvquant that needs the hf extra. A bare `import kvquant` does not: it loads no library.
+`import kvquant.hf` registers the attention "kvquant" in transformers and wraps its `generate`
+(ids.py), and so does each name of kvquant that needs the hf extra. A bare `import kvquant` does
+not: it loads no library.
 """
 
 from ..errors import missing_extra
@@ -18,3 +19,4 @@ except ImportError as error:
     ) from error
 
 from . import attention as attention  # registers "kvquant"
+from . import ids as ids  # wraps generate

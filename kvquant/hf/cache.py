@@ -15,12 +15,14 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -31,6 +33,7 @@ from transformers.cache_utils import (
 
 from ..cache.checks import Formats
 from ..cache.contiguous import KVCache
+from ..cache.copying import NoShallowCopy
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, ShapeError, UnsupportedModelError
 from ..io.plan import ModelPlan
@@ -40,18 +43,18 @@ from .argument import ARGUMENT
 from .compile.tracing import keep_in_new_place, outside_of_graphs
 from .continuation import WRONG, check_goes_on
 from .dequantized import append_and_dequantize
-from .models.biases import warn_of_biased_keys
 from .models.configs import CacheLayers, cache_layers, layer_devices, layers_of_rank, new_cache
 from .models.hook import DecoderHook
 from .models.latent import check_latents
+from .models.probe import check_accuracy
 from .plans import plan_of_model
-from .sources import check_caller, check_names, check_uses_cache, config_of
+from .sources import check_caller, check_names, config_of
 from .text import DRAFTS, CachedText, Handed, running
 
 SPACE = 256  # tokens that a cache which grows has room for at first, besides those that come
 
 
-class QuantizedCache(CachedText, Cache):
+class QuantizedCache(CachedText, NoShallowCopy, Cache):
     """The cache that model.generate, pipelines and models take.
 
         from kvquant import QuantizedCache  # registers "kvquant" in transformers
@@ -83,13 +86,14 @@ class QuantizedCache(CachedText, Cache):
     kv, so not in its files.
 
     Models count the positions of all sequences alike, from 0: where those of the cache are others
-    (padding, sequences cropped apart, start_positions), give position_ids, as generate does. Phi-3
-    models drop a cache themselves where their prompt gets longer than
-    original_max_position_embeddings, and go on with transformers' own.
+    (padding, sequences cropped apart, start_positions), give position_ids, as generate does. A text
+    may not cross original_max_position_embeddings of a model with LongRoPE (Phi-3): all keys in the
+    cache would have to be turned anew. A longer prompt is read in one call.
 
-    A cache belongs to one text. transformers hands it the new tokens only: another text is told
-    where it ends before the cache does or begins anew, and taken for the same one where it is
-    longer. Call reset() between texts. transformers has a QuantizedCache of its own (backend=,
+    A cache belongs to one text: call reset() before another one. generate raises ConfigError for a
+    text that is shorter than the cache, or has other ids than those that generate has put into it.
+    Ids that others have put there (a file, a loop of one's own) are not known: another text behind
+    them gives wrong output. transformers has a QuantizedCache of its own (backend=,
     nbits=): take this one by `from kvquant import QuantizedCache`.
 
     Args:
@@ -119,6 +123,8 @@ class QuantizedCache(CachedText, Cache):
             16-bit cache. Padding is kept like tokens, and layers with a window keep all tokens.
         model: that will call, where source is a KVCache: generate can then draft with it (prompt
             lookup, an assistant), and placed is needed by no model.
+        accept_loss: make the cache where K rows of 4 bits or fewer, without a plan, ruin the model,
+            which else raises: kvquant/hf/README.md, "A probe of K rows".
 
     Attributes:
         kv: the KVCache; None before the first tokens come.
@@ -126,6 +132,7 @@ class QuantizedCache(CachedText, Cache):
     Raises:
         ConfigError: source is none of these, or a model that attends otherwise; an option is not
             possible.
+        AccuracyError: K rows of 4 bits or fewer, without a plan, ruin the model's texts.
         CheckpointError: the plan was made for another model.
         UnsupportedModelError: the model is no decoder, or a KVCache holds none of its layers.
         ShapeError: the layers of a KVCache hold different lengths.
@@ -159,10 +166,12 @@ class QuantizedCache(CachedText, Cache):
         drafts: bool = True,
         dequantize: bool = False,
         model: Any = None,
+        accept_loss: bool = False,
         **others: NoReturn,
     ) -> None:
         check_names(theirs, others)
-        for name, flag in (("placed", placed), ("drafts", drafts), ("dequantize", dequantize)):
+        flags = {"placed": placed, "drafts": drafts, "dequantize": dequantize}
+        for name, flag in (flags | {"accept_loss": accept_loss}).items():
             check_flag(name, flag)
         CachedText.__init__(self, placed=placed, drafts=drafts, dequantize=dequantize)
         Cache.__init__(self, layers=[])
@@ -207,18 +216,17 @@ class QuantizedCache(CachedText, Cache):
             check_caller(source, dequantize=dequantize)
         if dequantize and not layers.are_latent:
             options["windows"] = [None] * len(layers.places)
+        options["is_probed"] = isinstance(source, torch.nn.Module)
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
         dtype: Any = None
         if isinstance(source, torch.nn.Module):
             self._devices, dtype = layer_devices(source, layers.places), source.dtype
             self._know(source)
-            if dequantize:
-                check_uses_cache(source)
         exact = exact_format or exact_codec(dtype)
         self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
-        if "plan" not in options and isinstance(source, torch.nn.Module):
-            warn_of_biased_keys(source, self._outline)
+        if "plan" not in options and isinstance(source, torch.nn.Module) and not accept_loss:
+            check_accuracy(source, self._outline, layers)
         is_hybrid = bool(layers.others or layers.states)
         self.fit(layers, DynamicCache(config=config).layers if is_hybrid else ())
 
@@ -289,19 +297,56 @@ class QuantizedCache(CachedText, Cache):
             if isinstance(layer, QuantizedLayer) and "_cache" not in vars(layer):
                 layer.bind(self)
 
+    def __bool__(self) -> bool:
+        """False of a model with LongRoPE, or one that is not known yet: Phi-3 models of
+        transformers give up a true cache at their switch, and go on with one of 16 bit. This one
+        serves a longer prompt, and raises UnsupportedModelError where a text would cross."""
+        layers = self.model_layers
+        return layers is not None and (layers.turn is None or layers.turn.again)
+
+    def __repr__(self) -> str:
+        kinds = "; ".join(dict.fromkeys(text for _, text in self._texts()))
+        kv = self._outline if self.kv is None else self.kv
+        held = "no tokens yet"
+        if self.kv is not None:
+            held = f"batch {kv.batch}, {self.length_of(0)} tokens, room for {kv.max_seq_len}"
+        return (
+            f"QuantizedCache of {self._num_layers} layers: {kinds:.200}\n"
+            f"  the first {kv.sink_len} and last {kv.recent_len} tokens in {kv.exact_format}\n"
+            f"  {held}, {self.nbytes:,} bytes on {kv.device}"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor of the KVCache, and of layers and states that transformers keeps;
+        0 before the first tokens come."""
+        states = tree_leaves([vars(self.layers[at]) for at in self._stateful])
+        kept = sum(one.nbytes for one in states if isinstance(one, torch.Tensor))
+        return kept + (0 if self.kv is None else self.kv.nbytes)
+
     def describe(self) -> str:
-        """What each layer of the model is kept as, and why, a line each.
+        """What each layer of the model is kept as, and why; equal layers that follow one another
+        have one line.
 
         Example:
             >>> from transformers import LlamaConfig
             >>> from kvquant import QuantizedCache
             >>> config = LlamaConfig(num_hidden_layers=2)
             >>> print(QuantizedCache(config, v_format="int8").describe())
-            layer 0: K int4-g4, V int8
-            layer 1: K int4-g4, V int8
+            layers 0-1: K int4-g4, V int8
         """
-        count = len(self.layers) if self.model_layers is None else self.model_layers.count
-        return "\n".join(f"layer {layer}: {self._text_of(layer)}" for layer in range(count))
+        return "\n".join(f"{layers}: {text}" for layers, text in self._texts())
+
+    @property
+    def _num_layers(self) -> int:
+        """Layers of the model, as far as it is known."""
+        return len(self.layers) if self.model_layers is None else self.model_layers.count
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """The layers that follow one another and are kept alike, and what they are kept as."""
+        for text, group in groupby(range(self._num_layers), self._text_of):
+            first, *others = group
+            yield f"layers {first}-{others[-1]}" if others else f"layer {first}", text
 
     def _text_of(self, layer: int) -> str:
         """What a layer of the model is kept as."""
@@ -358,11 +403,11 @@ class QuantizedCache(CachedText, Cache):
                 self.call.check_ready()
             else:
                 self._begin_layer(layer, at, keys.shape[2])
+            if not at:
+                self._make_room(keys)
         except (ShapeError, UnsupportedModelError):
             self.take_back()
             raise
-        if not at:
-            self._make_room(keys)
         assert self.kv is not None and at is not None
         self.call.hand(layer)
         padding = None if is_traced else self.call.padding
@@ -425,9 +470,12 @@ class QuantizedCache(CachedText, Cache):
             self._hold(kv)
         assert self.kv is not None
         if self.kv.batch != batch:
+            repeats, rest = divmod(batch, self.kv.batch)
+            how = f"call cache.batch_repeat_interleave({repeats}) first"
             raise ShapeError(
-                f"the model runs {batch} sequences, the cache has {self.kv.batch}: make it for "
-                "batch * num_beams, or batch * num_return_sequences"
+                f"the model runs {batch} sequences, the cache has {self.kv.batch}: "
+                + (f"the cache is for {self.kv.batch} at a time" if rest else how)
+                + " (num_beams and num_return_sequences repeat each sequence)"
             )
         if not self._is_static and self.past.length + new > self.kv.max_seq_len:
             self.kv.grow(max(self.past.length + new, 2 * self.kv.max_seq_len))
@@ -474,6 +522,7 @@ class QuantizedCache(CachedText, Cache):
         self._refresh()
         if self.kv is not None:
             self.kv.reorder(beam_idx)  # refuses what does not fit
+        self.has_beams = True
         self._take_states(beam_idx)
         if self.kv is not None:
             self._taken(beam_idx)

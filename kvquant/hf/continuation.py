@@ -165,7 +165,7 @@ def check_goes_on(text: CachedText) -> None:
     if begins is None and told is not None and told.ndim <= 2:  # nothing is padded
         if new > 1 or debug.may_read(told):
             begins = int(told[..., 0].max())
-    if begins == 0 or (new > 1 and not call.is_kept):
+    if begins == 0:
         text.refuse_anew()
     if begins is not None and begins < past:
         text.refuse_shorter()

@@ -2,7 +2,8 @@
 
 transformers makes masks by a function that is registered under the name of the attention. In a call
 with a QuantizedCache ours makes none: it tells from the code of the function that a model wants
-which mask that would be, and hands on a mark. Attention reads the mark.
+which mask that would be, and hands on a mark. Attention reads the mark. A function of other code is
+told by the values of its mask: that of a text without images is causal in Gemma 3 and 4, too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .compile.tracing import outside_of_graphs
 from .continuation import take_mask
 from .switch import DEQUANTIZE
 from .text import CachedText, running
+
+BLOCK = 512  # tokens, whose masks are compared at a time: each has a byte for each token before it
 
 
 class MaskMark(NamedTuple):
@@ -134,7 +137,7 @@ def _mask(
     except BaseException:
         cache.end_call()
         raise
-    mark = _mark_of(mask_function, local_size, use_vmap)
+    mark, *others = _marks_of(cache, given, sizes)
     if cache.keeps_attention:
         sizes["allow_is_causal_skip"] = False
         mask = sdpa_mask(**given, **sizes)
@@ -143,9 +146,11 @@ def _mask(
     # [1, 1, columns, 1]: of what a model makes of it, but its last rows, the mark is lost
     device = sizes.get("device")
     mask = torch.empty(1, 1, sizes["q_length"], 1, dtype=torch.bool, device=device)
-    step_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)  # plain: for graphs
-    cache.step_masks[kind] = step_mask
-    step_mask.kvquant_mask = mark  # type: ignore[attr-defined]  # a mark on it
+    # a step may ask for the mask of a prompt by its plain function
+    for key, shown in [(kind, mark), *(((one.window, False), one) for one in others)]:
+        step_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)  # plain: for graphs
+        cache.step_masks[key] = step_mask
+        step_mask.kvquant_mask = shown  # type: ignore[attr-defined]  # a mark on it
     return _with_mark(mask, mark)
 
 
@@ -162,17 +167,41 @@ def _asked(columns: int) -> CachedText | None:
     return None
 
 
-def _mark_of(mask_function: Callable[..., Any], local_size: int | None, use_vmap: bool) -> MaskMark:
-    """What the mask of a function shows."""
-    if use_vmap:
-        pass  # functions of the caller's own
-    elif local_size is None and mask_function is causal_mask_function:
-        return MaskMark()
-    elif local_size is not None and is_window(mask_function, local_size):
-        return MaskMark(window=local_size)
-    elif local_size is not None and is_chunk(mask_function, local_size):
-        return MaskMark(chunk=local_size)
-    return MaskMark(problem="has a mask that is neither causal nor a sliding window")
+def _marks_of(
+    cache: CachedText, given: dict[str, Any], sizes: dict[str, Any]
+) -> tuple[MaskMark, ...]:
+    """What a mask shows: what its function always shows; or, of a function of other code, each mask
+    that this one is in this call, twice the first.
+
+    Args:
+        given, sizes: what sdpa_mask takes of it.
+    """
+    mask_function, local_size = given["mask_function"], given["local_size"]
+    if not given["use_vmap"]:  # else it has functions of the caller's own
+        if local_size is None and mask_function is causal_mask_function:
+            return (MaskMark(),)
+        if local_size is not None and is_window(mask_function, local_size):
+            return (MaskMark(window=local_size),)
+        if local_size is not None and is_chunk(mask_function, local_size):
+            return (MaskMark(chunk=local_size),)
+    windows = () if cache.model_layers is None else cache.model_layers.windows
+    marks = [MaskMark(one) for one in {None: 0, **dict.fromkeys(windows)} if _is(one, given, sizes)]
+    problem = "has a mask that is neither causal nor a sliding window, as with tokens of an image"
+    return (marks[0], *marks) if marks else (MaskMark(problem=f"{problem} that see later ones"),)
+
+
+def _is(window: int | None, given: dict[str, Any], sizes: dict[str, Any]) -> bool:
+    """Whether a mask shows in this call what that of a window does, or the causal one for None."""
+    plain = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    wanted = given | {"mask_function": plain, "use_vmap": False}
+    sizes = sizes | {"allow_is_causal_skip": False}
+    first, columns = sizes.get("q_offset", 0), sizes["q_length"]
+    for begin in range(0, columns, BLOCK):
+        part = {"q_length": min(BLOCK, columns - begin), "q_offset": first + begin}
+        masks = [sdpa_mask(**one, **(sizes | part)) for one in (given, wanted)]
+        if not torch.equal(*masks):
+            return False
+    return True
 
 
 def is_window(mask_function: Callable[..., Any], window: int) -> bool:

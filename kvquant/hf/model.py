@@ -33,7 +33,6 @@ from .argument import as_argument
 from .cache import QuantizedCache
 from .call import ATTENTION
 from .compile.captured import CapturedStep
-from .models.biases import warn_of_biased_keys
 from .models.configs import (
     CacheLayers,
     cache_layers,
@@ -51,6 +50,7 @@ from .models.latent import check_latent_layers, hands_latents, heads_of
 from .models.loading import TensorPlan, load
 from .models.observe import Observer, observe, output_weights, shared_layers
 from .models.positions import positions_of
+from .models.probe import check_accuracy
 from .plans import plan_of_model
 from .sampling import Sampler
 from .switch import attending, plain_implementation
@@ -224,6 +224,7 @@ class CachedModel:
         *,
         plan: ModelPlan = None,
         fmt: LatentFormats | None = None,
+        accept_loss: bool = False,
         **options: Unpack[CacheOptions],
     ) -> KVCache:
         """Make an empty KVCache of this model's layers.
@@ -240,24 +241,28 @@ class CachedModel:
                 in a minute or so, and keeps it. False is no plan.
             fmt: of latent rows, as in LatentKVCache, in place of k_format and v_format; not with a
                 plan.
+            accept_loss: make the cache where K rows of 4 bits or fewer, without a plan, ruin the
+                model, which else raises: kvquant/hf/README.md, "A probe of K rows".
             options: of KVCache: k_format, v_format (not with a plan), sink_len, recent_len,
                 exact_format.
 
         Raises:
             ConfigError: an option is not supported.
+            AccuracyError: K rows of 4 bits or fewer, without a plan, ruin the model's texts.
             CheckpointError: the plan was made for another model.
             UnsupportedModelError: layers that are not attention, or of a shape that is not
                 supported; or the plan has not all layers.
         """
+        check_flag("accept_loss", accept_loss)
         device = layer_devices(self.model, self._layers.places) or self.model.device
         own = {"exact_format": self.exact_format, "device": device}
         plan = plan_of_model(plan, self, {**options, "fmt": fmt})
-        given: dict[str, Any] = own | options | {"plan": plan, "fmt": fmt}
         if plan is not None:
             self._check_weights(plan)
+        given: dict[str, Any] = own | options | {"plan": plan, "fmt": fmt, "is_probed": True}
         cache = new_cache(self.model.config, self._layers, batch, max_seq_len, **given)
-        if plan is None:
-            warn_of_biased_keys(self.model, cache)
+        if plan is None and options.get("bases") is None and not accept_loss:
+            check_accuracy(self.model, cache, self._layers)
         return cache
 
     def _check_weights(self, plan: CachePlan) -> None:
@@ -665,7 +670,7 @@ class CachedModel:
     ) -> torch.Tensor:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
         past = self.past_of(cache, new_lens)
-        before = past.past.lens
+        before, past.asked = past.past.lens, tokens.shape[1]
         try:
             logits = self.call(past, tokens.to(input_device(self.model)), keep)
             cache.check()

@@ -32,6 +32,7 @@ from .switch import attending, hooked, linears, plain_implementation
 # layer, keys and values [batch, num_kv_heads, tokens, head_dim]: what attention reads of them
 Store = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 STORED = "kvquant-stored"
+PREFILL = 4096  # tokens of a call that reads contexts: what lies between layers stays small
 
 
 class _Pass(threading.local):
@@ -101,14 +102,12 @@ class Passages:
         self._past: DynamicCache | None = None
         if keeps_context:
             past = DynamicCache(config=model.config)
+            options = {**as_argument(model, past), "use_cache": True, "logits_to_keep": 1}
+            chunk = max(PREFILL // len(tokens), 1)
             ticking = hooked(one.register_forward_hook(lambda *_: tick()) for one in linears(model))
             with attending(model, plain_implementation(model)), torch.no_grad(), ticking:
-                model(
-                    self._tokens[:, :context],
-                    **as_argument(model, past),
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
+                for part in self._tokens[:, :context].split(chunk, dim=1):
+                    model(part, **options)
             self._past = past
 
     def predict(self, store: Store, window: tuple[int, int] = (0, 0)) -> torch.Tensor:

@@ -79,16 +79,6 @@ def check_caller(model: Any, *, dequantize: bool) -> None:
         )
 
 
-def check_uses_cache(model: Any) -> None:
-    """Raise ConfigError if a model's generate would give a cache the whole text in each step."""
-    if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:
-        raise ConfigError(
-            f"this {type(model).__name__} has use_cache=False in its generation_config, with which "
-            "generate gives the whole text in each step: set model.generation_config.use_cache = "
-            "True"
-        )
-
-
 def check_layers(kv: KVCache, layers: CacheLayers) -> None:
     """Raise ShapeError unless a KVCache is one for these layers."""
     if isinstance(kv, LatentKVCache) != layers.are_latent:

@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import debug
 from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError, ShapeError, UnsupportedModelError
 from .call import Call, refuse_attention
 from .compile.tracing import LOSES_MARKS, keep_in_place, outside_of_graphs
 from .models.configs import CacheLayers, cache_layers
@@ -31,12 +31,11 @@ from .padding import Columns, Padding
 from .sources import check_columns, check_layers
 
 DRAFTS = 16  # tokens
-# a cache is shown the new tokens only, so a longer text that begins otherwise cannot be told
 ANOTHER = (
     "A cache belongs to one text, of which generate gets all ids, those in the cache and the new "
-    "ones. For another text call reset(), or make another cache. A pipeline reads the texts of a "
-    "list one after another into one cache: give it batch_size=len(texts), or one text with a "
-    "cache of its own at a time"
+    "ones. Call cache.reset() before another text, or make another cache. A pipeline reads the "
+    "texts of a list one after another into one cache: give it batch_size=len(texts), or one text "
+    "with a cache of its own at a time"
 )
 
 
@@ -101,11 +100,15 @@ class CachedText:
         wrong: [2], on the device: what steps have found, see continuation.WRONG.
         model_layers: those of the model, once they are known.
         is_told: CachedModel says in place of the model and its mask what these are.
+        asked: columns that the model is called with, where CachedModel calls it.
         is_placed: the caller gives position_ids that are not looked at.
         shown: what the model's decoder was given in this call.
         hook: of the decoder, while attention is not known to be shown positions.
         latents: what the layer that attends next has handed, where these are latents.
         step_masks: of one token, by their local_size and use_vmap, as made last outside of graphs.
+        ids: [batch, columns] of the first columns, as generate was given and has chosen them
+            (ids.py); None where they are not known.
+        has_beams: sequences were put at other places in this call of generate.
     """
 
     layers: list[Any]  # ours, and transformers' own
@@ -129,6 +132,7 @@ class CachedText:
         self._devices: list[torch.device] | None = None  # of the places, see layer_devices
         self._new_lens: torch.Tensor | None = None  # see tell
         self.is_told = False
+        self.asked: int | None = None
         self.is_placed, self._drafts, self._dequantizes = placed, drafts, dequantize
         self.shown = Shown()
         self.hook: DecoderHook | None = None
@@ -136,6 +140,8 @@ class CachedText:
         self.names_positions = False  # the model does, so that generate gives it position_ids
         self.latents: Handed | None = None
         self.step_masks: dict[tuple[int | None, bool], torch.Tensor] = {}
+        self.ids: torch.Tensor | None = None
+        self.has_beams = False
 
     def fit(self, layers: CacheLayers) -> None:
         """Hold these layers of a model.
@@ -203,7 +209,7 @@ class CachedText:
     @torch.inference_mode(False)  # else the flags could not be changed outside
     def _hold(self, kv: KVCache) -> None:
         """Take a KVCache, with what it has; the only place where lengths are read."""
-        self.kv = kv
+        self.kv, self.ids = kv, None
         lens, self.starts = torch.stack([kv.seq_lens.long(), kv.start_positions]).tolist()
         if self._dequantizes:
             check_columns(kv, lens)
@@ -261,6 +267,12 @@ class CachedText:
 
     def _begin(self, columns: int, *, was_asked: bool) -> None:
         """A new call of this many columns, if none is open."""
+        if self.asked not in (None, columns):
+            raise UnsupportedModelError(
+                f"the model was given {self.asked} columns of ids, and its layers get {columns}: "
+                "its forward puts others beside them (virtual tokens, an image), which each step "
+                "would append again. CachedModel serves models whose layers get the tokens alone"
+            )
         self._refresh()
         self.call.begin(was_asked=was_asked)
         lens = self._new_lens
@@ -402,6 +414,7 @@ class CachedText:
             self._starts_before = None
         self.call.forget()
         self.latents = None
+        self.ids = None if self.ids is None else self.ids[:, : past.length]
         self._count(past)
 
     def begin_at(self, starts: list[int]) -> None:
@@ -464,6 +477,10 @@ class CachedText:
         """The new columns of a call; ConfigError if it brings none."""
         if columns < 1:
             self._refresh()
+            if self.past.is_empty:
+                raise ConfigError(
+                    "the prompt is empty: give the id of one token or more, such as bos_token_id"
+                )
             self.refuse_shorter()
         return columns
 
@@ -504,6 +521,8 @@ class CachedText:
     def _taken(self, index: torch.Tensor) -> None:
         """Follow sequences to their places."""
         self._starts_before = None
+        if self.ids is not None:
+            self.ids = self.ids[torch.as_tensor(index, device=self.ids.device)]
         if any(self.past.pads) or any(self.starts):
             places = whole_numbers("index", index).tolist()
             self.starts = [self.starts[place] for place in places]

@@ -46,7 +46,14 @@ import torch
 from ..cache.checks import Formats, row_formats
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentKVCache
-from ..errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    ShapeError,
+    UnsupportedError,
+    warn,
+)
 from ..ops.quantize import dequantize_rows, quantize_rows
 from ..rows.arguments import check_kind, check_size
 from ..rows.codec import FP8_DS_MLA, FP16_MAX
@@ -62,6 +69,7 @@ from .tensor_files import SafetensorsFile, TensorSource, naming
 TARGETS = ("bf16", "fp16", "fbgemm", "xformers")  # of keys and values
 LATENT_TARGETS = ("bf16", "fp16", "flashmla")
 PAGE = 64  # tokens of a page of FlashMLA's
+MOST_HEADS = 128  # that keys and values of a model have
 # a reader in fp16 computes scale * 512 for INT4, and code * scale for FP8, before it adds the shift
 MAX_SCALE = {"int4": FP16_MAX / 512, "fp8": FP16_MAX / 448}
 
@@ -143,6 +151,20 @@ class RawFile:
             if shape[3] not in HEAD_DIMS:
                 RowFormat.parse("bf16", shape[3])  # says which there are
         batch, heads, tokens, _ = first
+        read = (
+            f"layers.0.k is {list(first)}, read as {batch} sequences, {heads} KV heads, {tokens} "
+            "tokens and head_dim"
+        )
+        if heads > MOST_HEADS:
+            raise CheckpointError(
+                f"{read}: no model has so many heads. If tokens come before heads, write "
+                "k.transpose(1, 2).contiguous(), and v so"
+            )
+        if heads > tokens:
+            warn(
+                f"{self.path}: {read}. If it has {heads} tokens of {tokens} heads, write "
+                "k.transpose(1, 2).contiguous(), and v so"
+            )
         sizes = ("sequences", batch, MAX_SEQUENCES), ("layers", self.num_layers, MAX_LAYERS)
         for what, size, most in (*sizes, ("KV heads", heads, INT32), ("tokens", tokens, INT32)):
             if size > most:
@@ -170,8 +192,8 @@ class RawFile:
 def quantize_raw(
     path: str | os.PathLike[str],
     *,
-    k_format: Formats = "int4-g4",
-    v_format: Formats = "int4-g4",
+    k_format: Formats | None = None,
+    v_format: Formats | None = None,
     sink_len: int = 4,
     recent_len: int = 128,
     exact_format: str | None = None,
@@ -206,14 +228,15 @@ def quantize_raw(
                 f"{path} has sequences of up to {longest} tokens, max_seq_len is {max_seq_len}: "
                 f"use max_seq_len (--max-seq-len) {longest} or more"
             )
+        window = sink_len, recent_len
         cache = KVCache(
             raw.num_layers,
             batch,
             num_kv_heads,
             head_dim,
             tokens if max_seq_len is None else max_seq_len,
-            k_format=row_formats("k_format", k_format, [shape[3] for shape in raw.k_shapes]),
-            v_format=row_formats("v_format", v_format, [shape[3] for shape in raw.v_shapes]),
+            k_format=row_formats("k_format", k_format, [x[3] for x in raw.k_shapes], window),
+            v_format=row_formats("v_format", v_format, [x[3] for x in raw.v_shapes], window),
             sink_len=sink_len,
             recent_len=recent_len,
             exact_format=exact_codec(raw.dtype) if exact_format is None else exact_format,

@@ -44,11 +44,11 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         that it sees (None: all), and of sequences, if any layer sees fewer than all.
 
         Of sequences: "sequences": of each its id, length, how many tokens are "packed" and how many
-        "exact" (16 bit), its "pages", how many of them are "shared" with others of the file, and of
-        how many first tokens the ids are "known". "pages": all in the file, each once;
-        "shared_pages" of them are of several sequences, "page_uses" is what they would be without
-        sharing. "bytes" counts the rows of the file, the unused ones of last pages too;
-        "bytes_in_16_bit" those in use.
+        "exact" (16 bit), its "pages", how many of them are "shared" with others of the file, of how
+        many first tokens the ids are "known", and its "namespace" or None. "pages": all in the
+        file, each once; "shared_pages" of them are of several sequences, "page_uses" is what they
+        would be without sharing. "bytes" counts the rows of the file, the unused ones of last pages
+        too; "bytes_in_16_bit" those in use.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -170,6 +170,7 @@ def _describe_sequences(manifest: SequencesManifest) -> dict[str, Any]:
                 "pages": len(sequence.pages),
                 "shared": sum(uses[page] > 1 for page in sequence.pages),
                 "known": len(sequence.tokens),
+                "namespace": sequence.namespace,
             }
             for sequence in manifest.sequences
         ],
@@ -253,13 +254,14 @@ def _totals_lines(d: dict[str, Any]) -> list[str]:
 
 def _sequences_table(d: dict[str, Any]) -> str:
     """A row for each of the first sequences."""
-    names = "length", "packed", "exact", "pages", "shared", "known"
-    rows = [
-        [f"{printable(str(sequence['id'])):.40}", *(str(sequence[name]) for name in names)]
-        for sequence in d["sequences"][:SHOWN]
-    ]
+    names = ["length", "packed", "exact", "pages", "shared", "known"]
+    columns, shown = [*SEQUENCES], d["sequences"][:SHOWN]
+    if any(sequence["namespace"] is not None for sequence in d["sequences"]):
+        names, columns = [*names, "namespace"], [*columns, Column("namespace", left=True)]
+    each = [["-" if one[name] is None else one[name] for name in ("id", *names)] for one in shown]
+    rows = [[f"{printable(str(value)):.40}" for value in values] for values in each]
     more = len(d["sequences"]) - SHOWN
-    return render_table(SEQUENCES, rows) + (f"\n... and {more} more" if more > 0 else "")
+    return render_table(columns, rows) + (f"\n... and {more} more" if more > 0 else "")
 
 
 def _layers_table(d: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from ..cache.contiguous import KVCache
 from ..cache.layer import ROLLBACK, Rooms, packed_row_bytes, rooms_of
-from ..errors import CheckpointError, ConfigError, shown
+from ..errors import CheckpointError, ConfigError
 from ..paged.cache import PagedKVCache
 from ..paged.state import MAX_ID_BITS
 from ..paged.window_pages import first_seen
@@ -62,6 +62,7 @@ LATENT_BASES_VERSION = 5  # of those whose rows are in bases; all else is as in 
 LISTS_VERSION = 2  # of sequences whose pages and tokens stand in tensors; all else is the same
 LATENT_PAGES_VERSION = 3  # of sequences of latent rows; all else is as in version 2
 WINDOW_PAGES_VERSION = 4  # of sequences of layers with windows; all else is as in version 2
+NAMESPACES_VERSION = 5  # of sequences with namespaces, latent rows and windows; else as version 2
 MANY = 1 << 16  # numbers of pages and tokens, above which they do
 LISTS = {"pages": torch.int32, "tokens": torch.int64}  # what SavedSequence lists
 
@@ -352,7 +353,7 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
                 )
 
 
-class SavedSequence(Object):
+class SavedSequence(Object, omit_defaults=True):
     """A sequence of a file; attributes as in the manifest."""
 
     id: str | int
@@ -360,15 +361,17 @@ class SavedSequence(Object):
     packed_len: Length
     pages: tuple[Length, ...]
     tokens: tuple[Wide, ...]
+    namespace: str | None = None
 
 
-class _Counted(Object):
+class _Counted(Object, omit_defaults=True):
     """A sequence of a file from version 2 on: how many of its tokens are known."""
 
     id: str | int
     length: Length
     packed_len: Length
     known: Length
+    namespace: str | None = None
 
 
 class _PagedManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
@@ -392,10 +395,19 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
 
     KEY = "kvquant_pages"
     FORMAT = "kvquant-pages"
-    VERSIONS = 1, LISTS_VERSION, LATENT_PAGES_VERSION, WINDOW_PAGES_VERSION
+    VERSIONS = 1, LISTS_VERSION, LATENT_PAGES_VERSION, WINDOW_PAGES_VERSION, NAMESPACES_VERSION
     KINDS = ("pages", "exact")
 
     sequences: Annotated[tuple[SavedSequence, ...], Meta(max_length=MAX_SEQUENCES)]
+
+    @property
+    def first_version(self) -> int:
+        """The first version that has all that there is in the file."""
+        if any(sequence.namespace is not None for sequence in self.sequences):
+            return NAMESPACES_VERSION
+        if self.latent:
+            return LATENT_PAGES_VERSION
+        return WINDOW_PAGES_VERSION if any(self.windows) else 1
 
     @cached_property
     def lists(self) -> dict[str, list[int]]:
@@ -462,7 +474,9 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
         if self.version < LISTS_VERSION:
             return super().to_json(digests, writer)
         each = self.sequences
-        counted = tuple(_Counted(x.id, x.length, x.packed_len, len(x.tokens)) for x in each)
+        counted = tuple(
+            _Counted(x.id, x.length, x.packed_len, len(x.tokens), x.namespace) for x in each
+        )
         keys = {name: getattr(self, name) for name in self.__struct_fields__}
         return _CountedManifest(**keys | {"sequences": counted}).to_json(digests, writer)
 
@@ -480,12 +494,9 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
             _check_page_size(counted)
             keys = {name: getattr(counted, name) for name in cls.__struct_fields__}
             manifest = cls(**keys | {"sequences": _with_lists(counted, read)})
-        if manifest.latent != (manifest.version == LATENT_PAGES_VERSION):
-            what = f"{'is' if manifest.latent else 'is not'} of latent rows"
-            raise CheckpointError(f"the file has version {manifest.version}, and {what}")
-        if any(manifest.windows) != (manifest.version == WINDOW_PAGES_VERSION):
-            what = f"its windows are {shown(manifest.windows)}"
-            raise CheckpointError(f"the file has version {manifest.version}, and {what}")
+        version, first = manifest.version, manifest.first_version
+        if version != first and (version, first) != (LISTS_VERSION, 1):
+            raise CheckpointError(f"the file has version {version}, what it says is of {first}")
         return manifest
 
     def _check(self) -> None:
@@ -493,6 +504,8 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
             raise CheckpointError("layers and sequences must not be empty")
         if self.windows and len(self.windows) != len(self.layers):
             raise CheckpointError(f"{len(self.windows)} windows for {len(self.layers)} layers")
+        if self.latent and any(self.windows):
+            raise CheckpointError("latent rows have no windows")
         self._check_formats()
         for i, sequence in enumerate(self.sequences):
             if isinstance(sequence.id, int) and sequence.id.bit_length() > MAX_ID_BITS:
@@ -502,7 +515,7 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
                 )
         if len({sequence.id for sequence in self.sequences}) < len(self.sequences):
             raise CheckpointError("two sequences have one id")
-        size, before = self.page_size, dict[int, tuple[int | None, tuple[int, ...]]]()
+        size, before = self.page_size, dict[int, tuple[int | str | None, tuple[int, ...]]]()
         for i, sequence in enumerate(self.sequences):
             most = max(sequence.length - self.sink_len, 0)
             if (
@@ -514,7 +527,7 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
                     f"sequences[{i}]: length {sequence.length}, packed_len {sequence.packed_len}, "
                     f"{len(sequence.pages)} pages and {len(sequence.tokens)} tokens do not fit"
                 )
-            last: int | None = None
+            last: int | str | None = sequence.namespace  # which the first page follows
             for at, page in enumerate(sequence.pages):  # pages are shared from the first on
                 end = self.sink_len + min((at + 1) * size, sequence.packed_len)
                 start = self.sink_len + at * size if at else 0
@@ -553,7 +566,9 @@ def _with_lists(given: _CountedManifest, read: Read) -> tuple[SavedSequence, ...
             sequence.id,
             sequence.length,
             sequence.packed_len,
-            *(tuple(islice(lists[name], counts[name][i])) for name in LISTS),
+            tuple(islice(lists["pages"], counts["pages"][i])),
+            tuple(islice(lists["tokens"], counts["tokens"][i])),
+            sequence.namespace,
         )
         for i, sequence in enumerate(given.sequences)
     )

@@ -21,8 +21,6 @@ _SMALLEST_NORMAL = 2.0**-14
 # a code's step over the typical deviation of a channel: above it most codes stand still
 _MAX_STEP = 1.0
 _GAUSSIAN = 6  # deviations that a row without outliers goes over; more than the steps of INT2
-# Llama-like models stay below 6, those with biased keys start at 20
-MAX_OFFSET = 12.0
 # over the range of the middle layer
 _MAX_RANGE = 8.0
 _NOT_FOUND: dict[str, Any] = {"scale": None, "shift": None, "step": None, "offset": None}
@@ -109,8 +107,6 @@ def warnings(layers: Layers, model: object, sides: tuple[str, str]) -> list[str]
         "take more groups or 8 bits": (
             lambda _, s: (s["step"] or 0) * min(1, _codec(s).levels / _GAUSSIAN) > _MAX_STEP
         ),
-        f"channels with means over {MAX_OFFSET:g} deviations (biased keys): expect loss at 4 "
-        "bits; calibrate": lambda _, s: (s["offset"] or 0) > MAX_OFFSET,
         f"ranges over {_MAX_RANGE:g} times those of the middle layer: give it more bits": (
             lambda side, s: s["scale"] is not None and _range(s) > _MAX_RANGE * middle[side]
         ),

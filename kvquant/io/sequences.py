@@ -8,7 +8,8 @@ The file is a safetensors file. Its metadata has two strings:
 The manifest is an object with exactly these keys; every number is whole:
 
     format         "kvquant-pages"
-    version        1; 2 where there are many pages and tokens; 3 with latent; 4 with windows
+    version        1; 2 where there are many pages and tokens; 3 with latent; 4 with windows; 5 with
+                   a namespace, with or without latent and windows
     writer         the program that wrote the file, for people
     num_kv_heads   KV heads of every layer
     page_size      tokens of a page
@@ -26,6 +27,7 @@ The manifest is an object with exactly these keys; every number is whole:
         packed_len    how many tokens after the sinks are packed
         pages         their pages, in the order of the tokens; sequences may share the first ones
         tokens        the ids of its first tokens, as far as they are known, of 64 bits
+        namespace     a string: with whom it may share rows; left out without one
     model          null, or model_identity: {"type", "sha256"} and, if known, "weights"
     creation       any object: how the sequences came about
     transforms     [], or the fingerprints of the bases of each layer: as in checkpoint.py
@@ -64,17 +66,16 @@ from ..errors import CheckpointError, ConfigError, shown
 from ..paged.cache import PagedKVCache
 from ..paged.latent import LatentPagedKVCache
 from ..paged.pool import SequenceId
+from ..paged.prefix_tree import Origin
 from ..paged.state import listed
 from ..rows.arguments import check_kind
 from ..rows.basis import fingerprints
 from .atomic import as_path
 from .container import RowsFile, check_values, seal
 from .manifest import (
-    LATENT_PAGES_VERSION,
     LISTS,
     LISTS_VERSION,
     MANY,
-    WINDOW_PAGES_VERSION,
     LayerEntry,
     SavedSequence,
     SequencesManifest,
@@ -153,8 +154,10 @@ def load_sequences(
 
     Every value and every byte is checked first. Pages that the sequences shared they share again,
     and full pages whose tokens are known are found by sequences that are allocated later: by those
-    of anybody whose tokens are the same. Whether the rows are those of these tokens the file alone
-    says, so load files only of those who may answer for all that use the cache.
+    of anybody whose tokens and namespace are the same. The file alone says which namespaces its
+    sequences have (a file without them loads as None), and whether the rows are those of these
+    tokens. So load files only of those who may answer for all that use the cache, and read
+    `cache.namespace` of what was loaded.
 
     Args:
         cache: with the same layers, heads, formats, page_size, sink_len and recent_len, and made
@@ -212,12 +215,10 @@ def _manifest_of(
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         numbers = tuple(number[page] for page in table)
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
-        sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens))
+        namespace = state.pool.origin(sequence_id).namespace
+        sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens, namespace))
     latent, windows = isinstance(cache, LatentPagedKVCache), tuple(cache.windows)
     count = sum(len(sequence.pages) + len(sequence.tokens) for sequence in sequences)
-    version = LISTS_VERSION if count > MANY else 1
-    if latent or any(windows):
-        version = LATENT_PAGES_VERSION if latent else WINDOW_PAGES_VERSION
     manifest = SequencesManifest(
         **common_keys(SequencesManifest, cache, model, creation),
         page_size=state.split.page_size,
@@ -226,10 +227,12 @@ def _manifest_of(
             for rows in cache.rows.layers
         ),
         sequences=tuple(sequences),
-        version=version,
+        version=1,
         latent=latent,
         windows=windows if any(windows) else (),
     )
+    least = LISTS_VERSION if count > MANY else 1
+    manifest.version = max(manifest.first_version, least)
     return manifest, pages
 
 
@@ -300,6 +303,7 @@ def _place_rows(
             [sequence.packed_len for sequence in sequences],
             [sequence.pages for sequence in sequences],
             [sequence.tokens for sequence in sequences],
+            [Origin(namespace=sequence.namespace) for sequence in sequences],
             dropped=[
                 [window.first_seen(sequence.packed_len) for window in cache.state.pool.windows]
                 for sequence in sequences

@@ -14,6 +14,7 @@ from ..evaluation.caches import OPTIONS, parse_cache
 from ..hf.model import CachedModel
 from ..io.plan import AUTO
 from ..rows.arguments import check_size
+from ..rows.defaults import DEFAULT
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULTS: dict[str, Any] = {
@@ -55,13 +56,8 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             "model_args name no model: give pretrained=MODEL, a folder, a GGUF "
             "file or a name on the Hugging Face hub"
         )
-    if (told["k_format"] is None) == (told["plan"] is None):
-        raise ConfigError(
-            "model_args need a cache: give k_format=FORMAT (bf16 for the 16-bit cache, and "
-            "v_format=FORMAT where V's differs), or else plan=FILE or plan=auto"
-        )
-    if told["plan"] is not None and told["v_format"] is not None:
-        raise ConfigError("the plan says the formats: leave v_format out")
+    if told["plan"] is not None and (told["k_format"], told["v_format"]) != (None, None):
+        raise ConfigError("the plan says the formats: leave k_format and v_format out")
     if told["dtype"] not in DTYPES:
         raise ConfigError(f"dtype is {shown(told['dtype'])}: use one of {', '.join(DTYPES)}")
     size, most = told["batch_size"], told["max_length"]
@@ -85,7 +81,9 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             text = "auto,sinks={},recent={}".format(*window)
             return {"model": model, "cache": parse_cache(text, model=model), **sizes}
         return {"model": model, "cache": Planned(path, Path(path).stem, *window), **sizes}
+    formats = [str(told[name] or DEFAULT) for name in ("k_format", "v_format")]
+    if model.has_latents:  # k_format alone is of the latents, as of --cache
+        formats = formats[: 1 + (told["v_format"] is not None)]
     separator = "+" if model.has_latents else "/"
-    formats = [told[name] for name in ("k_format", "v_format") if told[name] is not None]
-    text = separator.join(map(str, formats)) + ",sinks={},recent={}".format(*window)
+    text = separator.join(formats) + ",sinks={},recent={}".format(*window)
     return {"model": model, "cache": parse_cache(text, latent=model.has_latents), **sizes}

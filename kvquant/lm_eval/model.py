@@ -43,7 +43,6 @@ from ..evaluation.caches import parse_cache
 from ..evaluation.decoding import Caches, Reading, score
 from ..evaluation.generation import Sampling, decode
 from ..hf.model import CachedModel
-from ..rehearsal import rehearse
 from ..rows.arguments import check_size
 from ..rows.quantize import EXACT_DTYPES
 from .arguments import read_arguments
@@ -112,8 +111,7 @@ class KvquantLM(TemplateLM):
                 f"max_length {self.max_length} is beyond the {most} positions of the model"
             )
         self._options = options_of(self.choice, is_latent=latent)
-        with rehearse(None):  # what is not possible is refused now
-            model.new_cache(1, 1, device=torch.device("meta"), **self._options)
+        model.new_cache(1, 1, device=torch.device("meta"), **self._options)  # refuses now
         self._ends = {*model.end_tokens, self.tokenizer.eos_token_id}
         self._counts = dict.fromkeys(("requests", "beyond_window", "cut"), 0)
 

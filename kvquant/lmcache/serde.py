@@ -32,6 +32,7 @@ from lmcache.v1.distributed.serde.base import Deserializer, SerdeProcessor, Seri
 from lmcache.v1.distributed.serde.factory import register_serde_factory
 from lmcache.v1.memory_management import MemoryObj
 
+from ..engine.hooks import check_version, hook
 from ..engine.settings import rank_heads
 from ..errors import CheckpointError, ConfigError, ShapeError, UnsupportedError, shown
 from ..io.plan import CachePlan, Plan, as_plan
@@ -39,8 +40,10 @@ from ..ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from ..ops.transform import encode_rows
 from ..rows.arguments import check_size
 from ..rows.basis import Basis, LayerBasis, fingerprints
+from ..rows.defaults import default_format
 from ..rows.format import RowFormat
 
+check_version("lmcache")
 KEYS = ("k_format", "v_format", "head_dim", "plan", "max_workers")
 TAG = 32  # bytes
 
@@ -61,13 +64,15 @@ class Piece(NamedTuple):
     basis: Basis | None
 
 
+@hook("lmcache")
 class RowSerde(Serializer, Deserializer):
     """Objects of LMCache to rows, and back; on the device of the objects.
 
     Args:
         head_dim: of the model; that of the plan when None.
-        k_format: short name of K's format ("int8"); the plan's of each layer when None.
-        v_format: of V's; K's when None.
+        k_format: short name of K's format ("int8"). When None, the plan's of each layer, or the
+            default of head_dim.
+        v_format: of V's, likewise; beside a plan and a k_format, that of K when None.
         plan: bases of all layers and KV heads of the model, or the path of its file; None for none.
 
     Raises:
@@ -82,17 +87,14 @@ class RowSerde(Serializer, Deserializer):
         plan: Plan | None = None,
     ) -> None:
         plan = None if plan is None else as_plan(plan)
-        if plan is None and (head_dim is None or k_format is None):
-            raise ConfigError(
-                "the serde lacks formats: give head_dim and k_format (such as 128 and "
-                '"int4-g4"), or a plan'
-            )
+        if plan is None and head_dim is None:
+            raise ConfigError("the serde lacks head_dim: give that of the model, or a plan")
         if plan is not None:
             plan.check_of_heads("the serde")
         if plan is not None and head_dim not in (None, plan.head_dim):
             raise ConfigError(f"head_dim is {shown(head_dim)}, that of the plan {plan.head_dim}")
-        if k_format is None and v_format is not None:
-            raise ConfigError("v_format is given without k_format: give both")
+        if plan is not None and k_format is None and v_format is not None:
+            raise ConfigError("v_format is given beside a plan, without k_format: give both")
         self.head_dim: int = head_dim if plan is None else plan.head_dim  # type: ignore[assignment]
         self.plan = plan
         if plan is not None and k_format is not None:
@@ -101,8 +103,10 @@ class RowSerde(Serializer, Deserializer):
         if plan is not None:
             self._formats = list(zip(plan.k_formats, plan.v_formats, strict=True))
         else:
-            names = str(k_format), str(k_format if v_format is None else v_format)
-            k, v = (RowFormat.parse(name, self.head_dim) for name in names)
+            k, v = (
+                RowFormat.parse(name or default_format(side, self.head_dim), self.head_dim)
+                for side, name in (("k", k_format), ("v", v_format))
+            )
             self._formats = [(k, v)]
         known = [self.head_dim, [list(map(str, pair)) for pair in self._formats]]
         bases = fingerprints(None if plan is None else plan.layers)
@@ -227,6 +231,7 @@ def _bases_of(plan: CachePlan, num_kv_heads: int, kv_rank: int) -> list[LayerBas
     return plan.of_heads(heads).layers
 
 
+@hook("lmcache")
 def create_serde(given: Mapping[str, Any]) -> SerdeProcessor:
     """Make the serde that an adapter's "serde" asks for.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, overload
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -15,12 +15,7 @@ from ..cache.checks import check_options
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
 from ..ops.append import bind_append, write_rows
-from ..ops.append_checks import (
-    check_call,
-    check_new,
-    check_new_types,
-    check_tokens,
-)
+from ..ops.append_checks import check_call, check_new, check_new_types, check_tokens
 from ..ops.attention import State, Transformed, attend
 from ..ops.shared_prefix import attend_shared, has_kernel, is_shareable
 from ..ops.transform import queries_of
@@ -29,10 +24,18 @@ from ..rows.basis import Encoding, Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide, AttentionCall
 from ..rows.indptr import check_indptr
+from ..rows.quantize import FLOAT_DTYPES
 from ..rows.rotation import Rope
-from ..rows.segment import FixedSegments, Segment
+from ..rows.segment import FixedSegments, Segment, check_segments
 from ..rows.slots import Slots
-from ..rows.variant import AttentionVariant, check_variant, moved, names_of, within
+from ..rows.variant import (
+    AttentionVariant,
+    check_variant,
+    check_variant_values,
+    moved,
+    names_of,
+    within,
+)
 from .cache import PagedKVCache
 from .latent import LatentPagedKVCache
 from .pool import SequenceId
@@ -54,6 +57,11 @@ class _Parts(NamedTuple):
     whole: Sequence[Segment]
     prefix: Segment | None  # None where none is ever read once
     own: Sequence[Segment]
+
+
+# what queries attend to, how many of them each sequence has (None: one), and whether the call is
+# kept for other steps
+_Seen: TypeAlias = tuple[_Parts, "torch.Tensor | None", bool]
 
 
 class StepBatch(NotCopied):
@@ -333,13 +341,10 @@ class StepBatch(NotCopied):
         q: torch.Tensor,
         q_indptr: torch.Tensor | None = None,
         variant: AttentionVariant | None = None,
-    ) -> tuple[_Parts, torch.Tensor | None, bool]:
-        """What queries attend to, if they fit the step; variant: of the attention.
-
-        Returns:
-            The rows, how many queries each sequence has (None: one), and whether this call is kept
-            for other steps.
-        """
+        in_step: bool = False,
+    ) -> _Seen:
+        """What queries attend to, if they fit the step; variant: of the attention; in_step: the
+        call appends the step's tokens next."""
         compiling = torch.compiler.is_compiling()
         fixed = self._is_fixed(compiling)
         if not isinstance(q, torch.Tensor) or q.ndim not in (3, 4):
@@ -374,7 +379,7 @@ class StepBatch(NotCopied):
             warm_up_ragged(self, q, variant)
         if not compiling:
             if not fixed:
-                self._check_appended(layer)
+                self._check_appended(layer, in_step=in_step)
             if q_lens is not None and q_len < self._most_new:
                 raise ShapeError(
                     f"{self.query} is {list(q.shape)}, and a sequence of the step has "
@@ -420,14 +425,15 @@ class StepBatch(NotCopied):
                 "no step of this batch is open: append and attend inside `with batch.extend(...):`"
             )
 
-    def _check_appended(self, layer: int) -> None:
-        """Raise unless the tokens of this step's sequences may all stand in a layer.
+    def _check_appended(self, layer: int, *, in_step: bool) -> None:
+        """Raise unless the tokens of this step's sequences may all stand in a layer; in_step: or
+        come next.
 
         Raises:
             ConfigError: it is known that the step's new tokens were not appended to it.
             ShapeError: the sequences have no tokens.
         """
-        if self._lacks(layer):
+        if not in_step and self._lacks(layer):
             raise ConfigError(
                 f"layer {layer} was not appended to in this step: append its new tokens to it "
                 "first, their queries see them"
@@ -785,7 +791,7 @@ class PagedBatch(StepBatch):
             As attend.
 
         Raises:
-            As append and attend; nothing is appended where the variant or an option is not
+            As append and attend; nothing is appended where q, the variant or an option is not
             possible.
 
         Example:
@@ -810,14 +816,21 @@ class PagedBatch(StepBatch):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
                 check_variant(q, variant, q_indptr)
-        basis, given = self.cache.rows.layers[layer].basis, None
+        seen = self._seen_by(layer, q, q_indptr, variant, in_step=True)
+        at = self.cache.rows.layers[layer]
+        is_right = q.shape[-1] == at.k_format.head_dim and q.device == at.k_pages.device
+        if not is_right or q.shape[-2] % self.cache.num_kv_heads or q.dtype not in FLOAT_DTYPES:
+            check_segments(q, seen[0].whole, seen[1], q_indptr)  # says what is wrong
+        if variant is not None and names_of(variant) and debug.may_read(q):
+            check_variant_values(q, seen[0].whole, seen[1], variant)
+        basis, given = at.basis, None
         one_each = q.ndim == 3 and len(q) == len(k)
         if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
             given = queries_of(q, basis, sm_scale, backend)
         found = self._append(layer, k, v, rope, None if given is None else given[0], variant)
         transformed = None if found is None or given is None else (found, given[1])
         options = sm_scale, num_splits, return_lse, backend
-        return self._attend(layer, q, q_indptr, transformed, variant, *options)
+        return self._attend(layer, q, q_indptr, seen, transformed, variant, *options)
 
     @overload
     def attend(
@@ -882,13 +895,15 @@ class PagedBatch(StepBatch):
             and where it is known that the step's tokens were not appended to the layer.
         """
         options = sm_scale, num_splits, return_lse, backend
-        return self._attend(layer, q, q_indptr, None, variant, *options)
+        seen = self._seen_by(layer, q, q_indptr, variant)
+        return self._attend(layer, q, q_indptr, seen, None, variant, *options)
 
     def _attend(
         self,
         layer: int,
         q: torch.Tensor,
         q_indptr: torch.Tensor | None,
+        seen: _Seen,
         transformed: Transformed | None,
         variant: AttentionVariant | None,
         sm_scale: float | None,
@@ -897,7 +912,7 @@ class PagedBatch(StepBatch):
         backend: str | None,
     ) -> torch.Tensor | State:
         """Attend; transformed: q in the layer's basis, if an append has found it."""
-        parts, q_lens, fixed = self._seen_by(layer, q, q_indptr, variant)
+        parts, q_lens, fixed = seen
         tensors, members = self._staged.tensors, None
         window = self.cache.windows[layer]
         if window is not None:

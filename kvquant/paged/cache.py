@@ -20,9 +20,8 @@ from ..cache.checks import (
     check_holds,
     check_layer,
     check_windows,
-    per_layer,
+    formats_of,
     plan_for,
-    row_format,
 )
 from ..cache.copying import NotCopied
 from ..cache.memory import check_room
@@ -37,7 +36,16 @@ from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
 from .pool import SequenceId
 from .prefix_tree import Origin, invariant, whole_number
-from .state import PagedState, Step, for_each, group_sizes, listed, pages_of, plain_id
+from .state import (
+    PagedState,
+    Step,
+    for_each,
+    group_sizes,
+    listed,
+    pages_of,
+    plain_id,
+    plain_namespace,
+)
 from .storage import PagedRows, nan_rows
 from .swap import Swapped, SwapSpace
 
@@ -91,7 +99,8 @@ class PagedKVCache(NotCopied):
             tokens in 16 bit, in every layer, and so many sinks are kept to be found again.
         max_seq_len: tokens that a sequence may have.
         page_size: tokens of a page: 1, 2, 4, 8, 16, 32, 64, 128 or 256.
-        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer. When
+            None, the default of rows/defaults.py, which depends on head_dim and on the window.
         v_format: of V, as k_format.
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
@@ -146,8 +155,8 @@ class PagedKVCache(NotCopied):
         max_num_seqs: int = SEQ_SLOTS,
         max_seq_len: int = MAX_SEQ_LEN,
         page_size: int = 64,
-        k_format: Formats = "int4-g4",
-        v_format: Formats = "int4-g4",
+        k_format: Formats | None = None,
+        v_format: Formats | None = None,
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",
@@ -184,9 +193,9 @@ class PagedKVCache(NotCopied):
         kept = min(most, split.recent_len)  # without recent rows none are changed
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
         self.device = check_device(device)
-        parse = partial(row_format, head_dim=head_dim)
-        k_formats = per_layer("k_format", k_format, num_layers, parse)
-        v_formats = per_layer("v_format", v_format, num_layers, parse)
+        shape = {"sink_len": self.sink_len, "recent_len": self.recent_len}
+        k_formats = formats_of("k_format", k_format, num_layers, head_dim, **shape)
+        v_formats = formats_of("v_format", v_format, num_layers, head_dim, **shape)
         self.row_kind.check_formats([*k_formats, *v_formats])
         if self.device.type == "cuda":
             check_cuda_codecs([*k_formats, *v_formats])
@@ -228,8 +237,8 @@ class PagedKVCache(NotCopied):
 
         Args:
             plan: of the model whose keys and values will come, or the path of its file;
-                CachePlan.check_model tells whether it is.
-                Layer i is the model's layer plan.places[i].
+                CachePlan.check_model tells whether it is. Layer i is the model's layer
+                plan.places[i].
             num_pages: as in PagedKVCache.
             options: the others of PagedKVCache, but for formats and bases. A plan does not hold
                 windows: give windows=.
@@ -446,12 +455,22 @@ class PagedKVCache(NotCopied):
             swapped.length if swapped else int(self.state.lengths[self.state.seq_slot(sequence_id)])
         )
 
-    def match_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens allocate would find present."""
-        return self.state.match_prefix(tokens)
+    def namespace(self, sequence_id: SequenceId) -> str | None:
+        """The namespace of a sequence, swapped out or not; None if it has none."""
+        self._drop_lost_step()
+        return self._known(sequence_id)[1].namespace
+
+    def match_prefix(self, tokens: Sequence[int], *, namespace: str | None = None) -> int:
+        """How many of the tokens allocate would find present in a namespace."""
+        return self.state.match_prefix(tokens, plain_namespace(namespace))
 
     def allocate(
-        self, sequence_id: SequenceId, tokens: Sequence[int] = (), *, room: int | None = None
+        self,
+        sequence_id: SequenceId,
+        tokens: Sequence[int] = (),
+        *,
+        room: int | None = None,
+        namespace: str | None = None,
     ) -> int:
         """Begin a sequence with the rows that are there for a prefix of its tokens, if any.
 
@@ -464,12 +483,21 @@ class PagedKVCache(NotCopied):
         empty and fills with its next tokens. The last of the tokens is never present, because its
         output is wanted.
 
+        The cache takes rows of equal tokens for equal. Where rows depend on more than the tokens,
+        give a namespace: a LoRA adapter, images behind placeholder tokens, embeddings in place of
+        tokens. Give one for each tenant, too, if no tenant may learn from `present`, or from the
+        time to the first token, what others have asked.
+
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with.
             room: tokens to reserve pages for, those that are present included: len(tokens) for the
                 prompt, and more for the answer. In layers with a window the pages that a sequence
                 holds between steps are reserved. None reserves nothing.
+            namespace: a string, such as the adapter's name and a hash of the images. Only rows of
+                sequences of the same namespace are found, and only such sequences find the rows of
+                this one. Forks, swaps and files keep the namespace. None: the sequence shares rows
+                with the others that have no namespace.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
@@ -478,13 +506,28 @@ class PagedKVCache(NotCopied):
             OutOfPagesError: no sequence slot is free, there are fewer pages than room needs, or
                 taking the prefix's cached pages would leave too few for reservations of others.
             ShapeError: room is over max_seq_len.
-            ConfigError: the id is in use, or tokens or room are not whole numbers.
+            ConfigError: the id is in use, tokens or room are not whole numbers, or namespace is
+                neither a string nor None.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import PagedBatch, PagedKVCache
+            >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=512)
+            >>> batch, prompt = PagedBatch(paged, max_batch=2, max_tokens=256), list(range(250))
+            >>> paged.allocate("a", prompt, namespace="adapter 1")
+            0
+            >>> with batch.extend(["a"], [250], prompt):
+            ...     batch.append(0, torch.randn(250, 8, 128), torch.randn(250, 8, 128))
+            >>> paged.allocate("b", prompt, namespace="adapter 1")
+            68
+            >>> paged.allocate("c", prompt, namespace="adapter 2")
+            0
         """
-        sequence_id = self.checked_id(sequence_id)
+        sequence_id, namespace = self.checked_id(sequence_id), plain_namespace(namespace)
         room = 0 if room is None else check_size("room", room)
         with self.changing(sequence_id):
             with self.swap_space.hinting():
-                seq_slot, present, place = self.state.allocate(sequence_id, tokens, room)
+                seq_slot, present, place = self.state.allocate(sequence_id, tokens, room, namespace)
             with self.state.or_free([sequence_id]):
                 if place is not None:
                     self.rows.restore_sinks(place, seq_slot)
@@ -549,7 +592,7 @@ class PagedKVCache(NotCopied):
         self._end(sequence_id)
         others = (swapped.origin for swapped in self.swap_space.swapped.values())
         with self.changing():
-            self.state.pool.forget(tokens, None if origin in others else origin)
+            self.state.pool.forget(tokens, origin, is_shared=origin in others)
         self._keep_sinks_again()
 
     def _end(self, sequence_id: SequenceId) -> None:
@@ -575,7 +618,8 @@ class PagedKVCache(NotCopied):
             (theirs, source), page = self._known(other), self._first_page(other)
             if page is None or table is None:  # one is swapped out: what it had is not known
                 known = min(len(tokens), len(theirs), end)
-                shares = known > 0 and tokens[:known] == theirs[:known]
+                alike = source.namespace == origin.namespace and tokens[:known] == theirs[:known]
+                shares = known > 0 and alike
             else:
                 shares = page == table != ()
             if other != sequence_id and (shares or source.shares(origin)):
@@ -717,8 +761,6 @@ class PagedKVCache(NotCopied):
     ) -> Step:
         """Grow sequences, whose new rows are then to be written, for PagedBatch.extend."""
         self.prepare(ids)
-        if any(counts):
-            self._bad_before = self.bad_rows.clone()
         step = None
         with self.changing():
             try:
@@ -726,6 +768,8 @@ class PagedKVCache(NotCopied):
                     step = self.state.extend(ids, counts, tokens)
                 self.rows.copy_pages(self._in_groups(step.copies))
                 self.rows.copy_originals(step.leaving)
+                if any(counts):
+                    self._bad_before = self.bad_rows.clone()
             except BaseException:
                 if step is not None:
                     self.state.take_back(step)

@@ -11,9 +11,10 @@ from ..cache.checks import check_options
 from ..errors import UnsupportedError
 from ..ops.append_checks import check_tokens
 from ..ops.attention import State
-from ..ops.mla import attend_latents, check_call
+from ..ops.mla import attend_latents, check_call, check_queries
 from ..rows.arguments import check_kind, check_tensors
 from ..rows.call import AppendCall, LatentCall, LatentPrefix
+from ..rows.latent import LatentFormat
 from .batch import StepBatch
 from .cache import PagedKVCache
 from .latent import LatentPagedKVCache
@@ -205,7 +206,7 @@ class LatentPagedBatch(StepBatch):
             As attend.
 
         Raises:
-            As append and attend; nothing is appended where an option is not possible.
+            As append and attend; nothing is appended where a query or an option is not possible.
         """
         _check_padded(q_indptr)
         check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
@@ -214,6 +215,9 @@ class LatentPagedBatch(StepBatch):
         if not (is_plain and is_scale and self._takes(q_latent)):
             check_call(q_latent, [], sm_scale, backend)
             check_options(q_latent, sm_scale, return_lse, num_splits, backend)
+        self._seen_by(layer, q_latent, in_step=True)
+        at = self.cache.rows.layers[layer]
+        check_queries(q_latent, q_rope, LatentFormat(at.k_format, at.v_format))
         self.append(layer, latent, rope)
         return self.attend(
             layer,

@@ -169,12 +169,16 @@ class PagePool:
         """Tokens of a sequence in its pages."""
         return self._get(sequence_id).length
 
-    def match_prefix(self, tokens: Sequence[int]) -> int:
+    def match_prefix(self, tokens: Sequence[int], namespace: str | None = None) -> int:
         """How many tokens after the root are in pages of the tree: a multiple of page_size."""
-        return len(self._match(token_ids(tokens))) * self.page_size
+        return len(self._match(token_ids(tokens), namespace)) * self.page_size
 
     def allocate(
-        self, sequence_id: SequenceId, tokens: Sequence[int] = (), room: int = 0
+        self,
+        sequence_id: SequenceId,
+        tokens: Sequence[int] = (),
+        room: int = 0,
+        namespace: str | None = None,
     ) -> Prefix:
         """Begin a sequence with the pages that hold a prefix of its tokens, if there are any.
 
@@ -183,21 +187,23 @@ class PagePool:
             tokens: the token ids that the sequence will begin with, those of the root included.
             room: tokens in pages to reserve pages for, those of the prefix included: no other
                 sequence takes these pages.
+            namespace: of the sequence: only pages of the same one are found.
         """
         self._check_new(sequence_id)
         known = token_ids(tokens)
-        pages = self._match(known)
+        pages = self._match(known, namespace)
         length = len(pages) * self.page_size
         dropped = [window.first_seen(length) for window in self.windows]
         promised = -(-room // self.page_size)
         self._check_room(sequence_id, pages, dropped, max(promised - len(pages), 0))
-        root = self._tree.acquire(tuple(known[: self.root_len])) if pages else None
+        root = self._tree.acquire(self._tree.root_key(namespace, known)) if pages else None
         for page in pages:
             self._cached.pop(page, None)
             self._references[page] += 1
         for window, first in zip(self.windows, dropped, strict=True):
             window.see(pages[first:])
-        origin = root.origin if root is not None and root.origin is not None else Origin()
+        origin = root.origin if root is not None else None
+        origin = origin or Origin(namespace=namespace)
         sequence = _Sequence(pages, length, len(pages), root, origin, dropped, promised)
         self._sequences[sequence_id] = sequence
         return Prefix(length, None if root is None else root.place)
@@ -304,7 +310,8 @@ class PagePool:
         Args:
             tables: by their ids, the pages that they had, numbered from 0 without gaps.
             lengths: tokens of each in its pages.
-            origins: where what belongs to their roots came from; of their own if empty.
+            origins: where what belongs to their roots came from, and so their namespaces; of their
+                own, without a namespace, if empty.
             dropped: of each, how many of its first pages it sees no more in each window; none if
                 empty.
 
@@ -385,17 +392,20 @@ class PagePool:
         self._release(self._get(sequence_id), 0)
         del self._sequences[sequence_id]
 
-    def forget(self, tokens: Sequence[int], origin: Origin | None = None) -> None:
+    def forget(self, tokens: Sequence[int], origin: Origin, *, is_shared: bool = False) -> None:
         """Let nothing of a sequence that has ended be found, but for what others have too.
 
         Args:
             tokens: its first tokens, those of the root included, as far as they were known.
             origin: of what belonged to its root.
+            is_shared: whether a sequence that is not here has that, too.
         """
-        for node in (*self._tree.cut(tokens), *reversed(self._tree.way(tokens))):
+        named = origin.namespace, tokens
+        for node in (*self._tree.cut(*named), *reversed(self._tree.way(*named))):
             for page in [page for page in node.pages if page in self._cached]:
                 self._drop(page)
-        if origin and not any(other.origin is origin for other in self._sequences.values()):
+        here = self._sequences.values()
+        if not is_shared and not any(other.origin is origin for other in here):
             self.forget_origin(origin)
 
     @property
@@ -514,7 +524,10 @@ class PagePool:
                 sequence.in_tree * size <= sequence.length,
                 f"{shown(sequence_id)}: too many pages in the tree",
             )
-            follow = self._tree.follow(sequence.root, pages[: sequence.in_tree])
+            root = sequence.root
+            fits = root is None or root.namespace == sequence.origin.namespace
+            invariant(fits, f"{shown(sequence_id)}: namespace")
+            follow = self._tree.follow(root, pages[: sequence.in_tree])
             invariant(follow, f"{shown(sequence_id)}: pages not in order")
 
     def _get(self, sequence_id: SequenceId) -> _Sequence:
@@ -593,10 +606,10 @@ class PagePool:
     def _is_found(self, page: int) -> bool:
         return self._tree.node_of_page[page] is not None
 
-    def _match(self, tokens: Sequence[int]) -> list[int]:
+    def _match(self, tokens: Sequence[int], namespace: str | None) -> list[int]:
         """The longest chain of pages that holds tokens after the root, and of which each window has
         those that the next token sees."""
-        way = self._tree.known_way(tokens)
+        way = self._tree.known_way(namespace, tokens)
         for count in range(len(way), 0, -1):
             for page in way[count - 1].pages:
                 if self._sees(page, count):
@@ -708,7 +721,7 @@ class PagePool:
         """Put the first `full` pages of a sequence into the tree, if there is a root for it."""
         size, first = self.page_size, self.root_len
         if sequence.root is None:
-            key = tuple(tokens[:first])
+            key = self._tree.root_key(sequence.origin.namespace, tokens)
             sequence.root = self._tree.acquire(key)
             if sequence.root is None:
                 sequence.root, reclaimed = self._tree.add_root(key)

@@ -4,7 +4,8 @@
                         │       └▶ (3, 3, 8, 4)     page stands for all tokens up to its end; pages
                         └ pages {6, 11}             may have the same node
 
-A root holds the first tokens of a sequence, which do not stand in pages. This is vLLM's prefix
+A root holds the first tokens of a sequence, which do not stand in pages, in a namespace: trees of
+two namespaces have no node in common. This is vLLM's prefix
 caching by chained hashes of blocks (https://docs.vllm.ai/en/latest/design/prefix_caching), but
 tokens are compared, not their hashes, so that no collision can give a wrong page.
 
@@ -24,6 +25,7 @@ from typing import TypeAlias
 from ..errors import ConfigError, InvariantError, shown
 
 Tokens: TypeAlias = "tuple[int, ...]"
+RootKey: TypeAlias = "tuple[str | None, Tokens]"
 
 
 @dataclass(eq=False, slots=True)
@@ -58,14 +60,16 @@ class Origin:
     Attributes:
         forgotten: whether they are not to be kept for others.
         source: where the first of them may have come from, if others were written after a fork.
+        namespace: of the sequences; only those of the same one may begin with their rows.
     """
 
     forgotten: bool = False
     source: Origin | None = None
+    namespace: str | None = None
 
     def renewed(self) -> Origin:
         """That of rows of which the last ones are written anew."""
-        return Origin(source=self.source or self)
+        return Origin(source=self.source or self, namespace=self.namespace)
 
     def shares(self, other: Origin) -> bool:
         """Whether rows of one may be those of another."""
@@ -74,14 +78,16 @@ class Origin:
 
 @dataclass(eq=False, slots=True)
 class PrefixRoot(PrefixNode):
-    """The first tokens of sequences, with which their prefixes begin.
+    """The first tokens of sequences of a namespace, with which their prefixes begin.
 
     Attributes:
+        namespace: of the sequences.
         place: from 0 to num_roots - 1, where what belongs to these tokens is kept.
         uses: sequences that stand under it; without any it may be given up.
         origin: of what is kept there; None if nothing is, then no page is found.
     """
 
+    namespace: str | None = None
     place: int = 0
     uses: int = 0
     origin: Origin | None = None
@@ -97,23 +103,27 @@ class PrefixTree:
         num_roots: roots that are known at a time.
 
     Attributes:
-        roots: by their tokens, the least recently used first.
+        roots: by namespace and tokens, the least recently used first.
         node_of_page: [num_pages], the node of each page or None.
         before: [num_pages], of each page with a node the page that it follows; None for the first.
     """
 
     def __init__(self, num_pages: int, page_size: int, root_len: int, num_roots: int) -> None:
         self.page_size, self.root_len = page_size, root_len
-        self.roots: OrderedDict[Tokens, PrefixRoot] = OrderedDict()
+        self.roots: OrderedDict[RootKey, PrefixRoot] = OrderedDict()
         self.node_of_page: list[PrefixNode | None] = [None] * num_pages
         self.before: list[int | None] = [None] * num_pages
         self._after: dict[int, set[int]] = {}  # the pages that follow one
         self._free_places = list(range(num_roots - 1, -1, -1))
 
-    def known_way(self, tokens: Sequence[int]) -> list[PrefixNode]:
+    def root_key(self, namespace: str | None, tokens: Sequence[int]) -> RootKey:
+        """The key of the root under which the tokens of a namespace stand."""
+        return namespace, tuple(tokens[: self.root_len])
+
+    def known_way(self, namespace: str | None, tokens: Sequence[int]) -> list[PrefixNode]:
         """As way, where what belongs to the root is kept; else there is none."""
-        root = self.roots.get(tuple(tokens[: self.root_len]))
-        return [] if root is None or root.origin is None else self.way(tokens)
+        root = self.roots.get(self.root_key(namespace, tokens))
+        return [] if root is None or root.origin is None else self.way(namespace, tokens)
 
     def chain(self, last: int) -> list[int]:
         """The pages up to this one, each after the one that it follows."""
@@ -123,10 +133,10 @@ class PrefixTree:
             page = self.before[page]
         return chain[::-1]
 
-    def way(self, tokens: Sequence[int]) -> list[PrefixNode]:
+    def way(self, namespace: str | None, tokens: Sequence[int]) -> list[PrefixNode]:
         """The nodes of pages that hold the tokens after the root, as many as there are."""
         found: list[PrefixNode] = []
-        node: PrefixNode | None = self.roots.get(tuple(tokens[: self.root_len]))
+        node: PrefixNode | None = self.roots.get(self.root_key(namespace, tokens))
         for start in range(self.root_len, len(tokens) - self.page_size + 1, self.page_size):
             node = node and node.children.get(tuple(tokens[start : start + self.page_size]))
             if node is None:
@@ -134,24 +144,24 @@ class PrefixTree:
             found.append(node)
         return found
 
-    def cut(self, tokens: Sequence[int]) -> list[PrefixNode]:
+    def cut(self, namespace: str | None, tokens: Sequence[int]) -> list[PrefixNode]:
         """The nodes of full pages of which the last tokens, too few for a page, are the first."""
-        way = self.way(tokens)
+        way = self.way(namespace, tokens)
         rest = tuple(tokens[self.root_len + len(way) * self.page_size :])
-        last = way[-1] if way else self.roots.get(tuple(tokens[: self.root_len]))
+        last = way[-1] if way else self.roots.get(self.root_key(namespace, tokens))
         if last is None or not 0 < len(rest) < self.page_size:
             return []
         return [node for key, node in last.children.items() if key[: len(rest)] == rest]
 
-    def acquire(self, root: Tokens) -> PrefixRoot | None:
+    def acquire(self, key: RootKey) -> PrefixRoot | None:
         """Use a known root, until it is released as often as it was acquired."""
-        found = self.roots.get(root)
+        found = self.roots.get(key)
         if found is not None:
             found.uses += 1
-            self.roots.move_to_end(root)
+            self.roots.move_to_end(key)
         return found
 
-    def add_root(self, root: Tokens) -> tuple[PrefixRoot | None, list[int]]:
+    def add_root(self, key: RootKey) -> tuple[PrefixRoot | None, list[int]]:
         """Acquire a root that is not known yet, in the place of one that nobody uses.
 
         Returns:
@@ -163,11 +173,13 @@ class PrefixTree:
             unused = next((old for old in self.roots.values() if not old.uses), None)
             if unused is None:
                 return None, reclaimed
-            del self.roots[unused.tokens]
+            del self.roots[unused.namespace, unused.tokens]
             reclaimed = self._forget(unused)
             self._free_places.append(unused.place)
-        self.roots[root] = PrefixRoot(None, root, place=self._free_places.pop(), uses=1)
-        return self.roots[root], reclaimed
+        namespace, tokens = key
+        place = self._free_places.pop()
+        self.roots[key] = PrefixRoot(None, tokens, namespace=namespace, place=place, uses=1)
+        return self.roots[key], reclaimed
 
     def add(
         self, page: int, before: int | None, parent: PrefixNode, tokens: Tokens
@@ -251,6 +263,8 @@ class PrefixTree:
             parent = None if found is None or isinstance(found.parent, PrefixRoot) else found.parent
             leads = None if before is None else self.node_of_page[before]
             invariant(leads is parent, f"page {page} does not follow the page before it")
+        named = all((root.namespace, root.tokens) == key for key, root in self.roots.items())
+        invariant(named, "a root stands under another key")
         places = [*self._free_places, *(root.place for root in self.roots.values())]
         invariant(sorted(places) == list(range(len(places))), "two roots have one place")
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
-from ..rows.arguments import is_whole
+from ..rows.arguments import check_kind, is_whole
 from ..rows.slots import Ints, Split, TokenSlots, token_slots
 from .pool import Growth, PagePool, SequenceId
 from .prefix_tree import Origin, invariant, token_ids, whole_number
@@ -194,16 +194,20 @@ class PagedState(NotCopied):
         """The first tokens of a sequence, as far as they are known."""
         return self._tokens[self.seq_slot(sequence_id)]
 
-    def match_prefix(self, tokens: Sequence[int]) -> int:
+    def match_prefix(self, tokens: Sequence[int], namespace: str | None = None) -> int:
         """How many of the tokens allocate would find; never all of them."""
-        packed = self.pool.match_prefix(token_ids(tokens)[:-1])
+        packed = self.pool.match_prefix(token_ids(tokens)[:-1], namespace)
         return packed + self.split.sink_len if packed else 0
 
     def allocate(
-        self, sequence_id: SequenceId, tokens: Sequence[int] = (), room: int = 0
+        self,
+        sequence_id: SequenceId,
+        tokens: Sequence[int] = (),
+        room: int = 0,
+        namespace: str | None = None,
     ) -> Allocation:
-        """Begin a sequence with what is known of all but the last of its tokens, and reserve pages
-        for `room` tokens of it."""
+        """Begin a sequence of a namespace with what is known there of all but the last of its
+        tokens, and reserve pages for `room` tokens of it."""
         known = token_ids(tokens)[:-1]
         self._check_seq_slots([sequence_id])
         if room > self.max_seq_len:
@@ -211,7 +215,8 @@ class PagedState(NotCopied):
                 f"room for {room} tokens, max_seq_len is {self.max_seq_len}: ask for less, or make "
                 "a larger cache"
             )
-        packed, root = self.pool.allocate(sequence_id, known, self.split.packed_len(room))
+        packed_room = self.split.packed_len(room)
+        packed, root = self.pool.allocate(sequence_id, known, packed_room, namespace)
         present = packed + self.split.sink_len if packed else 0
         return Allocation(
             self._assign_slot(sequence_id, present, packed, known[:present]), present, root
@@ -692,6 +697,18 @@ def plain_id(sequence_id: SequenceId) -> SequenceId | None:
         return None
     number = operator.index(sequence_id)
     return number if number.bit_length() <= MAX_ID_BITS else None
+
+
+def plain_namespace(namespace: str | None) -> str | None:
+    """A namespace as it is kept, a string of Python or None.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if namespace is None:
+        return None
+    check_kind("namespace", namespace, str, "give a string, or None for no namespace")
+    return str.__str__(namespace)  # as plain_id
 
 
 def pages_of(split: Split, max_seq_len: int) -> int:

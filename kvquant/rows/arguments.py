@@ -65,8 +65,9 @@ def address(tensor: torch.Tensor, name: str = "one of the tensors") -> int:
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """A device that a cache can lie on; "cuda" is the current GPU. On "meta" a cache takes no
-    memory and holds nothing: it says how many bytes it would take (nbytes); rehearsals use it.
+    """A device that a cache can lie on; "cuda" is the current GPU.
+
+    On "meta" a cache takes no memory and holds nothing. Its nbytes is what it would take.
 
     Raises:
         ConfigError: there is no such name.

@@ -210,6 +210,28 @@ NAMES = tuple(  # that RowFormat.parse takes
     for groups in CODECS[codec].groups
 )
 
+# names in llama.cpp, vLLM, torch and bitsandbytes -> the nearest of ours, with as many bits or more
+_NEAREST = {
+    theirs: ours
+    for ours, names in {
+        "bf16": "bfloat16",
+        "fp16": "float16 f16 half",
+        "fp8": "fp8_e4m3 fp8_e5m2 fp8_inc fp8_per_token_head float8_e4m3fn float8_e5m2",
+        "int8": "q8_0 q5_0 q5_1 int8_per_token_head",
+        "int4": "int4_per_token_head turboquant_4bit_nc ultraquant_4bit",
+        "int4-g4": "q4_0 q4_1 iq4_nl nf4 fp4 mxfp4",
+        "int4-g8": "nvfp4 nvfp4_4over6",
+        "int3": "turboquant_3bit_nc",
+    }.items()
+    for theirs in names.split()
+}
+
+
+def nearest(name: str) -> str:
+    """What an error adds about a format's name of another project: ours, or nothing."""
+    ours = _NEAREST.get(name.lower().removeprefix("torch."))
+    return f"; the nearest here is {ours!r}" if ours else ""
+
 
 @lru_cache(maxsize=4096, typed=True)  # typed: 128.0 is refused even after 128
 def _parse(name: str, head_dim: int) -> RowFormat:
@@ -226,7 +248,7 @@ def _parse(name: str, head_dim: int) -> RowFormat:
         )
     raise ConfigError(
         f"format {shown(name)} does not exist: use {one_of(codec_names())}, "
-        "with -g2, -g4 or -g8 for groups (int4-g4)"
+        f"with -g2, -g4 or -g8 for groups (int4-g4){nearest(name)}"
     )
 
 

@@ -54,12 +54,14 @@ Source: the rounding of GPTQ (https://arxiv.org/abs/2210.17323) in the form of L
 from __future__ import annotations
 
 import functools
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from ..errors import ConfigError, NonFiniteError, ShapeError, shown
 from .arguments import check_readable
+from .codec import BF16_MAX, FP16_MAX
 from .format import NAMES, ROW_DIMS, RowFormat
 from .latent import AnyFormat, LatentFormat
 
@@ -377,8 +379,21 @@ def non_finite(x: torch.Tensor, fmt: AnyFormat) -> NonFiniteError:
     index = tuple((~_holdable(x, fmt)).nonzero()[0].tolist())
     if isinstance(fmt, LatentFormat):
         fmt = fmt.latent if index[-1] < fmt.latent_dim else fmt.rope
+    then = ", or pass check=False to get rows that decode to NaN"
+    return beyond(f"x{list(index)}", x[index].item(), fmt, then)
+
+
+def beyond(place: str, value: float, fmt: RowFormat, then: str) -> NonFiniteError:
+    """What to raise for a value that rows of a format cannot hold, with what to do."""
+    if not math.isfinite(value):
+        how = "look for NaN and Inf in the model and its input, and run a float16 model in bfloat16"
+    elif fmt.max_abs <= FP16_MAX:
+        how = (
+            "give the format 'bf16', for 16-bit rows as exact_format, which holds values up to "
+            f"{BF16_MAX:.3g}"
+        )
+    else:
+        how = "mend the model or its input"
     return NonFiniteError(
-        f"x{list(index)} is {x[index].item()}: {fmt} rows hold finite values up to "
-        f"{fmt.max_abs:g}. Mend the model or the input, or pass check=False to get rows that "
-        "decode to NaN"
+        f"{place} is {value}: {fmt} rows hold finite values up to {fmt.max_abs:g}; {how}{then}"
     )

@@ -13,6 +13,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import get_exec
 
 from ..engine.contract import NewTokens
+from ..engine.hooks import hook
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import warm_up_layers
 from ..errors import UnsupportedError
@@ -21,6 +22,7 @@ from .plugin import settings
 from .pool import RowsPool, pages_of
 
 
+@hook("sglang", "init_cpu_graph_state")
 class RowsAttention(AttentionBackend):
     """Attention to rows, of one ModelRunner of SGLang.
 
@@ -142,14 +144,12 @@ class RowsAttention(AttentionBackend):
         save_kv_cache: bool = True,
         *,
         sinks: torch.Tensor | None = None,
-        **others: Any,
     ) -> torch.Tensor:
         """Write the new tokens' rows, and attend with their queries."""
-        if k is None or v is None or not save_kv_cache or others:
-            what = f"gives {[*others]}" if others else "attends to another layer's K and V"
+        if k is None or v is None or not save_kv_cache:
             raise UnsupportedError(
-                f"layer {layer.layer_id} {what}, which kvquant does not serve: take another "
-                "--attention-backend"
+                f"layer {layer.layer_id} attends to another layer's K and V, which kvquant does "
+                "not serve: take another --attention-backend"
             )
         pool, rows = self.token_to_kv_pool, self._rows[layer.layer_id]
         if sinks is not None:

@@ -49,7 +49,7 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
             + "\n  ".join(refused)
             + "\nDo what these lines say, or serve the model with another --attention-backend."
         )
-    tell_settings(settings)
+    tell_settings(settings, runner.model_config.model_path)
     return found
 
 

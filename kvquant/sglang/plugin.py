@@ -13,18 +13,20 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from ..engine.hooks import check_further, check_version, hook
 from ..engine.settings import Settings
 from ..errors import ConfigError, UnsupportedError, shown
 
 NAME = "kvquant"  # of the attention backend
 VARIABLE = "KVQUANT_SGLANG"  # of the environment: JSON of Settings.parse
-DEFAULT = '{"k_format": "int4-g4"}'
+DEFAULT = "{}"
 POOL_CLASS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
 SIZES = "sglang.srt.model_executor.pool_configurator."
 CELL_SIZE = SIZES + "DefaultPoolConfigurator._compute_cell_size"
 WINDOW_SIZES = SIZES + "HybridSWAPoolConfigurator.__init__"
 
 
+@hook("sglang")
 def register() -> None:
     """Register the backend, and hook the choice and the size of the memory pool. SGLang calls this
     in every process before it reads its arguments."""
@@ -56,12 +58,15 @@ def settings() -> Settings:
     return Settings.parse(given, VARIABLE)
 
 
+@hook("sglang")
 def _make_backend(runner: Any) -> Any:
+    check_version("sglang")
     from .backend import RowsAttention
 
     return RowsAttention(runner)
 
 
+@hook("sglang")
 def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Let SGLang adjust its arguments to the model. For gpt-oss and Gemma 4 it accepts only the
     backends of a fixed list. While it looks there, kvquant's backend has the name of SGLang's
@@ -80,17 +85,25 @@ def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
         model_hook.attention_backends_of = given
 
 
-def _is_asked(configurator: Any) -> bool:
+def _is_asked(configurator: Any, args: tuple[object, ...], more: dict[str, object]) -> bool:
     """Whether the model that is served has rows; a draft model has a backend of its own.
+
+    Args:
+        configurator: of SGLang's pool.
+        args, more: what SGLang's method is called with, and kvquant does not know.
 
     Raises:
         ConfigError: prompts and decoding sequences would have different backends.
+        UnsupportedError: SGLang is not of the version that was tried, or those arguments are not
+            neutral.
     """
     from sglang.srt.runtime_context import attention_backends
 
     asked = set(attention_backends())
     if NAME not in asked or configurator.is_draft_worker or configurator.use_mla_backend:
         return False
+    check_version("sglang")
+    check_further("sglang", "the hooks of its pool", dict(enumerate(args)) | more)
     if asked != {NAME}:
         raise ConfigError(
             f"prompts and decoding sequences have the attention backends {sorted(asked)}, and only "
@@ -99,14 +112,16 @@ def _is_asked(configurator: Any) -> bool:
     return True
 
 
-def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> Any:
+def _pool_class(
+    original: Any, configurator: Any, *args: Any, kind: str, default: type, **more: Any
+) -> Any:
     """The class of the memory pool: RowsPool if rows are asked for, else SGLang's choice.
 
     Raises:
         UnsupportedError: SGLang would take a pool of another layout.
     """
-    if kind != "mha" or not _is_asked(configurator):
-        return original(configurator, kind=kind, default=default)
+    if kind != "mha" or not _is_asked(configurator, args, more):
+        return original(configurator, *args, kind=kind, default=default, **more)
     from .pool import RowsPool
 
     if default not in RowsPool.__mro__:
@@ -117,20 +132,22 @@ def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -
     return RowsPool
 
 
-def _cell_size(original: Any, sizes: Any, configurator: Any, num_layers: int) -> int:
+def _cell_size(
+    original: Any, sizes: Any, configurator: Any, num_layers: int, *args: Any, **more: Any
+) -> int:
     """Bytes that a token takes in all layers, by which SGLang chooses the size of its pool."""
-    found: int = original(sizes, configurator, num_layers)
-    if not _is_asked(configurator):
+    found: int = original(sizes, configurator, num_layers, *args, **more)
+    if not _is_asked(configurator, args, more):
         return found
     model = configurator.model_config
     in_16_bit: int = (model.head_dim + model.v_head_dim) * configurator.kv_cache_dtype.itemsize
     return found // in_16_bit * _bytes_of_head(model.head_dim, model.v_head_dim)
 
 
-def _window_sizes(original: Any, sizes: Any, configurator: Any) -> None:
+def _window_sizes(original: Any, sizes: Any, configurator: Any, *args: Any, **more: Any) -> None:
     """The same for a pool of two parts, of layers with a window and of others."""
-    original(sizes, configurator)
-    if not _is_asked(configurator):
+    original(sizes, configurator, *args, **more)
+    if not _is_asked(configurator, args, more):
         return
     from sglang.srt.runtime_context import get_parallel
 

@@ -38,6 +38,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from ..engine.contract import LayerRows, NewTokens
+from ..engine.hooks import hook
 from ..engine.settings import LatentSettings, Settings, rank_heads, tell_settings
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import StepCalls, begin_warm_up, runs_on, warm_up_layers
@@ -97,6 +98,7 @@ class Request(NamedTuple):
         return cls(json.dumps(given, sort_keys=True), plan)
 
 
+@hook("vllm")
 class RowsBackend(AttentionBackend):
     """What vLLM must know of every backend with quantized rows in its pages. bind makes a class of
     it for an engine's settings."""
@@ -143,6 +145,7 @@ class RowsBackend(AttentionBackend):
         return False  # steps are shared out by the lengths that the CPU knows
 
 
+@hook("vllm")
 class KVQuantBackend(RowsBackend):
     """Attention to rows of keys and values. backend_of binds it to an engine's settings."""
 
@@ -199,6 +202,7 @@ def bind(kind: type[Backend], settings: Any, name: str, request: Request) -> typ
     return type(kind.__name__, (kind,), known)
 
 
+@hook("vllm")
 class StepBuilder(AttentionMetadataBuilder[Step]):
     """Describes steps to the layers of a group; made once, when the model is loaded."""
 
@@ -412,7 +416,7 @@ def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
 
 def tell_rows(settings: Settings | LatentSettings, vllm_config: VllmConfig) -> None:
     """Log once which rows an engine has, and which layers have none."""
-    tell_settings(settings)
+    tell_settings(settings, vllm_config.model_config.model)
     for name, layers in _without_rows(vllm_config).items():
         _tell_without_rows(name, tuple(layers))
 
@@ -466,6 +470,7 @@ def request_of(vllm_config: VllmConfig) -> Request:
     return Request.of(vllm_config.additional_config["kvquant"])
 
 
+@hook("vllm", "do_kv_cache_update")
 class KVQuantImpl(AttentionImpl[Step]):
     """Attention of a layer.
 
@@ -557,11 +562,7 @@ class KVQuantImpl(AttentionImpl[Step]):
         kv_cache: torch.Tensor,
         attn_metadata: Step | None,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if output_scale is not None or output_block_scale is not None:
-            raise UnsupportedError("outputs are not quantized: turn vLLM's fuse_attn_quant off")
         if attn_metadata is None:
             # vLLM measures what is needed beside the pages: the longest past, dequantized
             past = [x.new_empty(self.longest, *x.shape[1:]) for x in (key, value)]

@@ -29,6 +29,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..engine.contract import NewTokens
+from ..engine.hooks import hook
 from ..engine.latent import (
     LatentCalls,
     LatentRows,
@@ -60,6 +61,7 @@ from .backend import (
 LATENT_AND_ROPE = {576: (512, 64), 320: (256, 64)}
 
 
+@hook("vllm")
 class KVQuantLatentBackend(RowsBackend, MLACommonBackend):  # type: ignore[misc]
     """Attention to latent rows. latent_backend_of binds it to an engine's settings."""
 
@@ -101,6 +103,7 @@ class LatentMetadata(MLACommonMetadata[Step]):  # type: ignore[misc]
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+@hook("vllm")
 class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: ignore[misc]
     """Describes steps to the layers of a group; made once, when the model is loaded."""
 
@@ -184,6 +187,7 @@ def _rows_of(name: str, layer: Any, vllm_config: VllmConfig, device: torch.devic
     return LatentRows(fmt, impl.scale, basis, settings.prompts_from_rows)
 
 
+@hook("vllm")
 class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
     """Attention of a layer.
 

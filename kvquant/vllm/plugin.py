@@ -6,15 +6,14 @@ when additional_config decides. So the names of this module are made when they a
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
+from ..engine.hooks import check_version, hook
 from ..engine.settings import put_kept_plan
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 
-VERSIONS = "0.32", "0.34"  # of vLLM: from the first to before the second, as in pyproject.toml
 # of vLLM's registry: its CPU platform knows CPU_ATTN and those for latent attention
 LATENT = ("CPU_MLA", "AMX_MLA")
 OURS = ("CUSTOM", "CPU_ATTN", *LATENT)
@@ -22,11 +21,12 @@ OURS = ("CUSTOM", "CPU_ATTN", *LATENT)
 DIFFKV = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
 SPARSE = ("SPARSE", "DSV4", "MSA")  # in names of backends where an indexer chooses tokens
 UNTOUCHED = ("ROCM_", "XPU_")  # entries of GPUs that kvquant has no kernels for
-EXAMPLE = '{"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}'
+EXAMPLE = '{"kvquant": {}}'
 OF_LATENTS = '{"kvquant": {"format": "int4-g8+int8-g4"}}'  # for models with latent attention
 LIKENESS = 0.87  # of a misspelt key: "kv_quant" has 0.93, "quant" 0.83
 
 
+@hook("vllm")
 def register() -> None:
     """Put the backend into vLLM's registry; vLLM calls this in every process, even twice.
 
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
     if isinstance(given, dict):
         _check_keys(given)
     if isinstance(given, dict) and "kvquant" in given:
-        _check_version()
+        check_version("vllm")
         from .backend import Request, backend_of, is_draft
 
         if config.model_config is not None:
@@ -158,17 +158,3 @@ def _check_keys(given: dict[Any, Any]) -> None:
                 f"attention, {OF_LATENTS}. If that key is of another "
                 "plugin, leave kvquant out of those that vLLM loads, which VLLM_PLUGINS names"
             )
-
-
-def _check_version() -> None:
-    """Raise UnsupportedError unless vLLM is one that was tried: what its backends are asked for
-    changes from one to the next."""
-    from vllm import __version__
-
-    first, end = (tuple(map(int, one.split("."))) for one in VERSIONS)
-    found = re.match(r"(\d+)\.(\d+)", __version__)
-    if found is None or not first <= tuple(map(int, found.groups())) < end:
-        raise UnsupportedError(
-            f"vLLM is {__version__}, and kvquant was tried with {VERSIONS[0]} to before "
-            f"{VERSIONS[1]}: install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}', or a newer kvquant"
-        )

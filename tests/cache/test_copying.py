@@ -13,7 +13,7 @@ import pytest
 import torch
 from paged_cases import begin, make, same, seen, values
 
-from kvquant import KVCache
+from kvquant import KVCache, LatentKVCache
 from kvquant.errors import UnsupportedError
 from kvquant.paged.batch import PagedBatch
 
@@ -30,6 +30,13 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),
     "torch.save": by_torch,
 }
+
+
+def test_a_shallow_copy_of_a_cache_is_refused() -> None:
+    sizes: dict[str, Any] = {"num_layers": 1, "batch": 1, "max_seq_len": 8}
+    for cache in (KVCache(num_kv_heads=1, head_dim=64, **sizes), LatentKVCache(**sizes)):
+        with pytest.raises(UnsupportedError, match=r"Cache would share its rows, .*copy\.deepcopy"):
+            copy.copy(cache)
 
 
 @pytest.mark.parametrize("way", WAYS)

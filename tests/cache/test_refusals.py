@@ -78,11 +78,15 @@ BAD_APPENDS: list[tuple[Callable[[], tuple[Any, ...]], type[Exception], str]] = 
     (
         lambda: (spoiled(tokens(4), torch.nan), tokens(4)),
         NonFiniteError,
-        "k[1, 0, 2, 63] is nan: int4-g4 and bf16 rows hold finite values up to 65504; nothing was",
+        "k[1, 0, 2, 63] is nan: int4-g4 rows hold finite values up to 65504; look for NaN and Inf",
     ),
     (lambda: (tokens(4), spoiled(tokens(4), torch.nan)), NonFiniteError, "v[1, 0, 2, 63]"),
     (lambda: (tokens(4), spoiled(tokens(4), -torch.inf)), NonFiniteError, "is -inf"),
-    (lambda: (spoiled(tokens(4), 7e4), tokens(4)), NonFiniteError, "k[1, 0, 2, 63]"),
+    (
+        lambda: (spoiled(tokens(4), 7e4), tokens(4)),
+        NonFiniteError,
+        "int4-g4 rows hold finite values up to 65504; give the format 'bf16', for 16-bit rows as",
+    ),
     (
         lambda: (spoiled(tokens(4).bfloat16(), 65536.0), tokens(4)),
         NonFiniteError,

@@ -286,10 +286,11 @@ BAD = [  # the command, and the error
     ("inspect --nope", "No such option"),
     (READ, "Missing option '-o'"),
     ("inspect nope.safetensors", "No such file or directory: nope.safetensors"),
-    ("quantize nope --prompt {prompt} -o x.safetensors", "does not exist"),
+    ("quantize {tmp}/nope --prompt {prompt} -o x.safetensors", "does not exist"),
     ("quantize {model} -o x.safetensors", "give either MODEL and --prompt"),
     ("quantize {model} --from {raw} -o x.safetensors", "give either MODEL and --prompt"),
     (f"{READ} --format int5 -o x.safetensors", "'int5' is not one of 'int2', 'int3', 'int4', "),
+    (f"{READ} {OUT} --k-format q8_0", "'fp16'; the nearest here is 'int8'"),
     (f"{READ} {OUT} --format int4-g8+fp9", "'fp9' is not one of 'int2', 'int3', 'int4', "),
     (f"{READ} {OUT} --format int4+int4+int4", "'int4+int4+int4' is not FORMAT or FORMAT+FORMAT"),
     (

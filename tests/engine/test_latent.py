@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from latent_plans import latent_plan, random_basis
 from relative_l2 import relative_l2
 
@@ -101,15 +103,46 @@ def test_decoding_sequences_attend_to_their_rows(
     )
     found = attend_to_latents(held.layer, describe_step(new), q_latent, q_rope, held.pages)
     assert found.shape == (sum(counts), HEADS, LATENT) and found.dtype == dtype
-    whole = torch.cat([q_latent, q_rope], -1).double()
-    for i, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
-        keys, count = held.values(i).double(), end - first
-        scores = torch.einsum("qhd,kd->hqk", whole[first:end], keys) * SCALE
+    q = torch.cat([q_latent, q_rope], -1)
+    check_each(found, held, q[: sum(counts)], counts, most)
+
+
+def check_each(
+    found: torch.Tensor, held: Pages, q: torch.Tensor, counts: Sequence[int], most: float
+) -> None:
+    """Each sequence's queries have attended to its own rows: float64 beside found."""
+    for i, (out, queries) in enumerate(zip(*(x.split(counts) for x in (found, q)), strict=True)):
+        keys, count = held.values(i).double(), len(queries)
+        scores = torch.einsum("qhd,kd->hqk", queries.double(), keys) * SCALE
         seen = torch.arange(len(keys)) <= torch.arange(len(keys) - count, len(keys))[:, None]
-        scores = scores.masked_fill(~seen.to(device), -torch.inf)
+        scores = scores.masked_fill(~seen.to(q.device), -torch.inf)
         wanted = torch.einsum("hqk,kd->qhd", scores.softmax(-1), keys[:, :LATENT])
-        if end > first:
-            assert relative_l2(found[first:end].double(), wanted) < most
+        assert not count or relative_l2(out.double(), wanted) < most, f"sequence {i}"
+
+
+# new tokens of each sequence, and tokens that a graph pads
+STEPS = st.tuples(st.lists(st.integers(0, 4), min_size=4, max_size=4), st.integers(0, 5))
+
+
+@settings(max_examples=25)
+@given(case=STEPS)
+@example(case=([2, 1, 0, 1], 4))  # as many with the padding as two of each sequence
+@example(case=([1, 0, 1, 1], 1))  # an idle sequence before others
+@example(case=([1, 1, 1, 1], 3))  # padding for which there is no sequence
+@example(case=([0, 0, 0, 0], 3))  # nothing but padding
+def test_each_query_sees_its_own_sequence(case: tuple[list[int], int]) -> None:
+    """Any number of tokens of each sequence, idle ones too, and any padding behind them."""
+    counts, padding = case
+    held = Pages(layer("int8-g4"), "cpu", torch.float32)
+    held.append(counts)
+    tokens, starts = sum(counts), torch.tensor([0, *counts]).cumsum(0).int()
+    lens = torch.tensor(held.lens, dtype=torch.int32)
+    step = describe_step(NewTokens(held.table, lens, starts, lens, tokens + padding, 4))
+    q = torch.randn(tokens + padding, HEADS, LATENT + ROPE)
+    q[tokens:] = torch.nan  # nothing reads the padding
+    found = attend_to_latents(held.layer, step, q[..., :LATENT], q[..., LATENT:], held.pages)
+    assert found.shape == (tokens + padding, HEADS, LATENT)
+    check_each(found[:tokens], held, q[:tokens], counts, 2e-5)
 
 
 @pytest.mark.parametrize(("device", "dtype", "most"), DEVICES)

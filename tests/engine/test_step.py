@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from relative_l2 import relative_l2
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -177,14 +179,14 @@ def test_a_step_of_all_kinds_of_sequences(
     # a few tokens and many behind a past, whole prompts, and one whose past ends inside a page
     past_lens = [33, 1, 0, 16, 0, 37, 50, 0, 95, 0]
     counts = [1, 4, 1, 2, 0, FEW, FEW + 1, 90, 70, 3]
-    given: dict[str, Any] = {
+    changed: dict[str, Any] = {
         key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in VARIANTS[name].items()
     }
     layer = LayerRows(
         Settings(k_format, v_format).layout(HEADS, DIM, DIM),
         SCALE,
         bases().to(device) if has_basis else None,
-        AttentionVariant(**given) if given else None,
+        AttentionVariant(**changed) if changed else None,
         from_rows,
     )
     cache = Pages(layer, past_lens, max(counts), device, dtype)
@@ -264,18 +266,41 @@ def test_a_step_that_a_graph_pads(queries: int) -> None:
     assert not out[2 * queries :].any()
 
 
-def test_a_sequence_without_tokens_among_those_with_one() -> None:
-    layer = LayerRows(Settings("int8", "int8").layout(HEADS, DIM, DIM), SCALE, bases())
-    cache, counts = Pages(layer, [20, 31, 9], room=1), [1, 0, 1]
-    k, v = cache.append(counts)
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    step = describe_step(NewTokens(cache.table, cache.lens, starts, cache.lens, 2))
-    q = torch.randn(2, Q_HEADS, DIM)
-    out = torch.full_like(q, torch.nan)
-    attend(layer, step, q, k, v, cache.pages, out)
-    for i, sequence in enumerate((0, 2)):
-        wanted = exact(q[i : i + 1], *cache.values(sequence), AttentionVariant())
-        assert relative_l2(out[i : i + 1], wanted) < 2e-5
+# past and new tokens of each sequence, tokens that a graph pads, most queries of one that decodes
+STEPS = st.tuples(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4)), min_size=1, max_size=5),
+    st.integers(0, 5),
+    st.integers(1, 4),
+)
+
+
+@settings(max_examples=60)
+@given(case=STEPS)
+@example(case=([(9, 2), (9, 1)], 1, 2))  # as many with the padding as two of each sequence
+@example(case=([(9, 1), (9, 0), (9, 1)], 1, 1))  # an idle sequence before another one
+@example(case=([(9, 1), (9, 1)], 3, 1))  # padding for which there is no sequence
+@example(case=([(9, 0), (9, 0)], 3, 1))  # nothing but padding
+@example(case=([(9, 2), (9, 0), (0, 3)], 2, 2))  # a prompt behind an idle sequence
+def test_each_query_sees_its_own_sequence(case: tuple[list[tuple[int, int]], int, int]) -> None:
+    """Any number of tokens of each sequence, idle ones too, and any padding behind them."""
+    sequences, padding, most_queries = case
+    counts = [new for _, new in sequences]
+    layout = Settings("int8", "int8").layout(HEADS, DIM, DIM)
+    layer = LayerRows(layout, SCALE, prompts_from_rows=True)
+    cache = Pages(layer, [past for past, _ in sequences], room=4)
+    cache.append(counts)
+    tokens, starts = sum(counts), torch.tensor([0, *counts]).cumsum(0).int()
+    new = NewTokens(cache.table, cache.lens, starts, cache.lens, tokens + padding, most_queries)
+    step, q = describe_step(new), torch.randn(tokens + padding + 1, Q_HEADS, DIM)
+    q[tokens:] = torch.nan  # nothing reads the padding
+    out = torch.full_like(q, 7)
+    attend(layer, step, q, q[:, :HEADS], q[:, :HEADS], cache.pages, out)
+    for i, queries in enumerate(q[:tokens].split(counts)):
+        if len(queries):
+            wanted = exact(queries, *cache.values(i), AttentionVariant())
+            found = out[int(starts[i]) : int(starts[i + 1])]
+            assert relative_l2(found, wanted) < 2e-5, f"sequence {i}"
+    assert (out[-1] == 7).all()  # of no token of the step
 
 
 @pytest.mark.gpu

@@ -49,6 +49,7 @@ def test_a_plan_is_a_file(tmp_path: Path) -> None:
     [
         ("int5", {}, r"'int5' is no format: write K\[/V\].*int4-g4"),
         ("", {}, "'' is no format"),
+        ("int8/q4_1", {}, "'q4_1' is no format: .*; the nearest here is 'int4-g4'"),
         ("int4/int8/int8", {}, "has 3 formats"),
         ("int4,last=3", {}, "'last=3' is no option"),
         ("int4,recent=-1", {}, "'recent=-1' is no option"),

@@ -92,18 +92,48 @@ def test_an_interrupted_run_goes_on(
 
     def stop(what: str, _: int) -> None:
         parts.append(what)
-        if what == "generation":
+        if parts.count("generation") == 4:  # of each cache; kept now
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         evaluate(model, CACHES, task=TASK, sizes=SIZES, state=state, progress=stop)
-    assert parts == ["kl", "generation"] and state.exists()
+    assert parts == 4 * ["kl"] + 4 * ["generation"] and state.exists()
     calls = counted(model, monkeypatch)
     again = evaluate(model, CACHES, task=TASK, sizes=SIZES, state=state)
     assert len(calls) == 2  # of the two retrieval tasks
     assert json.dumps(without_times(again)) == json.dumps(without_times(found))
     first = json.loads(state.read_text())["measured"]
     assert again["seconds"]["kl"] == first["kl 160 0"]["seconds"]  # of the interrupted run
+
+
+@pytest.mark.parametrize("kind", ["kl", "generation", "retrieval", "prompts"])
+@pytest.mark.parametrize("is_kept", [False, True], ids=["", "kept"])
+def test_progress_is_told_of_each_cache(
+    kind: str, is_kept: bool, model: CachedModel, tmp_path: Path
+) -> None:
+    """With one length, and few prompts: 0 % would stand for the whole run."""
+    examples = [Example(model.encode("The city of Manila"))] * 3 if kind == "prompts" else []
+    task = Task(kinds=("generation" if examples else kind,), retrieval=("keys", "copy"))
+    sizes = Sizes((160,), prompts=3, questions=1, passages=3, scored=2, new_tokens=2, batch=2)
+    told: list[tuple[str, int]] = []
+    for _ in range(1 + is_kept):
+        told.clear()
+        evaluate(
+            model,
+            ["int8,recent=0,sinks=0", "int4,recent=0,sinks=0"],
+            task=task,
+            sizes=sizes,
+            examples=examples,
+            state=tmp_path / "state" if is_kept else None,
+            progress=lambda what, parts: told.append((what, parts)),
+        )
+    batches = {"kl": 2, "generation": 2, "retrieval": 2 * 2, "prompts": 3}[kind]
+    assert len(told) == 3 * batches and {parts for _, parts in told} == {len(told)}
+
+
+def test_the_largest_seed_samples(model: CachedModel) -> None:
+    sizes = Sizes((160,), prompts=2, new_tokens=2, seed=2**40 - 1)
+    evaluate(model, ["int8"], task=Task(kinds=("generation",)), sizes=sizes)
 
 
 def test_a_run_of_other_prompts_begins_anew(
@@ -191,10 +221,12 @@ def test_other_settings_do_not_go_on(
 ) -> None:
     state = tmp_path / "state"
     few = Sizes((160,), prompts=1, passages=1, scored=4)
-    kl = Task(kinds=("kl",))
+    kl, told = Task(kinds=("kl",)), list[str]()
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
+    def stop(what: str, _: int) -> None:
+        told.append(what)
+        if len(told) % 2 == 0:  # of both caches: kept now
+            raise KeyboardInterrupt
 
     for sizes in (few, Sizes((160,), prompts=1, passages=1, scored=5)):
         calls = counted(model, monkeypatch)
@@ -286,7 +318,12 @@ def test_a_question_beyond_the_positions_is_refused(
         (lambda: Task(kinds=("kl",), draft=True), "drafts are for generation"),
         (lambda: Sizes((0,)), "lengths has 0"),
         (lambda: Sizes(prompts=0), "prompts has 0"),
-        (lambda: Sizes(seed=-1), "seed has -1"),
+        (
+            lambda: Sizes(seed=-1),
+            "seed has -1: use whole numbers from 0 on and below 10995",
+        ),
+        (lambda: Sizes(seed=2**40), "seed has 1099511627776: use whole numbers from 0 on and bel"),
+        (lambda: Sizes(seed=2**44), "seed has 17592186044416"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(make: Callable[[], Any], message: str) -> None:

@@ -872,7 +872,7 @@ def test_a_model_without_a_table_of_embeddings_is_refused() -> None:
 def test_what_generate_cannot_have_is_told(model: CachedModel) -> None:
     model.model.set_attn_implementation("kvquant")
     text, cache = tokens(2, 8), model.new_cache(2, 20)
-    with pytest.raises(ShapeError, match="the model runs 6 sequences, the cache has 2: make it"):
+    with pytest.raises(ShapeError, match="the model runs 6 sequences, the cache has 2: call c"):
         model.model.generate(text, **caching(QuantizedCache(cache)), num_beams=3, **OPTIONS)
     for past in (QuantizedCache(cache), None):
         with pytest.raises(
@@ -898,6 +898,12 @@ def test_generate_without_use_of_the_cache_is_told(generating: CachedModel) -> N
     with pytest.raises(ConfigError, match=r"the cache holds 8 tokens already.* use_cache=True"):
         model.generate(tokens(1, 8), **caching(past), use_cache=False, **OPTIONS)
     assert past.get_seq_length() == 8
+    of_model = QuantizedCache(model)  # it sees the first call already
+    with pytest.raises(ConfigError, match=r"use_cache=False came beside a cache.* use_cache=True"):
+        model.generate(tokens(1, 8), **caching(of_model), use_cache=False, **OPTIONS)
+    assert of_model.get_seq_length() == 0
+    model(tokens(1, 8), **caching(of_model))
+    assert of_model.get_seq_length() == 8
     past.reset()
     model(tokens(1, 8), **caching(past))
     model(tokens(1, 8), **caching(past))

@@ -292,7 +292,7 @@ def test_generate_of_transformers_takes_a_quantized_cache(options: dict[str, Any
     model.set_attn_implementation("kvquant")
     for room in (None, 64):
         cache = QuantizedCache(model, max_seq_len=room, **FP16_LATENTS)
-        assert cache.describe() == "layer 0: latent rows fp16\nlayer 1: latent rows fp16"
+        assert cache.describe() == "layers 0-1: latent rows fp16"
         assert cache.is_compileable == bool(room)
         found = model.generate(text, **caching(cache), **given, **WITH_LOGITS)
         assert_answers(model, found, mask)
@@ -429,7 +429,7 @@ def test_logits_of_a_plan_are_those_of_transformers(model: CachedModel) -> None:
     assert error(read(model, cache), plain(model, RoundedCache)) < 3 * TOLERANCE
     model.model.set_attn_implementation("kvquant")
     quantized = QuantizedCache(model.model, plan=plan, exact_format="fp16")
-    assert "layer 0: latent rows int8-g4" in quantized.describe()
+    assert quantized.describe().startswith("layers 0-1: latent rows int8-g4")
 
 
 def in_bases(model: CachedModel, exact: str = "bf16") -> Any:
@@ -653,7 +653,7 @@ def test_a_float16_model_is_described_as_it_is_stored() -> None:
     cache = QuantizedCache(model)
     before = cache.describe()
     model(texts(), **caching(cache))
-    assert before == cache.describe() and before.startswith("layer 0: latent rows int8-g4+fp16")
+    assert before == cache.describe() and before.startswith("layers 0-1: latent rows int8-g4+fp16")
 
 
 class _Other(torch.nn.Linear):

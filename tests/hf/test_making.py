@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from kvquant import CachePlan, KVCache, debug, load_cache, save_cache
-from kvquant.errors import CheckpointError, ConfigError, ShapeError, UnsupportedError
+from kvquant.errors import (
+    CheckpointError,
+    ConfigError,
+    ShapeError,
+    UnsupportedError,
+    UnsupportedModelError,
+)
 
 transformers = pytest.importorskip("transformers")
 from example_plan import example_plan  # noqa: E402
@@ -136,15 +142,91 @@ def test_a_plan_says_the_formats(own: CachedModel) -> None:
         QuantizedCache(tiny("Qwen2").model.config, plan=plan)
 
 
-def test_the_path_of_a_plan_is_none(own: CachedModel) -> None:
-    path: Any = "plan.safetensors"
+def test_a_path_of_no_file_is_no_plan(own: CachedModel) -> None:
     for call in (
-        lambda: QuantizedCache(own.model, plan=path),
-        lambda: own.new_cache(1, 8, plan=path),
-        lambda: own.fold_values(path),
+        lambda: QuantizedCache(own.model, plan="none.safetensors"),
+        lambda: own.new_cache(1, 8, plan="none.safetensors"),
+        lambda: own.fold_values("none.safetensors"),
     ):
-        with pytest.raises(ConfigError, match=r"of type str: .* of a file CachePlan.load\(path\)"):
+        with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
             call()
+
+
+def test_a_cache_tells_what_it_is_in_three_lines(own: CachedModel) -> None:
+    past = QuantizedCache(own.model, v_format="int8", sink_len=2, recent_len=9)
+    assert past.describe() == "layers 0-1: K int4-g4, V int8"
+    assert repr(past).splitlines() == [
+        "QuantizedCache of 2 layers: K int4-g4, V int8",
+        "  the first 2 and last 9 tokens in bf16",
+        "  no tokens yet, 0 bytes on cpu",
+    ]
+    own.model(tokens(3, 10), **caching(past))
+    assert past.kv is not None and past.nbytes == past.kv.nbytes > 0
+    room = past.kv.max_seq_len
+    assert repr(past).splitlines()[2] == (
+        f"  batch 3, 10 tokens, room for {room}, {past.nbytes:,} bytes on cpu"
+    )
+    kv = own.new_cache(1, 8, k_format=["int8", "int4"], v_format="int8")
+    assert QuantizedCache(kv).describe() == "layer 0: K int8, V int8\nlayer 1: K int4, V int8"
+    assert repr(QuantizedCache(kv)).startswith(
+        "QuantizedCache of 2 layers: K int8, V int8; K int4, V int8\n"
+    )
+
+
+def test_a_shallow_copy_is_refused(own: CachedModel) -> None:
+    """It would share the rows, and the next call of the model would speak of padding."""
+    past, text = QuantizedCache(own.model), tokens(1, 20)
+    own.model(text[:, :15], **caching(past))
+    with pytest.raises(UnsupportedError, match=r"a QuantizedCache would share .*copy\.deepcopy"):
+        copy.copy(past)
+    own.model(text[:, 15:], **caching(past))
+    assert past.get_seq_length() == 20
+
+
+def test_a_prefilled_cache_is_repeated_for_beams(own: CachedModel) -> None:
+    past, text = QuantizedCache(own.model), tokens(1, 20)
+    own.model(text[:, :15], **caching(past))
+    with pytest.raises(ShapeError, match=r"has 1: call cache\.batch_repeat_interleave\(3\)"):
+        own.model.generate(text, **caching(past), num_beams=3, **OPTIONS)
+    past.batch_repeat_interleave(3)
+    assert own.model.generate(text, **caching(past), num_beams=3, **OPTIONS).shape == (1, 24)
+    with pytest.raises(ShapeError, match="the cache has 3: the cache is for 3 at a time"):
+        own.model(tokens(4, 1), **caching(past))
+
+
+def test_an_empty_prompt_is_told(own: CachedModel) -> None:
+    past = QuantizedCache(own.model)
+    model: Any = own.model
+    for call in (model.generate, model):
+        options = OPTIONS if call is not model else {}
+        with pytest.raises(ConfigError, match="the prompt is empty: give the id of one token"):
+            call(tokens(1, 0), **caching(past), **options)
+    own.model(tokens(1, 5), **caching(past))
+    with pytest.raises(ConfigError, match="the text brings nothing new"):
+        own.model(tokens(1, 0), **caching(past))
+
+
+@pytest.mark.parametrize("of_kv", [False, True], ids=["of the model", "of a KVCache"])
+def test_phi_3_does_not_give_the_cache_up_where_it_turns_keys_otherwise(of_kv: bool) -> None:
+    """transformers goes on with a cache of its own there, in silence."""
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32}
+    long |= {"long_factor": [4.0] * 32, "original_max_position_embeddings": 32}
+    sizes = {"hidden_size": 512, "original_max_position_embeddings": 32}
+    sizes |= {"pad_token_id": 0, "eos_token_id": 1}
+    own = by_kvquant(tiny("Phi3", rope_parameters=long, **sizes))
+
+    def made() -> QuantizedCache:
+        kv = own.new_cache(1, 64, **FP16)
+        return QuantizedCache(kv) if of_kv else QuantizedCache(own.model, **FP16)
+
+    past, text = made(), tokens(1, 40)
+    with pytest.raises(UnsupportedModelError, match=r"'longrope'\).* more than 32 positions: stay"):
+        own.model.generate(text[:, :30], **caching(past), **OPTIONS)
+    assert past.get_seq_length() == 32
+    past = made()
+    found = own.model.generate(text, **caching(past), **OPTIONS)
+    assert past.get_seq_length() == 43
+    assert torch.equal(found, own.model.generate(text, **OPTIONS))
 
 
 def test_a_copy_goes_on_by_itself(own: CachedModel) -> None:

@@ -106,6 +106,24 @@ def test_a_size_that_is_no_whole_number_is_refused(tmp_path: Path, size: Any) ->
         quantize(tmp_path, make_raw(), max_seq_len=size)
 
 
+def test_tokens_before_heads_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "raw.safetensors"
+    for tokens, heads in ((40, 2), (129, 2), (8, 8)):
+        x = torch.randn(1, tokens, heads, 64)
+        save_file({"layers.0.k": x, "layers.0.v": x.clone()}, path)
+        read = (
+            rf"layers\.0\.k is \[1, {tokens}, {heads}, 64\], read as 1 sequences, {tokens} KV heads"
+        )
+        if tokens > 128:
+            with pytest.raises(CheckpointError, match=rf"{read}.*so many.*transpose\(1, 2\)"):
+                quantize_raw(path)
+        elif tokens > heads:
+            with pytest.warns(RuntimeWarning, match=rf"{read}.* 40 tokens of 2 heads, write"):
+                quantize_raw(path)
+        else:
+            quantize_raw(path)
+
+
 def test_raw_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     def refused(message: str, error: type[Exception] = CheckpointError, **changes: Any) -> None:
         raw = make_raw() | {name.replace("_", ".", 2): x for name, x in changes.items()}

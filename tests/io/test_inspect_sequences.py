@@ -112,6 +112,18 @@ def test_tables_are_printable_and_complete(path: Path) -> None:
     assert max(map(len, lines[1:])) < 120
 
 
+def test_namespaces_are_shown_where_there_are_any(path: Path, tmp_path: Path) -> None:
+    _, shown = render(describe(path)).split("\n", 1)  # the first line has the path
+    assert "namespace" not in shown
+    cache = make()
+    cache.allocate("a", namespace="\x1b[31madapter")
+    cache.allocate("b")
+    d = describe(save_sequences(cache, ["a", "b"], tmp_path / "named.safetensors"))
+    assert [one["namespace"] for one in d["sequences"]] == ["\x1b[31madapter", None]
+    cells = [line.split() for line in render(d).splitlines()]
+    assert ["a", *"000000", "?[31madapter"] in cells and ["b", *"000000", "-"] in cells
+
+
 def test_few_of_many_sequences_are_printed_and_none_can_write_to_the_terminal(
     tmp_path: Path,
 ) -> None:

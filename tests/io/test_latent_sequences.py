@@ -113,10 +113,14 @@ def test_files_remember_the_bases_of_a_plan(tmp_path: Path) -> None:
 
 Forgery = Callable[[dict[str, Any]], object]
 FORGERIES: dict[str, Forgery] = {
-    "the file has version 2, and is of latent rows": lambda top: top.update(version=2),
-    "the file has version 3, and is not of latent rows": lambda top: top.pop("latent"),
-    "the file has version 5, this kvquant reads 1, 2, 3 and 4": lambda top: top.update(version=5),
-    "the file has version 4, and is of latent rows": lambda top: top.update(version=4),
+    "the file has version 2, what it says is of 3": lambda top: top.update(version=2),
+    "the file has version 3, what it says is of 1": lambda top: top.pop("latent"),
+    "the file has version 6, this kvquant reads 1, 2, 3, 4 and 5": lambda top: top.update(
+        version=6
+    ),
+    "the file has version 4, what it says is of 3": lambda top: top.update(version=4),
+    "the file has version 5, what it says is of 3": lambda top: top.update(version=5),
+    "latent rows have no windows": lambda top: top.update(windows=[8, 8]),
     "has another key": lambda top: top.update(version=1),
     "latent rows are of one size, and of one KV head": lambda top: top.update(num_kv_heads=2),
     "formats that no cache has: latent has 64 elements": lambda top: top["layers"][1]["k"].update(

@@ -222,12 +222,14 @@ def test_tokens_of_64_bits_are_saved_and_loaded(tmp_path: Path, token: int) -> N
     assert other.match_prefix(tokens) == batch.cache.match_prefix(tokens) > 0
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 5])
 def test_golden_files_still_load(version: int) -> None:
+    """That of version 5 has a namespace, the others have none."""
+    namespace = "adapter 1" if version == 5 else None
     values_ = (torch.arange(40)[:, None] + torch.arange(64) / 4 - 8.0).expand(2, 1, 40, 64)
     rows = values_[:, 0, :, None].expand(2, 40, 2, 64).bfloat16()
     batch = PagedBatch(make(), 4, 100)
-    assert batch.cache.allocate("a") == 0
+    assert batch.cache.allocate("a", namespace=namespace) == 0
     extend(batch, ["a"], [40], range(40), rows=rows)
     batch.cache.fork("a", 7)
     extend(batch, [7], 3, range(3), rows=rows[:, :3])
@@ -238,6 +240,10 @@ def test_golden_files_still_load(version: int) -> None:
     for name in ("a", 7):
         assert same(values(loaded, name), values(batch.cache, name))
         assert loaded.state.tokens(name) == batch.cache.state.tokens(name)
+        assert loaded.namespace(name) == namespace
+    for others in (None, "adapter 1", "adapter 2"):
+        found = loaded.match_prefix(range(40), namespace=others)
+        assert found == 35 * (others == namespace)
     assert loaded.num_free_pages == batch.cache.num_free_pages
 
 
@@ -312,6 +318,8 @@ def _sequence(**changes: Any) -> Change:
 FORGERIES: dict[str, Change] = {
     "is not that of a kvquant-pages file": lambda top: top.update(format="x"),
     "has version 2": lambda top: top.update(version=2),
+    "has version 1, what it says is of 5": _sequence(namespace="x"),
+    "sequences[0].namespace is 3: it must be str | null, got int": _sequence(namespace=3),
     "another key or lacks one: object contains unknown field x": lambda top: top.update(x=1),
     "were transformed by": lambda top: top.update(transforms=[1]),
     "1 transforms for 2 layers": lambda top: top.update(transforms=[dict.fromkeys("kv", "0" * 64)]),

@@ -155,6 +155,24 @@ def test_first_tokens_that_differ_are_not_shared(tmp_path: Path) -> None:
         load_sequences(cache, forge(tmp_path / "x.safetensors", both, sinks=2))
 
 
+@pytest.mark.parametrize("name", [None, "two", ""], ids=repr)
+def test_two_namespaces_share_no_page(name: str | None, tmp_path: Path) -> None:
+    cache = make()
+    cache.allocate("a", namespace="one")
+    batch = PagedBatch(cache, 1, 20)
+    with batch.extend(["a"], 16, ONES):
+        batch.append(0, *torch.zeros(2, 16, 1, DIM).bfloat16())
+    cache.fork("a", "b")
+    path = save_sequences(cache, ["a", "b"], tmp_path / "x.safetensors")
+    with safe_open(path, "pt") as file:
+        top = json.loads(file.metadata()["kvquant_pages"])
+    assert top["version"] == 5
+    top["sequences"][1]["namespace"] = name
+    write(path, top, load_file(path))
+    with pytest.raises(CheckpointError, match=r"sequences\[1\] cannot share page 0"):
+        load_sequences(make(), path)
+
+
 def test_a_page_keeps_its_name_when_another_is_wanted_for_it() -> None:
     """Were a file to come through, the pool would not be led astray."""
     cache = make()

@@ -65,6 +65,7 @@ class LatentPages(RuleBasedStateMachine):
         self.tokens: dict[int, list[int]] = {}
         self.swapped: dict[int, list[int]] = {}
         self.rows: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.namespaces: dict[int, str | None] = {}
         self.next_id = 0
 
     def pick(self, number: int) -> int:
@@ -75,10 +76,12 @@ class LatentPages(RuleBasedStateMachine):
         chosen = [i for at, i in enumerate(self.tokens) if number >> at & 1]
         return [i for i in chosen if len(self.tokens[i]) + most <= MAX]
 
-    def rows_of(self, tokens: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of a sequence's tokens from `start` on: the same after the same tokens."""
+    def rows_of(self, i: int, tokens: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of a sequence's tokens from `start` on: the same after the same tokens of one
+        namespace."""
+        first = -1 if self.namespaces[i] is None else -2
         found = [
-            self.rows.setdefault(tuple(tokens[: end + 1]), new_rows(1))
+            self.rows.setdefault((first, *tokens[: end + 1]), new_rows(1))
             for end in range(start, len(tokens))
         ]
         latents, ropes = zip(new_rows(0), *found, strict=True)
@@ -87,7 +90,7 @@ class LatentPages(RuleBasedStateMachine):
     def step(self, new: dict[int, list[int]]) -> bool:
         """Append tokens to sequences, unless there are no pages, which both must say."""
         ids, counts, fits = list(new), [len(tokens) for tokens in new.values()], []
-        each = [self.rows_of(self.tokens[i] + new[i], len(self.tokens[i])) for i in ids]
+        each = [self.rows_of(i, self.tokens[i] + new[i], len(self.tokens[i])) for i in ids]
         latents, ropes = zip(new_rows(0), *each, strict=True)
         rows = torch.cat(latents), torch.cat(ropes)
         for batch in self.batches:
@@ -108,7 +111,9 @@ class LatentPages(RuleBasedStateMachine):
         tokens = [number % 2] * (count // 2) + [number >> 3 & 1] * (count - count // 2)
         i = self.next_id
         self.next_id += 1
-        present = [cache.allocate(i, tokens) for cache in self.caches]
+        namespace = "one" if number >> 6 & 1 else None
+        present = [cache.allocate(i, tokens, namespace=namespace) for cache in self.caches]
+        self.namespaces[i] = namespace
         assert present[0] == present[1]
         self.tokens[i] = tokens[: present[0]]
         self.step({i: tokens[present[0] :]})
@@ -141,6 +146,7 @@ class LatentPages(RuleBasedStateMachine):
         for cache in self.caches:
             cache.fork(i, self.next_id)
         self.tokens[self.next_id] = list(self.tokens[i])
+        self.namespaces[self.next_id] = self.namespaces[i]
         self.next_id += 1
 
     @precondition(lambda self: self.tokens)
@@ -190,6 +196,7 @@ class LatentPages(RuleBasedStateMachine):
             path = save_sequences(self.ours, ids, Path(folder) / "saved.safetensors")
             assert load_sequences(other, path) == ids
         for i in ids:
+            assert other.namespace(i) == self.namespaces[i]
             assert same(values(other, i), values(self.ours, i))
 
     @invariant()

@@ -347,7 +347,7 @@ def test_refusals_say_why_and_change_nothing(
         (lambda pool: pool._take_out(2), "cached outside the tree"),
         (lambda pool: setattr(pool._tree.node_of_page[0], "tokens", ()), "no page"),
         (lambda pool: pool._tree._free_places.append(0), "two roots have one place"),
-        (lambda pool: setattr(pool._tree.roots[()], "uses", 5), "the uses of a root"),
+        (lambda pool: setattr(pool._tree.roots[None, ()], "uses", 5), "the uses of a root"),
         (lambda pool: setattr(pool._sequences["a"], "length", 3), "length or pages"),
         (lambda pool: setattr(pool._sequences["a"], "in_tree", 2), "too many pages in the tree"),
         (lambda pool: pool._take_out(0), "pages not in order"),

@@ -44,6 +44,7 @@ from kvquant.rows.quantize import feedback_matrix
 
 LAYERS, HEADS, DIM, PAGE, PAGES, SEQ_SLOTS, MAX = 2, 1, 64, 16, 9, 4, 70
 FORMATS = RowFormat.parse("int4-g4", DIM), RowFormat.parse("int8", DIM)
+NAMESPACES = [None, "one", "two"]
 LENGTHS = [(2, 3), (0, 0), (3, 0), (0, 5), (1, 20)]
 SHARES = [True, False, None]
 WINDOWS: list[tuple[int | None, ...]] = [(None, None), (None, 12), (7, None), (20, 12), (9, 9)]
@@ -176,6 +177,7 @@ class PagedMachine(RuleBasedStateMachine):
         self.values, self.next_id, self.turn = Values(basis, any(lengths)), 0, 0
         self.live: dict[int, list[Token]] = {}
         self.swapped: dict[int, list[Token]] = {}
+        self.namespaces: dict[int, str | None] = {}
         poison(self.cache)
 
     def teardown(self) -> None:
@@ -191,9 +193,10 @@ class PagedMachine(RuleBasedStateMachine):
         window = self.windows[layer]
         return self.values.of(self.live[i][-window:] if window else self.live[i], layer)
 
-    def chain(self, ids: list[int], before: list[Token], known: bool) -> list[Token]:
-        """Tokens after others."""
-        tokens, last = [], before[-1].cell if before else 0
+    def chain(self, i: int, ids: list[int], before: list[Token], known: bool) -> list[Token]:
+        """Tokens after others, of a sequence; the first ones after its namespace."""
+        start = -NAMESPACES.index(self.namespaces[i])
+        tokens, last = [], before[-1].cell if before else start
         known = known and (not before or before[-1].known)
         for token in ids:
             last = self.values.cell(last, token)
@@ -214,7 +217,7 @@ class PagedMachine(RuleBasedStateMachine):
         counts = [len(new[i]) for i in ids]
         before = {i: list(self.live[i]) for i in ids}
         fits = self.cache.can_append(ids, counts)
-        added = {i: self.chain(new[i], self.live[i], known) for i in ids}
+        added = {i: self.chain(i, new[i], self.live[i], known) for i in ids}
         flat = [token for i in ids for token in added[i]]
         try:
             with self.batch.extend(ids, counts, [t.id for t in flat] if known else None):
@@ -277,21 +280,23 @@ class PagedMachine(RuleBasedStateMachine):
     @rule(number=numbers, count=st.integers(0, 50))
     def allocate(self, number: int, count: int) -> None:
         ids = [number % 3] * (count // 2) + [number >> 3 & 1] * (count - count // 2)
-        i, expected = self.next_id, self.cache.match_prefix(ids)
+        i, namespace = self.next_id, NAMESPACES[number >> 6 & 1]
+        expected = self.cache.match_prefix(ids, namespace=namespace)
         try:
-            present = self.cache.allocate(i, ids)
+            present = self.cache.allocate(i, ids, namespace=namespace)
         except OutOfPagesError:
             assert not self.cache.num_free_seq_slots or self.device != "cpu"
             return
         assert present == expected < max(count, 1)
         assert not present or (present - self.sinks) % self.page == 0
-        self.began(i, ids[:present])
+        self.began(i, ids[:present], namespace)
         self.next_id += 1
         self.step({i: ids[present:]})
 
-    def began(self, i: int, present: list[int]) -> None:
+    def began(self, i: int, present: list[int], namespace: str | None) -> None:
         """A sequence has begun with the rows of these tokens."""
-        tokens = self.chain(present, [], True)
+        self.namespaces[i] = namespace
+        tokens = self.chain(i, present, [], True)
         self.live[i] = [replace(t, packed=at >= self.sinks) for at, t in enumerate(tokens)]
         PagedMachine.found += any(self.cache.state.dropped(i))
 
@@ -300,13 +305,14 @@ class PagedMachine(RuleBasedStateMachine):
     def begin_twins(self, number: int, count: int) -> None:
         """Two sequences with one prompt, neither written when the other begins, and an heir."""
         ids = [number % 3] * (count - 20) + [number >> 3 & 1] * 20
+        namespace = NAMESPACES[number >> 6 & 1]
         self.cache.finish_swaps()
         random.Random(number).shuffle(self.cache.state.pool._free)
         for group in (2, 1):
             new = {}
             for i in range(self.next_id, self.next_id + group):
-                present = self.cache.allocate(i, ids)
-                self.began(i, ids[:present])
+                present = self.cache.allocate(i, ids, namespace=namespace)
+                self.began(i, ids[:present], namespace)
                 new[i] = ids[present:]
             self.next_id += group
             self.step(new)
@@ -337,6 +343,7 @@ class PagedMachine(RuleBasedStateMachine):
         self.cache.finish_swaps()
         self.cache.fork(i, self.next_id)
         self.live[self.next_id] = list(self.live[i])
+        self.namespaces[self.next_id] = self.namespaces[i]
         self.next_id += 1
 
     @precondition(lambda self: self.live)
@@ -392,6 +399,7 @@ class PagedMachine(RuleBasedStateMachine):
             except OutOfPagesError:
                 return
         self.live |= {new: list(self.live[i]) for i, new in names.items()}
+        self.namespaces |= {new: self.namespaces[i] for i, new in names.items()}
         self.next_id += len(ids)
 
     @invariant()
@@ -404,6 +412,7 @@ class PagedMachine(RuleBasedStateMachine):
         assert self.cache.num_free_seq_slots == left or self.device != "cpu"
         for i, tokens in (self.live | self.swapped).items():
             assert self.cache.length(i) == len(tokens)
+            assert self.cache.namespace(i) == self.namespaces[i]
         for i, tokens in self.live.items():
             layer = (self.turn + i) % LAYERS
             for got, expected in zip(
@@ -415,7 +424,9 @@ class PagedMachine(RuleBasedStateMachine):
             packed = sum(token.packed for token in tokens if token.known) // self.page * self.page
             if sum(token.packed for token in tokens) - packed >= self.page and any(self.windows):
                 continue  # windows are past the known tokens
-            assert self.cache.match_prefix([*known, -1]) >= (packed and packed + self.sinks)
+            namespace = self.namespaces[i]
+            found = self.cache.match_prefix([*known, -1], namespace=namespace)
+            assert found >= (packed and packed + self.sinks)
 
     @invariant()
     def nothing_was_bad(self) -> None:

@@ -108,6 +108,12 @@ def test_formats_are_frozen_and_usable_as_keys() -> None:
     [
         ("int6", "'int6' does not exist: use int2, int3, int4, int8, fp8, bf16 or fp16"),
         ("INT4", "format 'INT4' does not exist"),
+        ("q8_0", "for groups (int4-g4); the nearest here is 'int8'"),
+        ("Q4_0", "the nearest here is 'int4-g4'"),
+        ("nf4", "the nearest here is 'int4-g4'"),
+        ("fp8_e5m2", "the nearest here is 'fp8'"),
+        ("int4_per_token_head", "the nearest here is 'int4'"),
+        ("torch.bfloat16", "the nearest here is 'bf16'"),
         ("", "format '' does not exist"),
         ("int4-g", "format 'int4-g' does not exist"),
         ("int4g4", "format 'int4g4' does not exist"),

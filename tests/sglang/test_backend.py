@@ -349,7 +349,7 @@ def test_calls_that_have_no_rows_are_refused(filled: tuple[Served, Any]) -> None
     q, k = torch.randn(3, HEADS * DIM), torch.randn(3, KV_HEADS * DIM)
     with pytest.raises(UnsupportedError, match="layer 0 attends to another layer's K and V"):
         backend.forward(q, None, None, layer, batch)
-    with pytest.raises(UnsupportedError, match=re.escape("layer 0 gives ['k_rope']")):
+    with pytest.raises(UnsupportedError, match=r"calls RowsAttention.forward_extend with k_rope="):
         backend.forward(q, k, k, layer, batch, k_rope=k)
     with pytest.raises(UnsupportedError, match="written by kvquant's attention backend alone"):
         one.runner.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, k)
@@ -439,6 +439,35 @@ def test_the_choice_of_the_pool(backends: list[str]) -> None:
         chosen(own, configurator(), kind="mha", default=MHATokenToKVPool)
     backends[0] = "triton"
     assert chosen(own, configurator(), kind="mha", default=MHATokenToKVPool) is MHATokenToKVPool
+
+
+def test_hooks_take_further_arguments(
+    backends: list[str], filled: tuple[Served, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sglang
+    from engine_contract import hooks_of
+
+    from kvquant.sglang import backend
+
+    for hook in hooks_of("sglang", backend, more=("init_cpu_graph_state",)):
+        assert hook.takes_all or hasattr(hook.ours, "__wrapped__"), f"decorate {hook.name}"
+        assert not hook.further(), hook.name
+
+    def in_16_bit(sizes: Any, configurator: Any, num_layers: int, more: object = None) -> int:
+        return 3072
+
+    assert plugin._cell_size(in_16_bit, None, configurator(), 3, more=None) == 3 * 4 * (80 + 48)
+    with pytest.raises(UnsupportedError, match="with more=2, which kvquant does not serve"):
+        plugin._cell_size(in_16_bit, None, configurator(), 3, more=2)
+    one, rows = filled
+    assert rows.get_cuda_graph_seq_len_fill_value(None, other=False) == 1
+    monkeypatch.setattr(sglang, "__version__", "0.5.24")
+    for asked in (lambda: plugin._cell_size(in_16_bit, None, configurator(), 3),
+                  lambda: plugin._make_backend(one.runner)):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=r"SGLang 0\.5\.24 was not tried.*pip install"):
+            asked()
+    backends[:] = ["triton", "triton"]
+    assert plugin._cell_size(in_16_bit, None, configurator(), 3, more=2) == 3072
 
 
 def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import tomllib
+from engine_contract import Hook, calls_of, fits, hooks_of
 
+from kvquant.engine.hooks import ENGINES, check_version
 from kvquant.vllm import plugin
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own, while it is imported
@@ -53,38 +56,16 @@ CALLED |= {
 }
 PREFILL = "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend"
 CALLED[f"{PREFILL}.run_prefill_context_chunk"] = "self chunk q k v"
-# ours -> that of vLLM which it stands for: it must take all that vLLM's takes
-OVERRIDDEN = {
-    "KVQuantBackend.get_name": "AttentionBackend.get_name",
-    "KVQuantBackend.get_impl_cls": "AttentionBackend.get_impl_cls",
-    "KVQuantBackend.get_builder_cls": "AttentionBackend.get_builder_cls",
-    "KVQuantBackend.customize_spec": "AttentionBackend.customize_spec",
-    "KVQuantBackend.supported_kv_cache_layouts": "AttentionBackend.supported_kv_cache_layouts",
-    "KVQuantBackend.get_supported_kernel_block_sizes": (
-        "AttentionBackend.get_supported_kernel_block_sizes"
-    ),
-    "KVQuantBackend.get_supported_head_sizes": "AttentionBackend.get_supported_head_sizes",
-    "KVQuantBackend.supports_compute_capability": "AttentionBackend.supports_compute_capability",
-    "KVQuantBackend.supports_sink": "AttentionBackend.supports_sink",
-    "KVQuantBackend.supports_sliding_window": "AttentionBackend.supports_sliding_window",
-    "KVQuantBackend.supports_device_cpu_query_lens_mismatch": (
-        "AttentionBackend.supports_device_cpu_query_lens_mismatch"
-    ),
-    "StepBuilder.build": "AttentionMetadataBuilder.build",
-    "StepBuilder.build_for_cudagraph_capture": (
-        "AttentionMetadataBuilder.build_for_cudagraph_capture"
-    ),
-    "KVQuantImpl.__init__": "AttentionImpl.__init__",
-    "KVQuantImpl.forward": "AttentionImpl.forward",
+# further arguments of vLLM's methods, that kvquant's do not name: why vLLM gives neutral values
+FURTHER = {
+    # None, unless AttentionImpl.fused_output_quant_supported() is true, and of ours it is not
+    "KVQuantImpl.forward": ("output_scale", "output_block_scale"),
+    # False, unless the cache dtype is an fp8 one of vLLM's own, which kvquant refuses
+    "KVQuantLatentImpl.do_kv_cache_update": ("skip_scale",),
+    # given by subclasses, of which ours is one: vLLM gives those of its interface
+    "LatentStepBuilder.__init__": ("metadata_cls", "supports_dcp_with_varlen"),
 }
-# the same of layers with latent attention
-LATENT = {
-    "LatentStepBuilder._build_decode": "MLACommonMetadataBuilder._build_decode",
-    "KVQuantLatentImpl.do_kv_cache_update": "MLACommonImpl.do_kv_cache_update",
-    "KVQuantLatentImpl.forward_mqa": "MLACommonImpl.forward_mqa",
-    "KVQuantLatentImpl.forward_mha": "MLACommonImpl.forward_mha",
-    "KVQuantLatentImpl._compute_prefill_context": "MLACommonImpl._compute_prefill_context",
-}
+FOLDERS = "compilation", "config", "model_executor/layers/attention", "platforms", "v1"
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 FIELDS = {
     f"{MLA}:MLACommonMetadata": "num_decode_tokens slot_mapping prefill decode",
@@ -141,14 +122,12 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_the_version_is_one_that_was_tried() -> None:
-    version = found("vllm").__version__
-    first, end = plugin.VERSIONS
-    assert first <= version < end, (
-        f"vLLM {version} was not tried: run make test-vllm with it, then widen VERSIONS and "
-        "pyproject.toml"
-    )
+    check_version("vllm")
+    _, first, end = ENGINES["vllm"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert f"vllm>={first},<{end}" in project["optional-dependencies"]["vllm"]
+    assert f"vllm>={first},<{end}" in project["optional-dependencies"]["vllm"], (
+        "run make test-vllm with another version, then widen ENGINES and pyproject.toml"
+    )
 
 
 @pytest.mark.parametrize("name", CALLED)
@@ -157,18 +136,36 @@ def test_what_is_called_takes_what_it_is_given(name: str) -> None:
     assert parameters(found(name))[: len(wanted)] == wanted, f"{name}: {WHAT_TO_DO}"
 
 
-@pytest.mark.parametrize("name", OVERRIDDEN)
-def test_what_is_overridden_takes_what_vllm_gives(name: str) -> None:
-    ours = parameters(found(f"kvquant.vllm.backend:{name}"))
-    theirs = parameters(found(f"vllm.v1.attention.backend:{OVERRIDDEN[name]}"))
-    assert ours[: len(theirs)] == theirs, f"{OVERRIDDEN[name]}: {WHAT_TO_DO}"
+@cache
+def hooks() -> list[Hook]:
+    """Methods of kvquant that vLLM calls. vLLM's warnings are filtered in tests only."""
+    modules = (found(f"kvquant.vllm.{name}") for name in ("backend", "latent"))
+    return hooks_of("vllm", *modules, more=("do_kv_cache_update",))
 
 
-@pytest.mark.parametrize("name", LATENT)
-def test_what_is_overridden_of_latent_attention_takes_what_vllm_gives(name: str) -> None:
-    ours = parameters(found(f"kvquant.vllm.latent:{name}"))
-    theirs = parameters(found(f"{MLA}:{LATENT[name]}"))
-    assert ours[: len(theirs)] == theirs, f"{LATENT[name]}: {WHAT_TO_DO}"
+def test_hooks_take_further_arguments() -> None:
+    """Those that vLLM's own method has are known here, with the reason why they are neutral."""
+    for hook in hooks():
+        assert hook.takes_all or hasattr(hook.ours, "__wrapped__"), f"decorate {hook.name}"
+        assert hook.further() <= {*FURTHER.get(hook.name, ())}, f"{hook.name}: {WHAT_TO_DO}"
+    assert len(hooks()) > 20
+
+
+def test_calls_in_vllm_fit_hooks() -> None:
+    """As vLLM's sources write them out, not only as its base classes declare them."""
+    by_name: dict[str, list[Hook]] = {}
+    for hook in hooks():
+        if hook.takes:
+            by_name.setdefault(hook.name.partition(".")[2], []).append(hook)
+    del by_name["__init__"]
+    seen = set()
+    for call in calls_of("vllm", {*by_name}, FOLDERS):
+        seen.add(call.name)
+        assert any(fits(call, hook, FURTHER.get(hook.name, ())) for hook in by_name[call.name]), (
+            f"{call}: {WHAT_TO_DO}"
+        )
+    # supports_compute_capability is called with a name that is looked up
+    assert {*by_name} - seen <= {"supports_compute_capability"}
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -193,11 +190,6 @@ def test_attention_layers_say_what_they_are() -> None:
         assert f"self.{name} = " in source or f"self.{name}:" in source, f"{name}: {WHAT_TO_DO}"
     local = "vllm.model_executor.layers.attention.chunked_local_attention:ChunkedLocalAttention"
     assert "self.attention_chunk_size = " in inspect.getsource(found(local)), WHAT_TO_DO
-    update = inspect.getsource(found("vllm.model_executor.layers.attention.attention"))
-    call = "impl.do_kv_cache_update(  # type: ignore[attr-defined]\n            attn_layer,\n"
-    call += "            key,\n            value,\n            kv_cache,\n"
-    call += "            layer_slot_mapping,\n"
-    assert call in update, f"do_kv_cache_update: {WHAT_TO_DO}"
 
 
 def test_layers_with_latent_attention_say_what_they_are() -> None:

@@ -161,21 +161,24 @@ PART = 1 / 3
 
 
 @pytest.mark.parametrize(
-    ("fmt", "prompts_read"),
-    [("fp16", "16-bit"), ("fp8", "16-bit"), ("int4-g8+int8-g4", "rows")],
-    ids="/".join,
+    ("fmt", "prompts_read", "processor"),
+    [("fp16", "16-bit", "AMX"), ("fp8", "16-bit", "no AMX"), ("int4-g8+int8-g4", "rows", "AMX")],
+    ids=["fp16", "fp8", "int4-g8+int8-g4"],
 )
 def test_engines_answer_as_transformers_does_with_such_rows(
-    fmt: str, prompts_read: str, model: Model
+    fmt: str, prompts_read: str, processor: str, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """vLLM has pages of other sizes where the processor has AMX."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: processor == "AMX")
     from_rows = prompts_read == "rows"
     given = prompts(*LENGTHS, *[1] * from_rows)
     row_bytes = LatentFormat.parse(fmt).row_bytes
     with latent_engine(model, {"format": fmt, "prompts": prompts_read}) as llm:
         found = texts(llm, given)
-        assert {(x.shape[1:], x.dtype) for x in _pages(llm)} == {((16, row_bytes), torch.uint8)}
-        found_pages = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-        assert found_pages == (64 << 20) // (16 * row_bytes * CONFIG.num_hidden_layers)
+        cache = llm.llm_engine.vllm_config.cache_config
+        size = cache.block_size
+        assert {(x.shape[1:], x.dtype) for x in _pages(llm)} == {((size, row_bytes), torch.uint8)}
+        assert cache.num_gpu_blocks == (64 << 20) // (size * row_bytes * CONFIG.num_hidden_layers)
     for prompt, text in zip(given, found, strict=True):
         ids = prompt["prompt_token_ids"]
         own = moved(text, model.answers(ids, text.ids, fmt, from_rows=from_rows))
@@ -202,11 +205,13 @@ def test_prompts_in_chunks_and_in_the_prefix_cache(from_rows: bool, model: Model
     with latent_engine(model, rows, max_num_batched_tokens=100) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
         (first,), (second,) = texts(llm, [prompt]), texts(llm, [prompt])
-        assert counter(llm, "prefix_cache_hits") == 224  # pages of 32
+        size = llm.llm_engine.vllm_config.cache_config.block_size
+        cached = (len(ids) - 1) // size * size  # the last token is always computed
+        assert counter(llm, "prefix_cache_hits") == cached
         many = texts(llm, prompts(130, 60, 210, 90, 33))
     wanted = model.answers(ids, first.ids, "int8-g4", **options)
     assert moved(first, wanted) < 2e-3
-    again = model.answers(ids, second.ids, "int8-g4", cached=224, **options)
+    again = model.answers(ids, second.ids, "int8-g4", cached=cached, **options)
     assert moved(second, again) < 2e-3
     if from_rows:  # then it does not matter what chunks they came in
         for text, one in zip(many, prompts(130, 60, 210, 90, 33), strict=True):

@@ -5,8 +5,9 @@
 
 ldmatrix reads 8 rows x 16 bytes at once: without bank conflicts if the rows are an odd number of
 16-byte units apart. An 80-byte row is 5 units and so its own padding; a 256-byte row gets a 17th.
-Rows of 6 or 10 units (96 bytes, 160) stay as they are: two of the 8 rows share banks, which costs
-less than their padding would, in shared memory and in rows that are no longer copied as one piece.
+Rows of twice an odd number of units (96, 160, 224, 288, 544 bytes) stay as they are: two of the 8
+rows share banks, which costs less than their padding would, in shared memory and in rows that are
+no longer copied as one piece.
 
 A row whose length is no multiple of 16, such as 68 bytes, is realigned in shared memory: 12 bytes
 are put before its header, so that its codes start at a unit (80 bytes, again an odd number of

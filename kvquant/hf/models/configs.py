@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...cache.checks import DEFAULT_FORMAT, row_formats
+from ...cache.checks import row_formats
 from ...cache.contiguous import KVCache
 from ...cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
 from ...cache.latent import LatentFormats, LatentKVCache
@@ -24,6 +24,7 @@ from ...errors import ConfigError, UnsupportedModelError
 from ...io.plan import CachePlan, ModelPlan, Plan, as_plan
 from ...rows.arguments import name_of_kind
 from ...rows.codec import one_of
+from ...rows.defaults import RECENT, SINKS
 from ...rows.format import HEAD_DIMS
 from ...rows.kind import LATENT
 from ...rows.latent import LATENT_DIMS, ROPE_DIMS
@@ -299,6 +300,7 @@ def new_cache(
     *,
     plan: Plan | None = None,
     fmt: LatentFormats | None = None,
+    is_probed: bool = False,
     **options: Any,
 ) -> KVCache:
     """An empty KVCache of a model's layers; a LatentKVCache where these keep latent rows.
@@ -309,6 +311,7 @@ def new_cache(
         batch, max_seq_len, options: as in KVCache.
         plan: for this model.
         fmt: of latent rows, as in LatentKVCache; not with a plan.
+        is_probed: the model is at hand, and models/probe.py looks at it: the cache does not.
 
     Raises:
         ConfigError: an option is not possible, or plan is none.
@@ -321,6 +324,8 @@ def new_cache(
     text = config.get_text_config(decoder=True)
     q_heads = getattr(text, "num_attention_heads", None)
     cache.num_q_heads = q_heads and q_heads // layers.ranks
+    if is_probed:
+        cache.compared = None
     return cache
 
 
@@ -413,7 +418,8 @@ def _made(
         sizes |= {"fmt": fmt, "latent_dim": layers.k_dims[0], "rope_dim": layers.v_dims[0]}
         return kind(**sizes, **options)
     for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
-        options[name] = row_formats(name, options.get(name, DEFAULT_FORMAT), dims)
+        window = options.get("sink_len", SINKS), options.get("recent_len", RECENT)
+        options[name] = row_formats(name, options.get(name), dims, window)
     sizes |= {"num_kv_heads": layers.num_kv_heads, "head_dim": max(layers.k_dims)}
     return kind(**sizes, **options)
 

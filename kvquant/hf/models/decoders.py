@@ -17,6 +17,8 @@ def check_decoder(model: Any, *, gives_logits: bool = False) -> None:
         model: of transformers, compiled or not.
         gives_logits: it has to predict a next token, so a decoder without a head will not do.
     """
+    for module in model.modules():  # a wrapper may stand around what peft has made
+        check_adapter(module)
     modules, kind = list(model.modules()), type(getattr(model, "_orig_mod", model)).__name__
     known = getattr(model, "can_generate", None)
     generates = True if known is None else bool(known())  # models of one's own may not tell
@@ -36,4 +38,22 @@ def check_decoder(model: Any, *, gives_logits: bool = False) -> None:
         raise UnsupportedModelError(
             f"{kind} predicts no next token: load it by AutoModelForCausalLM, as CachedModel "
             "serves causal language models"
+        )
+
+
+def check_adapter(model: Any) -> None:
+    """Raise UnsupportedModelError for a model of PEFT whose active adapter learns a prompt (prompt
+    tuning, prefix tuning, P-tuning): its forward puts virtual tokens in front of those that come.
+
+    Args:
+        model: of any kind; LoRA, IA3 and other adapters of weights pass.
+    """
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False) is True:
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise UnsupportedModelError(
+            f"the active adapter of this {type(model).__name__} is PEFT's {kind}, which puts "
+            "virtual tokens in front of those of each call: a step would put them into the cache "
+            "once more, or leave them out. Take an adapter of weights (LoRA, IA3), or a cache of "
+            "transformers"
         )

@@ -26,6 +26,10 @@ _OF_TOKENS = {
     "mm_token_type_ids": -1,
     "moe_mm_token_type_ids": -1,
 }
+UNUSED = (
+    "use_cache=False came beside a cache, and generate would read the whole text into it in every "
+    "step: give use_cache=True, or set model.generation_config.use_cache = True; or give no cache"
+)
 
 
 class Shown(NamedTuple):
@@ -34,12 +38,10 @@ class Shown(NamedTuple):
     Attributes:
         positions: its position_ids, if any.
         columns: of its attention_mask [batch, columns], if any.
-        is_kept: whether the call says nothing against the use of its cache (use_cache=False).
     """
 
     positions: torch.Tensor | None = None
     columns: int | None = None
-    is_kept: bool = True
 
 
 class DecoderHook:
@@ -65,6 +67,9 @@ def _see(
     past: Any = next((given[name] for name in NAMES if name in given), None)
     if not isinstance(getattr(past, "shown", None), Shown) or torch.compiler.is_compiling():
         return None
+    if given.get("use_cache") is False:
+        past.end_call()  # masks may have been made before
+        raise ConfigError(UNUSED)
     mask, cut = given.get("attention_mask"), None
     columns = mask.shape[1] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
     if past.awaits_whole_text:
@@ -84,7 +89,7 @@ def _see(
                 past.end_call()  # masks may have been made before
                 raise
             cut = (), given
-    past.shown = Shown(given.get("position_ids"), columns, given.get("use_cache") is not False)
+    past.shown = Shown(given.get("position_ids"), columns)
     return cut
 
 

@@ -183,8 +183,8 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
     except Exception as error:  # of huggingface_hub, or of the HTTP library that its version has
         raise ConfigError(
             f"{name} is no folder or GGUF file here, and could not be had from the Hugging Face "
-            f"hub: {_first_line(error)} Check the path; or run `hf download {name} --local-dir "
-            "FOLDER` where there is a network, and give FOLDER"
+            f"hub: {_first_line(error).rstrip(' .:')}. Check the path; or run `hf download {name} "
+            "--local-dir FOLDER` where there is a network, and give FOLDER"
         ) from error
     if files is FILES and not list(folder.glob("*.safetensors")):
         raise ConfigError(

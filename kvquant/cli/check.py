@@ -1,0 +1,86 @@
+"""The command kvquant check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .console import (
+    COUNT,
+    DTYPE,
+    FILE,
+    JSON,
+    MODEL,
+    ON_DEVICE,
+    check_device,
+    check_output,
+    enough_memory,
+    read_text,
+    write_json,
+)
+
+
+@click.command()
+@MODEL
+@click.option("--memory", help="Memory for caches, as 24GiB: how many sequences it holds.")
+@click.option("--size-only", is_flag=True, help="Bytes alone, from the model's config.")
+@click.option("--plan", help="A plan's file to compare, or auto: the model's own, made if needed.")
+@click.option("--text", type=FILE, help="Text to compare predictions on; a packaged one if absent.")
+@click.option("--samples", type=COUNT, default=8, show_default=True, help="Passages of the text.")
+@ON_DEVICE
+@DTYPE
+@JSON
+@enough_memory("--samples or --dtype")
+def check(
+    model: Path,
+    memory: str | None,
+    size_only: bool,
+    plan: str | None,
+    text: Path | None,
+    samples: int,
+    device: str,
+    dtype: str,
+    json_file: Path | None,
+) -> None:
+    """Say which rows are safe for a model, and how many bytes they take.
+
+    The command compares the model's predictions from quantized caches with those from its 16-bit
+    cache, with the 16-bit window and without it, and prints the lines to paste.
+
+    \b
+    Example:
+      kvquant check examples/llama-demo-5m --memory 24GiB
+    """
+    check_output(json_file, model, text, endings=(".json",))
+    import torch
+
+    from ..evaluation.check import check as run
+    from ..evaluation.check import check_size, parse_memory, render
+    from ..hf.hybrid import load_decoder
+    from ..hf.models.loading import load_config
+    from ..hf.plans import plan_of_model
+    from ..io.plan import AUTO, as_plan
+    from ..text import progress
+
+    check_device(device)
+    room = None if memory is None else parse_memory(memory)
+    if size_only:
+        of_file = None if plan is None or plan == AUTO else as_plan(plan)
+        found = check_size(load_config(model), plan=of_file, plan_name=str(plan), memory=room)
+    else:
+        words = None if text is None else read_text(text)
+        reader = load_decoder(model, dtype=getattr(torch, dtype), device=device)
+        found_plan = plan_of_model(plan, reader)
+        with progress(100, "Checking") as update:
+            found = run(
+                reader,
+                plan=found_plan,
+                plan_name=str(plan),
+                memory=room,
+                text=words,
+                samples=samples,
+                progress=lambda name, count: update(100 // count, name),
+            )
+    write_json(json_file, found)
+    click.echo(render(found))

@@ -1,0 +1,351 @@
+"""kvquant.check: which rows are safe for a model, and how many bytes they take.
+
+Each cache is compared with the 16-bit cache on the same passages, with the 16-bit window of KVCache
+and without it, as pages of engines are. The verdicts' limits come from pairs of a KL and the right
+answers of HumanEval that were lost with it: kvquant/evaluation/README.md shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvquant.calibration.fidelity import Fidelity, Planned, Scheme, options_of
+from kvquant.calibration.single_pass import reference_of
+from kvquant.calibration.windows import spread
+from kvquant.errors import ConfigError, NonFiniteError
+from kvquant.hf.models.configs import CacheLayers, cache_layers, new_cache
+from kvquant.io.plan import CachePlan
+from kvquant.rows.defaults import RECENT, SINKS, default_format
+from kvquant.rows.quantize import exact_codec
+from kvquant.text import Column, paragraph, render_table, size_text
+
+from .caches import parse_cache
+from .evaluate import HELD_OUT
+
+LENGTHS = 4096, 32768  # tokens of the sequences whose bytes are told
+# KL: up to SAFE no answer of HumanEval was lost beyond the noise of 16 bit, from RUINED on many
+SAFE, RUINED = 0.01, 0.1
+SAFE_WORD, SMALL, RUIN, CLOSE = "safe", "small loss", "do not use", "too close to tell"
+CONTEXT, SCORED, SAMPLES = 1024, 64, 8
+LADDER = "int8", "default", "int4-g4", "int4"
+LATENT_LADDER = "int8-g4+int8-g4", "default", "int4-g4"
+Choice = Scheme | Planned
+Progress = Callable[[str, int], None]  # of a finished cache's name, and how many there are
+UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A cache of the ladder.
+
+    Attributes:
+        name: of its row in the table.
+        windowed, bare: with the 16-bit window, and without it. The default has other formats then.
+        arguments: what a user passes to QuantizedCache and KVCache for it, as Python.
+        settings: what a user gives vLLM.
+    """
+
+    name: str
+    windowed: Choice
+    bare: Choice
+    arguments: str
+    settings: dict[str, str]
+
+
+def check(
+    model: Any,
+    *,
+    plan: CachePlan | None = None,
+    plan_name: str = "auto",
+    memory: int | None = None,
+    text: str | None = None,
+    samples: int = SAMPLES,
+    progress: Progress = lambda name, count: None,
+) -> dict[str, Any]:
+    """Say which rows are safe for a model.
+
+    Args:
+        model: a CachedModel, or what CachedModel.from_pretrained takes, which is loaded on the CPU
+            in float32.
+        plan: a plan of the model, which is compared, too.
+        plan_name: what the printed lines give as plan: "auto", or its path.
+        memory: bytes for caches, for which the number of sequences is told.
+        text: to compare predictions on; a packaged one when None.
+        samples: passages of the text. More of them make the verdict surer.
+        progress: called after each cache.
+
+    Returns:
+        Plain data that json can write: "rows" has, for each cache, its "formats", "bits" per
+        element of packed rows, "bytes" of a sequence by its length, "sequences" in memory, and
+        "window" and "none" with "kl", "kl_error" (nats per token), "top1" (0 to 1) and "verdict".
+
+    Raises:
+        ConfigError: the text is too short for the samples.
+        UnsupportedModelError: no cache of kvquant serves the model.
+
+    Example:
+        >>> from kvquant.cli.demo import MODEL  # a folder with a model
+        >>> from kvquant.evaluation.check import check
+        >>> found = check(MODEL, samples=2)
+        >>> {row["cache"]: row["window"]["verdict"] for row in found["rows"]}["default"]
+        'safe'
+    """
+    from kvquant.hf.hybrid import load_decoder
+
+    began = time.perf_counter()
+    if isinstance(model, (str, Path)):
+        model = load_decoder(model, dtype=torch.float32)
+    context = min(CONTEXT, (model.max_positions or 2 * CONTEXT) - SCORED - 1)
+    tokens = model.encode(HELD_OUT.read_text(encoding="utf-8") if text is None else text)
+    size = context + SCORED + 1
+    if len(tokens) < samples * size:
+        raise ConfigError(
+            f"{samples} samples need {samples * size:,} tokens, and the text has {len(tokens):,}: "
+            f"give up to {len(tokens) // size} samples, or a longer text"
+        )
+    found = check_size(model.config, plan=plan, plan_name=plan_name, memory=memory)
+    ladder = ladder_of(cache_layers(model.config), plan, plan_name)
+    reference = reference_of(model, spread(tokens, samples, size), context)
+    progress("16 bit", len(ladder) + 1)
+    for row, rung in zip(found["rows"], ladder, strict=True):
+        for place, choice in (("window", rung.windowed), ("none", rung.bare)):
+            row[place] = _facts(lambda choice=choice: reference.measure(choice))
+        progress(rung.name, len(ladder) + 1)
+    measured = {"context": context, "scored": samples * SCORED, "passages": samples}
+    return {**found, **measured, "seconds": time.perf_counter() - began}
+
+
+def check_size(
+    config: Any,
+    *,
+    plan: CachePlan | None = None,
+    plan_name: str = "auto",
+    memory: int | None = None,
+) -> dict[str, Any]:
+    """Say how many bytes the caches of a model take, by its config alone; see check."""
+    layers = cache_layers(config)
+    exact = exact_codec(config.get_text_config(decoder=True).dtype)
+
+    def nbytes(length: int, choice: Choice) -> int:
+        options = options_of(choice, is_latent=layers.are_latent)
+        options.pop("accept_loss", None)  # no model is there to lose anything
+        made = new_cache(config, layers, 1, length, exact_format=exact, device="meta", **options)
+        return made.nbytes
+
+    whole = Scheme(exact, exact, is_latent=layers.are_latent)
+    rows = []
+    for rung in ladder_of(layers, plan, plan_name):
+        sizes = {length: nbytes(length, rung.windowed) for length in LENGTHS}
+        rows.append(
+            {
+                "cache": rung.name,
+                "formats": str(rung.windowed).partition(" +")[0],
+                "formats_without_window": str(rung.bare),
+                "bits": _packed_bits(layers, rung.windowed),
+                "bytes": {str(length): size for length, size in sizes.items()},
+                "sequences": _sequences(sizes, memory),
+                "lines": _lines(rung, layers),
+            }
+        )
+    sizes = {length: nbytes(length, whole) for length in LENGTHS}
+    exact_row = {
+        "cache": "16 bit",
+        "bits": 16.0,
+        "bytes": {str(length): size for length, size in sizes.items()},
+        "sequences": _sequences(sizes, memory),
+    }
+    return {"exact": exact_row, "rows": rows, "memory": memory}
+
+
+def ladder_of(layers: CacheLayers, plan: CachePlan | None, plan_name: str = "auto") -> list[Rung]:
+    """The caches that are compared, from the most bits to the fewest."""
+    found = []
+    dims = layers.k_dims[0], layers.v_dims[0]
+    for name in LATENT_LADDER if layers.are_latent else LADDER:
+        windowed, bare = _schemes(name, dims, layers.are_latent)
+        pair = {"k_format": windowed.k_format, "v_format": windowed.v_format}
+        settings = {"k_format": bare.k_format, "v_format": bare.v_format}
+        if layers.are_latent:
+            pair = {"fmt": f"{windowed.k_format}+{windowed.v_format}"}
+            settings = {"format": pair["fmt"]}
+        given = "" if name == "default" else "".join(f", {k}={v!r}" for k, v in pair.items())
+        found.append(Rung(name, windowed, bare, given, settings))
+    if plan is not None:
+        given = f", plan={plan_name!r}"
+        with_window = Planned(plan, "plan", SINKS, RECENT)
+        found.append(Rung("plan", with_window, Planned(plan), given, {"plan": plan_name}))
+    return found
+
+
+def _schemes(name: str, dims: tuple[int, int], latent: bool) -> tuple[Scheme, Scheme]:
+    """A cache with the window and without it, by its name in the ladder."""
+    from kvquant.cache.latent import DEFAULT_FORMAT
+
+    found = []
+    for window in ((SINKS, RECENT), (0, 0)):
+        text = name
+        if name == "default":
+            sides = (default_format(s, d, *window) for s, d in zip("kv", dims, strict=True))
+            text = DEFAULT_FORMAT if latent else "/".join(sides)
+        one = parse_cache(f"{text},sinks={window[0]},recent={window[1]}", latent=latent)
+        assert isinstance(one, Scheme)
+        found.append(one)
+    return found[0], found[1]
+
+
+def _packed_bits(layers: CacheLayers, choice: Choice) -> float:
+    """Bits per element of packed rows, headers included."""
+    from kvquant.rows.format import RowFormat
+
+    if isinstance(choice, Planned):
+        return choice.plan.bits
+    rows = [RowFormat.parse(choice.k_format, dim) for dim in layers.k_dims]
+    rows += [RowFormat.parse(choice.v_format, dim) for dim in layers.v_dims]
+    return 8 * sum(fmt.row_bytes for fmt in rows) / sum(fmt.head_dim for fmt in rows)
+
+
+def _sequences(sizes: dict[int, int], memory: int | None) -> dict[str, int] | None:
+    """How many sequences of each length memory has room for."""
+    if memory is None:
+        return None
+    return {str(length): memory // size for length, size in sizes.items()}
+
+
+def _lines(rung: Rung, layers: CacheLayers) -> dict[str, str]:
+    """What to paste for a cache."""
+    settings = json.dumps({"kvquant": rung.settings})
+    sizes = f"{len(layers.places)}, batch, {layers.num_kv_heads}, {layers.k_dims[0]}, max_seq_len"
+    lines = {"QuantizedCache": f"cache = QuantizedCache(model{rung.arguments})"}
+    if rung.name == "plan":
+        lines["your own loop"] = (
+            f"cache = CachedModel(model).new_cache(batch, max_seq_len{rung.arguments})"
+        )
+    elif not layers.are_latent:
+        lines["your own loop"] = f"cache = KVCache({sizes}{rung.arguments})"
+    lines["vLLM"] = f"vllm serve MODEL --attention-backend CUSTOM --additional-config '{settings}'"
+    return lines
+
+
+def _facts(measure: Callable[[], Fidelity]) -> dict[str, Any]:
+    """What a cache loses, and the verdict."""
+    try:
+        found = measure()
+    except NonFiniteError as error:
+        return {"kl": None, "kl_error": None, "top1": None, "verdict": RUIN, "why": str(error)}
+    facts = {name: getattr(found, name) for name in ("kl", "kl_error", "top1")}
+    return {**facts, "verdict": verdict(found.kl, found.kl_error)}
+
+
+def verdict(kl: float, error: float | None) -> str:
+    """The verdict on a KL, in nats per token, with its standard error; None of a single passage.
+
+    Example:
+        >>> verdict(0.001, 0.0002)
+        'safe'
+        >>> verdict(0.64, 0.01)
+        'do not use'
+    """
+    margin = 2 * (error or 0.0)
+    if not kl < RUINED - margin:  # NaN too
+        return RUIN if not kl < RUINED + margin else CLOSE
+    if kl <= SAFE - margin:
+        return SAFE_WORD
+    return SMALL if kl > SAFE + margin else CLOSE
+
+
+def best(found: dict[str, Any], place: str) -> dict[str, Any] | None:
+    """The safe cache of the fewest bits, with a window (place "window") or without ("none")."""
+    safe = [row for row in found["rows"] if row.get(place, {}).get("verdict") == SAFE_WORD]
+    return min(safe, key=lambda row: row["bits"], default=None)
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of a text such as "24GiB" or "80 GB".
+
+    Raises:
+        ConfigError: it is none.
+
+    Example:
+        >>> parse_memory("24GiB")
+        25769803776
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGTkmgt]i?[Bb])?", text.strip())
+    if not found:
+        raise ConfigError(f"memory {text!r:.40} is no size: write it as 24GiB or 80GB")
+    return int(float(found[1]) * UNITS[(found[2] or "").lower()])
+
+
+def render(found: dict[str, Any]) -> str:
+    """The tables and the lines to paste, for a terminal."""
+    exact, rows = found["exact"], found["rows"]
+    columns = [Column("cache", left=True), Column("bits")]
+    for length in LENGTHS:
+        columns.append(Column(f"a sequence\nof {length:,}"))
+        if found["memory"] is not None:
+            columns.append(Column(f"sequences\nin {size_text(found['memory'])}"))
+    cells = []
+    for row in (exact, *rows):
+        line = [row["cache"], f"{row['bits']:.2f}"]
+        for length in map(str, LENGTHS):
+            line.append(size_text(row["bytes"][length]))
+            if found["memory"] is not None:
+                line.append(f"{row['sequences'][length]:,}")
+        cells.append(line)
+    parts = [render_table(columns, cells)]
+    if "passages" not in found:
+        return "\n\n".join(parts)
+    for place, head in (
+        ("window", f"With the first {SINKS} and last {RECENT} tokens in 16 bit, the default:"),
+        ("none", "Without 16-bit tokens, as in vLLM and SGLang:"),
+    ):
+        columns = [Column(t) for t in ("KL", "error", "same token")]
+        columns = [Column("cache", left=True), Column("rows", left=True), *columns]
+        columns.append(Column("verdict", left=True))
+        cells = [_row(row, place) for row in rows]
+        parts.append(f"{paragraph(head)}\n{render_table(columns, cells)}")
+        chosen = best(found, place)
+        if chosen is None:
+            parts.append("Nothing here is safe. Make a plan: kvquant calibrate MODEL")
+            continue
+        wanted = ("vLLM",) if place == "none" else ("QuantizedCache", "your own loop")
+        for name in wanted:
+            if line := chosen["lines"].get(name):
+                parts.append(f"{chosen['cache']} is safe. In {name}:\n    {line}")
+    if any(row[place]["verdict"] == CLOSE for row in rows for place in ("window", "none")):
+        more = (
+            f"Too close to tell: give more --samples than {found['passages']}, and a longer --text"
+        )
+        parts.append(paragraph(more))
+    parts.append(
+        paragraph(
+            f"KL to the 16-bit cache in nats a token, of {found['scored']} tokens behind "
+            f"{found['context']} others, in {found['seconds']:.0f} s."
+        )
+    )
+    return "\n\n".join(parts)
+
+
+def _row(row: dict[str, Any], place: str) -> Sequence[str]:
+    """A row of a table of verdicts."""
+    facts = row[place]
+    formats = row["formats" if place == "window" else "formats_without_window"]
+    if facts["kl"] is None:
+        return row["cache"], formats, "-", "-", "-", facts["verdict"]
+    error = "-" if facts["kl_error"] is None else f"{facts['kl_error']:.2g}"
+    return (
+        row["cache"],
+        formats,
+        f"{facts['kl']:.2g}",
+        error,
+        f"{facts['top1']:.1%}",
+        facts["verdict"],
+    )

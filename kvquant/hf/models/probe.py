@@ -1,0 +1,174 @@
+"""Refuse K rows of few bits that ruin a model, before it decodes from them.
+
+The model reads 512 random ids of its vocabulary once, and rows/probe.py compares what its attention
+reads. Random ids give the figures that texts give, within a quarter, and need no tokenizer. Figures
+are kept in the folder of kernels/disk_cache.py, by the fingerprint of the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from math import isnan
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ...cache.contiguous import KVCache
+from ...debug import is_recorded
+from ...errors import AccuracyError, KVQuantError, UnsupportedModelError
+from ...rows.format import RowFormat
+from ...rows.probe import (
+    FEW_BITS,
+    MEASURE,
+    REFUSED,
+    TOKENS,
+    WARNED,
+    combined,
+    divergence,
+    loss_of,
+)
+from .configs import CacheLayers, Turn, input_device
+from .fingerprint import fingerprint, fingerprint_of
+from .observe import observe
+
+log = logging.getLogger("kvquant")
+_figures: WeakKeyDictionary[Any, dict[tuple[str, ...], float | None]] = WeakKeyDictionary()
+
+
+def check_accuracy(model: Any, cache: KVCache, layers: CacheLayers) -> None:
+    """Raise if K rows of few bits ruin what a model's attention reads, and warn if they may.
+
+    Rows of more than 4 bits are not looked at, which costs nothing. Latent rows and models that
+    are spread over ranks are not probed.
+
+    Args:
+        model: of transformers.
+        cache: one for it, made without a plan; its formats are looked at.
+        layers: of the cache.
+
+    Raises:
+        AccuracyError: the figure is over the limit.
+    """
+    formats = [layer.k_format for layer in cache.layers]
+    if layers.are_latent or min(fmt.bits for fmt in formats) > FEW_BITS or layers.ranks > 1:
+        return
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    device, names = input_device(model), tuple(map(str, formats))
+    if device.type == "meta" or is_recorded(torch.empty(0, device=device)):
+        return
+    known = _figures.setdefault(model, {})
+    is_new = names not in known
+    if is_new:
+        known[names] = _figure(model, formats, layers)
+    figure = known[names]
+    if figure is None or figure < WARNED:
+        return
+    rows = f"K rows of {', '.join(dict.fromkeys(names))} without a plan"
+    found = f"{rows} would, in this {type(model).__name__}, {loss_of(figure)}"
+    ways = 'To keep the answers give plan="auto", or leave k_format out: the default has 8 bits'
+    if figure >= REFUSED:
+        raise AccuracyError(f"{found}. {ways}. accept_loss=True makes the cache all the same")
+    if is_new:
+        log.warning("kvquant: %s. %s", found, ways)
+
+
+def kept_figure(source: str | Path, k_format: str) -> float | None:
+    """The figure of a model that is not loaded, with one K format in all layers.
+
+    Args:
+        source: as fingerprint_of has it.
+        k_format: short name.
+
+    Returns:
+        None where no figure is kept, or the weights cannot be named.
+    """
+    with suppress(OSError, KVQuantError):
+        return _read(_place(fingerprint_of(source), [k_format]))
+    return None
+
+
+def _figure(model: Any, formats: list[RowFormat], layers: CacheLayers) -> float | None:
+    """The kept figure of a model and K formats, or a new one; None if the model is not probed."""
+    path = None
+    with suppress(OSError, UnsupportedModelError):  # no folder, or offloaded weights: keep nothing
+        path = _place(fingerprint(model), list(map(str, formats)))
+        if (kept := _read(path)) is not None:
+            return kept
+    try:
+        (figure,) = figures(model, layers, [formats])
+    except Exception as error:  # of any model's code: some take no ids alone (images, encoders)
+        log.warning(
+            "kvquant: %s was not probed with K rows of few bits, since it does not run on token "
+            "ids alone (%s): compare texts before you rely on it",
+            *(type(model).__name__, error),
+        )
+        return None
+    if isnan(figure):
+        return None  # appending such keys raises
+    if path is not None:
+        from ...kernels.disk_cache import replace_file, seal
+
+        with suppress(OSError):  # a folder that cannot be written: the next process probes again
+            replace_file(path, seal(repr(figure).encode()))
+    return figure
+
+
+def figures(
+    model: Any,
+    layers: CacheLayers,
+    formats: Sequence[Sequence[RowFormat]],
+    ids: torch.Tensor | None = None,
+) -> list[float]:
+    """The figures of several choices of K formats, of one pass of the model.
+
+    Args:
+        model: of transformers; what torch.compile has compiled runs as it was.
+        layers: that a cache of it holds.
+        formats: of each choice, those of the layers.
+        ids: [1, tokens] to read; random ones when None.
+
+    Returns:
+        Of each choice, see rows/probe.py; NaN where a format cannot hold the keys.
+    """
+    if ids is None:
+        config = model.config.get_text_config(decoder=True)
+        ends = getattr(config, "max_position_embeddings", None), layers.turn
+        ends = [one.positions if isinstance(one, Turn) else one for one in ends]
+        tokens = min([TOKENS, *(one for one in ends if isinstance(one, int) and one > 1)])
+        generator = torch.Generator("cpu").manual_seed(0)
+        ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu")
+    places = {layer: at for at, layer in enumerate(layers.places)}
+    found: list[list[torch.Tensor]] = [[] for _ in formats]
+
+    def observer(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> None:
+        if (at := places.get(layer)) is not None:
+            for one, rows in zip(found, formats, strict=True):
+                one.append(divergence(q, k, rows[at], scale, layers.windows[at]))
+
+    stance = getattr(torch.compiler, "set_stance", None)  # else it would be compiled for these ids
+    with stance("force_eager") if stance else nullcontext():
+        observe(model, ids, observer)
+    return list(map(combined, found))
+
+
+def _place(weights: str, formats: list[str]) -> Path:
+    """The file of the figure of weights with K formats."""
+    from ...kernels.disk_cache import cache_folder
+
+    names = formats[:1] if len(set(formats)) == 1 else formats
+    key = repr((MEASURE, weights, names))
+    return cache_folder() / "probes" / hashlib.sha256(key.encode()).hexdigest()
+
+
+def _read(path: Path) -> float | None:
+    from ...kernels.disk_cache import read_file, unseal
+
+    body = unseal(read_file(path) or b"")
+    return None if body is None else float(body)

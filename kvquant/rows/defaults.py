@@ -1,0 +1,50 @@
+"""The formats of K and V where none are given: safe without a plan, on every model that was tried.
+
+Errors of K are what ruins a model: a few large channels take the codes of a whole group. So K has 8
+bits, in groups, and V has 4. Without 16-bit tokens beside them (pages of engines) every token is
+read from rows, and groups are smaller. Where no kernel on CUDA reads such groups, rows have the
+groups that one reads, and V has 8 bits. tests/benchmarks/results/defaults.json has the figures.
+"""
+
+from __future__ import annotations
+
+from .format import HEAD_DIMS
+
+DEFAULT = "default"  # the name of a cache of these formats, where commands take one
+SINKS, RECENT = 4, 128  # of a window: what caches keep in 16 bit by default
+# K and V with a window, and K and V without, by head_dim
+_PAIRS: dict[int, tuple[str, str, str, str]] = {
+    64: ("int8-g4", "int4-g4", "int8-g8", "int4-g4"),
+    80: ("int8", "int8", "int8", "int8"),
+    96: ("int8-g2", "int8", "int8-g2", "int8"),
+    112: ("int8", "int8", "int8", "int8"),
+    128: ("int8-g4", "int4-g4", "int8-g8", "int4-g4"),
+    192: ("int8-g4", "int4-g2", "int8-g4", "int8"),
+    256: ("int8-g4", "int4-g4", "int8-g8", "int4-g8"),
+    512: ("int8-g4", "int4-g4", "int8-g8", "int4-g8"),
+}
+_NONE = ("int8",) * 4
+assert tuple(_PAIRS) == HEAD_DIMS
+
+
+def default_format(side: str, head_dim: int, sink_len: int = 0, recent_len: int = 0) -> str:
+    """The format of K or V where none is given.
+
+    Args:
+        side: "k" or "v".
+        head_dim: elements of its rows.
+        sink_len, recent_len: tokens that the cache keeps in 16 bit. Fewer than 4 and 128 count as
+            none.
+
+    Returns:
+        The short name of a row format. Of a head_dim that no rows have it is "int8", and
+        RowFormat.parse refuses that with it.
+
+    Example:
+        >>> default_format("k", 128, sink_len=4, recent_len=128)
+        'int8-g4'
+        >>> default_format("k", 128)
+        'int8-g8'
+    """
+    place = 0 if sink_len >= SINKS and recent_len >= RECENT else 2
+    return _PAIRS.get(head_dim, _NONE)[place + "kv".index(side)]

@@ -1,0 +1,259 @@
+"""Equal token ids in two namespaces, as under two adapters: each finds its own rows (20 s)."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import latent_pages
+import pytest
+import torch
+from paged_cases import DIM, HEADS, SINKS, extend, make, new_rows, same, seen, values
+
+from kvquant import LatentPagedBatch
+from kvquant.errors import ConfigError, NonFiniteError
+from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.paged.batch import PagedBatch
+
+PROMPT, WINDOWS = list(range(60)), {"windows": [None, 20]}
+SIZES: dict[str, Any] = {"num_pages": 24, "max_num_seqs": 6}
+Batch = PagedBatch | LatentPagedBatch
+
+
+def of_heads(**options: Any) -> PagedBatch:
+    return PagedBatch(make(**SIZES, **options), 6, 300, shared_prefix=True)
+
+
+def of_latents(**options: Any) -> LatentPagedBatch:
+    return LatentPagedBatch(latent_pages.make(**SIZES, **options), 6, 300, shared_prefix=True)
+
+
+KINDS: dict[str, Callable[[], Batch]] = {
+    "heads": of_heads,
+    "windows": lambda: of_heads(**WINDOWS),
+    "without 16-bit rows": lambda: of_heads(sink_len=0, recent_len=0),
+    "latents": of_latents,
+}
+
+
+@pytest.fixture(params=KINDS)
+def batch(request: pytest.FixtureRequest) -> Batch:
+    return KINDS[request.param]()
+
+
+def begin(batch: Batch, name: str, namespace: str | None, rows: Any = None) -> Any:
+    """A sequence of the prompt, none of which is present in its namespace; its rows."""
+    assert batch.cache.match_prefix(PROMPT, namespace=namespace) == 0
+    assert batch.cache.allocate(name, PROMPT, namespace=namespace) == 0
+    return extend(batch, [name], 60, PROMPT, rows)
+
+
+def first(batch: Batch, name: str, count: int) -> list[torch.Tensor]:
+    """K and V of the first tokens of a sequence, in the layers that see all."""
+    layers = [layer for layer, window in enumerate(batch.cache.windows) if window is None]
+    return [x[:, :count] for layer in layers for x in batch.cache.dequantized(name, layer)]
+
+
+def found(batch: Batch, namespace: str | None) -> int:
+    return batch.cache.match_prefix([*PROMPT, -1], namespace=namespace)
+
+
+def test_equal_ids_find_the_rows_of_their_own_namespace(batch: Batch) -> None:
+    cache = batch.cache
+    begin(batch, "a", "one")
+    begin(batch, "b", "two")
+    begin(batch, "c", None)
+    cache.check_invariants()
+    for name, namespace in (("a", "one"), ("b", "two"), ("c", None)):
+        present = cache.allocate(f"{name}2", PROMPT, namespace=namespace)
+        assert present == found(batch, namespace) > 0
+        assert cache.namespace(f"{name}2") == namespace
+        assert same(first(batch, f"{name}2", present), first(batch, name, present))
+    assert not same(first(batch, "a2", 48), first(batch, "b2", 48))
+    for name in ("a", "a2"):
+        cache.free(name)
+    assert cache.allocate("d", PROMPT, namespace="three") == 0
+    cache.check_invariants()
+
+
+def test_attention_in_one_step_is_to_the_rows_of_each_namespace() -> None:
+    """Four sequences, two of each namespace, which share a prefix that the step reads once."""
+    batch, namespaces = of_heads(), {"a": "one", "b": "two", "a2": "one", "b2": "two"}
+    cache = batch.cache
+    begin(batch, "a", "one")
+    begin(batch, "b", "two")
+    rest = new_rows(9)
+    for name in ("a2", "b2"):
+        assert cache.allocate(name, PROMPT, namespace=namespaces[name]) == 51
+        extend(batch, [name], 9, PROMPT[51:], rest)
+    ids, q = list(namespaces), torch.randn(6, HEADS, DIM)
+    with batch.extend(ids, 0):
+        out = batch.attend(1, q)
+    assert isinstance(out, torch.Tensor)
+    for place, name in enumerate(ids):
+        k, v = cache.dequantized(name, 1)
+        assert torch.equal(k[:, SINKS:51], cache.dequantized(name[0], 1)[0][:, SINKS:51])
+        scores = torch.einsum("hd,htd->ht", q[place], k) / DIM**0.5
+        expected = torch.einsum("ht,htd->hd", scores.softmax(-1), v)
+        torch.testing.assert_close(out[place], expected, rtol=1e-4, atol=1e-5)
+    tables = {name: cache.state.pool.block_table(name) for name in ids}
+    assert tables["a"][:3] == tables["a2"][:3] and tables["b"][:3] == tables["b2"][:3]
+    assert not set(tables["a"]) & set(tables["b"])
+
+
+def test_attention_to_latents_of_each_namespace() -> None:
+    batch = of_latents()
+    begin(batch, "a", "one")
+    begin(batch, "b", "two")
+    for name, namespace in (("a2", "one"), ("b2", "two")):
+        assert batch.cache.allocate(name, PROMPT, namespace=namespace) == 51
+        assert same(values(batch.cache, name), first(batch, name[0], 51))
+    ids = ["a", "b", "a2", "b2"]
+    with batch.extend(ids, 0):
+        latent_pages.assert_attends(batch, 1, ids, [0] * 4, latent_pages.queries(6, 3))
+
+
+def test_a_fork_keeps_the_namespace_and_what_it_writes(batch: Batch) -> None:
+    cache = batch.cache
+    begin(batch, "a", "one")
+    cache.fork("a", "b")
+    more = [*range(100, 132)]
+    extend(batch, ["b"], 32, more)
+    cache.free("b")
+    text = [*PROMPT, *more, 0]
+    assert cache.match_prefix(text, namespace="one") > 60
+    assert cache.match_prefix(text, namespace="two") == cache.match_prefix(text) == 0
+
+
+def test_a_fork_whose_sinks_are_written_anew_keeps_the_namespace() -> None:
+    batch = of_heads()
+    batch.cache.allocate("a", PROMPT, namespace="one")
+    extend(batch, ["a"], SINKS - 1, PROMPT[: SINKS - 1])
+    batch.cache.fork("a", "b")
+    extend(batch, ["a", "b"], 60, [*PROMPT, *PROMPT[::-1]])
+    for text in (PROMPT, PROMPT[::-1]):
+        text = [*PROMPT[: SINKS - 1], *text, 0]
+        assert batch.cache.match_prefix(text, namespace="one") == 51
+        assert batch.cache.match_prefix(text) == 0
+    batch.cache.check_invariants()
+
+
+def test_swaps_and_truncated_sequences_keep_the_namespace(batch: Batch) -> None:
+    cache = batch.cache
+    begin(batch, "a", "one")
+    before = found(batch, "one")
+    kept = values(cache, "a")
+    cache.swap_out("a")
+    assert cache.namespace("a") == "one"
+    cache.finish_swaps()
+    # as if others had taken its pages
+    cache.state.pool.forget(PROMPT, cache.swap_space.swapped["a"].origin, is_shared=True)
+    assert found(batch, "one") == 0
+    cache.swap_in("a")
+    assert same(values(cache, "a"), kept)  # after which its pages are found again
+    assert found(batch, "one") == before and found(batch, "two") == found(batch, None) == 0
+    cache.truncate("a", 0)
+    extend(batch, ["a"], 60, PROMPT[::-1])
+    assert cache.namespace("a") == "one"
+    text = [*PROMPT[::-1], -1]
+    assert cache.match_prefix(text, namespace="one") == before
+    assert cache.match_prefix(text, namespace="two") == cache.match_prefix(text) == 0
+    cache.check_invariants()
+
+
+def test_an_interrupt_leaves_the_namespaces(batch: Batch) -> None:
+    cache = batch.cache
+    begin(batch, "a", "one")
+    with pytest.raises(KeyboardInterrupt), cache.changing():
+        raise KeyboardInterrupt
+    assert cache.namespace("a") == "one" and found(batch, "one") == 0  # see changing
+    extend(batch, ["a"], 16, PROMPT[:16])
+    assert found(batch, "one") > 0 and found(batch, None) == 0
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_is_forgotten_is_that_of_one_namespace(batch: Batch, swapped: bool) -> None:
+    cache = batch.cache
+    begin(batch, "a", "one")
+    begin(batch, "b", "two")
+    before = found(batch, "two")
+    if swapped:
+        cache.swap_out("a")
+        cache.swap_out("b")
+    assert cache._sharers("a") == []
+    cache.free("a", forget=True)
+    assert found(batch, "one") == 0 and found(batch, "two") == before > 0
+    cache.check_invariants()
+
+
+def test_rows_that_decode_to_nan_hide_those_of_their_namespace_only() -> None:
+    batch = of_heads()
+    rows = new_rows(60)
+    rows[0, 20] = float("nan")
+    begin(batch, "a", "one", rows)
+    begin(batch, "b", "two")
+    with pytest.raises(NonFiniteError, match="sequences 'a' have them"):
+        batch.cache.check()
+    assert found(batch, "one") < 51 == found(batch, "two")
+
+
+def test_files_keep_the_namespace(
+    batch: Batch, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    begin(batch, "a", "one")
+    begin(batch, "b", "two")
+    begin(batch, "c", None)
+    path = save_sequences(batch.cache, ["a", "b", "c"], tmp_path / "saved.safetensors")
+    other = KINDS[request.node.callspec.params["batch"]]()
+    load_sequences(other.cache, path)
+    assert [other.cache.namespace(name) for name in "abc"] == ["one", "two", None]
+    for name, namespace in (("a", "one"), ("b", "two"), ("c", None)):
+        assert same(values(other.cache, name), values(batch.cache, name))
+        present = other.cache.allocate(f"{name}2", PROMPT, namespace=namespace)
+        assert present == found(batch, namespace) > 0
+        assert same(first(other, f"{name}2", present), first(batch, name, present))
+    other.cache.check_invariants()
+
+
+def test_more_namespaces_than_places_for_sinks() -> None:
+    batch = of_heads()
+    for number in range(20):
+        begin(batch, "a", f"adapter {number}")
+        batch.cache.free("a")
+        batch.cache.check_invariants()
+    assert [found(batch, f"adapter {number}") > 0 for number in (0, 19)] == [False, True]
+
+
+class Adapter(str, enum.Enum):
+    FIRST = "first"
+
+
+def test_any_text_is_a_namespace() -> None:
+    batch = of_heads()
+    begin(batch, "a", "")
+    begin(batch, "b", None)
+    begin(batch, "c", Adapter.FIRST)
+    assert batch.cache.namespace("a") == "" and batch.cache.namespace("b") is None
+    assert found(batch, "first") == found(batch, Adapter.FIRST) == 51
+    assert type(batch.cache.namespace("c")) is str
+
+
+@pytest.mark.parametrize("namespace", [7, True, b"one", ("one",), 1.5, [], PROMPT], ids=repr)
+def test_what_is_no_text_is_refused(namespace: Any) -> None:
+    batch = of_heads()
+    begin(batch, "a", "one")
+    before = seen(batch.cache)
+    message = "namespace is of type .*: give a string, or None for no namespace"
+    with pytest.raises(ConfigError, match=message):
+        batch.cache.allocate("b", PROMPT, namespace=namespace)
+    with pytest.raises(ConfigError, match=message):
+        batch.cache.match_prefix(PROMPT, namespace=namespace)
+    assert seen(batch.cache) == before
+    batch.cache.check_invariants()
+
+
+def test_a_namespace_of_no_sequence() -> None:
+    with pytest.raises(ConfigError, match="no sequence 'x'"):
+        make().namespace("x")
