@@ -291,7 +291,10 @@ def calibrate(
     is_latent = layers is not None and layers.are_latent
     goal = goal or Goal(format=LATENT_FORMAT if is_latent else BASE_FORMAT)
     if not hasattr(model, "config_dict"):
-        raise ConfigError(f"model is of type {type(model).__name__}: give CachedModel(model)")
+        raise ConfigError(
+            f"model is of type {type(model).__name__}: give a CachedModel, a model of "
+            "transformers, or a folder"
+        )
     _check_goal(model, goal, layers, tokens is not None)
     if tokens is None and not zero_data:
         if getattr(model, "tokenizer", model) is None:

@@ -28,9 +28,7 @@ def plan_of_model(
         return None
     if not (isinstance(plan, str) and plan == AUTO):
         return as_plan(plan)
-    from .model import CachedModel
-
-    if not isinstance(model, CachedModel | torch.nn.Module):
+    if not (isinstance(model, torch.nn.Module) or hasattr(model, "config_dict")):
         raise ConfigError(
             f"plan 'auto' needs the model, and {type(model).__name__} is none: give the model, or "
             "the path of a plan"

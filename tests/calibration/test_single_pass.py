@@ -86,7 +86,8 @@ def test_the_window_is_that_of_each_token(model: CachedModel, windows: torch.Ten
     passed = PassReference(model, windows, CONTEXT, [0, 1, 2, 3], keeps_context=True)
     whole = passed.measure(Scheme("int4", "int4", 0, windows.shape[1]))
     some, none = (passed.measure(Scheme("int4", "int4", *at)) for at in ((4, 32), (0, 0)))
-    assert whole.kl == pytest.approx(0, abs=1e-9) and 0 < some.kl < none.kl
+    assert abs(whole.kl) < none.kl / 1000  # sums of float32 in another order
+    assert 0 < some.kl < none.kl
 
 
 @pytest.mark.parametrize("window", [(0, 0), (4, 24)], ids=str)
