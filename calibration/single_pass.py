@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from kvquant.cache.contiguous import KVCache
 from kvquant.errors import NonFiniteError
 from kvquant.hf.models.configs import cache_layers
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows

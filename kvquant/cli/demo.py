@@ -117,10 +117,12 @@ def run_demo(
         report(name)
         plain = _Plain(CachedModel.from_pretrained(model_folder, dtype=dtype))
         plain(prompt)
-        given = torch.stack([plain(column).log_softmax(-1) for column in fed[..., None].unbind(1)])
+        predicted = torch.stack(
+            [plain(column).log_softmax(-1) for column in fed[..., None].unbind(1)]
+        )
         steps.append(partial(plain, windows[:, -1:]))
         rewinds.append(partial(plain.past.crop, -ROUNDS))
-        caches.append(_row(name, compare(expected, given, targets)) | {"of": plain})
+        caches.append(_row(name, compare(expected, predicted, targets)) | {"of": plain})
     for scheme in SCHEMES:
         report(f"a cache of {scheme}")
         cache = quantized_copy(model, exact, scheme)
