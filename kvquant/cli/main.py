@@ -75,6 +75,9 @@ def main() -> None:
 )
 @click.option("--max-seq-len", type=COUNT, help="Room for tokens; those of the prompt by default.")
 @click.option("--chunk", type=COUNT, default=512, show_default=True, help="Tokens read at a time.")
+@click.option(
+    "--accept-loss", is_flag=True, help="Make it even where the K format ruins the model."
+)
 @OUTPUT
 @enough_memory("--chunk or --max-seq-len")
 def quantize(
@@ -90,6 +93,7 @@ def quantize(
     recent_len: int,
     max_seq_len: int | None,
     chunk: int,
+    accept_loss: bool,
     output: Path,
 ) -> None:
     """Make a quantized cache of a text or of raw tensors.
@@ -114,9 +118,11 @@ def quantize(
         raise click.UsageError("--plan says the formats and needs MODEL: leave the others out")
     if both and k_format and v_format:
         raise click.UsageError("--k-format and --v-format leave nothing to --format: leave one out")
-    for name in ("chunk", "tokens"):
+    for name in ("chunk", "tokens", "accept_loss"):
         if raw and is_given(name):
-            raise click.UsageError(f"--{name} is for MODEL, which reads: leave it out with --from")
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} is for MODEL, which reads: leave it out with --from"
+            )
     if raw:
         _check_of_heads(both, raw)
     check_output(output, model, prompt, raw, plan)
@@ -142,6 +148,7 @@ def quantize(
         else:
             _check_of_heads(both, model)
         ids = reader.encode(read_text(prompt))[:tokens]
+        options["accept_loss"] = accept_loss
         cache = _read_prompt(reader, ids, str(prompt), max_seq_len, chunk, options)
         _save(cache, output, reader.config_dict, {"source": prompt.name, "chunk": chunk})
     from ..io.inspect import describe, render
