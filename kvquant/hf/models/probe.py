@@ -1,6 +1,6 @@
 """Refuse K rows of few bits that ruin a model, before it decodes from them.
 
-The model reads 512 random ids of its vocabulary once, and rows/probe.py compares what its attention
+The model reads 256 random ids of its vocabulary once, and rows/probe.py compares what its attention
 reads. Random ids give the figures that texts give, within a quarter, and need no tokenizer. Figures
 are kept in the folder of kernels/disk_cache.py, by the fingerprint of the weights.
 """
@@ -59,7 +59,7 @@ def check_accuracy(model: Any, cache: KVCache, layers: CacheLayers) -> None:
         return
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     device, names = input_device(model), tuple(map(str, formats))
-    if device.type == "meta" or is_recorded(torch.empty(0, device=device)):
+    if device.type == "meta" or is_recorded(torch.empty(0, dtype=torch.uint8, device=device)):
         return
     known = _figures.setdefault(model, {})
     is_new = names not in known
