@@ -957,13 +957,17 @@ def chosen_formats() -> str:
     return table(titles, rows)
 
 
+PROBED = "int8", "int8-g4", "int4-g8", "int4-g4", "int4", "int3", "int2"
+
+
 def probed() -> str:
     """What the probe of K rows finds, and what the rows cost."""
     found = read("probe")
     limits = {found["limits"]["refused"]: "refused", found["limits"]["warned"]: "warned of"}
     rows = []
     for name, model in found["models"].items():
-        for fmt, one in model["rows"].items():
+        for fmt in (one for one in PROBED if one in model["rows"]):
+            one = model["rows"][fmt]
             verdicts = [word for limit, word in limits.items() if one["figure"] >= limit]
             verdict = (verdicts or ["-"])[0] if "int8" not in fmt else "not probed"
             numbers = [f"{one[key]:.2g}" for key in ("figure", "figure_of_text", "kl")]
