@@ -63,7 +63,8 @@ def divergence_among(
     with full_precision(k):
         exact = log_weights(k)
         rounded = log_weights(dequantize(quantize(k, fmt)[0], fmt))
-        return (exact.exp() * (exact - rounded)).sum(-1).mean()
+        found: torch.Tensor = (exact.exp() * (exact - rounded)).sum(-1).mean()
+    return found
 
 
 def loss_of(figure: float) -> str:

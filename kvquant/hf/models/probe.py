@@ -32,7 +32,7 @@ from ...rows.probe import (
     divergence,
     loss_of,
 )
-from .configs import CacheLayers, Turn, input_device
+from .configs import CacheLayers, input_device
 from .fingerprint import fingerprint, fingerprint_of
 from .observe import observe
 
@@ -137,8 +137,9 @@ def figures(
     """
     if ids is None:
         config = model.config.get_text_config(decoder=True)
-        ends = getattr(config, "max_position_embeddings", None), layers.turn
-        ends = [one.positions if isinstance(one, Turn) else one for one in ends]
+        ends: list[Any] = [getattr(config, "max_position_embeddings", None)]
+        if layers.turn is not None:
+            ends.append(layers.turn.positions)
         tokens = min([TOKENS, *(one for one in ends if isinstance(one, int) and one > 1)])
         generator = torch.Generator("cpu").manual_seed(0)
         ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu")
