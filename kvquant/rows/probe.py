@@ -57,14 +57,13 @@ def divergence_among(
     queries = q.detach().float().unflatten(1, (k.shape[1], -1))
 
     def log_weights(keys: torch.Tensor) -> torch.Tensor:
-        scores = queries @ keys[:, :, None].float().mT * sm_scale
+        scores: torch.Tensor = queries @ keys[:, :, None].float().mT * sm_scale
         return scores.masked_fill(hidden, -1e9).log_softmax(-1)
 
     with full_precision(k):
         exact = log_weights(k)
         rounded = log_weights(dequantize(quantize(k, fmt)[0], fmt))
-        found: torch.Tensor = (exact.exp() * (exact - rounded)).sum(-1).mean()
-    return found
+        return (exact.exp() * (exact - rounded)).sum(-1).mean()
 
 
 def loss_of(figure: float) -> str:
