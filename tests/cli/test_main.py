@@ -82,7 +82,7 @@ def test_a_prompt_becomes_a_cache_that_can_be_inspected_and_exported(
     refused = run("quantize", MODEL, "--prompt", prompt, *options, "-o", path)
     assert refused.exit_code == 2 and "K rows of int3 without a plan" in refused.stderr
     assert not path.exists()
-    options.append("--accept-loss")
+    options += ["--accept-loss"]
     text = ok("quantize", MODEL, "--prompt", prompt, *options, "--chunk", 200, "-o", path)
     assert "int3" in text and "int2" in text
     assert ok("inspect", path) == text
