@@ -68,7 +68,7 @@ class PassReference:
     ) -> None:
         from kvquant.hf.single_pass import Passages
 
-        self.seen: Callable[[], object] = lambda: None
+        self.seen = tick
         scored = scored_tokens(windows, context)
         self.exact_format, self.num_tokens = model.exact_format, len(windows) * scored
         self.why, self._model, self._tokens = why, model, windows.shape[1]

@@ -172,12 +172,11 @@ def nearest_plain(plan: CachePlan) -> Mapping[str, Any] | None:
 def paired_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """The standard error of a difference of two KLs on the same passages; what both errors make
     where the KLs of passages are not known."""
-    pairs: list[tuple[float, float]] = [
-        *zip(one.get("kl_passages") or (), other.get("kl_passages") or (), strict=True)
-    ]
-    if len(pairs) < 2:
+    first, second = (figures.get("kl_passages") or () for figures in (one, other))
+    if len(first) < 2 or len(second) < 2:
         return math.hypot(one.get("kl_error") or 0, other.get("kl_error") or 0)
-    return statistics.stdev(a - b for a, b in pairs) / math.sqrt(len(pairs))
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    return statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 def _gain(plan: CachePlan) -> str:
