@@ -86,8 +86,8 @@ def run_demo(
         ConfigError: the bundled files are not there, or the text is too short.
         UnsupportedModelError: the model keeps latent rows.
     """
-    for given, path in ((model_folder, MODEL), (text_file, TEXT)):
-        if given is None and not path.exists():
+    for asked, path in ((model_folder, MODEL), (text_file, TEXT)):
+        if asked is None and not path.exists():
             raise ConfigError(
                 f"{path} is not there: the bundled model and text come with a checkout of the "
                 "repository; elsewhere give --model MODEL and --text FILE"
@@ -117,12 +117,10 @@ def run_demo(
         report(name)
         plain = _Plain(CachedModel.from_pretrained(model_folder, dtype=dtype))
         plain(prompt)
-        predicted = torch.stack(
-            [plain(column).log_softmax(-1) for column in fed[..., None].unbind(1)]
-        )
+        given = torch.stack([plain(column).log_softmax(-1) for column in fed[..., None].unbind(1)])
         steps.append(partial(plain, windows[:, -1:]))
         rewinds.append(partial(plain.past.crop, -ROUNDS))
-        caches.append(_row(name, compare(expected, predicted, targets)) | {"of": plain})
+        caches.append(_row(name, compare(expected, given, targets)) | {"of": plain})
     for scheme in SCHEMES:
         report(f"a cache of {scheme}")
         cache = quantized_copy(model, exact, scheme)
