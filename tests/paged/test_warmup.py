@@ -192,7 +192,8 @@ def test_every_size_of_block_is_told(
     )
     calls = BatchCalls(PagedBatch, cache, torch.bfloat16, 40, (most,), shared_prefix=shared)
     told = kernels_of([calls], gpu)
-    fmt = cache.rows.layers[0].k_format
+    layer = cache.rows.layers[0]
+    formats = PrefixSpec(layer.k_format, layer.v_format)
     units = heads * worth_splits(max_seq_len)
     rows = {
         members * ratio
@@ -201,7 +202,7 @@ def test_every_size_of_block_is_told(
         if shared or (shared is None and pays(members, max_seq_len, heads, ratio))
     }
     needed = {
-        fit(PrefixSpec(fmt, fmt), count, gpu.shared_per_block, units, gpu.sm_count)
+        fit(formats, count, gpu.shared_per_block, units, gpu.sm_count)
         for count in rows
     }
     assert needed == {spec for spec in told if isinstance(spec, PrefixSpec)}
