@@ -24,6 +24,7 @@ from .bases import candidates, output_moment
 from .moments import Moments
 
 STEPS = ("plain", "offset", "hadamard", "matrix")  # bases, each rounded to the nearest code
+BATCH = 2  # windows read at a time
 BASE_FORMAT = "int4"  # in which bases are compared
 # shares of its range that a group may keep, by the bits of a code: the fewer codes there are, the
 # more of them the rare large elements cost
@@ -139,21 +140,21 @@ def choose(
     *,
     base_format: str = BASE_FORMAT,
     rounding: str = "feedback",
-    batch: int = 2,
+    batch: int = BATCH,
     progress: Callable[[int], None] = lambda amount: None,
     also: Sequence[Callable[[], None]] = (),
 ) -> dict[int, dict[str, Chosen]]:
     """Choose for every layer and side.
 
     Args:
-        model: reads the windows, twice.
+        model: reads the windows.
         windows: [num_windows, tokens], int64, of tokens that the moments did not see.
         moments: of the model.
         formats: the candidates for K and V, by their short names, base_format among them.
         base_format: in which bases are compared.
         rounding: "feedback", if it is better, or "nearest".
         batch: windows read at a time.
-        progress: called with the number of tokens read.
+        progress: called with 1 for each layer of each batch, and once more for each layer.
         also: what will be called later, whose kernels are compiled beside those of the search: see
             kernels/cuda/runtime/warmup.py.
 
@@ -163,65 +164,71 @@ def choose(
     weights = error_weights(model, moments)
     means = {at: {s: m.mean(s) for s in "kv"} for at, m in moments.layers.items()}
     meter = ErrorMeter(weights, means)
-    options: dict[tuple[int, str], dict[str, Basis]] = {}
-    for layer, at in moments.layers.items():
-        for side in "kv":
-            options[layer, side] = {
-                name: basis
-                for name, basis in candidates(at, weights[layer], side).items()
-                if rounding == "feedback" or basis.feedback is None
-            }
-    base = dict(zip("kv", formats[base_format], strict=True))
 
-    def compare(
+    def offered(layer: int, side: str) -> dict[str, Basis]:
+        found = candidates(moments.layers[layer], weights[layer], side)
+        with_feedback = rounding == "feedback"
+        return {name: one for name, one in found.items() if with_feedback or one.feedback is None}
+
+    # layers on one device launch the same kernels
+    firsts = {at.tensors["count"].device: layer for layer, at in [*moments.layers.items()][::-1]}
+    some = {(layer, side): offered(layer, side) for layer in firsts.values() for side in "kv"}
+    _warm_up(some, formats, base_format, windows, batch, also)
+    rows: dict[int, dict[str, list[torch.Tensor]]] = {}
+
+    def keep(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> None:
-        for side, x in (("k", k), ("v", v)):
-            meter.spread(layer, side, x)
-            for name, basis in options[layer, side].items():
-                meter.measure(layer, side, name, x, basis, base[side])
+        both = rows.setdefault(layer, {"k": [], "v": []})
+        both["k"].append(k)
+        both["v"].append(v)
+        progress(1)
 
-    _warm_up(options, formats, base_format, windows, batch, also)
-    _read(model, windows, batch, compare, progress)
-    chosen: dict[int, dict[str, Chosen]] = {layer: {} for layer in moments.layers}
-    for (layer, side), bases in options.items():
-        best = min(bases, key=lambda name: meter.total(layer, side, name))
-        errors = {f"error.{step}": meter.share(layer, side, step) for step in STEPS}
-        errors["error.feedback"] = meter.share(layer, side, best)
-        chosen[layer][side] = Chosen(bases[best], errors=errors)
-
-    clips = {name: CLIPS.get(pair[0].bits, WIDE_CLIPS) for name, pair in formats.items()}
-    clipped: dict[tuple[int, str, float], Basis] = {}
-    for layer, sides in chosen.items():
-        for side, found in sides.items():
-            ones = torch.ones_like(found.basis.offset[:, 0])
-            for ratio in {ratio for ratios in clips.values() for ratio in ratios}:
-                clipped[layer, side, ratio] = found.basis.with_clip(ratio * ones)
-
-    def fit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> None:
-        for side, x in (("k", k), ("v", v)):
-            plain = options[layer, side]["plain"]
-            for name, pair in formats.items():
-                fmt = pair["kv".index(side)]
-                meter.measure(layer, side, f"plain.{name}", x, plain, fmt)
-                for ratio in clips[name]:
-                    basis = clipped[layer, side, ratio]
-                    meter.measure(layer, side, f"{name}@{ratio}", x, basis, fmt)
-
-    _read(model, windows, batch, fit, progress)
-    for layer, sides in chosen.items():
-        for side, found in sides.items():
-            for name in formats:
-                shares = [meter.share(layer, side, f"{name}@{r}") for r in clips[name]]
-                least, best_ratio = torch.stack(shares).min(0)
-                ratios = torch.tensor(clips[name], dtype=torch.float32, device="cpu")
-                found.clips[name] = ratios[best_ratio]
-                found.errors[f"format_error.{name}"] = least
-                found.errors[f"format_error_plain.{name}"] = meter.share(
-                    layer, side, f"plain.{name}"
-                )
-            found.errors["error.clip"] = found.errors[f"format_error.{base_format}"]
+    for part in windows.split(batch):
+        model.observe(part, keep)
+    chosen: dict[int, dict[str, Chosen]] = {}
+    for layer in moments.layers:
+        chosen[layer] = {
+            side: _chosen(meter, (layer, side), x, offered(layer, side), formats, base_format)
+            for side, x in rows.pop(layer).items()
+        }
+        progress(1)
     return chosen
+
+
+def _chosen(
+    meter: ErrorMeter,
+    at: tuple[int, str],
+    rows: Sequence[torch.Tensor],
+    bases: Mapping[str, Basis],
+    formats: Mapping[str, tuple[RowFormat, RowFormat]],
+    base_format: str,
+) -> Chosen:
+    """Choose for one layer and side, on its rows, [batch, heads, tokens, dim] each."""
+    own = {name: pair["kv".index(at[1])] for name, pair in formats.items()}
+    for x in rows:
+        meter.spread(*at, x)
+        for name, basis in bases.items():
+            meter.measure(*at, name, x, basis, own[base_format])
+    best = min(bases, key=lambda name: meter.total(*at, name))
+    found = Chosen(bases[best], errors={f"error.{step}": meter.share(*at, step) for step in STEPS})
+    found.errors["error.feedback"] = meter.share(*at, best)
+    ones = torch.ones_like(found.basis.offset[:, 0])
+    for name, fmt in own.items():
+        clips = CLIPS.get(fmt.bits, WIDE_CLIPS)
+        clipped = {ratio: found.basis.with_clip(ratio * ones) for ratio in clips}
+        for x in rows:
+            meter.measure(*at, f"plain.{name}", x, bases["plain"], fmt)
+            for ratio, basis in clipped.items():
+                meter.measure(*at, f"{name}@{ratio}", x, basis, fmt)
+        shares = [meter.share(*at, f"{name}@{ratio}") for ratio in clips]
+        least, best_ratio = torch.stack(shares).min(0)
+        ratios = torch.tensor(clips, dtype=torch.float32, device="cpu")
+        found.clips[name] = ratios[best_ratio]
+        found.errors[f"format_error.{name}"] = least
+        found.errors[f"format_error_plain.{name}"] = meter.share(*at, f"plain.{name}")
+    found.errors["error.clip"] = found.errors[f"format_error.{base_format}"]
+    return found
 
 
 def _warm_up(
@@ -262,15 +269,3 @@ def _rehearse(
         stored_rows(x, basis.to("meta"), formats[base])
         for fmt in formats.values():
             stored_rows(x, clipped, fmt)
-
-
-def _read(
-    model: ObservableModel,
-    windows: torch.Tensor,
-    batch: int,
-    observer: Observer,
-    progress: Callable[[int], None],
-) -> None:
-    for part in windows.split(batch):
-        model.observe(part, observer)
-        progress(part.numel())

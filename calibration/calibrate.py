@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +22,10 @@ from kvquant.errors import (
     UnsupportedModelError,
     shown,
 )
+from kvquant.hf.model import as_cached_model
 from kvquant.hf.models.configs import CacheLayers, cache_layers
+from kvquant.hf.models.loading import tokenizer_of
+from kvquant.hf.switch import linears
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_file import FORMAT, LATENT_VERSION, VERSION
@@ -29,16 +35,25 @@ from kvquant.rows.format import HEAD_DIMS, RowFormat
 from kvquant.rows.latent import LatentFormat
 
 from .bases import steepness
-from .basis_search import BASE_FORMAT, STEPS, Chosen, ObservableModel, choose, error_weights
+from .basis_search import BASE_FORMAT, BATCH, STEPS, Chosen, ObservableModel, choose, error_weights
 from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
 from .format_search import Costs, Side, allocate, worst_layers
 from .layer_selection import HeldLayers, held_layers, renumbered
 from .moments import Moments
+from .single_pass import BATCH as SCORED_AT_ONCE
 from .single_pass import PassingModel, PassReference
 from .windows import Sizes as Sizes
-from .windows import Text, observed_windows, random_tokens, token_ids
+from .windows import (
+    Text,
+    observed_windows,
+    packaged_texts,
+    random_tokens,
+    token_ids,
+    too_little,
+)
 from .windows import spread as spread
 
+log = logging.getLogger("kvquant")
 HELD_OUT = 4  # the last quarter of a text is held out for scoring
 CANDIDATES = ("int4", "int4-g2", "int4-g4", "int4-g8", "int8")  # cheapest first
 # before them, where a budget is below what int4 takes: GPUs have no kernels for these yet
@@ -212,8 +227,8 @@ class _Rows:
 
 
 def calibrate(
-    model: CalibratedModel,
-    tokens: Text | None,
+    model: CalibratedModel | Any,
+    tokens: Text | None = None,
     held: Text | None = None,
     *,
     sizes: Sizes | None = None,
@@ -223,12 +238,15 @@ def calibrate(
     state: Path | None = None,
     progress: Report = lambda stage, share: None,
     window: tuple[int, int] = WINDOW,
+    tokenizer: Any = None,
 ) -> CachePlan | None:
     """Make the plan of a model's caches, and measure what it keeps of the predictions.
 
     Args:
-        model: reads and decodes.
-        tokens: the text; None with zero_data, where nothing is to be measured.
+        model: a CachedModel, a model of transformers, or what CachedModel.from_pretrained loads.
+        tokens: the text to observe, as the ids of its tokens. When None a packaged text of
+            encyclopedia, code and dialogue is observed, and another one scored unless held is
+            given; with zero_data nothing is observed and, unless held is given, scored.
         held: the text to score on, not observed; the last quarter of tokens when None.
         sizes: how much to read; Sizes() when None.
         goal: what to reach; Goal(format="int4") when None, or "int4-g8" of latent rows.
@@ -238,6 +256,8 @@ def calibrate(
         progress: called with the stage and what was done of it since, in hundredths.
         window: sink_len and recent_len of the caches that the plan is for. The plan is chosen
             without them, and measured with them too where a passage's context is longer.
+        tokenizer: of a model of transformers, for the packaged text; that beside its weights
+            (name_or_path) when None.
 
     Returns:
         The plan, met or not; None on the ranks but the first, where torch.distributed runs.
@@ -246,7 +266,19 @@ def calibrate(
         ConfigError: a text is too short for the sizes or is none, or an option is not possible.
         UnsupportedModelError: the model keeps latent rows, and cannot decode from them; its
             layers have unlike head_dim; or it runs its layers several times.
+
+    Example:
+        >>> from kvquant import CachedModel, calibrate
+        >>> from kvquant.calibration.windows import Sizes
+        >>> from kvquant.cli.demo import MODEL  # a folder with a model
+        >>> model = CachedModel.from_pretrained(MODEL)
+        >>> small = Sizes(observed=1024, length=256, windows=2, context=64, scored=8)
+        >>> plan = calibrate(model, sizes=small)  # without sizes: a minute or two
+        >>> plan.formats[0]
+        ('int4', 'int4')
+        >>> cache = model.new_cache(batch=1, max_seq_len=64, plan=plan)
     """
+    model = as_cached_model(model, tokenizer)
     for name, given, kind in (("sizes", sizes, Sizes), ("goal", goal, Goal)):
         if given is not None:
             check_kind(name, given, kind, f"give a {kind.__name__}, or None")
@@ -259,10 +291,17 @@ def calibrate(
     is_latent = layers is not None and layers.are_latent
     goal = goal or Goal(format=LATENT_FORMAT if is_latent else BASE_FORMAT)
     if not hasattr(model, "config_dict"):
-        raise ConfigError(f"model is of type {type(model).__name__}: give CachedModel(model)")
+        raise ConfigError(
+            f"model is of type {type(model).__name__}: give a CachedModel, a model of "
+            "transformers, or a folder"
+        )
     _check_goal(model, goal, layers, tokens is not None)
     if tokens is None and not zero_data:
-        raise ConfigError("there is no text: give tokens, or zero_data=True to observe random ones")
+        if getattr(model, "tokenizer", model) is None:
+            model = copy(model)
+            model.tokenizer = tokenizer_of(model.model)
+        tokens, scored = map(model.encode, packaged_texts())
+        held = scored if held is None else held
     tokens = None if tokens is None else token_ids("tokens", tokens)
     held = None if held is None else token_ids("held", held)
     for name, text in (("tokens", tokens), ("held", held)):
@@ -280,6 +319,9 @@ def calibrate(
         tokens = random_tokens(model.config_dict, sizes.observed)
     observed, fitted = observed_windows(tokens, sizes, model.max_positions)
     rank, ranks = _rank()
+    little = too_little(observed.numel(), sizes, is_scored=passages is not None)
+    if little and not rank:
+        log.warning("kvquant: too little text: %s", little)
     if len(observed) < ranks:
         raise ConfigError(
             f"{len(observed)} windows are too few for {ranks} ranks: observe more or shorter ones"
@@ -325,14 +367,20 @@ def observe(
         moments = Moments()
     if moments.done:  # the sums of each layer go to where it attends
         model.observe(windows[:1, :2], moments.follow)
-    step = _shares(progress, "observe", len(windows))
-    step(moments.done)
+    config = getattr(model, "config", None)
+    layers = getattr(config, "num_hidden_layers", 1)
+    step = _shares(progress, "observe", len(windows) * layers)
+    step(moments.done * layers)
+
+    def see(layer: int, *shown: Any) -> None:
+        moments.observe(layer, *shown)
+        step(1)
+
     for window in windows[moments.done :]:
-        model.observe(window[None], moments.observe)
+        model.observe(window[None], see)
         moments.done += 1
         if state:
             moments.save(state, key)
-        step(1)
     for layer, at in moments.layers.items():
         if not all(bool(tensor.isfinite().all()) for tensor in at.tensors.values()):
             raise NonFiniteError(
@@ -387,7 +435,7 @@ def finish(
         {name: pair for name, pair in formats.items() if not pair[0].is_exact},
         base_format=LATENT_CANDIDATES[0] if first.is_latent else BASE_FORMAT,
         rounding=rounding,
-        progress=_shares(progress, "choose", 2 * fitted.numel()),
+        progress=_shares(progress, "choose", len(moments.layers) * (1 + -(-len(fitted) // BATCH))),
         also=also,
     )
     facts = {
@@ -416,7 +464,7 @@ def finish(
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
         return CachePlan({**plan.facts, **rest, "windowed": None}, plan.tensors)
-    reference = _reference(model, plan, passages, sizes.context, shared)
+    reference = _reference(model, plan, passages, sizes.context, shared, progress)
     return _decided(reference, plan, rows, chosen, formats, goal, sizes, progress, window)
 
 
@@ -512,6 +560,7 @@ def _reference(
     passages: torch.Tensor,
     context: int,
     shared: Mapping[int, int],
+    progress: Report,
 ) -> Reference | PassReference:
     """What plans are measured by: one pass, or decoding where rows are latent."""
     if plan.is_latent:
@@ -523,7 +572,14 @@ def _reference(
         why = str(error)
     layers = _cached_layers(model)
     others = layers is None or layers.others or layers.states or layers.turn or shared or why
-    return PassReference(model, passages, context, plan.places, why=why, keeps_context=not others)
+    keeps = not others
+    step = _shares(
+        progress, "read", -(-len(passages) // SCORED_AT_ONCE) * len(linears(model.model))
+    )
+    tick = partial(step, 1)
+    return PassReference(
+        model, passages, context, plan.places, why=why, keeps_context=keeps, tick=tick
+    )
 
 
 def _decided(
@@ -545,17 +601,27 @@ def _decided(
     asked = sides if goal.format is None else []
     start = {side: plan.facts["layers"][side[0]][side[1]]["format"] for side in sides}
     compared = rows.compared
-    step = _shares(progress, "decode", 2 + len(asked) + 2 * len(compared) + ROUNDS)
-    if isinstance(reference, Reference):
+    by_layers = isinstance(reference, PassReference)
+    unit = -(-sizes.windows // SCORED_AT_ONCE) * plan.num_layers if by_layers else 1
+    times = 2 + len(asked) + 2 * len(compared) + (ROUNDS if asked else 0)
+    step = _shares(progress, "score", unit * times)
+    if isinstance(reference, PassReference):
+        reference.seen = partial(step, 1)
+    else:
         reference.warm_up(_known_schemes(plan, rows, start))
-    found = reference.measure(Planned(plan))
-    step(1)
+
+    def measure(scheme: Scheme | Planned) -> Fidelity:
+        measured = reference.measure(scheme)
+        if not by_layers:
+            step(1)
+        return measured
+
+    found = measure(Planned(plan))
     of_k, of_v = rows.offered
     alone: dict[Side, float] = {}
     for side in asked:
         only = {other: start[other] if other == side else exact for other in sides}
-        alone[side] = max(reference.measure(Planned(plan.with_layer_formats(only))).kl, 1e-12)
-        step(1)
+        alone[side] = max(measure(Planned(plan.with_layer_formats(only))).kl, 1e-12)
     costs = Costs(
         {
             side: _costs(chosen[side[0]][side[1]], alone[side], start[side], formats)
@@ -568,7 +634,6 @@ def _decided(
     )
     used, limit = start, goal.max_kl
     for _ in range(ROUNDS if asked else 0):
-        step(1)
         if limit is not None and found.kl <= limit:
             break
         factor = found.kl / max(costs.total(used), 1e-12)
@@ -577,15 +642,16 @@ def _decided(
         if wanted == used:
             break
         used, plan = wanted, plan.with_layer_formats(wanted)
-        found = reference.measure(Planned(plan))
+        found = measure(Planned(plan))
     is_met = limit is None or found.kl <= limit
     comparison: list[dict[str, Any]] = []
     for name, pair in compared.items():
         for scheme in (Scheme(*pair), Planned(plan.with_formats(*pair), f"{name}, plan")):
             entry = {"format": name, "plan": isinstance(scheme, Planned), "bits": rows.bits(*pair)}
             with suppress(NonFiniteError):  # layers that a plan keeps cannot be quantized without
-                comparison.append(entry | _fidelity_facts(reference.measure(scheme)))
-            step(1)
+                is_plan = isinstance(scheme, Planned) and scheme.plan.formats == plan.formats
+                figures = found if is_plan else measure(scheme)
+                comparison.append(entry | _fidelity_facts(figures))
     facts = {
         **plan.facts,
         "measured": {
@@ -598,7 +664,7 @@ def _decided(
             "recent_len": 0,
             "in_one_pass": getattr(reference, "why", "") or None,
         },
-        "windowed": _windowed(reference, plan, sizes, window),
+        "windowed": _windowed(measure, plan, sizes, window),
         "limit": {"max_kl": limit, "budget": goal.budget, "met": is_met},
         "blamed": [] if is_met else worst_layers(costs, used),
         "sensitivity": [
@@ -616,12 +682,15 @@ def _decided(
 
 
 def _windowed(
-    reference: Reference | PassReference, plan: CachePlan, sizes: Sizes, window: tuple[int, int]
+    measure: Callable[[Planned], Fidelity],
+    plan: CachePlan,
+    sizes: Sizes,
+    window: tuple[int, int],
 ) -> dict[str, Any] | None:
     """What the plan keeps with a window of 16-bit tokens; None where there is none to measure."""
     if not 0 < sum(window) < sizes.context:
         return None
-    found = reference.measure(Planned(plan, "the plan", *window))
+    found = measure(Planned(plan, "the plan", *window))
     of_window = {"sink_len": window[0], "recent_len": window[1], "bits": found.bits}
     return {**_fidelity_facts(found), **of_window}
 

@@ -8,7 +8,8 @@ this one takes a fraction of the time. Layers that no cache holds stay as they a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,6 @@ from .fidelity import (
     Planned,
     Reference,
     Scheme,
-    compare,
     compare_passages,
     options_of,
     perplexity_of,
@@ -35,6 +35,7 @@ from .fidelity import (
     stored_bits,
 )
 
+BATCH = 2  # passages that are read at a time: their logits take memory
 RowsOf = Callable[[int, str, torch.Tensor], torch.Tensor]  # place, side, rows: what is read of them
 
 
@@ -58,6 +59,10 @@ class PassReference:
         places: the model's layer at each place of the cache.
         why: the model cannot decode from a KVCache; "" if it can.
         keeps_context: as of hf.single_pass.Passages.
+        tick: called often while the context is read, see hf.single_pass.Passages.
+
+    Attributes:
+        seen: called for each layer of each batch of passages that is measured.
     """
 
     def __init__(
@@ -69,27 +74,34 @@ class PassReference:
         *,
         why: str = "",
         keeps_context: bool = False,
+        tick: Callable[[], object] = lambda: None,
     ) -> None:
         from kvquant.hf.single_pass import Passages
 
+        self.seen: Callable[[], object] = lambda: None
         scored = scored_tokens(windows, context)
         self.exact_format, self.num_tokens = model.exact_format, len(windows) * scored
         self.why, self._model, self._tokens = why, model, windows.shape[1]
         self._at = {layer: at for at, layer in enumerate(places)}
-        exact = EXACT_DTYPES[self.exact_format]
-        self._passages = Passages(
-            model.model, windows[:, :-1], context, exact, keeps_context=keeps_context
+        read = partial(
+            Passages,
+            model.model,
+            context=context,
+            exact=EXACT_DTYPES[self.exact_format],
+            keeps_context=keeps_context,
+            tick=tick,
         )
+        self._parts = [read(part[:, :-1]) for part in windows.split(BATCH)]
         self._dims: dict[tuple[int, str], int] = {}  # head_dim of each side of each place
 
         def as_given(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
             self._dims[place, side] = x.shape[-1]
             return x
 
-        self._expected = self._predict(as_given)
-        self._targets = windows[:, context + 1 :].t()[..., None].to(self._expected.device)
-        _, _, nll = compare(self._expected, self._expected, self._targets)
-        self.perplexity = perplexity_of(nll)
+        self._expected = [*self._predict(as_given)]
+        targets = windows[:, context + 1 :].to(self._expected[0].device).split(BATCH)
+        self._targets = [part.t()[..., None] for part in targets]
+        self.perplexity = perplexity_of(float(self._compared(self._expected)[2].mean()))
 
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
         """Compare the predictions by the rows of a scheme.
@@ -105,6 +117,8 @@ class PassReference:
 
             def rows_of(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
                 fmt = formats[place]["kv".index(side)]
+                if fmt.is_exact:  # what came is rounded to it already
+                    return x
                 basis = getattr(plan.layers[place], side).to(x.device)
                 stored = quantize_calibrated(
                     encode_rows(x, basis), fmt, clip=basis.clip, feedback=basis.feedback
@@ -134,9 +148,13 @@ class PassReference:
 
         if any(window) and not self.why:
             bits = self._bits_with_window(scheme)
-        given = self._predict(rows_of, window)
-        parts = compare_passages(self._expected, given, self._targets)
-        return Fidelity.of(scheme, bits, 0, parts, len(self._expected))
+        parts = self._compared(self._predict(rows_of, window))
+        return Fidelity.of(scheme, bits, 0, parts, len(self._expected[0]))
+
+    def _compared(self, given: Iterable[torch.Tensor]) -> torch.Tensor:
+        """As compare_passages, of all batches."""
+        each = zip(self._expected, given, self._targets, strict=True)
+        return torch.cat([compare_passages(*part) for part in each], dim=1)
 
     def _bits_with_window(self, scheme: Scheme | Planned) -> float:
         """Bits per element of a cache of the passages' length, 16-bit rows included."""
@@ -149,19 +167,20 @@ class PassReference:
         )
         return stored_bits(*caches)
 
-    def _predict(self, rows_of: RowsOf, window: tuple[int, int] = (0, 0)) -> torch.Tensor:
-        """[scored, batch, vocabulary], float32: log probabilities."""
+    def _predict(self, rows_of: RowsOf, window: tuple[int, int] = (0, 0)) -> Iterator[torch.Tensor]:
+        """[scored, passages, vocabulary], float32: log probabilities of each batch of passages."""
 
         def store(
             layer: int, k: torch.Tensor, v: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
+            self.seen()
             place = self._at.get(layer)
             if place is None:
                 return k, v
             return rows_of(place, "k", k).to(k.dtype), rows_of(place, "v", v).to(v.dtype)
 
-        found = self._passages.predict(store, window)
-        return found.transpose(0, 1).float().log_softmax(-1)
+        for part in self._parts:
+            yield part.predict(store, window).transpose(0, 1).float().log_softmax(-1)
 
 
 def reference_of(model: Any, windows: torch.Tensor, context: int) -> Reference | PassReference:

@@ -41,12 +41,13 @@ def render_plan(plan: CachePlan) -> str:
         for one in shown
     ]
     if facts["measured"]:
+        rows.insert(0, _row("this plan", plan.bits, facts["measured"]))
+    if windowed := facts.get("windowed"):  # as the plan is used: before all others
+        name = with_window("this plan", windowed["sink_len"], windowed["recent_len"])
+        rows.insert(0, _row(name, windowed["bits"], windowed))
+    if facts["measured"]:
         exact = f"{facts['measured']['exact_perplexity']:.3f}"
         rows.insert(0, ["16 bit", "16.00", "1.00x", "-", "-", "-", "-", exact])
-        rows.append(_row("this plan", plan.bits, facts["measured"]))
-    if windowed := facts.get("windowed"):
-        name = with_window("this plan", windowed["sink_len"], windowed["recent_len"])
-        rows.append(_row(name, windowed["bits"], windowed))
     table = [render_table(COLUMNS, rows), ""] if rows else []
     if any(one["plan"] for one in shown):
         table += ["+ bases: one format for all layers, rows transformed as in this plan", ""]

@@ -12,6 +12,7 @@ from kvquant.rows.codec import EXACT_CODECS
 from kvquant.text import count_text
 
 from .text_report import KL_LIMIT, KL_NOTICE, nearest_plain
+from .windows import LEAST_PASSAGES, LEAST_SCORED
 
 MOST_BITS = 16.0  # of an element
 
@@ -33,10 +34,17 @@ def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
         within = f", {'within' if limit['met'] else 'over'} the limit of {limit['max_kl']:g}"
         if limit["met"] and most > limit["max_kl"]:
             within += " by less than two standard errors"
+    windowed = plan.facts.get("windowed")
+    figures = f"KL {kl_text(measured)} nats per token{within}"
+    if windowed:
+        kept = (
+            f"the first {windowed['sink_len']} and last {windowed['recent_len']} tokens in 16 bit"
+        )
+        figures = f"KL {kl_text(windowed)} nats per token with {kept}; without them {figures}"
     sentence = (
         f"The cache is {16 / bits:.1f} times smaller than in 16 bit ({bits:.2f} bits per element), "
-        f"and the model predicts the same next token in {top1_text(measured, plan)} of cases "
-        f"(KL {kl_text(measured)} nats per token{within})."
+        f"and the model predicts the same next token in {top1_text(windowed or measured, plan)} of "
+        f"cases ({figures})."
     )
     further = []
     if not limit["met"]:

@@ -1,10 +1,10 @@
 """Quantized KV caches for PyTorch decode loops.
 
 Names are loaded when they are first asked for, and with them the operators torch.ops.kvquant:
-`import kvquant` and `kvquant --help` do not wait for torch. Four names need the hf extra:
-CachedModel, CapturedStep, QuantizedCache and evaluate. `from kvquant import *` takes them where it
-is installed, and leaves them out elsewhere. `import kvquant.hf`, or any of the first three, makes
-attn_implementation="kvquant" known to transformers.
+`import kvquant` and `kvquant --help` do not wait for torch. Five names need the hf extra:
+CachedModel, CapturedStep, QuantizedCache, calibrate and evaluate. `from kvquant import *` takes
+them where it is installed, and leaves them out elsewhere. `import kvquant.hf`, or any of the first
+three, makes attn_implementation="kvquant" known to transformers.
 """
 
 import importlib
@@ -31,6 +31,7 @@ if typing.TYPE_CHECKING:
     from .cache.context_parallel import ContextParallelCache
     from .cache.contiguous import KVCache
     from .cache.latent import LatentKVCache
+    from .calibration.calibrate import calibrate
     from .evaluation.evaluate import evaluate
     from .hf.cache import QuantizedCache
     from .hf.compile.captured import CapturedStep
@@ -87,6 +88,7 @@ __all__ = [
     "UnsupportedError",
     "UnsupportedModelError",
     "append_rows",
+    "calibrate",
     "decode_attention",
     "dequantize_pages",
     "dequantize_rows",
@@ -121,6 +123,7 @@ _HOMES = {
     "RowFormat": "rows.format",
     "Slots": "rows.slots",
     "append_rows": "ops.append",
+    "calibrate": "calibration.calibrate",
     "decode_attention": "ops.attention",
     "dequantize_pages": "ops.rows_at",
     "dequantize_rows": "ops.quantize",
@@ -162,5 +165,5 @@ if not typing.TYPE_CHECKING:  # else a type checker would take any name for a kn
         except (importlib.metadata.PackageNotFoundError, ValueError):
             found = ()
         has_hf = found >= _TRANSFORMERS and importlib.util.find_spec("transformers") is not None
-        needs_hf = "hf.", "evaluation."
+        needs_hf = "hf.", "evaluation.", "calibration."
         return [name for name in _NAMES if has_hf or not _HOMES.get(name, "").startswith(needs_hf)]

@@ -25,14 +25,14 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
     "ops": f"{BASE} rows",
     "cache": f"{BASE} rows ops",
     "paged": f"{BASE} rows ops cache",
-    "io": f"version {BASE} text rows ops cache paged",
+    "io": f"version {BASE} text rows ops cache paged kernels.disk_cache",
     "html": "errors",
     "hf": f"{BASE} rows ops cache io",
     "engine": f"{BASE} rows ops cache io",
     "vllm": f"{BASE} rows engine",
     "sglang": f"{BASE} rows engine",
     "lmcache": f"{BASE} rows ops io engine",
-    "calibration": f"{BASE} text html rows ops cache io hf",
+    "calibration": f"{BASE} text html rows ops cache io hf kernels.disk_cache",
     "evaluation": f"version {BASE} text html rows cache io hf calibration",
     "lm_eval": f"{BASE} rows cache io hf calibration evaluation",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
@@ -59,7 +59,7 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
 }
 # inside functions and for the type checker only
 ALLOWED_LATE = {
-    "__init__": "rows ops cache paged io hf evaluation",
+    "__init__": "rows ops cache paged io hf calibration evaluation",
     "__main__": "cli",
     "ops": (
         "kernels.cpu kernels.cuda.affine kernels.cuda.append kernels.cuda.decode "
@@ -70,7 +70,7 @@ ALLOWED_LATE = {
     "paged": "io kernels.cuda.runtime hf",
     "calibration": "kernels.cuda.runtime",
     "kernels.cuda.runtime": "text",
-    "hf": "kernels.cuda.runtime kernels.disk_cache",
+    "hf": "kernels.cuda.runtime kernels.disk_cache calibration",
     "engine": "kernels.cuda.runtime hf",
     "cli": "bench kernels.cuda.decode kernels.cuda.runtime",
 }

@@ -317,7 +317,7 @@ def test_a_cache_of_other_things_is_refused(options: dict[str, Any], message: st
     ("plan", "error", "message"),
     [
         (5, ConfigError, "plan is of type int: give a CachePlan, or the path of its file"),
-        ("auto", ConfigError, r"plan 'auto' is not possible yet.* '\./auto' for a file of that"),
+        ("auto", ConfigError, r"plan 'auto' needs the model.* \('\./auto' for a file of that"),
         ("./auto", FileNotFoundError, "auto"),
         (Path("auto"), FileNotFoundError, "auto"),
         ("", ConfigError, "give the path of a file"),

@@ -19,8 +19,8 @@ from .console import (
     JSON,
     LATENT,
     MODEL,
+    NEW_FILE,
     ON_DEVICE,
-    OUTPUT,
     POSITIVE,
     WHOLE,
     check_device,
@@ -38,7 +38,9 @@ NOT_MET = 3  # exit code
 @click.command(epilog=FORMATS)
 @MODEL
 @click.option(
-    "--text", type=FILE, help="Text to observe; its last quarter is kept apart and scored."
+    "--text",
+    type=FILE,
+    help="Text to observe; its last quarter is kept apart and scored. Packaged texts by default.",
 )
 @click.option("--held", type=FILE, help="Another text to score, in place of that quarter.")
 @click.option(
@@ -65,9 +67,9 @@ NOT_MET = 3  # exit code
     show_default=True,
     help="How append rounds rows; latent rows always to the nearest code.",
 )
-@click.option("--observed", type=COUNT, default=32768, show_default=True, help="Tokens to observe.")
+@click.option("--observed", type=COUNT, default=8192, show_default=True, help="Tokens to observe.")
 @click.option(
-    "--length", type=COUNT, default=4096, show_default=True, help="Tokens of a passage to observe."
+    "--length", type=COUNT, default=1024, show_default=True, help="Tokens of a passage to observe."
 )
 @click.option("--windows", type=COUNT, default=8, show_default=True, help="Passages to score.")
 @click.option(
@@ -96,7 +98,12 @@ NOT_MET = 3  # exit code
 )
 @ON_DEVICE
 @DTYPE
-@OUTPUT
+@click.option(
+    "-o",
+    "--output",
+    type=NEW_FILE,
+    help="Write the plan to this file. Without --text it is kept for plan='auto' as well.",
+)
 @JSON
 @enough_memory("--length, --windows, --context or --dtype")
 def calibrate(
@@ -112,41 +119,47 @@ def calibrate(
     recent_len: int,
     device: str,
     dtype: str,
-    output: Path,
+    output: Path | None,
     json_file: Path | None,
     **sizes: int,
 ) -> None:
     """Make a plan for the caches of a model, and measure what it costs.
 
     The command observes keys, values and queries of the text. For every layer it chooses how rows
-    are stored: offset, rotation or matrix, rounding, clipping, format. Then it decodes held-out
-    passages token by token from such caches. It compares the predictions with those of the 16-bit
+    are stored: offset, rotation or matrix, rounding, clipping, format. Then it predicts held-out
+    passages from the rows of such caches. It compares the predictions with those of the 16-bit
     cache: KL divergence, share of equal likeliest tokens, perplexity. It prints the table and
     writes the plan.
+
+    Without --text the command reads packaged texts (encyclopedia, code, dialogue) and keeps the
+    plan in your cache folder, where plan="auto" finds it.
 
     Start an interrupted run again and it continues where it stopped. Under torchrun the ranks share
     the text. The exit code is 3 if --max-kl cannot be met.
 
     \b
     Example:
+      kvquant calibrate examples/llama-demo-5m
       kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt \\
           --context 256 --max-kl 0.01 -o plan.safetensors
     """
-    if text is None and not zero_data:
-        raise click.UsageError("give --text FILE to observe, or --zero-data")
-    if text is None:
+    if output is None and (text is not None or held is not None or zero_data):
+        raise click.UsageError("give -o FILE: only plans from the packaged texts alone are kept")
+    if text is None and zero_data:
         unscored = "held", "max_kl", "windows", "context", "scored", "sink_len", "recent_len"
         for name in unscored:
             if is_given(name):
                 raise click.UsageError(
-                    f"--{name.replace('_', '-')} needs a text to score: give --text FILE"
+                    f"--{name.replace('_', '-')} needs a text to score: give --text FILE, or leave "
+                    "--zero-data out"
                 )
     if format and (max_kl or budget):
         raise click.UsageError("--max-kl and --budget choose formats: leave --format out")
     rank, ranks = _ranks()
-    state = output.with_name(f".{output.name}.{rank}.partial")
-    check_output(output, model, text, held)
-    check_output(state, model, text, held, endings=(state.suffix,))
+    state = output and output.with_name(f".{output.name}.{rank}.partial")
+    if output and state:
+        check_output(output, model, text, held)
+        check_output(state, model, text, held, endings=(state.suffix,))
     check_output(json_file, model, text, held, endings=(".json",))
     import torch
 
@@ -155,6 +168,7 @@ def calibrate(
     from ..calibration.text_report import refusal, render_plan, warnings
     from ..calibration.verdict import next_steps, verdict
     from ..hf.model import CachedModel
+    from ..io.plan_store import keep_plan
     from ..text import paragraph, progress
 
     check_device(device)
@@ -166,7 +180,7 @@ def calibrate(
         warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
         tokens = reader.encode(read_text(text)) if text else None
         scored = reader.encode(read_text(held)) if held else None
-        with progress(300, "Calibrating") as update:
+        with progress(400, "Calibrating") as update:
             plan = run(
                 reader,
                 tokens,
@@ -179,16 +193,24 @@ def calibrate(
                 progress=lambda stage, share: update(share, stage),
                 window=(sink_len, recent_len),
             )
-        if plan is not None:
+        places = []
+        if plan is not None and output:
             plan.save(output)
-        state.unlink(missing_ok=True)
+            places.append(output)
+        if plan is not None and text is None and held is None and not zero_data:
+            asked = {"kl": max_kl, "budget": budget, "": format}
+            goal_name = "-".join(f"{name}{given}" for name, given in asked.items() if given)
+            places.append(keep_plan(plan, goal_name))
+        if state:
+            state.unlink(missing_ok=True)
     if plan is None:
         return
     kind, mark, sentence, further = verdict(plan)
-    steps = next_steps(plan, str(output))
+    steps = next_steps(plan, str(places[0]))
     try:
         click.echo(f"{render_plan(plan)}\n")
-        words = [f"{_measured(plan.facts)}; written to {output}", f"{mark} {sentence}", *further]
+        written = " and ".join(map(str, places))
+        words = [f"{_measured(plan.facts)}; written to {written}", f"{mark} {sentence}", *further]
         for sentences in words:
             click.echo(paragraph(sentences))
         for what, line in steps:
@@ -223,8 +245,11 @@ def _measured(facts: object) -> str:
 
 
 @contextmanager
-def _kept(state: Path) -> Iterator[None]:
+def _kept(state: Path | None) -> Iterator[None]:
     """Say where the sums are that a run leaves which does not come to its end."""
+    if state is None:
+        yield
+        return
     before = _stamp(state)
     try:
         yield

@@ -59,18 +59,19 @@ def check(
     from ..evaluation.check import check_size, parse_memory, render
     from ..hf.hybrid import load_decoder
     from ..hf.models.loading import load_config
-    from ..io.plan import as_plan
+    from ..hf.plans import plan_of_model
+    from ..io.plan import AUTO, as_plan
     from ..text import progress
 
     check_device(device)
     room = None if memory is None else parse_memory(memory)
     if size_only:
-        of_file = None if plan in (None, "auto") else as_plan(plan)
+        of_file = None if plan is None or plan == AUTO else as_plan(plan)
         found = check_size(load_config(model), plan=of_file, plan_name=str(plan), memory=room)
     else:
         words = None if text is None else read_text(text)
         reader = load_decoder(model, dtype=getattr(torch, dtype), device=device)
-        found_plan = None if plan is None else as_plan(plan)
+        found_plan = plan_of_model(plan, reader)
         with progress(100, "Checking") as update:
             found = run(
                 reader,

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..cache.latent import check_no_feedback
 from ..errors import ConfigError, ShapeError, UnsupportedError, shown
-from ..io.plan import CachePlan, as_plan
+from ..io.plan import AUTO, CachePlan, as_plan
+from ..io.plan_store import place_of
 from ..rows.basis import LayerBasis
 from ..rows.defaults import DEFAULT, default_format
 from ..rows.format import RowFormat, check_head_dims
@@ -187,6 +188,32 @@ class LatentSettings:
             UnsupportedError: the plan has no such layer.
         """
         return None if self.plan is None else self.plan.layers[_place(self.plan, layer)]
+
+
+def put_kept_plan(given: Any, source: str) -> None:
+    """Put the path of a model's kept plan in the place of "plan": "auto".
+
+    An engine makes none: its memory is its own when it starts.
+
+    Args:
+        given: as of Settings.parse; it changes in place.
+        source: the model's folder, GGUF file or name on the hub.
+
+    Raises:
+        ConfigError: no plan is kept for the weights.
+    """
+    if not isinstance(given, dict) or given.get("plan") != AUTO:
+        return
+    from ..hf.models.fingerprint import fingerprint_of
+
+    path = place_of(fingerprint_of(source))
+    if not path.is_file():
+        raise ConfigError(
+            f'"plan" is "auto", and no plan of {source} is kept: run `kvquant calibrate {source}` '
+            "once, and start the engine again"
+        )
+    log.info("kvquant: plan taken from %s", path)
+    given["plan"] = str(path)
 
 
 def rank_heads(total: int, rank: int, ranks: int) -> list[int]:

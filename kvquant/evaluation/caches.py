@@ -4,32 +4,37 @@ default                              the formats that a cache has by default, an
 int4-g4                              K and V in int4-g4; the first 4 and last 128 tokens in 16 bit
 int8/int4-g4,sinks=0,recent=64       K in int8, V in int4-g4; the last 64 tokens in 16 bit
 int4-g8+int8-g4                      latents and RoPE parts (multi-head latent attention)
+auto                                 the plan that is kept for the model, or a new one
 plan.safetensors,recent=0            a plan's formats and transforms; the first 4 tokens in 16 bit
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from kvquant.calibration.fidelity import Planned, Scheme
 from kvquant.errors import ConfigError
+from kvquant.hf.plans import plan_of_model
+from kvquant.io.plan import AUTO
 from kvquant.rows.defaults import DEFAULT, RECENT, SINKS
 from kvquant.rows.format import NAMES, nearest
 
 OPTIONS = {"sinks": SINKS, "recent": RECENT}  # tokens in 16 bit: what KVCache keeps by default
-GRAMMAR = "K[/V][,sinks=N][,recent=N] or PLAN.safetensors[,sinks=N][,recent=N]"
+GRAMMAR = "K[/V][,sinks=N][,recent=N], or PLAN.safetensors or auto in place of K/V"
 
 
-def parse_cache(text: str, *, latent: bool = False) -> Scheme | Planned:
+def parse_cache(text: str, *, latent: bool = False, model: Any = None) -> Scheme | Planned:
     """Read the text of a cache.
 
     Args:
         text: in the grammar at the top of this file.
         latent: whether the model caches latents and RoPE parts in place of K and V. A single
             format is then that of the latents, and RoPE parts stay in 16 bit.
+        model: a CachedModel, for "auto".
 
     Returns:
-        A Planned if the text names a plan's file, else a Scheme.
+        A Planned if the text names a plan's file or is "auto", else a Scheme.
 
     Raises:
         ConfigError: the text does not follow the grammar, names no known format, or is for the
@@ -50,6 +55,11 @@ def parse_cache(text: str, *, latent: bool = False) -> Scheme | Planned:
             raise ConfigError(f"cache {text!r:.80} has {name}= twice: write it once")
         given[name] = int(value)
     sinks, recent = (OPTIONS | given).values()
+    if what == AUTO and (plan := plan_of_model(AUTO, model)) is not None:
+        return Planned(plan, AUTO, sinks, recent)
+    if what == AUTO:  # whose plan costs too much
+        layer = model.new_cache(1, 1).layers[0]
+        return Scheme(str(layer.k_format), str(layer.v_format), sinks, recent, latent)
     if what.endswith(".safetensors"):
         return Planned(what, Path(what).stem, sinks, recent)
     separator, other = ("+", "/") if latent else ("/", "+")

@@ -32,7 +32,7 @@ from .evaluate import HELD_OUT
 
 LENGTHS = 4096, 32768  # tokens of the sequences whose bytes are told
 # KL: up to SAFE no answer of HumanEval was lost beyond the noise of 16 bit, from RUINED on many
-SAFE, RUINED = 0.02, 0.1
+SAFE, RUINED = 0.01, 0.1
 SAFE_WORD, SMALL, RUIN, CLOSE = "safe", "small loss", "do not use", "too close to tell"
 CONTEXT, SCORED, SAMPLES = 1024, 64, 8
 LADDER = "int8", "default", "int4-g4", "int4"

@@ -226,7 +226,8 @@ class _Run:
                 )
         latent = self.model.has_latents
         parsed = [
-            parse_cache(one, latent=latent) if isinstance(one, str) else one for one in self.given
+            parse_cache(one, latent=latent, model=self.model) if isinstance(one, str) else one
+            for one in self.given
         ]
         self.choices = [
             replace(one, is_latent=latent) if isinstance(one, Scheme) else one for one in parsed

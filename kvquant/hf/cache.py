@@ -36,7 +36,7 @@ from ..cache.contiguous import KVCache
 from ..cache.copying import NoShallowCopy
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, ShapeError, UnsupportedModelError
-from ..io.plan import Plan, as_plan
+from ..io.plan import ModelPlan
 from ..rows.arguments import check_flag, check_kind, check_size
 from ..rows.quantize import EXACT_DTYPES, exact_codec
 from .argument import ARGUMENT
@@ -47,6 +47,7 @@ from .models.configs import CacheLayers, cache_layers, layer_devices, layers_of_
 from .models.hook import DecoderHook
 from .models.latent import check_latents
 from .models.probe import check_accuracy
+from .plans import plan_of_model
 from .sources import check_caller, check_names, config_of
 from .text import DRAFTS, CachedText, Handed, running
 
@@ -102,7 +103,8 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             is saved, goes on with ids that are padded on the left to the longest.
         k_format, v_format, sink_len, recent_len: as of KVCache.
         plan: of `kvquant calibrate`, for this model, or the path of its file: it says the
-            formats.
+            formats. "auto" takes the plan that is kept for the model's weights, or makes one in a
+            minute or so, and keeps it; source must be the model. False is no plan.
         fmt: of latent rows, in place of k_format and v_format; as of LatentKVCache.
         exact_format: "bf16" or "fp16", the 16-bit rows; what fits the dtype of the keys when None.
         max_seq_len: tokens that a sequence has room for, from the beginning: more are refused, and
@@ -154,7 +156,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         *theirs: NoReturn,
         k_format: Formats | None = None,
         v_format: Formats | None = None,
-        plan: Plan | None = None,
+        plan: ModelPlan = None,
         fmt: LatentFormats | None = None,
         sink_len: int | None = None,
         recent_len: int | None = None,
@@ -179,7 +181,9 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         options: dict[str, Any] = {
             "k_format": k_format,
             "v_format": v_format,
-            "plan": None if plan is None else as_plan(plan),
+            "plan": plan_of_model(
+                plan, source, {"k_format": k_format, "v_format": v_format, "fmt": fmt}
+            ),
             "fmt": fmt,
             "sink_len": sink_len,
             "recent_len": recent_len,
@@ -221,7 +225,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         exact = exact_format or exact_codec(dtype)
         self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
-        if plan is None and isinstance(source, torch.nn.Module) and not accept_loss:
+        if "plan" not in options and isinstance(source, torch.nn.Module) and not accept_loss:
             check_accuracy(source, self._outline, layers)
         is_hybrid = bool(layers.others or layers.states)
         self.fit(layers, DynamicCache(config=config).layers if is_hybrid else ())

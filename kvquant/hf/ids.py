@@ -32,8 +32,9 @@ def _watched(generate: Any) -> Any:
         if cache is None:
             return generate(model, inputs, *args, **given)
         came = given.get("input_ids") if inputs is None else inputs
-        is_known = given.get("inputs_embeds") is None and isinstance(came, torch.Tensor)
-        text = _whole(cache, came, given.get("attention_mask")) if is_known else None
+        text = None
+        if given.get("inputs_embeds") is None and isinstance(came, torch.Tensor):
+            text = _whole(cache, came, given.get("attention_mask"))
         # PEFT puts its own there
         check_adapter(getattr(model.prepare_inputs_for_generation, "__self__", model))
         cache.has_beams = False
@@ -69,9 +70,10 @@ def _whole(cache: CachedText, came: torch.Tensor, mask: Any) -> torch.Tensor | N
     known = cache.ids
     columns = mask.shape[1] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else ids.shape[1]
     if columns > ids.shape[1]:  # the new ones
-        ids = None if known is None else _repeated(ids.to(known.device), len(known))
-        is_whole = ids is not None and known.shape[1] == held
-        return torch.cat([known, ids], dim=1) if is_whole else None
+        if known is None or known.shape[1] != held:
+            return None
+        new = _repeated(ids.to(known.device), len(known))
+        return None if new is None else torch.cat([known, new], dim=1)
     if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
         ids = ids.masked_fill(mask.to(ids.device) == 0, ANY)
     if known is None:  # of what others have read, as of a file: it is taken for the text that comes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -18,7 +19,7 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..cache.layer import SPARE
 from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedModelError, shown
-from ..io.plan import CachePlan, Plan, as_plan
+from ..io.plan import CachePlan, ModelPlan, Plan, as_plan
 from ..rows.arguments import (
     check_device,
     check_flag,
@@ -50,6 +51,7 @@ from .models.loading import TensorPlan, load
 from .models.observe import Observer, observe, output_weights, shared_layers
 from .models.positions import positions_of
 from .models.probe import check_accuracy
+from .plans import plan_of_model
 from .sampling import Sampler
 from .switch import attending, plain_implementation
 
@@ -220,7 +222,7 @@ class CachedModel:
         batch: int,
         max_seq_len: int,
         *,
-        plan: Plan | None = None,
+        plan: ModelPlan = None,
         fmt: LatentFormats | None = None,
         accept_loss: bool = False,
         **options: Unpack[CacheOptions],
@@ -235,7 +237,8 @@ class CachedModel:
             batch: sequences.
             max_seq_len: tokens that each has room for.
             plan: of `kvquant calibrate`, for this model, or the path of its file: it says the
-                formats.
+                formats. "auto" takes the plan that is kept for the model's weights, or makes one
+                in a minute or so, and keeps it. False is no plan.
             fmt: of latent rows, as in LatentKVCache, in place of k_format and v_format; not with a
                 plan.
             accept_loss: make the cache where K rows of 4 bits or fewer, without a plan, ruin the
@@ -253,8 +256,8 @@ class CachedModel:
         check_flag("accept_loss", accept_loss)
         device = layer_devices(self.model, self._layers.places) or self.model.device
         own = {"exact_format": self.exact_format, "device": device}
+        plan = plan_of_model(plan, self, {**options, "fmt": fmt})
         if plan is not None:
-            plan = as_plan(plan)
             self._check_weights(plan)
         given: dict[str, Any] = own | options | {"plan": plan, "fmt": fmt, "is_probed": True}
         cache = new_cache(self.model.config, self._layers, batch, max_seq_len, **given)
@@ -852,6 +855,19 @@ class CachedModel:
                 f"{count} positions are needed, and the model has learned {self._positions}: give "
                 "fewer tokens"
             )
+
+
+def as_cached_model(model: Any, tokenizer: Any = None) -> Any:
+    """A CachedModel of a model of transformers, or of what CachedModel.from_pretrained loads; what
+    is neither comes back as it is.
+
+    Args:
+        model: as above.
+        tokenizer: of a model of transformers; None where no text will be read.
+    """
+    if isinstance(model, str | os.PathLike):
+        return CachedModel.from_pretrained(model)
+    return CachedModel(model, tokenizer) if isinstance(model, torch.nn.Module) else model
 
 
 def loaded(

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ..errors import UnsupportedError
 from .argument import as_argument
 from .models.configs import input_device
-from .switch import attending, plain_implementation
+from .switch import attending, hooked, linears, plain_implementation
 
 # layer, keys and values [batch, num_kv_heads, tokens, head_dim]: what attention reads of them
 Store = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -84,6 +84,7 @@ class Passages:
         context: how many of the first tokens are read by exact attention.
         exact: dtype of a cache's 16-bit rows.
         keeps_context: whether every layer can go on from the kept keys and values of the context.
+        tick: called after each linear layer while the context is read.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Passages:
         exact: torch.dtype,
         *,
         keeps_context: bool = False,
+        tick: Callable[[], object] = lambda: None,
     ) -> None:
         self._model, self._context, self._exact = model, context, exact
         self._tokens = tokens.to(input_device(model))
@@ -102,7 +104,8 @@ class Passages:
             past = DynamicCache(config=model.config)
             options = {**as_argument(model, past), "use_cache": True, "logits_to_keep": 1}
             chunk = max(PREFILL // len(tokens), 1)
-            with attending(model, plain_implementation(model)), torch.no_grad():
+            ticking = hooked(one.register_forward_hook(lambda *_: tick()) for one in linears(model))
+            with attending(model, plain_implementation(model)), torch.no_grad(), ticking:
                 for part in self._tokens[:, :context].split(chunk, dim=1):
                     model(part, **options)
             self._past = past

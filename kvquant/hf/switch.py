@@ -7,10 +7,12 @@ want the same implementation run side by side; one that wants another waits for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import torch
 
 from ..errors import ConfigError, UnsupportedModelError
 
@@ -52,6 +54,20 @@ def attending(model: Any, implementation: str) -> Iterator[None]:
         yield
     finally:
         switch.leave()
+
+
+def linears(model: Any) -> list[torch.nn.Linear]:
+    """Its linear layers."""
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+
+
+@contextmanager
+def hooked(hooks: Iterable[Any]) -> Iterator[None]:
+    """Modules have these hooks inside the block, by the handles that torch gave for them."""
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.remove)
+        yield
 
 
 class _Switch:

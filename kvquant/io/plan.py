@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -419,19 +419,22 @@ class CachePlan:
 
 
 Plan = CachePlan | str | os.PathLike[str]  # what every plan= takes: a plan, or the path of its file
+AUTO = "auto"  # where there is a model, too: its kept plan, or a new one
+ModelPlan = Plan | Literal[False] | None  # there False and None are no plan
 
 
 def as_plan(plan: Plan) -> CachePlan:
     """The plan that was given, or, of a path, the plan that CachePlan.load reads there.
 
     Raises:
-        ConfigError: it is neither a plan nor a path. The text "auto" is kept for a later version.
+        ConfigError: it is neither a plan nor a path; or it is "auto", and no model is there.
         FileNotFoundError, CheckpointError: as CachePlan.load.
     """
-    if isinstance(plan, str) and plan == "auto":
+    if isinstance(plan, str) and plan == AUTO:
         raise ConfigError(
-            "plan 'auto' is not possible yet: give a CachePlan or the path of its file, './auto' "
-            "for a file of that name"
+            "plan 'auto' needs the model, which is not here: give a CachePlan or the path of its "
+            "file ('./auto' for a file of that name), or plan='auto' to QuantizedCache(model) or "
+            "CachedModel.new_cache"
         )
     if isinstance(plan, str | os.PathLike):
         return CachePlan.load(plan)

@@ -12,6 +12,7 @@ from ..calibration.fidelity import Planned
 from ..errors import ConfigError, DeviceError, shown
 from ..evaluation.caches import OPTIONS, parse_cache
 from ..hf.model import CachedModel
+from ..io.plan import AUTO
 from ..rows.arguments import check_size
 from ..rows.defaults import DEFAULT
 
@@ -76,6 +77,9 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
     if told["plan"] is not None:
         path = str(told["plan"])
+        if path == AUTO:
+            text = "auto,sinks={},recent={}".format(*window)
+            return {"model": model, "cache": parse_cache(text, model=model), **sizes}
         return {"model": model, "cache": Planned(path, Path(path).stem, *window), **sizes}
     formats = [str(told[name] or DEFAULT) for name in ("k_format", "v_format")]
     if model.has_latents:  # k_format alone is of the latents, as of --cache

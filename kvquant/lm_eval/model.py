@@ -99,7 +99,9 @@ class KvquantLM(TemplateLM):
             )
         self.model, self.tokenizer, self._device = model, model.tokenizer, model.model.device
         latent = model.has_latents
-        self.choice = parse_cache(cache, latent=latent) if isinstance(cache, str) else cache
+        if isinstance(cache, str):
+            cache = parse_cache(cache, latent=latent, model=model)
+        self.choice = cache
         self.batch_size = check_size("batch_size", batch_size, at_least=1)
         most = model.max_positions
         given = most or DEFAULT_MAX_LENGTH if max_length is None else max_length

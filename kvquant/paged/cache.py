@@ -57,7 +57,7 @@ MAX_SEQ_LEN = 32768
 if TYPE_CHECKING:
     from typing_extensions import Self, TypedDict, Unpack
 
-    from ..io.plan import Plan
+    from ..io.plan import ModelPlan, Plan
 
     class PlanOptions(TypedDict, total=False):
         """Options of PagedKVCache that a plan does not decide."""
@@ -260,7 +260,7 @@ class PagedKVCache(NotCopied):
         num_pages: int,
         *,
         max_seq_len: int = MAX_SEQ_LEN,
-        plan: Plan | None = None,
+        plan: ModelPlan = None,
         **options: Any,
     ) -> Self:
         """Make an empty cache with the layers, KV heads and windows of a model of transformers.
@@ -272,7 +272,8 @@ class PagedKVCache(NotCopied):
         Args:
             model: the model, or its config.
             num_pages, max_seq_len: as in the class.
-            plan: a plan of this model, with formats and bases, or the path of its file.
+            plan: a plan of this model, with formats and bases, or the path of its file; "auto" as
+                of QuantizedCache.
             options: the other options of the class, except sizes. Unless device and exact_format
                 are given, the cache has the model's device and 16-bit dtype.
 

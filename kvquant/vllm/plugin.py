@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..engine.hooks import check_version, hook
+from ..engine.settings import put_kept_plan
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 
 # of vLLM's registry: its CPU platform knows CPU_ATTN and those for latent attention
@@ -71,6 +72,8 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         check_version("vllm")
         from .backend import Request, backend_of, is_draft
 
+        if config.model_config is not None:
+            put_kept_plan(given["kvquant"], config.model_config.model)
         request = Request.of(given["kvquant"])
         if name in LATENT or (name == "CUSTOM" and _has_latents(config, is_draft())):
             from .latent import latent_backend_of

@@ -260,7 +260,7 @@ def test_layers_that_rows_cannot_hold_are_kept_in_16_bit() -> None:
     assert found is not None
     assert found.formats == [("int4", "int4"), ("bf16", "bf16")]
     assert "its keys go up to" in found.facts["layers"][1]["kept"]
-    assert {row["layer"] for row in found.facts["sensitivity"]} == {0}
+    assert found.facts["sensitivity"] == []
     assert found.facts["measured"]["kl"] < 0.2
     with torch.no_grad():
         model.model.model.layers[0].self_attn.v_proj.bias[0] = torch.nan
@@ -309,7 +309,6 @@ def test_what_is_no_text_is_told(model: CachedModel, text: list[int]) -> None:
         ("word " * 600, r"tokens is of type str: give the ids of a text"),
         (iter(text), r"tokens is of type list_iterator: give the ids of a text"),
         (torch.tensor(text)[None], r"tokens is \[1, \d+\]: give the ids of one text, \[tokens\]"),
-        (None, r"there is no text: give tokens, or zero_data=True"),
     ]
     for given, words in cases:
         with pytest.raises(ConfigError, match=words):
@@ -345,7 +344,7 @@ def test_an_interrupted_run_goes_on(model: CachedModel, text: list[int], tmp_pat
     shares: list[int] = []
     again = observe(broken, windows, "key", state, lambda stage, share: shares.append(share))
     assert Interrupted.reads == 6  # one of them finds out where layers are
-    assert shares == [50, 25, 25]
+    assert shares[0] == 50 and sum(shares) == 100 and max(shares[1:]) <= 7  # layer by layer
     whole = observe(model, windows, "key", None)
     for layer, moments in whole.layers.items():
         torch.testing.assert_close(again.layers[layer].queries, moments.queries)
@@ -369,8 +368,10 @@ def test_choosing_has_windows_of_its_own() -> None:
 
 
 def test_impossible_goals_and_sizes_are_refused(model: CachedModel, text: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"model is of type Llama.*: give CachedModel\(model\)"):
-        calibrate(model.model, text)
+    with pytest.raises(
+        ConfigError, match="model is of type object: give a CachedModel, a model of"
+    ):
+        calibrate(object(), text)
     with pytest.raises(ConfigError, match=r"1000 tokens are too few for 8 windows of 1089: give"):
         calibrate(model, text[:4000])
     words = r"or shorter windows \(--context, --scored\), or 2 of them \(--windows 2\)"

@@ -286,7 +286,7 @@ BAD = [  # the command, and the error
     ("inspect --nope", "No such option"),
     (READ, "Missing option '-o'"),
     ("inspect nope.safetensors", "No such file or directory: nope.safetensors"),
-    ("quantize nope --prompt {prompt} -o x.safetensors", "does not exist"),
+    ("quantize {tmp}/nope --prompt {prompt} -o x.safetensors", "does not exist"),
     ("quantize {model} -o x.safetensors", "give either MODEL and --prompt"),
     ("quantize {model} --from {raw} -o x.safetensors", "give either MODEL and --prompt"),
     (f"{READ} --format int5 -o x.safetensors", "'int5' is not one of 'int2', 'int3', 'int4', "),

@@ -90,9 +90,9 @@ def llama() -> Any:
 def check_refused(adapted: Any, base: Any, kind: str) -> None:
     """By each door, and where the cache knows the base model only."""
     told = rf"the active adapter of this \w+ is PEFT's {kind}, which puts virtual tokens"
-    for options in ({}, {"dequantize": True}):
+    for dequantize in (False, True):
         with pytest.raises(UnsupportedModelError, match=told):
-            QuantizedCache(adapted, **options)
+            QuantizedCache(adapted, dequantize=dequantize)
     for door in (CachedModel, HybridModel):
         with pytest.raises(UnsupportedModelError, match=told):
             door(adapted)

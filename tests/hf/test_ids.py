@@ -188,14 +188,13 @@ def test_a_call_that_failed_leaves_what_is_known(llama: Any) -> None:
     found = llama.generate(text, **caching(past), **OPTIONS)
     turn = torch.cat([found, text_of(1, 4)], dim=1)
 
-    class Fails(transformers.StoppingCriteria):  # type: ignore[misc]  # transformers has no types
-        def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            if ids.shape[1] > 20:
-                raise KeyboardInterrupt
-            return torch.zeros(len(ids), dtype=torch.bool)
+    def fail(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if ids.shape[1] > 20:
+            raise KeyboardInterrupt
+        return torch.zeros(len(ids), dtype=torch.bool)
 
     with pytest.raises(KeyboardInterrupt):
-        llama.generate(turn, **caching(past), **OPTIONS, stopping_criteria=[Fails()])
+        llama.generate(turn, **caching(past), **OPTIONS, stopping_criteria=[fail])
     held = past.get_seq_length()
     assert held == 20
     long = torch.cat([turn, text_of(1, 9)], dim=1)

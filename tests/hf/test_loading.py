@@ -298,7 +298,7 @@ def test_a_model_of_the_hub_without_safetensors_is_refused(hub: Path) -> None:
 @pytest.mark.parametrize(
     "kind, said",
     [
-        (GatedRepoError, "is gated .* hf auth login"),
+        (GatedRepoError, "is gated .*hf auth login"),
         (RepositoryNotFoundError, "no model on the Hugging Face hub: .* OWNER/NAME"),
     ],
 )
@@ -333,7 +333,7 @@ def test_models_that_the_hub_does_not_give_are_told(
 def test_names_of_models_are_told_what_to_do(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         CachedModel.from_pretrained(name)
-    result = CliRunner().invoke(main, ["evaluate", name])
+    result = CliRunner().invoke(main, ["evaluate", name, "--cache", "int8"])
     assert result.exit_code == 2
     assert re.search(said, " ".join(result.output.split()))
 

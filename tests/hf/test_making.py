@@ -196,12 +196,11 @@ def test_a_prefilled_cache_is_repeated_for_beams(own: CachedModel) -> None:
 
 def test_an_empty_prompt_is_told(own: CachedModel) -> None:
     past = QuantizedCache(own.model)
-    for call in (
-        lambda: own.model.generate(tokens(1, 0), **caching(past), **OPTIONS),
-        lambda: own.model(tokens(1, 0), **caching(past)),
-    ):
+    model: Any = own.model
+    for call in (model.generate, model):
+        options = OPTIONS if call is not model else {}
         with pytest.raises(ConfigError, match="the prompt is empty: give the id of one token"):
-            call()
+            call(tokens(1, 0), **caching(past), **options)
     own.model(tokens(1, 5), **caching(past))
     with pytest.raises(ConfigError, match="the text brings nothing new"):
         own.model(tokens(1, 0), **caching(past))

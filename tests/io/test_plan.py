@@ -405,7 +405,7 @@ def test_rows_of_one_basis_are_not_read_in_another(plan: CachePlan, tmp_path: Pa
 class Lazy(CachePlan):
     """Computes no bases."""
 
-    layers = property(lambda self: pytest.fail("bases are computed before they are wanted"))  # type: ignore[assignment]
+    layers = property(lambda self: pytest.fail("bases are computed before they are wanted"))
 
 
 def test_options_are_looked_at_before_the_bases_of_a_plan(plan: CachePlan) -> None:
@@ -416,8 +416,8 @@ def test_options_are_looked_at_before_the_bases_of_a_plan(plan: CachePlan) -> No
         PagedKVCache.from_plan(lazy, 4, k_format="int8")  # type: ignore[call-arg]
 
 
-SIZES = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 64}
-WIDTHS = {"hidden_size": 128, "intermediate_size": 32, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64}
+SIZES |= {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 32, "num_attention_heads": 4}
 
 
 def saved_and_loaded(plan: Any, tmp_path: Path) -> Any:
@@ -442,9 +442,9 @@ DOORS: dict[str, Callable[[Any, LlamaForCausalLM, Path], Any]] = {
 def test_a_path_is_taken_wherever_a_plan_is(
     door: Callable[[Any, LlamaForCausalLM, Path], Any], tmp_path: Path
 ) -> None:
-    config = LlamaConfig(**SIZES, **WIDTHS)
+    config = LlamaConfig(**SIZES)
     plan, path = example_plan(), tmp_path / "plan.safetensors"
-    facts = plan.with_formats("int8").facts | {"model": model_identity(config.to_dict())}
+    facts = {**plan.with_formats("int8").facts, "model": model_identity(config.to_dict())}
     plan = CachePlan(facts, plan.tensors)
     plan.save(path)
     make = partial(AutoModelForCausalLM.from_config, config, attn_implementation="kvquant")

@@ -42,7 +42,7 @@ def test_everything_that_is_given_counts(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"kformat": "int8", "beams": 2}, "have no beams, kformat: there are pretrained, k_format"),
-        ({"pretrained": None}, "name no model: give pretrained=FOLDER"),
+        ({"pretrained": None}, "name no model: give pretrained=MODEL"),
         ({"pretrained": "/nowhere"}, "/nowhere does not exist: give the folder of a model"),
         ({"k_format": None}, "need a cache: give k_format=FORMAT"),
         ({"plan": "x.safetensors"}, "need a cache: give k_format=FORMAT"),

@@ -21,7 +21,7 @@ from ...cache.contiguous import KVCache
 from ...cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
 from ...cache.latent import LatentFormats, LatentKVCache
 from ...errors import ConfigError, UnsupportedModelError
-from ...io.plan import CachePlan, Plan, as_plan
+from ...io.plan import CachePlan, ModelPlan, Plan, as_plan
 from ...rows.arguments import name_of_kind
 from ...rows.codec import one_of
 from ...rows.defaults import RECENT, SINKS
@@ -335,7 +335,7 @@ def new_paged_cache(
     num_pages: int,
     max_seq_len: int,
     *,
-    plan: Plan | None = None,
+    plan: ModelPlan = None,
     fmt: LatentFormats | None = None,
     **options: Any,
 ) -> Any:
@@ -370,7 +370,10 @@ def new_paged_cache(
                 "load the model on one device"
             )
         own["device"] = devices.pop()
-    return _made(kind, config, layers, plan, fmt, own | options)
+    from ..plans import plan_of_model
+
+    found = plan_of_model(plan, model, {**options, "fmt": fmt})
+    return _made(kind, config, layers, found, fmt, own | options)
 
 
 def _made(

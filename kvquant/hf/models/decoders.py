@@ -48,7 +48,7 @@ def check_adapter(model: Any) -> None:
     Args:
         model: of any kind; LoRA, IA3 and other adapters of weights pass.
     """
-    config = getattr(model, "active_peft_config", None)
+    config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False) is True:
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise UnsupportedModelError(

@@ -23,9 +23,9 @@ import torch
 
 from ...errors import UnsupportedModelError
 from ...rows.basis import Basis
-from ..switch import attending, plain_implementation
+from ..switch import attending, hooked, plain_implementation
 from .configs import input_device
-from .observe import check_here, hooked, observe_linears
+from .observe import check_here, observe_linears
 
 PROBED = 16  # tokens that a model is tried with
 SAME = (

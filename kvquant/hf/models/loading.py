@@ -125,6 +125,25 @@ def load(
     return model, tokenizer, saved
 
 
+def tokenizer_of(model: Any) -> Any:
+    """The tokenizer beside the weights that a model was loaded from, on this machine.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    name = getattr(model, "name_or_path", "")
+    try:
+        if not name:
+            raise OSError("the model has no name_or_path")
+        with _quiet():
+            return transformers.AutoTokenizer.from_pretrained(name, **LOCAL)
+    except Exception as error:  # of many kinds, as in load
+        raise ConfigError(
+            f"the tokenizer of {name or type(model).__name__} could not be loaded: "
+            f"{_first_line(error)}: give tokenizer="
+        ) from error
+
+
 def _spreading(tp_plan: TensorPlan | None) -> dict[str, Any]:
     """The options of transformers' from_pretrained that spread a model over ranks."""
     if tp_plan is None:
@@ -164,8 +183,8 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
     except Exception as error:  # of huggingface_hub, or of the HTTP library that its version has
         raise ConfigError(
             f"{name} is no folder or GGUF file here, and could not be had from the Hugging Face "
-            f"hub: {_first_line(error)} Check the path; or run `hf download {name} --local-dir "
-            "FOLDER` where there is a network, and give FOLDER"
+            f"hub: {_first_line(error).rstrip(' .:')}. Check the path; or run `hf download {name} "
+            "--local-dir FOLDER` where there is a network, and give FOLDER"
         ) from error
     if files is FILES and not list(folder.glob("*.safetensors")):
         raise ConfigError(

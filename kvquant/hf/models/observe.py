@@ -10,8 +10,7 @@ calls the attention function is a layer with attention.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 from ...errors import UnsupportedError, UnsupportedModelError
 from ..argument import as_argument
 from ..single_pass import exact_attention, owner_of
-from ..switch import attending
+from ..switch import attending, hooked, linears
 from .configs import input_device
 from .latent import LatentHeads, hands_latents, heads_of
 
@@ -183,7 +182,7 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
             found[last.layer_idx] = weight
             _watch.last = None
 
-    with hooked(linear.register_forward_pre_hook(see) for linear in _linears(model)):
+    with hooked(linear.register_forward_pre_hook(see) for linear in linears(model)):
         observe(model, torch.zeros(1, 2, dtype=torch.int64, device="cpu"), None)
     for module in filter(hands_latents, model.modules()):
         layer: Any = module.layer_idx
@@ -194,19 +193,6 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
                 "model without quantization"
             )
     return found
-
-
-def _linears(model: Any) -> list[torch.nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-
-
-@contextmanager
-def hooked(hooks: Iterable[Any]) -> Iterator[None]:
-    """Modules have these hooks inside the block, by the handles that torch gave for them."""
-    with ExitStack() as stack:
-        for hook in hooks:
-            stack.callback(hook.remove)
-        yield
 
 
 def check_here(linear: torch.nn.Linear, name: str) -> None:
@@ -274,8 +260,8 @@ def observe_linears(model: Any) -> dict[int, Linears]:
     ) -> None:
         values[layer] = v
 
-    hooks = [linear.register_forward_pre_hook(see) for linear in _linears(model)]
-    hooks += [linear.register_forward_hook(note) for linear in _linears(model)]
+    hooks = [linear.register_forward_pre_hook(see) for linear in linears(model)]
+    hooks += [linear.register_forward_hook(note) for linear in linears(model)]
     with hooked(hooks):
         observe(model, torch.arange(4, device="cpu")[None], observer)
     return found

@@ -1,0 +1,239 @@
+"""plan="auto": made once, kept by weights, taken by every door that holds a model (20 s)."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kvquant import KVCache, PagedKVCache
+from kvquant.calibration import auto
+from kvquant.calibration.calibrate import calibrate
+from kvquant.calibration.windows import (
+    Sizes,
+    observed_windows,
+    packaged_texts,
+    spread,
+    too_little,
+)
+from kvquant.engine.settings import Settings, put_kept_plan
+from kvquant.errors import CheckpointError, ConfigError
+from kvquant.io.plan import CachePlan
+from kvquant.io.plan_store import place_of, stored_plan
+
+pytest.importorskip("transformers")
+from tiny_models import tiny_model
+
+from kvquant.cli.main import main
+from kvquant.evaluation.caches import parse_cache
+from kvquant.hf.cache import QuantizedCache
+from kvquant.hf.model import CachedModel
+from kvquant.hf.models.fingerprint import fingerprint
+
+MODEL = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
+SMALL = Sizes(observed=512, length=128, windows=2, context=48, scored=8)
+OPTIONS = [f"--{name}={value}" for name, value in vars(SMALL).items()]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "plans"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The models that plans were made of, from little text."""
+    found: list[Any] = []
+
+    def small(model: Any, **options: Any) -> CachePlan | None:
+        found.append(model)
+        return calibrate(model, sizes=SMALL, **options)
+
+    monkeypatch.setattr(auto, "calibrate", small)
+    return found
+
+
+@pytest.fixture
+def model() -> CachedModel:
+    return CachedModel.from_pretrained(MODEL)
+
+
+def test_a_plan_is_made_once_and_kept(
+    model: CachedModel, made: list[Any], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in MODEL.iterdir()}
+    caplog.set_level(logging.INFO, "kvquant")
+    cache = model.new_cache(1, 64, plan="auto")
+    place = place_of(fingerprint(model.model))
+    assert place.parent == folder and place.is_file() and len(made) == 1
+    assert f"plan made, kept in {place}: KL " in caplog.text
+    assert {path: path.stat().st_mtime_ns for path in MODEL.iterdir()} == before
+    caplog.clear()
+    again = CachedModel.from_pretrained(MODEL).new_cache(1, 64, plan="auto")
+    assert len(made) == 1 and "plan taken from the user's folder: KL " in caplog.text
+    bases = cache.bases, again.bases
+    assert all(at is not None for at in bases)
+    for ours, theirs in zip(*bases, strict=True):
+        assert ours.k.fingerprint == theirs.k.fingerprint
+    assert str(cache.layers[0].k_format) == "int4"
+
+
+def test_every_door_takes_it(model: CachedModel, made: list[Any]) -> None:
+    model.model.set_attn_implementation("kvquant")
+    cache = QuantizedCache(model.model, plan="auto")  # its tokenizer lies beside the weights
+    assert cache._outline.bases
+    paged = PagedKVCache.for_model(model.model, 4, max_num_seqs=2, plan="auto")
+    assert paged.bases and len(made) == 1
+    choice: Any = parse_cache("auto,recent=64", model=model)
+    assert choice.plan.facts["model"]["weights"] == fingerprint(model.model)
+    assert (choice.sink_len, choice.recent_len) == (4, 64) and str(choice).startswith("auto")
+    for none in (False, None):
+        assert model.new_cache(1, 64, plan=none).bases is None
+        assert QuantizedCache(model.model, plan=none)._outline.bases is None
+
+
+def test_what_contradicts_it_is_refused(model: CachedModel, made: list[Any], folder: Path) -> None:
+    with pytest.raises(ConfigError, match="'auto' needs the model, which is not here"):
+        KVCache.from_plan("auto", 1, 64)
+    with pytest.raises(ConfigError, match="needs the model, and LlamaConfig is none"):
+        QuantizedCache(model.model.config, plan="auto")
+    with pytest.raises(ConfigError, match="v_format with plan 'auto'"):
+        model.new_cache(1, 64, plan="auto", v_format="int8")
+    with pytest.raises(ConfigError, match="needs the model"):
+        parse_cache("auto")
+    assert not made and not folder.exists()
+
+
+def test_other_weights_have_another_plan(model: CachedModel, made: list[Any]) -> None:
+    first = auto.auto_plan(model)
+    with torch.no_grad():
+        model.model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    second = auto.auto_plan(model)
+    assert len(made) == 2 and first is not None and second is not None
+    assert not torch.equal(first.tensors["k.mean"], second.tensors["k.mean"])
+    with pytest.raises(CheckpointError, match="with weights"):
+        CachedModel.from_pretrained(MODEL).new_cache(1, 64, plan=second)
+
+
+def test_a_plan_that_costs_too_much_is_not_taken(
+    model: CachedModel,
+    made: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(auto, "MOST_KL", 0.0)
+    cache = model.new_cache(1, 64, plan="auto")
+    assert cache.bases is None and "the default formats are taken" in caplog.text
+    plain = model.new_cache(1, 64).layers[0]
+    assert str(parse_cache("auto", model=model)).startswith(str(plain.k_format)) and len(made) == 1
+
+
+def test_a_damaged_file_is_made_anew(
+    model: CachedModel, made: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert auto.auto_plan(model) is not None
+    place = place_of(fingerprint(model.model))
+    place.write_bytes(place.read_bytes()[:-1000])
+    assert auto.auto_plan(model) is not None
+    assert "cannot be read" in caplog.text and len(made) == 2
+    assert stored_plan(fingerprint(model.model)) is not None
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(
+    model: CachedModel,
+    made: list[Any],
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder.parent.write_text("in the way")
+    caplog.set_level(logging.INFO, "kvquant")
+    assert auto.auto_plan(model) is not None
+    assert "will not be kept" in caplog.text and "not kept (" in caplog.text
+
+
+def test_an_engine_takes_what_is_kept(model: CachedModel, made: list[Any]) -> None:
+    given = {"plan": "auto"}
+    with pytest.raises(ConfigError, match=r"run `kvquant calibrate .*llama-demo-5m` once"):
+        put_kept_plan(given, str(MODEL))
+    auto.auto_plan(model)
+    put_kept_plan(given, str(MODEL))
+    assert given == {"plan": str(place_of(fingerprint(model.model)))}
+    assert Settings.parse(given).k_format == "int4"
+    for other in ({"plan": None}, {"k_format": "int8"}, "words"):
+        put_kept_plan(other, "nowhere")
+
+
+def test_the_command_keeps_a_plan_without_a_text(
+    model: CachedModel, folder: Path, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(main, ["calibrate", str(MODEL), *OPTIONS])
+    place = place_of(fingerprint(model.model))
+    assert done.exit_code == 0, done.output
+    assert place.name in done.output.replace("\n", "") and place.is_file()
+    path = tmp_path / "plan.safetensors"
+    again = ["calibrate", str(MODEL), "--format=int4-g4", f"--output={path}", *OPTIONS]
+    done = CliRunner().invoke(main, again)
+    assert done.exit_code == 0, done.output
+    kept = {one.name for one in folder.glob("*.safetensors")}
+    assert kept == {place.name, f"{place.stem}-int4-g4.safetensors"} and path.is_file()
+    assert CachePlan.load(path).formats == [("int4-g4", "int4-g4")] * 4
+    text = ["--text", str(MODEL / "config.json")]
+    for options in (text, ["--zero-data"]):
+        done = CliRunner().invoke(main, ["calibrate", str(MODEL), *options])
+        assert done.exit_code == 2 and "give -o FILE" in done.output
+
+
+def test_one_call_takes_a_folder_or_a_model_of_transformers(model: CachedModel) -> None:
+    small = partial(calibrate, sizes=SMALL)
+    plans = [small(MODEL), small(model.model), small(model.model, tokenizer=model.tokenizer)]
+    assert plans[0] is not None and plans[0].facts["measured"]["scored"] == 16
+    for plan in plans:
+        assert plan is not None and plan.facts["model"]["weights"] == fingerprint(model.model)
+        assert plan.facts["sensitivity"] == []  # formats were given: no side is measured alone
+    nameless = tiny_model("Llama").model
+    with pytest.raises(ConfigError, match=r"tokenizer of .* could not be loaded.*give tokenizer="):
+        small(nameless)
+
+
+def test_packaged_texts_are_long_enough_and_share_no_passage(model: CachedModel) -> None:
+    sizes = Sizes()
+    observed, held = (model.encode(text) for text in packaged_texts())
+    first, second = observed_windows(observed, sizes, None)
+    assert first.numel() + second.numel() == sizes.observed
+    assert spread(held, sizes.windows, sizes.context + sizes.scored + 1).shape[0] == 8
+    observed_lines, held_lines = (set(text.splitlines()) for text in packaged_texts())
+    shared = [line for line in observed_lines & held_lines if len(line) > 60]
+    assert not [line for line in shared if "raise" not in line and "import" not in line]
+    for text in packaged_texts():
+        assert text.count("User: ") > 5 and text.count("def ") > 5 and text.count("\n= ") > 2
+
+
+def test_too_little_text_is_said_before_the_work(
+    model: CachedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not too_little(7168, Sizes(), is_scored=True)
+    seen: list[str] = []
+
+    def progress(stage: str, share: int) -> None:
+        seen.append(caplog.text)
+
+    calibrate(model, sizes=SMALL, progress=progress)
+    assert "too little text: 384 tokens are observed, a good plan needs 4096" in seen[0]
+    assert "16 tokens of 2 passages are scored, a verdict needs 256 of 4" in seen[0]
+
+
+def test_progress_goes_on_within_each_stage(model: CachedModel) -> None:
+    seen: dict[str, list[int]] = {}
+    calibrate(
+        model, sizes=SMALL, progress=lambda stage, share: seen.setdefault(stage, []).append(share)
+    )
+    assert list(seen) == ["observe", "choose", "read", "score"]
+    for stage, shares in seen.items():
+        assert sum(shares) <= 100 and sum(share > 0 for share in shares) >= 8, stage
+        assert max(shares) <= 20, stage

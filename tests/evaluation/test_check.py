@@ -1,0 +1,186 @@
+"""kvquant check: sizes, verdicts and lines (10 s)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+pytest.importorskip("transformers")
+from tiny_models import tiny_model
+
+from kvquant import ConfigError, KVCache
+from kvquant.calibration.fidelity import Reference
+from kvquant.calibration.windows import spread
+from kvquant.cli.main import main
+from kvquant.evaluation.caches import parse_cache
+from kvquant.evaluation.check import (
+    CLOSE,
+    RUIN,
+    RUINED,
+    SAFE,
+    SAFE_WORD,
+    SMALL,
+    best,
+    check,
+    check_size,
+    parse_memory,
+    render,
+    verdict,
+)
+from kvquant.evaluation.evaluate import HELD_OUT
+from kvquant.hf.hybrid import load_decoder
+from kvquant.hf.model import CachedModel
+
+MODEL = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    return load_decoder(MODEL, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def found(model: CachedModel) -> dict[str, Any]:
+    return check(model, samples=2, memory=2**30)
+
+
+def test_the_ladder_orders_bits_and_losses(found: dict[str, Any]) -> None:
+    names = [row["cache"] for row in found["rows"]]
+    assert names == ["int8", "default", "int4-g4", "int4"]
+    for column in (
+        [row["bits"] for row in found["rows"]],
+        [row["bytes"]["32768"] for row in found["rows"]],
+        [-row["window"]["kl"] for row in found["rows"]],
+        [-row["none"]["kl"] for row in found["rows"]],
+    ):
+        assert column == sorted(column, reverse=True), column
+    for row in found["rows"]:
+        assert row["window"]["kl"] < row["none"]["kl"], "a window of 16-bit tokens loses less"
+
+
+def test_it_tells_what_decoding_tells(model: CachedModel, found: dict[str, Any]) -> None:
+    """The KL of the default without a window, within the standard error of two passages."""
+    size = found["context"] + found["scored"] // 2 + 1
+    windows = spread(model.encode(HELD_OUT.read_text(encoding="utf-8")), 2, size)
+    decoded = Reference(model, windows, found["context"]).measure(
+        parse_cache("default,sinks=0,recent=0")
+    )
+    kl = found["rows"][1]["none"]["kl"]
+    assert abs(decoded.kl - kl) < max(decoded.kl_error or 0, kl / 10)
+
+
+def test_bytes_are_those_of_caches(model: CachedModel, found: dict[str, Any]) -> None:
+    config = model.config
+    shape = config.num_hidden_layers, 1, config.num_key_value_heads, config.head_dim
+    cache = KVCache(*shape, max_seq_len=4096)
+    row = found["rows"][1]
+    assert row["bytes"]["4096"] == cache.nbytes
+    assert row["sequences"]["4096"] == 2**30 // cache.nbytes
+    assert found["exact"]["bytes"]["4096"] > cache.nbytes * 1.9
+
+
+def test_size_only_is_the_same_without_weights(found: dict[str, Any]) -> None:
+    from kvquant.hf.models.loading import load_config
+
+    alone = check_size(load_config(MODEL), memory=2**30)
+    for row, one in zip(found["rows"], alone["rows"], strict=True):
+        assert {name: row[name] for name in one} == one
+    assert "window" not in alone["rows"][0] and "KL" not in render(alone)
+
+
+@pytest.mark.parametrize(
+    ("kl", "error", "expected"),
+    [
+        (SAFE / 2, SAFE / 10, SAFE_WORD),
+        (SAFE / 2, SAFE, CLOSE),
+        (SAFE, 0.0, SAFE_WORD),
+        (2 * SAFE, SAFE / 10, SMALL),
+        (RUINED, 0.0, RUIN),
+        (RUINED - SAFE / 10, SAFE, CLOSE),
+        (RUINED + 3 * SAFE, SAFE, RUIN),
+        (float("nan"), 0.0, RUIN),
+        (SAFE / 2, None, SAFE_WORD),
+    ],
+)
+def test_verdicts_leave_room_for_the_error(kl: float, error: float | None, expected: str) -> None:
+    assert verdict(kl, error) == expected
+
+
+def test_the_best_is_the_smallest_that_is_safe() -> None:
+    rows = [
+        {"cache": "a", "bits": 8.0, "window": {"verdict": SAFE_WORD}},
+        {"cache": "b", "bits": 5.0, "window": {"verdict": SAFE_WORD}},
+        {"cache": "c", "bits": 4.0, "window": {"verdict": SMALL}},
+    ]
+    assert best({"rows": rows}, "window") == rows[1]
+    assert best({"rows": rows[2:]}, "window") is None
+
+
+def test_lines_run_as_they_stand(model: CachedModel, found: dict[str, Any]) -> None:
+    """Those for Python make the cache that was measured, that for vLLM is one that it takes."""
+    from kvquant import QuantizedCache
+    from kvquant.engine.settings import Settings
+
+    model.model.set_attn_implementation("kvquant")
+    for row in found["rows"]:
+        names = {"model": model.model, "QuantizedCache": QuantizedCache, "KVCache": KVCache}
+        names |= {"batch": 1, "max_seq_len": 4096}
+        exec(row["lines"]["your own loop"], names)
+        assert names["cache"].nbytes == row["bytes"]["4096"]  # type: ignore[attr-defined]
+        exec(row["lines"]["QuantizedCache"], names)
+        text = row["lines"]["vLLM"].partition("--additional-config '")[2].rstrip("'")
+        layout = Settings.parse(json.loads(text)["kvquant"]).layout(1, 128, 128)
+        formats = f"K {layout.k_format}, V {layout.v_format}", str(layout.k_format)
+        assert row["formats_without_window"] in formats
+
+
+def test_a_plan_is_one_more_row(model: CachedModel) -> None:
+    from kvquant.calibration.calibrate import Sizes, calibrate
+
+    plan = calibrate(model, None, zero_data=True, sizes=Sizes(observed=512, length=256))
+    found = check(model, plan=plan, plan_name="plan.safetensors", samples=1)
+    row = found["rows"][-1]
+    assert row["cache"] == "plan" and row["bits"] == plan.bits  # type: ignore[union-attr]
+    assert row["lines"]["QuantizedCache"].endswith("plan='plan.safetensors')")
+    assert row["window"]["kl_error"] is None and "plan" in render(found)
+
+
+def test_latent_rows_have_a_ladder_of_their_own() -> None:
+    model = tiny_model("DeepseekV3", **{"num_hidden_layers": 1})
+    found = check_size(model.config)
+    assert [row["cache"] for row in found["rows"]] == ["int8-g4+int8-g4", "default", "int4-g4"]
+    assert all("fmt=" in row["lines"]["QuantizedCache"] for row in found["rows"][::2])
+
+
+def test_too_little_text_is_refused_before_work(model: CachedModel) -> None:
+    with pytest.raises(ConfigError, match="100 samples need 108,900 tokens, and the text has"):
+        check(model, samples=100)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5gib", 3 * 2**29), ("1000", 1000)],
+)
+def test_memory(text: str, expected: int) -> None:
+    assert parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "24 apples", "1e3"])
+def test_what_is_no_memory_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="write it as 24GiB"):
+        parse_memory(text)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    kept = tmp_path / "check.json"
+    run = CliRunner().invoke(main, ["check", str(MODEL), "--samples", "1", "--json", str(kept)])
+    assert run.exit_code == 0, run.output
+    assert "is safe. In QuantizedCache:" in run.output and "vllm serve MODEL" in run.output
+    assert json.loads(kept.read_text(encoding="utf-8"))["passages"] == 1
+    sizes = CliRunner().invoke(main, ["check", str(MODEL), "--size-only", "--memory", "24GiB"])
+    assert sizes.exit_code == 0 and "24 GiB" in sizes.output and "KL" not in sizes.output
