@@ -332,7 +332,7 @@ class PagedKVCache(NotCopied):
             >>> from kvquant import PagedKVCache
             >>> paged = PagedKVCache.for_memory(2**26, 4, 8, 128, seq_len=2048)
             >>> paged.num_free_seq_slots, paged.num_free_pages, paged.token_capacity
-            (5, 166, 11284)
+            (4, 124, 8464)
         """
         nbytes = whole_number("nbytes", nbytes)
         source = "plan" if model is None else "model"

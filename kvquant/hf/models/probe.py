@@ -59,7 +59,7 @@ def check_accuracy(model: Any, cache: KVCache, layers: CacheLayers) -> None:
         return
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     device, names = input_device(model), tuple(map(str, formats))
-    if device.type == "meta" or is_recorded(torch.empty(0, device=device)):
+    if device.type == "meta" or is_recorded(torch.empty(0, device=device, dtype=torch.float32)):
         return
     known = _figures.setdefault(model, {})
     is_new = names not in known
