@@ -201,6 +201,7 @@ def test_kernels_of_all_copies_are_compiled_together(monkeypatch: pytest.MonkeyP
         lambda device, calls: told.append(kernels_of(calls, GPUS["sm_90"])),
     )
     model = tiny("Gemma2")
+    make = model.new_cache
 
     def make_cold(*args: Any, **options: Any) -> KVCache:
         cache = make(*args, **options)
