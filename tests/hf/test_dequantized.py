@@ -113,7 +113,7 @@ def test_it_goes_on_from_a_file(falcon: Any, tmp_path: Path) -> None:
 
 def test_each_layer_is_described(falcon: Any) -> None:
     past = QuantizedCache(falcon, v_format="int8", dequantize=True)
-    assert past.describe() == "layers 0-1: K int4-g4, V int8, dequantized in each call"
+    assert past.describe() == "layers 0-1: K int8-g4, V int8, dequantized in each call"
 
 
 def test_it_is_asked_for(falcon: Any) -> None:

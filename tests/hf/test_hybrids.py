@@ -88,7 +88,7 @@ def test_layers_that_keep_nothing_are_described_as_such() -> None:
     config = transformers.AutoConfig.for_model("nemotron_h", head_dim=64, **changes)
     state, second, rows, last = QuantizedCache(config).describe().splitlines()
     assert state.startswith("layer 0: LinearAttentionLayer of transformers, as it is 'linear_att")
-    assert rows == "layer 2: K int4-g4, V int4-g4"
+    assert rows == "layer 2: K int8-g4, V int4-g4"
     assert [second, last] == [f"layer {at}: nothing, it has no attention" for at in (1, 3)]
 
 
@@ -174,7 +174,7 @@ def test_a_mask_that_is_refused_leaves_the_states(model: Any) -> None:
 def test_a_state_beside_rows_is_described_and_in_no_file(tmp_path: Path) -> None:
     own = by_kvquant(random_module("falcon_h1", FALCON_H1))
     cache, path = QuantizedCache(own), tmp_path / "cache.safetensors"
-    text = "K int4-g4, V int4-g4, beside a state of transformers"
+    text = "K int8-g4, V int4-g4, beside a state of transformers"
     assert cache.describe() == f"layers 0-1: {text}"
     assert not cache.is_compileable
     run(own, cache, prompt())

@@ -429,7 +429,8 @@ def test_logits_of_a_plan_are_those_of_transformers(model: CachedModel) -> None:
     assert error(read(model, cache), plain(model, RoundedCache)) < 3 * TOLERANCE
     model.model.set_attn_implementation("kvquant")
     quantized = QuantizedCache(model.model, plan=plan, exact_format="fp16")
-    assert quantized.describe().startswith("layers 0-1: latent rows int8-g4")
+    told = "layer 0: latent rows int8-g4+int8-g4\nlayer 1: latent rows fp16"
+    assert quantized.describe() == told
 
 
 def in_bases(model: CachedModel, exact: str = "bf16") -> Any:
