@@ -75,6 +75,7 @@ def main() -> None:
 )
 @click.option("--max-seq-len", type=COUNT, help="Room for tokens; those of the prompt by default.")
 @click.option("--chunk", type=COUNT, default=512, show_default=True, help="Tokens read at a time.")
+@click.option("--accept-loss", is_flag=True, help="Go on where K rows of few bits ruin MODEL.")
 @OUTPUT
 @enough_memory("--chunk or --max-seq-len")
 def quantize(
@@ -90,6 +91,7 @@ def quantize(
     recent_len: int,
     max_seq_len: int | None,
     chunk: int,
+    accept_loss: bool,
     output: Path,
 ) -> None:
     """Make a quantized cache of a text or of raw tensors.
@@ -141,6 +143,7 @@ def quantize(
             options = _of_latents(options, both)
         else:
             _check_of_heads(both, model)
+            options["accept_loss"] = accept_loss
         ids = reader.encode(read_text(prompt))[:tokens]
         cache = _read_prompt(reader, ids, str(prompt), max_seq_len, chunk, options)
         _save(cache, output, reader.config_dict, {"source": prompt.name, "chunk": chunk})

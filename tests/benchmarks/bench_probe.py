@@ -33,6 +33,7 @@ from kvquant.rows.probe import MEASURE, REFUSED, TOKENS, WARNED
 from kvquant.rows.quantize import dequantize, quantize
 
 FORMATS = "int8", "int8-g4", "int4-g8", "int4-g4", "int4", "int3", "int2"
+LENGTH = 512  # tokens of the text
 FIRST, STRIDE = 64, 4  # the first prediction that is compared, and from one to the next
 ROUNDED = "kvquant-rounded-keys"
 _format = ""  # that ROUNDED rounds keys to
@@ -61,11 +62,11 @@ def with_large_channels(model: Any, factor: float) -> None:
 
 
 def seconds_of(model: Any, name: str) -> float:
-    """The time of a probe of one format."""
+    """The CPU's time for a probe of one format: other work on the machine does not count."""
     layers = cache_layers(model.config)
-    start = time.perf_counter()
+    start = time.process_time()
     figures(model, layers, [[RowFormat.parse(name, dim) for dim in layers.k_dims]])
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def losses(model: Any, formats: Sequence[str], ids: torch.Tensor) -> dict[str, Any]:
@@ -96,17 +97,17 @@ def measure(
     if factor != 1:
         with_large_channels(model, factor)
     text = HELD_OUT.read_text(encoding="utf-8")[:6000]
-    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, :TOKENS]
+    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, :LENGTH]
     layers, rows = cache_layers(model.config), {}
     choices = [[RowFormat.parse(name, dim) for dim in layers.k_dims] for name in formats]
-    random, known = (figures(model, layers, choices, one) for one in (None, ids))
+    random, known = (figures(model, layers, choices, one) for one in (None, ids[:, :TOKENS]))
     tell(f"{folder.name} {factor:g}: {random}, {known}")
     lost = losses(model, formats, ids)
     for name, *of_ids in zip(formats, random, known, strict=True):
         kept = *of_ids, *lost[name]
         rows[name] = dict(zip(("figure", "figure_of_text", "kl", "top1"), kept, strict=True))
         tell(f"{folder.name} {name}: {rows[name]}")
-    return {"rows": rows, "seconds": seconds_of(model, "int4-g4")}
+    return {"rows": rows, "cpu_seconds": seconds_of(model, "int4-g4")}
 
 
 @click.command(help=__doc__)

@@ -54,6 +54,7 @@ measured and the date:
                                             sinks and --kind latent: kvquant's caches alone, with
                                             the default window. We wrote the commit of the run
                                             into code-latent.json by hand
+    probe                                   tests/benchmarks/bench_probe.py, a call for each model
     row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
                                             bench_graded.py
 
@@ -160,7 +161,13 @@ def shown() -> dict[str, list[str]]:
             *(gpu_about("h200-uneven"), spare_capacity()),
         ],
         "kvquant/evaluation/README.md": [evaluation()],
-        "kvquant/hf/README.md": [steps_about(), steps(), captured_step(), *latent_steps()],
+        "kvquant/hf/README.md": [
+            probed(),
+            steps_about(),
+            steps(),
+            captured_step(),
+            *latent_steps(),
+        ],
         "kvquant/hf/decode_step.svg": step_labels(),
         "kvquant/lmcache/README.md": [room()],
         "kvquant/sglang/README.md": [answers_of_sglang(), served_by_sglang()],
@@ -948,6 +955,24 @@ def chosen_formats() -> str:
                     rows.append([*cells, ", ".join(one["formats"]).replace("int", "")])
     titles = ["budget", "choice", "bits", "predicted KL", "KL", "bits of K and V, by layer"]
     return table(titles, rows)
+
+
+PROBED = "int8", "int8-g4", "int4-g8", "int4-g4", "int4", "int3", "int2"
+
+
+def probed() -> str:
+    """What the probe of K rows finds, and what the rows cost."""
+    found = read("probe")
+    limits = {found["limits"]["refused"]: "refused", found["limits"]["warned"]: "warned of"}
+    rows = []
+    for name, model in found["models"].items():
+        for fmt in (one for one in PROBED if one in model["rows"]):
+            one = model["rows"][fmt]
+            verdicts = [word for limit, word in limits.items() if one["figure"] >= limit]
+            verdict = (verdicts or ["-"])[0] if "int8" not in fmt else "not probed"
+            numbers = [f"{one[key]:.2g}" for key in ("figure", "figure_of_text", "kl")]
+            rows.append([name, f"`{fmt}`", *numbers, f"{100 * one['top1']:.1f}", verdict])
+    return table(["model", "K rows", "figure", "of a text", "KL", "top-1 %", "the door"], rows)
 
 
 def other_bases() -> str:

@@ -79,6 +79,10 @@ def test_a_prompt_becomes_a_cache_that_can_be_inspected_and_exported(
     path, out = tmp_path / "cache.safetensors", tmp_path / "kv.safetensors"
     options = ["--k-format", "int3", "--format", "int2", "--sink-len", 2, "--recent-len", 16]
     options += ["--tokens", 400]
+    refused = run("quantize", MODEL, "--prompt", prompt, *options, "-o", path)
+    assert refused.exit_code == 2 and "K rows of int3 without a plan" in refused.stderr
+    assert not path.exists()
+    options += ["--accept-loss"]
     text = ok("quantize", MODEL, "--prompt", prompt, *options, "--chunk", 200, "-o", path)
     assert "int3" in text and "int2" in text
     assert ok("inspect", path) == text

@@ -65,7 +65,7 @@ def test_rows_of_2_bits_are_warned_of(
     names: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="kvquant"):
-        tell_settings(Settings(*names))
+        tell_settings(Settings(*names), "no folder")
     assert f"K rows {names[0]}, V rows {names[1]}" in caplog.text
     assert ("rows of 2 bits change" in caplog.text) == ("int2" in names)
 

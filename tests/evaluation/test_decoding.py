@@ -43,7 +43,7 @@ class Counting:
     def __init__(self) -> None:
         self.read: list[int] = []  # lengths of caches before each step
 
-    def new_cache(self, batch: int, max_seq_len: int, **options: Any) -> KVCache:
+    def new_cache(self, batch: int, max_seq_len: int, accept_loss: bool, **options: Any) -> KVCache:
         return KVCache(1, batch, 1, DIM, max_seq_len, **options)
 
     def prefill(self, cache: KVCache, tokens: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -99,7 +99,8 @@ def test_a_question_longer_than_crop_can_take_back_gets_a_new_copy() -> None:
     prompts = [Prompt([*range(20)] * 10, [long, long])]
     made: list[KVCache] = []
 
-    def new_cache(batch: int, max_seq_len: int, **options: Any) -> KVCache:
+    def new_cache(batch: int, max_seq_len: int, accept_loss: bool, **options: Any) -> KVCache:
+        assert accept_loss, "losses are what is measured"
         made.append(KVCache(1, batch, 1, DIM, max_seq_len, **options))
         return made[-1]
 

@@ -1,6 +1,6 @@
 """Refuse K rows of few bits that ruin a model, before it decodes from them.
 
-The model reads 512 random ids of its vocabulary once, and rows/probe.py compares what its attention
+The model reads 256 random ids of its vocabulary once, and rows/probe.py compares what its attention
 reads. Random ids give the figures that texts give, within a quarter, and need no tokenizer. Figures
 are kept in the folder of kernels/disk_cache.py, by the fingerprint of the weights.
 """
@@ -32,7 +32,7 @@ from ...rows.probe import (
     divergence,
     loss_of,
 )
-from .configs import CacheLayers, Turn, input_device
+from .configs import CacheLayers, input_device
 from .fingerprint import fingerprint, fingerprint_of
 from .observe import observe
 
@@ -59,7 +59,7 @@ def check_accuracy(model: Any, cache: KVCache, layers: CacheLayers) -> None:
         return
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     device, names = input_device(model), tuple(map(str, formats))
-    if device.type == "meta" or is_recorded(torch.empty(0, device=device)):
+    if device.type == "meta" or is_recorded(torch.empty(0, dtype=torch.uint8, device=device)):
         return
     known = _figures.setdefault(model, {})
     is_new = names not in known
@@ -137,8 +137,9 @@ def figures(
     """
     if ids is None:
         config = model.config.get_text_config(decoder=True)
-        ends = getattr(config, "max_position_embeddings", None), layers.turn
-        ends = [one.positions if isinstance(one, Turn) else one for one in ends]
+        ends: list[Any] = [getattr(config, "max_position_embeddings", None)]
+        if layers.turn is not None:
+            ends.append(layers.turn.positions)
         tokens = min([TOKENS, *(one for one in ends if isinstance(one, int) and one > 1)])
         generator = torch.Generator("cpu").manual_seed(0)
         ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu")
