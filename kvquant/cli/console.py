@@ -42,7 +42,7 @@ class Source(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Refuse what is none of these; see click.Path."""
         try:
-            return check_source(super().convert(value, param, ctx))
+            return check_source(str(super().convert(value, param, ctx)))
         except ConfigError as error:
             self.fail(str(error), param, ctx)
 

@@ -86,8 +86,8 @@ def run_demo(
         ConfigError: the bundled files are not there, or the text is too short.
         UnsupportedModelError: the model keeps latent rows.
     """
-    for given, path in ((model_folder, MODEL), (text_file, TEXT)):
-        if given is None and not path.exists():
+    for asked, path in ((model_folder, MODEL), (text_file, TEXT)):
+        if asked is None and not path.exists():
             raise ConfigError(
                 f"{path} is not there: the bundled model and text come with a checkout of the "
                 "repository; elsewhere give --model MODEL and --text FILE"

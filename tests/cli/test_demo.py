@@ -167,5 +167,5 @@ def test_models_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_missing_bundled_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MODEL", Path("nowhere") / "llama-demo-5m")
-    with pytest.raises(ConfigError, match="give --model FOLDER and --text FILE"):
+    with pytest.raises(ConfigError, match="give --model MODEL and --text FILE"):
         demo.run_demo()

@@ -24,7 +24,7 @@ from kvquant import (
 from kvquant.hf.models.fingerprint import BLOCK, BLOCKS, fingerprint, fingerprint_of
 from kvquant.io.model_id import model_identity
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 128,
     "intermediate_size": 96,
@@ -34,11 +34,10 @@ SIZES = {
 }
 
 
-def llama(seed: int = 0, tied: bool = False) -> torch.nn.Module:
+def llama(seed: int = 0, tied: bool = False) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    return model
+    return AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
 
 
 def toy_plan(config: dict[str, Any]) -> CachePlan:
