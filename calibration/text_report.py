@@ -174,7 +174,7 @@ def paired_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     where the KLs of passages are not known."""
     first, second = (figures.get("kl_passages") or () for figures in (one, other))
     if len(first) < 2 or len(second) < 2:
-        return math.hypot(one.get("kl_error") or 0, other.get("kl_error") or 0)
+        return math.hypot(*(float(figures.get("kl_error") or 0) for figures in (one, other)))
     differences = [a - b for a, b in zip(first, second, strict=True)]
     return statistics.stdev(differences) / math.sqrt(len(differences))
 

@@ -78,9 +78,8 @@ def test_a_plan_is_made_once_and_kept(
     caplog.clear()
     again = CachedModel.from_pretrained(MODEL).new_cache(1, 64, plan="auto")
     assert len(made) == 1 and "plan taken from the user's folder: KL " in caplog.text
-    bases = cache.bases, again.bases
-    assert all(at is not None for at in bases)
-    for ours, theirs in zip(*bases, strict=True):
+    assert cache.bases is not None and again.bases is not None
+    for ours, theirs in zip(cache.bases, again.bases, strict=True):
         assert ours.k.fingerprint == theirs.k.fingerprint
     assert str(cache.layers[0].k_format) == "int4"
 
