@@ -176,7 +176,8 @@ def paired_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     if len(first) < 2 or len(second) < 2:
         return math.hypot(*(float(figures.get("kl_error") or 0) for figures in (one, other)))
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    return statistics.stdev(differences) / math.sqrt(len(differences))
+    error: float = statistics.stdev(differences) / math.sqrt(len(differences))
+    return error
 
 
 def _gain(plan: CachePlan) -> str:
