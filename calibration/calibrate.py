@@ -572,10 +572,9 @@ def _reference(
         why = str(error)
     layers = _cached_layers(model)
     others = layers is None or layers.others or layers.states or layers.turn or shared or why
-    keeps = not others
-    step = _shares(
-        progress, "read", -(-len(passages) // SCORED_AT_ONCE) * len(linears(model.model))
-    )
+    keeps, batches = not others, -(-len(passages) // SCORED_AT_ONCE)
+    each = len(linears(model.model)) + plan.num_layers
+    step = _shares(progress, "read", batches * each)
     tick = partial(step, 1)
     return PassReference(
         model, passages, context, plan.places, why=why, keeps_context=keeps, tick=tick
@@ -601,9 +600,11 @@ def _decided(
     asked = sides if goal.format is None else []
     start = {side: plan.facts["layers"][side[0]][side[1]]["format"] for side in sides}
     compared = rows.compared
+    if goal.format is not None and not plan.is_latent:  # what was asked for, and the safe one
+        compared = {name: rows.names_of(name) for name in dict.fromkeys((goal.format, "int8"))}
     by_layers = isinstance(reference, PassReference)
     unit = -(-sizes.windows // SCORED_AT_ONCE) * plan.num_layers if by_layers else 1
-    times = 2 + len(asked) + 2 * len(compared) + (ROUNDS if asked else 0)
+    times = 2 + len(asked) + (2 if asked else 1) * len(compared) + (ROUNDS if asked else 0)
     step = _shares(progress, "score", unit * times)
     if isinstance(reference, PassReference):
         reference.seen = partial(step, 1)
@@ -649,9 +650,10 @@ def _decided(
         for scheme in (Scheme(*pair), Planned(plan.with_formats(*pair), f"{name}, plan")):
             entry = {"format": name, "plan": isinstance(scheme, Planned), "bits": rows.bits(*pair)}
             with suppress(NonFiniteError):  # layers that a plan keeps cannot be quantized without
-                is_plan = isinstance(scheme, Planned) and scheme.plan.formats == plan.formats
-                figures = found if is_plan else measure(scheme)
-                comparison.append(entry | _fidelity_facts(figures))
+                if isinstance(scheme, Planned) and scheme.plan.formats == plan.formats:
+                    comparison.append(entry | _fidelity_facts(found))
+                elif asked or plan.is_latent or isinstance(scheme, Scheme):
+                    comparison.append(entry | _fidelity_facts(measure(scheme)))
     facts = {
         **plan.facts,
         "measured": {

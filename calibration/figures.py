@@ -155,9 +155,9 @@ def channels(page: Any, plan: CachePlan, narrow: bool) -> None:
 
 @figure(lambda plan, narrow: 5.8 if narrow else 2.9)
 def layers(page: Any, plan: CachePlan, narrow: bool) -> None:
-    """Bits of every layer, and what quantizing only that layer costs."""
-    count, width = plan.num_layers, 0.38
-    bars, costs = _two_panels(page, narrow)
+    """Bits of every layer, and what quantizing only that layer costs, where that was measured."""
+    count, width, measured = plan.num_layers, 0.38, plan.facts["sensitivity"]
+    bars, *others = _two_panels(page, narrow) if measured else [page.subplots()]
     for place, (side, label, colour) in zip((-0.5, 0.5), SIDES, strict=True):
         formats = plan.k_formats if side == "k" else plan.v_formats
         bits = [fmt.bits_per_element for fmt in formats]
@@ -170,8 +170,10 @@ def layers(page: Any, plan: CachePlan, narrow: bool) -> None:
     bars.set_yticks([0, 4, 8, 12, 16])
     bars.legend(ncols=2, loc="upper right")
     _whole_ticks(bars.xaxis)
-    series: dict[str, list[tuple[int, float]]] = {}
-    for row in plan.facts["sensitivity"]:
+    if not others:
+        return
+    costs, series = others[0], dict[str, list[tuple[int, float]]]()
+    for row in measured:
         name = _quantized_sides(row["k_format"], row["v_format"])
         series.setdefault(name, []).append((row["layer"], _positive(row["kl"])))
     for marker, (name, points) in zip(cycle("osD^vPX*<>h8"), series.items(), strict=False):
@@ -181,8 +183,7 @@ def layers(page: Any, plan: CachePlan, narrow: bool) -> None:
     costs.set_ylabel("KL, nats per token")
     costs.grid(axis="y")
     _whole_ticks(costs.xaxis)
-    if series:
-        costs.legend(fontsize=8)
+    costs.legend(fontsize=8)
 
 
 def error_names(plan: CachePlan) -> list[str]:

@@ -56,8 +56,8 @@ FIGURES: Sequence[Figure] = (
     ),
     (
         "Bits of each layer",
-        "What every layer is given, and the loss of predictions when that layer alone is "
-        "quantized, by which the formats were chosen.",
+        "What every layer is given, and where formats were chosen the loss of predictions when "
+        "that layer alone is quantized.",
         figures.layers,
         "",
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -35,6 +35,12 @@ from .fidelity import (
     stored_bits,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from kvquant.cache.contiguous import CacheOptions
+    from kvquant.io.plan import CachePlan
+
 BATCH = 2  # passages that are read at a time: their logits take memory
 RowsOf = Callable[[int, str, torch.Tensor], torch.Tensor]  # place, side, rows: what is read of them
 
@@ -45,7 +51,14 @@ class PassingModel(Protocol):
     exact_format: str  # its 16-bit rows
     model: Any  # transformers' own
 
-    def new_cache(self, batch: int, max_seq_len: int, **options: Any) -> KVCache:
+    def new_cache(
+        self,
+        batch: int,
+        max_seq_len: int,
+        *,
+        plan: CachePlan | None = None,
+        **options: Unpack[CacheOptions],
+    ) -> KVCache:
         """An empty cache of its shape."""
 
 
@@ -78,7 +91,7 @@ class PassReference:
     ) -> None:
         from kvquant.hf.single_pass import Passages
 
-        self.seen: Callable[[], object] = lambda: None
+        self.seen = tick
         scored = scored_tokens(windows, context)
         self.exact_format, self.num_tokens = model.exact_format, len(windows) * scored
         self.why, self._model, self._tokens = why, model, windows.shape[1]

@@ -172,10 +172,12 @@ def nearest_plain(plan: CachePlan) -> Mapping[str, Any] | None:
 def paired_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """The standard error of a difference of two KLs on the same passages; what both errors make
     where the KLs of passages are not known."""
-    pairs = [*zip(one.get("kl_passages") or (), other.get("kl_passages") or (), strict=True)]
-    if len(pairs) < 2:
-        return math.hypot(one.get("kl_error") or 0, other.get("kl_error") or 0)
-    return statistics.stdev(a - b for a, b in pairs) / math.sqrt(len(pairs))
+    first, second = (figures.get("kl_passages") or () for figures in (one, other))
+    if len(first) < 2 or len(second) < 2:
+        return math.hypot(*(float(figures.get("kl_error") or 0) for figures in (one, other)))
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    error: float = statistics.stdev(differences) / math.sqrt(len(differences))
+    return error
 
 
 def _gain(plan: CachePlan) -> str:

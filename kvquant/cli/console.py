@@ -29,6 +29,7 @@ COUNT = click.IntRange(min=1, max=MAX)
 WHOLE = click.IntRange(min=0, max=MAX)
 HEAD_DIM = click.Choice(HEAD_DIMS)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+AUTO = "auto"  # io.plan.AUTO; io waits for torch
 
 
 class Source(click.Path):
@@ -45,6 +46,14 @@ class Source(click.Path):
             return check_source(str(super().convert(value, param, ctx)))
         except ConfigError as error:
             self.fail(str(error), param, ctx)
+
+
+class PlanFile(click.Path):
+    """The file of a plan, or "auto"."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Let "auto" pass; see click.Path."""
+        return value if value == AUTO else super().convert(value, param, ctx)
 
 
 class Name(click.Path):
@@ -136,6 +145,7 @@ class Device(click.Choice[str]):
 
 
 NEW_FILE, SOURCE = Name(), Source()
+PLAN = PlanFile(exists=True, dir_okay=False, path_type=Path)
 DEVICE = Device(["cpu", "cuda"])
 FORMAT, POSITIVE = Format(NAMES), Positive()
 PAIR, LATENT, EITHER = Pair("/"), Pair("+"), Pair("/+")  # of latent rows: see LatentFormat

@@ -21,6 +21,7 @@ from .console import (
     LATENT,
     NEW_FILE,
     OUTPUT,
+    PLAN,
     SOURCE,
     WHOLE,
     Commands,
@@ -60,7 +61,7 @@ def main() -> None:
 @click.option("--prompt", type=FILE, help="Text that the model reads.")
 @click.option("--tokens", type=COUNT, help="Read so many of its tokens; all by default.")
 @click.option("--from", "raw", type=FILE, help="16-bit K and V of another program instead.")
-@click.option("--plan", type=FILE, help="Of kvquant calibrate: formats and transforms.")
+@click.option("--plan", type=PLAN, help="Of kvquant calibrate, or auto: formats and transforms.")
 @click.option(
     "--format",
     "both",
@@ -83,7 +84,7 @@ def quantize(
     prompt: Path | None,
     tokens: int | None,
     raw: Path | None,
-    plan: Path | None,
+    plan: Path | str | None,
     both: str | None,
     k_format: str | None,
     v_format: str | None,
@@ -121,12 +122,12 @@ def quantize(
             raise click.UsageError(f"--{name} is for MODEL, which reads: leave it out with --from")
     if raw:
         _check_of_heads(both, raw)
-    check_output(output, model, prompt, raw, plan)
+    check_output(output, model, prompt, raw, plan if isinstance(plan, Path) else None)
     options: dict[str, Any] = {"sink_len": sink_len, "recent_len": recent_len}
     if plan is not None:
         from ..io.plan import CachePlan
 
-        options["plan"] = CachePlan.load(plan)
+        options["plan"] = CachePlan.load(plan) if isinstance(plan, Path) else plan
     else:
         given = {"k_format": k_format or both, "v_format": v_format or both}
         options |= {name: fmt for name, fmt in given.items() if fmt}

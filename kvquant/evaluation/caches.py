@@ -58,7 +58,7 @@ def parse_cache(text: str, *, latent: bool = False, model: Any = None) -> Scheme
     if what == AUTO and (plan := plan_of_model(AUTO, model)) is not None:
         return Planned(plan, AUTO, sinks, recent)
     if what == AUTO:  # whose plan costs too much
-        layer = model.new_cache(1, 1).layers[0]
+        layer = model.new_cache(1, 1, sink_len=sinks, recent_len=recent).layers[0]
         return Scheme(str(layer.k_format), str(layer.v_format), sinks, recent, latent)
     if what.endswith(".safetensors"):
         return Planned(what, Path(what).stem, sinks, recent)

@@ -11,7 +11,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..engine.hooks import check_version, hook
-from ..engine.settings import put_kept_plan
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 
 # of vLLM's registry: its CPU platform knows CPU_ATTN and those for latent attention
@@ -70,6 +69,7 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         _check_keys(given)
     if isinstance(given, dict) and "kvquant" in given:
         check_version("vllm")
+        from ..engine.settings import put_kept_plan
         from .backend import Request, backend_of, is_draft
 
         if config.model_config is not None:

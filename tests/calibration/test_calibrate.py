@@ -70,9 +70,8 @@ def tiny(kind: str) -> CachedModel:
 def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> None:
     kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
     assert kl["int4", True] < 0.6 * kl["int4", False]
-    assert kl["int4", True] < kl["int4-g4", False]
-    assert kl["int4-g4", True] < kl["int4", True]
-    assert kl["int8", True] < kl["int8", False]
+    assert {*kl} == {("int4", True), ("int4", False), ("int8", False)}  # what was asked for, int8
+    assert kl["int8", False] < 0.1 * kl["int4", True]
     assert plan.bits == 4.25 and plan.formats == [("int4", "int4")] * 4
     assert plan.facts["measured"]["kl"] == pytest.approx(kl["int4", True], rel=1e-3)
     told = plan.facts["measured"]
@@ -242,7 +241,7 @@ def test_every_family_is_calibrated(kind: str) -> None:
     found = calibrate(model, tokens, sizes=sizes)
     assert found is not None
     kl = {(row["format"], row["plan"]): row["kl"] for row in found.facts["comparison"]}
-    assert 0 < kl["int8", True] < kl["int4", True]
+    assert 0 < kl["int8", False] < kl["int4", False]
     # random weights leave nothing to gain but large biases, which some of them have
     assert kl["int4", True] < (0.2 if kind in BIASED else 1.5) * kl["int4", False]
     with pytest.raises(CheckpointError, match="was made for a"):

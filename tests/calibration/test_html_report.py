@@ -14,6 +14,7 @@ from html_page import HtmlPage, assert_stands_alone
 
 from kvquant.calibration import figures
 from kvquant.calibration import html_report as htmlreport
+from kvquant.calibration.text_report import paired_error, render_plan
 from kvquant.calibration.verdict import kl_text, next_steps, number, percent, verdict
 from kvquant.cli.report import report
 from kvquant.errors import ConfigError
@@ -266,3 +267,33 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
             CliRunner().invoke(
                 report, [str(source), "-o", str(tmp_path / name)], catch_exceptions=False
             )
+
+
+def test_where_no_layer_was_measured_alone_bits_are_shown_without_costs() -> None:
+    pytest.importorskip("matplotlib", reason="needs the report extra")
+    plan = example_plan()
+    some, none = figures.layers(plan), figures.layers(changed(plan, sensitivity=[]))
+    assert all(
+        "axes_2" in one and "axes_2" not in other for one, other in zip(some, none, strict=True)
+    )
+
+
+def test_the_kl_as_used_comes_first_and_that_without_the_window_behind_it() -> None:
+    figures_of = {"kl": 0.001, "kl_error": 1e-4, "top1": 0.99, "top1_error": 1e-3}
+    windowed = figures_of | {"perplexity": 9.0, "sink_len": 4, "recent_len": 128, "bits": 6.0}
+    plan = changed(example_plan(), windowed=windowed)
+    sentence = verdict(plan)[2]
+    used = "KL 0.0010 ± 0.0001 nats per token with the first 4 and last 128 tokens in 16 bit"
+    assert f"99.0 ± 0.1 % of cases ({used}; without them KL 0.0066" in sentence
+    lines = render_plan(plan).splitlines()
+    used, bare = (line for line in lines if line.startswith("this plan"))
+    assert used.startswith("this plan + 4") and "0.00660" in bare
+
+
+def test_the_error_of_a_difference_is_that_of_the_passages_differences() -> None:
+    """Passages differ far more than the two caches do in any of them."""
+    one = {"kl_passages": [0.1, 0.2, 0.6], "kl_error": 0.15}
+    other = {"kl_passages": [0.11, 0.21, 0.61], "kl_error": 0.15}
+    assert paired_error(one, other) == pytest.approx(0, abs=1e-12)
+    older = {"kl_error": 0.2}
+    assert paired_error(one, older) == pytest.approx(0.25)

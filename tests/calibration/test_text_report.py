@@ -41,9 +41,9 @@ def test_a_plan_is_printed_beside_plain_formats_with_its_layers() -> None:
     lines = render_plan(plan()).splitlines()
     assert [line.split("  ")[0] for line in lines[3:7]] == [
         "16 bit",
+        "this plan",
         "int4, plain",
         "int4 + bases",
-        "this plan",
     ]
     assert "+ bases: one format for all layers, rows transformed as in this plan" in lines
     assert lines[3].split()[2:] == ["16.00", "1.00x", "-", "-", "-", "-", "15.025"]
