@@ -23,14 +23,14 @@ import torch
 from bench_recall import ASKED, FORMATS, PLANS, Amount, measure, pairs, prepare, show
 from evaluations import TEST
 
-from kvquant.cli.console import COUNT, FOLDER, NEW_FILE
+from kvquant.cli.console import COUNT, NEW_FILE, SOURCE
 from kvquant.errors import KVQuantError
 
 TASKS = (*code_tasks.KINDS, *ASKED)
 
 
 @click.command()
-@click.argument("folder", type=FOLDER)
+@click.argument("folder", type=SOURCE)
 @click.option("--length", "lengths", type=COUNT, multiple=True, default=(4096, 8064))
 @click.option("--window", "windows", multiple=True, default=("4/128",), callback=pairs)
 @click.option("--task", "tasks", type=click.Choice(TASKS), multiple=True, default=TASKS)

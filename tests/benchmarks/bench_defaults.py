@@ -21,7 +21,7 @@ import torch
 from kvquant.calibration.fidelity import Reference, Scheme
 from kvquant.calibration.single_pass import PassReference
 from kvquant.calibration.windows import spread
-from kvquant.cli.console import COUNT, FOLDER, NEW_FILE, write_json
+from kvquant.cli.console import COUNT, NEW_FILE, SOURCE, write_json
 from kvquant.errors import KVQuantError
 from kvquant.hf.model import CachedModel
 from kvquant.hf.models.configs import cache_layers
@@ -40,7 +40,7 @@ SCORED = 1024  # tokens of each figure
 
 
 @click.command()
-@click.argument("folders", type=FOLDER, nargs=-1, required=True)
+@click.argument("folders", type=SOURCE, nargs=-1, required=True)
 @click.option("--text", type=click.Path(exists=True, path_type=Path), required=True)
 @click.option("--length", "lengths", type=COUNT, multiple=True, default=(1024, 16384))
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")

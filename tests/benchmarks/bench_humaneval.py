@@ -35,7 +35,7 @@ from kvquant.calibration.calibrate import Goal, calibrate
 from kvquant.calibration.fidelity import Planned, Scheme, options_of
 from kvquant.calibration.single_pass import reference_of
 from kvquant.calibration.windows import spread
-from kvquant.cli.console import COUNT, FILE, FOLDER, NEW_FILE, write_json
+from kvquant.cli.console import COUNT, FILE, NEW_FILE, SOURCE, write_json
 from kvquant.errors import KVQuantError
 from kvquant.evaluation.caches import parse_cache
 from kvquant.evaluation.check import CONTEXT, SAMPLES, SCORED
@@ -55,7 +55,7 @@ r.setrlimit(r.RLIMIT_NPROC, (64, 64))
 
 
 @click.command()
-@click.argument("folder", type=FOLDER)
+@click.argument("folder", type=SOURCE)
 @click.option("--data", type=FILE, required=True, help="HumanEval.jsonl.gz")
 @click.option("--cache", "caches", multiple=True, help="As kvquant evaluate --cache has it.")
 @click.option("--plan", "plans", multiple=True, help="A format, with the plan of calibrate(model).")

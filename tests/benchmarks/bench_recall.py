@@ -38,7 +38,7 @@ from kvquant.calibration.calibrate import Goal, calibrate
 from kvquant.calibration.calibrate import Sizes as Amounts
 from kvquant.calibration.fidelity import Planned
 from kvquant.calibration.windows import spread
-from kvquant.cli.console import COUNT, FILE, FOLDER, NEW_FILE
+from kvquant.cli.console import COUNT, FILE, NEW_FILE, SOURCE
 from kvquant.errors import ConfigError, KVQuantError
 from kvquant.evaluation.caches import parse_cache
 from kvquant.evaluation.decoding import Choice
@@ -369,7 +369,7 @@ def measure(subject: Subject, amount: Amount, json_file: Path | None) -> list[Ru
 
 
 @click.command()
-@click.argument("folders", type=FOLDER, nargs=-1)
+@click.argument("folders", type=SOURCE, nargs=-1)
 @click.option("--length", "lengths", type=COUNT, multiple=True, default=(256, 512, 1024))
 @click.option("--window", "windows", multiple=True, default=WINDOWS, callback=pairs)
 @click.option("--task", "tasks", type=click.Choice([*TASKS]), multiple=True, default=ASKED)

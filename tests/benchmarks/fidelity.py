@@ -33,7 +33,7 @@ from fidelity_record import Figures, Record
 
 from kvquant.calibration.calibrate import spread
 from kvquant.calibration.fidelity import compare, predict, read_prompt
-from kvquant.cli.console import COUNT, FILE, FOLDER, NEW_FILE, check_output
+from kvquant.cli.console import COUNT, FILE, NEW_FILE, SOURCE, check_output
 from kvquant.errors import ConfigError, KVQuantError
 from kvquant.hf.model import CachedModel
 from kvquant.io.model_id import model_identity
@@ -136,7 +136,7 @@ def _version(package: str) -> str | None:
 
 
 @click.command()
-@click.option("--model", "models", type=FOLDER, multiple=True, help="The bundled one by default.")
+@click.option("--model", "models", type=SOURCE, multiple=True, help="The bundled one by default.")
 @click.option("--text", type=FILE, help="The bundled one by default.")
 @click.option("--context", "contexts", type=COUNT, multiple=True, help="Tokens; 2048.")
 @click.option("--tokens", type=COUNT, default=8192, show_default=True, help="Tokens to score.")

@@ -34,7 +34,7 @@ from kvquant.calibration.calibrate import observe
 from kvquant.calibration.fidelity import divergence
 from kvquant.calibration.moments import Moments
 from kvquant.calibration.windows import Sizes, observed_windows, spread
-from kvquant.cli.console import COUNT, FILE, FOLDER, NEW_FILE
+from kvquant.cli.console import COUNT, FILE, NEW_FILE, SOURCE
 from kvquant.hf.model import CachedModel
 from kvquant.hf.single_pass import Passages as Pass
 from kvquant.ops.quantize import dequantize_rows
@@ -144,7 +144,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     command = click.option("--json", "json_file", type=NEW_FILE, help="Keep the figures.")(command)
     command = click.option("--held", type=FILE, help="To score.")(command)
     command = click.option("--text", type=FILE, help="To observe; sheets when None.")(command)
-    return click.argument("folder", type=FOLDER)(command)
+    return click.argument("folder", type=SOURCE)(command)
 
 
 def study(
