@@ -262,7 +262,7 @@ def test_help_and_completion_load_nothing_but_click() -> None:
     code = "from kvquant.cli.main import main; "
     code += "[main([*name, '--help'], standalone_mode=False) for name in ([], *zip(main.commands))]"
     printed, loaded = loaded_by(code)
-    assert printed.count("Example:") == 10
+    assert printed.count("Example:") == 11
     assert loaded <= light
     asked = {"COMP_WORDS": "kvquant bench --format int8/int4-g", "COMP_CWORD": "3"}
     code = "from kvquant.cli.main import main; main(prog_name='kvquant')"

@@ -303,7 +303,7 @@ def test_lengths_come_as_lists_arrays_and_tensors() -> None:
         ({"recent_len": True}, "recent_len True is not possible"),
         ({"sink_len": 2**31}, "use a whole number from 0 to 2147483647"),
         ({"num_layers": 0}, "num_layers 0 is not possible: use a whole number from 1"),
-        ({"v_format": None}, "format None is not possible"),
+        ({"v_format": 0}, "format 0 is not possible"),
         ({"recent_len": 1e3}, "recent_len 1000.0 is not possible"),
     ],
 )

@@ -166,7 +166,7 @@ def append_to_pages(name: str, _folder: Path) -> None:
 
 
 def dequantize_an_engines_pages(name: str, _folder: Path) -> None:
-    layout = Settings.parse({"k_format": name}).layout(2, DIM, DIM)
+    layout = Settings.parse({"k_format": name, "v_format": name}).layout(2, DIM, DIM)
     pages = torch.zeros(1, layout.slots, 16, layout.slot_bytes, dtype=torch.uint8)
     for rows in layout.views(pages):
         dequantize_pages(rows, layout.k_format, torch.arange(16), torch.float32)
@@ -300,7 +300,7 @@ KERNELS: dict[str, Callable[[RowFormat], Spec]] = {
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there was a GPU."""
     for module in (checks, paged_cache, paged_latent):
-        monkeypatch.setattr(module, "check_device", torch.device)
+        monkeypatch.setattr(module, "check_device", lambda device, **_: torch.device(device))
 
 
 def refused(message: str, *makers: Callable[..., object]) -> None:

@@ -187,21 +187,27 @@ def check_windows(windows: Sequence[int | None] | None, num_layers: int) -> Sequ
     return [None if w is None else check_size("a window", w, at_least=1) for w in windows]
 
 
-def devices_of(device: Devices, num_layers: int | None = None) -> list[torch.device]:
+def devices_of(
+    device: Devices, num_layers: int | None = None, *, or_meta: bool = False
+) -> list[torch.device]:
     """One device for each layer; without their number, those that are named.
 
     Raises:
-        ConfigError: there are more or fewer than layers, or one is no device.
+        ConfigError: there are more or fewer than layers, one is no device, or one is "meta" and
+            another is not.
         DeviceError: no kernels serve one, or it is not there.
     """
     if isinstance(device, str) or not isinstance(device, Sequence):
-        return [check_device(device)] * (num_layers or 1)
+        return [check_device(device, or_meta=or_meta)] * (num_layers or 1)
     if num_layers is not None and len(device) != num_layers:
         raise ConfigError(
             f"device lists {len(device)} devices for {num_layers} layers: give one for each layer, "
             "or one device for all"
         )
-    return [check_device(one) for one in device]
+    found = [check_device(one, or_meta=or_meta) for one in device]
+    if len({one.type == "meta" for one in found}) > 1:
+        raise ConfigError("device lists 'meta' beside others: a cache lies there as a whole")
+    return found
 
 
 def check_num_layers(num_layers: int) -> None:

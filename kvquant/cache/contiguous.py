@@ -90,14 +90,16 @@ class KVCache(NoShallowCopy):
         num_kv_heads: KV heads of each layer.
         head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
         max_seq_len: tokens that a sequence has room for.
-        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer. When
-            None, the default of rows/defaults.py, which depends on head_dim and on the window.
-        v_format: of V, as k_format.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer. None
+            is the default: "int8-g4" with head_dim 64, 128 or 256 and the default window. Of other
+            head_dims, or without the window, rows/defaults.py says it.
+        v_format: of V, as k_format; None is "int4-g4" there, whatever K's format is.
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
         device: where all tensors lie; or a list, where those of each layer lie, as of a model
-            whose layers are spread over several.
+            whose layers are spread over several. On "meta" a cache takes no memory and no tokens:
+            nbytes says how many bytes it would take.
         bases: what the rows of each layer are stored as; as they come when None. A plan has them:
             see from_plan.
         windows: of each layer, how many tokens, the last ones, attention sees; None for all. A
@@ -140,6 +142,8 @@ class KVCache(NoShallowCopy):
         >>> cache.append(0, k, v)
         >>> cache.attend(0, torch.randn(2, 32, 128)).shape  # [batch, num_q_heads, head_dim]
         torch.Size([2, 32, 128])
+        >>> KVCache(32, 16, 8, 128, 32768, device="meta").nbytes >> 30  # GiB, without any memory
+        28
     """
 
     LAYER: ClassVar[type[LayerCache]] = LayerCache
@@ -183,7 +187,7 @@ class KVCache(NoShallowCopy):
         self.recent_len = recent_len
         self.rollback_len = rollback_len
         self.exact_format = exact_format
-        self.devices = devices_of(device, num_layers)
+        self.devices = devices_of(device, num_layers, or_meta=True)
         self.device = self.devices[0]
         if any(one.type == "cuda" for one in self.devices):
             check_cuda_codecs([*k_formats, *v_formats])

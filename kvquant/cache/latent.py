@@ -176,7 +176,7 @@ class LatentKVCache(KVCache):
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
         formats = latent_formats(fmt, num_layers, latent_dim, rope_dim)
-        if any(one.type == "cuda" for one in devices_of(device)):
+        if any(one.type == "cuda" for one in devices_of(device, or_meta=True)):
             check_kernels(formats)
         super().__init__(
             num_layers,

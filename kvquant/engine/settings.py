@@ -282,7 +282,7 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
         model: the folder that the engine has loaded.
     """
     log.info("kvquant: %s", settings)
-    if isinstance(settings, Settings) and settings.plan is None:
+    if isinstance(settings, Settings) and settings.plan is None and settings.k_format:
         _tell_accuracy(settings.k_format, model)
     if "int2" in str(settings):
         log.warning(

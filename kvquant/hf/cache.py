@@ -333,7 +333,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             >>> from kvquant import QuantizedCache
             >>> config = LlamaConfig(num_hidden_layers=2)
             >>> print(QuantizedCache(config, v_format="int8").describe())
-            layers 0-1: K int4-g4, V int8
+            layers 0-1: K int8-g4, V int8
         """
         return "\n".join(f"{layers}: {text}" for layers, text in self._texts())
 

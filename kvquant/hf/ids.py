@@ -38,17 +38,23 @@ def _watched(generate: Any) -> Any:
         # PEFT puts its own there
         check_adapter(getattr(model.prepare_inputs_for_generation, "__self__", model))
         cache.has_beams = False
-        sequences = None
+        known, before, sequences = cache.ids, _size(cache), None
         try:
             found = generate(model, inputs, *args, **given)
             sequences = getattr(found, "sequences", found)
             return found
         finally:
-            cache.ids = None
-            if text is not None and cache.kv is not None:
+            is_refused = sequences is None and _size(cache) == before
+            cache.ids = known if is_refused else None
+            if text is not None and cache.kv is not None and not is_refused:
                 cache.ids = _held(cache, text, came, sequences)
 
     return watched
+
+
+def _size(cache: CachedText) -> tuple[int, int]:
+    """Tokens and sequences that a cache holds."""
+    return cache.length_of(0), 0 if cache.kv is None else cache.kv.batch
 
 
 def _whole(cache: CachedText, came: torch.Tensor, mask: Any) -> torch.Tensor | None:

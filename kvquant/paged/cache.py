@@ -99,9 +99,10 @@ class PagedKVCache(NotCopied):
             tokens in 16 bit, in every layer, and so many sinks are kept to be found again.
         max_seq_len: tokens that a sequence may have.
         page_size: tokens of a page: 1, 2, 4, 8, 16, 32, 64, 128 or 256.
-        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer. When
-            None, the default of rows/defaults.py, which depends on head_dim and on the window.
-        v_format: of V, as k_format.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer. None
+            is the default: "int8-g4" with head_dim 64, 128 or 256 and the default window. Of other
+            head_dims, or without the window, rows/defaults.py says it.
+        v_format: of V, as k_format; None is "int4-g4" there, whatever K's format is.
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
@@ -110,7 +111,8 @@ class PagedKVCache(NotCopied):
             step if it had 2 to 16 tokens (and at most recent_len), as a step of drafted tokens has.
             With a number they are kept in every step, which costs each step two copies; with 0 in
             none.
-        device: where all tensors lie.
+        device: where all tensors lie. On "meta" a cache takes no memory and no sequences: nbytes
+            says how many bytes it would take.
         bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
         windows: of each layer, how many tokens, the last ones, attention sees; None for all. Layers
             with the same window have pages of their own. They keep the last window + 64 +
@@ -192,7 +194,7 @@ class PagedKVCache(NotCopied):
             )
         kept = min(most, split.recent_len)  # without recent rows none are changed
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
-        self.device = check_device(device)
+        self.device = check_device(device, or_meta=True)
         shape = {"sink_len": self.sink_len, "recent_len": self.recent_len}
         k_formats = formats_of("k_format", k_format, num_layers, head_dim, **shape)
         v_formats = formats_of("v_format", v_format, num_layers, head_dim, **shape)
@@ -330,7 +332,7 @@ class PagedKVCache(NotCopied):
             >>> from kvquant import PagedKVCache
             >>> paged = PagedKVCache.for_memory(2**26, 4, 8, 128, seq_len=2048)
             >>> paged.num_free_seq_slots, paged.num_free_pages, paged.token_capacity
-            (5, 166, 11284)
+            (4, 124, 8464)
         """
         nbytes = whole_number("nbytes", nbytes)
         source = "plan" if model is None else "model"

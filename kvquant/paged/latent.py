@@ -95,7 +95,7 @@ class LatentPagedKVCache(PagedKVCache):
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
         formats = latent_formats(fmt, num_layers, latent_dim, rope_dim)
-        if check_device(device).type == "cuda":
+        if check_device(device, or_meta=True).type == "cuda":
             check_kernels(formats)
         super().__init__(
             num_layers,

@@ -64,10 +64,13 @@ def address(tensor: torch.Tensor, name: str = "one of the tensors") -> int:
     return found
 
 
-def check_device(device: torch.device | str) -> torch.device:
-    """A device that a cache can lie on; "cuda" is the current GPU.
+def check_device(device: torch.device | str, *, or_meta: bool = False) -> torch.device:
+    """A device that kernels serve; "cuda" is the current GPU.
 
-    On "meta" a cache takes no memory and holds nothing. Its nbytes is what it would take.
+    Args:
+        device: a device or its name.
+        or_meta: whether "meta" is one: an empty cache there takes no memory, and its nbytes is what
+            it would take.
 
     Raises:
         ConfigError: there is no such name.
@@ -77,7 +80,7 @@ def check_device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"device {shown(device)} does not exist: use 'cpu' or 'cuda'") from error
-    if found.type not in ("cpu", "cuda", "meta"):
+    if found.type not in ("cpu", "cuda") and not (or_meta and found.type == "meta"):
         raise DeviceError(f"no kernel serves device {str(found)!r}: use 'cpu' or 'cuda'")
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

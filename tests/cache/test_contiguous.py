@@ -16,11 +16,12 @@ from kvquant.errors import ConfigError, NonFiniteError, ShapeError
 from kvquant.rows.reference import reference_over_segments
 
 BATCH, HEADS, DIM, MAX = 3, 2, 64, 40
+ROWS = {"k_format": "int4-g4", "v_format": "int8"}
 
 
 def make(**options: Any) -> KVCache:
     """A small cache: 2 layers, 3 sinks, 5 recent tokens, 32 packed ones."""
-    options = {"sink_len": 3, "recent_len": 5, "v_format": "int8", **options}
+    options = {"sink_len": 3, "recent_len": 5, **ROWS, **options}
     return KVCache(options.pop("num_layers", 2), BATCH, HEADS, DIM, MAX, **options)
 
 
@@ -356,7 +357,7 @@ def test_nbytes_is_what_the_storages_hold(lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("max_seq_len", [0, 1, 3, 4, 8, 9])
 def test_a_cache_may_be_shorter_than_its_exact_ends(max_seq_len: int) -> None:
-    cache = KVCache(1, 2, HEADS, DIM, max_seq_len, sink_len=3, recent_len=5)
+    cache = KVCache(1, 2, HEADS, DIM, max_seq_len, k_format="int4-g4", sink_len=3, recent_len=5)
     k, v = tokens(max_seq_len, batch=2), tokens(max_seq_len, batch=2)
     for t in range(max_seq_len):
         cache.append(0, k[:, :, t : t + 1], v[:, :, t : t + 1])

@@ -42,10 +42,13 @@ def test_a_cache_needs_a_device_that_is_there(
     save_cache(KVCache(1, 1, 1, 64, 8), path)
     makers: list[Callable[[], Any]] = [
         lambda: check_device(device),
-        lambda: KVCache(1, 1, 1, 64, 8, device=device),
-        lambda: PagedKVCache(1, 1, 64, 2, device=device),
         lambda: load_cache(path, device=device),
     ]
+    if device != "meta":  # where they tell their bytes, see test_meta.py
+        makers += [
+            lambda: KVCache(1, 1, 1, 64, 8, device=device),
+            lambda: PagedKVCache(1, 1, 64, 2, device=device),
+        ]
     for make in makers:
         with pytest.raises(error, match=message):
             make()

@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make(kind: str, max_seq_len: int, device: str = "cpu") -> KVCache:
-    options = {"v_format": "int8", "rollback_len": 16, **KINDS[kind]}
+    options = {"k_format": "int4-g4", "v_format": "int8", "rollback_len": 16, **KINDS[kind]}
     return KVCache(2, 2, HEADS, DIM, max_seq_len, device=device, **options)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kvquant import KVCache, PagedKVCache, save_cache
 from kvquant.cache.latent import LatentKVCache
-from kvquant.errors import DeviceError, KVQuantError
+from kvquant.errors import ConfigError, DeviceError, KVQuantError
 
 MAKE: dict[str, Callable[..., Any]] = {
     "KVCache": lambda **on: KVCache(2, 3, 2, 64, 512, k_format="int8", **on),
@@ -36,6 +36,12 @@ CALLS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("kind", MAKE)
 def test_bytes_are_those_of_the_same_cache_on_the_cpu(kind: str) -> None:
     assert MAKE[kind](device="meta").nbytes == MAKE[kind]().nbytes > 0
+
+
+def test_a_cache_lies_there_as_a_whole() -> None:
+    with pytest.raises(ConfigError, match="device lists 'meta' beside others"):
+        KVCache(2, 3, 2, 64, 512, device=["cpu", "meta"])
+    assert KVCache(2, 3, 2, 64, 512, device=["meta", "meta"]).nbytes
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -15,11 +15,12 @@ from kvquant.cache import layer, memory
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 
 BATCH, HEADS, DIM, MAX = 3, 2, 64, 40
+ROWS = {"k_format": "int4-g4", "v_format": "int8"}
 
 
 def make(**options: Any) -> KVCache:
     """A small cache: 2 layers, 3 sinks, 5 recent tokens, 32 packed ones."""
-    options = {"sink_len": 3, "recent_len": 5, "v_format": "int8", **options}
+    options = {"sink_len": 3, "recent_len": 5, **ROWS, **options}
     return KVCache(options.pop("num_layers", 2), BATCH, HEADS, DIM, MAX, **options)
 
 

@@ -26,6 +26,7 @@ from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix
 
 BATCH, HEADS, DIM, MAX, MOST = 2, 2, 64, 300, 64
+ROWS = {"k_format": "int4-g4", "v_format": "int8"}
 RELATIVE = 0.15  # what a token that is packed a step early may change of a result, int4-g4
 
 
@@ -51,7 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make(kind: str, device: str = "cpu", **options: Any) -> KVCache:
-    options = {"v_format": "int8", **KINDS[kind], **options}
+    options = {**ROWS, **KINDS[kind], **options}
     return KVCache(2, BATCH, HEADS, DIM, MAX, device=device, **options)
 
 

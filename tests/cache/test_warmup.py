@@ -24,6 +24,7 @@ from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import attention, mla, transform
+from kvquant.rehearsal import rehearse
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.variant import names_of
 
@@ -201,9 +202,13 @@ def test_one_layer_of_a_kind_is_rehearsed(
     assert [type(spec) for spec in told].count(DecodeSpec) == 2
 
 
-def test_a_cache_on_meta_is_for_rehearsals_only() -> None:
-    with pytest.raises(DeviceError, match="no kernel serves device 'meta'"):
-        KVCache(1, BATCH, HEADS, DIM, MAX, device="meta")
+def test_a_cache_on_meta_takes_tokens_in_rehearsals_only() -> None:
+    cache = KVCache(1, BATCH, HEADS, DIM, MAX, device="meta")
+    k = torch.empty(BATCH, HEADS, 1, DIM, device="meta")
+    with pytest.raises(DeviceError, match="a cache on device 'meta' holds no tokens"):
+        cache.append(0, k, k)
+    with rehearse(runtime.GPUS["sm_90"]):
+        cache.append(0, k, k)
 
 
 def test_calls_that_are_not_possible_need_no_kernels(cuda: FakeDriver) -> None:

@@ -60,14 +60,16 @@ def test_a_part_of_a_page_is_the_page_of_a_part_of_the_heads(names: tuple[str, s
             assert torch.equal(cut, wanted), f"rank {rank} of {ranks}"
 
 
-@pytest.mark.parametrize("names", [("int4", "int4"), ("int3", "int2")], ids="/".join)
+@pytest.mark.parametrize("names", [("int8", "int3"), ("int8", "int2"), (None, None)])
 def test_rows_of_2_bits_are_warned_of(
-    names: tuple[str, str], caplog: pytest.LogCaptureFixture
+    names: tuple[str | None, str | None], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="kvquant"):
         tell_settings(Settings(*names), "no folder")
-    assert f"K rows {names[0]}, V rows {names[1]}" in caplog.text
+    k_name, v_name = (name or "default" for name in names)
+    assert f"K rows {k_name}, V rows {v_name}" in caplog.text
     assert ("rows of 2 bits change" in caplog.text) == ("int2" in names)
+    assert len(caplog.records) == 1 + ("int2" in names)
 
 
 def test_the_bytes_are_those_of_the_rows() -> None:
@@ -86,8 +88,7 @@ def test_the_bytes_are_those_of_the_rows() -> None:
     [
         (None, "the config is None: give a dict with k_format, v_format, plan, prompts"),
         ({"k_fromat": "int8"}, "give a dict with k_format"),
-        ({}, 'the config lacks k_format: give {"k_format": "int4-g4"}'),
-        ({"v_format": "int8"}, "lacks k_format"),
+        ({"v_format": "int5"}, "format 'int5' does not exist"),
         ({"k_format": "int5"}, "format 'int5' does not exist"),
         ({"k_format": "int8", "v_format": 4}, "format 4 is not possible"),
         ({"k_format": "int8", "prompts": "8-bit"}, "'8-bit': it may be one of ('16-bit', 'rows')"),
@@ -107,9 +108,21 @@ def test_a_plan_that_is_not_there_is_told_with_the_folder(
         Settings.parse({"plan": "p"})
 
 
-def test_v_has_the_format_of_k_where_none_is_given() -> None:
-    settings = Settings.parse({"k_format": "int8"})
-    assert (settings.k_format, settings.v_format, settings.plan) == ("int8", "int8", None)
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [
+        ({}, ("int8-g8", "int4-g4")),
+        ({"k_format": "int8"}, ("int8", "int4-g4")),
+        ({"v_format": "int8"}, ("int8-g8", "int8")),
+    ],
+)
+def test_a_format_that_is_not_given_is_the_default(
+    given: dict[str, str], rows: tuple[str, str]
+) -> None:
+    settings = Settings.parse(given)
+    assert (settings.k_format, settings.plan) == (given.get("k_format"), None)
+    layout = settings.layout(2, 128, 128)
+    assert (str(layout.k_format), str(layout.v_format)) == rows
     assert not settings.prompts_from_rows
     assert Settings.parse({"k_format": "int8", "prompts": "rows"}).prompts_from_rows
 
@@ -129,6 +142,8 @@ def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
     path = save_plan(tmp_path, kept=False)
     with pytest.raises(ConfigError, match="2 pairs of formats, and pages have one"):
         Settings.parse({"plan": path})
+    with pytest.raises(ConfigError, match="has v_format beside a plan, and no k_format: give both"):
+        Settings.parse({"plan": path, "v_format": "int8"})
     settings = Settings.parse({"plan": path, "k_format": "int4", "v_format": "int8"})
     assert (settings.k_format, settings.v_format) == ("int4", "int8")
     assert settings.plan is not None

@@ -255,7 +255,7 @@ def test_a_toy_engine_serves_what_plain_attention_computes(
     name: str, prompts: str, limit: float
 ) -> None:
     model, texts = Model(), requests()
-    settings = Settings.parse({"k_format": name, "prompts": prompts})
+    settings = Settings.parse({"k_format": name, "v_format": name, "prompts": prompts})
     engine = Engine(model, settings, num_pages=16, page_size=16, budget=100)
     engine.serve(texts)
     assert engine.preempted and engine.mixed  # a full pool; prompts beside decoding sequences

@@ -26,13 +26,14 @@ from kvquant.io.tensor_files import sealed, sha256
 
 CONFIG = {"model_type": "llama", "hidden_size": 256, "rope_parameters": {"rope_theta": 10000.0}}
 GOLDEN = Path(__file__).parents[1] / "data" / "cache-v1.safetensors"
+ROWS: dict[str, Any] = {"k_format": "int4-g4", "v_format": "int4-g4"}
 
 
 def make_cache(
     seed: int = 0, lens: tuple[int, ...] = (23, 9), max_seq_len: int = 40, **options: Any
 ) -> KVCache:
     """Two layers with tokens that arrived in two chunks, the sequences being of unequal lengths."""
-    options = {"sink_len": 2, "recent_len": 6} | options
+    options = ROWS | {"sink_len": 2, "recent_len": 6} | options
     cache = KVCache(2, len(lens), 2, 64, max_seq_len, **options)
     cache.start_positions.copy_(torch.arange(len(lens)) * 100 + seed)
     append_random(cache, seed, tuple(n // 2 for n in lens))

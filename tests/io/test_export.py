@@ -29,6 +29,7 @@ from kvquant.errors import (
 from kvquant.io.export import RawFile, export_cache, quantize_raw
 
 LENS = [13, 6]
+ROWS: dict[str, Any] = {"k_format": "int4-g4", "v_format": "int4-g4"}
 
 
 def make_raw(
@@ -251,6 +252,7 @@ def test_fp8_export_decodes_by_the_other_layouts(tmp_path: Path) -> None:
         ("fbgemm", {"k_format": "fp8-g4", "v_format": "fp8-g4"}, "K in fp8-g4"),
         ("xformers", {"k_format": "bf16", "v_format": "bf16"}, "export to bf16"),
         ("xformers", {"k_format": "int4", "v_format": "fp8"}, "one format for both"),
+        ("fbgemm", {}, "K in int8-g4 and V in int4-g4.*takes one format for both, int4, int4-g2,"),
     ],
 )
 def test_formats_without_an_equivalent_are_refused(
@@ -263,13 +265,13 @@ def test_formats_without_an_equivalent_are_refused(
 
 
 def test_head_dims_without_an_equivalent_are_refused(tmp_path: Path) -> None:
-    cache = quantize(tmp_path, make_raw(head_dim=96))
+    cache = quantize(tmp_path, make_raw(head_dim=96), **ROWS)
     for to in ("fbgemm", "xformers"):
         with pytest.raises(UnsupportedError, match="head_dim 96 and 96"):
             export(tmp_path, cache, to)
-    export(tmp_path, quantize(tmp_path, make_raw(head_dim=64)), "xformers")
+    export(tmp_path, quantize(tmp_path, make_raw(head_dim=64), **ROWS), "xformers")
     with pytest.raises(UnsupportedError, match="head_dim 512 and 512: fbgemm takes"):
-        export(tmp_path, quantize(tmp_path, make_raw(head_dim=512)), "fbgemm")
+        export(tmp_path, quantize(tmp_path, make_raw(head_dim=512), **ROWS), "fbgemm")
 
 
 def test_values_that_overflow_elsewhere_are_refused(tmp_path: Path) -> None:
@@ -321,7 +323,7 @@ def test_export_refuses_what_it_cannot_do(tmp_path: Path) -> None:
 
 
 def test_empty_cache_is_exported(tmp_path: Path) -> None:
-    tensors, _ = export(tmp_path, KVCache(1, 2, 1, 128, 8), "fbgemm")
+    tensors, _ = export(tmp_path, KVCache(1, 2, 1, 128, 8, **ROWS), "fbgemm")
     assert tensors["layers.0.cache_K"].shape == (2, 0, 1, 80)
     assert tensors["seq_positions"].tolist() == [-1, -1]
 

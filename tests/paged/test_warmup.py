@@ -192,7 +192,8 @@ def test_every_size_of_block_is_told(
     )
     calls = BatchCalls(PagedBatch, cache, torch.bfloat16, 40, (most,), shared_prefix=shared)
     told = kernels_of([calls], gpu)
-    fmt = cache.rows.layers[0].k_format
+    layer = cache.rows.layers[0]
+    formats = PrefixSpec(layer.k_format, layer.v_format)
     units = heads * worth_splits(max_seq_len)
     rows = {
         members * ratio
@@ -200,10 +201,7 @@ def test_every_size_of_block_is_told(
         for ratio in range(1, 9)
         if shared or (shared is None and pays(members, max_seq_len, heads, ratio))
     }
-    needed = {
-        fit(PrefixSpec(fmt, fmt), count, gpu.shared_per_block, units, gpu.sm_count)
-        for count in rows
-    }
+    needed = {fit(formats, count, gpu.shared_per_block, units, gpu.sm_count) for count in rows}
     assert needed == {spec for spec in told if isinstance(spec, PrefixSpec)}
     assert len(needed) <= 3 and sum(isinstance(spec, CombineSpec) for spec in told) == bool(needed)
     assert bool(needed) == (shared is not False and (shared is True or max_seq_len > 512))

@@ -22,6 +22,7 @@ def make(**options: Any) -> PagedKVCache:
         "max_num_seqs": 4,
         "max_seq_len": 100,
         "page_size": PAGE,
+        "k_format": "int4-g4",
         "v_format": "int8",
         "sink_len": SINKS,
         "recent_len": RECENT,

@@ -9,11 +9,12 @@ import torch
 from kvquant import KVCache
 
 BATCH, HEADS, DIM, MAX = 3, 2, 64, 24
+ROWS = {"k_format": "int4-g4", "v_format": "int8"}
 
 
 def make(device: str = "cpu", **options: Any) -> KVCache:
     """Two layers of it."""
-    options = {"sink_len": 2, "recent_len": 5, "v_format": "int8", **options}
+    options = {"sink_len": 2, "recent_len": 5, **ROWS, **options}
     return KVCache(2, BATCH, HEADS, DIM, MAX, device=device, **options)
 
 
