@@ -41,7 +41,7 @@ from .format_search import Costs, Side, allocate, worst_layers
 from .layer_selection import HeldLayers, held_layers, renumbered
 from .moments import Moments
 from .single_pass import BATCH as SCORED_AT_ONCE
-from .single_pass import PassingModel, PassReference
+from .single_pass import PassReference
 from .windows import Sizes as Sizes
 from .windows import (
     Text,
@@ -70,7 +70,7 @@ ROUNDS = 6  # plans that are measured to meet a limit, at most
 Report = Callable[[str, int], None]  # a stage and how much of it was done, in hundredths
 
 
-class CalibratedModel(ObservableModel, DecodingModel, PassingModel, Protocol):
+class CalibratedModel(ObservableModel, DecodingModel, Protocol):
     """A model that can be observed and that decodes; kvquant.CachedModel is one."""
 
     def shared_layers(self) -> dict[int, int]:

@@ -140,6 +140,7 @@ class DecodingModel(Protocol):
     """A model that decodes from a KVCache; kvquant.CachedModel is one."""
 
     exact_format: str  # its 16-bit rows
+    model: Any  # transformers' own
 
     @property
     def dtype(self) -> torch.dtype:

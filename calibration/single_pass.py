@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
-from kvquant.cache.contiguous import KVCache
 from kvquant.errors import NonFiniteError
 from kvquant.hf.models.configs import cache_layers
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
@@ -24,6 +23,7 @@ from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import EXACT_DTYPES
 
 from .fidelity import (
+    DecodingModel,
     Fidelity,
     Planned,
     Reference,
@@ -35,31 +35,8 @@ from .fidelity import (
     stored_bits,
 )
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from kvquant.cache.contiguous import CacheOptions
-    from kvquant.io.plan import CachePlan
-
 BATCH = 2  # passages that are read at a time: their logits take memory
 RowsOf = Callable[[int, str, torch.Tensor], torch.Tensor]  # place, side, rows: what is read of them
-
-
-class PassingModel(Protocol):
-    """What PassReference needs of a model; kvquant.CachedModel is one."""
-
-    exact_format: str  # its 16-bit rows
-    model: Any  # transformers' own
-
-    def new_cache(
-        self,
-        batch: int,
-        max_seq_len: int,
-        *,
-        plan: CachePlan | None = None,
-        **options: Unpack[CacheOptions],
-    ) -> KVCache:
-        """An empty cache of its shape."""
 
 
 class PassReference:
@@ -80,7 +57,7 @@ class PassReference:
 
     def __init__(
         self,
-        model: PassingModel,
+        model: DecodingModel,
         windows: torch.Tensor,
         context: int,
         places: list[int],

@@ -172,7 +172,8 @@ def nearest_plain(plan: CachePlan) -> Mapping[str, Any] | None:
 def paired_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """The standard error of a difference of two KLs on the same passages; what both errors make
     where the KLs of passages are not known."""
-    first, second = (figures.get("kl_passages") or () for figures in (one, other))
+    first: Sequence[float] = one.get("kl_passages") or ()
+    second: Sequence[float] = other.get("kl_passages") or ()
     if len(first) < 2 or len(second) < 2:
         return math.hypot(*(float(figures.get("kl_error") or 0) for figures in (one, other)))
     differences = [a - b for a, b in zip(first, second, strict=True)]

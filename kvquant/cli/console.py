@@ -83,7 +83,8 @@ class Format(click.Choice[str]):
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         """Name ours where the name is another project's; see click.Choice."""
-        return super().get_invalid_choice_message(value, ctx) + nearest(str(value))
+        message = super().get_invalid_choice_message(value, ctx)
+        return message.removesuffix(".") + nearest(str(value))
 
 
 class Pair(Format):

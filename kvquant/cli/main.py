@@ -117,9 +117,11 @@ def quantize(
         raise click.UsageError("--plan says the formats and needs MODEL: leave the others out")
     if both and k_format and v_format:
         raise click.UsageError("--k-format and --v-format leave nothing to --format: leave one out")
-    for name in ("chunk", "tokens"):
+    for name in ("chunk", "tokens", "accept_loss"):
         if raw and is_given(name):
-            raise click.UsageError(f"--{name} is for MODEL, which reads: leave it out with --from")
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} is for MODEL, which reads: leave it out with --from"
+            )
     if raw:
         _check_of_heads(both, raw)
     check_output(output, model, prompt, raw, plan if isinstance(plan, Path) else None)

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def check(
     progress("16 bit", len(ladder) + 1)
     for row, rung in zip(found["rows"], ladder, strict=True):
         for place, choice in (("window", rung.windowed), ("none", rung.bare)):
-            row[place] = _facts(lambda choice=choice: reference.measure(choice))
+            row[place] = _facts(partial(reference.measure, choice))
         progress(rung.name, len(ladder) + 1)
     measured = {"context": context, "scored": samples * SCORED, "passages": samples}
     return {**found, **measured, "seconds": time.perf_counter() - began}
@@ -295,10 +296,10 @@ def render(found: dict[str, Any]) -> str:
     cells = []
     for row in (exact, *rows):
         line = [row["cache"], f"{row['bits']:.2f}"]
-        for length in map(str, LENGTHS):
-            line.append(size_text(row["bytes"][length]))
+        for length in LENGTHS:
+            line.append(size_text(row["bytes"][str(length)]))
             if found["memory"] is not None:
-                line.append(f"{row['sequences'][length]:,}")
+                line.append(f"{row['sequences'][str(length)]:,}")
         cells.append(line)
     parts = [render_table(columns, cells)]
     if "passages" not in found:
@@ -310,8 +311,8 @@ def render(found: dict[str, Any]) -> str:
         columns = [Column(t) for t in ("KL", "error", "same token")]
         columns = [Column("cache", left=True), Column("rows", left=True), *columns]
         columns.append(Column("verdict", left=True))
-        cells = [_row(row, place) for row in rows]
-        parts.append(f"{paragraph(head)}\n{render_table(columns, cells)}")
+        verdicts = [_row(row, place) for row in rows]
+        parts.append(f"{paragraph(head)}\n{render_table(columns, verdicts)}")
         chosen = best(found, place)
         if chosen is None:
             parts.append("Nothing here is safe. Make a plan: kvquant calibrate MODEL")

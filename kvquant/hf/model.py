@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -864,8 +865,8 @@ def as_cached_model(model: Any, tokenizer: Any = None) -> Any:
         model: as above.
         tokenizer: of a model of transformers; None where no text will be read.
     """
-    if isinstance(model, str | Path):
-        return CachedModel.from_pretrained(model)
+    if isinstance(model, str | os.PathLike):
+        return CachedModel.from_pretrained(os.fsdecode(model))
     return CachedModel(model, tokenizer) if isinstance(model, torch.nn.Module) else model
 
 

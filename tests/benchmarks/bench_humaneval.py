@@ -107,7 +107,8 @@ def main(
         )
         for one in asked
     ]
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.to(device)
     rows: list[dict[str, Any]] = []
     right: list[bool] = []
     for choice in (None, *choices):
@@ -135,7 +136,8 @@ def main(
         right = right or passed
         lost = sum(a and not b for a, b in zip(right, passed, strict=True))
         won = sum(b and not a for a, b in zip(right, passed, strict=True))
-        row = {"model": folder.name, "cache": "16 bit" if choice is None else str(choice)}
+        row: dict[str, Any] = {"model": folder.name}
+        row |= {"cache": "16 bit" if choice is None else str(choice)}
         row |= {"passed": sum(passed), "problems": len(passed), "lost": lost, "won": won}
         row |= {"seconds": seconds, "kl": 0.0, "kl_error": 0.0}
         if choice is not None:

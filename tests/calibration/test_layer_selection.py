@@ -271,10 +271,10 @@ def test_models_whose_attention_has_windows_caps_or_sinks_are_calibrated(
 def test_what_is_not_the_models_fault_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("Llama")
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise UnsupportedError("an extra is missing")
 
-    monkeypatch.setattr(model, "step", fail)
+    monkeypatch.setattr(model, "new_cache", fail)
     sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     with pytest.raises(UnsupportedError, match="an extra is missing"):
         calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)

@@ -68,18 +68,25 @@ def test_neutral_arguments_pass_and_others_raise() -> None:
     assert OURS.update(1, value=2) == (1, 2)
     for more in ((), (False,), (None,), (0, True), (False, None)):
         assert OURS.update(1, 2, *more) == (1, 2)
-    for named in ({"skip": False}, {"causal": True}, {"new": None}, {"new": 0, "skip": None}):
+    neutral: tuple[dict[str, Any], ...] = (
+        {"skip": False},
+        {"causal": True},
+        {"new": None},
+        {"new": 0, "skip": None},
+    )
+    for named in neutral:
         assert OURS.update(1, 2, **named) == (1, 2)
     assert OURS.update(1, 2, False, True, None, False) == (1, 2)  # the last ones not even declared
-    for given, named, told in (
+    refused: list[tuple[tuple[bool | int, ...], dict[str, Any], str]] = [
         ((True,), {}, "skip=True"),
         ((False, False), {}, "causal=False"),
         ((), {"causal": 0}, "causal=0"),
         ((False, True, 7), {}, "argument 5=7"),
         ((), {"new": torch.zeros(2)}, "new=tensor"),
         ((), {"new": ""}, "new=''"),
-    ):
-        told = f"Engine 2.1 calls Ours.update with {told}"
+    ]
+    for given, named, words in refused:
+        told = f"Engine 2.1 calls Ours.update with {words}"
         with pytest.raises(UnsupportedError, match=told) as caught:
             OURS.update(1, 2, *given, **named)
         assert "pip install 'made_up_engine>=2,<3'" in str(caught.value)

@@ -131,7 +131,7 @@ def test_lines_run_as_they_stand(model: CachedModel, found: dict[str, Any]) -> N
         names = {"model": model.model, "QuantizedCache": QuantizedCache, "KVCache": KVCache}
         names |= {"batch": 1, "max_seq_len": 4096}
         exec(row["lines"]["your own loop"], names)
-        assert names["cache"].nbytes == row["bytes"]["4096"]  # type: ignore[attr-defined]
+        assert names["cache"].nbytes == row["bytes"]["4096"]
         exec(row["lines"]["QuantizedCache"], names)
         text = row["lines"]["vLLM"].partition("--additional-config '")[2].rstrip("'")
         layout = Settings.parse(json.loads(text)["kvquant"]).layout(1, 128, 128)

@@ -96,7 +96,7 @@ def test_a_merged_adapter_counts() -> None:
     torch.manual_seed(2)
     with torch.no_grad():
         down, up = torch.randn(4, 128), torch.randn(128, 4)
-        model.get_submodule("model.layers.1.self_attn.q_proj").weight += 0.01 * up @ down
+        model.get_parameter("model.layers.1.self_attn.q_proj.weight").add_(0.01 * up @ down)
     assert fingerprint(model) != before
 
 

@@ -154,9 +154,9 @@ def test_a_path_of_no_file_is_no_plan(own: CachedModel) -> None:
 
 def test_a_cache_tells_what_it_is_in_three_lines(own: CachedModel) -> None:
     past = QuantizedCache(own.model, v_format="int8", sink_len=2, recent_len=9)
-    assert past.describe() == "layers 0-1: K int4-g4, V int8"
+    assert past.describe() == "layers 0-1: K int8-g8, V int8"
     assert repr(past).splitlines() == [
-        "QuantizedCache of 2 layers: K int4-g4, V int8",
+        "QuantizedCache of 2 layers: K int8-g8, V int8",
         "  the first 2 and last 9 tokens in bf16",
         "  no tokens yet, 0 bytes on cpu",
     ]
@@ -247,7 +247,7 @@ def test_memory_goes_with_the_cache_and_not_with_the_collector(
 ) -> None:
     """A GPU would be full of dead caches before Python's collector came."""
     past = QuantizedCache(own.model, **FP16, max_seq_len=room)
-    own.model.generate(tokens(1, 10), **caching(past), **OPTIONS)
+    found = own.model.generate(tokens(1, 10), **caching(past), **OPTIONS)
     other, kv = pickle.loads(pickle.dumps(copy.deepcopy(past))), own.new_cache(1, 32, **FP16)
     own.prefill(kv, tokens(1, 10))
     gc.collect()
@@ -261,7 +261,9 @@ def test_memory_goes_with_the_cache_and_not_with_the_collector(
     with pytest.raises(ReferenceError, match="keep the QuantizedCache"):
         layer.get_seq_length()
     assert other.layers[0].cache is other and other.layers[0].get_seq_length() == 13
-    own.model.generate(tokens(1, 10).repeat(1, 2), **caching(other), **OPTIONS)
+    turn = torch.cat([found, tokens(1, 6)], dim=1)
+    own.model.generate(turn, **caching(other), **OPTIONS)
+    assert other.get_seq_length() == turn.shape[1] + 3  # all answers but the last token
 
 
 class Reads(TorchDispatchMode):

@@ -384,13 +384,10 @@ def test_queries_are_not_scaled_by_the_position_of_another_sequence() -> None:
 
 def test_caches_of_layers_of_unlike_head_dim_are_saved_and_forked(tmp_path: Any) -> None:
     model = tiny("Gemma4Text", **SHARING | {"global_head_dim": 512})
-    cache, text = (
-        model.new_cache(2, 40, recent_len=4, accept_loss=True),
-        tokens(2, 20),
-    )
+    cache, text = model.new_cache(2, 40, recent_len=4), tokens(2, 20)
     assert [(str(at.k_format), at.k_format.head_dim) for at in cache.layers] == [
-        ("int4-g4", 64),
-        ("int4-g4", 512),
+        ("int8-g8", 64),
+        ("int8-g8", 512),
     ]
     model.prefill(cache, text)
     save_cache(cache, tmp_path / "c.safetensors", model=model.config_dict)

@@ -16,11 +16,12 @@ from kvquant.calibration.fidelity import Scheme
 from kvquant.cli.demo import MODEL
 from kvquant.errors import ConfigError, DeviceError
 from kvquant.lm_eval.arguments import read_arguments
+from kvquant.rows.defaults import DEFAULT
 
 
 def test_defaults_are_those_of_caches() -> None:
-    found = read_arguments({"pretrained": str(MODEL), "k_format": "int4-g4"})
-    assert found["cache"] == Scheme("int4-g4", "int4-g4", sink_len=4, recent_len=128)
+    found = read_arguments({"pretrained": str(MODEL)})
+    assert found["cache"] == Scheme(DEFAULT, DEFAULT, sink_len=4, recent_len=128)
     assert found["batch_size"] == 1 and "max_length" not in found
     assert found["model"].dtype == torch.float32
 
@@ -44,8 +45,7 @@ def test_everything_that_is_given_counts(tmp_path: Path) -> None:
         ({"kformat": "int8", "beams": 2}, "have no beams, kformat: there are pretrained, k_format"),
         ({"pretrained": None}, "name no model: give pretrained=MODEL"),
         ({"pretrained": "/nowhere"}, "/nowhere does not exist: give the folder of a model"),
-        ({"k_format": None}, "need a cache: give k_format=FORMAT"),
-        ({"plan": "x.safetensors"}, "need a cache: give k_format=FORMAT"),
+        ({"plan": "x.safetensors"}, "the plan says the formats: leave k_format and v_format out"),
         (
             {"plan": "x.safetensors", "k_format": None, "v_format": "int8"},
             "the plan says the formats",
