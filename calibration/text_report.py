@@ -175,9 +175,10 @@ def paired_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     first: Sequence[float] = one.get("kl_passages") or ()
     second: Sequence[float] = other.get("kl_passages") or ()
     if len(first) < 2 or len(second) < 2:
-        return math.hypot(one.get("kl_error") or 0, other.get("kl_error") or 0)
+        return math.hypot(*(float(figures.get("kl_error") or 0) for figures in (one, other)))
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    return statistics.stdev(differences) / math.sqrt(len(differences))
+    error: float = statistics.stdev(differences) / math.sqrt(len(differences))
+    return error
 
 
 def _gain(plan: CachePlan) -> str:

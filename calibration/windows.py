@@ -17,7 +17,7 @@ from kvquant.rows.arguments import is_whole
 Text: TypeAlias = Counts  # the ids of its tokens
 
 LEAST_OBSERVED, LEAST_SCORED, LEAST_PASSAGES = 4096, 256, 4  # tokens, tokens and passages
-TEXTS = Path(__file__).with_name("texts")  # encyclopedia, code and dialogue: see README.md there
+TEXTS = Path(__file__).with_name("texts")  # encyclopedia, code and dialogue: see SOURCES.txt
 FIT_SHARE = 8  # of the observed windows, one in so many is kept for choosing
 
 

@@ -47,7 +47,7 @@ PUBLIC = [
     "slots_of",
 ]
 # import * takes them where the hf extra is installed
-WITH_HF = ["CachedModel", "CapturedStep", "QuantizedCache", "evaluate"]
+WITH_HF = ["CachedModel", "CapturedStep", "QuantizedCache", "calibrate", "evaluate"]
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 PLAN = Path(__file__).parent / "data" / "plan-v2.safetensors"
 RECORDS = ["Rope", "RowTransform", "Slots"]  # arguments of append_rows, where examples show them
