@@ -19,6 +19,7 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..cache.layer import SPARE
 from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedModelError, shown
+from ..io.model_id import WEIGHTS
 from ..io.plan import CachePlan, ModelPlan, Plan, as_plan
 from ..rows.arguments import (
     check_device,
@@ -44,7 +45,7 @@ from .models.configs import (
     new_cache,
 )
 from .models.decoders import check_decoder
-from .models.fingerprint import FOLDED, fingerprint, identified
+from .models.fingerprint import FOLDED, identified
 from .models.fold import fold_values
 from .models.latent import check_latent_layers, hands_latents, heads_of
 from .models.loading import TensorPlan, load
@@ -302,7 +303,8 @@ class CachedModel:
         """
         self._check_alone("its weights hold a part of each projection")
         plan = as_plan(plan)
-        plan.check_model(self.config_dict)
+        config = self.config_dict
+        plan.check_model(config)
         plan.check_of_heads("fold_values")
         if hasattr(self.model, FOLDED):
             raise ConfigError(
@@ -314,9 +316,8 @@ class CachedModel:
             for layer, basis in zip(plan.places, plan.layers, strict=True)
             if not basis.v.is_identity
         }
-        weights = fingerprint(self.model)
         fold_values(self.model, bases)
-        setattr(self.model, FOLDED, weights)
+        setattr(self.model, FOLDED, config.get(WEIGHTS))
         return plan.without_v_bases()
 
     def prefill(

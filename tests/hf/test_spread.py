@@ -281,7 +281,9 @@ def test_devices_are_those_of_weights_or_of_hooks(tmp_path: Path) -> None:
     assert layer_devices(model, [1, 2]) == [gpu, cpu]
 
 
-def test_weights_that_accelerate_brings_lie_where_it_brings_them(tmp_path: Path) -> None:
+def test_weights_that_accelerate_brings_lie_where_it_brings_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = tiny("Llama").model
     expected = model(tokens(1, 5)).logits
@@ -308,6 +310,11 @@ def test_weights_that_accelerate_brings_lie_where_it_brings_them(tmp_path: Path)
     assert len(seen) == 4 and all(torch.allclose(seen[i], seen[i + 2]) for i in (0, 1))
     plan = calibrate(whole, None, zero_data=True, sizes=Sizes(observed=256, length=64))
     assert plan is not None
+    assert "_weights" in whole.config_dict
+    with caplog.at_level("WARNING", "kvquant"):
+        assert "_weights" not in cached.config_dict
+        assert cached.new_cache(3, 64, plan=plan).bases is not None
+    assert "cannot be compared with these weights: model.embed_tokens.weight" in caplog.text
     for refused in (
         cached.output_weights,
         lambda: cached.fold_values(plan),

@@ -8,6 +8,7 @@ bfloat16 values survive it, nor the order, the number of files, or the device.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ from ...io.model_id import WEIGHTS
 from ...io.model_source import is_gguf
 from .loading import empty_model, load, located, stored_tensors
 
+log = logging.getLogger("kvquant")
 BLOCKS, BLOCK = 64, 64  # samples of a tensor: blocks of elements, that few pages of a file are read
 FOLDED = "kvquant_folded"  # on a model with a plan's bases of V folded in: its fingerprint before
 LEAST = 2.0**-14  # magnitudes below count as 0: float16 holds bfloat16's values from here on
@@ -61,8 +63,14 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 def identified(model: Any) -> dict[str, Any]:
     """The config of a loaded model of transformers as a dict, with the fingerprint of its weights:
-    what model_identity, check_model and save_cache take."""
-    return {**model.config.to_dict(), WEIGHTS: fingerprint(model)}
+    what model_identity, check_model and save_cache take. Weights that are not in memory have none,
+    which is warned of: plans and files are then compared with the config alone."""
+    config: dict[str, Any] = model.config.to_dict()
+    try:
+        return {**config, WEIGHTS: fingerprint(model)}
+    except UnsupportedModelError as error:
+        log.warning("kvquant: plans and files cannot be compared with these weights: %s", error)
+        return config
 
 
 def fingerprint_of(source: str | Path) -> str:
