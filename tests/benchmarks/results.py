@@ -963,14 +963,14 @@ def default_times() -> str:
     """Decode attention with the default pairs at 64 sequences of 8,192 tokens, on an H200."""
     rows = []
     for case, what in zip(
-        read("h200-defaults")["decode"], ("with 16-bit tokens", "without"), strict=True
+        read("h200-defaults")["decode"], ("beside 16-bit tokens", "alone"), strict=True
     ):
         cells = []
         for which in ("", "in_a_row_"):
             cells += [f"{case[which + 'us']:.0f}", f"{case[which + 'roof_percent']:.0f} %"]
         rows.append([f"K `{case['k_format']}`, V `{case['v_format']}`", what, *cells])
     titles = ["one call: us", "of the read peak", "in a row: us", "of the read peak"]
-    return table(["default", "caches", *titles], rows)
+    return table(["default rows", "in caches", *titles], rows)
 
 
 def mean_of(model: str, key: str, name: str = "fidelity") -> dict[str, float]:
