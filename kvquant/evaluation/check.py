@@ -322,6 +322,8 @@ def render(found: dict[str, Any]) -> str:
         wanted = ("vLLM",) if place == "none" else ("QuantizedCache", "your own loop")
         for name in wanted:
             if line := chosen["lines"].get(name):
+                if len(line) > 76:  # a terminal has 80 columns
+                    line = line.replace(", k_format", ",\n        k_format")
                 parts.append(f"{chosen['cache']} is safe. In {name}:\n    {line}")
     if any(row[place]["verdict"] == CLOSE for row in rows for place in ("window", "none")):
         more = (
