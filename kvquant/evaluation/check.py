@@ -175,9 +175,10 @@ def ladder_of(layers: CacheLayers, plan: CachePlan | None, plan_name: str = "aut
         windowed, bare = _schemes(name, dims, layers.are_latent)
         pair = {"k_format": windowed.k_format, "v_format": windowed.v_format}
         settings = {"k_format": bare.k_format, "v_format": bare.v_format}
+        settings = {} if name == "default" else settings
         if layers.are_latent:
             pair = {"fmt": f"{windowed.k_format}+{windowed.v_format}"}
-            settings = {"format": pair["fmt"]}
+            settings = {"format": pair["fmt"]}  # engines have no default for latent rows
         given = "" if name == "default" else "".join(f", {k}={v!r}" for k, v in pair.items())
         found.append(Rung(name, windowed, bare, given, settings))
     if plan is not None:
@@ -232,7 +233,8 @@ def _lines(rung: Rung, layers: CacheLayers) -> dict[str, str]:
         )
     elif not layers.are_latent:
         lines["your own loop"] = f"cache = KVCache({sizes}{rung.arguments})"
-    lines["vLLM"] = f"vllm serve MODEL --attention-backend CUSTOM --additional-config '{settings}'"
+    serve = "vllm serve MODEL --attention-backend CUSTOM --additional-config"
+    lines["vLLM"] = f"{serve} \\\n        '{settings}'"
     return lines
 
 
@@ -320,6 +322,8 @@ def render(found: dict[str, Any]) -> str:
         wanted = ("vLLM",) if place == "none" else ("QuantizedCache", "your own loop")
         for name in wanted:
             if line := chosen["lines"].get(name):
+                if len(line) > 76:  # a terminal has 80 columns
+                    line = line.replace(", k_format", ",\n        k_format")
                 parts.append(f"{chosen['cache']} is safe. In {name}:\n    {line}")
     if any(row[place]["verdict"] == CLOSE for row in rows for place in ("window", "none")):
         more = (

@@ -20,8 +20,8 @@ _PAIRS: dict[int, tuple[str, str, str, str]] = {
     112: ("int8", "int8", "int8", "int8"),
     128: ("int8-g4", "int4-g4", "int8-g8", "int4-g4"),
     192: ("int8-g4", "int4-g2", "int8-g4", "int8"),
-    256: ("int8-g4", "int4-g4", "int8-g8", "int4-g8"),
-    512: ("int8-g4", "int4-g4", "int8-g8", "int4-g8"),
+    256: ("int8-g4", "int4-g8", "int8-g8", "int4-g8"),
+    512: ("int8-g4", "int4-g8", "int8-g8", "int4-g8"),
 }
 _NONE = ("int8",) * 4
 assert tuple(_PAIRS) == HEAD_DIMS

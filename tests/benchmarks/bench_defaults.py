@@ -31,7 +31,6 @@ K = "int8", "int8-g4", "int8-g8"
 V = "int4", "int4-g2", "int4-g4", "int4-g8", "int8"
 PAIRS = (
     *((k, v) for k in K for v in V),
-    ("int8", "int8"),
     ("int4-g4", "int4-g4"),
     ("int4", "int4"),
 )

@@ -55,6 +55,13 @@ measured and the date:
                                             the default window. We wrote the commit of the run
                                             into code-latent.json by hand
     probe                                   tests/benchmarks/bench_probe.py, a call for each model
+    defaults                                tests/benchmarks/bench_defaults.py, on four models and
+                                            two texts. We merged the files of six runs, named the
+                                            texts, and left out a pair that was measured twice
+    humaneval                               tests/benchmarks/bench_humaneval.py: the files of four
+                                            runs, two of which ended before plans of 2 and 3 bits
+    h200-defaults                           kvquant bench --batch 64 --seq-len 8192 --q-heads 32
+                                            --kv-heads 8, with the two default pairs as --format
     row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
                                             bench_graded.py
 
@@ -85,6 +92,7 @@ from kvquant import KVCache, RowFormat
 from kvquant.bench import cpu
 from kvquant.bench.cases import ROOM
 from kvquant.calibration.text_report import KL_NOTICE
+from kvquant.rows.defaults import default_format
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -138,6 +146,7 @@ def shown() -> dict[str, list[str]]:
     return {
         "README.md": [
             *(memory(), speed_up(), cpu_speed_up(), settings(), steps_about(), step_bars(), room()),
+            *(public_about(), public()),
             *(throughput(read("vllm")), latents_day(), latents(), gpu_about(), decode()),
             *(fidelity_about(), fidelity(README_CACHES), lost()),
         ],
@@ -155,12 +164,13 @@ def shown() -> dict[str, list[str]]:
         ],
         "kvquant/bench/README.md": [
             *(cpu_about(), cpu_decode(), cpu_rows(), xeon(), gpu_about(), decode_cases()),
+            *(gpu_about("h200-defaults"), default_times()),
             *(gains(), gpu_about("h200-more"), few_bits_times(), page_times()),
             *(gpu_about("h200-wide"), wide_groups(), ragged_queries()),
             *(gpu_about("h200-lengths"), unequal_lengths()),
             *(gpu_about("h200-uneven"), spare_capacity()),
         ],
-        "kvquant/evaluation/README.md": [evaluation()],
+        "kvquant/evaluation/README.md": [evaluation(), answers()],
         "kvquant/hf/README.md": [
             probed(),
             steps_about(),
@@ -511,18 +521,18 @@ def cpu_rows() -> str:
     return textwrap.indent(cpu.render_rows(read("zen4-decode")["rows"]), "    ")
 
 
-def bits(fmt: str, tokens: int) -> float:
+def bits(fmt: str | None, tokens: int) -> float:
     """Bits of an element of K and V in a KVCache of the default window, as it is allocated."""
-    cache = KVCache(1, 1, 8, 128, tokens, k_format=fmt, v_format=fmt)
+    cache = KVCache(1, 1, 8, 128, tokens, k_format=fmt, v_format=fmt, device="meta")
     return 8 * cache.nbytes / (2 * 8 * 128 * tokens)
 
 
 def memory() -> str:
-    """How much less memory the default takes, at two lengths."""
-    short, long = (16 / bits("int4-g4", tokens) for tokens in LENGTHS)
+    """How much less memory the default takes, and a plan."""
+    plain, planned = (16 / bits(fmt, LENGTHS[1]) for fmt in (None, "int4"))
     return (
-        f"{short:.1f} times less memory than 16 bit at {LENGTHS[0]:,} tokens, and {long:.1f} times "
-        f"less at {LENGTHS[1]:,}"
+        f"{plain:.1f} times less memory than 16 bit at {LENGTHS[1]:,} tokens, and with a plan "
+        f"{planned:.1f} times less"
     )
 
 
@@ -860,40 +870,107 @@ MODELS = {
     "llama-demo-5m": "Llama type",
     "qwen2-biased-10m": "Qwen2 type, biased keys",
 }
-SETTINGS = (  # name, format, cache of the fidelity benchmark, arguments, when to take it
+SETTINGS = (
+    ("the default", None, "none", "you start: nothing to prepare"),
+    ("plan, `int4`", "int4", '`plan="auto"`', "memory is short: a plan takes minutes, once"),
     (
-        *("`int8`", "int8", "int8 + 4 sinks, 128 recent", '`k_format="int8", v_format="int8"`'),
-        "you start: nearly the predictions of 16 bit, and nothing to prepare",
+        *("`int8`", "int8", '`k_format="int8", v_format="int8"`'),
+        "you compare with other projects",
     ),
     (
-        *("`int4-g4`", "int4-g4", "int4-g4 + 4 sinks, 128 recent", "the default"),
-        "memory is short and your model's keys are not biased",
-    ),
-    (
-        *(
-            "plan, `int4`",
-            "int4",
-            "plan {} + 4 sinks, 128 recent",
-            "`plan=`, or `KVCache.from_plan`",
-        ),
-        "memory is short or keys are biased, after one run of `kvquant calibrate`",
+        *("`int4-g4`", "int4-g4", '`k_format="int4-g4", v_format="int4-g4"`'),
+        "`kvquant check` calls it safe for your model",
     ),
 )
+PUBLIC = {  # name in results/, and its head_dim
+    "SmolLM2-135M": ("smollm2-135m", 64),
+    "Gemma 3 270M": ("gemma3-270m", 256),
+    "Qwen2.5-Coder-0.5B": ("qwen2.5-coder-0.5b", 64),
+    "Qwen2.5-Coder-1.5B": ("qwen2.5-coder-1.5b", 128),
+}
+ANSWERED = {
+    "16 bit": "16 bit",
+    "default + 4 sinks, 128 recent": "the default",
+    "plan int4 + 4 sinks, 128 recent": "plan, `int4`",
+    "plan int3 + 4 sinks, 128 recent": "plan, `int3`",
+    "default": "the default, without 16-bit tokens",
+    "int4-g4 + 4 sinks, 128 recent": "`int4-g4`",
+}
 
 
 def settings() -> str:
-    """Which setting to take: bits with the default window, KL with it at 2,048 tokens, when."""
+    """Which setting to take: bits with the default window, and when."""
     rows = [
-        [
-            *(name, how, *(f"{bits(fmt, tokens):.2f}" for tokens in LENGTHS)),
-            *(kl_of(mean_of(model, key)) for model in MODELS),
-            when,
-        ]
-        for name, fmt, key, how, when in SETTINGS
+        [name, how, *(f"{bits(fmt, tokens):.2f}" for tokens in LENGTHS), when]
+        for name, fmt, how, when in SETTINGS
     ]
     titles = ["setting", "arguments", *(f"bits at {tokens:,} tokens" for tokens in LENGTHS)]
-    titles += [f"KL, {name}" for name in MODELS.values()]
     return table([*titles, "take it when"], rows)
+
+
+def public(context: int = 1024) -> str:
+    """KL of public models with the default window, and without one."""
+    found = {
+        (row["model"], row["k"], row["v"], tuple(row["window"])): row["kl"]
+        for row in read("defaults")["rows"]
+        if row["context"] in (context, 8063) and row["text"].startswith("WikiText")
+    }
+    rows = []
+    for window, what in (((4, 128), ""), ((0, 0), ", without 16-bit tokens")):
+        for name in ("the default", "`int8`", "`int4-g4`"):
+            cells = []
+            for model, dim in PUBLIC.values():
+                k, v = (default_format(side, dim, *window) for side in "kv")
+                k, v = (k, v) if name == "the default" else (name.strip("`"),) * 2
+                cells.append(kl_of({"kl": found[model, k, v, window]}))
+            rows.append([name + what, *cells])
+    return table(["cache", *PUBLIC], rows)
+
+
+def public_about() -> str:
+    """What was scored on public models, and when."""
+    found = read("defaults")
+    row = found["rows"][0]
+    return (
+        f"{row['scored']:,} tokens of WikiText-2's test text, each behind {row['context']:,} "
+        f"others or more, in float32, on one NVIDIA H200 ({day(found)}, "
+        "`tests/benchmarks/bench_defaults.py`)"
+    )
+
+
+def answers() -> str:
+    """Right answers of HumanEval, and the KL that kvquant check measures."""
+    models = {name: key for name, (key, _) in PUBLIC.items() if "Coder" in name}
+    rows = []
+    for key, name in ANSWERED.items():
+        cells = []
+        for model in models.values():
+            row = next(
+                (x for x in read("humaneval")["rows"] if (x["model"], x["cache"]) == (model, key)),
+                None,
+            )
+            if row is None:
+                cells += ["-", "-", "-"]
+                continue
+            share = f"{row['passed'] / row['problems']:.1%}".replace("%", " %")
+            cells += [f"{row['kl']:.4f}", share, f"{row['lost']} / {row['won']}"]
+        rows.append([name, *cells])
+    titles = [f"{name}: {what}" for name in models for what in ("KL", "right", "lost / won")]
+    return table(["cache", *titles], rows)
+
+
+def default_times() -> str:
+    """Decode attention with the default pairs at 64 sequences of 8,192 tokens, on an H200."""
+    rows = []
+    for case, what in zip(
+        read("h200-defaults")["decode"], ("beside 16-bit tokens", "alone"), strict=True
+    ):
+        cells = []
+        for which in ("", "in_a_row_"):
+            cells += [f"{case[which + 'us']:.0f}", f"{case[which + 'roof_percent']:.0f} %"]
+        rows.append([f"K `{case['k_format']}`, V `{case['v_format']}`", what, *cells])
+    titles = ["one call: us", "of the read peak", "in a row: us", "of the read peak"]
+    return table(["default rows", "in caches", *titles], rows)
 
 
 def mean_of(model: str, key: str, name: str = "fidelity") -> dict[str, float]:

@@ -133,7 +133,7 @@ def test_lines_run_as_they_stand(model: CachedModel, found: dict[str, Any]) -> N
         exec(row["lines"]["your own loop"], names)
         assert names["cache"].nbytes == row["bytes"]["4096"]
         exec(row["lines"]["QuantizedCache"], names)
-        text = row["lines"]["vLLM"].partition("--additional-config '")[2].rstrip("'")
+        text = row["lines"]["vLLM"].partition("'")[2].rstrip("'")
         layout = Settings.parse(json.loads(text)["kvquant"]).layout(1, 128, 128)
         formats = f"K {layout.k_format}, V {layout.v_format}", str(layout.k_format)
         assert row["formats_without_window"] in formats
