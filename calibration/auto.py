@@ -8,7 +8,7 @@ from typing import Any
 
 from kvquant.errors import UnsupportedModelError
 from kvquant.hf.model import as_cached_model
-from kvquant.io.model_id import model_identity
+from kvquant.hf.models.fingerprint import fingerprint
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_store import keep_plan, place_of, stored_plan
 from kvquant.kernels.disk_cache import locked
@@ -36,10 +36,11 @@ def auto_plan(model: Any) -> CachePlan | None:
         ConfigError: a plan must be made, and the model's tokenizer is not found.
     """
     model = as_cached_model(model)
-    weights = model_identity(model.config_dict)["weights"]
-    told, plan = "taken from the user's folder", stored_plan(weights)
-    if plan is None:
-        try:
+    told = "taken from the user's folder"
+    try:
+        weights = fingerprint(model.model)
+        plan = stored_plan(weights)
+        if plan is None:
             with ExitStack() as stack:
                 try:
                     stack.enter_context(locked(place_of(weights)))
@@ -51,9 +52,9 @@ def auto_plan(model: Any) -> CachePlan | None:
                         plan = calibrate(model, progress=lambda stage, share: update(share, stage))
                     assert plan is not None
                     told = f"made, {_kept(plan)}"
-        except UnsupportedModelError as error:
-            log.warning("kvquant: no plan is possible, the default formats are taken: %s", error)
-            return None
+    except UnsupportedModelError as error:
+        log.warning("kvquant: no plan is possible, the default formats are taken: %s", error)
+        return None
     used = plan.facts.get("windowed") or plan.facts["measured"]
     if not used["kl"] <= MOST_KL:  # NaN too
         log.warning(

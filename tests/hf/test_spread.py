@@ -314,7 +314,9 @@ def test_weights_that_accelerate_brings_lie_where_it_brings_them(
     with caplog.at_level("WARNING", "kvquant"):
         assert "_weights" not in cached.config_dict
         assert cached.new_cache(3, 64, plan=plan).bases is not None
+        assert cached.new_cache(3, 64, plan="auto").bases is None
     assert "cannot be compared with these weights: model.embed_tokens.weight" in caplog.text
+    assert "no plan is possible, the default formats are taken: model.embed_tok" in caplog.text
     for refused in (
         cached.output_weights,
         lambda: cached.fold_values(plan),
