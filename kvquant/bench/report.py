@@ -14,7 +14,6 @@ from ..text import Column
 from .cases import Case
 from .gpu import Peer, Result, Times
 from .timer import Machine
-from .tune import Ablation, Choice
 
 Point = tuple[int, float]
 SDPA = "SDPA, 16 bit"  # its line in the picture
@@ -75,18 +74,6 @@ _TABLES: dict[str, tuple[str, ...]] = {  # by what was measured
     ),
 }
 COLUMNS = {table: tuple(_COLUMNS[name] for name in names) for table, names in _TABLES.items()}
-COLUMNS["tune"] = (
-    *COLUMNS["decode"][: len(_SHAPE)],
-    *(Column(title, part=1) for title in ("plans", "by the\nformula", "us", "in a row\nus")),
-    *(Column(title, part=2) for title in ("fastest", "us", "in a row\nus")),
-    *(Column(title, part=2) for title in ("gain", "gain\nin a row")),
-)
-COLUMNS["ablate"] = (
-    *COLUMNS["decode"][: len(_SHAPE)],
-    Column("kernel", left=True),
-    *(Column(title, part=1) for title in ("us", "ratio")),
-    *(Column(title, part=2) for title in ("in a row\nus", "ratio")),
-)
 
 
 def render_machine(machine: Machine) -> str:
@@ -142,27 +129,6 @@ def _words(result: Result, first: Times, machine: Machine) -> dict[str, str]:
     return found | {"eager\nus": _number(times.eager, ".1f")}
 
 
-def choice_cells(choice: Choice) -> list[str]:
-    """A row of the table of "tune"."""
-    row = [*_shape(choice.case), str(choice.measured)]
-    for plan, times in (choice.formula, choice.fastest):
-        row.append(f"{plan.splits[0]} x {plan.warps}w x {plan.stages}s")
-        row += [_number(times.alone, ".1f"), _number(times.in_a_row, ".1f")]
-    gains = _ratios(choice.formula[1], choice.fastest[1])
-    return [*row, *(_number(gain, ".2f", "x") for gain in gains)]
-
-
-def ablation_cells(ablation: Ablation, whole: Ablation) -> list[str]:
-    """A row of the table of "ablate"; ratios are to the whole kernel under its plan."""
-    plan, times = ablation.plan, ablation.times
-    alone, in_a_row = _ratios(times, whole.times)
-    row = [*_shape(ablation.case), ablation.name]
-    if ablation is whole:
-        row[-1] += f": {plan.splits[0]} x {plan.warps}w x {plan.stages}s"
-    row += [_number(times.alone, ".1f"), _number(alone, ".2f", "x")]
-    return [*row, _number(times.in_a_row, ".1f"), _number(in_a_row, ".2f", "x")]
-
-
 def _shape(case: Case) -> list[str]:
     return [case.name, str(case.batch), case.heads, str(case.seq_len)]
 
@@ -191,21 +157,6 @@ def figures(result: Result, machine: Machine) -> dict[str, Any]:
     if result.even is not None:
         found["even"] = time_figures(result.case.even, result.even, machine)
     return found
-
-
-def choice_figures(choice: Choice, machine: Machine) -> dict[str, Any]:
-    """A choice of a plan as plain data."""
-    found = {**case_figures(choice.case), "measured": choice.measured}
-    for name, (plan, times) in (("formula", choice.formula), ("fastest", choice.fastest)):
-        found[name] = asdict(plan) | time_figures(choice.case, times, machine)
-    return found
-
-
-def ablation_figures(ablation: Ablation, machine: Machine) -> dict[str, Any]:
-    """An ablation of the kernel as plain data."""
-    case = ablation.case
-    found = {**case_figures(case), "kernel": ablation.name, **asdict(ablation.plan)}
-    return found | time_figures(case, ablation.times, machine)
 
 
 def case_figures(case: Case) -> dict[str, Any]:

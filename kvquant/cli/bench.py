@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,15 +33,12 @@ if TYPE_CHECKING:
     from ..bench.gpu import Result
     from ..bench.timer import Machine, Timer
 
-T = TypeVar("T")
 Rows = list[list[str]]  # of a table, in the order in which they are measured
 GPU_ONLY = {
     "dtype": "--dtype",
     "page_sizes": "--page-size",
     "exact": "--exact",
     "quick": "--quick",
-    "tune": "--tune",
-    "ablate": "--ablate",
     "ragged": "--ragged",
     "wide": "--wide",
     "short": "--short",
@@ -51,7 +48,7 @@ GPU_ONLY = {
     "plot_file": "--plot",
 }
 # what is measured instead
-MODES = "ragged", "wide", "short", "queries", "variants", "mla", "tune", "ablate"
+MODES = "ragged", "wide", "short", "queries", "variants", "mla"
 
 
 @click.command(epilog=FORMATS)
@@ -74,7 +71,7 @@ MODES = "ragged", "wide", "short", "queries", "variants", "mla", "tune", "ablate
     multiple=True,
     help="Tokens of T in 16 bit: 4 128.",
 )
-@click.option("--quick", is_flag=True, help="Few cases, or plans, timed briefly.")
+@click.option("--quick", is_flag=True, help="Few cases, timed briefly.")
 @click.option("--ragged", is_flag=True, help="Measure batches of unequal lengths instead.")
 @click.option("--wide", is_flag=True, help="Measure many query heads on a KV head instead.")
 @click.option("--short", is_flag=True, help="Measure short contexts instead, from Python too.")
@@ -85,8 +82,6 @@ MODES = "ragged", "wide", "short", "queries", "variants", "mla", "tune", "ablate
 @click.option(
     "--mla", is_flag=True, help="Measure latent rows (MLA) instead, of drafted tokens too."
 )
-@click.option("--tune", is_flag=True, help="Measure and keep the best launch plans instead.")
-@click.option("--ablate", is_flag=True, help="Measure what each technique brings instead.")
 @JSON
 @click.option(
     "--plot", "plot_file", type=NEW_FILE, help="Draw the share of peak bandwidth, as PNG."
@@ -109,7 +104,7 @@ def bench(
     On a GPU without batch, heads or tokens a default set is measured, in about a minute. Formats,
     batches, tokens, page sizes and exact tokens may be given several times: all combinations are
     measured. --ragged, --wide, --short, --queries, --variants and --mla have shapes of their own,
-    --mla formats too. The options from --dtype to --ablate and --plot are for GPUs only.
+    --mla formats too. The options from --dtype to --mla and --plot are for GPUs only.
 
     "us" is one call with a cold L2 cache, launch included; "in a row" one of many calls on rotated
     inputs, "eager" one of many from Python, without a graph. GB/s count the rows; "peak" is their
@@ -159,26 +154,18 @@ def bench(
     }
     from ..bench import report, timer
     from ..bench.cases import TABLES, list_cases
-    from ..bench.tune import ABLATED, ABLATED_FORMATS, CHEAPEST, TABLE
     from ..text import render_table
 
-    if not sized:
-        sizes |= {"tune": TABLE, "ablate": ABLATED}.get(mode, {})
-    if mode == "ablate":
-        formats = formats or ABLATED_FORMATS
     table = mode if mode in TABLES else ""
     cases = list_cases(formats, quick=gpu["quick"], table=table, **sizes)
     watch = timer.GraphTimer(0.01 if gpu["quick"] else 0.05)
     machine = timer.describe_machine(watch, __version__)
     click.echo(report.render_machine(machine) + "\n")
-    runs: dict[str, Callable[..., dict[str, Any]]]
-    runs = {"tune": partial(_tune, CHEAPEST if gpu["quick"] else None), "ablate": _ablate}
-    run = runs.get(mode, partial(_measure, mode))
     rows: Rows = []
     results: list[Result] = []
     figures: dict[str, Any] | None = None
     try:
-        figures = run(cases, watch, machine, rows, results)
+        figures = _measure(mode, cases, watch, machine, rows, results)
     finally:  # what was measured is printed after an interrupt too, and kept in any case
         try:
             if rows:
@@ -202,14 +189,11 @@ def _check_gpu_options(gpu: dict[str, Any], sized: bool, rows: dict[str, object]
     if len(modes) > 1:
         raise click.UsageError(f"--{modes[0]} or --{modes[1]}: measure one after the other")
     for mode in modes:
-        refused = ["plot_file"]
-        if mode in ("tune", "ablate"):
-            refused += ["page_sizes", "exact"]
-        elif sized:
+        if sized:
             raise click.UsageError(
                 f"--{mode} has shapes of its own: leave out batch, heads, tokens"
             )
-        given = {GPU_ONLY[name]: gpu[name] for name in refused}
+        given: dict[str, object] = {"--plot": gpu["plot_file"]}
         if mode == "mla":
             # latents of 8 bits and fewer have RoPE parts in bf16, which fp16 queries cannot read
             given |= {"--dtype float16": gpu["dtype"] == "float16"} | rows
@@ -232,97 +216,33 @@ def _measure(
     rows: Rows,
     results: list[Result],
 ) -> dict[str, Any]:
+    """Measure cases, whose kernels are compiled before, all at a time; cases that are too large
+    for the GPU are named."""
+    from torch import OutOfMemoryError
+
     from ..bench import report
     from ..bench.cases import rehearse_case
     from ..bench.gpu import Peer, measure
-
-    _compile([partial(rehearse_case, case) for case in cases], timer)
-    peers: dict[Case, Peer | str] = {}
-    for result in _each_that_fits(cases, lambda case: measure(case, timer, peers)):
-        results.append(result)
-        rows.append(report.cells(table, results, machine))
-    return {table: [report.figures(result, machine) for result in results]}
-
-
-def _compile(calls: Sequence[Callable[[], None]], timer: Timer) -> None:
-    """Compile what calls need, all at a time."""
     from ..kernels.cuda.runtime.launch import gpu_of
     from ..kernels.cuda.runtime.warmup import kernels_of
-
-    gpu = gpu_of(timer.device.index)
-    compile_kernels(kernels_of(calls, gpu), gpu.arch)
-
-
-def _tune(
-    most: int | None,
-    cases: Sequence[Case],
-    timer: Timer,
-    machine: Machine,
-    rows: Rows,
-    _: object,
-) -> dict[str, Any]:
-    from ..bench import report, tune
-    from ..kernels.cuda.decode.tuned import save_table
-    from ..kernels.cuda.runtime.launch import gpu_of
-
-    gpu = gpu_of(timer.device.index)
-    path = save_table(())  # tells at once if it cannot be kept
-    click.echo("plans: splits x warps of a block x stages")
-    calls = []
-    for case in cases:
-        plans = [(one, "") for one in tune.plans_to_measure(case, gpu, most)]
-        calls.append(partial(tune.rehearse_plans, case, plans))
-    _compile(calls, timer)
-    choices = []
-    for choice in _each_that_fits(cases, lambda case: tune.tune(case, timer, gpu, most)):
-        path = save_table([tune.table_row(choice, gpu)])
-        rows.append(report.choice_cells(choice))
-        choices.append(choice)
-    click.echo(f"{len(choices)} plans kept in {path}: new processes use them\n")
-    return {"plans": [report.choice_figures(choice, machine) for choice in choices]}
-
-
-def _ablate(
-    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
-) -> dict[str, Any]:
-    from ..bench import report, tune
-    from ..kernels.cuda.decode.tuned import measured_plans
-    from ..kernels.cuda.runtime.launch import gpu_of
-
-    gpu, tuned = gpu_of(timer.device.index), measured_plans()
-    click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower\n")
-    calls = [
-        partial(tune.rehearse_plans, case, tune.ablations(case, gpu, tuned).values())
-        for case in cases
-    ]
-    _compile(calls, timer)
-    kernels = []
-    for found in _each_that_fits(cases, lambda case: tune.ablate(case, timer, gpu, tuned)):
-        rows += [report.ablation_cells(one, found[0]) for one in found]
-        kernels += found
-    return {"kernels": [report.ablation_figures(one, machine) for one in kernels]}
-
-
-def _each_that_fits(cases: Sequence[Case], measure: Callable[[Case], T]) -> Iterator[T]:
-    """What is measured of each case; those that are too large for the GPU are named."""
-    from torch import OutOfMemoryError
-
     from ..text import progress
 
-    fitting = 0
+    gpu = gpu_of(timer.device.index)
+    compile_kernels(kernels_of([partial(rehearse_case, case) for case in cases], gpu), gpu.arch)
+    peers: dict[Case, Peer | str] = {}
     with progress(len(cases), "Timing") as update:
         for case in cases:
             try:
-                found = measure(case)
+                results.append(measure(case, timer, peers))
             except OutOfMemoryError:
                 size = f"{case.nbytes / 1e9:.1f} GB of rows are more than fits"
                 click.echo(f"{case.title}: {size}", err=True)
             else:
-                fitting += 1
-                yield found
+                rows.append(report.cells(table, results, machine))
             update(1, case.title)
-    if not fitting:
+    if not results:
         raise ConfigError("none of the cases fits the GPU: use a smaller --seq-len or --batch")
+    return {table: [report.figures(result, machine) for result in results]}
 
 
 def _bench_cpu(

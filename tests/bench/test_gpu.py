@@ -6,10 +6,9 @@ import errno
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,89 +17,35 @@ import click.testing
 import pytest
 import torch
 from click.testing import CliRunner
+from fake_timer import CPU, H200, MACHINE, FakeTimer, small
 from relative_l2 import relative_l2
 
 from kvquant.bench import gpu as gpu_bench
 from kvquant.bench import report as report_module
 from kvquant.bench import timer as timer_module
-from kvquant.bench import tune as tune_module
 from kvquant.bench.cases import (
-    FORMATS,
     TABLES,
     Case,
     Shape,
     Table,
     check,
     make_inputs,
-    parse_formats,
     parse_latents,
-    rehearse_case,
 )
 from kvquant.bench.cases import VARIANTS as VARIANT_NAMES
 from kvquant.bench.gpu import Peer, Times, best_sdpa, measure
-from kvquant.bench.report import (
-    COLUMNS,
-    ablation_cells,
-    ablation_figures,
-    choice_cells,
-    choice_figures,
-)
 from kvquant.bench.timer import Call, GraphTimer, Machine
 from kvquant.cli import bench as command
 from kvquant.cli import main as cli
 from kvquant.errors import KVQuantError
-from kvquant.kernels.cuda.decode.plan import Plan
-from kvquant.kernels.cuda.decode.spec import TECHNIQUES, WIDE, DecodeSpec
-from kvquant.kernels.cuda.decode.tuned import load_table
 from kvquant.kernels.cuda.runtime import launch as runtime
-from kvquant.kernels.cuda.runtime.launch import GPU
-from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops.attention import Result, attend
 from kvquant.ops.mla import attend_latents
 from kvquant.rows.call import LatentCall
 
-CPU = torch.device("cpu")
-H200 = GPU("NVIDIA H200", (9, 0), 132, 228 << 10, 227 << 10)
-MACHINE = Machine("GPU", "CUDA 13.0", "2.11", "0.1", "2026-11-21", 132, 60 << 20, 4000.0, 4.7)
-
-
-class FakeTimer:
-    """Runs every call once; the times are what it is told, by default 10 us alone, 8 in a row."""
-
-    device = CPU
-    l2_bytes = 1 << 20
-
-    def __init__(self, times: Callable[[Call], float] = lambda call: 10.0, copies: int = 2) -> None:
-        self.times, self.copies = times, copies
-        self.calls: list[Call] = []
-
-    def rotation(self, nbytes: int) -> int:
-        assert nbytes > 0
-        return self.copies
-
-    def alone(self, call: Call, limit: float = math.inf) -> float:
-        self.calls.append(call)
-        call()
-        return self.times(call)
-
-    def in_a_row(self, calls: Sequence[Call]) -> float:
-        assert len(calls) == self.copies
-        for call in calls:
-            call()
-        return 0.8 * self.times(calls[0])
-
-    def eager(self, calls: Sequence[Call]) -> float:
-        calls[0]()
-        return 1.5 * self.times(calls[0])
-
 
 def latents(name: str, **sizes: Any) -> Case:
     return Case(*parse_latents(name), 2, 4, 1, 70, **sizes)
-
-
-def small(name: str = "int4-g4", **sizes: Any) -> Case:
-    shape = {"batch": 2, "num_q_heads": 4, "num_kv_heads": 2, "seq_len": 70}
-    return Case(*parse_formats(name, 64), **(shape | sizes))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -331,127 +276,6 @@ def test_l2_is_overwritten_outside_of_the_time_taken(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def override_plan(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, str]]:
-    """What the launcher is told to run, in the order of the calls; the last one runs now."""
-    told: list[tuple[Plan, str]] = []
-
-    @contextmanager
-    def force(plan: Plan, without: str = "") -> Iterator[None]:
-        told.append((plan, without))
-        yield
-
-    monkeypatch.setattr(tune_module, "override_plan", force)
-    monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
-    return told
-
-
-def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) -> None:
-    def times(call: Call) -> float:
-        plan = override_plan[-1][0]
-        return 10.0 if (plan.warps, plan.stages) == (8, 3) else 11.0 + plan.splits[0]
-
-    choice = tune_module.tune(small(), FakeTimer(times), H200)
-    # the formula's and the fastest are measured again
-    assert len(override_plan) - 2 == len(set(override_plan)) == choice.measured > 4
-    assert override_plan[-2:] == [(choice.formula[0], WIDE), (choice.fastest[0], WIDE)]
-    assert choice.formula[0] == override_plan[0][0]
-    plan, measured = choice.fastest
-    assert (plan.warps, plan.stages, measured) == (8, 3, Times(10.0, 8.0))
-    row = tune_module.table_row(choice, H200)
-    assert [row.gpu, row.k, row.v] == ["NVIDIA H200", "int4-g4/64", "int4-g4/64"]
-    assert [row.units, row.capacity, row.warps, row.splits] == [4, 70, 8, plan.splits[0]]
-    cells = choice_cells(choice)
-    assert len(cells) == len(COLUMNS["tune"])
-    assert cells[:5] == ["int4-g4", "2", "4:2", "70", str(choice.measured)]
-    gain = choice.formula[1].alone / 10.0
-    assert cells[-2:] == [f"{gain:.2f}x"] * 2
-    assert choice_figures(choice, MACHINE)["fastest"]["warps"] == 8
-
-
-@pytest.mark.extra("cuda")
-def test_all_kernels_of_plans_are_known_before_one_is_measured() -> None:
-    case = small(seq_len=4096)
-    plans = tune_module.plans_to_measure(case, H200)
-    wanted = {(one.warps, one.stages) for one in plans}
-    assert len(wanted) > 3 and len(plans) > len(wanted)
-    call = partial(tune_module.rehearse_plans, case, [(one, "") for one in plans])
-    specs = kernels_of([call], H200)
-    assert len(specs) == len(wanted)
-    assert {(one.warps, one.stages) for one in specs if isinstance(one, DecodeSpec)} == wanted
-    left_out = tune_module.ablations(case, H200).values()
-    without = kernels_of([partial(tune_module.rehearse_plans, case, left_out)], H200)
-    assert {one.without for one in without if isinstance(one, DecodeSpec)} == {
-        technique for _, technique in left_out
-    }
-
-
-@pytest.mark.extra("cuda")
-def test_plans_for_wide_groups_are_of_the_kernel_for_any_gpu() -> None:
-    case = small(batch=64, num_q_heads=64, num_kv_heads=1, seq_len=8192)
-    assert True in kinds_of_kernels(partial(rehearse_case, case))
-    plans = [(one, "") for one in tune_module.plans_to_measure(case, H200, 2)]
-    for found in (plans, tune_module.ablations(case, H200).values()):
-        call = partial(tune_module.rehearse_plans, case, found)
-        assert kinds_of_kernels(call) == {False}
-
-
-def kinds_of_kernels(call: Callable[[], None]) -> set[bool]:
-    """Whether the kernels are those for wide groups."""
-    return {one.is_wide for one in kernels_of([call], H200) if isinstance(one, DecodeSpec)}
-
-
-def test_the_fastest_by_chance_is_not_taken(override_plan: list[tuple[Plan, str]]) -> None:
-    seen: set[Plan] = set()
-
-    def times(call: Call) -> float:
-        plan = override_plan[-1][0]
-        first = plan not in seen
-        seen.add(plan)
-        return 10.0 if first and (plan.warps, plan.stages) == (8, 3) else 11.0
-
-    choice = tune_module.tune(small(seq_len=4096), FakeTimer(times), H200, most=3)
-    assert choice.fastest == choice.formula and choice.measured <= 4
-
-
-def test_both_times_decide_and_plans_without_one_of_them_lose() -> None:
-    one, two, three = (Plan((1,), warps, 3) for warps in (4, 8, 2))
-    fastest = tune_module.fastest
-    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, 8.0)}, two) == one
-    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, None)}, two) == one
-    assert fastest({one: Times(10.0, None), three: Times(9.0, None)}, one) == three
-
-
-def test_a_gain_that_may_be_noise_leaves_the_plan_of_the_formula() -> None:
-    one, two = (Plan((1,), warps, 3) for warps in (4, 8))
-    for gain, chosen in ((1.02, one), (1.05, two)):
-        found = {one: Times(10.0, 8.0), two: Times(10.0 / gain, 8.0 / gain)}
-        assert tune_module.fastest(found, one) == chosen
-
-
-@pytest.mark.parametrize("name", ["int4-g4", "int4-g8", "bf16", "int4"])
-def test_ablation_leaves_out_one_thing_at_a_time(
-    name: str, override_plan: list[tuple[Plan, str]]
-) -> None:
-    case = small(name, seq_len=4096)
-    found = tune_module.ablate(case, FakeTimer(), H200)
-    assert [
-        (one.plan, without) for one, (_, without) in zip(found, override_plan, strict=True)
-    ] == override_plan
-    whole, best = found[0], found[0].plan
-    techniques = [without for _, without in override_plan if without != WIDE]
-    own = {"padded shared memory"} if name in ("int4-g4", "int4") else set()
-    assert set(techniques) == set(TECHNIQUES) - own
-    plans = [plan for plan, without in override_plan[1:] if without == WIDE]
-    assert best not in plans and len(plans) == len(set(plans))
-    assert {plan.stages for plan in plans} - {best.stages}
-    assert {plan.splits[0] for plan in plans} >= {1, 2 * best.splits[0]} - set(best.splits)
-    cells = ablation_cells(whole, whole)
-    assert len(cells) == len(COLUMNS["ablate"])
-    assert cells[-4:] == ["10.0", "1.00x", "8.0", "1.00x"]
-    assert ablation_figures(found[1], MACHINE)["kernel"].startswith("without ")
-
-
-@pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the command find a GPU: the CPU, with a fake timer."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -468,54 +292,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(*args: object) -> click.testing.Result:
     return CliRunner().invoke(cli.main, ["bench", *map(str, args)])
-
-
-@pytest.mark.extra("cuda")
-def test_the_command_tunes_and_ablates(
-    gpu: None,
-    override_plan: list[tuple[Plan, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
-    path = tmp_path / "bench.json"
-    done = run("--tune", "--format", "fp8", *SMALL, "--json", path)
-    assert done.exit_code == 0, done.output
-    assert f"\n1 plans kept in {tmp_path}" in done.stdout
-    assert [row.k for row in load_table()] == ["fp8/64"]
-    assert len(json.loads(path.read_text())["plans"]) == 1
-
-    done = run("--ablate", "--format", "fp8", *SMALL, "--json", path)
-    assert done.exit_code == 0, done.output
-    assert "without unrolled loads" in done.stdout
-    kernels = json.loads(path.read_text())["kernels"]
-    assert kernels[0]["splits"] == [load_table()[0].splits]
-
-
-@pytest.mark.extra("cuda")
-@pytest.mark.parametrize(
-    ("option", "count"),
-    [pytest.param("--tune", 21, marks=pytest.mark.slow), ("--ablate", 1)],
-    ids=str,
-)
-def test_default_shapes_of_tuning_and_ablation(
-    option: str, count: int, gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Case] = []
-
-    def stop(case: Case, *_: object) -> None:
-        seen.append(case)
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
-    monkeypatch.setattr(tune_module, "tune", stop)
-    monkeypatch.setattr(tune_module, "ablate", stop)
-    done = run(option)
-    assert done.exit_code == 2
-    assert "none of the cases fits the GPU" in done.stderr
-    names = FORMATS if option == "--tune" else ("int4-g4", "int4-g8", "bf16")
-    assert [case.name for case in seen] == count * list(names)
-    assert {case.heads for case in seen} == {"8:1"}
 
 
 SMALL = ["--batch", 2, "--seq-len", 40, "--head-dim", 64, "--q-heads", 4, "--kv-heads", 2]
@@ -609,6 +385,23 @@ def test_what_was_measured_is_told_after_an_interrupt(
     assert not path.exists()
 
 
+@pytest.mark.extra("cuda")
+def test_cases_beyond_memory_are_named(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(case: Case, *rest: Any) -> gpu_bench.Result:
+        if case.name != "int8":
+            raise torch.OutOfMemoryError
+        return measure(case, *rest)
+
+    monkeypatch.setattr(gpu_bench, "measure", limited)
+    done = run("--format", "int4-g4", "--format", "int8", *SMALL)
+    assert done.exit_code == 0 and "int8" in done.stdout and "int4-g4" not in done.stdout
+    named = "int4-g4, batch 2, 4:2 heads, T 40: 0.0 GB of rows are more than fits"
+    assert named in done.stderr.splitlines()
+    done = run("--format", "int4-g4", *SMALL)
+    assert done.exit_code == 2 and done.stdout.count("int4-g4") == 0
+    assert "none of the cases fits the GPU" in done.stderr
+
+
 @pytest.mark.extra("report")
 @pytest.mark.parametrize("full", [False, True], ids=["disk", "full disk"])
 def test_a_picture_is_the_last_thing(
@@ -644,8 +437,6 @@ def test_a_picture_is_the_last_thing(
         (["--page-size", 7], "--page-size 7: use 1, 2, 4"),
         (["--dtype", "float32"], "'float32' is not one of"),
         (["--plot", "x.svg"], "name it NAME.png"),
-        (["--tune", "--ablate"], "--tune or --ablate"),
-        (["--tune", "--exact", 4, 128], "--exact does not go with --tune"),
         (["--ragged", "--wide"], "--ragged or --wide"),
         (["--short", "--batch", 3], "--short has shapes of its own"),
         (["--wide", "--plot", "x.png"], "--plot does not go with --wide"),
@@ -703,10 +494,3 @@ def test_tables_are_right_on_a_gpu(
     assert done.exit_code == 0, done.output
     for one in json.loads(path.read_text())[table]:
         assert one["us"] > 0 and one["sdpa"]["us"] > 0
-
-
-@pytest.mark.gpu
-def test_every_ablation_is_right_on_a_gpu() -> None:
-    done = run("--ablate", "--format", "bf16", "--batch", 2, "--seq-len", 1000)
-    assert done.exit_code == 0, done.output
-    assert "without padded shared memory" in done.stdout

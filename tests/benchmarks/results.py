@@ -16,7 +16,7 @@ measured and the date:
     h200-uneven                             tests/benchmarks/bench_uneven.py
     h200-512                                kvquant bench --head-dim 512 --q-heads 16 --kv-heads 4
                                             --format int4-g4 --format int8
-    h200-tune                               kvquant bench --tune --quick --format int2
+    h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
                                             --format int3
     h200-peers                              tests/benchmarks/peers.py
     h200-small                              tests/benchmarks/bench_small.py, in a form that also

@@ -1,7 +1,8 @@
 """The table of measured plans: which splits, warps and stages are the fastest for a shape on a GPU.
 
-JSON files, looked up at run time: one in the user's cache folder, written by `kvquant bench
---tune`, and those of the folder plans, made so and shipped, one for each GPU, if any.
+JSON files, looked up at run time: one in the user's cache folder, which
+tests/benchmarks/bench_tune.py writes, and those of the folder plans, made so and shipped, one for
+each GPU, if any.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def load_table(path: Path | None = None) -> tuple[Tuned, ...]:
     except (OSError, ValueError) as error:
         how = "Let KVQUANT_CACHE_DIR name a folder of your own"
         if isinstance(error, ValueError):
-            how = "Move it away and measure anew by kvquant bench --tune"
+            how = "Move it away (kvquant's repository measures: tests/benchmarks/bench_tune.py)"
         table = f"the table of measured plans {path}" if path else "a table of measured plans"
         warn(f"{table} cannot be used ({error}): CUDA kernels are planned by a formula. {how}")
         return ()

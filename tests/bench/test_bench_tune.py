@@ -1,0 +1,238 @@
+"""Launch plans and techniques measured by tests/benchmarks/bench_tune.py, with a fake timer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import click.testing
+import pytest
+import torch
+from click.testing import CliRunner
+from fake_timer import H200, MACHINE, FakeTimer, small
+
+from kvquant.bench.cases import FORMATS, Case, rehearse_case
+from kvquant.bench.gpu import Times
+from kvquant.bench.timer import Call
+from kvquant.errors import ConfigError
+from kvquant.kernels.cuda.decode.plan import Plan
+from kvquant.kernels.cuda.decode.spec import TECHNIQUES, WIDE, DecodeSpec
+from kvquant.kernels.cuda.decode.tuned import load_table
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
+from kvquant.text import Column, render_table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import bench_tune
+from bench_tune import KERNELS, PLANS
+
+
+@pytest.fixture
+def override_plan(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, str]]:
+    """What the launcher is told to run, in the order of the calls; the last one runs now."""
+    told: list[tuple[Plan, str]] = []
+
+    @contextmanager
+    def force(plan: Plan, without: str = "") -> Iterator[None]:
+        told.append((plan, without))
+        yield
+
+    monkeypatch.setattr(bench_tune, "override_plan", force)
+    monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
+    return told
+
+
+def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) -> None:
+    def times(call: Call) -> float:
+        plan = override_plan[-1][0]
+        return 10.0 if (plan.warps, plan.stages) == (8, 3) else 11.0 + plan.splits[0]
+
+    choice = bench_tune.tuned(small(), FakeTimer(times), H200)
+    # the formula's and the fastest are measured again
+    assert len(override_plan) - 2 == len(set(override_plan)) == choice.measured > 4
+    assert override_plan[-2:] == [(choice.formula[0], WIDE), (choice.fastest[0], WIDE)]
+    assert choice.formula[0] == override_plan[0][0]
+    plan, measured = choice.fastest
+    assert (plan.warps, plan.stages, measured) == (8, 3, Times(10.0, 8.0))
+    row = bench_tune.table_row(choice, H200)
+    assert [row.gpu, row.k, row.v] == ["NVIDIA H200", "int4-g4/64", "int4-g4/64"]
+    assert [row.units, row.capacity, row.warps, row.splits] == [4, 70, 8, plan.splits[0]]
+    cells = bench_tune.choice_cells(choice)
+    assert len(cells) == len(PLANS)
+    assert cells[:5] == ["int4-g4", "2", "4:2", "70", str(choice.measured)]
+    gain = choice.formula[1].alone / 10.0
+    assert cells[-2:] == [f"{gain:.2f}x"] * 2
+    assert bench_tune.choice_figures(choice, MACHINE)["fastest"]["warps"] == 8
+
+
+@pytest.mark.extra("cuda")
+def test_all_kernels_of_plans_are_known_before_one_is_measured() -> None:
+    case = small(seq_len=4096)
+    plans = bench_tune.plans_to_measure(case, H200)
+    wanted = {(one.warps, one.stages) for one in plans}
+    assert len(wanted) > 3 and len(plans) > len(wanted)
+    call = partial(bench_tune.rehearse_plans, case, [(one, "") for one in plans])
+    specs = kernels_of([call], H200)
+    assert len(specs) == len(wanted)
+    assert {(one.warps, one.stages) for one in specs if isinstance(one, DecodeSpec)} == wanted
+    left_out = bench_tune.ablations(case, H200).values()
+    without = kernels_of([partial(bench_tune.rehearse_plans, case, left_out)], H200)
+    assert {one.without for one in without if isinstance(one, DecodeSpec)} == {
+        technique for _, technique in left_out
+    }
+
+
+@pytest.mark.extra("cuda")
+def test_plans_for_wide_groups_are_of_the_kernel_for_any_gpu() -> None:
+    case = small(batch=64, num_q_heads=64, num_kv_heads=1, seq_len=8192)
+    assert True in kinds_of_kernels(partial(rehearse_case, case))
+    plans = [(one, "") for one in bench_tune.plans_to_measure(case, H200, 2)]
+    for found in (plans, bench_tune.ablations(case, H200).values()):
+        call = partial(bench_tune.rehearse_plans, case, found)
+        assert kinds_of_kernels(call) == {False}
+
+
+def kinds_of_kernels(call: Callable[[], None]) -> set[bool]:
+    """Whether the kernels are those for wide groups."""
+    return {one.is_wide for one in kernels_of([call], H200) if isinstance(one, DecodeSpec)}
+
+
+def test_the_fastest_by_chance_is_not_taken(override_plan: list[tuple[Plan, str]]) -> None:
+    seen: set[Plan] = set()
+
+    def times(call: Call) -> float:
+        plan = override_plan[-1][0]
+        first = plan not in seen
+        seen.add(plan)
+        return 10.0 if first and (plan.warps, plan.stages) == (8, 3) else 11.0
+
+    choice = bench_tune.tuned(small(seq_len=4096), FakeTimer(times), H200, most=3)
+    assert choice.fastest == choice.formula and choice.measured <= 4
+
+
+def test_both_times_decide_and_plans_without_one_of_them_lose() -> None:
+    one, two, three = (Plan((1,), warps, 3) for warps in (4, 8, 2))
+    fastest = bench_tune.fastest
+    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, 8.0)}, two) == one
+    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, None)}, two) == one
+    assert fastest({one: Times(10.0, None), three: Times(9.0, None)}, one) == three
+
+
+def test_a_gain_that_may_be_noise_leaves_the_plan_of_the_formula() -> None:
+    one, two = (Plan((1,), warps, 3) for warps in (4, 8))
+    for gain, chosen in ((1.02, one), (1.05, two)):
+        found = {one: Times(10.0, 8.0), two: Times(10.0 / gain, 8.0 / gain)}
+        assert bench_tune.fastest(found, one) == chosen
+
+
+@pytest.mark.parametrize("name", ["int4-g4", "int4-g8", "bf16", "int4"])
+def test_ablation_leaves_out_one_thing_at_a_time(
+    name: str, override_plan: list[tuple[Plan, str]]
+) -> None:
+    case = small(name, seq_len=4096)
+    found = bench_tune.ablated(case, FakeTimer(), H200)
+    assert [
+        (one.plan, without) for one, (_, without) in zip(found, override_plan, strict=True)
+    ] == override_plan
+    whole, best = found[0], found[0].plan
+    techniques = [without for _, without in override_plan if without != WIDE]
+    own = {"padded shared memory"} if name in ("int4-g4", "int4") else set()
+    assert set(techniques) == set(TECHNIQUES) - own
+    plans = [plan for plan, without in override_plan[1:] if without == WIDE]
+    assert best not in plans and len(plans) == len(set(plans))
+    assert {plan.stages for plan in plans} - {best.stages}
+    assert {plan.splits[0] for plan in plans} >= {1, 2 * best.splits[0]} - set(best.splits)
+    cells = bench_tune.ablation_cells(whole, whole)
+    assert len(cells) == len(KERNELS)
+    assert cells[-4:] == ["10.0", "1.00x", "8.0", "1.00x"]
+    assert bench_tune.ablation_figures(found[1], MACHINE)["kernel"].startswith("without ")
+
+
+@pytest.mark.parametrize(
+    ("columns", "own"),
+    [
+        (PLANS, {"by the\nformula": "16 x 8w x 3s", "fastest": "16 x 8w x 3s"}),
+        (KERNELS, {"kernel": "without padded shared memory"}),
+    ],
+    ids=["plans", "kernels"],
+)
+def test_tables_of_usual_cases_fit_80_columns(
+    columns: Sequence[Column], own: dict[str, str]
+) -> None:
+    usual = {"format": "int4-g4", "batch": "512", "heads": "32:8", "T": "32768", "us": "12345.6"}
+    words = usual | {"in a row\nus": "12345.6"} | own
+    row = [words.get(column.title, "2.88x") for column in columns]
+    text = render_table(columns, [row], 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(cell in text for cell in row), "no cell is broken"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the script find a GPU: the CPU, with a fake timer."""
+    monkeypatch.setattr(bench_tune, "GraphTimer", lambda seconds: FakeTimer())
+    monkeypatch.setattr(bench_tune, "describe_machine", lambda timer, version: MACHINE)
+    monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
+
+
+def run(*args: object) -> click.testing.Result:
+    return CliRunner().invoke(bench_tune.main, [*map(str, args)])
+
+
+SMALL = ["--batch", 2, "--seq-len", 40, "--head-dim", 64, "--q-heads", 4, "--kv-heads", 2]
+
+
+@pytest.mark.extra("cuda")
+def test_the_script_tunes_and_ablates(
+    gpu: None,
+    override_plan: list[tuple[Plan, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
+    path = tmp_path / "tune.json"
+    done = run("--format", "fp8", *SMALL, "--json", path)
+    assert done.exit_code == 0, done.output
+    assert f"\n1 plans kept in {tmp_path}" in done.stdout
+    assert [row.k for row in load_table()] == ["fp8/64"]
+    assert len(json.loads(path.read_text())["plans"]) == 1
+
+    done = run("--ablate", "--format", "fp8", *SMALL, "--json", path)
+    assert done.exit_code == 0, done.output
+    assert "without unrolled loads" in done.stdout
+    kernels = json.loads(path.read_text())["kernels"]
+    assert kernels[0]["splits"] == [load_table()[0].splits]
+
+
+@pytest.mark.extra("cuda")
+@pytest.mark.parametrize(("mode", "count"), [("tune", 21), ("ablate", 1)], ids=str)
+def test_default_shapes(
+    mode: str, count: int, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Case] = []
+
+    def stop(case: Case, *_: object) -> None:
+        seen.append(case)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(bench_tune, "tuned", stop)
+    monkeypatch.setattr(bench_tune, "ablated", stop)
+    monkeypatch.setattr(bench_tune, "plans_to_measure", lambda *_: [])
+    done = run("--ablate") if mode == "ablate" else run()
+    assert isinstance(done.exception, ConfigError)
+    assert "none of the cases fits the GPU" in str(done.exception)
+    names = FORMATS if mode == "tune" else ("int4-g4", "int4-g8", "bf16")
+    assert [case.name for case in seen] == count * list(names)
+    assert {case.heads for case in seen} == {"8:1"}
+
+
+@pytest.mark.gpu
+def test_every_ablation_is_right_on_a_gpu() -> None:
+    done = run("--ablate", "--format", "bf16", "--batch", 2, "--seq-len", 1000)
+    assert done.exit_code == 0, done.output
+    assert "without padded shared memory" in done.stdout

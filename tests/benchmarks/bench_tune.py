@@ -1,0 +1,383 @@
+"""Launch plans measured on a GPU: the fastest for the table, and what each technique brings.
+
+python tests/benchmarks/bench_tune.py --quick --format int4-g4
+python tests/benchmarks/bench_tune.py --ablate --json ablated.json
+
+Plans are those of the decode kernel for any GPU. The one for wide groups has no such plans, and is
+left out (WIDE).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path as FilePath
+from typing import Any, TypeVar
+
+import click
+import torch
+
+from kvquant import __version__
+from kvquant.bench.cases import Case, list_cases, rehearse_case
+from kvquant.bench.gpu import Times, check_and_time, rotated_inputs
+from kvquant.bench.report import case_figures, render_machine, time_figures
+from kvquant.bench.timer import GraphTimer, Machine, Timer, describe_machine
+from kvquant.cli.console import COUNT, HEAD_DIM, JSON, PAIR, check_output, write_json
+from kvquant.errors import ConfigError
+from kvquant.kernels.cuda.decode.launch import override_plan
+from kvquant.kernels.cuda.decode.plan import (
+    Plan,
+    candidates,
+    fit,
+    narrow,
+    plan,
+    price,
+    stages_of,
+    tuned_row,
+)
+from kvquant.kernels.cuda.decode.spec import TECHNIQUES, TILE, WIDE, DecodeSpec, Path, columns_of
+from kvquant.kernels.cuda.decode.tuned import Tuned, measured_plans, save_table
+from kvquant.kernels.cuda.runtime import launch
+from kvquant.kernels.cuda.runtime.launch import GPU
+from kvquant.kernels.cuda.runtime.warmup import warm_up
+from kvquant.rows.format import RowFormat
+from kvquant.text import Column, progress, render_table
+
+T = TypeVar("T")
+# shapes of the default table of plans
+TABLE: dict[str, Any] = {
+    "batches": (1, 8, 32, 64, 128, 256, 512),
+    "seq_lens": (1024, 8192, 32768),
+    "num_q_heads": 8,
+    "num_kv_heads": 1,
+}
+# where the techniques are measured; bf16 rows are padded
+ABLATED = TABLE | {"batches": (256,), "seq_lens": (8192,)}
+ABLATED_FORMATS = ("int4-g4", "int4-g8", "bf16")
+GIVE_UP = 1.25  # a plan this much slower alone than the best is not timed to the end
+CHEAPEST = 12  # plans by the formula's prices that are measured where it has to be quick
+WORTH = 1.03  # what a plan must gain over the formula's, both times considered: less may be noise
+SHAPE = (
+    Column("format", left=True),
+    *map(Column, ("batch", "heads", "T")),
+)
+PLANS = (
+    *SHAPE,
+    *(Column(title, part=1) for title in ("plans", "by the\nformula", "us", "in a row\nus")),
+    *(Column(title, part=2) for title in ("fastest", "us", "in a row\nus")),
+    *(Column(title, part=2) for title in ("gain", "gain\nin a row")),
+)
+KERNELS = (
+    *SHAPE,
+    Column("kernel", left=True),
+    *(Column(title, part=1) for title in ("us", "ratio")),
+    *(Column(title, part=2) for title in ("in a row\nus", "ratio")),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan of the formula and the one to take for a case, of how many measured."""
+
+    case: Case
+    formula: tuple[Plan, Times]
+    fastest: tuple[Plan, Times]
+    measured: int
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """A kernel or a plan that differs from the best in one thing."""
+
+    case: Case
+    name: str
+    plan: Plan
+    times: Times
+
+
+def tuned(case: Case, timer: Timer, gpu: GPU, most: int | None = None) -> Choice:
+    """Measure the plans worth measuring for a case of plain rows, each checked first.
+
+    Args:
+        case: plain rows.
+        timer: takes the times.
+        gpu: where it runs.
+        most: plans to measure beside the formula's, the cheapest by its prices; all when None.
+
+    Raises:
+        KVQuantError: a plan gives a wrong result.
+    """
+    inputs = rotated_inputs(case, timer)
+
+    def times_of(one: Plan, limit: float = math.inf) -> Times:
+        with override_plan(one, WIDE):
+            return check_and_time(case, inputs, timer, limit)[1]
+
+    formula, *others = plans_to_measure(case, gpu, most)
+    found: dict[Plan, Times] = {}
+    for one in (formula, *others):
+        limit = GIVE_UP * min((times.alone for times in found.values()), default=math.inf)
+        found[one] = times_of(one, limit)
+    best = fastest(found, formula)
+    if best != formula:  # the fastest of many may be so by chance
+        again = {one: times_of(one) for one in (formula, best)}
+        found |= again
+        best = fastest(again, formula)
+    return Choice(case, (formula, found[formula]), (best, found[best]), len(found))
+
+
+def plans_to_measure(case: Case, gpu: GPU, most: int | None = None) -> list[Plan]:
+    """The formula's plan, then the others; arguments as of tuned."""
+    spec, units = decode_spec(case, gpu), num_units(case, gpu)
+    formula = plan(spec, gpu, units, [case.seq_len])
+
+    def price_of(one: Plan) -> float:
+        kernel = fit(replace(spec, warps=one.warps, stages=one.stages), gpu)
+        return price(kernel, units, [case.seq_len], one.splits)
+
+    wanted = sorted(candidates(spec, gpu, units, [case.seq_len]), key=price_of)[:most]
+    return list(dict.fromkeys([formula, *wanted]))
+
+
+def rehearse_plans(case: Case, plans: Iterable[tuple[Plan, str]]) -> None:
+    """Attend without values by plans, each perhaps without a technique, for a rehearsal: see
+    kvquant/rehearsal.py."""
+    kernels = {(one.warps, one.stages, without): one for one, without in plans}
+    for (_, _, without), one in kernels.items():
+        with override_plan(one, without or WIDE):
+            rehearse_case(case)
+
+
+def fastest(found: Mapping[Plan, Times], formula: Plan) -> Plan:
+    """The plan with the least geometric mean of both times, if that is worth it, or the formula's.
+
+    The time alone counts where none ran in a row, else plans without a time in a row do not.
+    """
+    scores = {one: math.sqrt(t.alone * t.in_a_row) for one, t in found.items() if t.in_a_row}
+    scores = scores or {one: times.alone for one, times in found.items()}
+    best = min(scores, key=scores.__getitem__)
+    return formula if scores.get(formula, math.inf) <= WORTH * scores[best] else best
+
+
+def table_row(choice: Choice, gpu: GPU) -> Tuned:
+    """What the table of plans keeps."""
+    case, (fastest, _) = choice.case, choice.fastest
+    return tuned_row(decode_spec(case, gpu), gpu, num_units(case, gpu), case.seq_len, fastest)
+
+
+def ablated(case: Case, timer: Timer, gpu: GPU, rows: Sequence[Tuned] = ()) -> list[Ablation]:
+    """Measure the kernel without each technique, and under other plans; all checked first.
+
+    Args:
+        case: plain rows.
+        timer: takes the times.
+        gpu: where it runs.
+        rows: the table of measured plans.
+
+    Returns:
+        The kernel as it is, then the others.
+    """
+    inputs = rotated_inputs(case, timer)
+    found = []
+    for name, (one, without) in ablations(case, gpu, rows).items():
+        with override_plan(one, without or WIDE):
+            _, times = check_and_time(case, inputs, timer)
+        found.append(Ablation(case, name, one, times))
+    return found
+
+
+def ablations(case: Case, gpu: GPU, rows: Sequence[Tuned] = ()) -> dict[str, tuple[Plan, str]]:
+    """The best plan, and what is measured in its place: plans, and techniques to leave out, by
+    name; rows as in ablated.
+
+    Padding is left out only where it changes how rows lie; 80-byte rows are their own padding.
+    """
+    spec = decode_spec(case, gpu)
+    best = plan(spec, gpu, num_units(case, gpu), [case.seq_len], rows=rows)
+    spec = replace(spec, warps=best.warps, stages=best.stages)
+    ring = spec.ring_bytes(spec.first)
+    found = {"all techniques": (best, "")}
+    for technique in TECHNIQUES:
+        plain = replace(spec, without=technique)
+        if technique != "padded shared memory" or plain.ring_bytes(plain.first) != ring:
+            found[f"without {technique}"] = best, technique
+    (splits,) = best.splits
+    most = min(-(-case.seq_len // TILE), fit(spec, gpu).most_parts)
+    for count in (1, splits // 2, 2 * splits):
+        if count != splits and 1 <= count <= most:
+            name = "1 split" if count == 1 else f"{count} splits"
+            found[name] = replace(best, splits=(count,)), ""
+    for stages in stages_of(spec):
+        if stages != best.stages and fit(replace(spec, stages=stages), gpu).blocks:
+            found[f"{stages} stages"] = replace(best, stages=stages), ""
+    return found
+
+
+def decode_spec(case: Case, gpu: GPU) -> DecodeSpec:
+    """The kernel of a case of plain rows."""
+    query = "bf16" if case.exact.name == "bf16" else "fp16"
+    assert isinstance(case.k_format, RowFormat)
+    path = Path(case.k_format, case.v_format)
+    ratio = case.num_q_heads // case.num_kv_heads
+    columns, sharers = columns_of(ratio, case.k_format, case.v_format)
+    return narrow(DecodeSpec(path, None, query, columns=columns, sharers=sharers), gpu)
+
+
+def num_units(case: Case, gpu: GPU) -> int:
+    """Sequences times KV heads times blocks of query heads that share one."""
+    ratio = case.num_q_heads // case.num_kv_heads
+    return case.batch * case.num_kv_heads * -(-ratio // decode_spec(case, gpu).block_columns)
+
+
+def choice_cells(choice: Choice) -> list[str]:
+    """A row of PLANS."""
+    row = [*_shape(choice.case), str(choice.measured)]
+    for one, times in (choice.formula, choice.fastest):
+        row += [_words(one), _number(times.alone, ".1f"), _number(times.in_a_row, ".1f")]
+    return [*row, *_ratios(choice.formula[1], choice.fastest[1])]
+
+
+def ablation_cells(ablation: Ablation, whole: Ablation) -> list[str]:
+    """A row of KERNELS; ratios are to the whole kernel under its plan."""
+    times, name = ablation.times, ablation.name
+    alone, in_a_row = _ratios(times, whole.times)
+    name += f": {_words(ablation.plan)}" if ablation is whole else ""
+    row = [*_shape(ablation.case), name, _number(times.alone, ".1f"), alone]
+    return [*row, _number(times.in_a_row, ".1f"), in_a_row]
+
+
+def _shape(case: Case) -> list[str]:
+    return [case.name, str(case.batch), case.heads, str(case.seq_len)]
+
+
+def _words(plan: Plan) -> str:
+    return f"{plan.splits[0]} x {plan.warps}w x {plan.stages}s"
+
+
+def _ratios(slow: Times, fast: Times) -> tuple[str, str]:
+    """Of the times alone and in a row."""
+    both = slow.in_a_row and fast.in_a_row and slow.in_a_row / fast.in_a_row
+    return _number(slow.alone / fast.alone, ".2f", "x"), _number(both, ".2f", "x")
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def choice_figures(choice: Choice, machine: Machine) -> dict[str, Any]:
+    """A choice of a plan as plain data."""
+    found = {**case_figures(choice.case), "measured": choice.measured}
+    for name, (one, times) in (("formula", choice.formula), ("fastest", choice.fastest)):
+        found[name] = asdict(one) | time_figures(choice.case, times, machine)
+    return found
+
+
+def ablation_figures(ablation: Ablation, machine: Machine) -> dict[str, Any]:
+    """An ablation of the kernel as plain data."""
+    case = ablation.case
+    found = {**case_figures(case), "kernel": ablation.name, **asdict(ablation.plan)}
+    return found | time_figures(case, ablation.times, machine)
+
+
+@click.command()
+@click.option("--format", "formats", type=PAIR, multiple=True, help="Or FORMAT/FORMAT, of K and V.")
+@click.option("--batch", "batches", type=COUNT, multiple=True, help="Sequences.")
+@click.option("--q-heads", "num_q_heads", type=COUNT, help="Query heads.")
+@click.option("--kv-heads", "num_kv_heads", type=COUNT, help="KV heads.")
+@click.option("--seq-len", "seq_lens", type=COUNT, multiple=True, help="Tokens.")
+@click.option("--head-dim", type=HEAD_DIM, default=128, show_default=True, help="Of a row.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), help="Of q and the output.")
+@click.option("--quick", is_flag=True, help=f"Only the {CHEAPEST} cheapest plans, timed briefly.")
+@click.option("--ablate", is_flag=True, help="Measure what each technique brings instead.")
+@JSON
+def main(
+    formats: tuple[str, ...],
+    dtype: str | None,
+    quick: bool,
+    ablate: bool,
+    json_file: FilePath | None,
+    **sizes: Any,
+) -> None:
+    """Find the fastest launch plans on this GPU and keep them in the table of measured plans.
+
+    With several formats, batches or tokens all combinations are measured. Without batch, heads or
+    tokens these are the shapes of TABLE, or of ABLATED.
+    """
+    check_output(json_file, endings=(".json",))
+    if not any(sizes[name] for name in TABLE):
+        sizes |= ABLATED if ablate else TABLE
+    if ablate:
+        formats = formats or ABLATED_FORMATS
+    cases = list_cases(formats, dtype=getattr(torch, dtype) if dtype else None, **sizes)
+    timer = GraphTimer(0.01 if quick else 0.05)
+    machine = describe_machine(timer, __version__)
+    click.echo(render_machine(machine) + "\n")
+    gpu, rows = launch.gpu_of(timer.device.index), list[list[str]]()
+    try:
+        if ablate:
+            figures = _ablate(cases, timer, machine, gpu, rows)
+        else:
+            figures = _tune(cases, timer, machine, gpu, rows, CHEAPEST if quick else None)
+    finally:  # what was measured is printed after an interrupt too
+        if rows:
+            click.echo(render_table(KERNELS if ablate else PLANS, rows))
+    write_json(json_file, {"machine": asdict(machine)} | figures)
+
+
+def _tune(
+    cases: Sequence[Case],
+    timer: Timer,
+    machine: Machine,
+    gpu: GPU,
+    rows: list[list[str]],
+    most: int | None,
+) -> dict[str, Any]:
+    path = save_table(())  # an error, if any, comes before the measurements
+    click.echo("plans: splits x warps of a block x stages")
+    plans = {case: [(one, "") for one in plans_to_measure(case, gpu, most)] for case in cases}
+    warm_up(timer.device, [partial(rehearse_plans, *one) for one in plans.items()])
+    choices = []
+    for choice in each_that_fits(cases, lambda case: tuned(case, timer, gpu, most)):
+        path = save_table([table_row(choice, gpu)])
+        rows.append(choice_cells(choice))
+        choices.append(choice)
+    click.echo(f"{len(choices)} plans kept in {path}: new processes use them\n")
+    return {"plans": [choice_figures(choice, machine) for choice in choices]}
+
+
+def _ablate(
+    cases: Sequence[Case], timer: Timer, machine: Machine, gpu: GPU, rows: list[list[str]]
+) -> dict[str, Any]:
+    table = measured_plans()
+    click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower\n")
+    kernels = {case: ablations(case, gpu, table).values() for case in cases}
+    warm_up(timer.device, [partial(rehearse_plans, *one) for one in kernels.items()])
+    figures = []
+    for found in each_that_fits(cases, lambda case: ablated(case, timer, gpu, table)):
+        rows += [ablation_cells(one, found[0]) for one in found]
+        figures += [ablation_figures(one, machine) for one in found]
+    return {"kernels": figures}
+
+
+def each_that_fits(cases: Sequence[Case], measure: Callable[[Case], T]) -> Iterator[T]:
+    """What is measured of each case; those that are too large for the GPU are named."""
+    fitting = 0
+    with progress(len(cases), "Timing") as update:
+        for case in cases:
+            try:
+                found = measure(case)
+            except torch.OutOfMemoryError:
+                size = f"{case.nbytes / 1e9:.1f} GB of rows are more than fits"
+                click.echo(f"{case.title}: {size}", err=True)
+            else:
+                fitting += 1
+                yield found
+            update(1, case.title)
+    if not fitting:
+        raise ConfigError("none of the cases fits the GPU: use a smaller --seq-len or --batch")
+
+
+if __name__ == "__main__":
+    main()
