@@ -182,7 +182,7 @@ def test_which_kind_of_rows_custom_is(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.compilation.backends import set_model_tag
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    heads, latents = SimpleNamespace(use_mla=False), SimpleNamespace(use_mla=True)
+    heads, latents = (SimpleNamespace(use_mla=mla, model="a folder") for mla in (False, True))
     for model, drafts, rows in ((latents, heads, LATENT_ROWS), (heads, latents, ROWS)):
         config = VllmConfig(**rows)
         other = LATENT_ROWS if rows is ROWS else ROWS
