@@ -36,7 +36,13 @@ from kvquant.rows.rotation import apply_rope
 def beside(**options: Any) -> tuple[PagedBatch, KVCache]:
     """A batch of a paged cache, and a KVCache of one sequence with the same rows."""
     cache = make(**options)
-    options = {"sink_len": SINKS, "recent_len": RECENT, "k_format": "int4-g4", "v_format": "int8", **options}
+    options = {
+        "sink_len": SINKS,
+        "recent_len": RECENT,
+        "k_format": "int4-g4",
+        "v_format": "int8",
+        **options,
+    }
     return PagedBatch(cache, 4, 100), KVCache(LAYERS, 1, HEADS, DIM, 100, **options)
 
 
