@@ -142,7 +142,6 @@ def choose(
     rounding: str = "feedback",
     batch: int = BATCH,
     progress: Callable[[int], None] = lambda amount: None,
-    also: Sequence[Callable[[], None]] = (),
 ) -> dict[int, dict[str, Chosen]]:
     """Choose for every layer and side.
 
@@ -155,8 +154,6 @@ def choose(
         rounding: "feedback", if it is better, or "nearest".
         batch: windows read at a time.
         progress: called with 1 for each layer of each batch, and once more for each layer.
-        also: what will be called later, whose kernels are compiled beside those of the search: see
-            kernels/cuda/runtime/warmup.py.
 
     Returns:
         What was chosen by layer and side.
@@ -173,7 +170,7 @@ def choose(
     # layers on one device launch the same kernels
     firsts = {at.tensors["count"].device: layer for layer, at in [*moments.layers.items()][::-1]}
     some = {(layer, side): offered(layer, side) for layer in firsts.values() for side in "kv"}
-    _warm_up(some, formats, base_format, windows, batch, also)
+    _warm_up(some, formats, base_format, windows, batch)
     rows: dict[int, dict[str, list[torch.Tensor]]] = {}
 
     def keep(
@@ -237,10 +234,8 @@ def _warm_up(
     base_format: str,
     windows: torch.Tensor,
     batch: int,
-    also: Sequence[Callable[[], None]],
 ) -> None:
-    """Compile what storing rows with feedback launches where they are on CUDA, all at a time, and
-    what other calls launch."""
+    """Compile what storing rows with feedback launches where they are on CUDA, all at a time."""
     counts = {min(batch, len(windows)), len(windows) % batch} - {0}
     calls: dict[torch.device, dict[tuple[str, int, int], Callable[[], None]]] = {}
     for (_, side), bases in options.items():
@@ -254,7 +249,7 @@ def _warm_up(
     from kvquant.kernels.cuda.runtime.warmup import warm_up
 
     for device, kinds in calls.items():
-        warm_up(device, [*kinds.values(), *also])
+        warm_up(device, kinds.values())
 
 
 def _rehearse(

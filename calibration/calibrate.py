@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -425,9 +425,6 @@ def finish(
     rows.check_text(passages is not None)
     if first.is_latent:
         rounding = "nearest"
-    also = []
-    if passages is not None and first.is_latent:
-        also = [Reference.calls(model, passages, sizes.context)]
     chosen = choose(
         held,
         fitted,
@@ -436,7 +433,6 @@ def finish(
         base_format=LATENT_CANDIDATES[0] if first.is_latent else BASE_FORMAT,
         rounding=rounding,
         progress=_shares(progress, "choose", len(moments.layers) * (1 + -(-len(fitted) // BATCH))),
-        also=also,
     )
     facts = {
         "model": model_identity(model.config_dict),
@@ -608,8 +604,6 @@ def _decided(
     step = _shares(progress, "score", unit * times)
     if isinstance(reference, PassReference):
         reference.seen = partial(step, 1)
-    else:
-        reference.warm_up(_known_schemes(plan, rows, start))
 
     def measure(scheme: Scheme | Planned) -> Fidelity:
         measured = reference.measure(scheme)
@@ -784,20 +778,6 @@ def _rank() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
-
-
-def _known_schemes(
-    plan: CachePlan, rows: _Rows, start: Mapping[Side, str]
-) -> Iterator[Scheme | Planned]:
-    """Caches with layers of every kind that is known to be measured: as planned, of sides that are
-    quantized alone, and of the formats that are compared."""
-    yield Planned(plan)
-    for alone in ("k", "v", ""):
-        formats = {side: start[side] if side[1] == alone else rows.exact for side in start}
-        yield Planned(plan.with_layer_formats(formats))
-    for pair in rows.compared.values():
-        yield Scheme(*pair)
-        yield Planned(plan.with_formats(*pair))
 
 
 def _shares(progress: Report, stage: str, total: int) -> Callable[[int], None]:

@@ -345,17 +345,6 @@ class Reference:
         _, _, nll = compare(self._expected, self._expected, self._targets)
         self.perplexity = perplexity_of(nll)
 
-    @staticmethod
-    def calls(model: DecodingModel, windows: torch.Tensor, context: int) -> Calls:
-        """What a Reference will call; arguments as its own. See kvquant/cache/warmup.py."""
-        scored, meta = scored_tokens(windows, context), torch.device("meta")
-        make = partial(_exact_cache, model, len(windows), context, scored, device=meta)
-        return Calls(make, model.dtype, prompts=(context,))
-
-    def warm_up(self, schemes: Iterable[Scheme | Planned]) -> None:
-        """Compile what measuring these will need, all at a time, where caches are on CUDA."""
-        warm_up_copies(self.model, self._exact, schemes)
-
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
         """Decode the passages from a cache of a scheme."""
         cache = quantized_copy(self.model, self._exact, scheme)

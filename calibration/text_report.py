@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from kvquant.io.plan import CachePlan
 from kvquant.text import Column, render_table, spans
 
@@ -16,7 +14,6 @@ from .fidelity import with_window
 
 KL_LIMIT = 0.1  # nats per token; int4 rows cost a few hundredths where they work at all
 KL_NOTICE = 0.05  # above it the loss is worth a look
-OFFSET_LIMIT = 10.0  # deviations; models without key biases stay below 5
 SIDES = ("K", "V"), ("latents", "RoPE parts")  # of heads, and of latent rows
 COLUMNS = (
     Column("cache", left=True),
@@ -61,7 +58,7 @@ def render_plan(plan: CachePlan) -> str:
         alike.setdefault(f"not in the cache ({one['why']})", []).append(one["layer"])
     for text, layers in alike.items():
         table.append(f"{'layer' if len(layers) == 1 else 'layers'} {spans(layers)}: {text}")
-    table += _steepness(plan)
+    table += _gain(plan) + _steepness(plan)
     return "\n".join(table)
 
 
@@ -143,22 +140,6 @@ def warnings(plan: CachePlan) -> list[str]:
             "keep the first and last tokens in 16 bit (--sink-len 4 --recent-len 128, and a longer "
             "--context), here and in the cache"
         )
-    mean, std = plan.tensors["k.mean"], plan.tensors.get("k.std")
-    if std is not None:
-        typical = std.median(-1).values.clamp(min=torch.finfo(torch.float32).tiny)
-        ratios = mean.abs().amax(-1) / typical
-        layer, head = divmod(int(ratios.argmax()), ratios.shape[1])
-        if float(ratios.max()) > OFFSET_LIMIT:
-            channel = int(mean[layer, head].abs().argmax())
-            which = f"KV head {head}, channel {channel}"
-            what = "keys have large constant offsets, as models with a key bias have"
-            if plan.is_latent:
-                which, what = f"channel {channel}", "latents have large constant offsets"
-            found.append(
-                f"{what} (worst in layer {places[layer]}, {which}: mean "
-                f"{float(ratios.max()):.0f} times the typical deviation). A 4-bit row may lose "
-                f"most of its codes on them. This plan subtracts them. {_gain(plan)}"
-            )
     return found
 
 
@@ -181,23 +162,17 @@ def paired_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     return error
 
 
-def _gain(plan: CachePlan) -> str:
-    """What the plan's transforms brought, as far as that was measured."""
+def _gain(plan: CachePlan) -> list[str]:
+    """What the plan brought beside the plain rows of about as many bits, behind an empty line;
+    nothing where that was not measured."""
     measured, plain = plan.facts["measured"], nearest_plain(plan)
     if measured is None or plain is None:
-        return (
-            "Whether that pays was not measured: give --text, which compares the plan with plain "
-            "rows"
-        )
-    pays = (
-        "use it"
-        if plain["kl"] - measured["kl"] > 2 * paired_error(plain, measured)
-        else "the figures show no gain here"
+        return []
+    pays = plain["kl"] - measured["kl"] > 2 * paired_error(plain, measured)
+    kls = (
+        f"KL {measured['kl']:.2g} with the plan, {plain['kl']:.2g} in plain {plain['format']} rows"
     )
-    return (
-        f"Measured: KL {measured['kl']:.2g} with it, {plain['kl']:.2g} in plain "
-        f"{plain['format']} rows ({pays})"
-    )
+    return ["", f"{kls} ({'use it' if pays else 'no certain gain'})"]
 
 
 def _row(name: str, bits: float, figures: Mapping[str, Any]) -> list[str]:

@@ -116,9 +116,7 @@ def measure(model: CachedModel, plan: CachePlan, passages: torch.Tensor, context
     found = Rows([(str(exact), exact.row_bytes, beside, None)])
     reference = Reference(model, passages, context)
     found.perplexity = reference.perplexity
-    offered = [*schemes(plan, dims)]
-    reference.warm_up([one for _, without, planned in offered for one in (without, planned)])
-    for fmt, without, planned in offered:
+    for fmt, without, planned in schemes(plan, dims):
         pair = reference.measure(without), reference.measure(planned)
         found.append((str(fmt), fmt.row_bytes, *pair))
     return found

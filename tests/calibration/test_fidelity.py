@@ -20,6 +20,7 @@ from kvquant.calibration.fidelity import (
     read_prompt,
     standard_errors,
     stored_bits,
+    warm_up_copies,
 )
 from kvquant.calibration.windows import spread
 from kvquant.errors import ShapeError
@@ -70,12 +71,12 @@ def test_passages_are_the_observations_of_standard_errors() -> None:
 def test_kernels_of_schemes_are_told_before_they_are_measured(
     model: CachedModel, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference, told = Reference(model, torch.tensor([text[:40]]), 30), list[Any]()
+    exact, told = read_prompt(model, torch.tensor([text[:30]]), 9), list[Any]()
     monkeypatch.setattr(
         "kvquant.kernels.cuda.runtime.warmup.warm_up",
         lambda device, calls: told.extend(kernels_of(calls, GPUS["sm_90"])),
     )
-    reference.warm_up([Scheme("int8", "int4"), Scheme("fp8", "fp8", 4, 128)])
+    warm_up_copies(model, exact, [Scheme("int8", "int4"), Scheme("fp8", "fp8", 4, 128)])
     kinds = [
         (spec.first.k_format.codec, bool(spec.second)) for spec in told if "first" in vars(spec)
     ]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from example_plan import example_plan
 
 from kvquant.calibration.text_report import refusal, render_plan, warnings
@@ -12,16 +11,13 @@ from kvquant.io.plan import CachePlan
 ROW = {"bits": 4.25, "kl": 0.0002, "top1": 0.99, "perplexity": 15.0}
 
 
-def plan(offset: float = 0.0, **facts: Any) -> CachePlan:
+def plan(**facts: Any) -> CachePlan:
     example = example_plan()
     layers = [entry | {"kept": None} for entry in example.facts["layers"]]
     comparison = [{"format": "int4", "plan": planned} | ROW for planned in (False, True)]
     limit = {"max_kl": 0.01, "budget": None, "met": True}
     given = {"layers": layers, "comparison": comparison, "limit": limit, "blamed": []} | facts
-    torch.manual_seed(0)
-    mean, std = torch.randn(3, 2, 64), torch.ones(3, 2, 64)
-    mean[1, 1, 7] += offset
-    return CachePlan({**example.facts, **given}, {**example.tensors, "k.mean": mean, "k.std": std})
+    return CachePlan({**example.facts, **given}, example.tensors)
 
 
 def test_the_table_names_each_format_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,17 +44,19 @@ def test_a_plan_is_printed_beside_plain_formats_with_its_layers() -> None:
     assert "+ bases: one format for all layers, rows transformed as in this plan" in lines
     assert lines[3].split()[2:] == ["16.00", "1.00x", "-", "-", "-", "-", "15.025"]
     assert max(map(len, lines)) <= 80
-    assert lines[-3:] == [
+    assert lines[-5:] == [
         "layer 0: K int4, V int8",
         "layer 1: K int4, V int4",
         "layer 2: K bf16, V bf16",
+        "",
+        "KL 0.0066 with the plan, 0.0002 in plain int4 rows (no certain gain)",
     ]
 
 
 def test_steepness_stands_behind_the_layers() -> None:
     steep = [{"k": 3.914, "v": 1.9}, {"k": 1.0, "v": 12.3}, {"k": 2.0, "v": 2.0}]
     lines = render_plan(plan(steepness=steep)).splitlines()
-    at = lines.index("layer 2: K bf16, V bf16")
+    at = lines.index("layer 2: K bf16, V bf16") + 2
     assert [line.split() for line in lines[at + 1 :]] == [
         [],
         ["steepness", "steepness"],
@@ -109,29 +107,24 @@ def test_what_was_not_measured_or_is_kept_is_told() -> None:
     assert said[1] == "layer 2 is kept in 16 bit: it is odd"
 
 
-def test_keys_with_offsets_are_named() -> None:
-    (warning,) = warnings(plan(offset=40))
-    assert "layer 1, KV head 1, channel 7: mean " in warning and "always" not in warning
-
-
 @pytest.mark.parametrize(
     ("kl", "error", "words"),
     [
-        (0.5, 0.01, "KL 0.0066 with it, 0.5 in plain int4 rows (use it)"),
-        (0.007, 0.001, "0.007 in plain int4 rows (the figures show no gain here)"),
-        (0.001, None, "0.001 in plain int4 rows (the figures show no gain here)"),
-        (None, None, "was not measured: give --text"),
+        (0.5, 0.01, "KL 0.0066 with the plan, 0.5 in plain int4 rows (use it)"),
+        (0.007, 0.001, "KL 0.0066 with the plan, 0.007 in plain int4 rows (no certain gain)"),
+        (0.001, None, "KL 0.0066 with the plan, 0.001 in plain int4 rows (no certain gain)"),
+        (None, None, ""),
     ],
 )
-def test_what_a_plan_of_keys_with_offsets_brings_is_what_was_measured(
+def test_what_a_plan_brings_is_what_was_measured(
     kl: float | None, error: float | None, words: str
 ) -> None:
     row = {"format": "int4", "plan": False} | ROW | {"kl": kl, "kl_error": error}
     facts: dict[str, Any] = {"comparison": [], "measured": None}
     if kl is not None:
         facts = {"comparison": [row]}
-    warning = warnings(plan(offset=40, **facts))[-1]
-    assert "This plan subtracts them." in warning and words in warning
+    said = [line for line in render_plan(plan(**facts)).splitlines() if "with the plan" in line]
+    assert said == ([words] if words else [])
 
 
 @pytest.mark.parametrize(
