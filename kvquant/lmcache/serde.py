@@ -103,9 +103,12 @@ class RowSerde(Serializer, Deserializer):
         if plan is not None:
             self._formats = list(zip(plan.k_formats, plan.v_formats, strict=True))
         else:
+            names = {"k": k_format, "v": v_format}
             k, v = (
-                RowFormat.parse(name or default_format(side, self.head_dim), self.head_dim)
-                for side, name in (("k", k_format), ("v", v_format))
+                RowFormat.parse(
+                    default_format(side, self.head_dim) if name is None else name, self.head_dim
+                )
+                for side, name in names.items()
             )
             self._formats = [(k, v)]
         known = [self.head_dim, [list(map(str, pair)) for pair in self._formats]]

@@ -197,8 +197,8 @@ def test_what_other_formats_or_another_plan_stored_is_refused(plan: CachePlan) -
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "lacks formats: give head_dim and k_format"),
-        ({"k_format": "int8"}, "lacks formats"),
+        ({}, "lacks head_dim: give that of the model"),
+        ({"k_format": "int8"}, "lacks head_dim"),
         ({"head_dim": 64, "k_fromat": "int8"}, "it may have .'k_format', 'v_format'"),
         ({"head_dim": 64, "k_format": "int5"}, "format 'int5' does not exist"),
         ({"head_dim": 64, "k_format": "int8", "v_format": ""}, "format '' does not exist"),

@@ -136,7 +136,10 @@ def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) ->
         spec_algorithm=SimpleNamespace(is_none=lambda: True),
         model=model,
         model_config=SimpleNamespace(
-            context_len=128, revision=None, get_total_num_kv_heads=lambda: KV_HEADS
+            context_len=128,
+            revision=None,
+            model_path="a folder",
+            get_total_num_kv_heads=lambda: KV_HEADS,
         ),
         server_args=SimpleNamespace(
             chunked_prefill_size=64, max_prefill_tokens=128, trust_remote_code=False

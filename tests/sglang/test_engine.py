@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Gemma2Config, Gemma3TextConfig, GptOssCo
 
 from kvquant.cli.demo import MODEL
 
-INT4 = {"k_format": "int4-g4"}
+INT4 = {"k_format": "int4-g4", "v_format": "int4-g4"}
 LENGTHS = (150, 40, 7)  # of prompts, each in one chunk
 MORE = 20  # tokens behind a prompt that is in the radix cache
 LONG = (
@@ -151,7 +151,7 @@ def test_soft_caps_and_windows(tmp_path: Path) -> None:
         "hidden_act": "gelu_pytorch_tanh",  # which SGLang reads, and transformers calls otherwise
     }
     config = Gemma2Config(**SIZES, **given)
-    check_variant(config, tmp_path, {"k_format": "int8"}, page_size=1)
+    check_variant(config, tmp_path, {"k_format": "int8", "v_format": "int8"}, page_size=1)
 
 
 def test_sinks_and_a_pool_of_two_parts(tmp_path: Path) -> None:
@@ -159,14 +159,14 @@ def test_sinks_and_a_pool_of_two_parts(tmp_path: Path) -> None:
     half as many."""
     config = GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
     options = {"page_size": 16, "max_total_tokens": 1024, "swa_full_tokens_ratio": 0.5}
-    check_variant(config, tmp_path, {"k_format": "bf16"}, **options)
+    check_variant(config, tmp_path, {"k_format": "bf16", "v_format": "bf16"}, **options)
 
 
 @pytest.mark.slow
 def test_gemma_3_and_pages_of_64(tmp_path: Path) -> None:
     layers = ["sliding_attention", "full_attention"] * 2
     config = Gemma3TextConfig(**SIZES, query_pre_attn_scalar=64, layer_types=layers)
-    check_variant(config, tmp_path, {"k_format": "fp16"}, page_size=64)
+    check_variant(config, tmp_path, {"k_format": "fp16", "v_format": "fp16"}, page_size=64)
 
 
 @pytest.mark.slow

@@ -23,7 +23,10 @@ from kvquant.calibration.windows import spread
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "llama-demo-5m"
 TEXT = ROOT / "examples" / "unseen.txt"
-INT4, BF16 = {"k_format": "int4-g4"}, {"k_format": "bf16"}
+INT4, BF16 = (
+    {"k_format": "int4-g4", "v_format": "int4-g4"},
+    {"k_format": "bf16", "v_format": "bf16"},
+)
 LENGTHS = [1, 2, 5, 17, 31, 32, 33, 60, 64, 65, 90, 128, 150, 200, 257, 300]  # of prompts
 TOKENS = 16  # that are generated
 WINDOWS, CONTEXT, SCORED = 8, 256, 64  # of a text, and their tokens

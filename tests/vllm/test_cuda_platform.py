@@ -17,7 +17,7 @@ from vllm_engines import INT4, MODEL, ROOT, SIZES
 
 CUSTOM = {"attention_backend": "CUSTOM"}
 ROWS = {**CUSTOM, "additional_config": {"kvquant": INT4}}
-INT8 = {**CUSTOM, "additional_config": {"kvquant": {"k_format": "int8"}}}
+INT8 = {**CUSTOM, "additional_config": {"kvquant": {"k_format": "int8", "v_format": "int8"}}}
 ALONE = {"additional_config": ROWS["additional_config"]}  # rows, and no backend that holds them
 DRAFTS = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 3}
 OFFLOADING = {
@@ -30,7 +30,7 @@ FIRST = {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}  # vLLM's first model runner
 OURS = "kvquant.vllm.plugin.CUSTOM"
 CHOSEN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "int4": (ROWS, {}, INT4),
-    "other rows in the same process": (INT8, {}, {"k_format": "int8"}),
+    "other rows in the same process": (INT8, {}, {"k_format": "int8", "v_format": "int8"}),
     "a sliding window": (ROWS, {"has_sliding_window": True}, INT4),
     "sink logits": (ROWS, {"has_sink": True}, INT4),
     **{

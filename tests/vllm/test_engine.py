@@ -172,7 +172,8 @@ def test_predictions_are_as_good_as_calibrate_says(
     reference = Reference(CachedModel.from_pretrained(MODEL), held_out_windows(), CONTEXT)
     schemes: dict[str, Any] = {"int8": Scheme("int8", "int8"), "int4": Scheme("int4-g4", "int4-g4")}
     schemes |= {"plan": Planned(CachePlan.load(plan))}
-    given = {"int8": {"k_format": "int8"}, "int4": INT4, "plan": {"plan": plan}}
+    int8 = {"k_format": "int8", "v_format": "int8"}
+    given = {"int8": int8, "int4": INT4, "plan": {"plan": plan}}
     kl, rooms = {}, {}
     exact = of_own_attention["logits"].log_softmax(-1)
     for name, rows in given.items():
@@ -210,7 +211,7 @@ def test_what_models_change_in_attention(
     # attends to rows
     prompt = {"prompt_token_ids": [7 * i * i % 256 for i in range(260)]}
     options = {"max_num_batched_tokens": 100, "skip_tokenizer_init": True}
-    for rows in (None, {"k_format": "fp16"}):
+    for rows in (None, {"k_format": "fp16", "v_format": "fp16"}):
         with engine(rows, model=model, **options) as llm:
             found.append(logits_of(llm, [prompt], 200, detokenize=False)[0])
     for part in (slice(0, 140), slice(140, 200)):
@@ -234,7 +235,11 @@ def test_layers_that_attend_within_local_chunks(
     # the last chunk of the first one, of 60 tokens, attends to rows, and begins another local chunk
     prompts = [{"prompt_token_ids": [7 * i * i % 256 for i in range(n)]} for n in (260, 64, 63)]
     options = {"max_num_batched_tokens": 100, "skip_tokenizer_init": True}
-    for rows in (None, {"k_format": "fp16"}, {"k_format": "fp16", "prompts": "rows"}):
+    for rows in (
+        None,
+        {"k_format": "fp16", "v_format": "fp16"},
+        {"k_format": "fp16", "v_format": "fp16", "prompts": "rows"},
+    ):
         with engine(rows, model=model, **options) as llm:
             logits = logits_of(llm, prompts[:1], 200, detokenize=False)[0]
             found.append((logits, generate(llm, prompts, 70, detokenize=False)))
@@ -257,8 +262,9 @@ def test_a_second_engine_in_a_process_is_told_of_the_firsts_rows(
     monkeypatch.setattr(selector._cached_get_attn_backend, "cache_clear", lambda: None)
     with engine(INT4):
         pass
-    message = r'"kvquant": \'{"k_format": "int4-g4"}\': start one process for each setting'
-    for rows in ({"k_format": "int8"}, None):
+    firsts = '{"k_format": "int4-g4", "v_format": "int4-g4"}'
+    message = rf"\"kvquant\": '{firsts}': start one process for each setting"
+    for rows in ({"k_format": "int8", "v_format": "int8"}, None):
         with pytest.raises(ConfigError, match=message), engine(rows):
             pass
 

@@ -61,7 +61,10 @@ def test_what_the_machine_or_an_extra_asks_for_is_not_looked_at(tmp_path: Path) 
     assert PACK.lacking(tmp_path) == []
 
 
-ROWS = {"attention_backend": "CUSTOM", "additional_config": {"kvquant": {"k_format": "int4-g4"}}}
+ROWS = {
+    "attention_backend": "CUSTOM",
+    "additional_config": {"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}},
+}
 DRAFTS = {"method": "draft_model", "model": MODEL, "num_speculative_tokens": 3}
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",

@@ -68,7 +68,7 @@ def rows_of(
 def test_layers_that_rows_do_not_serve(
     options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"k_format": "int8"}
+    given = {"k_format": "int8", "v_format": "int8"}
     assert rows_of(monkeypatch, layer(given)).layout.num_kv_heads == 4
     with pytest.raises(KVQuantError, match=message):
         rows_of(monkeypatch, layer(given, **options))

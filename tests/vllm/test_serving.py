@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 ON_GPU = torch.cuda.is_available()
 # all tokens attend to rows: what is found in a cache gives the same as what was computed
 # in 8-bit rows a code that rounds to its neighbour changes little
-ROWS = {"kvquant": {"k_format": "int8", "prompts": "rows"}}
+ROWS = {"kvquant": {"k_format": "int8", "v_format": "int8", "prompts": "rows"}}
 OPTIONS = ["--attention-backend", "CUSTOM", "--additional-config", json.dumps(ROWS)]
 OPTIONS += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(1 << 30)]
 if ON_GPU:
