@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from kvquant.io.plan import CachePlan
+from kvquant.io.plan import AUTO, CachePlan
 from kvquant.rows.codec import EXACT_CODECS
 from kvquant.text import count_text
 
@@ -64,7 +64,9 @@ def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
     return kind, mark, sentence, [text for text in further if text]
 
 
-def next_steps(plan: CachePlan, file: str, *, on_page: bool = False) -> list[tuple[str, str]]:
+def next_steps(
+    plan: CachePlan, file: str, *, on_page: bool = False, is_auto: bool = False
+) -> list[tuple[str, str]]:
     """What to do with a plan, and the line of Python or of the command that does it.
 
     A command that makes another plan writes another file: this one stays.
@@ -73,6 +75,7 @@ def next_steps(plan: CachePlan, file: str, *, on_page: bool = False) -> list[tup
         plan: what calibration found.
         file: its name.
         on_page: its reader sees the page of `kvquant report`, so no step makes it.
+        is_auto: whether "auto" takes the plan.
     """
     kind, measured = verdict(plan)[0], plan.facts["measured"]
     if file.startswith("-"):  # commands would take it for an option
@@ -92,7 +95,7 @@ def next_steps(plan: CachePlan, file: str, *, on_page: bool = False) -> list[tup
         other = shlex.quote(f"{stem}-measured.safetensors")
         steps.append(("make one that is measured", f"{again}{_goal(plan)} -o {other}"))
     if kind != "bad":
-        plan_of = f"plan={file!r}"
+        plan_of = f"plan={(AUTO if is_auto else file)!r}"
         if not (measured or {}).get("in_one_pass"):  # else no KVCache serves the model
             line = f"cache = model.new_cache(1, 4096, {plan_of})"
             steps.append(("use it in your own loop (model is a CachedModel)", line))

@@ -193,7 +193,7 @@ def calibrate(
                 progress=lambda stage, share: update(share, stage),
                 window=(sink_len, recent_len),
             )
-        places = []
+        places, is_auto = [], False
         if plan is not None and output:
             plan.save(output)
             places.append(output)
@@ -201,12 +201,13 @@ def calibrate(
             asked = {"kl": max_kl, "budget": budget, "": format}
             goal_name = "-".join(f"{name}{given}" for name, given in asked.items() if given)
             places.append(keep_plan(plan, goal_name))
+            is_auto = not goal_name
         if state:
             state.unlink(missing_ok=True)
     if plan is None:
         return
     kind, mark, sentence, further = verdict(plan)
-    steps = next_steps(plan, str(places[0]))
+    steps = next_steps(plan, str(places[0]), is_auto=is_auto)
     try:
         click.echo(f"{render_plan(plan)}\n")
         written = " and ".join(map(str, places))

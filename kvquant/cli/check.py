@@ -25,7 +25,10 @@ from .console import (
 @MODEL
 @click.option("--memory", help="Memory for caches, as 24GiB: how many sequences it holds.")
 @click.option("--size-only", is_flag=True, help="Bytes alone, from the model's config.")
-@click.option("--plan", help="A plan's file to compare, or auto: the model's own, made if needed.")
+@click.option(
+    "--plan",
+    help="A plan's file to compare, or auto: a kept plan, or a new one. A kept plan by default.",
+)
 @click.option("--text", type=FILE, help="Text to compare predictions on; a packaged one if absent.")
 @click.option("--samples", type=COUNT, default=8, show_default=True, help="Passages of the text.")
 @ON_DEVICE
@@ -60,7 +63,9 @@ def check(
     from ..hf.hybrid import load_decoder
     from ..hf.models.loading import load_config
     from ..hf.plans import plan_of_model
+    from ..io.model_id import WEIGHTS
     from ..io.plan import AUTO, as_plan
+    from ..io.plan_store import stored_plan
     from ..text import progress
 
     check_device(device)
@@ -72,6 +77,8 @@ def check(
         words = None if text is None else read_text(text)
         reader = load_decoder(model, dtype=getattr(torch, dtype), device=device)
         found_plan = plan_of_model(plan, reader)
+        if plan is None:
+            plan, found_plan = AUTO, stored_plan(reader.config_dict.get(WEIGHTS, ""))
         with progress(100, "Checking") as update:
             found = run(
                 reader,

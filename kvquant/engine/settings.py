@@ -10,7 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 from ..cache.latent import check_no_feedback
-from ..errors import ConfigError, ShapeError, UnsupportedError, shown
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    KVQuantError,
+    ShapeError,
+    UnsupportedError,
+    shown,
+)
 from ..io.plan import AUTO, CachePlan, as_plan
 from ..io.plan_store import place_of
 from ..rows.basis import LayerBasis
@@ -280,6 +287,9 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
     Args:
         settings: that were asked for.
         model: the folder that the engine has loaded.
+
+    Raises:
+        CheckpointError: the plan was made for other weights.
     """
     log.info("kvquant: %s", settings)
     if isinstance(settings, Settings) and settings.plan is None and settings.k_format:
@@ -293,6 +303,7 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
         )
     if settings.plan is None:
         return
+    _check_weights(settings.plan, model)
     log.info("kvquant: %r", settings.plan)
     limit = settings.plan.facts.get("limit") or {}
     if not limit.get("met", True):
@@ -301,6 +312,23 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
             "help, but an engine's pages cannot keep them: allow more bits, or serve this model "
             "without kvquant",
             limit.get("max_kl"),
+        )
+
+
+def _check_weights(plan: CachePlan, model: str) -> None:
+    """Raise CheckpointError if a plan was made for other weights than those of a model's files."""
+    from ..hf.models.fingerprint import fingerprint_of
+
+    wanted = plan.facts["model"].get("weights")
+    try:
+        found = wanted and fingerprint_of(model)
+    except (KVQuantError, OSError) as error:
+        log.warning("kvquant: the plan was not compared with the weights of %s: %s", model, error)
+        return
+    if found != wanted:
+        raise CheckpointError(
+            f"the plan was made for weights {wanted[:12]}, and {model} has {found[:12]}: run "
+            f"`kvquant calibrate {model}`"
         )
 
 

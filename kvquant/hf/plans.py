@@ -9,6 +9,7 @@ import torch
 
 from ..errors import ConfigError
 from ..io.plan import AUTO, CachePlan, ModelPlan, as_plan
+from .models.fingerprint import identified
 
 
 def plan_of_model(
@@ -23,12 +24,18 @@ def plan_of_model(
 
     Raises:
         ConfigError: "auto" without a model or with formats; or as as_plan, or as auto_plan.
+        CheckpointError: the plan was made for other weights than a model of transformers has.
     """
     if plan is None or plan is False:
         return None
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    is_module = isinstance(model, torch.nn.Module)
     if not (isinstance(plan, str) and plan == AUTO):
-        return as_plan(plan)
-    if not (isinstance(model, torch.nn.Module) or hasattr(model, "config_dict")):
+        found = as_plan(plan)
+        if is_module and "weights" in found.facts["model"]:
+            found.check_model(identified(model))
+        return found
+    if not (is_module or hasattr(model, "config_dict")):
         raise ConfigError(
             f"plan 'auto' needs the model, and {type(model).__name__} is none: give the model, or "
             "the path of a plan"
@@ -38,4 +45,4 @@ def plan_of_model(
         raise ConfigError(f"{' and '.join(given)} with plan 'auto': a plan says the formats")
     from ..calibration.auto import auto_plan
 
-    return auto_plan(getattr(model, "_orig_mod", model))  # what torch.compile has wrapped
+    return auto_plan(model)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..engine.hooks import check_further, check_version, hook
-from ..engine.settings import Settings
+from ..engine.settings import Settings, put_kept_plan
 from ..errors import ConfigError, UnsupportedError, shown
 
 NAME = "kvquant"  # of the attention backend
@@ -50,12 +50,16 @@ def settings() -> Settings:
     Raises:
         ConfigError: the variable holds no JSON, or settings that Settings.parse refuses.
     """
+    return Settings.parse(_given(), VARIABLE)
+
+
+def _given() -> Any:
+    """What the environment variable says; ConfigError if it holds no JSON."""
     text = os.environ.get(VARIABLE, DEFAULT)
     try:
-        given = json.loads(text)
+        return json.loads(text)
     except ValueError:
         raise ConfigError(f"{VARIABLE} is {shown(text)}: give JSON, such as {DEFAULT}") from None
-    return Settings.parse(given, VARIABLE)
 
 
 @hook("sglang")
@@ -70,10 +74,18 @@ def _make_backend(runner: Any) -> Any:
 def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Let SGLang adjust its arguments to the model. For gpt-oss and Gemma 4 it accepts only the
     backends of a fixed list. While it looks there, kvquant's backend has the name of SGLang's
-    Triton backend, which serves the same models."""
+    Triton backend, which serves the same models.
+
+    Here the model is known, and SGLang has not started its other processes: the kept plan takes the
+    place of "auto" in their environment.
+    """
     from sglang.srt.arg_groups import model_hook
 
     given = model_hook.attention_backends_of
+    if NAME in given(server_args):
+        asked = _given()
+        put_kept_plan(asked, server_args.model_path)
+        os.environ[VARIABLE] = json.dumps(asked)
 
     def counted(view: Any) -> tuple[str, ...]:
         return tuple("triton" if name == NAME else name for name in given(view))
