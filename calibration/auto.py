@@ -6,17 +6,19 @@ import logging
 from contextlib import ExitStack
 from typing import Any
 
-from kvquant.errors import UnsupportedModelError
+import torch
+
+from kvquant.errors import ConfigError, UnsupportedModelError
 from kvquant.hf.model import as_cached_model
-from kvquant.hf.models.fingerprint import fingerprint
+from kvquant.hf.models.fingerprint import FOLDED, fingerprint
+from kvquant.io.model_id import WEIGHTS, model_identity
 from kvquant.io.plan import CachePlan
-from kvquant.io.plan_store import keep_plan, place_of, stored_plan
+from kvquant.io.plan_store import costs_too_much, keep_plan, place_of, stored_plan
 from kvquant.kernels.disk_cache import locked
 from kvquant.text import progress
 
 from .calibrate import calibrate
 
-MOST_KL = 0.01  # nats per token with the window
 log = logging.getLogger("kvquant")
 
 
@@ -29,40 +31,48 @@ def auto_plan(model: Any) -> CachePlan | None:
         model: as of calibrate.
 
     Returns:
-        The plan; None, with a warning, if the model cannot have one, or one that costs more than
-        MOST_KL with its window: the default formats are to be taken.
+        The plan; None, with a warning, if the model cannot have one, or one that costs too much:
+        the default formats are to be taken.
 
     Raises:
-        ConfigError: a plan must be made, and the model's tokenizer is not found.
+        ConfigError: a plan must be made, and the model's tokenizer is not found, or this process is
+            one of several (torch.distributed); or bases of V were folded into the model.
     """
-    model = as_cached_model(model)
     told = "taken from the user's folder"
     try:
-        weights = fingerprint(model.model)
-        plan = stored_plan(weights)
+        model = as_cached_model(model)
+        if hasattr(model.model, FOLDED):
+            raise ConfigError(
+                "a plan's bases of V were folded into this model, so plan 'auto' is not for it: "
+                "give the plan that fold_values returned"
+            )
+        config = {**model.model.config.to_dict(), WEIGHTS: fingerprint(model.model)}
+        identity = model_identity(config)
+        plan = stored_plan(identity)
         if plan is None:
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                raise ConfigError(
+                    "plan 'auto' finds no kept plan, and processes of torch.distributed make none: "
+                    "run `kvquant calibrate MODEL` once, before them"
+                )
             with ExitStack() as stack:
                 try:
-                    stack.enter_context(locked(place_of(weights)))
+                    stack.enter_context(locked(place_of(identity)))
                 except OSError as error:
                     log.warning("kvquant: the plan will not be kept: %s", error)
-                plan = stored_plan(weights)  # another process may have made it meanwhile
+                plan = stored_plan(identity)  # another process may have made it meanwhile
                 if plan is None:
                     with progress(400, "Making a plan") as update:
                         plan = calibrate(model, progress=lambda stage, share: update(share, stage))
-                    assert plan is not None
+                    assert plan is not None  # as in the first of several ranks
                     told = f"made, {_kept(plan)}"
     except UnsupportedModelError as error:
         log.warning("kvquant: no plan is possible, the default formats are taken: %s", error)
         return None
-    used = plan.facts.get("windowed") or plan.facts["measured"]
-    if not used["kl"] <= MOST_KL:  # NaN too
-        log.warning(
-            "kvquant: the plan costs a KL of %.2g nats per token, more than %g: the default "
-            "formats are taken",
-            *(used["kl"], MOST_KL),
-        )
+    if reason := costs_too_much(plan):
+        log.warning("kvquant: %s: the default formats are taken", reason)
         return None
+    used = plan.facts.get("windowed") or plan.facts["measured"]
     log.info("kvquant: plan %s: KL %.2g nats per token", told, used["kl"])
     return plan
 

@@ -246,9 +246,9 @@ def calibrate(
         model: a CachedModel, a model of transformers, or what CachedModel.from_pretrained loads.
         tokens: the text to observe, as the ids of its tokens. When None a packaged text of
             encyclopedia, code and dialogue is observed, and another one scored unless held is
-            given; with zero_data nothing is observed and, unless held is given, scored.
+            given. With zero_data random tokens are observed, and only held is scored.
         held: the text to score on, not observed; the last quarter of tokens when None.
-        sizes: how much to read; Sizes() when None.
+        sizes: how much to read; Sizes(), within the model's positions, when None.
         goal: what to reach; Goal(format="int4") when None, or "int4-g8" of latent rows.
         rounding: "feedback", where it is better, or "nearest", as latent rows always are.
         zero_data: observe random tokens in place of the text.
@@ -282,7 +282,7 @@ def calibrate(
     for name, given, kind in (("sizes", sizes, Sizes), ("goal", goal, Goal)):
         if given is not None:
             check_kind(name, given, kind, f"give a {kind.__name__}, or None")
-    sizes, layers = sizes or Sizes(), _cached_layers(model)
+    layers = _cached_layers(model)
     window = check_size("sink_len", window[0]), check_size("recent_len", window[1])
     if rounding not in ROUNDINGS:
         raise ConfigError(
@@ -296,6 +296,10 @@ def calibrate(
             "transformers, or a folder"
         )
     _check_goal(model, goal, layers, tokens is not None)
+    if sizes is None:
+        longest = Sizes.context + Sizes.scored + 1
+        beyond = max(longest - (model.max_positions or longest), 0)
+        sizes = Sizes(context=max(Sizes.context - beyond, 1))
     if tokens is None and not zero_data:
         if getattr(model, "tokenizer", model) is None:
             model = copy(model)

@@ -33,6 +33,11 @@ from .console import (
 )
 
 NOT_MET = 3  # exit code
+# with one of these a plan is another than plan="auto" makes
+PLAN_OPTIONS = (
+    *("text", "held", "max_kl", "budget", "format", "zero_data", "rounding"),
+    *("observed", "length", "windows", "context", "scored", "sink_len", "recent_len"),
+)
 
 
 @click.command(epilog=FORMATS)
@@ -102,7 +107,7 @@ NOT_MET = 3  # exit code
     "-o",
     "--output",
     type=NEW_FILE,
-    help="Write the plan to this file. Without --text it is kept for plan='auto' as well.",
+    help="Write the plan to this file; needed with the options above it, but --device and --dtype.",
 )
 @JSON
 @enough_memory("--length, --windows, --context or --dtype")
@@ -131,11 +136,11 @@ def calibrate(
     cache: KL divergence, share of equal likeliest tokens, perplexity. It prints the table and
     writes the plan.
 
-    Without --text the command reads packaged texts (encyclopedia, code, dialogue) and keeps the
-    plan in your cache folder, where plan="auto" finds it.
+    Without --text the command reads packaged texts (encyclopedia, code, dialogue). Without options
+    that change the plan it keeps the plan in your cache folder, where plan="auto" finds it.
 
-    Start an interrupted run again and it continues where it stopped. Under torchrun the ranks share
-    the text. The exit code is 3 if --max-kl cannot be met.
+    With -o, start an interrupted run again and it continues where it stopped. Under torchrun the
+    ranks share the text. The exit code is 3 if --max-kl cannot be met.
 
     \b
     Example:
@@ -143,8 +148,12 @@ def calibrate(
       kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt \\
           --context 256 --max-kl 0.01 -o plan.safetensors
     """
-    if output is None and (text is not None or held is not None or zero_data):
-        raise click.UsageError("give -o FILE: only plans from the packaged texts alone are kept")
+    own = [name for name in PLAN_OPTIONS if is_given(name)]
+    is_auto = not own
+    if output is None and own:
+        raise click.UsageError(
+            f"give -o FILE: with --{own[0].replace('_', '-')} the plan is not kept for plan='auto'"
+        )
     if text is None and zero_data:
         unscored = "held", "max_kl", "windows", "context", "scored", "sink_len", "recent_len"
         for name in unscored:
@@ -168,16 +177,22 @@ def calibrate(
     from ..calibration.text_report import refusal, render_plan, warnings
     from ..calibration.verdict import next_steps, verdict
     from ..hf.model import CachedModel
-    from ..io.plan_store import keep_plan
+    from ..io.plan_store import keep_plan, make_folder
     from ..text import paragraph, progress
 
+    if output is None:
+        try:
+            make_folder()
+        except OSError as error:
+            raise click.UsageError(f"give -o FILE: no plan can be kept ({error})") from error
     check_device(device)
     is_given_any = (max_kl, budget, format) != (None, None, None)
     goal = Goal(max_kl, budget, format) if is_given_any else None
-    reach = Sizes(**sizes)
+    reach = None if is_auto else Sizes(**sizes)
     with _joined(rank, ranks, device) as device, _kept(state):
         reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
-        warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
+        if reach is not None:
+            warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
         tokens = reader.encode(read_text(text)) if text else None
         scored = reader.encode(read_text(held)) if held else None
         with progress(400, "Calibrating") as update:
@@ -193,15 +208,12 @@ def calibrate(
                 progress=lambda stage, share: update(share, stage),
                 window=(sink_len, recent_len),
             )
-        places, is_auto = [], False
+        places = []
         if plan is not None and output:
             plan.save(output)
             places.append(output)
-        if plan is not None and text is None and held is None and not zero_data:
-            asked = {"kl": max_kl, "budget": budget, "": format}
-            goal_name = "-".join(f"{name}{given}" for name, given in asked.items() if given)
-            places.append(keep_plan(plan, goal_name))
-            is_auto = not goal_name
+        if plan is not None and is_auto:
+            places.append(keep_plan(plan))
         if state:
             state.unlink(missing_ok=True)
     if plan is None:

@@ -63,7 +63,7 @@ def check(
     from ..hf.hybrid import load_decoder
     from ..hf.models.loading import load_config
     from ..hf.plans import plan_of_model
-    from ..io.model_id import WEIGHTS
+    from ..io.model_id import model_identity
     from ..io.plan import AUTO, as_plan
     from ..io.plan_store import stored_plan
     from ..text import progress
@@ -78,7 +78,8 @@ def check(
         reader = load_decoder(model, dtype=getattr(torch, dtype), device=device)
         found_plan = plan_of_model(plan, reader)
         if plan is None:
-            plan, found_plan = AUTO, stored_plan(reader.config_dict.get(WEIGHTS, ""))
+            plan, identity = AUTO, model_identity(reader.config_dict)
+            found_plan = stored_plan(identity) if "weights" in identity else None
         with progress(100, "Checking") as update:
             found = run(
                 reader,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from ..cache.latent import check_no_feedback
@@ -18,8 +19,9 @@ from ..errors import (
     UnsupportedError,
     shown,
 )
+from ..io.model_id import WEIGHTS, model_identity
 from ..io.plan import AUTO, CachePlan, as_plan
-from ..io.plan_store import place_of
+from ..io.plan_store import costs_too_much, place_of, stored_plan
 from ..rows.basis import LayerBasis
 from ..rows.defaults import DEFAULT, default_format
 from ..rows.format import RowFormat, check_head_dims
@@ -61,22 +63,22 @@ class Settings:
             name: what errors call it: where the user wrote it.
 
         Raises:
-            ConfigError: a key or a format does not exist, V has a format beside a plan and K has
-                none, or the plan's layers would need several.
+            ConfigError: a key or a format does not exist, one of K and V alone has a format beside
+                a plan, or the plan's layers would need several.
             FileNotFoundError: there is no such plan.
             CheckpointError: the file is damaged, or no plan.
         """
         plan, from_rows = _plan_and_prompts(given, KEYS, name)
         k_format = given.get("k_format")
-        v_format = given.get("v_format", k_format if plan is not None else None)
+        v_format = given.get("v_format")
         if plan is not None:
             plan.check_of_heads("this backend")
         for one in (k_format, v_format):
             if one is not None:
                 RowFormat.parse(one, 128)
         if plan is not None:
-            if k_format is None and v_format is not None:
-                raise ConfigError(f"{name} has v_format beside a plan, and no k_format: give both")
+            if (k_format is None) != (v_format is None):
+                raise ConfigError(f"{name} has one format beside a plan: give both, or none")
             asked = k_format is not None
             plan = plan.with_formats(k_format, v_format) if asked else plan
             k_format, v_format = _common_formats(plan, asked=asked)
@@ -197,30 +199,43 @@ class LatentSettings:
         return None if self.plan is None else self.plan.layers[_place(self.plan, layer)]
 
 
-def put_kept_plan(given: Any, source: str) -> None:
-    """Put the path of a model's kept plan in the place of "plan": "auto".
+def with_kept_plan(given: Any, source: str) -> Any:
+    """What a user gives, with the path of the model's kept plan in the place of "plan": "auto".
 
-    An engine makes none: its memory is its own when it starts.
+    An engine makes no plan: it reserves the GPU's memory when it starts.
 
     Args:
-        given: as of Settings.parse; it changes in place.
+        given: as of Settings.parse.
         source: the model's folder, GGUF file or name on the hub.
 
     Raises:
-        ConfigError: no plan is kept for the weights.
+        ConfigError: no plan is kept for the model, it costs too much, or formats are given, too.
     """
     if not isinstance(given, dict) or given.get("plan") != AUTO:
-        return
-    from ..hf.models.fingerprint import fingerprint_of
+        return given
+    if formats := given.keys() - {"plan", "prompts"}:
+        raise ConfigError(f"{', '.join(sorted(formats))} with plan 'auto': a plan says the formats")
+    return {**given, "plan": _kept_plan(source)}
 
-    path = place_of(fingerprint_of(source))
-    if not path.is_file():
+
+@lru_cache  # every layer asks
+def _kept_plan(source: str) -> str:
+    """The path of a model's kept plan; see with_kept_plan."""
+    from ..hf.models.fingerprint import fingerprint_of
+    from ..hf.models.loading import load_config
+
+    identity = model_identity({**load_config(source).to_dict(), WEIGHTS: fingerprint_of(source)})
+    path, plan = place_of(identity), stored_plan(identity)
+    if plan is None:
         raise ConfigError(
             f'"plan" is "auto", and no plan of {source} is kept: run `kvquant calibrate {source}` '
             "once, and start the engine again"
         )
-    log.info("kvquant: plan taken from %s", path)
-    given["plan"] = str(path)
+    if reason := costs_too_much(plan):
+        raise ConfigError(f'{reason} ({path}): leave "plan" out, which gives the default formats')
+    bare = plan.facts["measured"]["kl"]
+    log.info("kvquant: plan taken from %s: KL %.2g nats per token without 16-bit rows", path, bare)
+    return str(path)
 
 
 def rank_heads(total: int, rank: int, ranks: int) -> list[int]:
@@ -240,7 +255,7 @@ def _plan_and_prompts(given: Any, keys: Sequence[str], name: str) -> tuple[Cache
         raise ConfigError(f'"prompts" is {shown(prompts)}: it may be one of {PROMPTS}')
     path = given.get("plan")
     try:
-        return None if path is None else as_plan(path), prompts == "rows"
+        return None if path in (None, False) else as_plan(path), prompts == "rows"
     except FileNotFoundError:
         raise FileNotFoundError(
             f'there is no plan {path!r} in {os.getcwd()}: give "plan" the path of a file of '
@@ -316,13 +331,15 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
 
 
 def _check_weights(plan: CachePlan, model: str) -> None:
-    """Raise CheckpointError if a plan was made for other weights than those of a model's files."""
+    """Raise CheckpointError if a plan was made for other weights than those of a model's folder."""
     from ..hf.models.fingerprint import fingerprint_of
 
     wanted = plan.facts["model"].get("weights")
+    if wanted is None or not Path(model).is_dir():  # nothing is downloaded or loaded for this
+        return
     try:
-        found = wanted and fingerprint_of(model)
-    except (KVQuantError, OSError) as error:
+        found = fingerprint_of(model)
+    except (KVQuantError, OSError, ValueError) as error:
         log.warning("kvquant: the plan was not compared with the weights of %s: %s", model, error)
         return
     if found != wanted:

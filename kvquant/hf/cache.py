@@ -181,9 +181,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         options: dict[str, Any] = {
             "k_format": k_format,
             "v_format": v_format,
-            "plan": plan_of_model(
-                plan, source, {"k_format": k_format, "v_format": v_format, "fmt": fmt}
-            ),
+            "plan": plan or None,
             "fmt": fmt,
             "sink_len": sink_len,
             "recent_len": recent_len,
@@ -217,6 +215,8 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         if dequantize and not layers.are_latent:
             options["windows"] = [None] * len(layers.places)
         options["is_probed"] = isinstance(source, torch.nn.Module)
+        if (found := plan_of_model(options.pop("plan", None), source, options)) is not None:
+            options["plan"] = found
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
         dtype: Any = None
         if isinstance(source, torch.nn.Module):

@@ -1,48 +1,56 @@
 """Plans that are kept for plan="auto", in the folder of kernels/disk_cache.py.
 
-A file is named by the fingerprint of the model's weights and by what the plan had to reach, so a
-fine-tune has a plan of its own. Nothing is written into a model's folder.
+A file is named by the fingerprint of the model's weights and by its config, so a fine-tune has a
+plan of its own, and so has a model with other RoPE. Nothing is written into a model's folder.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import KVQuantError
 from ..kernels.disk_cache import cache_folder
 from .plan import CachePlan
 
+MOST_KL, RUINED = 0.01, 0.1  # nats per token, with the 16-bit window and without it
 log = logging.getLogger("kvquant")
 
 
-def place_of(weights: str, goal: str = "") -> Path:
+def place_of(identity: Mapping[str, str]) -> Path:
     """The file of a plan, whether or not it is there.
 
     Args:
-        weights: the fingerprint of the model's weights.
-        goal: what the plan had to reach; "" for what is reached when nothing is asked for.
+        identity: model_identity of the model, with the fingerprint of its weights.
 
     Raises:
         OSError: the user has no folder for cached files.
     """
-    return cache_folder() / "plans" / f"{weights[:32]}{goal and f'-{goal}'}.safetensors"
+    name = f"{identity['weights'][:32]}-{identity['sha256'][:8]}.safetensors"
+    return cache_folder() / "plans" / name
 
 
-def stored_plan(weights: str, goal: str = "") -> CachePlan | None:
-    """The kept plan of these weights; None if there is none that this kvquant reads."""
+def stored_plan(identity: Mapping[str, str]) -> CachePlan | None:
+    """The kept plan of a model; None if there is none that this kvquant reads."""
     try:
-        plan = CachePlan.load(place_of(weights, goal))
+        plan = CachePlan.load(place_of(identity))
     except FileNotFoundError:
         return None
     except (OSError, KVQuantError) as error:
         log.warning("kvquant: a kept plan cannot be read (%s): another one is made", error)
         return None
-    return plan if plan.facts["model"].get("weights") == weights else None
+    kept = plan.facts["model"]
+    return plan if all(kept.get(key) == identity[key] for key in ("weights", "sha256")) else None
 
 
-def keep_plan(plan: CachePlan, goal: str = "") -> Path:
-    """Keep a plan of weights that it names; an older one of this goal is replaced.
+def make_folder() -> None:
+    """Make the folder of kept plans; OSError where that is not possible."""
+    (cache_folder() / "plans").mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def keep_plan(plan: CachePlan) -> Path:
+    """Keep a plan of weights that it names; an older one is replaced.
 
     Returns:
         Its file.
@@ -50,7 +58,21 @@ def keep_plan(plan: CachePlan, goal: str = "") -> Path:
     Raises:
         OSError: the folder or the file cannot be written.
     """
-    path = place_of(plan.facts["model"]["weights"], goal)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = place_of(plan.facts["model"])
+    make_folder()
     plan.save(path)
     return path
+
+
+def costs_too_much(plan: CachePlan) -> str:
+    """Why "auto" does not take a plan; "" if it does.
+
+    A plan may cost MOST_KL with the 16-bit window, or without it where it was not measured with it.
+    Engines keep no such window: without it a plan may cost up to RUINED.
+    """
+    bare = plan.facts["measured"]["kl"]
+    used = (plan.facts.get("windowed") or plan.facts["measured"])["kl"]
+    for kl, limit in ((used, MOST_KL), (bare, RUINED)):
+        if not kl <= limit:  # NaN too
+            return f"the plan costs a KL of {kl:.2g} nats per token, more than {limit:g}"
+    return ""

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..engine.hooks import check_further, check_version, hook
-from ..engine.settings import Settings, put_kept_plan
+from ..engine.settings import Settings, with_kept_plan
 from ..errors import ConfigError, UnsupportedError, shown
 
 NAME = "kvquant"  # of the attention backend
@@ -83,9 +83,7 @@ def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     given = model_hook.attention_backends_of
     if NAME in given(server_args):
-        asked = _given()
-        put_kept_plan(asked, server_args.model_path)
-        os.environ[VARIABLE] = json.dumps(asked)
+        os.environ[VARIABLE] = json.dumps(with_kept_plan(_given(), server_args.model_path))
 
     def counted(view: Any) -> tuple[str, ...]:
         return tuple("triton" if name == NAME else name for name in given(view))

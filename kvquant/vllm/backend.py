@@ -39,7 +39,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from ..engine.contract import LayerRows, NewTokens
 from ..engine.hooks import hook
-from ..engine.settings import LatentSettings, Settings, rank_heads, tell_settings
+from ..engine.settings import (
+    LatentSettings,
+    Settings,
+    rank_heads,
+    tell_settings,
+    with_kept_plan,
+)
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import StepCalls, begin_warm_up, runs_on, warm_up_layers
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
@@ -224,7 +230,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             if issubclass(layer.attn_backend, KVQuantBackend)
         }
         for name in layer_names:
-            check_request(layers[name].attn_backend.request, vllm_config.additional_config)
+            check_request(layers[name].attn_backend.request, vllm_config)
         found: dict[str, LayerRows] = {}
         refused = []
         if getattr(kv_cache_spec, "non_causal", False):  # a field of some kinds of specs
@@ -337,14 +343,14 @@ def check_refused(refused: Sequence[str]) -> None:
         )
 
 
-def check_request(held: Request, config: object) -> None:
-    """Raise ConfigError unless a backend is that of the engine with this additional_config.
+def check_request(held: Request, vllm_config: VllmConfig) -> None:
+    """Raise ConfigError unless a backend is that of the engine with this config.
 
     vLLM remembers backends without regard to it, so a second engine in a process gets the first's.
     """
-    asked = None
-    if isinstance(config, dict) and "kvquant" in config:
-        asked = Request.of(config["kvquant"])
+    config: object = vllm_config.additional_config
+    is_asked = isinstance(config, dict) and "kvquant" in config
+    asked = request_of(vllm_config) if is_asked else None
     if asked != held:
         told = "no rows of kvquant" if asked is None else f'"kvquant": {shown(asked.given)}'
         if asked is not None and asked.given == held.given:
@@ -467,7 +473,8 @@ def begin_to_compile(vllm_config: VllmConfig, impl: Any) -> None:
 
 def request_of(vllm_config: VllmConfig) -> Request:
     """What an engine asks for."""
-    return Request.of(vllm_config.additional_config["kvquant"])
+    given, model = vllm_config.additional_config["kvquant"], vllm_config.model_config
+    return Request.of(given if model is None else with_kept_plan(given, model.model))
 
 
 @hook("vllm", "do_kv_cache_update")

@@ -120,7 +120,7 @@ class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: igno
         layers = get_layers_from_vllm_config(vllm_config, MLAAttention, layer_names)
         refused = []
         for name, layer in layers.items():
-            check_request(layer.attn_backend.request, vllm_config.additional_config)
+            check_request(layer.attn_backend.request, vllm_config)
             try:
                 layer.impl.rows = _rows_of(name, layer, vllm_config, device)
             except KVQuantError as error:

@@ -69,12 +69,9 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         _check_keys(given)
     if isinstance(given, dict) and "kvquant" in given:
         check_version("vllm")
-        from ..engine.settings import put_kept_plan
-        from .backend import Request, backend_of, is_draft
+        from .backend import backend_of, is_draft, request_of
 
-        if config.model_config is not None:
-            put_kept_plan(given["kvquant"], config.model_config.model)
-        request = Request.of(given["kvquant"])
+        request = request_of(config)
         if name in LATENT or (name == "CUSTOM" and _has_latents(config, is_draft())):
             from .latent import latent_backend_of
 

@@ -22,8 +22,10 @@ from kvquant.calibration.windows import (
     spread,
     too_little,
 )
-from kvquant.engine.settings import Settings, put_kept_plan
+from kvquant.engine.settings import Settings, _kept_plan, with_kept_plan
 from kvquant.errors import CheckpointError, ConfigError
+from kvquant.io import plan_store
+from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_store import place_of, stored_plan
 
@@ -34,7 +36,7 @@ from kvquant.cli.main import main
 from kvquant.evaluation.caches import parse_cache
 from kvquant.hf.cache import QuantizedCache
 from kvquant.hf.model import CachedModel
-from kvquant.hf.models.fingerprint import fingerprint
+from kvquant.hf.models.fingerprint import FOLDED, fingerprint
 
 MODEL = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 SMALL = Sizes(observed=512, length=128, windows=2, context=48, scored=8)
@@ -71,7 +73,7 @@ def test_a_plan_is_made_once_and_kept(
     before = {path: path.stat().st_mtime_ns for path in MODEL.iterdir()}
     caplog.set_level(logging.INFO, "kvquant")
     cache = model.new_cache(1, 64, plan="auto")
-    place = place_of(fingerprint(model.model))
+    place = place_of(model_identity(model.config_dict))
     assert place.parent == folder and place.is_file() and len(made) == 1
     assert f"plan made, kept in {place}: KL " in caplog.text
     assert {path: path.stat().st_mtime_ns for path in MODEL.iterdir()} == before
@@ -127,7 +129,7 @@ def test_a_plan_that_costs_too_much_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(auto, "MOST_KL", 0.0)
+    monkeypatch.setattr(plan_store, "MOST_KL", 0.0)
     cache = model.new_cache(1, 64, plan="auto")
     assert cache.bases is None and "the default formats are taken" in caplog.text
     plain = model.new_cache(1, 64).layers[0]
@@ -140,11 +142,11 @@ def test_a_damaged_file_is_made_anew(
     model: CachedModel, made: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert auto.auto_plan(model) is not None
-    place = place_of(fingerprint(model.model))
+    place = place_of(model_identity(model.config_dict))
     place.write_bytes(place.read_bytes()[:-1000])
     assert auto.auto_plan(model) is not None
     assert "cannot be read" in caplog.text and len(made) == 2
-    assert stored_plan(fingerprint(model.model)) is not None
+    assert stored_plan(model_identity(model.config_dict)) is not None
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(
@@ -159,36 +161,83 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(
     assert "will not be kept" in caplog.text and "not kept (" in caplog.text
 
 
-def test_an_engine_takes_what_is_kept(model: CachedModel, made: list[Any]) -> None:
+def test_an_engine_takes_what_is_kept(
+    model: CachedModel, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {"plan": "auto"}
     with pytest.raises(ConfigError, match=r"run `kvquant calibrate .*llama-demo-5m` once"):
-        put_kept_plan(given, str(MODEL))
+        with_kept_plan(given, str(MODEL))
     auto.auto_plan(model)
-    put_kept_plan(given, str(MODEL))
-    assert given == {"plan": str(place_of(fingerprint(model.model)))}
-    assert Settings.parse(given).k_format == "int4"
+    found = with_kept_plan(given, str(MODEL))
+    assert given == {"plan": "auto"}  # a second engine of this process asks again
+    assert found == {"plan": str(place_of(model_identity(model.config_dict)))}
+    assert Settings.parse(found).k_format == "int4"
     for other in ({"plan": None}, {"k_format": "int8"}, "words"):
-        put_kept_plan(other, "nowhere")
+        assert with_kept_plan(other, "nowhere") == other
+    with pytest.raises(ConfigError, match="k_format with plan 'auto'"):
+        with_kept_plan(given | {"k_format": "int8"}, str(MODEL))
+    assert Settings.parse({"plan": False}).plan is None
+    monkeypatch.setattr(plan_store, "RUINED", 0.0)  # without 16-bit rows
+    _kept_plan.cache_clear()
+    with pytest.raises(ConfigError, match=r"costs a KL of .*leave \"plan\" out"):
+        with_kept_plan(given, str(MODEL))
 
 
-def test_the_command_keeps_a_plan_without_a_text(
-    model: CachedModel, folder: Path, tmp_path: Path
+def test_one_set_of_weights_with_two_configs_has_two_plans(
+    model: CachedModel, made: list[Any]
 ) -> None:
-    done = CliRunner().invoke(main, ["calibrate", str(MODEL), *OPTIONS])
-    place = place_of(fingerprint(model.model))
+    model.model.set_attn_implementation("kvquant")
+    assert QuantizedCache(model.model, plan="auto")._outline.bases
+    model.model.config.max_position_embeddings *= 2
+    for _ in range(2):
+        assert QuantizedCache(model.model, plan="auto")._outline.bases
+    assert len(made) == 2
+
+
+def test_what_cannot_have_a_plan_is_known_before_one_is_made(
+    model: CachedModel, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="attends by"):
+        QuantizedCache(model.model, plan="auto")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="run `kvquant calibrate MODEL` once"):
+        model.new_cache(1, 64, plan="auto")
+    monkeypatch.undo()
+    monkeypatch.setattr(model.model, FOLDED, "before", raising=False)
+    with pytest.raises(ConfigError, match="the plan that fold_values returned"):
+        auto.auto_plan(model)
+    assert not made
+
+
+def test_a_model_of_few_positions_has_shorter_passages() -> None:
+    found = tiny_model("GPT2")
+    assert found.max_positions is not None and found.max_positions < 1089
+    plan = calibrate(found, [1, 2, 3, 4] * 4000, [4, 3, 2, 1] * 4000)
+    assert plan is not None
+    assert plan.facts["measured"]["context"] == found.max_positions - Sizes.scored - 1
+
+
+def test_the_command_keeps_the_plan_that_auto_would_make(
+    model: CachedModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = CliRunner().invoke(main, ["calibrate", str(MODEL)])
+    place = place_of(model_identity(model.config_dict))
     assert done.exit_code == 0, done.output
     assert place.name in done.output.replace("\n", "") and place.is_file()
+    assert "QuantizedCache(model, plan='auto')" in done.output
     path = tmp_path / "plan.safetensors"
     again = ["calibrate", str(MODEL), "--format=int4-g4", f"--output={path}", *OPTIONS]
     done = CliRunner().invoke(main, again)
     assert done.exit_code == 0, done.output
-    kept = {one.name for one in folder.glob("*.safetensors")}
-    assert kept == {place.name, f"{place.stem}-int4-g4.safetensors"} and path.is_file()
+    assert [one.name for one in folder.glob("*.safetensors")] == [place.name] and path.is_file()
     assert CachePlan.load(path).formats == [("int4-g4", "int4-g4")] * 4
     text = ["--text", str(MODEL / "config.json")]
-    for options in (text, ["--zero-data"]):
+    for options in (text, ["--zero-data"], ["--format=int4-g4"], OPTIONS[:1]):
         done = CliRunner().invoke(main, ["calibrate", str(MODEL), *options])
         assert done.exit_code == 2 and "give -o FILE" in done.output
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(path))  # a file
+    done = CliRunner().invoke(main, ["calibrate", str(MODEL)])
+    assert done.exit_code == 2 and "no plan can be kept" in done.output
 
 
 def test_one_call_takes_a_folder_or_a_model_of_transformers(model: CachedModel) -> None:

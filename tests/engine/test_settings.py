@@ -142,7 +142,7 @@ def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
     path = save_plan(tmp_path, kept=False)
     with pytest.raises(ConfigError, match="2 pairs of formats, and pages have one"):
         Settings.parse({"plan": path})
-    with pytest.raises(ConfigError, match="has v_format beside a plan, and no k_format: give both"):
+    with pytest.raises(ConfigError, match="has one format beside a plan: give both, or none"):
         Settings.parse({"plan": path, "v_format": "int8"})
     settings = Settings.parse({"plan": path, "k_format": "int4", "v_format": "int8"})
     assert (settings.k_format, settings.v_format) == ("int4", "int8")
@@ -166,7 +166,7 @@ def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
 def test_a_plan_that_keeps_a_layer_in_16_bit_is_refused(tmp_path: Path) -> None:
     path = save_plan(tmp_path, kept=True)
     with pytest.raises(ConfigError, match=r"the plan keeps layers \[2\] in 16 bit"):
-        Settings.parse({"plan": path, "k_format": "int4"})
+        Settings.parse({"plan": path, "k_format": "int4", "v_format": "int4"})
 
 
 def test_heads_are_shared_out_as_vllm_does() -> None:

@@ -115,7 +115,7 @@ def test_a_plan_is_read_again_where_its_file_is_another(
         return str(path)
 
     def served(path: str) -> Any:
-        rows = {"kvquant": {"plan": path, "k_format": "int8"}}
+        rows = {"kvquant": {"plan": path, "k_format": "int8", "v_format": "int8"}}
         with set_current_vllm_config(VllmConfig(additional_config=rows)):
             backend = plugin.CPU_ATTN
             assert plugin.CPU_ATTN is backend  # of the same file there is one

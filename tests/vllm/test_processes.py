@@ -70,7 +70,7 @@ def test_two_ranks_have_the_bases_of_their_heads_and_give_what_one_gives(tmp_pat
     layers, config = plan.facts["layers"], AutoConfig.from_pretrained(model).to_dict()
     layers[-1] = layers[0]  # none is kept in 16 bit
     CachePlan({**plan.facts, "model": model_identity(config)}, plan.tensors).save(tmp_path / "plan")
-    rows = {"plan": str(tmp_path / "plan"), "k_format": "int8"}
+    rows = {"plan": str(tmp_path / "plan"), "k_format": "int8", "v_format": "int8"}
     options: dict[str, Any] = {
         "model": model,
         "dtype": "float32",

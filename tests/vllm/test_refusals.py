@@ -79,7 +79,7 @@ def test_plans_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     plan.facts["layers"][-1] = plan.facts["layers"][0]  # none is kept in 16 bit
     facts = {**plan.facts, "model": model_identity(CONFIG.to_dict())}
     CachePlan(facts, plan.tensors).save(path)
-    given = {"plan": str(path), "k_format": "int8"}
+    given = {"plan": str(path), "k_format": "int8", "v_format": "int8"}
     assert rows_of(monkeypatch, layer(given)).basis is not None
     with pytest.raises(KVQuantError, match="the plan was made for a 'llama' model with config"):
         rows_of(monkeypatch, layer(given), config=OTHER)
