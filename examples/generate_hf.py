@@ -1,4 +1,4 @@
-"""transformers' generate on a 4-bit cache: a long text, then a second turn on the same cache."""
+"""transformers' generate on a quantized cache: a long text, then a second turn on it."""
 
 import sys
 from pathlib import Path
@@ -18,8 +18,8 @@ def main(words: int = 400) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = " ".join((HERE / "unseen.txt").read_text(encoding="utf-8").split()[:words])
 
-    # 4-bit rows, but for the first 4 and the last 128 tokens; quantized as the prompt is read
-    cache = QuantizedCache(model, k_format="int4-g4", v_format="int4-g4")
+    # rows of the default formats, quantized as the prompt is read; 4 + 128 tokens stay in 16 bit
+    cache = QuantizedCache(model)
     ids = tokenizer(text, return_tensors="pt").input_ids
     for turn in ("", " The city"):
         more = tokenizer(turn, return_tensors="pt").input_ids.long()

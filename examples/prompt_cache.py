@@ -35,7 +35,7 @@ def go_on(path: str) -> None:
 
 def main() -> None:
     """Read the prompt once, save what it left, and ask here and there."""
-    cache = QuantizedCache(model, k_format="int4-g4", v_format="int4-g4")
+    cache = QuantizedCache(model)
     with torch.no_grad():
         model(PROMPT, **cache.argument, logits_to_keep=1)
     with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,7 @@
 KVQuantError
 ├── ConfigError       (ValueError)           a format, a size or an option that does not exist
 ├── ShapeError        (ValueError)           tensors that do not fit one another, a format or cache
-├── AccuracyError     (ValueError)           rows of so few bits that a model's texts are ruined
+├── AccuracyError     (ValueError)           K rows of so few bits ruin the model's texts
 ├── NonFiniteError    (ValueError)           NaN, Inf or values beyond what the format can hold
 ├── CheckpointError   (ValueError)           a file that is damaged, foreign or of another model
 ├── UnsupportedError  (NotImplementedError)  what this version or this machine cannot do
@@ -79,7 +79,8 @@ class NonFiniteError(KVQuantError, ValueError):
 
 
 class AccuracyError(KVQuantError, ValueError):
-    """Rows of so few bits that a model's texts are ruined; nothing was changed."""
+    """K rows of so few bits ruin the model's texts. Nothing was changed: give a plan, or
+    accept_loss=True."""
 
 
 class CheckpointError(KVQuantError, ValueError):

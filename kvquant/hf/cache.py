@@ -298,9 +298,12 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
                 layer.bind(self)
 
     def __bool__(self) -> bool:
-        """False of a model with LongRoPE, or one that is not known yet: Phi-3 models of
-        transformers give up a true cache at their switch, and go on with one of 16 bit. This one
-        serves a longer prompt, and raises UnsupportedModelError where a text would cross."""
+        """False for a model with LongRoPE (Phi-3), or while the model is unknown.
+
+        transformers drops a true cache where a text crosses the switch, and goes on with a 16-bit
+        one. This cache serves a longer prompt, and raises UnsupportedModelError where a text would
+        cross.
+        """
         layers = self.model_layers
         return layers is not None and (layers.turn is None or layers.turn.again)
 

@@ -3,8 +3,9 @@
 transformers gives a cache the tokens behind those that it holds, so no call of a model shows that
 the text has another beginning. Only `generate` is given all ids. It is wrapped here: where it has a
 QuantizedCache, the ids of the text that the cache holds are compared with those that come, before
-anything is computed, and are known anew behind it. The ids themselves are kept, 8 bytes a token: a
-checksum could not follow crop. No step is compared, and nothing is read in a step.
+anything is computed, and the ids that generate returned are kept after the call. The ids themselves
+are kept, 8 bytes a token: a checksum could not follow crop. No step is compared, and nothing is
+read in a step.
 """
 
 from __future__ import annotations

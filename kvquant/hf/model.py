@@ -140,8 +140,7 @@ class CachedModel:
     ) -> CachedModel:
         """Load a model and its tokenizer from a folder, a GGUF file, or the Hugging Face hub.
 
-        Nothing of it runs: weights are read from safetensors or GGUF files only, code of the
-        model's own is not.
+        No code of the model's own runs, and weights come from safetensors or GGUF files only.
 
         Args:
             folder: what save_pretrained wrote; a GGUF file, whose weights are dequantized (the

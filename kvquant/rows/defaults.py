@@ -2,8 +2,9 @@
 
 Errors of K are what ruins a model: a few large channels take the codes of a whole group. So K has 8
 bits, in groups, and V has 4. Without 16-bit tokens beside them (pages of engines) every token is
-read from rows, and groups are smaller. Where no kernel on CUDA reads such groups, rows have the
-groups that one reads, and V has 8 bits. tests/benchmarks/results/defaults.json has the figures.
+read from rows, and groups are smaller. At head_dims whose groups the CUDA kernels cannot read, rows
+have fewer groups and V has 8 bits, except at 192 with a window.
+tests/benchmarks/results/defaults.json has the figures.
 """
 
 from __future__ import annotations

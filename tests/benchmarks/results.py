@@ -145,7 +145,8 @@ def shown() -> dict[str, list[str]]:
     """Tables and sentences by the page that shows them."""
     return {
         "README.md": [
-            *(memory(), speed_up(), cpu_speed_up(), settings(), steps_about(), step_bars(), room()),
+            *(memory(), speed_up(), cpu_speed_up(), settings(), steps_about(), step_bars()),
+            room("int4", "int4"),
             *(public_about(), public()),
             *(throughput(read("vllm")), latents_day(), latents(), gpu_about(), decode()),
             *(fidelity_about(), fidelity(README_CACHES), lost()),
@@ -179,9 +180,9 @@ def shown() -> dict[str, list[str]]:
             *latent_steps(),
         ],
         "kvquant/hf/decode_step.svg": step_labels(),
-        "kvquant/lmcache/README.md": [room()],
+        "kvquant/lmcache/README.md": [DEFAULT_ROOM],
         "kvquant/sglang/README.md": [answers_of_sglang(), served_by_sglang()],
-        "kvquant/vllm/README.md": [room(), *served()],
+        "kvquant/vllm/README.md": [room(), room("int4", "int4"), DEFAULT_ROOM, *served()],
     }
 
 
@@ -536,10 +537,13 @@ def memory() -> str:
     )
 
 
-def room() -> str:
-    """How many more tokens fit in pages, which have no window."""
-    ratio = 2 * 128 / RowFormat.parse("int4-g4", 128).row_bytes
-    return f"{ratio:.1f} times"
+def room(k_format: str = "int4-g4", v_format: str = "int4-g4") -> str:
+    """How many more tokens fit in rows without padding and without a window."""
+    taken = sum(RowFormat.parse(fmt, 128).row_bytes for fmt in (k_format, v_format))
+    return f"{4 * 128 / taken:.1f} times"
+
+
+DEFAULT_ROOM = room(*(default_format(side, 128) for side in "kv"))
 
 
 LENGTHS = 4096, 32768
@@ -962,15 +966,13 @@ def answers() -> str:
 def default_times() -> str:
     """Decode attention with the default pairs at 64 sequences of 8,192 tokens, on an H200."""
     rows = []
-    for case, what in zip(
-        read("h200-defaults")["decode"], ("beside 16-bit tokens", "alone"), strict=True
-    ):
+    for case, what in zip(read("h200-defaults")["decode"], ("kept beside", "none"), strict=True):
         cells = []
         for which in ("", "in_a_row_"):
             cells += [f"{case[which + 'us']:.0f}", f"{case[which + 'roof_percent']:.0f} %"]
         rows.append([f"K `{case['k_format']}`, V `{case['v_format']}`", what, *cells])
     titles = ["one call: us", "of the read peak", "in a row: us", "of the read peak"]
-    return table(["default rows", "in caches", *titles], rows)
+    return table(["default rows", "16-bit tokens", *titles], rows)
 
 
 def mean_of(model: str, key: str, name: str = "fidelity") -> dict[str, float]:
@@ -1040,7 +1042,7 @@ PROBED = "int8", "int8-g4", "int4-g8", "int4-g4", "int4", "int3", "int2"
 def probed() -> str:
     """What the probe of K rows finds, and what the rows cost."""
     found = read("probe")
-    limits = {found["limits"]["refused"]: "refused", found["limits"]["warned"]: "warned of"}
+    limits = {found["limits"]["refused"]: "refused", found["limits"]["warned"]: "warning"}
     rows = []
     for name, model in found["models"].items():
         for fmt in (one for one in PROBED if one in model["rows"]):
@@ -1049,7 +1051,7 @@ def probed() -> str:
             verdict = (verdicts or ["-"])[0] if "int8" not in fmt else "not probed"
             numbers = [f"{one[key]:.2g}" for key in ("figure", "figure_of_text", "kl")]
             rows.append([name, f"`{fmt}`", *numbers, f"{100 * one['top1']:.1f}", verdict])
-    return table(["model", "K rows", "figure", "of a text", "KL", "top-1 %", "the door"], rows)
+    return table(["model", "K rows", "figure", "of a text", "KL", "top-1 %", "result"], rows)
 
 
 def other_bases() -> str:
