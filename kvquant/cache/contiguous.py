@@ -642,6 +642,7 @@ class KVCache(NoShallowCopy):
         Raises:
             ShapeError: index is not [batch], or a place does not exist.
         """
+        check_holds(self.device)
         chosen = self._check_index(index)
         if chosen.shape[0] != self.batch:
             raise ShapeError(f"index has {chosen.shape[0]} places, the batch {self.batch}")
@@ -675,6 +676,7 @@ class KVCache(NoShallowCopy):
             raise ConfigError(
                 "a cache cannot get other sequences while a CUDA graph or torch.compile records it"
             )
+        check_holds(self.device)
         other = self._taken(self._check_index(index))
         self.layers, self.start_positions = other.layers, other.start_positions
         self.is_cold = other.is_cold  # kernels differ with the batch

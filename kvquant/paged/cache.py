@@ -525,6 +525,7 @@ class PagedKVCache(NotCopied):
             >>> paged.allocate("c", prompt, namespace="adapter 2")
             0
         """
+        check_holds(self.device)
         sequence_id, namespace = self.checked_id(sequence_id), plain_namespace(namespace)
         room = 0 if room is None else check_size("room", room)
         with self.changing(sequence_id):
