@@ -318,6 +318,7 @@ BAD = [  # the command, and the error
     (f"{TAKE} --chunk 512 {OUT}", "--chunk is for MODEL"),
     (f"{TAKE} --tokens 5 {OUT}", "--tokens is for MODEL"),
     (f"{TAKE} --accept-loss {OUT}", "--accept-loss is for MODEL"),
+    (f"{READ} --plan {{raw}} --accept-loss {OUT}", "leave --from, formats and --accept-loss out"),
     (f"calibrate {{model}} --zero-data --device meta {OUT}", "'meta' is not one of 'cpu', 'cuda'"),
     (
         f"calibrate {{model}} --zero-data --device cuda {OUT}",
