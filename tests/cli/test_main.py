@@ -123,8 +123,9 @@ def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt:
         cache = load_cache(path)
         assert isinstance(cache, LatentKVCache) and cache.seq_lens.tolist() == [200]
         assert {str(one) for one in cache.formats} == {fmt}
-    refused = run(*given, "--k-format", "int8")
-    assert refused.exit_code == 2 and "this model keeps latent rows" in refused.stderr
+    for option in (["--k-format", "int8"], ["--accept-loss"]):
+        refused = run(*given, *option)
+        assert refused.exit_code == 2 and "this model keeps latent rows" in refused.stderr
     refused = run(*given, "--format", "fp8")
     assert refused.exit_code == 2 and "fp8 is FlashMLA's layout, of 512" in refused.stderr
     texts: list[list[object]] = [["--zero-data"], ["--text", prompt]]  # one that is too short, too
