@@ -464,9 +464,7 @@ IN_STEP_OF_HEADS: Table = {
     ),
     **{
         f"step: q_indptr {starts}": Refused(
-            lambda b, starts=starts: step(
-                b, 1, rows=5, q_indptr=torch.tensor(starts, dtype=torch.int32)
-            ),
+            partial(step, layer=1, rows=5, q_indptr=torch.tensor(starts, dtype=torch.int32)),
             (ShapeError, ConfigError),  # layers with a window refuse any of the caller's own
         )
         for starts in ([0, 3, 9], [0, 6, 5], [1, 3, 5])
