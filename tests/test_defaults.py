@@ -16,6 +16,7 @@ import kvquant
 from kvquant import KVCache, LatentKVCache, PagedKVCache
 from kvquant.cli.main import main
 from kvquant.engine.settings import Settings
+from kvquant.errors import ConfigError
 from kvquant.evaluation.caches import parse_cache
 from kvquant.io.export import quantize_raw
 from kvquant.kernels.cuda.runtime.launch import GPUS
@@ -194,3 +195,27 @@ def test_latent_rows_have_their_own() -> None:
         "recent_len",
         "accept_loss",
     }
+
+
+BAD_WINDOWS: list[dict[str, Any]] = [{"recent_len": None}, {"recent_len": "3"}, {"sink_len": "a"}]
+
+
+@pytest.mark.parametrize("window", BAD_WINDOWS, ids=str)
+def test_a_window_of_no_size_is_refused_at_every_door(
+    window: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_model("Llama").model
+    model.set_attn_implementation("kvquant")
+    path = tmp_path / "raw.safetensors"
+    save_file({f"layers.0.{side}": torch.zeros(1, 2, 4, DIM) for side in "kv"}, path)
+    doors: list[Callable[[], object]] = [
+        lambda: KVCache(1, 1, 2, DIM, 256, **window),
+        lambda: kvquant.CachedModel(model).new_cache(1, 16, **window),
+        lambda: PagedKVCache.for_model(model, 4, **window),
+        lambda: quantize_raw(path, **window),
+    ]
+    if None not in window.values():  # its own default
+        doors.append(lambda: QuantizedCache(model, **window))
+    for door in doors:
+        with pytest.raises(ConfigError, match="is not possible: use a whole number"):
+            door()

@@ -382,12 +382,20 @@ def attend(batch: Batch, layer: int = 0, *, rows: int = 2, heads: int = 4, **opt
     return batch.attend(layer, *q, **{"sm_scale": 1.0, **options})
 
 
-def step(batch: Batch, layer: int = 0, *, rows: int = 2, heads: int = 4, **options: Any) -> Any:
+def step(
+    batch: Batch,
+    layer: int = 0,
+    *,
+    rows: int = 2,
+    heads: int = 4,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Any:
     """Append and attend."""
-    new = new_tokens(batch, 5)
+    new, axes = new_tokens(batch, 5), (rows, heads)
     if isinstance(batch, PagedBatch):
-        return batch.step(layer, torch.ones(rows, heads, DIM), *new, **options)
-    q = torch.ones(rows, heads, LATENT), torch.ones(rows, heads, ROPE)
+        return batch.step(layer, torch.ones(*axes, DIM, dtype=dtype), *new, **options)
+    q = torch.ones(*axes, LATENT, dtype=dtype), torch.ones(*axes, ROPE, dtype=dtype)
     return batch.step(layer, *q, *new, **{"sm_scale": 1.0, **options})
 
 
@@ -426,6 +434,8 @@ IN_STEP: Table = {
     "step: no such layer": Refused(lambda b: step(b, 9), ConfigError),
     "step: too few queries": Refused(lambda b: step(b, 1, rows=1), ShapeError),
     "step: more queries than places": Refused(lambda b: step(b, 1, rows=4), ShapeError),
+    "step: float64 queries": Refused(lambda b: step(b, 1, dtype=torch.float64), ConfigError),
+    "step: whole numbers": Refused(lambda b: step(b, 1, dtype=torch.int32), ConfigError),
     "extend: a step is open": Refused(lambda b: b.extend(["a"]), ConfigError),
     "allocate: a step is open": Refused(lambda b: b.cache.allocate("x"), ConfigError),
     "fork: a step is open": Refused(lambda b: b.cache.fork("a", "x"), ConfigError),
@@ -452,6 +462,13 @@ IN_STEP_OF_HEADS: Table = {
     "step: q_indptr of fewer": Refused(
         lambda b: step(b, 1, q_indptr=torch.zeros(1, dtype=torch.int32)), ShapeError
     ),
+    **{
+        f"step: q_indptr {starts}": Refused(
+            partial(step, layer=1, rows=5, q_indptr=torch.tensor(starts, dtype=torch.int32)),
+            (ShapeError, ConfigError),  # layers with a window refuse any of the caller's own
+        )
+        for starts in ([0, 3, 9], [0, 6, 5], [1, 3, 5])
+    },
 }
 
 

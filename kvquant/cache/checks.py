@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -237,7 +236,11 @@ def per_layer(
     check_num_layers(num_layers)
     if isinstance(formats, str) or not isinstance(formats, Sequence):
         return [parse(formats)] * num_layers
-    check_one_each(name, formats, num_layers)
+    if len(formats) != num_layers:
+        raise ConfigError(
+            f"{name} lists {len(formats)} formats for {num_layers} layers: give one for each, or "
+            "one for all"
+        )
     return [parse(one) for one in formats]
 
 
@@ -262,21 +265,12 @@ def formats_of(
     """
     if given is None:
         given = default_format(name[0], head_dim, sink_len, recent_len)
-    return per_layer(name, given, num_layers, partial(row_format, head_dim=head_dim))
-
-
-def row_format(fmt: str | RowFormat, head_dim: int) -> RowFormat:
-    """The format of this name; one that is a RowFormat may have a head_dim of its own."""
-    return fmt if isinstance(fmt, RowFormat) else RowFormat.parse(fmt, head_dim)
-
-
-def check_one_each(name: str, formats: Sequence[object], num_layers: int) -> None:
-    """Raise ConfigError unless a list has a format for each layer."""
-    if len(formats) != num_layers:
-        raise ConfigError(
-            f"{name} lists {len(formats)} formats for {num_layers} layers: give one for each, or "
-            "one for all"
-        )
+    return per_layer(
+        name,
+        given,
+        num_layers,  # a RowFormat may have a head_dim of its own
+        lambda fmt: fmt if isinstance(fmt, RowFormat) else RowFormat.parse(fmt, head_dim),
+    )
 
 
 def row_formats(
@@ -296,8 +290,5 @@ def row_formats(
     """
     if formats is None:
         formats = [default_format(name[0], head_dim, *window) for head_dim in head_dims]
-    if isinstance(formats, (str, RowFormat)) or not isinstance(formats, Sequence):
-        formats = [formats] * len(head_dims)
-    listed: Sequence[str | RowFormat] = formats
-    check_one_each(name, listed, len(head_dims))
+    listed = per_layer(name, formats, len(head_dims), lambda fmt: fmt)
     return [RowFormat.parse(f, head_dim) for f, head_dim in zip(listed, head_dims, strict=True)]

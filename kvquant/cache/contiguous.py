@@ -393,7 +393,7 @@ class KVCache(NoShallowCopy):
         at = self._layer(layer)
         at.check_filled(layer)
         segments = at.segments()
-        is_plain = variant is None
+        is_plain = variant is None is q_lens  # with q_lens rows of q may be padding
         if variant is not None:
             at.check_bias(variant)
         if at.window is not None or in_step:
@@ -642,6 +642,7 @@ class KVCache(NoShallowCopy):
         Raises:
             ShapeError: index is not [batch], or a place does not exist.
         """
+        check_holds(self.device)
         chosen = self._check_index(index)
         if chosen.shape[0] != self.batch:
             raise ShapeError(f"index has {chosen.shape[0]} places, the batch {self.batch}")
@@ -675,6 +676,7 @@ class KVCache(NoShallowCopy):
             raise ConfigError(
                 "a cache cannot get other sequences while a CUDA graph or torch.compile records it"
             )
+        check_holds(self.device)
         other = self._taken(self._check_index(index))
         self.layers, self.start_positions = other.layers, other.start_positions
         self.is_cold = other.is_cold  # kernels differ with the batch
@@ -912,22 +914,24 @@ class KVCache(NoShallowCopy):
         """Warn, once and eagerly, if K rows of few bits change what queries read.
 
         Only recent tokens have exact keys here. Attention's weights among them are compared with
-        those among the same keys, rounded, when a sequence has more tokens than they.
+        those among the same keys, rounded, in sequences that have more tokens than they.
         """
         if debug.is_recorded(q) or q.is_meta:
             return
         at, found = self.layers[layer], self.compared
-        if found is None or layer in found:
+        most = at.sink_len + at.split.ring_len
+        if found is None or layer in found or (at.longest or 0) <= most:
             return
-        if (at.longest or 0) <= at.sink_len + at.split.ring_len:
+        lens = at.seq_lens.tolist()
+        at.longest = max(lens)  # it was a bound: with it each step would wait for the GPU here
+        long = [place for place, tokens in enumerate(lens) if tokens > most][:_COMPARED]
+        if not long:
             return
-        places = torch.arange(at.split.ring_len, device=at.device)
-        counts = at.seq_lens[:_COMPARED, None] - at.sink_len
-        empty = (places >= counts)[:, None, None, None]
-        last = q[:_COMPARED, None] if q.ndim == 3 else q[:_COMPARED, -1:]
-        keys = dequantize(at.k_recent[:_COMPARED], at.k_exact)
+        last = (q if q.ndim == 4 else q[:, None])[long, -1:]
+        keys = dequantize(at.k_recent[long], at.k_exact)
         scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-        found[layer] = divergence_among(last.transpose(1, 2), keys, at.k_format, scale, empty)
+        none = torch.zeros((), dtype=torch.bool, device=at.device)
+        found[layer] = divergence_among(last.transpose(1, 2), keys, at.k_format, scale, none)
         if len(found) < len(self.layers):
             return
         self.compared = None

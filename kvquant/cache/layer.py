@@ -51,7 +51,7 @@ from ..rows.format import RowFormat
 from ..rows.kind import KEY_VALUE, LATENT, KeyValue, Rows
 from ..rows.latent import AnyFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, beyond, full_precision
-from ..rows.segment import FixedSegments, Segment
+from ..rows.segment import FixedSegments, Segment, check_query_dtype
 from ..rows.slots import Slots, SlotsCall, Split
 from ..rows.spacing import spaced_len
 from ..rows.variant import (
@@ -720,8 +720,7 @@ class LayerCache:
                 f"q is {list(shape)}: it must be [{batch}, num_q_heads, {dim}], num_q_heads a "
                 f"multiple of {num_kv_heads}, or [{batch}, new_tokens, num_q_heads, {dim}]"
             )
-        if q.dtype not in FLOAT_DTYPES:
-            raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
+        check_query_dtype(q)
         if q.device != self.device:
             raise DeviceError(f"q is on {q.device}, the cache on {self.device}")
 

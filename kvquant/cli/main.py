@@ -113,8 +113,10 @@ def quantize(
     """
     if (raw is None) == (model is None) or (model is None) != (prompt is None):
         raise click.UsageError("give either MODEL and --prompt FILE, or --from FILE alone")
-    if plan is not None and (raw or both or k_format or v_format):
-        raise click.UsageError("--plan says the formats and needs MODEL: leave the others out")
+    if plan is not None and (raw or both or k_format or v_format or accept_loss):
+        raise click.UsageError(
+            "--plan says the formats and needs MODEL: leave --from, formats and --accept-loss out"
+        )
     if both and k_format and v_format:
         raise click.UsageError("--k-format and --v-format leave nothing to --format: leave one out")
     for name in ("chunk", "tokens", "accept_loss"):
@@ -251,10 +253,10 @@ def _files_of(cache: Path) -> list[Path]:
 
 def _of_latents(options: dict[str, Any], fmt: str | None) -> dict[str, Any]:
     """The options of a cache of latent rows, which have one format."""
-    if is_given("k_format") or is_given("v_format"):
+    if any(map(is_given, ("k_format", "v_format", "accept_loss"))):
         raise click.UsageError(
-            "this model keeps latent rows, not K and V: give --format or --plan, and no --k-format "
-            "or --v-format"
+            "this model keeps latent rows, not K and V: give --format or --plan, and none of "
+            "--k-format, --v-format and --accept-loss"
         )
     kept = {name: options[name] for name in ("sink_len", "recent_len", "plan") if name in options}
     return kept | ({"fmt": fmt} if fmt else {})

@@ -220,6 +220,7 @@ def quantize_raw(
     """
     if max_seq_len is not None:
         max_seq_len = check_size("max_seq_len", max_seq_len)
+    window = check_size("sink_len", sink_len), check_size("recent_len", recent_len)
     with RawFile(path) as raw:
         batch, num_kv_heads, tokens, head_dim = raw.k_shapes[0]
         longest = int(raw.seq_lens.max())
@@ -228,7 +229,6 @@ def quantize_raw(
                 f"{path} has sequences of up to {longest} tokens, max_seq_len is {max_seq_len}: "
                 f"use max_seq_len (--max-seq-len) {longest} or more"
             )
-        window = sink_len, recent_len
         cache = KVCache(
             raw.num_layers,
             batch,

@@ -432,9 +432,9 @@ def as_plan(plan: Plan) -> CachePlan:
     """
     if isinstance(plan, str) and plan == AUTO:
         raise ConfigError(
-            "plan 'auto' needs the model, which is not here: give a CachePlan or the path of its "
-            "file ('./auto' for a file of that name), or plan='auto' to QuantizedCache(model) or "
-            "CachedModel.new_cache"
+            "plan 'auto' needs the model, which is not here: give the path of a plan's file "
+            "('./auto' for a file of that name), or a CachePlan. In a Python program "
+            "QuantizedCache(model) and CachedModel.new_cache have the model, and take plan='auto'"
         )
     if isinstance(plan, str | os.PathLike):
         return CachePlan.load(plan)

@@ -56,6 +56,9 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             "model_args name no model: give pretrained=MODEL, a folder, a GGUF "
             "file or a name on the Hugging Face hub"
         )
+    if empty := [name for name, value in told.items() if value == ""]:
+        raise ConfigError(f"{' and '.join(empty)} is empty: give a value, or leave it out")
+    told["plan"] = None if told["plan"] is False else told["plan"]
     if told["plan"] is not None and (told["k_format"], told["v_format"]) != (None, None):
         raise ConfigError("the plan says the formats: leave k_format and v_format out")
     if told["dtype"] not in DTYPES:
@@ -81,7 +84,8 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             text = "auto,sinks={},recent={}".format(*window)
             return {"model": model, "cache": parse_cache(text, model=model), **sizes}
         return {"model": model, "cache": Planned(path, Path(path).stem, *window), **sizes}
-    formats = [str(told[name] or DEFAULT) for name in ("k_format", "v_format")]
+    names = [told[name] for name in ("k_format", "v_format")]
+    formats = [DEFAULT if name is None else str(name) for name in names]
     if model.has_latents:  # k_format alone is of the latents, as of --cache
         formats = formats[: 1 + (told["v_format"] is not None)]
     separator = "+" if model.has_latents else "/"

@@ -35,7 +35,7 @@ from lmcache.v1.memory_management import MemoryObj
 from ..engine.hooks import check_version, hook
 from ..engine.settings import rank_heads
 from ..errors import CheckpointError, ConfigError, ShapeError, UnsupportedError, shown
-from ..io.plan import CachePlan, Plan, as_plan
+from ..io.plan import CachePlan, ModelPlan, as_plan
 from ..ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from ..ops.transform import encode_rows
 from ..rows.arguments import check_size
@@ -84,9 +84,9 @@ class RowSerde(Serializer, Deserializer):
         head_dim: int | None = None,
         k_format: str | None = None,
         v_format: str | None = None,
-        plan: Plan | None = None,
+        plan: ModelPlan = None,
     ) -> None:
-        plan = None if plan is None else as_plan(plan)
+        plan = None if plan is None or plan is False else as_plan(plan)
         if plan is None and head_dim is None:
             raise ConfigError("the serde lacks head_dim: give that of the model, or a plan")
         if plan is not None:

@@ -24,17 +24,16 @@ from ..rows.arguments import (
     check_num_splits,
     check_readable,
     check_scale,
-    check_tensors,
 )
 from ..rows.basis import LayerBasis
 from ..rows.call import AttentionCall
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.indptr import check_indptr_values, visible_to_rows
-from ..rows.quantize import FLOAT_DTYPES
 from ..rows.reference import reference_over_segments
 from ..rows.segment import (
     Segment,
     check_q_len_values,
+    check_query_dtype,
     check_segment_values,
     check_segments,
     parse_formats,
@@ -390,9 +389,7 @@ def _check(call: AttentionCall) -> AttentionCall:
             segment = parse_formats(q, segment)
         check_head_dims(segment[3], segment[4])
         made.append(segment)
-    if q.dtype not in FLOAT_DTYPES:
-        check_tensors(q=q)
-        raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
+    check_query_dtype(q)
     if num_splits is not None:
         check_num_splits(num_splits)
     check_segments(q, made, q_lens, call.q_indptr)

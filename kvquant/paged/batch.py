@@ -23,10 +23,9 @@ from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
 from ..rows.basis import Encoding, Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide, AttentionCall
-from ..rows.indptr import check_indptr
-from ..rows.quantize import FLOAT_DTYPES
+from ..rows.indptr import check_indptr, check_indptr_values
 from ..rows.rotation import Rope
-from ..rows.segment import FixedSegments, Segment, check_segments
+from ..rows.segment import FixedSegments, Segment, check_query_dtype, check_segments
 from ..rows.slots import Slots
 from ..rows.variant import (
     AttentionVariant,
@@ -816,11 +815,14 @@ class PagedBatch(StepBatch):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
                 check_variant(q, variant, q_indptr)
+        check_query_dtype(q)
         seen = self._seen_by(layer, q, q_indptr, variant, in_step=True)
         at = self.cache.rows.layers[layer]
         is_right = q.shape[-1] == at.k_format.head_dim and q.device == at.k_pages.device
-        if not is_right or q.shape[-2] % self.cache.num_kv_heads or q.dtype not in FLOAT_DTYPES:
+        if not is_right or q.shape[-2] % self.cache.num_kv_heads:
             check_segments(q, seen[0].whole, seen[1], q_indptr)  # says what is wrong
+        if q_indptr is not None and debug.may_read(q_indptr):
+            check_indptr_values(q, q_indptr, padded=True)
         if variant is not None and names_of(variant) and debug.may_read(q):
             check_variant_values(q, seen[0].whole, seen[1], variant)
         basis, given = at.basis, None

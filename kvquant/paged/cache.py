@@ -304,7 +304,7 @@ class PagedKVCache(NotCopied):
         nbytes: int,
         *shape: int,
         model: Any = None,
-        plan: Plan | None = None,
+        plan: ModelPlan = None,
         seq_len: int | None = None,
         **options: Any,
     ) -> Self:
@@ -335,6 +335,7 @@ class PagedKVCache(NotCopied):
             (4, 124, 8464)
         """
         nbytes = whole_number("nbytes", nbytes)
+        plan = None if plan is False else plan
         source = "plan" if model is None else "model"
         if shape and (model, plan) != (None, None):
             raise ConfigError(f"a {source} has a shape of its own: give it without {list(shape)}")
@@ -525,6 +526,7 @@ class PagedKVCache(NotCopied):
             >>> paged.allocate("c", prompt, namespace="adapter 2")
             0
         """
+        check_holds(self.device)
         sequence_id, namespace = self.checked_id(sequence_id), plain_namespace(namespace)
         room = 0 if room is None else check_size("room", room)
         with self.changing(sequence_id):

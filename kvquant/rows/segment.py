@@ -16,7 +16,7 @@ from .codec import one_of
 from .format import RowFormat, check_head_dims
 from .indptr import check_indptr
 from .latent import LatentFormat
-from .quantize import check_rows, dequantize
+from .quantize import FLOAT_DTYPES, check_rows, dequantize
 from .slots import Split
 
 Numbers: TypeAlias = "NDArray[np.integer[Any]]"
@@ -287,6 +287,13 @@ def check_segments(
             or (seq_slots is not None and seq_slots.device != device)
         ):
             _refuse_devices(q, segment)
+
+
+def check_query_dtype(q: torch.Tensor) -> None:
+    """Raise ConfigError unless queries are of a dtype that attention reads."""
+    if q.dtype not in FLOAT_DTYPES:
+        check_tensors(q=q)
+        raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
 
 
 def query_shape(q: torch.Tensor) -> torch.Size:

@@ -28,14 +28,16 @@ from kvquant.cli.console import COUNT, HEAD_DIM, JSON, PAIR, check_output, write
 from kvquant.errors import ConfigError
 from kvquant.kernels.cuda.decode.launch import override_plan
 from kvquant.kernels.cuda.decode.plan import (
+    RINGS,
     Plan,
-    candidates,
+    even_splits,
     fit,
+    formats_of_rows,
     narrow,
     plan,
     price,
     stages_of,
-    tuned_row,
+    useful_splits,
 )
 from kvquant.kernels.cuda.decode.spec import TECHNIQUES, TILE, WIDE, DecodeSpec, Path, columns_of
 from kvquant.kernels.cuda.decode.tuned import Tuned, measured_plans, save_table
@@ -75,6 +77,34 @@ KERNELS = (
     *(Column(title, part=1) for title in ("us", "ratio")),
     *(Column(title, part=2) for title in ("in a row\nus", "ratio")),
 )
+
+
+def candidates(spec: DecodeSpec, gpu: GPU, units: int, capacities: Sequence[int]) -> Iterator[Plan]:
+    """Yield the plans worth measuring for a shape; arguments as of plan.
+
+    They are all kernels that fit, with an eighth to four times as many blocks as the GPU holds.
+    """
+    if spec.is_wide:
+        chosen = fit(spec, gpu)
+        for count in sorted({useful_splits(chosen, capacities, n) for n in range(1, 17)}):
+            yield Plan((count,), spec.warps, spec.stages)
+        return
+    for warps in [rings * spec.sharers for rings in RINGS]:
+        for stages in stages_of(spec):
+            kernel = fit(replace(spec, warps=warps, stages=stages), gpu)
+            if kernel.blocks * warps < 2:
+                continue
+            shares = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 3 / 2, 2, 4)
+            wanted = {round(share * kernel.slots / units) for share in shares}
+            for count in sorted({useful_splits(kernel, capacities, count) for count in wanted}):
+                yield Plan(even_splits(kernel, capacities, count), warps, stages)
+
+
+def tuned_row(spec: DecodeSpec, gpu: GPU, units: int, capacity: int, fastest: Plan) -> Tuned:
+    """Make the row of the table for a shape with one segment and its fastest plan."""
+    splits, warps, stages = fastest.splits[0], fastest.warps, fastest.stages
+    shape = gpu.name, *formats_of_rows(spec), units, capacity
+    return Tuned(*shape, splits, warps, stages, spec.block_columns)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "check": lambda cache: cache.check(),
     "crop": lambda cache: cache.crop(0),
     "reset": lambda cache: cache.reset(),
+    "select": lambda cache: cache.select([0, 1]),
+    "reorder": lambda cache: cache.reorder([0, 1, 2]),
     "dequantized": lambda cache: cache.dequantized(0),
     "seq_lens": lambda cache: cache.seq_lens,
 }
@@ -57,6 +59,9 @@ def test_nothing_is_saved_of_it_and_pages_refuse_too(tmp_path: Any) -> None:
     paged = MAKE["PagedKVCache"](device="meta")
     with pytest.raises(DeviceError, match="tells its nbytes alone"):
         paged.check()
+    with pytest.raises(DeviceError, match="tells its nbytes alone"):
+        paged.allocate("a")
+    assert not paged.ids
     with pytest.raises(DeviceError, match="tells its nbytes alone"):
         MAKE["LatentKVCache"](device="meta").check()
     with pytest.raises(KVQuantError):

@@ -123,8 +123,9 @@ def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt:
         cache = load_cache(path)
         assert isinstance(cache, LatentKVCache) and cache.seq_lens.tolist() == [200]
         assert {str(one) for one in cache.formats} == {fmt}
-    refused = run(*given, "--k-format", "int8")
-    assert refused.exit_code == 2 and "this model keeps latent rows" in refused.stderr
+    for option in (["--k-format", "int8"], ["--accept-loss"]):
+        refused = run(*given, *option)
+        assert refused.exit_code == 2 and "this model keeps latent rows" in refused.stderr
     refused = run(*given, "--format", "fp8")
     assert refused.exit_code == 2 and "fp8 is FlashMLA's layout, of 512" in refused.stderr
     texts: list[list[object]] = [["--zero-data"], ["--text", prompt]]  # one that is too short, too
@@ -318,6 +319,7 @@ BAD = [  # the command, and the error
     (f"{TAKE} --chunk 512 {OUT}", "--chunk is for MODEL"),
     (f"{TAKE} --tokens 5 {OUT}", "--tokens is for MODEL"),
     (f"{TAKE} --accept-loss {OUT}", "--accept-loss is for MODEL"),
+    (f"{READ} --plan {{raw}} --accept-loss {OUT}", "leave --from, formats and --accept-loss out"),
     (f"calibrate {{model}} --zero-data --device meta {OUT}", "'meta' is not one of 'cpu', 'cuda'"),
     (
         f"calibrate {{model}} --zero-data --device cuda {OUT}",

@@ -50,6 +50,9 @@ def test_everything_that_is_given_counts(tmp_path: Path) -> None:
             {"plan": "x.safetensors", "k_format": None, "v_format": "int8"},
             "the plan says the formats",
         ),
+        ({"k_format": ""}, "k_format is empty: give a value, or leave it out"),
+        ({"v_format": "", "plan": ""}, "v_format and plan is empty"),
+        ({"k_format": False}, "'False' is no format"),
         ({"k_format": "int6"}, "'int6' is no format"),
         ({"v_format": 4}, "'4' is no format"),
         ({"k_format": "int4+int8"}, "this model keeps K and V of heads"),
@@ -64,6 +67,12 @@ def test_what_is_not_possible_is_told(given: dict[str, Any], words: str) -> None
     whole = {"pretrained": MODEL, "k_format": "int8"} | given
     with pytest.raises(ConfigError, match=words.replace("+", r"\+")):
         read_arguments(whole)
+
+
+def test_no_plan_is_none() -> None:
+    plain = read_arguments({"pretrained": MODEL, "k_format": "int8"})
+    found = read_arguments({"pretrained": MODEL, "k_format": "int8", "plan": False})
+    assert found["cache"] == plain["cache"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")

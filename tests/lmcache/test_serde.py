@@ -202,6 +202,8 @@ def test_what_other_formats_or_another_plan_stored_is_refused(plan: CachePlan) -
         ({"head_dim": 64, "k_fromat": "int8"}, "it may have .'k_format', 'v_format'"),
         ({"head_dim": 64, "k_format": "int5"}, "format 'int5' does not exist"),
         ({"head_dim": 64, "k_format": "int8", "v_format": ""}, "format '' does not exist"),
+        ({"plan": "auto"}, "'auto' needs the model, which is not here: give the path of a plan's"),
+        ({"plan": False}, "the serde lacks head_dim"),
         ({"head_dim": 64, "k_format": "int8", "max_workers": 0}, "max_workers 0 is not possible"),
     ],
 )

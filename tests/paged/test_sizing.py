@@ -256,3 +256,8 @@ def test_what_is_begun_finds_its_pages_and_what_is_not_does_not(seed: int) -> No
         rest = [rooms[name] - cache.length(name) for name in cache.ids]
         assert cache.can_append(cache.ids, rest)
         cache.check_invariants()
+
+
+def test_a_plan_of_false_is_none() -> None:
+    plain, none = (PagedKVCache.for_memory(2**26, 4, 2, 64, plan=p) for p in (None, False))
+    assert none.token_capacity == plain.token_capacity and none.bases is None

@@ -218,7 +218,7 @@ def _facts_of_variant(variant: AttentionVariant) -> Hashable:
 
 
 def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -> Work:
-    """What a call with work to do asks for, as plan.candidates wants it; errors as of attend.
+    """What a call with work to do asks for, as plan.plan wants it; errors as of attend.
 
     Args:
         call: the call.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvquant.errors import UnsupportedError
@@ -208,7 +208,7 @@ def plan(
     """
     if spec.is_wide:
         return _plan_wide(fit(spec, gpu, registers), units, capacities, num_splits)
-    row = lookup(rows, gpu.name, *_formats(spec), units, capacities[0], spec.block_columns)
+    row = lookup(rows, gpu.name, *formats_of_rows(spec), units, capacities[0], spec.block_columns)
     if row is not None and not (
         row.warps in [rings * spec.sharers for rings in RINGS]
         and row.stages in stages_of(spec)
@@ -262,7 +262,7 @@ def _plan_wide(kernel: Fit, units: int, capacities: Sequence[int], num_splits: i
         _wide_splits(kernel, units, capacities[0]),
         key=lambda n: _price_of_wide(kernel, units, capacities[0], n),
     )
-    count = _useful(kernel, capacities, wanted, even=num_splits is None)
+    count = useful_splits(kernel, capacities, wanted, even=num_splits is None)
     return Plan((count,), kernel.spec.warps, kernel.spec.stages)
 
 
@@ -375,34 +375,6 @@ def with_workers(chosen: Plan, kernel: Fit, units: int, capacities: Sequence[int
     return replace(chosen, workers=min(units * chosen.splits[0], kernel.slots))
 
 
-def candidates(spec: DecodeSpec, gpu: GPU, units: int, capacities: Sequence[int]) -> Iterator[Plan]:
-    """Yield the plans worth measuring for a shape; arguments as of plan.
-
-    They are all kernels that fit, with an eighth to four times as many blocks as the GPU holds.
-    """
-    if spec.is_wide:
-        chosen = fit(spec, gpu)
-        for count in sorted({_useful(chosen, capacities, n) for n in range(1, 17)}):
-            yield Plan((count,), spec.warps, spec.stages)
-        return
-    for warps in [rings * spec.sharers for rings in RINGS]:
-        for stages in stages_of(spec):
-            kernel = fit(replace(spec, warps=warps, stages=stages), gpu)
-            if kernel.blocks * warps < 2:
-                continue
-            shares = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 3 / 2, 2, 4)
-            wanted = {round(share * kernel.slots / units) for share in shares}
-            for count in sorted({_useful(kernel, capacities, count) for count in wanted}):
-                yield Plan(_splits(kernel, capacities, count), warps, stages)
-
-
-def tuned_row(spec: DecodeSpec, gpu: GPU, units: int, capacity: int, fastest: Plan) -> Tuned:
-    """Make the row of the table for a shape with one segment and its fastest plan."""
-    splits, warps, stages = fastest.splits[0], fastest.warps, fastest.stages
-    shape = gpu.name, *_formats(spec), units, capacity
-    return Tuned(*shape, splits, warps, stages, spec.block_columns)
-
-
 @functools.lru_cache(4096)
 def _by_formula(
     choice: tuple[Fit, ...], units: int, capacities: tuple[int, ...], num_splits: int | None
@@ -414,9 +386,9 @@ def _by_formula(
         if num_splits is None:
             counts = _counts(kernel, units, capacities)
         else:
-            counts = {_useful(kernel, capacities, num_splits, even=False)}
+            counts = {useful_splits(kernel, capacities, num_splits, even=False)}
         for count in sorted(counts):
-            splits = _splits(kernel, capacities, count)
+            splits = even_splits(kernel, capacities, count)
             priced.append((_prices(kernel, units, capacities, splits), splits, kernel.spec))
     least = [min(each) for each in zip(*(prices for prices, _, _ in priced), strict=True)]
 
@@ -446,10 +418,10 @@ def _counts(kernel: Fit, units: int, capacities: Sequence[int]) -> set[int]:
     counts = {*range(1, 9), *(wave * kernel.slots // units for wave in range(1, 5))}
     limit = min(capacities[0] / kernel.steps[0], 2 * kernel.slots / units)
     counts |= {math.ceil(1.2**i) for i in range(12, 40) if 1.2**i <= limit}
-    return {_useful(kernel, capacities, count) for count in counts}
+    return {useful_splits(kernel, capacities, count) for count in counts}
 
 
-def _useful(kernel: Fit, capacities: Sequence[int], count: int, even: bool = True) -> int:
+def useful_splits(kernel: Fit, capacities: Sequence[int], count: int, even: bool = True) -> int:
     """Splits of the first segment, at least 1, without those that cannot hold a token or be merged;
     if even, the fewest whose longest is as long."""
     steps = -(-capacities[0] // kernel.steps[0])
@@ -458,7 +430,7 @@ def _useful(kernel: Fit, capacities: Sequence[int], count: int, even: bool = Tru
     return -(-steps // -(-steps // count)) if even else count
 
 
-def _splits(kernel: Fit, capacities: Sequence[int], count: int) -> tuple[int, ...]:
+def even_splits(kernel: Fit, capacities: Sequence[int], count: int) -> tuple[int, ...]:
     """Splits of all segments: of the others so many that they are no longer than the first's."""
     longest = kernel.load(0, capacities[0], count)
     others = []
@@ -470,6 +442,6 @@ def _splits(kernel: Fit, capacities: Sequence[int], count: int) -> tuple[int, ..
     return (count, *others)
 
 
-def _formats(spec: DecodeSpec) -> tuple[str, str]:
+def formats_of_rows(spec: DecodeSpec) -> tuple[str, str]:
     k, v = spec.first.k_format, spec.first.v_format
     return f"{k}/{k.head_dim}", f"{v}/{v.head_dim}"

@@ -22,7 +22,7 @@ from ...cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
 from ...cache.latent import LatentFormats, LatentKVCache
 from ...errors import ConfigError, UnsupportedModelError
 from ...io.plan import CachePlan, ModelPlan, Plan, as_plan
-from ...rows.arguments import name_of_kind
+from ...rows.arguments import check_size, name_of_kind
 from ...rows.codec import one_of
 from ...rows.defaults import RECENT, SINKS
 from ...rows.format import HEAD_DIMS
@@ -417,8 +417,9 @@ def _made(
             fmt = DEFAULT_LATENT_FORMAT + "+fp16" * (options.get("exact_format") == "fp16")
         sizes |= {"fmt": fmt, "latent_dim": layers.k_dims[0], "rope_dim": layers.v_dims[0]}
         return kind(**sizes, **options)
+    sinks = check_size("sink_len", options.get("sink_len", SINKS))
+    window = sinks, check_size("recent_len", options.get("recent_len", RECENT))
     for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
-        window = options.get("sink_len", SINKS), options.get("recent_len", RECENT)
         options[name] = row_formats(name, options.get(name), dims, window)
     sizes |= {"num_kv_heads": layers.num_kv_heads, "head_dim": max(layers.k_dims)}
     return kind(**sizes, **options)

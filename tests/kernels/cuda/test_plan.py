@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -23,7 +24,6 @@ from kvquant.kernels.cuda.decode.plan import (
     Fit,
     Plan,
     blocks_per_sm,
-    candidates,
     fit,
     kernels,
     narrow,
@@ -31,7 +31,6 @@ from kvquant.kernels.cuda.decode.plan import (
     price,
     shared_bytes,
     stages_of,
-    tuned_row,
     with_workers,
 )
 from kvquant.kernels.cuda.decode.spec import (
@@ -47,6 +46,9 @@ from kvquant.kernels.cuda.decode.spec import (
 from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, measured_plans, save_table
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.format import RowFormat
+
+sys.path.insert(0, str(FilePath(__file__).parents[2] / "benchmarks"))
+from bench_tune import candidates, tuned_row
 
 A100 = GPU("NVIDIA A100", (8, 0), 108, 167936, 166912)
 RTX_4090 = GPU("NVIDIA GeForce RTX 4090", (8, 9), 128, 102400, 101376)
