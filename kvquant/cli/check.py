@@ -87,7 +87,7 @@ def check(
                 memory=room,
                 text=words,
                 samples=samples,
-                progress=lambda name, count: update(100 // count, name),
+                progress=lambda name, share: update(share, name),
             )
     write_json(json_file, found)
     click.echo(render(found))
