@@ -92,7 +92,8 @@ def check(
     Returns:
         Plain data that json can write: "rows" has, for each cache, its "formats", "bits" per
         element of packed rows, "bits_without_window", "bytes" of a sequence by its length,
-        "sequences" in memory, and "window" and "none" with "kl", "kl_error" (nats per token), "top1" (0 to 1) and "verdict".
+        "sequences" in memory, and "window" and "none" with "kl", "kl_error" (nats per token),
+        "top1" (0 to 1) and "verdict".
 
     Raises:
         ConfigError: the text is too short for the samples, or the model has too few positions for
@@ -115,10 +116,9 @@ def check(
     context = min(CONTEXT, (model.max_positions or 2 * CONTEXT) - SCORED - 1)
     if context < LEAST_CONTEXT:
         raise ConfigError(
-            f"the model has {model.max_positions} positions, and a verdict needs "
-            f"{LEAST_CONTEXT + SCORED + 1}: {SINKS + RECENT} tokens of a prompt stay in 16 bit, as "
-            f"many in packed rows, and {SCORED} are scored. Compare with a smaller window: "
-            "kvquant evaluate MODEL --cache int8,sinks=0,recent=0"
+            f"{model.max_positions} positions are too few for a verdict, which needs "
+            f"{LEAST_CONTEXT + SCORED + 1}: {SINKS + RECENT} tokens of a prompt stay in 16 bit. "
+            "Take a smaller window: kvquant evaluate MODEL --cache int8,sinks=0,recent=0"
         )
     tokens = model.encode(HELD_OUT.read_text(encoding="utf-8") if text is None else text)
     size = context + SCORED + 1
@@ -132,38 +132,23 @@ def check(
     ladder = ladder_of(layers, plan, plan_name)
     batches = -(-samples // BATCH)
     each = batches * len(layers.places)
-    first = batches * len(linears(model.model)) + each
-    bar = _Bar(progress, first + 2 * len(ladder) * each)
-    bar.begin("16 bit", first)
-    reference = reference_of(model, spread(tokens, samples, size), context, bar.tick)
+    stage, done, end = "16 bit", 0, batches * len(linears(model.model)) + each
+    total = end + 2 * len(ladder) * each
+
+    def tick(least: int = 0) -> None:
+        nonlocal done
+        before, done = done, max(min(done + 1, end), least)
+        progress(stage, 100 * done // total - 100 * before // total)
+
+    reference = reference_of(model, spread(tokens, samples, size), context, tick)
     for row, rung in zip(found["rows"], ladder, strict=True):
         for place, choice in (("window", rung.windowed), ("none", rung.bare)):
-            bar.begin(rung.name, each)
+            stage, end = rung.name, end + each
+            tick(end - each)  # however many ticks came before
             row[place] = _facts(partial(reference.measure, choice), samples)
-    bar.begin("done", 0)
+    tick(total)
     measured = {"context": context, "scored": samples * SCORED, "passages": samples}
     return {**found, **measured, "seconds": time.perf_counter() - began}
-
-
-class _Bar:
-    """Calls progress while stages of so many ticks run: a tick counts within its stage only."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total, self._stage = progress, total, ""
-        self._done = self._end = 0
-
-    def begin(self, stage: str, ticks: int) -> None:
-        """End the last stage, however many ticks came, and begin one."""
-        self._stage, last = stage, self._end
-        self._end += ticks
-        self._move(last)
-
-    def tick(self) -> None:
-        self._move(min(self._done + 1, self._end))
-
-    def _move(self, done: int) -> None:
-        before, self._done = self._done, done
-        self._progress(self._stage, 100 * done // self._total - 100 * before // self._total)
 
 
 def check_size(
@@ -333,11 +318,9 @@ def parse_memory(text: str) -> int:
         >>> parse_memory("24GiB")
         25769803776
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGTkmgt]i?[Bb])?", text.strip())
-    if found and not found[2]:
-        raise ConfigError(f"memory {text!r:.40} has no unit: write {text.strip():.40}GiB or GB")
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGTkmgt]i?[Bb])", text.strip())
     if not found:
-        raise ConfigError(f"memory {text!r:.40} is no size: write it as 24GiB or 80GB")
+        raise ConfigError(f"memory {text!r:.40} is no size with a unit: write it as 24GiB or 80GB")
     return int(float(found[1]) * UNITS[found[2].lower()])
 
 

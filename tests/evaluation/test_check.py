@@ -143,7 +143,7 @@ def test_bits_are_told_with_the_window_and_without_it() -> None:
 @pytest.mark.parametrize("positions", [64, 192, 328])
 def test_a_prompt_that_stays_in_16_bit_is_refused(positions: int) -> None:
     model = tiny_model("Llama", max_position_embeddings=positions)
-    with pytest.raises(ConfigError, match=rf"has {positions} positions, and a verdict needs 329:"):
+    with pytest.raises(ConfigError, match=f"^{positions} positions are too few .* needs 329:"):
         check(model, samples=4, text="a")
 
 
@@ -152,7 +152,7 @@ def test_progress_reaches_all_and_moves_within_caches(model: CachedModel) -> Non
     found = check(model, samples=1, progress=lambda name, share: told.append((name, share)))
     assert sum(share for _, share in told) == 100 and min(share for _, share in told) >= 0
     names = list(dict.fromkeys(name for name, _ in told))
-    assert names == ["16 bit", "int8", "default", "int4-g4", "int4", "done"]
+    assert names == ["16 bit", "int8", "default", "int4-g4", "int4"]
     assert sum(share > 0 for name, share in told if name == "16 bit") > 5
     assert {row[place]["verdict"] for row in found["rows"] for place in ("window", "none")} == {
         CLOSE
@@ -209,15 +209,10 @@ def test_memory(text: str, expected: int) -> None:
     assert parse_memory(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "24 apples", "1e3"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "24 apples", "1e3", "24"])
 def test_what_is_no_memory_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="write it as 24GiB"):
+    with pytest.raises(ConfigError, match="no size with a unit: write it as 24GiB"):
         parse_memory(text)
-
-
-def test_memory_needs_a_unit() -> None:
-    with pytest.raises(ConfigError, match="memory '24' has no unit: write 24GiB"):
-        parse_memory("24")
 
 
 def test_the_command(tmp_path: Path) -> None:
