@@ -193,9 +193,9 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
         ) from error
     except Exception as error:  # of huggingface_hub, or of the HTTP library that its version has
         raise ConfigError(
-            f"{name} is no folder or GGUF file here, its weights are not in the hub's cache folder, "
-            f"and it could not be had from the Hugging Face hub: {_first_line(error).rstrip(' .:')}. Check the path; or run `hf download {name} "
-            "--local-dir FOLDER` where there is a network, and give FOLDER"
+            f"{name} is no folder or GGUF file here, its weights are not in the hub's cache folder,"
+            f" and the hub gives none: {_first_line(error).rstrip(' .:')}. Check the path; or run "
+            f"`hf download {name} --local-dir FOLDER` where there is a network, and give FOLDER"
         ) from error
     if is_bare:
         raise ConfigError(
