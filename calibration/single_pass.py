@@ -173,16 +173,23 @@ class PassReference:
             yield part.predict(store, window).transpose(0, 1).float().log_softmax(-1)
 
 
-def reference_of(model: Any, windows: torch.Tensor, context: int) -> Reference | PassReference:
+def reference_of(
+    model: Any,
+    windows: torch.Tensor,
+    context: int,
+    tick: Callable[[], object] = lambda: None,
+) -> Reference | PassReference:
     """What caches of a model are compared with: one pass, or decoding where rows are latent.
 
     Args:
         model: a CachedModel.
         windows: [batch, context + scored + 1], int64.
         context: tokens of the prompt.
+        tick: as of PassReference; decoding does not call it.
     """
     layers = cache_layers(model.config)
     if layers.are_latent:
         return Reference(model, windows, context)
     again = bool(layers.others or layers.states or layers.turn or model.shared_layers())
-    return PassReference(model, windows, context, list(layers.places), keeps_context=not again)
+    places, keeps = list(layers.places), not again
+    return PassReference(model, windows, context, places, keeps_context=keeps, tick=tick)

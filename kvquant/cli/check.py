@@ -30,7 +30,9 @@ from .console import (
     help="A plan's file to compare, or auto: a kept plan, or a new one. A kept plan by default.",
 )
 @click.option("--text", type=FILE, help="Text to compare predictions on; a packaged one if absent.")
-@click.option("--samples", type=COUNT, default=8, show_default=True, help="Passages of the text.")
+@click.option(
+    "--samples", type=COUNT, default=8, show_default=True, help="Passages of the text, from 4 on."
+)
 @ON_DEVICE
 @DTYPE
 @JSON
@@ -88,7 +90,7 @@ def check(
                 memory=room,
                 text=words,
                 samples=samples,
-                progress=lambda name, count: update(100 // count, name),
+                progress=lambda name, share: update(share, name),
             )
     write_json(json_file, found)
     click.echo(render(found))

@@ -2,8 +2,8 @@
 
 An engine passes many arguments by position, and a new version of it adds some. A hook takes every
 argument. It drops those that it does not know if they are neutral, and refuses the others.
-An argument is neutral if it is None or the default that the engine's own method has for it; where
-that method has no default for it, or an empty one (None, False, 0), all of these are neutral.
+An argument is neutral if it is None, or the default that the engine's own method has for it, of the
+same type. 0 and False are neutral, too, where that default is False, or where there is none.
 """
 
 from __future__ import annotations
@@ -86,10 +86,11 @@ def check_further(package: str, called: str, more: dict[Any, Any], given: Any = 
         given: inspect's parameters of the engine's own method, by name; None if it has none.
     """
     for name, value in more.items():
-        default = given[name].default if given and name in given else None
-        neutral = None, default, 0 if default is Parameter.empty else default or 0
+        default = given[name].default if given and name in given else Parameter.empty
         plain = isinstance(value, bool | int | float | str)  # "==" of a tensor is no bool
-        if not (value in neutral if plain else value is None or value is default):
+        same = value is default or (plain and type(value) is type(default) and value == default)
+        off = plain and value == 0 and (default is False or default is Parameter.empty)
+        if not (value is None or same or off):  # with default None, 0 may be an index
             raise _refusal(
                 package,
                 f"calls {called} with {name}={shown(value)}, which kvquant does not serve: turn "

@@ -1,4 +1,4 @@
-"""kvquant.check: which rows are safe for a model, and how many bytes they take.
+"""Which rows are safe for a model, and how many bytes they take: kvquant check.
 
 Each cache is compared with the 16-bit cache on the same passages, with the 16-bit window of KVCache
 and without it, as pages of engines are. The verdicts' limits come from pairs of a KL and the right
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from kvquant.calibration.fidelity import Fidelity, Planned, Scheme, options_of
-from kvquant.calibration.single_pass import reference_of
-from kvquant.calibration.windows import spread
+from kvquant.calibration.single_pass import BATCH, reference_of
+from kvquant.calibration.windows import LEAST_PASSAGES, LEAST_SCORED, spread
 from kvquant.errors import ConfigError, NonFiniteError
 from kvquant.hf.models.configs import CacheLayers, cache_layers, new_cache
 from kvquant.io.plan import CachePlan
@@ -36,11 +36,14 @@ LENGTHS = 4096, 32768  # tokens of the sequences whose bytes are told
 SAFE, RUINED = 0.01, 0.1
 SAFE_WORD, SMALL, RUIN, CLOSE = "safe", "small loss", "do not use", "too close to tell"
 CONTEXT, SCORED, SAMPLES = 1024, 64, 8
+# a shorter prompt would have more tokens in 16 bit than in packed rows, which alone lose anything
+LEAST_CONTEXT = 2 * (SINKS + RECENT)
+ENOUGH = max(LEAST_PASSAGES, -(-LEAST_SCORED // SCORED))  # passages
 LADDER = "int8", "default", "int4-g4", "int4"
 LATENT_LADDER = "int8-g4+int8-g4", "default", "int4-g4"
 Choice = Scheme | Planned
-Progress = Callable[[str, int], None]  # of a finished cache's name, and how many there are
-UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+Progress = Callable[[str, int], None]  # the cache that is measured, and what was done since
+UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
@@ -70,7 +73,7 @@ def check(
     memory: int | None = None,
     text: str | None = None,
     samples: int = SAMPLES,
-    progress: Progress = lambda name, count: None,
+    progress: Progress = lambda name, share: None,
 ) -> dict[str, Any]:
     """Say which rows are safe for a model.
 
@@ -79,33 +82,44 @@ def check(
             in float32.
         plan: a plan of the model, which is compared, too.
         plan_name: what the printed lines give as plan: "auto", or its path.
-        memory: bytes for caches, for which the number of sequences is told.
+        memory: bytes for caches; the result then says how many sequences fit.
         text: to compare predictions on; a packaged one when None.
-        samples: passages of the text. More of them make the verdict surer.
-        progress: called after each cache.
+        samples: passages of the text. More of them make the verdict surer; of fewer than 4 every
+            verdict is "too close to tell".
+        progress: called with the name of the cache that is measured, and with what was done since
+            the last call, in hundredths of all work.
 
     Returns:
         Plain data that json can write: "rows" has, for each cache, its "formats", "bits" per
-        element of packed rows, "bytes" of a sequence by its length, "sequences" in memory, and
-        "window" and "none" with "kl", "kl_error" (nats per token), "top1" (0 to 1) and "verdict".
+        element of packed rows, "bits_without_window", "bytes" of a sequence by its length,
+        "sequences" in memory, and "window" and "none" with "kl", "kl_error" (nats per token),
+        "top1" (0 to 1) and "verdict".
 
     Raises:
-        ConfigError: the text is too short for the samples.
+        ConfigError: the text is too short for the samples, or the model has too few positions for
+            a prompt that is longer than the 16-bit window.
         UnsupportedModelError: no cache of kvquant serves the model.
 
     Example:
         >>> from kvquant.cli.demo import MODEL  # a folder with a model
         >>> from kvquant.evaluation.check import check
-        >>> found = check(MODEL, samples=2)
+        >>> found = check(MODEL, samples=4)
         >>> {row["cache"]: row["window"]["verdict"] for row in found["rows"]}["default"]
         'safe'
     """
     from kvquant.hf.hybrid import load_decoder
+    from kvquant.hf.switch import linears
 
     began = time.perf_counter()
     if isinstance(model, (str, Path)):
         model = load_decoder(model, dtype=torch.float32)
     context = min(CONTEXT, (model.max_positions or 2 * CONTEXT) - SCORED - 1)
+    if context < LEAST_CONTEXT:
+        raise ConfigError(
+            f"{model.max_positions} positions are too few for a verdict, which needs "
+            f"{LEAST_CONTEXT + SCORED + 1}: {SINKS + RECENT} tokens of a prompt stay in 16 bit. "
+            "Take a smaller window: kvquant evaluate MODEL --cache int8,sinks=0,recent=0"
+        )
     tokens = model.encode(HELD_OUT.read_text(encoding="utf-8") if text is None else text)
     size = context + SCORED + 1
     if len(tokens) < samples * size:
@@ -114,13 +128,25 @@ def check(
             f"give up to {len(tokens) // size} samples, or a longer text"
         )
     found = check_size(model.config, plan=plan, plan_name=plan_name, memory=memory)
-    ladder = ladder_of(cache_layers(model.config), plan, plan_name)
-    reference = reference_of(model, spread(tokens, samples, size), context)
-    progress("16 bit", len(ladder) + 1)
+    layers = cache_layers(model.config)
+    ladder = ladder_of(layers, plan, plan_name)
+    batches = -(-samples // BATCH)
+    each = batches * len(layers.places)
+    stage, done, end = "16 bit", 0, batches * len(linears(model.model)) + each
+    total = end + 2 * len(ladder) * each
+
+    def tick(least: int = 0) -> None:
+        nonlocal done
+        before, done = done, max(min(done + 1, end), least)
+        progress(stage, 100 * done // total - 100 * before // total)
+
+    reference = reference_of(model, spread(tokens, samples, size), context, tick)
     for row, rung in zip(found["rows"], ladder, strict=True):
         for place, choice in (("window", rung.windowed), ("none", rung.bare)):
-            row[place] = _facts(partial(reference.measure, choice))
-        progress(rung.name, len(ladder) + 1)
+            stage, end = rung.name, end + each
+            tick(end - each)  # however many ticks came before
+            row[place] = _facts(partial(reference.measure, choice), samples)
+    tick(total)
     measured = {"context": context, "scored": samples * SCORED, "passages": samples}
     return {**found, **measured, "seconds": time.perf_counter() - began}
 
@@ -152,6 +178,7 @@ def check_size(
                 "formats": str(rung.windowed).partition(" +")[0],
                 "formats_without_window": str(rung.bare),
                 "bits": _packed_bits(layers, rung.windowed),
+                "bits_without_window": _packed_bits(layers, rung.bare),
                 "bytes": {str(length): size for length, size in sizes.items()},
                 "sequences": _sequences(sizes, memory),
                 "lines": _lines(rung, layers),
@@ -238,26 +265,35 @@ def _lines(rung: Rung, layers: CacheLayers) -> dict[str, str]:
     return lines
 
 
-def _facts(measure: Callable[[], Fidelity]) -> dict[str, Any]:
+def _facts(measure: Callable[[], Fidelity], passages: int) -> dict[str, Any]:
     """What a cache loses, and the verdict."""
     try:
         found = measure()
     except NonFiniteError as error:
         return {"kl": None, "kl_error": None, "top1": None, "verdict": RUIN, "why": str(error)}
     facts = {name: getattr(found, name) for name in ("kl", "kl_error", "top1")}
-    return {**facts, "verdict": verdict(found.kl, found.kl_error)}
+    return {**facts, "verdict": verdict(found.kl, found.kl_error, passages)}
 
 
-def verdict(kl: float, error: float | None) -> str:
-    """The verdict on a KL, in nats per token, with its standard error; None of a single passage.
+def verdict(kl: float, error: float | None, passages: int) -> str:
+    """The verdict on a KL, in nats per token.
+
+    Args:
+        kl: of all passages.
+        error: its standard error; None of a single passage.
+        passages: how many; of fewer than ENOUGH the error itself is a guess.
 
     Example:
-        >>> verdict(0.001, 0.0002)
+        >>> verdict(0.001, 0.0002, 8)
         'safe'
-        >>> verdict(0.64, 0.01)
+        >>> verdict(0.64, 0.01, 8)
         'do not use'
+        >>> verdict(0.001, None, 1)
+        'too close to tell'
     """
-    margin = 2 * (error or 0.0)
+    if error is None or passages < ENOUGH:
+        return CLOSE
+    margin = 2 * error
     if not kl < RUINED - margin:  # NaN too
         return RUIN if not kl < RUINED + margin else CLOSE
     if kl <= SAFE - margin:
@@ -268,23 +304,24 @@ def verdict(kl: float, error: float | None) -> str:
 def best(found: dict[str, Any], place: str) -> dict[str, Any] | None:
     """The safe cache of the fewest bits, with a window (place "window") or without ("none")."""
     safe = [row for row in found["rows"] if row.get(place, {}).get("verdict") == SAFE_WORD]
-    return min(safe, key=lambda row: row["bits"], default=None)
+    bits = "bits" if place == "window" else "bits_without_window"
+    return min(safe, key=lambda row: row[bits], default=None)
 
 
 def parse_memory(text: str) -> int:
     """Bytes of a text such as "24GiB" or "80 GB".
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or has no unit.
 
     Example:
         >>> parse_memory("24GiB")
         25769803776
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGTkmgt]i?[Bb])?", text.strip())
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGTkmgt]i?[Bb])", text.strip())
     if not found:
-        raise ConfigError(f"memory {text!r:.40} is no size: write it as 24GiB or 80GB")
-    return int(float(found[1]) * UNITS[(found[2] or "").lower()])
+        raise ConfigError(f"memory {text!r:.40} is no size with a unit: write it as 24GiB or 80GB")
+    return int(float(found[1]) * UNITS[found[2].lower()])
 
 
 def render(found: dict[str, Any]) -> str:
@@ -310,13 +347,15 @@ def render(found: dict[str, Any]) -> str:
         ("window", f"With the first {SINKS} and last {RECENT} tokens in 16 bit, the default:"),
         ("none", "Without 16-bit tokens, as in vLLM and SGLang:"),
     ):
-        columns = [Column(t) for t in ("KL", "error", "same token")]
+        columns = [Column(t) for t in ("bits", "KL", "error", "same token")]
         columns = [Column("cache", left=True), Column("rows", left=True), *columns]
         columns.append(Column("verdict", left=True))
         verdicts = [_row(row, place) for row in rows]
         parts.append(f"{paragraph(head)}\n{render_table(columns, verdicts)}")
         chosen = best(found, place)
         if chosen is None:
+            if any(row[place]["verdict"] == CLOSE for row in rows):
+                continue  # more passages may tell: see below
             parts.append("Nothing here is safe. Make a plan: kvquant calibrate MODEL")
             continue
         wanted = ("vLLM",) if place == "none" else ("QuantizedCache", "your own loop")
@@ -327,7 +366,8 @@ def render(found: dict[str, Any]) -> str:
                 parts.append(f"{chosen['cache']} is safe. In {name}:\n    {line}")
     if any(row[place]["verdict"] == CLOSE for row in rows for place in ("window", "none")):
         more = (
-            f"Too close to tell: give more --samples than {found['passages']}, and a longer --text"
+            f"Too close to tell: give {max(found['passages'] + 1, ENOUGH)} --samples or more, and "
+            "a longer --text if that one is too short"
         )
         parts.append(paragraph(more))
     parts.append(
@@ -342,15 +382,9 @@ def render(found: dict[str, Any]) -> str:
 def _row(row: dict[str, Any], place: str) -> Sequence[str]:
     """A row of a table of verdicts."""
     facts = row[place]
-    formats = row["formats" if place == "window" else "formats_without_window"]
+    suffix = "" if place == "window" else "_without_window"
+    head = row["cache"], row[f"formats{suffix}"], f"{row[f'bits{suffix}']:.2f}"
     if facts["kl"] is None:
-        return row["cache"], formats, "-", "-", "-", facts["verdict"]
+        return *head, "-", "-", "-", facts["verdict"]
     error = "-" if facts["kl_error"] is None else f"{facts['kl_error']:.2g}"
-    return (
-        row["cache"],
-        formats,
-        f"{facts['kl']:.2g}",
-        error,
-        f"{facts['top1']:.1%}",
-        facts["verdict"],
-    )
+    return *head, f"{facts['kl']:.2g}", error, f"{facts['top1']:.1%}", facts["verdict"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from inspect import Parameter
 from types import ModuleType
 from typing import Any
 
@@ -104,6 +105,17 @@ def test_every_kind_of_method_is_a_hook() -> None:
         OURS.own(None)
     with pytest.raises(TypeError):
         OURS.update(1)
+
+
+@pytest.mark.parametrize(
+    ("default", "value"), [(None, 0), (None, False), (True, 1), (True, False), (1.0, True), (1, 0)]
+)
+def test_a_value_of_another_type_or_an_index_is_not_neutral(default: Any, value: Any) -> None:
+    given = {"layer": Parameter("layer", Parameter.KEYWORD_ONLY, default=default)}
+    hooks.check_further("made_up_engine", "update", {"layer": default}, given)
+    hooks.check_further("made_up_engine", "update", {"layer": None}, given)
+    with pytest.raises(UnsupportedError, match=f"layer={value}"):
+        hooks.check_further("made_up_engine", "update", {"layer": value}, given)
 
 
 def test_functions_are_hooks() -> None:

@@ -13,13 +13,14 @@ from click.testing import CliRunner
 pytest.importorskip("transformers")
 from tiny_models import tiny_model
 
-from kvquant import ConfigError, KVCache
+from kvquant import ConfigError, KVCache, RowFormat
 from kvquant.calibration.fidelity import Reference
 from kvquant.calibration.windows import spread
 from kvquant.cli.main import main
 from kvquant.evaluation.caches import parse_cache
 from kvquant.evaluation.check import (
     CLOSE,
+    ENOUGH,
     RUIN,
     RUINED,
     SAFE,
@@ -35,6 +36,8 @@ from kvquant.evaluation.check import (
 from kvquant.evaluation.evaluate import HELD_OUT
 from kvquant.hf.hybrid import load_decoder
 from kvquant.hf.model import CachedModel
+from kvquant.hf.models.configs import cache_layers
+from kvquant.rows.defaults import RECENT, SINKS, default_format
 
 MODEL = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 
@@ -104,11 +107,12 @@ def test_size_only_is_the_same_without_weights(found: dict[str, Any]) -> None:
         (RUINED - SAFE / 10, SAFE, CLOSE),
         (RUINED + 3 * SAFE, SAFE, RUIN),
         (float("nan"), 0.0, RUIN),
-        (SAFE / 2, None, SAFE_WORD),
+        (SAFE / 2, None, CLOSE),
     ],
 )
 def test_verdicts_leave_room_for_the_error(kl: float, error: float | None, expected: str) -> None:
-    assert verdict(kl, error) == expected
+    assert verdict(kl, error, ENOUGH) == expected
+    assert verdict(kl, error, ENOUGH - 1) == CLOSE
 
 
 def test_the_best_is_the_smallest_that_is_safe() -> None:
@@ -119,6 +123,41 @@ def test_the_best_is_the_smallest_that_is_safe() -> None:
     ]
     assert best({"rows": rows}, "window") == rows[1]
     assert best({"rows": rows[2:]}, "window") is None
+    for row, bits in zip(rows, (4.5, 6.0, 4.0), strict=True):  # the default has others then
+        row |= {"none": row["window"], "bits_without_window": bits}
+    assert best({"rows": rows}, "none") == rows[0]
+
+
+def test_bits_are_told_with_the_window_and_without_it() -> None:
+    config = tiny_model("Qwen2").config
+    config.head_dim = 192
+    row = check_size(config)["rows"][1]
+    assert row["formats"] != row["formats_without_window"]
+    layers = cache_layers(config)
+    for key, window in (("bits", (SINKS, RECENT)), ("bits_without_window", (0, 0))):
+        pair = [RowFormat.parse(default_format(side, 192, *window), 192) for side in "kv"]
+        assert row[key] == pytest.approx(8 * sum(one.row_bytes for one in pair) / 384)
+    assert layers.k_dims[0] == 192
+
+
+@pytest.mark.parametrize("positions", [64, 192, 328])
+def test_a_prompt_that_stays_in_16_bit_is_refused(positions: int) -> None:
+    model = tiny_model("Llama", max_position_embeddings=positions)
+    with pytest.raises(ConfigError, match=f"^{positions} positions are too few .* needs 329:"):
+        check(model, samples=4, text="a")
+
+
+def test_progress_reaches_all_and_moves_within_caches(model: CachedModel) -> None:
+    told: list[tuple[str, int]] = []
+    found = check(model, samples=1, progress=lambda name, share: told.append((name, share)))
+    assert sum(share for _, share in told) == 100 and min(share for _, share in told) >= 0
+    names = list(dict.fromkeys(name for name, _ in told))
+    assert names == ["16 bit", "int8", "default", "int4-g4", "int4"]
+    assert sum(share > 0 for name, share in told if name == "16 bit") > 5
+    assert {row[place]["verdict"] for row in found["rows"] for place in ("window", "none")} == {
+        CLOSE
+    }
+    assert "give 4 --samples" in render(found) and "is safe" not in render(found)
 
 
 def test_lines_run_as_they_stand(model: CachedModel, found: dict[str, Any]) -> None:
@@ -164,23 +203,23 @@ def test_too_little_text_is_refused_before_work(model: CachedModel) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5gib", 3 * 2**29), ("1000", 1000)],
+    [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5gib", 3 * 2**29)],
 )
 def test_memory(text: str, expected: int) -> None:
     assert parse_memory(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "24 apples", "1e3"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "24 apples", "1e3", "24"])
 def test_what_is_no_memory_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="write it as 24GiB"):
+    with pytest.raises(ConfigError, match="no size with a unit: write it as 24GiB"):
         parse_memory(text)
 
 
 def test_the_command(tmp_path: Path) -> None:
     kept = tmp_path / "check.json"
-    run = CliRunner().invoke(main, ["check", str(MODEL), "--samples", "1", "--json", str(kept)])
+    run = CliRunner().invoke(main, ["check", str(MODEL), "--samples", "4", "--json", str(kept)])
     assert run.exit_code == 0, run.output
     assert "is safe. In QuantizedCache:" in run.output and "vllm serve MODEL" in run.output
-    assert json.loads(kept.read_text(encoding="utf-8"))["passages"] == 1
+    assert json.loads(kept.read_text(encoding="utf-8"))["passages"] == 4
     sizes = CliRunner().invoke(main, ["check", str(MODEL), "--size-only", "--memory", "24GiB"])
     assert sizes.exit_code == 0 and "24 GiB" in sizes.output and "KL" not in sizes.output

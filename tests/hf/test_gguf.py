@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from kvquant.hf.model import CachedModel
 from kvquant.hf.models.fingerprint import fingerprint_of
-from kvquant.hf.models.loading import load_config
+from kvquant.hf.models.loading import load_config, tokenizer_of
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 TEXT = "The city of Manila is the capital"
@@ -103,6 +103,20 @@ def test_a_gguf_file_is_the_model_it_was_made_of(tmp_path: Path) -> None:
         for one in (model, same)
     )
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.extra("gguf")
+@pytest.mark.filterwarnings("default")
+def test_files_beside_a_gguf_file_are_none_of_its_model(tmp_path: Path) -> None:
+    path = write_gguf(BUNDLED, tmp_path / "model.gguf", quantized=False)
+    for name in ("tokenizer.json", "config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+    model = CachedModel.from_pretrained(path)
+    expected = CachedModel.from_pretrained(BUNDLED).encode(TEXT)
+    assert model.encode(TEXT) == expected
+    assert model.model.name_or_path == load_config(path).name_or_path == str(path)
+    again = tokenizer_of(model.model)
+    assert again.encode(TEXT) == expected and again.model_max_length == sys.maxsize
 
 
 @pytest.mark.extra("gguf")

@@ -288,9 +288,16 @@ def test_a_model_of_the_hub_is_loaded_from_its_cache(hub: Path) -> None:
     assert load_config("owner/name").model_type == "llama"
 
 
-def test_a_model_of_the_hub_without_safetensors_is_refused(hub: Path) -> None:
+def test_a_model_of_the_hub_without_safetensors_is_refused(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = _cached(hub, "name", BUNDLED)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(
+        ConfigError, match=r"weights are not in the hub's cache folder, .*give FOLDER"
+    ):
+        CachedModel.from_pretrained("name")
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda name: None)  # it was reached
     with pytest.raises(ConfigError, match=r"name has no safetensors .* take another"):
         CachedModel.from_pretrained("name")
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from safetensors.torch import save_file
 from tiny_models import tiny_model
 
-from kvquant import AccuracyError, CachedModel, QuantizedCache, RowFormat
+from kvquant import AccuracyError, CachedModel, ConfigError, QuantizedCache, RowFormat
 from kvquant.engine.settings import Settings, tell_settings
 from kvquant.hf.models import probe
+from kvquant.hf.models.fingerprint import fingerprint_of
 from kvquant.rows.probe import REFUSED, WARNED, combined, divergence
 
 
@@ -116,10 +118,29 @@ def test_a_folder_that_cannot_be_written_is_done_without(
 
 
 def test_a_model_that_cannot_be_read_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with mock.patch.object(probe, "observe", side_effect=ValueError("give pixel_values")):
-        biased().new_cache(1, 16, k_format="int4")
-    (told,) = warnings(caplog)
-    assert "was not probed" in told and "give pixel_values" in told
+    model = biased()
+    for error in (ValueError("give pixel_values"), torch.OutOfMemoryError("no memory left")):
+        caplog.clear()
+        with mock.patch.object(probe, "observe", side_effect=error):
+            model.new_cache(1, 16, k_format="int4")
+        (told,) = warnings(caplog)
+        assert f"could not be probed: {error}: run kvquant check" in told
+        assert "ids alone" not in told
+    with pytest.raises(AccuracyError):  # the next cache is probed
+        model.new_cache(1, 16, k_format="int4")
+
+
+def test_kept_figures_are_those_of_folders(tmp_path: Path) -> None:
+    """An engine's start neither waits for the hub or a GGUF file, nor stops at odd configs."""
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(24))
+    with mock.patch.object(probe, "fingerprint_of", side_effect=AssertionError):
+        for source in ("owner/name", str(tmp_path / "model.gguf")):
+            assert probe.kept_figure(source, "int4") is None
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "num_layers": 1}')
+    assert probe.kept_figure(tmp_path, "int4") is None
+    with pytest.raises(ConfigError, match=r"no causal language model .* config of t5: Unrec"):
+        fingerprint_of(tmp_path)
 
 
 def test_models_run_as_before_beside_a_probe() -> None:

@@ -12,9 +12,10 @@ import math
 import os
 import stat
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,9 +70,8 @@ def load(
     folder = located(source)
     of_gguf = is_gguf(folder)
     shapes = [] if of_gguf else _check_folder(folder)
-    where, options = _place(folder)
     what, advice = str(folder), "give a causal language model that this transformers can load"
-    with _quiet():
+    with _quiet(), _placed(folder) as (where, options):
         try:
             config = transformers.AutoConfig.from_pretrained(where, **options)
             saved = config.dtype
@@ -96,10 +96,10 @@ def load(
             if of_gguf:  # an ordinary model from here on, with an ordinary config
                 model.hf_quantizer, model.is_quantized = None, False
                 vars(model.config).pop("quantization_config", None)
+                model.name_or_path = model.config.name_or_path = str(folder)
             what = f"the tokenizer of {folder}"
             advice = "put its files there (tokenizer.json, tokenizer_config.json)"
-            tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
-            tokenizer.model_max_length = sys.maxsize  # or it warns of texts that are cut later
+            tokenizer = _tokenizer(folder, where, options)
         except (ConfigError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # of many kinds; a panic of tokenizers is no Exception
@@ -135,13 +135,21 @@ def tokenizer_of(model: Any) -> Any:
     try:
         if not name:
             raise OSError("the model has no name_or_path")
-        with _quiet():
-            return transformers.AutoTokenizer.from_pretrained(name, **LOCAL)
+        with _quiet(), _placed(Path(name)) as (where, options):
+            return _tokenizer(name, where, options)
     except Exception as error:  # of many kinds, as in load
         raise ConfigError(
             f"the tokenizer of {name or type(model).__name__} could not be loaded: "
             f"{_first_line(error)}: give tokenizer="
         ) from error
+
+
+def _tokenizer(name: str | Path, where: str, options: dict[str, Any]) -> Any:
+    """A tokenizer, by what _placed gives."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
+    tokenizer.model_max_length = sys.maxsize  # or it warns of texts that are cut later
+    tokenizer.name_or_path = str(name)
+    return tokenizer
 
 
 def _spreading(tp_plan: TensorPlan | None) -> dict[str, Any]:
@@ -170,6 +178,9 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
     name = str(path)
     try:
         folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+        is_bare = files is FILES and not list(folder.glob("*.safetensors"))
+        if is_bare:  # raises if the hub is not reached: the folder is what was here before
+            huggingface_hub.model_info(name)
     except GatedRepoError as error:
         raise ConfigError(
             f"{name} is gated on the Hugging Face hub: accept its terms on its page there, and log "
@@ -182,11 +193,11 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
         ) from error
     except Exception as error:  # of huggingface_hub, or of the HTTP library that its version has
         raise ConfigError(
-            f"{name} is no folder or GGUF file here, and could not be had from the Hugging Face "
-            f"hub: {_first_line(error).rstrip(' .:')}. Check the path; or run `hf download {name} "
-            "--local-dir FOLDER` where there is a network, and give FOLDER"
+            f"{name} is no folder or GGUF file here, its weights are not in the hub's cache folder,"
+            f" and the hub gives none: {_first_line(error).rstrip(' .:')}. Check the path; or run "
+            f"`hf download {name} --local-dir FOLDER` where there is a network, and give FOLDER"
         ) from error
-    if files is FILES and not list(folder.glob("*.safetensors")):
+    if is_bare:
         raise ConfigError(
             f"{name} has no safetensors files on the Hugging Face hub, and pickles are not "
             "loaded, as they can run code: take another one; of a GGUF file give the path"
@@ -194,16 +205,32 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
     return folder
 
 
-def _place(path: Path) -> tuple[str, dict[str, Any]]:
-    """The name and the options by which transformers finds a folder or a GGUF file."""
+@contextmanager
+def _placed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name and the options by which transformers finds a folder or a GGUF file.
+
+    A GGUF file is alone in a temporary folder: transformers would take files beside it as its own,
+    such as another model's tokenizer.json.
+    """
     if not is_gguf(path):
-        return str(path), dict(LOCAL)
+        yield str(path), dict(LOCAL)
+        return
     try:
         import accelerate  # noqa: F401
         import gguf  # noqa: F401
     except ImportError as error:
         raise missing_extra("transformers reads GGUF files with more", "gguf", error) from error
-    return str(path.parent), {**LOCAL, "gguf_file": path.name}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as alone:
+        link = Path(alone, path.name)
+        for make in (os.symlink, os.link):
+            with suppress(OSError):
+                make(path.resolve(), link)
+                break
+        else:
+            raise ConfigError(
+                f"{path} could not be linked from {alone}: set TMPDIR to a folder on its disk"
+            )
+        yield alone, {**LOCAL, "gguf_file": path.name}
 
 
 def load_config(source: str | Path) -> Any:
@@ -217,12 +244,13 @@ def load_config(source: str | Path) -> Any:
         UnsupportedError: as load.
     """
     folder = located(source, CONFIGS)
-    where, options = _place(folder)
-    if "gguf_file" not in options:
+    if not is_gguf(folder):
         _read_json(folder / "config.json")
-    with _quiet():
+    with _quiet(), _placed(folder) as (where, options):
         try:
-            return transformers.AutoConfig.from_pretrained(where, **options)
+            config = transformers.AutoConfig.from_pretrained(where, **options)
+            config.name_or_path = str(folder)
+            return config
         except Exception as error:
             raise ConfigError(f"{folder} could not be loaded: {_first_line(error)}") from error
 
@@ -246,10 +274,16 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def _empty(config: Any, dtype: torch.dtype) -> Any:
     """The model of a config, with weights on the meta device."""
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=False
-        )
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
+    except Exception as error:  # of any model's code; many models are no causal language models
+        raise ConfigError(
+            f"no causal language model could be made of a config of {config.model_type}: "
+            f"{_first_line(error).rstrip(' .:')}: give one that this transformers can load"
+        ) from error
 
 
 def _check_folder(folder: Path) -> list[list[int]]:

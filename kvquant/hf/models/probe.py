@@ -64,7 +64,15 @@ def check_accuracy(model: Any, cache: KVCache, layers: CacheLayers) -> None:
     known = _figures.setdefault(model, {})
     is_new = names not in known
     if is_new:
-        known[names] = _figure(model, formats, layers)
+        try:
+            known[names] = _figure(model, formats, layers)
+        except Exception as error:  # of any model's code: no memory, or no ids alone (encoders)
+            log.warning(
+                "kvquant: K rows of few bits in this %s could not be probed: %s: run kvquant "
+                "check, or compare texts before you rely on it",
+                *(type(model).__name__, error),
+            )
+            return  # the next cache probes again
     figure = known[names]
     if figure is None or figure < WARNED:
         return
@@ -81,33 +89,27 @@ def kept_figure(source: str | Path, k_format: str) -> float | None:
     """The figure of a model that is not loaded, with one K format in all layers.
 
     Args:
-        source: as fingerprint_of has it.
+        source: a folder; nothing else is looked at, for no engine's start may wait for it.
         k_format: short name.
 
     Returns:
         None where no figure is kept, or the weights cannot be named.
     """
+    if not Path(source).is_dir():  # the hub would be asked, a GGUF file loaded
+        return None
     with suppress(OSError, KVQuantError):
         return _read(_place(fingerprint_of(source), [k_format]))
     return None
 
 
 def _figure(model: Any, formats: list[RowFormat], layers: CacheLayers) -> float | None:
-    """The kept figure of a model and K formats, or a new one; None if the model is not probed."""
+    """The kept figure of a model and K formats, or a new one; None if it is NaN."""
     path = None
     with suppress(OSError, UnsupportedModelError):  # no folder, or offloaded weights: keep nothing
         path = _place(fingerprint(model), list(map(str, formats)))
         if (kept := _read(path)) is not None:
             return kept
-    try:
-        (figure,) = figures(model, layers, [formats])
-    except Exception as error:  # of any model's code: some take no ids alone (images, encoders)
-        log.warning(
-            "kvquant: %s was not probed with K rows of few bits, since it does not run on token "
-            "ids alone (%s): compare texts before you rely on it",
-            *(type(model).__name__, error),
-        )
-        return None
+    (figure,) = figures(model, layers, [formats])
     if isnan(figure):
         return None  # appending such keys raises
     if path is not None:
