@@ -9,6 +9,7 @@ left out (WIDE).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -40,10 +41,17 @@ from kvquant.kernels.cuda.decode.plan import (
     useful_splits,
 )
 from kvquant.kernels.cuda.decode.spec import TECHNIQUES, TILE, WIDE, DecodeSpec, Path, columns_of
-from kvquant.kernels.cuda.decode.tuned import Tuned, measured_plans, save_table
+from kvquant.kernels.cuda.decode.tuned import (
+    TABLE_VERSION,
+    Tuned,
+    measured_plans,
+    read_table,
+    table_path,
+)
 from kvquant.kernels.cuda.runtime import launch
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.kernels.cuda.runtime.warmup import warm_up
+from kvquant.kernels.disk_cache import locked, replace_file
 from kvquant.rows.format import RowFormat
 from kvquant.text import Column, progress, render_table
 
@@ -354,6 +362,45 @@ def main(
         if rows:
             click.echo(render_table(KERNELS if ablate else PLANS, rows))
     write_json(json_file, {"machine": asdict(machine)} | figures)
+
+
+def save_table(rows: Iterable[Tuned], path: FilePath | None = None) -> FilePath:
+    """Add rows to a table, the user's when path is None; they take the place of old ones of the
+    same shapes. Several processes may do so at once. A damaged table is replaced.
+
+    Returns:
+        Where the table lies.
+
+    Raises:
+        ConfigError: it cannot be written, or a newer kvquant wrote it.
+    """
+    try:
+        path = path or table_path()
+        with locked(path):
+            merged = {row.shape: row for row in (*_to_keep(path), *rows)}
+            lines = ",\n".join(json.dumps(asdict(merged[shape])) for shape in sorted(merged))
+            replace_file(path, f'{{"version": {TABLE_VERSION}, "rows": [\n{lines}\n]}}\n'.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"the table of measured plans cannot be written ({error}): let KVQUANT_CACHE_DIR name "
+            "a folder that can be"
+        ) from None
+    return path
+
+
+def _to_keep(path: FilePath) -> tuple[Tuned, ...]:
+    """The rows of a table that is about to be written anew."""
+    try:
+        version, rows = read_table(path)
+    except ValueError:
+        return ()
+    if version > TABLE_VERSION:
+        raise ConfigError(
+            f"the table of measured plans {path} is of version {version}, this kvquant writes "
+            f"{TABLE_VERSION}: use the newer kvquant, let KVQUANT_CACHE_DIR name another folder, "
+            "or move the table away"
+        )
+    return rows
 
 
 def _tune(

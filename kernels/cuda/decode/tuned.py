@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from kvquant.errors import ConfigError, shown, warn
+from kvquant.errors import shown, warn
 
-from ...disk_cache import cache_folder, locked, read_file, replace_file
+from ...disk_cache import cache_folder, read_file
 from .spec import MMA_COLUMNS
 
 TABLE_VERSION = 1
@@ -102,7 +102,7 @@ def load_table(path: Path | None = None) -> tuple[Tuned, ...]:
     """
     try:
         path = path or table_path()
-        version, rows = _read(path)
+        version, rows = read_table(path)
         if version != TABLE_VERSION:
             raise ValueError(f"it is of version {version}, this kvquant reads {TABLE_VERSION}")
         return rows
@@ -121,46 +121,7 @@ def measured_plans() -> tuple[Tuned, ...]:
     return sum(shipped, load_table())
 
 
-def save_table(rows: Iterable[Tuned], path: Path | None = None) -> Path:
-    """Add rows to a table, the user's when path is None; they take the place of old ones of the
-    same shapes. Several processes may do so at once. A damaged table is replaced.
-
-    Returns:
-        Where the table lies.
-
-    Raises:
-        ConfigError: it cannot be written, or a newer kvquant wrote it.
-    """
-    try:
-        path = path or table_path()
-        with locked(path):
-            merged = {row.shape: row for row in (*_to_keep(path), *rows)}
-            lines = ",\n".join(json.dumps(asdict(merged[shape])) for shape in sorted(merged))
-            replace_file(path, f'{{"version": {TABLE_VERSION}, "rows": [\n{lines}\n]}}\n'.encode())
-    except OSError as error:
-        raise ConfigError(
-            f"the table of measured plans cannot be written ({error}): let KVQUANT_CACHE_DIR name "
-            "a folder that can be"
-        ) from None
-    return path
-
-
-def _to_keep(path: Path) -> tuple[Tuned, ...]:
-    """The rows of a table that is about to be written anew."""
-    try:
-        version, rows = _read(path)
-    except ValueError:
-        return ()
-    if version > TABLE_VERSION:
-        raise ConfigError(
-            f"the table of measured plans {path} is of version {version}, this kvquant writes "
-            f"{TABLE_VERSION}: use the newer kvquant, let KVQUANT_CACHE_DIR name another folder, "
-            "or move the table away"
-        )
-    return rows
-
-
-def _read(path: Path) -> tuple[int, tuple[Tuned, ...]]:
+def read_table(path: Path) -> tuple[int, tuple[Tuned, ...]]:
     """The version of a table and its rows: none if there is no table, or of another version.
 
     Raises:
@@ -171,7 +132,7 @@ def _read(path: Path) -> tuple[int, tuple[Tuned, ...]]:
 
 
 def _parse_table(text: bytes) -> tuple[int, tuple[Tuned, ...]]:
-    """See _read."""
+    """See read_table."""
     try:
         table = json.loads(text.decode())
         version = table["version"]

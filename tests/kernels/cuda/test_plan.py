@@ -43,12 +43,12 @@ from kvquant.kernels.cuda.decode.spec import (
     Path,
     columns_of,
 )
-from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, measured_plans, save_table
+from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, measured_plans
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.format import RowFormat
 
 sys.path.insert(0, str(FilePath(__file__).parents[2] / "benchmarks"))
-from bench_tune import candidates, tuned_row
+from bench_tune import candidates, save_table, tuned_row
 
 A100 = GPU("NVIDIA A100", (8, 0), 108, 167936, 166912)
 RTX_4090 = GPU("NVIDIA GeForce RTX 4090", (8, 9), 128, 102400, 101376)
