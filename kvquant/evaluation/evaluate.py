@@ -19,6 +19,7 @@ import torch
 from kvquant.calibration.fidelity import Planned, Scheme, options_of, stored_bits
 from kvquant.calibration.windows import spread
 from kvquant.errors import ConfigError
+from kvquant.io.model_id import WEIGHTS
 from kvquant.rows.arguments import is_whole
 from kvquant.version import __version__
 
@@ -437,7 +438,7 @@ class _Run:
             "model": str(getattr(self.model.config, "model_type", "")),
             "config": {
                 name: str(value)
-                for name, value in self.model.config_dict.items()
+                for name, value in self.model.model.config.to_dict().items()
                 if not name.startswith("_")  # the folder's path
             },
             "dtype": str(self.model.dtype),
@@ -453,7 +454,6 @@ class _Run:
         """What else must be the same for a run to continue: prompts, plans, weights, device."""
         plans = [one.plan for one in self.choices if isinstance(one, Planned)]
         tensors = [x.double().sum().item() for plan in plans for x in plan.tensors.values()]
-        weights = [x.flatten()[:64].double().sum().item() for x in self.model.model.parameters()]
         given: list[Any] = [(one.tokens, one.answer) for one in self.examples]
         given.append(self.tokens)
         for tasks in self.written.values():
@@ -462,7 +462,7 @@ class _Run:
             "version": __version__,
             "device": str(self.model.model.device),
             "inputs": hash_of(json.dumps([given, [str(one.facts) for one in plans], tensors])),
-            "weights": hash_of(json.dumps(weights)),
+            "weights": self.model.config_dict.get(WEIGHTS),
         }
 
     def all(self) -> dict[str, Any]:

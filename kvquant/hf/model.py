@@ -122,7 +122,7 @@ class CachedModel:
         self.tokenizer = tokenizer
         self.exact_format = exact_format or exact_codec(model.dtype)
         self.config = model.config.get_text_config(decoder=True)
-        self._known_weights: set[str] = set()  # of plans that were found to be of this model
+        self.known_weights: set[str] = set()  # of this model's plans, compared once: it takes time
         # what no method serves is refused here; layers that no KVCache holds can be observed
         check_has_attention(self.config)
         check_decoder(model, gives_logits=True)
@@ -257,20 +257,11 @@ class CachedModel:
         device = layer_devices(self.model, self._layers.places) or self.model.device
         own = {"exact_format": self.exact_format, "device": device}
         plan = plan_of_model(plan, self, {**options, "fmt": fmt})
-        if plan is not None:
-            self._check_weights(plan)
         given: dict[str, Any] = own | options | {"plan": plan, "fmt": fmt, "is_probed": True}
         cache = new_cache(self.model.config, self._layers, batch, max_seq_len, **given)
         if plan is None and options.get("bases") is None and not accept_loss:
             check_accuracy(self.model, cache, self._layers)
         return cache
-
-    def _check_weights(self, plan: CachePlan) -> None:
-        """Raise unless a plan is of these weights: once, samples of all tensors take time."""
-        weights = plan.facts["model"].get("weights")
-        if weights is not None and weights not in self._known_weights:
-            plan.check_model(self.config_dict)
-            self._known_weights.add(weights)
 
     @property
     def has_latents(self) -> bool:

@@ -24,18 +24,21 @@ def plan_of_model(
 
     Raises:
         ConfigError: "auto" without a model or with formats; or as as_plan, or as auto_plan.
-        CheckpointError: the plan was made for other weights than a model of transformers has.
+        CheckpointError: the plan was made for other weights than the model has.
     """
     if plan is None or plan is False:
         return None
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    is_module = isinstance(model, torch.nn.Module)
+    has_weights = isinstance(model, torch.nn.Module) or hasattr(model, "config_dict")
     if not (isinstance(plan, str) and plan == AUTO):
         found = as_plan(plan)
-        if is_module and "weights" in found.facts["model"]:
-            found.check_model(identified(model))
+        weights = found.facts["model"].get("weights")
+        known: set[str] = getattr(model, "known_weights", set())
+        if has_weights and weights is not None and weights not in known:
+            found.check_model(getattr(model, "config_dict", None) or identified(model))
+            known.add(weights)
         return found
-    if not (is_module or hasattr(model, "config_dict")):
+    if not has_weights:
         raise ConfigError(
             f"plan 'auto' needs the model, and {type(model).__name__} is none: give the model, or "
             "the path of a plan"
