@@ -41,7 +41,7 @@ from .format_search import Costs, Side, allocate, worst_layers
 from .layer_selection import HeldLayers, held_layers, renumbered
 from .moments import Moments
 from .single_pass import BATCH as SCORED_AT_ONCE
-from .single_pass import PassReference
+from .single_pass import PassReference, reference_of
 from .windows import Sizes as Sizes
 from .windows import (
     Text,
@@ -415,7 +415,8 @@ def finish(
     """
     shared = model.shared_layers()
     config = getattr(model, "config", None)
-    places, others = held_layers(moments, config, shared, _cached_layers(model))
+    layers = _cached_layers(model)
+    places, others = held_layers(moments, config, shared, layers)
     moments, held = renumbered(moments, places, shared), HeldLayers(model, places, shared)
     first = next(iter(moments.layers.values()))
     k_dim, v_dim = (first.tensors[f"{side}_sum"].shape[1] for side in "kv")
@@ -464,7 +465,16 @@ def finish(
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
         return CachePlan({**plan.facts, **rest, "windowed": None}, plan.tensors)
-    reference = _reference(model, plan, passages, sizes.context, shared, progress)
+    why = ""
+    try:
+        model.new_cache(1, 1, plan=plan)
+    except UnsupportedModelError as error:
+        why = str(error)
+    reads = -(-len(passages) // SCORED_AT_ONCE) * (len(linears(model.model)) + plan.num_layers)
+    tick = partial(_shares(progress, "read", reads), 1)
+    reference = reference_of(
+        model, passages, sizes.context, layers, plan.places, why=why, tick=tick
+    )
     return _decided(reference, plan, rows, chosen, formats, goal, sizes, progress, window)
 
 
@@ -552,33 +562,6 @@ def _plan_tensors(
         **{f"clip.{name}": clip for name, clip in chosen.clips.items()},
         **chosen.errors,
     }
-
-
-def _reference(
-    model: CalibratedModel,
-    plan: CachePlan,
-    passages: torch.Tensor,
-    context: int,
-    shared: Mapping[int, int],
-    progress: Report,
-) -> Reference | PassReference:
-    """What plans are measured by: one pass, or decoding where rows are latent."""
-    if plan.is_latent:
-        return Reference(model, passages, context)
-    why = ""
-    try:
-        model.new_cache(1, 1, plan=plan)
-    except UnsupportedModelError as error:
-        why = str(error)
-    layers = _cached_layers(model)
-    others = layers is None or layers.others or layers.states or layers.turn or shared or why
-    keeps, batches = not others, -(-len(passages) // SCORED_AT_ONCE)
-    each = len(linears(model.model)) + plan.num_layers
-    step = _shares(progress, "read", batches * each)
-    tick = partial(step, 1)
-    return PassReference(
-        model, passages, context, plan.places, why=why, keeps_context=keeps, tick=tick
-    )
 
 
 def _decided(

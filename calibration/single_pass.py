@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvquant.errors import NonFiniteError
-from kvquant.hf.models.configs import cache_layers
+from kvquant.hf.models.configs import CacheLayers
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from kvquant.ops.transform import encode_rows
 from kvquant.rows.defaults import DEFAULT, default_format
@@ -177,6 +177,10 @@ def reference_of(
     model: Any,
     windows: torch.Tensor,
     context: int,
+    layers: CacheLayers | None,
+    places: list[int],
+    *,
+    why: str = "",
     tick: Callable[[], object] = lambda: None,
 ) -> Reference | PassReference:
     """What caches of a model are compared with: one pass, or decoding where rows are latent.
@@ -185,11 +189,12 @@ def reference_of(
         model: a CachedModel.
         windows: [batch, context + scored + 1], int64.
         context: tokens of the prompt.
+        layers: of the model's caches; None where its config does not tell them.
+        places, why: as of PassReference.
         tick: as of PassReference; decoding does not call it.
     """
-    layers = cache_layers(model.config)
-    if layers.are_latent:
+    if layers is not None and layers.are_latent:
         return Reference(model, windows, context)
-    again = bool(layers.others or layers.states or layers.turn or model.shared_layers())
-    places, keeps = list(layers.places), not again
-    return PassReference(model, windows, context, places, keeps_context=keeps, tick=tick)
+    again = layers is None or layers.others or layers.states or layers.turn
+    keeps = not (again or model.shared_layers() or why)
+    return PassReference(model, windows, context, places, why=why, keeps_context=keeps, tick=tick)

@@ -41,6 +41,7 @@ from kvquant.evaluation.caches import parse_cache
 from kvquant.evaluation.check import CONTEXT, SAMPLES, SCORED
 from kvquant.evaluation.evaluate import HELD_OUT
 from kvquant.hf.argument import as_argument
+from kvquant.hf.models.configs import cache_layers
 
 ASKED = (
     "Please provide a self-contained Python script that solves the following problem in a "
@@ -86,7 +87,8 @@ def main(
     windows = spread(
         scorer.encode(HELD_OUT.read_text(encoding="utf-8")), SAMPLES, CONTEXT + SCORED + 1
     )
-    reference = reference_of(scorer, windows, CONTEXT)
+    layers = cache_layers(scorer.config)
+    reference = reference_of(scorer, windows, CONTEXT, layers, list(layers.places))
     exact = scorer.exact_format
     if abs(reference.measure(Scheme(exact, exact)).kl) > 1e-9:
         sys.exit("16-bit rows cost something")
