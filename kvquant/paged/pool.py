@@ -132,11 +132,6 @@ class PagePool:
         return len(self._free) + len(self._cached)
 
     @property
-    def num_cached(self) -> int:
-        """Pages that no sequence refers to, kept for the prefix they hold."""
-        return len(self._cached)
-
-    @property
     def ids(self) -> list[SequenceId]:
         """The sequences, the oldest first."""
         return list(self._sequences)

@@ -49,7 +49,7 @@ def grown(num_pages: int, page_size: int, **sequences: Sequence[int]) -> KnownPo
 
 def seen(pool: PagePool, ids: str) -> object:
     tables = [(pool.block_table(i), pool.length(i)) for i in ids]
-    return tables, pool.num_free, pool.num_cached
+    return tables, pool.num_free, len(pool._cached)
 
 
 def test_append_takes_pages_as_needed() -> None:
@@ -131,10 +131,10 @@ def test_pages_of_ended_sequences_are_found_until_they_are_needed() -> None:
     pool = grown(4, 2, a=[1, 2, 3, 4])
     table = pool.block_table("a")
     pool.free("a")
-    assert (pool.num_free, pool.num_cached) == (4, 2)
+    assert (pool.num_free, len(pool._cached)) == (4, 2)
     assert pool.begin("b", [1, 2, 3, 4, 5]) == 4
     assert pool.block_table("b")[:2] == table
-    assert (pool.num_free, pool.num_cached) == (1, 0)
+    assert (pool.num_free, len(pool._cached)) == (1, 0)
 
 
 def test_the_least_recently_used_pages_go_first_and_the_last_of_a_prefix() -> None:
@@ -165,11 +165,11 @@ def test_a_cut_page_keeps_its_name_until_it_is_written() -> None:
     pool = grown(4, 4, a=range(12))
     pool.truncate("a", 6)
     assert pool.match_prefix(range(12)) == 12
-    assert pool.num_cached == 1
+    assert len(pool._cached) == 1
     assert pool.write("a", 2, [0, 0]) == Growth([], [])
     assert pool.match_prefix(range(12)) == 4
     assert pool.match_prefix([0, 1, 2, 3, 4, 5, 0, 0]) == 8
-    assert pool.num_cached == 0  # no name leads to the page behind
+    assert len(pool._cached) == 0  # no name leads to the page behind
     pool.check()
 
 
@@ -188,11 +188,11 @@ def test_of_pages_with_the_same_tokens_one_stays_cached() -> None:
     for name in "ab":
         pool.write(name, 4, [1, 2, 3, 4])
     pool.free("a")
-    assert (pool.num_cached, pool.match_prefix([1, 2, 3, 4])) == (0, 4)
+    assert (len(pool._cached), pool.match_prefix([1, 2, 3, 4])) == (0, 4)
     pool.free("b")
-    assert pool.num_cached == 2
+    assert len(pool._cached) == 2
     pool.write("c", 4, [1, 2, 3, 4])
-    assert (pool.num_cached, pool.match_prefix([1, 2, 3, 4])) == (0, 4)
+    assert (len(pool._cached), pool.match_prefix([1, 2, 3, 4])) == (0, 4)
     pool.check()
 
 
@@ -235,7 +235,7 @@ def test_of_the_heads_that_nobody_uses_the_least_recently_used_is_given_up() -> 
     pool.begin("c", [3, 9])
     pool.check()
     assert [pool.match_prefix([head, 7, 8]) for head in (1, 2)] == [2, 0]
-    assert pool.num_cached == 1
+    assert len(pool._cached) == 1
     pool.begin("d", [4, 9])  # all roots are in use: nothing enters the tree
     assert pool.match_prefix([4, 9]) == 0
     pool.free("b")
@@ -253,7 +253,7 @@ def test_a_page_in_use_may_outlive_its_head() -> None:
     pool.begin("c", [2, 9])
     pool.check()
     assert pool.match_prefix([1, 7, 8]) == 0
-    assert (pool.num_cached, len(pool.block_table("b"))) == (0, 2)
+    assert (len(pool._cached), len(pool.block_table("b"))) == (0, 2)
 
 
 def test_place_shares_pages_as_they_were() -> None:
