@@ -275,9 +275,11 @@ class PagedKVCache(NotCopied):
             plan: a plan of this model, with formats and bases, or the path of its file; "auto" as
                 of QuantizedCache.
             options: the other options of the class, except sizes. Unless device and exact_format
-                are given, the cache has the model's device and 16-bit dtype.
+                are given, the cache has the model's device and 16-bit dtype. accept_loss as of
+                QuantizedCache.
 
         Raises:
+            AccuracyError: as of QuantizedCache, where model is no config.
             ConfigError: model is neither a model of transformers nor a config, or an option is not
                 possible; or the model needs the other class (LatentPagedKVCache for latent
                 attention), which the message names.

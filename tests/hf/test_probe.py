@@ -15,7 +15,14 @@ pytest.importorskip("transformers")
 from safetensors.torch import save_file
 from tiny_models import tiny_model
 
-from kvquant import AccuracyError, CachedModel, ConfigError, QuantizedCache, RowFormat
+from kvquant import (
+    AccuracyError,
+    CachedModel,
+    ConfigError,
+    PagedKVCache,
+    QuantizedCache,
+    RowFormat,
+)
 from kvquant.engine.settings import Settings, tell_settings
 from kvquant.hf.models import probe
 from kvquant.hf.models.fingerprint import fingerprint_of
@@ -49,11 +56,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def make(way: str, model: CachedModel, **options: Any) -> Any:
     if way == "CachedModel":
         return model.new_cache(1, 16, **options)
+    if way == "PagedKVCache":
+        return PagedKVCache.for_model(model.model, 4, max_num_seqs=2, **options)
     model.model.set_attn_implementation("kvquant")
     return QuantizedCache(model.model, **options)
 
 
-@pytest.mark.parametrize("way", ["CachedModel", "QuantizedCache"])
+@pytest.mark.parametrize("way", ["CachedModel", "QuantizedCache", "PagedKVCache"])
 def test_rows_that_ruin_a_model_are_refused(way: str, folder: Path) -> None:
     model = biased()
     weights = {name: x.clone() for name, x in model.model.state_dict().items()}
@@ -69,7 +78,7 @@ def test_rows_that_ruin_a_model_are_refused(way: str, folder: Path) -> None:
         make(way, model, k_format="int4", v_format="int8")
 
 
-@pytest.mark.parametrize("way", ["CachedModel", "QuantizedCache"])
+@pytest.mark.parametrize("way", ["CachedModel", "QuantizedCache", "PagedKVCache"])
 def test_rows_of_8_bits_are_not_probed(way: str, folder: Path) -> None:
     with mock.patch.object(probe, "observe", side_effect=AssertionError):
         make(way, biased(), k_format="int8", v_format="int2")

@@ -40,8 +40,9 @@ def command_of(text: str, storage: Path) -> list[str]:
     assert found is not None
     words = shlex.split(found[1].replace("\\\n", " "))
     adapter = words[words.index("--l2-adapter") + 1]
-    assert '"base_path": "/cache"' in adapter and '"k_format": "int4-g4"' in adapter
-    changed = adapter.replace("/cache", str(storage)).replace("int4-g4", "int8")
+    assert '"base_path": "/cache"' in adapter and '"type": "kvquant"' in adapter
+    changed = adapter.replace("/cache", str(storage))
+    changed = changed.replace('"kvquant"', '"kvquant", "k_format": "int8", "v_format": "int8"')
     words[words.index(adapter)] = changed
     words[words.index("--l1-size-gb") + 1] = "1"
     return [sys.executable, *words[1:]]

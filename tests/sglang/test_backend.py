@@ -7,6 +7,8 @@ stands for the graph.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -478,8 +480,14 @@ def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.arg_groups import model_hook
 
     told: list[Any] = []
-    monkeypatch.setattr(model_hook, "attention_backends_of", lambda view: view)
-    for view in (("kvquant", "kvquant"), ("fa3", "fa3")):
+    monkeypatch.setattr(model_hook, "attention_backends_of", lambda view: view.backends)
+    monkeypatch.setattr(plugin, "with_kept_plan", lambda given, source: given | {"plan": source})
+    monkeypatch.setenv(plugin.VARIABLE, '{"prompts": "rows"}')
+    for name in ("fa3", "kvquant"):
+        assert os.environ[plugin.VARIABLE] == '{"prompts": "rows"}'
+        view = SimpleNamespace(backends=(name, name), model_path="of a model")
         plugin._admit(view, lambda view: told.append(model_hook.attention_backends_of(view)))
-    assert told == [("triton", "triton"), ("fa3", "fa3")]
-    assert model_hook.attention_backends_of("kvquant") == "kvquant"
+    assert told == [("fa3", "fa3"), ("triton", "triton")]
+    assert model_hook.attention_backends_of(view) == ("kvquant", "kvquant")
+    # SGLang's other processes find the kept plan in their environment
+    assert json.loads(os.environ[plugin.VARIABLE]) == {"prompts": "rows", "plan": "of a model"}

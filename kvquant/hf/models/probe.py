@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...cache.contiguous import KVCache
 from ...debug import is_recorded
 from ...errors import AccuracyError, KVQuantError, UnsupportedModelError
 from ...rows.format import RowFormat
@@ -40,7 +39,7 @@ log = logging.getLogger("kvquant")
 _figures: WeakKeyDictionary[Any, dict[tuple[str, ...], float | None]] = WeakKeyDictionary()
 
 
-def check_accuracy(model: Any, cache: KVCache, layers: CacheLayers) -> None:
+def check_accuracy(model: Any, cache: Any, layers: CacheLayers) -> None:
     """Raise if K rows of few bits ruin what a model's attention reads, and warn if they may.
 
     Rows of more than 4 bits are not looked at, which costs nothing. Latent rows and models that
@@ -48,7 +47,8 @@ def check_accuracy(model: Any, cache: KVCache, layers: CacheLayers) -> None:
 
     Args:
         model: of transformers.
-        cache: one for it, made without a plan; its formats are looked at.
+        cache: one for it, made without a plan, or the rows of a paged one; its formats are looked
+            at.
         layers: of the cache.
 
     Raises:
