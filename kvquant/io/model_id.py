@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 from ..errors import CheckpointError, ConfigError
 
 WEIGHTS = "_weights"  # where a config has the fingerprint of the weights; transformers has no such
+# there if the weights are in float16: rounded from float32 they have another fingerprint
+HALF = "_float16"
+log = logging.getLogger("kvquant")
 
 # what a config says of the program that runs the model, not of the keys and values that come out
 _VOLATILE = {
@@ -74,7 +78,8 @@ def check_identity(
 ) -> None:
     """Raise CheckpointError unless model_identity of a config is what was saved.
 
-    Weights are compared where both sides know theirs: older files and engines do not.
+    Weights are compared where both sides know theirs: older files and engines do not. Where they
+    are in float16 a difference is warned of only, for it may be that of rounding.
 
     Args:
         saved: a model_identity.
@@ -86,7 +91,15 @@ def check_identity(
     given = model_identity(config)
     for key, name in (("sha256", "config"), ("weights", "weights")):
         ours, theirs = saved.get(key), given.get(key)
-        if ours and theirs and ours != theirs:
+        if not ours or not theirs or ours == theirs:
+            continue
+        if key == "weights" and config.get(HALF):
+            log.warning(
+                "kvquant: %s weights %s, and these are %s: in float16 only you know whether they "
+                "are the same ones, rounded",
+                *(what, ours[:12], theirs[:12]),
+            )
+        else:
             raise CheckpointError(
                 f"{what} a {saved['type']!r:.40} model with {name} {ours[:12]}, not {to} this "
                 f"{given['type']!r:.40} model with {name} {theirs[:12]}: {advice}"

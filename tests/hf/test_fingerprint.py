@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,21 @@ def test_folded_models_keep_their_fingerprint() -> None:
     assert projection.bias is not None
     assert fingerprint(model.model) == before
     model.new_cache(1, 8, plan=plan)
+
+
+def test_weights_that_were_rounded_to_float16_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """float32 to float16 to bfloat16 rounds twice: the fingerprint may differ, and nobody can tell
+    such a model from another one."""
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    half = copy.deepcopy(whole).to(torch.float16)
+    plan = toy_plan(CachedModel(whole).config_dict)
+    assert fingerprint(half) != fingerprint(whole)
+    CachedModel(half).new_cache(1, 8, plan=plan)
+    assert "in float16 only you know" in caplog.text
+    with torch.no_grad():
+        whole.lm_head.weight.mul_(2)
+    with pytest.raises(CheckpointError, match="with weights"):
+        CachedModel(whole).new_cache(1, 8, plan=plan)

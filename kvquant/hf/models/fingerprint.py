@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedModelError
-from ...io.model_id import WEIGHTS
+from ...io.model_id import HALF, WEIGHTS
 from ...io.model_source import is_gguf
 from .loading import empty_model, load, located, stored_tensors
 
@@ -67,7 +67,8 @@ def identified(model: Any) -> dict[str, Any]:
     which is warned of: plans and files are then compared with the config alone."""
     config: dict[str, Any] = model.config.to_dict()
     try:
-        return {**config, WEIGHTS: fingerprint(model)}
+        half = {HALF: True} if model.dtype == torch.float16 else {}
+        return {**config, WEIGHTS: fingerprint(model), **half}
     except UnsupportedModelError as error:
         log.warning("kvquant: plans and files cannot be compared with these weights: %s", error)
         return config
