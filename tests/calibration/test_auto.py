@@ -22,7 +22,7 @@ from kvquant.calibration.windows import (
     spread,
     too_little,
 )
-from kvquant.engine.settings import Settings, _kept_plan, with_kept_plan
+from kvquant.engine.settings import Settings, _kept_plan, tell_settings, with_kept_plan
 from kvquant.errors import CheckpointError, ConfigError
 from kvquant.io import plan_store
 from kvquant.io.model_id import model_identity
@@ -192,6 +192,28 @@ def test_one_set_of_weights_with_two_configs_has_two_plans(
     for _ in range(2):
         assert QuantizedCache(model.model, plan="auto")._outline.bases
     assert len(made) == 2
+
+
+def test_a_plan_of_other_weights_is_refused_at_every_door(
+    model: CachedModel, made: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto.auto_plan(model)
+    path = str(place_of(model_identity(model.config_dict)))
+    tell_settings(Settings.parse({"plan": path}), str(MODEL))
+    tell_settings(Settings.parse({"plan": path}), "owner/name")  # nothing is downloaded
+    with torch.no_grad():
+        model.model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    model.model.save_pretrained(tmp_path / "other")
+    model.model.set_attn_implementation("kvquant")
+    for door in (
+        lambda: QuantizedCache(model.model, plan=path),
+        lambda: PagedKVCache.for_model(model.model, 4, max_num_seqs=2, plan=path),
+        lambda: tell_settings(Settings.parse({"plan": path}), str(tmp_path / "other")),
+    ):
+        with pytest.raises(CheckpointError, match=r"for (a 'llama' model with )?weights"):
+            door()
+    tell_settings(Settings.parse({"plan": path}), str(tmp_path))  # no model: said, and no error
+    assert "was not compared with the weights" in caplog.text
 
 
 def test_what_cannot_have_a_plan_is_known_before_one_is_made(
