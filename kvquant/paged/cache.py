@@ -261,6 +261,7 @@ class PagedKVCache(NotCopied):
         *,
         max_seq_len: int = MAX_SEQ_LEN,
         plan: ModelPlan = None,
+        accept_loss: bool = False,
         **options: Any,
     ) -> Self:
         """Make an empty cache with the layers, KV heads and windows of a model of transformers.
@@ -275,8 +276,8 @@ class PagedKVCache(NotCopied):
             plan: a plan of this model, with formats and bases, or the path of its file; "auto" as
                 of QuantizedCache.
             options: the other options of the class, except sizes. Unless device and exact_format
-                are given, the cache has the model's device and 16-bit dtype. accept_loss as of
-                QuantizedCache.
+                are given, the cache has the model's device and 16-bit dtype.
+            accept_loss: as of QuantizedCache.
 
         Raises:
             AccuracyError: as of QuantizedCache, where model is no config.
@@ -296,8 +297,12 @@ class PagedKVCache(NotCopied):
             (4, [512, 512, 512, 512, 512, None])
         """
         from ..hf.models.configs import new_paged_cache
+        from ..hf.models.probe import check_paged
 
+        check_flag("accept_loss", accept_loss)
         made: Self = new_paged_cache(cls, model, num_pages, max_seq_len, plan=plan, **options)
+        if not accept_loss:
+            check_paged(model, made)
         return made
 
     @classmethod

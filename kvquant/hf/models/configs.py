@@ -22,7 +22,7 @@ from ...cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
 from ...cache.latent import LatentFormats, LatentKVCache
 from ...errors import ConfigError, UnsupportedModelError
 from ...io.plan import CachePlan, ModelPlan, Plan, as_plan
-from ...rows.arguments import check_flag, check_size, name_of_kind
+from ...rows.arguments import check_size, name_of_kind
 from ...rows.codec import one_of
 from ...rows.defaults import RECENT, SINKS
 from ...rows.format import HEAD_DIMS
@@ -337,16 +337,14 @@ def new_paged_cache(
     *,
     plan: ModelPlan = None,
     fmt: LatentFormats | None = None,
-    accept_loss: bool = False,
     **options: Any,
 ) -> Any:
     """An empty paged cache of a model's layers; see PagedKVCache.for_model.
 
     Args:
         kind: PagedKVCache or LatentPagedKVCache.
-        model, num_pages, max_seq_len, plan, fmt, accept_loss, options: as there.
+        model, num_pages, max_seq_len, plan, fmt, options: as there.
     """
-    check_flag("accept_loss", accept_loss)
     config: Any = getattr(model, "config", None) if isinstance(model, torch.nn.Module) else model
     if not hasattr(config, "get_text_config"):
         raise ConfigError(
@@ -373,14 +371,9 @@ def new_paged_cache(
             )
         own["device"] = devices.pop()
     from ..plans import plan_of_model
-    from .probe import check_accuracy
 
     found = plan_of_model(plan, model, {**options, "fmt": fmt})
-    made = _made(kind, config, layers, found, fmt, own | options)
-    is_probed = model is not config and not layers.are_latent and not accept_loss
-    if is_probed and found is None and options.get("bases") is None:
-        check_accuracy(model, made.rows, layers)
-    return made
+    return _made(kind, config, layers, found, fmt, own | options)
 
 
 def _made(

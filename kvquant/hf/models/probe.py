@@ -31,7 +31,7 @@ from ...rows.probe import (
     divergence,
     loss_of,
 )
-from .configs import CacheLayers, input_device
+from .configs import CacheLayers, cache_layers, input_device, layers_of_rank
 from .fingerprint import fingerprint, fingerprint_of
 from .observe import observe
 
@@ -54,8 +54,10 @@ def check_accuracy(model: Any, cache: Any, layers: CacheLayers) -> None:
     Raises:
         AccuracyError: the figure is over the limit.
     """
+    if layers.are_latent or layers.ranks > 1:
+        return
     formats = [layer.k_format for layer in cache.layers]
-    if layers.are_latent or min(fmt.bits for fmt in formats) > FEW_BITS or layers.ranks > 1:
+    if min(fmt.bits for fmt in formats) > FEW_BITS:
         return
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     device, names = input_device(model), tuple(map(str, formats))
@@ -83,6 +85,13 @@ def check_accuracy(model: Any, cache: Any, layers: CacheLayers) -> None:
         raise AccuracyError(f"{found}. {ways}. accept_loss=True makes the cache all the same")
     if is_new:
         log.warning("kvquant: %s. %s", found, ways)
+
+
+def check_paged(model: Any, paged: Any) -> None:
+    """As check_accuracy, of a paged cache that was made for a model; a config is not probed."""
+    if isinstance(model, torch.nn.Module) and paged.bases is None:
+        layers = cache_layers(model.config, longest=paged.max_seq_len)
+        check_accuracy(model, paged.rows, layers_of_rank(model, layers))
 
 
 def kept_figure(source: str | Path, k_format: str) -> float | None:
