@@ -24,6 +24,7 @@ from kvquant.calibration.windows import LEAST_PASSAGES, LEAST_SCORED, spread
 from kvquant.errors import ConfigError, NonFiniteError
 from kvquant.hf.models.configs import CacheLayers, cache_layers, new_cache
 from kvquant.io.plan import CachePlan
+from kvquant.io.plan_store import RUINED, SAFE
 from kvquant.rows.defaults import RECENT, SINKS, default_format
 from kvquant.rows.quantize import exact_codec
 from kvquant.text import Column, paragraph, render_table, size_text
@@ -32,8 +33,6 @@ from .caches import parse_cache
 from .evaluate import HELD_OUT
 
 LENGTHS = 4096, 32768  # tokens of the sequences whose bytes are told
-# KL: up to SAFE no answer of HumanEval was lost beyond the noise of 16 bit, from RUINED on many
-SAFE, RUINED = 0.01, 0.1
 SAFE_WORD, SMALL, RUIN, CLOSE = "safe", "small loss", "do not use", "too close to tell"
 CONTEXT, SCORED, SAMPLES = 1024, 64, 8
 # a shorter prompt would have more tokens in 16 bit than in packed rows, which alone lose anything

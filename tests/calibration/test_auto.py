@@ -129,7 +129,7 @@ def test_a_plan_that_costs_too_much_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(plan_store, "MOST_KL", 0.0)
+    monkeypatch.setattr(plan_store, "SAFE", 0.0)
     cache = model.new_cache(1, 64, plan="auto")
     assert cache.bases is None and "the default formats are taken" in caplog.text
     plain = model.new_cache(1, 64).layers[0]
