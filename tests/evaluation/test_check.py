@@ -22,8 +22,6 @@ from kvquant.evaluation.check import (
     CLOSE,
     ENOUGH,
     RUIN,
-    RUINED,
-    SAFE,
     SAFE_WORD,
     SMALL,
     best,
@@ -37,6 +35,7 @@ from kvquant.evaluation.evaluate import HELD_OUT
 from kvquant.hf.hybrid import load_decoder
 from kvquant.hf.model import CachedModel
 from kvquant.hf.models.configs import cache_layers
+from kvquant.io.plan_store import RUINED, SAFE
 from kvquant.rows.defaults import RECENT, SINKS, default_format
 
 MODEL = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
