@@ -9,8 +9,7 @@ KVQuantError
 ├── UnsupportedError  (NotImplementedError)  what this version or this machine cannot do
 │   └── UnsupportedModelError                a model that cannot decode from a KVCache
 ├── DeviceError       (RuntimeError)         tensors on the wrong device, or no backend for theirs
-├── OutOfPagesError   (RuntimeError)         a paged cache has too few pages or sequence slots
-└── InvariantError    (AssertionError)       bookkeeping that contradicts itself: our defect
+└── OutOfPagesError   (RuntimeError)         a paged cache has too few pages or sequence slots
 """
 
 from __future__ import annotations
@@ -101,7 +100,3 @@ class DeviceError(KVQuantError, RuntimeError):
 
 class OutOfPagesError(KVQuantError, RuntimeError):
     """More pages or sequence slots are needed than can be taken; nothing was changed."""
-
-
-class InvariantError(KVQuantError, AssertionError):
-    """The bookkeeping contradicts itself: a defect of kvquant."""

@@ -28,7 +28,7 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
     "io": f"version {BASE} text rows ops cache paged kernels.disk_cache",
     "html": "errors",
     "hf": f"{BASE} rows ops cache io",
-    "engine": f"{BASE} rows ops cache io",
+    "engine": f"{BASE} rows ops cache io kernels.disk_cache",
     "vllm": f"{BASE} rows engine",
     "sglang": f"{BASE} rows engine",
     "lmcache": f"{BASE} rows ops io engine",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +25,7 @@ from ..errors import (
 from ..io.model_id import WEIGHTS, model_identity
 from ..io.plan import AUTO, CachePlan, as_plan
 from ..io.plan_store import costs_too_much, place_of, stored_plan
+from ..kernels.disk_cache import locked
 from ..rows.basis import LayerBasis
 from ..rows.defaults import DEFAULT, default_format
 from ..rows.format import RowFormat, check_head_dims
@@ -202,14 +206,16 @@ class LatentSettings:
 def with_kept_plan(given: Any, source: str) -> Any:
     """What a user gives, with the path of the model's kept plan in the place of "plan": "auto".
 
-    An engine makes no plan: it reserves the GPU's memory when it starts.
+    If none is kept, `kvquant calibrate` makes one, before the engine loads the model. Other
+    processes that ask for the same plan wait.
 
     Args:
         given: as of Settings.parse.
         source: the model's folder, GGUF file or name on the hub.
 
     Raises:
-        ConfigError: no plan is kept for the model, it costs too much, or formats are given, too.
+        ConfigError: no plan could be made for the model, it costs too much, or formats are given,
+            too.
     """
     if not isinstance(given, dict) or given.get("plan") != AUTO:
         return given
@@ -227,15 +233,32 @@ def _kept_plan(source: str) -> str:
     identity = model_identity({**load_config(source).to_dict(), WEIGHTS: fingerprint_of(source)})
     path, plan = place_of(identity), stored_plan(identity)
     if plan is None:
-        raise ConfigError(
-            f'"plan" is "auto", and no plan of {source} is kept: run `kvquant calibrate {source}` '
-            "once, and start the engine again"
-        )
+        with locked(path):
+            plan = stored_plan(identity) or _made_plan(source, identity)
     if reason := costs_too_much(plan):
         raise ConfigError(f'{reason} ({path}): leave "plan" out, which gives the default formats')
     bare = plan.facts["measured"]["kl"]
     log.info("kvquant: plan taken from %s: KL %.2g nats per token without 16-bit rows", path, bare)
     return str(path)
+
+
+def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
+    """Make and keep a model's plan, in a process that gives its memory back when it ends."""
+    command = [sys.executable, "-m", "kvquant", "calibrate", source]
+    log.warning(
+        "kvquant: making a plan of %s, which takes minutes: %s", source, shlex.join(command)
+    )
+    ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: they would calibrate together
+    alone = {name: value for name, value in os.environ.items() if name not in ranks}
+    code = subprocess.run(command, env=alone, stdin=subprocess.DEVNULL, check=False).returncode
+    plan = stored_plan(identity)
+    if plan is None:
+        raise ConfigError(
+            f'"plan" is "auto", no plan of {source} is kept, and `kvquant calibrate {source}` made '
+            f"none (exit status {code}, its words are above): run it where the model has room, and "
+            "start the engine again"
+        )
+    return plan
 
 
 def rank_heads(total: int, rank: int, ranks: int) -> list[int]:

@@ -35,7 +35,7 @@ from ..rows.quantize import check_dtype
 from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
 from .pool import SequenceId
-from .prefix_tree import Origin, invariant, whole_number
+from .prefix_tree import Origin, whole_number
 from .state import (
     PagedState,
     Step,
@@ -936,19 +936,6 @@ class PagedKVCache(NotCopied):
         except NonFiniteError as error:
             error.sequences = tuple(bad)
             raise
-
-    def check_invariants(self) -> None:
-        """Look through all the bookkeeping, in time proportional to the cache.
-
-        Raises:
-            InvariantError: something contradicts something else; the message says what.
-        """
-        self.state.check()
-        swapping_out = [i for i in self.state.ids if isinstance(i, Swapped)]
-        invariant(
-            swapping_out == self.swap_space.swapping_out,
-            "sequences being swapped out are not those that hold pages",
-        )
 
     def like(
         self, layers: Sequence[int], num_pages: int, max_num_seqs: int, device: torch.device | str

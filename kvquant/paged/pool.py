@@ -34,7 +34,6 @@ from .prefix_tree import (
     PrefixNode,
     PrefixRoot,
     PrefixTree,
-    invariant,
     token_ids,
     whole_number,
 )
@@ -477,53 +476,6 @@ class PagePool:
         self._tree = PrefixTree(*self._tree_sizes)
         for window, seen in zip(self.windows, self._in_sight(), strict=True):
             window.rebuild(seen)
-
-    def check(self) -> None:
-        """Look through all the bookkeeping, in time proportional to the pool.
-
-        Raises:
-            InvariantError: something contradicts something else; the message says what.
-        """
-        uses = seen_by(sequence.pages for sequence in self._sequences.values())
-        places = sorted([*self._free, *self._cached, *uses])
-        invariant(places == list(range(self.num_pages)), "a page is in no state or in two")
-        invariant(
-            self._references == [uses[page] for page in places], "references are not the uses"
-        )
-        self._tree.check()
-        in_tree = {p for p, node in enumerate(self._tree.node_of_page) if node is not None}
-        for page in in_tree:
-            # a window takes frames away: then a cached page may be of no more use than its twin
-            is_twin = not self.windows and self._is_spare(page)
-            cached = page in self._cached and not is_twin
-            invariant(
-                uses[page] or cached, f"page {page} is in the tree, but free or a cached twin"
-            )
-        invariant(self._cached.keys() <= in_tree, "a page is cached outside the tree")
-        for window, seen in zip(self.windows, self._in_sight(), strict=True):
-            window.check(seen + Counter(self._sources), in_tree)
-        invariant(self.num_left()[0] >= 0, "more pages are reserved than can be taken")
-        roots = Counter(id(s.root) for s in self._sequences.values() if s.root is not None)
-        held = {id(root): root.uses for root in self._tree.roots.values() if root.uses}
-        invariant(roots == held, "the uses of a root are not its sequences")
-        for sequence_id, sequence in self._sequences.items():
-            pages, size = sequence.pages, self.page_size
-            invariant(
-                len(pages) == -(-sequence.length // size), f"{shown(sequence_id)}: length or pages"
-            )
-            invariant(len(set(pages)) == len(pages), f"{shown(sequence_id)} has a page twice")
-            for window, first in zip(self.windows, sequence.dropped, strict=True):
-                fits = first <= window.first_seen(sequence.length)
-                invariant(fits, f"{shown(sequence_id)}: dropped pages")
-            invariant(
-                sequence.in_tree * size <= sequence.length,
-                f"{shown(sequence_id)}: too many pages in the tree",
-            )
-            root = sequence.root
-            fits = root is None or root.namespace == sequence.origin.namespace
-            invariant(fits, f"{shown(sequence_id)}: namespace")
-            follow = self._tree.follow(root, pages[: sequence.in_tree])
-            invariant(follow, f"{shown(sequence_id)}: pages not in order")
 
     def _get(self, sequence_id: SequenceId) -> _Sequence:
         try:

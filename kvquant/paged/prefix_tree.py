@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ..errors import ConfigError, InvariantError, shown
+from ..errors import ConfigError, shown
 
 Tokens: TypeAlias = "tuple[int, ...]"
 RootKey: TypeAlias = "tuple[str | None, Tokens]"
@@ -242,32 +242,6 @@ class PrefixTree:
             root = node
         return True
 
-    def check(self) -> None:
-        """Raise InvariantError if something contradicts something else."""
-        nodes = [node for root in self.roots.values() for node in root.tree()]
-        held = sorted((page, id(node)) for node in nodes for page in node.pages)
-        listed = [
-            (page, id(node)) for page, node in enumerate(self.node_of_page) if node is not None
-        ]
-        invariant(held == listed, "pages and nodes do not agree")
-        for node in nodes:
-            fits = all(c.parent is node and c.tokens == t for t, c in node.children.items())
-            invariant(
-                fits and bool(node.pages) != isinstance(node, PrefixRoot), "a node has no page"
-            )
-        follow = [(before, page) for page, before in enumerate(self.before) if before is not None]
-        after = [(before, page) for before, pages in self._after.items() for page in pages]
-        invariant(sorted(follow) == sorted(after), "pages do not know what follows them")
-        for page, found in enumerate(self.node_of_page):
-            before = self.before[page]
-            parent = None if found is None or isinstance(found.parent, PrefixRoot) else found.parent
-            leads = None if before is None else self.node_of_page[before]
-            invariant(leads is parent, f"page {page} does not follow the page before it")
-        named = all((root.namespace, root.tokens) == key for key, root in self.roots.items())
-        invariant(named, "a root stands under another key")
-        places = [*self._free_places, *(root.place for root in self.roots.values())]
-        invariant(sorted(places) == list(range(len(places))), "two roots have one place")
-
     def _forget(self, node: PrefixNode) -> list[int]:
         """Take all pages of a subtree out of the tree, and list them."""
         reclaimed = [page for below in node.tree() for page in below.pages]
@@ -275,12 +249,6 @@ class PrefixTree:
             self.node_of_page[page] = self.before[page] = None
             self._after.pop(page, None)
         return reclaimed
-
-
-def invariant(condition: object, what: str) -> None:
-    """Raise InvariantError, with the words for what is wrong, unless the condition holds."""
-    if not condition:
-        raise InvariantError(f"{what}: please report this")
 
 
 def token_ids(tokens: Iterable[int]) -> list[int]:

@@ -16,7 +16,7 @@ from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
 from ..rows.arguments import check_kind, is_whole
 from ..rows.slots import Ints, Split, TokenSlots, token_slots
 from .pool import Growth, PagePool, SequenceId
-from .prefix_tree import Origin, invariant, token_ids, whole_number
+from .prefix_tree import Origin, token_ids, whole_number
 from .window_pages import WindowPages, held_pages
 
 MAX_ID_BITS = 1024  # of an id that is a number
@@ -562,36 +562,6 @@ class PagedState(NotCopied):
         same = self.packed_lens[step.seq_slots] == step.packed_lens
         sure = np.minimum(step.lengths, self.split.sink_len + step.packed_lens)
         return np.minimum(self.lengths[step.seq_slots], np.where(same, step.lengths, sure))
-
-    def check(self) -> None:
-        """Look through all the bookkeeping, in time proportional to the cache.
-
-        Raises:
-            InvariantError: something contradicts something else; the message says what.
-        """
-        self.pool.check()
-        invariant(set(self.pool.ids) == set(self._seq_slots), "the pool has other sequences")
-        seq_slots = sorted([*self._free_seq_slots, *self._seq_slots.values()])
-        invariant(
-            seq_slots == list(range(len(self.lengths))),
-            "a sequence slot is free and taken, or neither",
-        )
-        for sequence_id, seq_slot in self._seq_slots.items():
-            length, packed = int(self.lengths[seq_slot]), int(self.packed_lens[seq_slot])
-            most = max(length - self.split.sink_len, 0)
-            fits = max(most - self.split.recent_len, 0) <= packed <= most
-            invariant(fits and length <= self.max_seq_len, f"{shown(sequence_id)}: packed tokens")
-            invariant(
-                packed == self.pool.length(sequence_id), f"{shown(sequence_id)}: tokens in pages"
-            )
-            table = self.pool.block_table(sequence_id)
-            invariant(
-                (self.tables[seq_slot, : len(table)] == table).all(), f"{shown(sequence_id)}: table"
-            )
-            invariant(len(self._tokens[seq_slot]) <= length, f"{shown(sequence_id)}: known tokens")
-            kept = packed - int(self.exact_firsts[seq_slot])
-            fits = not self.rollback_len or 0 <= kept <= self.rollback_len
-            invariant(fits, f"{shown(sequence_id)}: 16-bit rows kept")
 
     def _check_seq_slots(self, ids: Sequence[SequenceId]) -> None:
         for sequence_id in ids:

@@ -18,9 +18,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from ..errors import shown
-from .prefix_tree import invariant
-
 
 class WindowPages:
     """Frames of the layers of one window.
@@ -111,21 +108,6 @@ class WindowPages:
         used = set(self.frames.tolist())
         self._free = [frame for frame in reversed(range(self.num_frames)) if frame not in used]
         self._kept = OrderedDict()
-
-    def check(self, seen: Counter[int], in_tree: set[int]) -> None:
-        """Raise InvariantError if something contradicts something else; seen as in rebuild."""
-        name = f"the window of {self.window} tokens"
-        for page, count in enumerate(self._seen):
-            invariant(count == seen[page], f"{name}: {shown(page)} is not seen so often")
-        shared = sum(count > 1 for count in self._seen)
-        invariant(self._num_shared == shared, f"{name}: pages that several see")
-        held = {page for page, count in enumerate(self._seen) if count}
-        has_frame = set(np.flatnonzero(self.frames >= 0).tolist())
-        invariant(held | self._kept.keys() == has_frame, f"{name}: pages with frames")
-        invariant(not held & self._kept.keys(), f"{name}: a page is seen, and could be taken")
-        invariant(self._kept.keys() <= in_tree, f"{name}: a page is kept that nobody finds")
-        frames = sorted([*self._free, *(int(self.frames[page]) for page in has_frame)])
-        invariant(frames == list(range(self.num_frames)), f"{name}: a frame is lost, or has two")
 
 
 def first_seen(length: int, window: int, page_size: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,10 +166,23 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(
 def test_an_engine_takes_what_is_kept(
     model: CachedModel, made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"plan": "auto"}
-    with pytest.raises(ConfigError, match=r"run `kvquant calibrate .*llama-demo-5m` once"):
+    given, commands = {"plan": "auto"}, []
+
+    def run(command: list[str], *, env: dict[str, str], **others: Any) -> Any:
+        commands.append(command[1:])
+        assert env["KVQUANT_CACHE_DIR"] and "RANK" not in env
+        if len(commands) > 1:
+            auto.auto_plan(model)
+        return SimpleNamespace(returncode=len(commands))
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("subprocess.run", run)
+    # the command locks nothing that the engine has locked
+    monkeypatch.setattr(auto, "locked", lambda path: nullcontext())
+    with pytest.raises(ConfigError, match=r"`kvquant calibrate .*llama-demo-5m` made none .*us 1,"):
         with_kept_plan(given, str(MODEL))
-    auto.auto_plan(model)
+    assert with_kept_plan(given, str(MODEL)) and len(made) == 1
+    assert commands == 2 * [["-m", "kvquant", "calibrate", str(MODEL)]]
     found = with_kept_plan(given, str(MODEL))
     assert given == {"plan": "auto"}  # a second engine of this process asks again
     assert found == {"plan": str(place_of(model_identity(model.config_dict)))}
@@ -181,6 +196,15 @@ def test_an_engine_takes_what_is_kept(
     _kept_plan.cache_clear()
     with pytest.raises(ConfigError, match=r"costs a KL of .*leave \"plan\" out"):
         with_kept_plan(given, str(MODEL))
+
+
+@pytest.mark.slow  # 30 s
+def test_an_engine_makes_a_plan(caplog: pytest.LogCaptureFixture) -> None:
+    _kept_plan.cache_clear()
+    found = with_kept_plan({"plan": "auto"}, str(MODEL))
+    assert "which takes minutes" in caplog.text
+    facts = CachePlan.load(found["plan"]).facts
+    assert facts["model"]["weights"] == fingerprint(CachedModel.from_pretrained(MODEL).model)
 
 
 def test_one_set_of_weights_with_two_configs_has_two_plans(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from invariants import check_invariants
 from latent_pages import FORMATS, from_plan, make, new_rows
 from latent_plans import latent_plan
 from paged_cases import begin, extend, same, values
@@ -52,7 +53,7 @@ def test_a_round_trip_is_bit_exact_and_goes_on(
     other = LatentPagedBatch(make(**options), 4, 100)
     begin(other, "c", 30)  # so that pages and sequence slots are others
     assert load_sequences(other.cache, path) == ["b", 7, "a"]
-    other.cache.check_invariants()
+    check_invariants(other.cache)
     assert other.cache.match_prefix(range(60)) == batch.cache.match_prefix(range(60)) > 0
     for name in ("a", "b", 7):
         assert same(values(other.cache, name), [x.cpu() for x in values(batch.cache, name)])
@@ -183,7 +184,7 @@ def golden() -> LatentPagedKVCache:
 def test_golden_file_of_version_3_still_loads() -> None:
     fresh, loaded = golden(), make(fmt=["int4-g8+fp8-g4", "int8-g4"])
     assert load_sequences(loaded, GOLDEN, model={"model_type": "deepseek_v3"}) == ["a", 7]
-    loaded.check_invariants()
+    check_invariants(loaded)
     for name in ("a", 7):
         assert same(values(loaded, name), values(fresh, name))
         assert loaded.state.tokens(name) == fresh.state.tokens(name)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import same, values
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -135,7 +136,7 @@ def test_pages_are_shared_only_by_sequences_that_agree(name: str, tmp_path: Path
     with pytest.raises(CheckpointError):
         load_sequences(cache, forge(tmp_path / "x.safetensors", REFUSED[name]))
     assert (cache.ids, cache.num_free_pages, cache.num_free_seq_slots) == ([], 8, 6)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_an_id_that_no_cache_takes_is_told_of_the_file(tmp_path: Path) -> None:
@@ -178,12 +179,12 @@ def test_a_page_keeps_its_name_when_another_is_wanted_for_it() -> None:
     cache = make()
     cache.state.place(["a", "b"], [16, 16], [16, 16], [[0], [0]], [ONES, TWOS])
     cache.insert_prefixes(["a", "b"])
-    cache.check_invariants()
+    check_invariants(cache)
     assert cache.match_prefix([*ONES, 0]) == PAGE and cache.match_prefix([*TWOS, 0]) == 0
     cache.free("a")
-    cache.check_invariants()
+    check_invariants(cache)
     cache.free("b")
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def tenant(cache: PagedKVCache, batch: PagedBatch, name: str, count: int) -> None:
@@ -223,7 +224,7 @@ def test_whatever_is_loaded_nobody_comes_to_rows_of_others(seed: int, tmp_path: 
             assert cache.ids == []
             continue
         taken += 1
-        cache.check_invariants()
+        check_invariants(cache)
         found = [cache.match_prefix([*one["tokens"], 9]) for one in sequences]
         for one, present in zip(sequences, found, strict=True):
             full = sinks + one["packed_len"] // PAGE * PAGE
@@ -232,22 +233,22 @@ def test_whatever_is_loaded_nobody_comes_to_rows_of_others(seed: int, tmp_path: 
             if cache.can_append([one["id"]]):
                 with batch.extend([one["id"]], 1):
                     batch.append(0, *torch.full((2, 1, 1, DIM), 5.0).bfloat16())
-            cache.check_invariants()
+            check_invariants(cache)
         draw.shuffle(sequences)
         for one in sequences:
             cache.free(one["id"])
-            cache.check_invariants()
+            check_invariants(cache)
         tenant(cache, batch, "tenant", 60)
         for one in sequences:
             present = cache.allocate("stranger", [*one["tokens"], 9])
             for x in values(cache, "stranger"):
                 assert not (x[:, :present].round() == 42).any()
-            cache.check_invariants()
+            check_invariants(cache)
             cache.free("stranger")
         cache.free("tenant")
         for other in "xy":
             tenant(cache, batch, other, 30)
-            cache.check_invariants()
+            check_invariants(cache)
             cache.free(other)
         assert cache.num_free_pages == 8
     assert taken > 5

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import (
     DIM,
     HEADS,
@@ -72,7 +73,7 @@ def test_bytes_are_those_of_the_cpu(lengths: tuple[int, int], kind: str) -> None
     for name in ("a", "b", "c"):
         ours, theirs = (values(batch.cache, name) for batch in batches)
         assert same([x.cpu() for x in theirs], ours)
-    batches[1].cache.check_invariants()
+    check_invariants(batches[1].cache)
 
 
 @pytest.mark.parametrize("windows", [None, [20, None]], ids=str)
@@ -110,7 +111,7 @@ def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
         ours, theirs = values(on_cpu.cache, name), values(cache, name)
         assert same([x.cpu() for x in theirs], ours)
     assert cache.bad_rows.tolist() == [0, 0]
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_the_host_may_run_ahead() -> None:
@@ -130,4 +131,4 @@ def test_the_host_may_run_ahead() -> None:
             k, _ = batch.cache.dequantized(name, layer)
             error = (k.transpose(0, 1) - rows[0, at].float()).abs().max()
             assert float(error) < 0.5
-    batch.cache.check_invariants()
+    check_invariants(batch.cache)

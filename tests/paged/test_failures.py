@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import (
     LAYERS,
     PAGE,
@@ -68,7 +69,7 @@ def test_a_step_that_fails_before_it_is_begun_is_undone(
         with pytest.raises(NoMemoryError):
             batch.extend(["a", "b", "c"], [5, 30, 1], range(36))
     assert seen(cache) == before
-    cache.check_invariants()
+    check_invariants(cache)
     extend(batch, ["a", "b", "c"], [5, 30, 1], range(36))
     kept = zip(values(cache, "c"), rows, strict=True)
     assert all(torch.equal(x[:, :40], y[:, :40]) for x, y in kept)
@@ -98,11 +99,11 @@ def test_a_step_that_was_not_begun_is_undone_without_loss(
         pass
     if cache.is_open(batch._step):
         cache.end_step(written=True)
-    cache.check_invariants()
+    check_invariants(cache)
     assert seen(cache)[0] == before[0]  # type: ignore[index]
     assert same(values(cache, "b"), rows)
     extend(batch, ["a", "b"], 1)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_copy_of_pages_takes_no_memory_of_their_size() -> None:
@@ -131,7 +132,7 @@ def test_a_fork_whose_exact_rows_are_not_copied_is_undone(monkeypatch: pytest.Mo
     with pytest.raises(NoMemoryError):
         cache.fork("a", "d")
     assert seen(cache) == before
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_sequence_whose_rows_do_not_come_back_stays_swapped_out(
@@ -147,7 +148,7 @@ def test_a_sequence_whose_rows_do_not_come_back_stays_swapped_out(
         with pytest.raises(NoMemoryError):
             cache.swap_in("a")
     assert seen(cache) == before
-    cache.check_invariants()
+    check_invariants(cache)
     cache.swap_in("a")
     assert same(values(cache, "a"), rows)
 
@@ -161,7 +162,7 @@ def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
     with pytest.raises(ConfigError, match=r"length .* use a whole number"):
         cache.state.pool.truncate("a", length)
     assert seen(cache) == before
-    cache.check_invariants()
+    check_invariants(cache)
     cache.truncate("a", np.int64(20))  # type: ignore[arg-type]
     assert type(cache.length("a")) is int
 
@@ -282,7 +283,7 @@ def test_a_bad_prefix_is_forgotten(where: str, monkeypatch: pytest.MonkeyPatch) 
     cache.free("a", forget=True)
     assert cache.match_prefix(range(60)) == 0
     assert cache.match_prefix([0, 1, 2, *range(50, 3, -1), 0]) == SINKS + 2 * PAGE
-    cache.check_invariants()
+    check_invariants(cache)
     begin(batch, "c", 60, range(60))
     cache.free("c")
     cache.allocate("d", range(60))
@@ -297,7 +298,7 @@ def test_what_others_share_is_not_forgotten() -> None:
     cache.free("b", forget=True)
     cache.free("c", forget=True)
     assert (cache.match_prefix(range(45)), cache.num_free_pages) == (0, 20)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_prompt_attends_to_rows_that_were_present() -> None:

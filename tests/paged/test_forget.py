@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import (
     LAYERS,
     PAGE,
@@ -57,7 +58,7 @@ def assert_nobody_begins_with_nan(batch: PagedBatch, tokens: list[int]) -> None:
         fill(batch, name, tokens)
         assert not has_nan(cache, name)
         cache.free(name)
-        cache.check_invariants()
+        check_invariants(cache)
     assert cache.match_prefix([*tokens, 0]) > 0
 
 
@@ -77,7 +78,7 @@ def test_nothing_of_a_forgotten_sequence_with_nan_is_found(
     if others != "fork" and others:
         cache.swap_out("fork" if "fork" in others else "bad")
     cache.free("bad", forget=True)
-    cache.check_invariants()
+    check_invariants(cache)
     assert_nobody_begins_with_nan(batch, PROMPT)
     if "fork" in others:
         if cache.swapped_ids:
@@ -231,11 +232,11 @@ def test_twins_are_found_as_one_chain_of_pages() -> None:
         assert table and table in [pages[name][: len(table)] for name in "ab"]
         assert present == SINKS + PAGE * len(table)
         cache.free("c")
-        cache.check_invariants()
+        check_invariants(cache)
     cache.free("a")  # its twin is there
     assert cache.match_prefix([*range(100), *range(200, 240)]) > 100
     cache.free("b")
-    cache.check_invariants()
+    check_invariants(cache)
     free = cache.num_free_pages
     begin(batch, "all", 140)
     begin(batch, "rest", 140)
@@ -295,5 +296,5 @@ def test_whoever_has_nan_is_named_and_nobody_else_comes_to_have_it() -> None:
         except OutOfPagesError:
             for other in cache.ids[:3]:
                 cache.free(other)
-        cache.check_invariants()
+        check_invariants(cache)
     assert named > 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import (
     DIM,
     HEADS,
@@ -134,7 +135,7 @@ def test_more_sequences_fit_into_the_same_bytes() -> None:
             extend(batch, [name], 100, rows=rows)
     with pytest.raises(OutOfPagesError, match="sequence slots are needed"):
         cache.allocate("one more")
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 17])
@@ -151,7 +152,7 @@ def test_steps_of_chunk_len_tokens_always_find_pages(count: int) -> None:
             extend(batch, [i], [chunk // 2])
     for _ in range(60):
         extend(batch, range(4), count, range(4 * count))
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_prompt_longer_than_its_chunk_is_refused_and_nothing_changes() -> None:
@@ -184,7 +185,7 @@ def test_a_prefix_is_found_as_far_as_all_windows_have_its_last_tokens() -> None:
     assert cache.match_prefix(short) == (150 - 1 - SINKS) // PAGE * PAGE + SINKS, "kept frames"
     present = cache.allocate("b", tokens)
     poison(cache)
-    cache.check_invariants()
+    check_invariants(cache)
     extend(batch, ["b"], 300 - present, tokens[present:])
     k, _ = whole(cache, "b")
     assert torch.equal(k[:, :present], whole(cache, "a")[0][:, :present])
@@ -196,7 +197,7 @@ def test_a_prefix_is_found_as_far_as_all_windows_have_its_last_tokens() -> None:
         extend(batch, ["c"], [20], range(start, start + 20))
     assert cache.match_prefix(short) == 0
     assert cache.match_prefix(tokens) >= full, "a sees its window"
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_prompt_is_found_again_where_its_first_writer_is_past_it() -> None:
@@ -216,7 +217,7 @@ def test_a_prompt_is_found_again_where_its_first_writer_is_past_it() -> None:
     present = cache.match_prefix(tokens)
     assert present == (100 - SINKS - RECENT) // PAGE * PAGE + SINKS
     cache.free("b")
-    cache.check_invariants()
+    check_invariants(cache)
     assert cache.allocate("c", tokens) == present
     found = whole(cache, "c")
     assert torch.equal(found[0][:, SINKS:], expected[0][:, SINKS:present])
@@ -236,7 +237,7 @@ def test_drafts_are_taken_back_at_windows() -> None:
         for batch in (ours, theirs):
             extend(batch, ["a"], 2, rows=rows)
         poison(ours.cache)
-        ours.cache.check_invariants()
+        check_invariants(ours.cache)
         assert same(values(ours.cache, "a"), values(theirs.cache, "a"))
     ours.cache.truncate("a", 281 - SPARE)
     message = r"layers see the last 40, its first 10 pages are dropped there. Keep (\d+) or more"
@@ -287,7 +288,7 @@ def test_a_page_that_only_the_writer_sees_is_copied_before_it_is_given_away(
         patched.setattr(batch._staged, "send", fail)
         batch.extend(["a"], 90)
     poison(cache)
-    cache.check_invariants()
+    check_invariants(cache)
     assert same(values(cache, "a"), seen), "the page that was to be copied is there"
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
         patched.setattr(cache, "insert_prefixes", fail)  # the rows are written by then
@@ -296,12 +297,12 @@ def test_a_page_that_only_the_writer_sees_is_copied_before_it_is_given_away(
         patched.setattr(batch._staged, "send", fail)
         batch.extend(["a"], 90)
     poison(cache)
-    cache.check_invariants()
+    check_invariants(cache)
     assert same([x[:, :22] for x in whole(cache, "a")], [x[:, :22] for x in expected])
     assert not any(x.isnan().any() for x in [*values(cache, "a"), *before])
     with pytest.raises(ZeroDivisionError), batch.extend(["a"], 20):
         raise ZeroDivisionError
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -329,7 +330,7 @@ def test_a_swap_after_a_step_that_could_not_be_ended_keeps_its_pages(
     cache.free("b")
     cache.free("a")
     cache.swap_in("c")
-    cache.check_invariants()
+    check_invariants(cache)
     begin(batch, "d", 50)
     poison(cache)
     assert same(values(cache, "c"), expected)
@@ -399,7 +400,7 @@ def test_swapped_sequences_bring_the_pages_that_they_see() -> None:
     assert cache.state.dropped("a") == held
     assert same(values(cache, "a"), expected) and frames(cache) == used
     extend(batch, ["a", "b"], 10)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def filled(**options: Any) -> PagedBatch:
@@ -423,7 +424,7 @@ def test_files_hold_the_pages_that_windows_see(tmp_path: Path) -> None:
     poison(other.cache)
     assert load_sequences(other.cache, path) == ["a", 7, "b"]
     poison(other.cache)
-    other.cache.check_invariants()
+    check_invariants(other.cache)
     for name in ("a", 7, "b"):
         assert same(values(other.cache, name), values(batch.cache, name))
     assert other.cache.match_prefix(range(200)) == batch.cache.match_prefix(range(200)) > 150
@@ -449,6 +450,6 @@ def golden() -> PagedKVCache:
 def test_golden_file_of_version_4_still_loads() -> None:
     fresh, loaded = golden(), make(**HYBRID)
     assert load_sequences(loaded, GOLDEN) == ["a"]
-    loaded.check_invariants()
+    check_invariants(loaded)
     assert same(values(loaded, "a"), values(fresh, "a"))
     assert loaded.state.tokens("a") == list(range(140))

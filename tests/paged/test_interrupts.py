@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import interrupted
+from invariants import check_invariants
 from paged_cases import poison
 from slow_cases import mark_slow
 
@@ -107,7 +108,7 @@ def check(batch: PagedBatch) -> None:
     """Every sequence has its own rows, prefixes are right, all can go on, and nothing is lost."""
     cache = batch.cache
     cache.finish_swaps()
-    cache.check_invariants()
+    check_invariants(cache)
     for name in cache.swapped_ids:
         cache.swap_in(name)
     assert {"b", "c"} <= set(cache.ids) <= {"a", "b", "c", "n"}
@@ -125,7 +126,7 @@ def check(batch: PagedBatch) -> None:
     for each in cache.ids:
         cache.free(each)
     assert (cache.num_free_pages, cache.num_free_seq_slots) == (NUM_PAGES, MAX_NUM_SEQS)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files not closed
@@ -162,7 +163,7 @@ def test_a_step_that_nobody_can_enter_is_not_seen() -> None:
     assert cache.length("a") == 45 and shown(cache, "a") == A
     batch.extend(["a"], 60, range(60))
     assert cache.can_append(["a", "b"], [20, 20])
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_block_that_is_left_without_its_end_can_be_done_without() -> None:

@@ -10,6 +10,7 @@ import torch
 from cuda_cases import captured
 from example_plan import example_plan
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+from invariants import check_invariants
 from latent_pages import (
     DIMS,
     FORMATS,
@@ -84,7 +85,7 @@ def test_attention_is_that_over_the_dequantized_rows(lengths: tuple[int, int], d
                 pair = queries(4, 4, 6, device=device)
                 assert_attends(batch, layer, "cab", given, pair)
     cache.check()
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -108,7 +109,7 @@ def test_forks_prefixes_and_swaps_keep_every_bit(device: str) -> None:
         for layer in range(LAYERS):
             batch.append(layer, *new_rows(3, device))
             assert_attends(batch, layer, "abc", [1] * 3, queries(4, 6, device=device))
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def packed(cache: LatentPagedKVCache, name: str, count: int) -> list[torch.Tensor]:
@@ -142,7 +143,7 @@ def test_drafts_that_are_taken_back_were_never_there(recent_len: int, device: st
         raise ZeroDivisionError
     assert same(*(values(cache, "a") for cache in caches))
     for cache in caches:
-        cache.check_invariants()
+        check_invariants(cache)
 
 
 def joined(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +171,7 @@ def test_rows_with_nan_are_found_in_either_part(fmt: str, device: str) -> None:
     cache.check()
     for name in "bcd":
         cache.free(name, forget=True)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -391,4 +392,4 @@ def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
             compare(cache, layer, ids, [1] * len(ids), pair, outs[layer][: len(ids)], limit=limit)
             assert not outs[layer][len(ids) :].any()
     assert cache.bad_rows.tolist() == [0, 0]
-    cache.check_invariants()
+    check_invariants(cache)

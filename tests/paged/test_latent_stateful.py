@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from invariants import check_invariants
 from latent_pages import DIMS, FORMATS, LAYERS, assert_attends, make, new_rows, poison
 from latent_pages import queries as new_queries
 from paged_cases import extend, same, values
@@ -204,7 +205,7 @@ class LatentPages(RuleBasedStateMachine):
         if not hasattr(self, "caches"):
             return
         for cache in self.caches:
-            cache.check_invariants()
+            check_invariants(cache)
             poison(cache, cache.state._free_seq_slots, cache.state.pool._free)
         assert set(self.ours.ids) == set(self.theirs.ids) == set(self.tokens)
         for i, tokens in self.tokens.items():

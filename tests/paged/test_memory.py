@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import LAYERS, begin, extend, make, new_rows, same, values
 from slow_cases import mark_slow
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -132,12 +133,12 @@ def test_a_call_without_memory_has_changed_nothing(case: tuple[str, int], tmp_pa
         else:
             break
         fails += 1
-        cache.check_invariants()
+        check_invariants(cache)
         assert state(cache) == seen
         for i, expected in rows.items():
             assert same([x.nan_to_num() for x in values(cache, i)], expected)
         call(batch, tmp_path)  # now there is memory
-        cache.check_invariants()
+        check_invariants(cache)
     assert fails > 0 or name in ("truncate", "free", "touch what came")
 
 
@@ -162,7 +163,7 @@ def test_sinks_that_could_not_be_kept_are_given_to_nobody() -> None:
         else:
             break
         fails += 1
-        cache.check_invariants()
+        check_invariants(cache)
         assert (cache.length("e"), cache.match_prefix(tokens)) == (60, 0)
         extend(batch, ["e"], 20, range(20))  # the next full page lets them be kept
         present = cache.allocate("new", tokens)
@@ -187,7 +188,7 @@ def test_a_step_without_memory_leaves_what_stands_in_all_layers() -> None:
         else:
             break
         fails += 1
-        cache.check_invariants()
+        check_invariants(cache)
         assert cache.bad_rows.tolist() == [0, 0]
         for i, expected in before.items():
             length = cache.length(i)

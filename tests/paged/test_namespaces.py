@@ -10,6 +10,7 @@ from typing import Any
 import latent_pages
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import DIM, HEADS, SINKS, extend, make, new_rows, same, seen, values
 
 from kvquant import LatentPagedBatch
@@ -65,7 +66,7 @@ def test_equal_ids_find_the_rows_of_their_own_namespace(batch: Batch) -> None:
     begin(batch, "a", "one")
     begin(batch, "b", "two")
     begin(batch, "c", None)
-    cache.check_invariants()
+    check_invariants(cache)
     for name, namespace in (("a", "one"), ("b", "two"), ("c", None)):
         present = cache.allocate(f"{name}2", PROMPT, namespace=namespace)
         assert present == found(batch, namespace) > 0
@@ -75,7 +76,7 @@ def test_equal_ids_find_the_rows_of_their_own_namespace(batch: Batch) -> None:
     for name in ("a", "a2"):
         cache.free(name)
     assert cache.allocate("d", PROMPT, namespace="three") == 0
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_attention_in_one_step_is_to_the_rows_of_each_namespace() -> None:
@@ -137,7 +138,7 @@ def test_a_fork_whose_sinks_are_written_anew_keeps_the_namespace() -> None:
         text = [*PROMPT[: SINKS - 1], *text, 0]
         assert batch.cache.match_prefix(text, namespace="one") == 51
         assert batch.cache.match_prefix(text) == 0
-    batch.cache.check_invariants()
+    check_invariants(batch.cache)
 
 
 def test_swaps_and_truncated_sequences_keep_the_namespace(batch: Batch) -> None:
@@ -160,7 +161,7 @@ def test_swaps_and_truncated_sequences_keep_the_namespace(batch: Batch) -> None:
     text = [*PROMPT[::-1], -1]
     assert cache.match_prefix(text, namespace="one") == before
     assert cache.match_prefix(text, namespace="two") == cache.match_prefix(text) == 0
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_an_interrupt_leaves_the_namespaces(batch: Batch) -> None:
@@ -185,7 +186,7 @@ def test_what_is_forgotten_is_that_of_one_namespace(batch: Batch, swapped: bool)
     assert cache._sharers("a") == []
     cache.free("a", forget=True)
     assert found(batch, "one") == 0 and found(batch, "two") == before > 0
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_rows_that_decode_to_nan_hide_those_of_their_namespace_only() -> None:
@@ -214,7 +215,7 @@ def test_files_keep_the_namespace(
         present = other.cache.allocate(f"{name}2", PROMPT, namespace=namespace)
         assert present == found(batch, namespace) > 0
         assert same(first(other, f"{name}2", present), first(batch, name, present))
-    other.cache.check_invariants()
+    check_invariants(other.cache)
 
 
 def test_more_namespaces_than_places_for_sinks() -> None:
@@ -222,7 +223,7 @@ def test_more_namespaces_than_places_for_sinks() -> None:
     for number in range(20):
         begin(batch, "a", f"adapter {number}")
         batch.cache.free("a")
-        batch.cache.check_invariants()
+        check_invariants(batch.cache)
     assert [found(batch, f"adapter {number}") > 0 for number in (0, 19)] == [False, True]
 
 
@@ -251,7 +252,7 @@ def test_what_is_no_text_is_refused(namespace: Any) -> None:
     with pytest.raises(ConfigError, match=message):
         batch.cache.match_prefix(PROMPT, namespace=namespace)
     assert seen(batch.cache) == before
-    batch.cache.check_invariants()
+    check_invariants(batch.cache)
 
 
 def test_a_namespace_of_no_sequence() -> None:

@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from invariants import check_pool
 from slow_cases import mark_slow
 
 from kvquant.errors import OutOfPagesError
@@ -195,7 +196,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_sequence_has_its_contents(self) -> None:
-        self.pool.check()
+        check_pool(self.pool)
         assert self.pool.num_free == NUM_PAGES - len(self.used())
         for i, model in self.models.items():
             length = self.in_pages(len(model.cells))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import DIM, HEADS, LAYERS, SINKS, make
 from torch_settings import SETTINGS, settings
 
@@ -80,7 +81,7 @@ def play(folder: Path, in_bases: bool) -> list[torch.Tensor]:
     cache.fork("bad", "too")
     cache.free("bad", forget=True)
     for at in (cache, other.cache):
-        at.check_invariants()
+        check_invariants(at)
     return [*found, cache.bad_rows]
 
 

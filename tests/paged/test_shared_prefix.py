@@ -9,6 +9,7 @@ import pytest
 import torch
 from attend import attend_segments
 from cuda_cases import captured
+from invariants import check_invariants
 from paged_cases import DIM, HEADS, LAYERS, begin, extend, make, new_rows, rows_of
 from relative_l2 import relative_l2
 from row_kinds import KINDS, RowKind
@@ -215,7 +216,7 @@ def test_rows_are_not_written_outside_a_step_of_the_batch() -> None:
         pass
     with pytest.raises(ConfigError, match="no step of this batch is open"), step:
         pass
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_step_that_cannot_be_staged_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +230,7 @@ def test_a_step_that_cannot_be_staged_is_undone(monkeypatch: pytest.MonkeyPatch)
         patched.setattr(batch._staged, "send", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             batch.extend(["z"], 30)  # so many that some never have a row in 16 bit
-    batch.cache.check_invariants()
+    check_invariants(batch.cache)
     assert batch.cache.length("z") == 20
     extend(batch, ["z"])
 

@@ -28,6 +28,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from invariants import check_invariants
 from paged_cases import poison
 from slow_cases import mark_slow
 
@@ -404,7 +405,7 @@ class PagedMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_sequence_has_its_values(self) -> None:
-        self.cache.check_invariants()
+        check_invariants(self.cache)
         poison(self.cache)
         self.turn += 1
         assert set(self.cache.ids) == set(self.live)

@@ -10,6 +10,7 @@ from typing import Any
 import latent_pages
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import DIM, HEADS, LAYERS, begin, extend, make, new_rows, same, seen, values
 from row_kinds import KINDS
 
@@ -41,7 +42,7 @@ def test_a_step_that_leaves_a_layer_out_is_cut_back_and_not_found(layers: list[i
         for layer in layers:
             batch.append(layer, *new_rows(60))
     assert (cache.length("b"), cache.match_prefix([1] * 60)) == (0, 0)
-    cache.check_invariants()
+    check_invariants(cache)
     extend(batch, ["a", "b"], [3, 60], [*range(3), *[1] * 60])
     assert cache.match_prefix([1] * 60) > 0
 
@@ -309,4 +310,4 @@ def test_a_cache_is_used_inside_and_outside_of_inference_mode(inside: bool) -> N
         extend(batch, ["d", "c"], 3, rows=rows[:, :6])
         cache.check()
     extend(batch, ["d", "c", "b"], 3, rows=rows[:, :9])
-    cache.check_invariants()
+    check_invariants(cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import (
     DIM,
     RECENT,
@@ -44,7 +45,7 @@ def test_a_sequence_comes_back_as_it_went(count: int, device: str) -> None:
     assert cache.num_free_pages == free
     assert cache.state.tokens("a") == list(range(count))
     extend(batch, ["a"], 10)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -62,7 +63,7 @@ def test_others_go_on_and_keep_the_pages_they_share(device: str) -> None:
     extend(batch, ["b"])
     assert same(values(cache, "a"), before)
     cache.finish_swaps()
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -131,7 +132,7 @@ def test_pages_are_held_until_the_copy_is_done(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cache.swap_space, "_event", lambda: event)
     cache.swap_out("a")
     assert (cache.num_free_pages, cache.num_free_seq_slots, cache.ids) == (1, 3, [])
-    cache.check_invariants()
+    check_invariants(cache)
     cache.swap_in("a")  # its pages are still its own
     assert same(values(cache, "a"), before)
     cache.swap_out("a")
@@ -141,7 +142,7 @@ def test_pages_are_held_until_the_copy_is_done(monkeypatch: pytest.MonkeyPatch) 
     assert cache.can_append(["b"], 40)
     cache.swap_out("b")
     cache.free("b")
-    cache.check_invariants()
+    check_invariants(cache)
     assert cache.num_free_pages == 3
 
 
@@ -172,4 +173,4 @@ def test_swaps_run_beside_a_captured_loop() -> None:
             assert bool((new[:, packed] - old[:, packed]).abs().max() < 0.5)
         cache.swap_in(gone)
         assert same(values(cache, gone), left)
-        cache.check_invariants()
+        check_invariants(cache)

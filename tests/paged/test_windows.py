@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import DIM, HEADS, PAGE, begin, extend, make, new_rows, poison, same, values
 from paged_plans import PLANS, make_paged
 from relative_l2 import relative_l2
@@ -66,7 +67,7 @@ def test_each_layer_sees_its_window_whatever_free_pages_hold(
         for batch in batches:
             extend(batch, ["a", "b"], counts, rows=rows)
         poison(ours.cache)
-        ours.cache.check_invariants()
+        check_invariants(ours.cache)
         q = queries(2, 2 * HEADS, DIM)
         expected = states(whole, ["a", "b"], q, windows)
         with ours.extend(["a", "b"], 0):
@@ -98,7 +99,7 @@ def test_pages_before_all_windows_serve_others() -> None:
     cache.allocate("b")
     for step in range(25):
         extend(batch, ["a", "b"], [16, 15], range(31))
-        cache.check_invariants()
+        check_invariants(cache)
         if step == 12:
             before = values(cache, "a")
             cache.swap_out("a")
@@ -119,7 +120,7 @@ def test_pages_before_all_windows_serve_others() -> None:
     cache.check()
     for name in "ab":
         cache.free(name, forget=True)
-    cache.check_invariants()
+    check_invariants(cache)
     assert cache.num_free_pages == pages
     assert cache.allocate("c", range(500)) == 0
 
@@ -161,7 +162,7 @@ def test_failed_steps_and_nan_are_found_where_pages_are_dropped() -> None:
     with pytest.raises(ZeroDivisionError), batch.extend(["a"], 60):
         raise ZeroDivisionError
     assert cache.length("a") == 245
-    cache.check_invariants()
+    check_invariants(cache)
     rows = new_rows(30)
     rows[0, 3] = torch.nan
     extend(batch, ["a"], 30, rows=rows)
@@ -182,13 +183,13 @@ def test_a_file_without_windows_is_read_into_a_cache_with_them(tmp_path: Path) -
     batch = PagedBatch(make(windows=[20, 40], max_seq_len=200), 2, 90, shared_prefix=True)
     load_sequences(batch.cache, path)
     poison(batch.cache)
-    batch.cache.check_invariants()
+    check_invariants(batch.cache)
     found, expected = values(batch.cache, "b"), values(whole.cache, "b")
     windows = [20, 20, 40, 40]
     assert same(found, [x[:, -w:] for x, w in zip(expected, windows, strict=True)])
     assert batch.cache.allocate("c", range(190)) == whole.cache.match_prefix(range(190)) > 0
     extend(batch, ["b"], 10)
-    batch.cache.check_invariants()
+    check_invariants(batch.cache)
 
 
 def test_windows_that_do_not_fit_are_refused(tmp_path: Path) -> None:

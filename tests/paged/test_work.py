@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from invariants import check_invariants
 from paged_cases import DIM, begin, extend, make, new_rows, same, values
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -120,7 +121,7 @@ def test_rows_that_no_token_can_fill_are_not_there(lens: tuple[int, int]) -> Non
         extend(batch, ["a"], 30, rows=rows[:, 30:])
         with batch.extend(["a"], 0):
             outs.append([batch.attend(layer, q) for layer in range(2)])
-        batch.cache.check_invariants()
+        check_invariants(batch.cache)
     assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
     assert np.array_equal(caches[0].state.packed_lens, caches[1].state.packed_lens)
 
@@ -169,6 +170,6 @@ def test_files_know_the_lengths_that_were_asked_for(most: int, tmp_path: Path) -
     rows = new_rows(60 - most)
     for at in batches:
         extend(at, ["a"], 60 - most, rows=rows)
-        at.cache.check_invariants()
+        check_invariants(at.cache)
     assert same(values(small, "a"), values(other, "a"))
     assert (tmp_path / "x.safetensors").read_bytes() == (tmp_path / "y.safetensors").read_bytes()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from invariants import check_invariants
 from safetensors.torch import save_file
 from slow_cases import mark_slow
 
@@ -217,7 +218,7 @@ def test_sequences_that_are_loaded_are_in_bounds(draws: int, tmp_path: Path) -> 
             continue
         except OutOfPagesError:
             pytest.fail("more pages than there can be")
-        cache.check_invariants()
+        check_invariants(cache)
         batch = PagedBatch(cache, 5, 10)
         rows, x = cache.rows.layers[0], torch.zeros(10, 1, 64)
         for n in (0, 1, 2):
@@ -228,6 +229,6 @@ def test_sequences_that_are_loaded_are_in_bounds(draws: int, tmp_path: Path) -> 
                 if n:
                     batch.append(0, x, x)
                 check_segment_values(batch._make_segments(0, len(ids)).whole)
-        cache.check_invariants()
+        check_invariants(cache)
         taken += 1
     assert taken > draws / 2
