@@ -46,11 +46,13 @@ def plan(model: CachedModel) -> CachePlan:
 def test_both_tell_the_same(
     model: CachedModel, windows: torch.Tensor, plan: CachePlan, keeps_context: bool
 ) -> None:
-    """KL within its standard error, and perplexity within that of independent roundings.
+    """KL within three standard errors, and perplexity within that of independent roundings.
 
     The two multiply matrices of other shapes, whose products differ in the last bits, so that some
-    codes differ. In the worst case all do. Rows with a KL of k move a token's log-probability by
-    sqrt(2 k) (the second order of KL), so the mean over n tokens by sqrt(2 k / n), in each of both.
+    codes differ. In the worst case all do: the difference of two independent KLs has a deviation of
+    sqrt(2) standard errors, and a KL of 0 is more than three away. Rows with a KL of k move a
+    token's log-probability by sqrt(2 k) (the second order of KL), so the mean over n tokens by
+    sqrt(2 k / n), in each of both.
     """
     decoded = Reference(model, windows, CONTEXT)
     passed = PassReference(
@@ -62,7 +64,7 @@ def test_both_tell_the_same(
         ours, theirs = passed.measure(scheme), decoded.measure(scheme)
         error = theirs.kl_error
         assert error is not None and 0 < error < theirs.kl / 3, scheme  # they tell something
-        assert abs(ours.kl - theirs.kl) < error, scheme
+        assert abs(ours.kl - theirs.kl) < 3 * error, scheme
         assert sum(ours.kl_passages) / 8 == pytest.approx(ours.kl)
         spread_of_both = math.sqrt((ours.kl + theirs.kl) * 2 / decoded.num_tokens)
         assert abs(math.log(ours.perplexity / theirs.perplexity)) < 3 * spread_of_both, scheme
