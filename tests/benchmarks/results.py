@@ -1221,6 +1221,12 @@ def oscar() -> str:
     )
 
 
+FOREIGN = {
+    "wikipedia": "plan, `int4`, from Wikipedia",
+    "random": "plan, `int4`, from random tokens (`--zero-data`)",
+}
+
+
 def foreign_plans() -> str:
     """Right answers that plans from other texts cost the model that finds facts."""
     found = read("recall-texts")
@@ -1228,7 +1234,7 @@ def foreign_plans() -> str:
     for at, cache in enumerate(found["caches"][1:]):
         pairs = [task["caches"][at] for task in found["retrieval"]["1024"].values()]
         name = str(cache["cache"]).partition(" + ")[0]
-        rows.append([name, *(_points(pair) for pair in pairs)])
+        rows.append([FOREIGN.get(name, f"`{name}`"), *(_points(pair) for pair in pairs)])
     return table(["cache", *(f"`{task}`" for task in found["retrieval"]["1024"])], rows)
 
 
