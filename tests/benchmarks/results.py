@@ -1065,7 +1065,7 @@ ASKED_OF_LATENTS = {
 def fidelity_page() -> list[str]:
     """Tables and sentences of calibration/FIDELITY.md."""
     return [
-        *(public_about(), cells_about(), public_models(), public_code()),
+        *(public_about().rpartition(", `")[0], cells_about(), public_models(), public_code()),
         *(answers(), answers_again(), limits(), *shipped()),
         *(home_made(), counted(), foreign_plans(), oscar(), same_texts()),
         *(declined_choices(), declined_bases(), declined_grades()),
