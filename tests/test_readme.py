@@ -35,6 +35,8 @@ PYTHON = {
     )
 }
 MOST_WORDS = 40  # of a sentence
+FIDELITY = ROOT / "calibration" / "FIDELITY.md"
+MOST_OF_FIDELITY = 3000  # words, those of tables included
 MOST_OF_ALL = 1300  # words of README.md outside of code and tables
 SHOWN = results.shown()
 # numbers with a point that are no measurement: versions, and GPUs' compute capabilities
@@ -164,7 +166,7 @@ def test_every_make_target_is_there() -> None:
     assert set(re.findall(r"(?:`|^    )make ([a-z]+)", TEXT, flags=re.MULTILINE)) <= set(targets)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", [*PAGES, FIDELITY], ids=lambda page: page.parent.name)
 def test_files_that_are_named_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     names = re.findall(r"`((?:examples|kernels|calibration|tests|kvquant)/[\w./-]*)`", text)
@@ -175,7 +177,7 @@ def test_files_that_are_named_are_there(page: Path) -> None:
         assert (page.parent / name).exists(), f"{name} in the table of {page}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", [*PAGES, FIDELITY], ids=lambda page: page.parent.name)
 def test_sentences_are_short(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     for block in re.split(r"\n\s*\n|\n(?=\s*[-*] |\s*\d+\. |#|\|)", text):
@@ -218,9 +220,10 @@ def test_tables_and_figures_are_those_that_were_measured(page: str) -> None:
         assert plain(one) in text, f"{page} does not show what results.py makes:\n{one}"
 
 
-def test_the_readme_has_no_figure_that_was_not_measured() -> None:
-    code = re.sub(r"^    kvquant .*(?:\n {8}.*)*$", "", TEXT, flags=re.MULTILINE)
-    assert not unmeasured(code, SHOWN["README.md"])
+def test_readme_and_fidelity_have_no_figure_that_was_not_measured() -> None:
+    for page in (README, FIDELITY):
+        text = re.sub(r"^    kvquant .*(?:\n {8}.*)*$", "", page.read_text(), flags=re.MULTILINE)
+        assert not unmeasured(text, SHOWN[str(page.relative_to(ROOT))])
     measured = ["2.8 times as fast", "| 1 | 9.3 |"]
     assert not unmeasured("It is 2.8 times as fast\nwith torch 2.11 on 2 cores; 16-bit.", measured)
     for text, figure in {
@@ -264,6 +267,13 @@ def test_the_readme_is_short() -> None:
     text = re.sub(r"^```.*?^```$", "", TEXT, flags=re.DOTALL | re.MULTILINE)
     lines = [line for line in text.splitlines() if not line.startswith(("    ", "|"))]
     assert len(" ".join(lines).split()) <= MOST_OF_ALL
+
+
+def test_the_page_of_fidelity_is_short_and_its_links_lead_somewhere() -> None:
+    text = FIDELITY.read_text(encoding="utf-8")
+    assert len(text.split()) <= MOST_OF_FIDELITY
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert links and all((FIDELITY.parent / link).exists() for link in links), links
 
 
 def test_the_first_door_is_an_example() -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_recall
 import results
-from evaluations import Evaluations, draw, labels, of_models, read_runs, tables, text_of, together
+from evaluations import Evaluations, of_models, read_runs, tables, text_of, together
 
 from kvquant.calibration.calibrate import Goal, calibrate
 from kvquant.cli.demo import MODEL
@@ -135,7 +135,7 @@ def run_of(
     retrieval = {str(length): tasks}
     settings = {"text": "packaged", "sizes": {"seed": seed}}
     return {
-        "model": {"name": name},
+        "model": {"name": name, "parameters": 2e6},
         "settings": settings,
         "caches": [exact_cache, *caches],
         "retrieval": retrieval,
@@ -218,33 +218,84 @@ def test_seeds_are_added_and_repeats_are_not() -> None:
     assert one.kl[(0, 0), "c0", 128] == kl  # the text is the same for all seeds
 
 
-def test_the_page_and_the_picture_show_all_models(
+def test_the_page_shows_what_all_models_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(results, "PICTURED", (0, 0))
+    monkeypatch.setattr(results, "WINDOWED", (0, 0))
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setattr("subprocess.check_output", lambda *_, **__: "0123abc\n")
     written = tmp_path / "measured.json"
     kl = {"kl": 0.01, "kl_error": 0.001, "kl_tail": 0.1, "top1": 0.99, "tokens": 100}
-    recall = [run_of(name, 128, {"keys": [1.0, 0.9]}) for name in ("small", "large")]
-    code = [{**run_of("code", 64, {"keys": [1.0, 0.5]}), "kl": {"64": [kl, kl]}}]
-    kept = tmp_path / "results"
-    kept.mkdir()
-    (kept / "fidelity.json").write_text((results.RESULTS / "fidelity.json").read_text())
-    monkeypatch.setattr(results, "RESULTS", kept)
-    assert results.evaluated() == {}
+    results.RESULTS.mkdir()
+    recall = [run_of(name, 128, {"keys": [1.0, 0.9]}) for name in ("small", "latent")]
+    code = [
+        run_of("first", 64, {"keys": [1.0, 0.5], "copy": [1.0, 0.8]}),
+        {**run_of("again", 64, {"keys": [1.0, 0.7, 0.3]}), "kl": {"64": [kl, kl, kl]}},
+    ]
     for name, runs in (("recall", recall), ("code", code)):
         written.write_text(text_of({"machine": {"date": "2026-11-26T01:01:39+00:00"}}, runs))
         results.keep(name, written)
-        assert read_runs(kept / f"{name}.json") == runs
+        assert read_runs(results.RESULTS / f"{name}.json") == runs
         assert results.read(name)["commit"] == "0123abc"
-    found = results.evaluated()
-    page = "\n".join(found["calibration/FIDELITY.md"])
-    for text in ("| c1 | 7.00 | -10.0 ± 1.0 |", "| c1 | 7.00 | -50.0 ± 1.0 |", "0.01000", "large"):
-        assert text in page
-    models = of_models([*recall, *code])
-    draw(models, (0, 0), tmp_path / "lost.svg")
-    picture = (tmp_path / "lost.svg").read_text()
-    assert len(labels(models, (0, 0))) == 6
-    assert all(one in picture for one in found["calibration/fidelity.svg"])
-    assert [heading for one in models for heading, _ in tables(one)][-1].startswith("KL to the")
+    columns = {"Small": ["small"], "Code": ["first", "again"], "Latent": ["latent"]}
+    monkeypatch.setattr(results, "HOME_MADE", columns)
+    monkeypatch.setattr(results, "ASKED_OF", {"c1": "one", "c2": "two"})
+    monkeypatch.setattr(results, "ASKED_OF_LATENTS", {"c1": "one of latents"})
+    assert results.home_made().splitlines() == [
+        "| cache | bits | Small, 2 M | Code, 2 M | Latent, 2 M |",
+        "|---|---|---|---|---|",
+        "| one | 7.00 | 10.0 / 10.0 | 35.0 / 50.0 | - |",  # of trainings, the first one asked
+        "| two | 6.00 | - | 70.0 / 70.0 | - |",
+        "| one of latents | 7.00 | - | - | 10.0 / 10.0 |",
+    ]
+    found = [one for model in of_models([*recall, *code]) for one in tables(model)]
+    assert found[0][0] == "Right answers with the 16-bit cache; small" and len(found) == 13
+    heading, (_, rows) = found[-1]  # each model has answers, points and capacity; one has KL, too
+    assert heading.startswith("KL to the 16-bit cache; again") and rows[0][3] == "0.01000"
+
+
+def test_the_page_shows_peers_as_soon_as_they_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert results.shipped() == []
+
+    def kl(cache: str, context: int, kl: float, **more: list[int]) -> dict[str, Any]:
+        key = {"measure": "kl", "cache": cache, "context": context, **more}
+        return {"key": key, "packed_bits": 4.25, "kl": kl, "top1": 0.9}
+
+    def answered(cache: str, sample: int, passed: str, place: str = "alone") -> dict[str, Any]:
+        key = {"measure": "humaneval", "cache": cache, "sample": sample, "place": place}
+        return {"key": key, "passed": passed}
+
+    measured = {
+        "smollm2-135m": [
+            *(kl("int8", 8063, 0.002, window=[4, 128]), kl("int8", 8063, 0.5, window=[0, 0])),
+            *(kl("peers' 16 bit", 8063, 0.0), kl("KIVI", 8063, 0.07), kl("KIVI", 1024, 0.5)),
+        ],
+        "qwen2.5-coder-0.5b": [
+            kl("KIVI", 16384, 0.03),
+            *(answered("16 bit", 0, "1100"), answered("KIVI", 0, "0110")),
+            *(answered("16 bit", 1, "1111"), answered("KIVI", 1, "0001")),
+            answered("KIVI", 2, "0000"),  # of which 16 bit has not answered
+            *(answered("16 bit", 0, "11", "behind"), answered("KIVI", 0, "11", "behind")),
+        ],
+    }
+    own = {"model": "smollm2-135m", "rows": measured["smollm2-135m"][:3]}
+    (tmp_path / "public-smollm2-135m.json").write_text(json.dumps(own))
+    assert results.shipped() == []  # of ours and of a check there are other tables
+    for model, rows in measured.items():
+        path = tmp_path / f"public-{model}.json"
+        path.write_text(json.dumps({"model": model, "rows": rows}))
+    scored, lost = results.shipped()
+    assert scored.splitlines() == [
+        "| cache | SmolLM2-135M | Qwen2.5-Coder-0.5B |",
+        "|---|---|---|",
+        "| int8 | 4.25: 0.0020 (90.0) | - |",
+        "| KIVI | 4.25: **0.0700** (90.0) | 4.25: 0.0300 (90.0) |",
+    ]
+    assert lost.splitlines() == [
+        "| cache | Qwen2.5-Coder-0.5B, alone | Qwen2.5-Coder-0.5B, behind |",
+        "|---|---|---|",
+        "| KIVI | 4 / 1 | 0 / 0 |",
+    ]

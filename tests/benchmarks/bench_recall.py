@@ -12,10 +12,28 @@ the others.
 Plans, and OSCAR's rotations, are made on the spot from sheets of other seeds.
 
     python tests/benchmarks/bench_recall.py FOLDER --json recall.json
-    python tests/benchmarks/bench_recall.py --from recall.json --from code.json --picture lost.svg
+    python tests/benchmarks/bench_recall.py --from tests/benchmarks/results/code.json
 
 A file that exists keeps the runs of other models. evaluations.py says what is in it, and what its
-tables mean.
+tables mean. --from prints a file's tables. The files in results/ came from these calls, each with
+--json and --texts 0, on one or four GPUs:
+
+    recall          bench_recall.py examples/llama-recall-5m --length 512 --length 1024
+                    --length 1984 --least 0.9 --seconds 400
+    recall-few      the same --length 1024 --length 1984 --window 4/128 --window 64/256
+                    --format int3 --format int2 --plan 2.5 --plan 3.25 --plan int2 --plan int3
+                    --no-peers
+    code, code-few  train_code_lm.py code-lm --length 2048 --seconds 190, then --resume
+                    --length 8192 --rate 7e-4 --last 3e-5 --seconds 180; bench_code.py code-lm
+                    --length 8064 --task functions --task keys --task overwritten --task phonebook
+                    --task copy
+    kinds           train_code_lm.py code-biased --sources code-lm --kind biased --width 512
+                    --layers 4 --length 1024 --length 2048 --last 3e-5 --seconds 300; bench_code.py
+                    code-biased --length 1000 --length 1984 --window 4/128 --window 0/0
+    code-sinks,     the same training with --kind sinks (190 s) and --kind latent (120 s);
+    code-latent     bench_code.py --window 4/128 --length 1984 --no-peers --seeds 2, six tasks
+    code-again      bench_code.py third --length 4096 --prompts 4 --questions 1 --passages 1
+                    --seeds 1 --no-peers --format int8 --format int4-g4 --plan int4 --texts 24
 """
 
 from __future__ import annotations
@@ -30,9 +48,8 @@ from typing import Any
 
 import click
 import torch
-from evaluations import TEST, Run, as_run, draw, of_models, read_runs, tables, text_of
+from evaluations import TEST, Run, as_run, of_models, read_runs, tables, text_of
 from peer_schemes import PeerCache, peers
-from results import PICTURED
 
 from kvquant.calibration.calibrate import Goal, calibrate
 from kvquant.calibration.calibrate import Sizes as Amounts
@@ -388,8 +405,7 @@ def measure(subject: Subject, amount: Amount, json_file: Path | None) -> list[Ru
 @click.option("--kl", "with_kl", is_flag=True, help="Measure it, too, on the packaged text.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 @click.option("--json", "json_file", type=NEW_FILE, help="Keep what was measured.")
-@click.option("--from", "kept", type=FILE, multiple=True, help="Print and draw these files.")
-@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--from", "kept", type=FILE, multiple=True, help="Print these files, too.")
 def main(
     folders: tuple[Path, ...],
     formats: tuple[str, ...],
@@ -400,7 +416,6 @@ def main(
     device: str,
     json_file: Path | None,
     kept: tuple[Path, ...],
-    picture: Path | None,
     **amounts: Any,
 ) -> None:
     """Measure what caches keep of facts, and print tables."""
@@ -414,8 +429,6 @@ def main(
         found = read_runs(json_file)  # of other models, too
     found += [run for path in kept for run in read_runs(path)]
     show(found)
-    if picture is not None:
-        draw(of_models(found), PICTURED, picture)
 
 
 if __name__ == "__main__":

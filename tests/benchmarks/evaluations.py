@@ -1,4 +1,4 @@
-"""Evaluations of several seeds put together: tables of accuracy, capacity and KL, and a picture.
+"""Evaluations of several seeds put together: tables of accuracy, capacity and KL.
 
 A file of results, recall.json or code.json, has "runs": what kvquant.evaluation.evaluate.evaluate
 returned, each with "model", facts of the model, of which "name" is one. Runs of a model differ in
@@ -24,9 +24,6 @@ from typing import Any
 TEST, KEPT = 0.95, 0.99
 CHAINS = "variables"  # of which steps are counted, not lines
 COUNTED = ("keys", "values", "overwritten", "phonebook", CHAINS)
-GREY, OURS, THEIRS = "#808890", "#3b82c4", "#d9730d"  # readable on light and on dark pages
-TICKS = (0, 1, 2, 5, 10, 20, 50, 100)  # points
-PEERS = ("KIVI", "TurboQuant", "OSCAR", "KVarN")
 Run = Mapping[str, Any]
 Window = tuple[int, int]  # first and last tokens in 16 bit
 Table = tuple[list[str], list[list[str]]]  # titles, and rows of cells
@@ -355,49 +352,3 @@ def tables(one: Evaluations) -> Iterator[tuple[str, Table]]:
         ):
             if len(table[0]) > 2 and table[1]:
                 yield f"{what}; {one.name}, {where}", table
-
-
-def labels(models: Sequence[Evaluations], window: Window) -> list[str]:
-    """The rows of the picture."""
-    return [f"{n}, {one.bits[n]:.2f} bits" for one in models for n in _pictured(one, window)]
-
-
-def _pictured(one: Evaluations, window: Window) -> list[str]:
-    return [name for name in one.lost(window) if one.bits[name] < 16]
-
-
-def draw(models: Sequence[Evaluations], window: Window, path: Path) -> None:
-    """Points lost by each cache, most bits first: the mean and the worst of the tasks and lengths
-    that are a test and that all caches were asked; a panel for each model."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style = {"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 9}
-    style |= dict.fromkeys(("text.color", "xtick.color", "ytick.color", "axes.labelcolor"), GREY)
-    style["axes.edgecolor"] = GREY
-    shown = [one for one in models if _pictured(one, window)]
-    heights = [len(_pictured(one, window)) for one in shown]
-    with matplotlib.rc_context(style):
-        page = Figure(figsize=(8, 0.8 * len(shown) + 0.22 * sum(heights)), layout="constrained")
-        panels = page.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for panel, one in zip(panels, shown, strict=True):
-            lost = one.lost(window)
-            for place, name in enumerate(_pictured(one, window)):
-                mean, worst = (max(points, 0.0) for points in lost[name])
-                colour = THEIRS if name.startswith(PEERS) else OURS
-                panel.plot([mean, worst], [place, place], color=colour, linewidth=1)
-                panel.plot(worst, place, "o", color=colour, fillstyle="none")
-                panel.plot(mean, place, "o", color=colour)
-            panel.set_yticks(range(len(_pictured(one, window))), labels([one], window))
-            panel.invert_yaxis()
-            panel.set_xscale("symlog", linthresh=1)
-            panel.set_xticks(TICKS, [str(tick) for tick in TICKS])
-            panel.set_xlim(-0.1, 100)
-            panel.grid(axis="x", color=GREY, alpha=0.25)
-            panel.set_title(one.name, loc="left")
-            panel.spines[["top", "right", "left"]].set_visible(False)
-            panel.tick_params(left=False)
-        panels[-1].set_xlabel(
-            "points of right answers lost, of what all caches were asked: mean (full), worst (open)"
-        )
-        page.savefig(path, transparent=True, metadata={"Date": None})

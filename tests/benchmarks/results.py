@@ -43,6 +43,11 @@ measured and the date:
     recall, recall-few, code, kinds         tests/benchmarks/bench_recall.py, the same with rows of
                                             2 and 3 bits, bench_code.py, the same with models of
                                             other kinds (train_code_lm.py --kind)
+    recall-texts                            kvquant evaluate examples/llama-recall-5m of int4-g4,
+                                            int4 and two plans: of examples/unseen.txt, made with
+                                            --length 1024 --context 512 --scored 16 --windows 2, and
+                                            of --zero-data. On a CPU. We left out the times, which
+                                            other jobs made longer, and the model's config
     code-few                                bench_code.py with a second training of the model: rows
                                             of 2 and 3 bits, KVarN K4V2 and TurboQuant with 3 bits.
                                             We added "second training" to the model's name by hand
@@ -86,12 +91,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluations import Evaluations, labels, of_models, read_runs, tables, text_of
+from evaluations import TEST, Evaluations, of_models, read_runs, text_of
 
 from kvquant import KVCache, RowFormat
 from kvquant.bench import cpu
 from kvquant.bench.cases import ROOM
 from kvquant.calibration.text_report import KL_NOTICE
+from kvquant.io.plan_store import RUINED, SAFE
 from kvquant.rows.defaults import default_format
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,9 +160,8 @@ def shown() -> dict[str, list[str]]:
         "calibration/README.md": [
             *(fidelity_about(), fidelity(CACHES)),
             *(fidelity_about("few-bits"), fidelity(FEW_BITS, "few-bits")),
-            *(chosen_formats(), other_bases(), graded(), answers_of_graded()),
         ],
-        **evaluated(),
+        "calibration/FIDELITY.md": fidelity_page(),
         "kernels/FACTS.md": [
             *(peers(), ran("variants"), variants()),
             *(ran("mla", "torch 2.11, one run of "), latent_rows(), latent_peers()),
@@ -1007,35 +1012,6 @@ def fidelity(caches: Mapping[str, str], name: str = "fidelity") -> str:
     return table(["cache", "bits per element", *MODELS.values()], rows)
 
 
-CHOICES = {
-    "allocate": "`calibrate`'s, step by step",
-    "exhaustive": "best of all choices",
-    "measured": "step by step, each KL measured",
-    "uniform": "`int3` everywhere",
-    "sample": "best of {drawn} drawn at random",
-}
-
-
-def times(found: Mapping[str, float]) -> str:
-    """How many times less a KL is, and its standard error."""
-    return f"{found['times_less']:.2f} ± {found['error']:.2f}"
-
-
-def chosen_formats() -> str:
-    """What ways to choose formats cost."""
-    rows = []
-    for budgets in (one["budgets"] for one in read("row-formats")["models"].values()):
-        for budget, choices in budgets.items():
-            for key, title in CHOICES.items():
-                if key in choices:
-                    one = choices[key]
-                    kl = [f"{one[name]:.4f}" for name in ("predicted", "kl")]
-                    cells = [budget, title.format(**one), f"{one['bits']:.2f}", *kl]
-                    rows.append([*cells, ", ".join(one["formats"]).replace("int", "")])
-    titles = ["budget", "choice", "bits", "predicted KL", "KL", "bits of K and V, by layer"]
-    return table(titles, rows)
-
-
 PROBED = "int8", "int8-g4", "int4-g8", "int4-g4", "int4", "int3", "int2"
 
 
@@ -1054,79 +1030,280 @@ def probed() -> str:
     return table(["model", "K rows", "figure", "of a text", "KL", "top-1 %", "result"], rows)
 
 
-def other_bases() -> str:
-    """How many times less the KL of one side is in other bases than in the plan's."""
-    models = read("row-bases")["models"]
-    found = {
-        (one["side"].upper(), one["format"], one["basis"], name): times(one)
-        for name, figures in models.items()
-        for one in figures["bases"]
-    }
-    rows = [
-        [side, f"`{fmt}`", title, *(found.get((side, fmt, basis, name), "-") for name in models)]
-        for side in "KV"
-        for fmt in ("int3", "int2")
-        for basis, title in BASES.items()
-        if side == "V" or basis == "oscar"
-    ]
-    return table(["rows of", "format", "basis", *(f"`{name}`" for name in models)], rows)
-
-
-BASES = {
-    "weighted": "OSCAR's weight",
-    "centred": "the same of centred keys",
-    "oscar": "OSCAR's rotation",
+WINDOWED = 4, 128  # first and last tokens in 16 bit
+CASES = {"the default": "default", "`int8`": "int8", "`int4-g4`": "int4-g4"}
+HOME_MADE = {  # a column of the table, and names in results/: of several trainings the first that
+    # ran with a cache counts
+    "`llama-recall-5m`": ["llama-recall-5m"],
+    "`code-lm`": ["code-lm", "code-lm, second training"],
+    "`code-biased`": ["code-biased"],
+    "`code-sinks`": ["code-sinks"],
+    "`code-latent`": ["code-latent"],
+}
+ASKED_OF = {  # names in results/, and in the table
+    "int8": "`int8`",
+    "K int8, V int4-g4": "K `int8`, V `int4-g4`",
+    "fp8": "`fp8`",
+    "int4-g8": "`int4-g8`",
+    "int4-g4": "`int4-g4`",
+    "int4": "`int4`",
+    "plan int4-g4": "plan, `int4-g4`",
+    "plan int4": "plan, `int4`",
+    "plan int3": "plan, `int3`",
+    "plan int2": "plan, `int2`",
+    "KIVI-4, groups of 128": "KIVI-4, groups of 128",
+    "KVarN K4V2": "KVarN K4V2",
+}
+ASKED_OF_LATENTS = {
+    "int8-g4+bf16": "`int8-g4+bf16`",
+    "int4-g8+bf16": "`int4-g8+bf16`",
+    "int4-g4+bf16": "`int4-g4+bf16`",
+    "plan int4-g4": "plan, `int4-g4+bf16`",
 }
 
 
-def graded() -> str:
-    """What rows with graded bits cost beside the plan's rows of as many bytes."""
-    rows = []
-    for name, figures in read("row-graded")["models"].items():
-        for one in figures["rows"]:
-            bits = RowFormat.parse(one["format"], 128).bits_per_element
-            cells = [f"`{name}`", f"{bits:.2f}"]
-            for what in ("K", "V", "chosen"):
-                kl = one["kl"].get(what)
-                cells.append("-" if kl is None else f"{kl['of']:.4f}, {kl['kl']:.4f}, {times(kl)}")
-            rows.append(cells)
-    return table(["model", "bits", "K alone: plan, graded, times less", "V alone", "both"], rows)
+def fidelity_page() -> list[str]:
+    """Tables and sentences of calibration/FIDELITY.md."""
+    return [
+        *(public_about().rpartition(", `")[0], cells_about(), public_models(), public_code()),
+        *(answers(), answers_again(), limits(), *shipped()),
+        *(home_made(), counted(), foreign_plans(), oscar(), same_texts()),
+        *(declined_choices(), declined_bases(), declined_grades()),
+    ]
 
 
-def answers_of_graded() -> str:
-    """Right answers of the recall model with such rows."""
-    found = read("row-graded")["models"]["llama-recall-5m"]["retrieval"]
-    cells = {
-        task: [
-            f"{100 * (one['given'] - one['exact']):+.1f} ± {100 * one['error']:.1f}"
-            for one in row["caches"]
-        ]
-        for task, row in found["tasks"].items()
-    }
-    names = [name.partition(" + ")[0] for name in found["caches"][1:]]
-    rows = [[name, *(each[at] for each in cells.values())] for at, name in enumerate(names)]
-    return table(["cache", *(f"`{task}`" for task in cells)], rows)
+def pairs_of_formats(text: str) -> dict[tuple[str, str], dict[Any, Figures]]:
+    """Figures by model and cache, of a text; then by context and window, shortest context first.
 
-
-PICTURED = 4, 128  # first and last tokens in 16 bit
-
-
-def evaluated() -> dict[str, list[str]]:
-    """The tables of calibration/FIDELITY.md and the names in its picture.
-
-    bench_recall.py draws the picture: --from recall.json --from recall-few.json --from code.json
-    --from code-few.json --from kinds.json --from code-sinks.json --from code-latent.json --picture.
+    The name is that of a format for K and V, or "default".
     """
-    models = asked_models()
-    if not models:
-        return {}
-    again = of_models(read_runs(RESULTS / "code-again.json"))  # this model wrote texts only
-    parts = [part for one in (*models, *again) for part in tables(one)]
-    texts = [text for heading, found in parts for text in (heading, table(*found))]
-    return {
-        "calibration/FIDELITY.md": texts,
-        "calibration/fidelity.svg": [f">{one}</text>" for one in labels(models, PICTURED)],
+    found: dict[tuple[str, str], dict[Any, Figures]] = {}
+    for row in read("defaults")["rows"]:
+        (dim,) = (dim for model, dim in PUBLIC.values() if model == row["model"])
+        window = tuple(row["window"])
+        defaults = tuple(default_format(side, dim, *window) for side in "kv")
+        names = ["default"] * ((row["k"], row["v"]) == defaults)
+        names += [row["k"]] * (row["k"] == row["v"])
+        for name in names if row["text"].startswith(text) else []:
+            found.setdefault((row["model"], name), {})[row["context"], window] = row
+    return found
+
+
+def public_models() -> str:
+    """KL and top-1 of public models by context, with the default window and without one."""
+    found, rows = pairs_of_formats("WikiText"), []
+    for name, (model, _) in PUBLIC.items():
+        for title, cache in CASES.items():
+            cases = found[model, cache]
+            contexts = sorted({context for context, _ in cases})
+            places = [(context, window) for window in (WINDOWED, (0, 0)) for context in contexts]
+            bits = [f"{cases[place]['packed_bits']:g}" for place in places[::2]]
+            figures = [cases[place] for place in places]
+            cells = [f"{kl_of(one)} ({100 * one['top1']:.1f})" for one in figures]
+            rows.append([name, title, " / ".join(dict.fromkeys(bits)), *cells])
+    lengths = "1,024", "16,384"
+    titles = [f"{what}, {n}" for what in ("window", "no window") for n in lengths]
+    return table(["model", "cache", "bits", *titles], rows)
+
+
+def public_code() -> str:
+    """KL of the default on source code."""
+    found = pairs_of_formats("scikit-learn")
+    coders = {name: model for name, (model, _) in PUBLIC.items() if "Coder" in name}
+    costs = {
+        name: [found[model, "default"][4096, window]["kl"] for window in (WINDOWED, (0, 0))]
+        for name, model in coders.items()
     }
+    said = " and ".join(f"{a:.4f} ({b:.4f} without a window)" for a, b in costs.values())
+    return f"On scikit-learn's code, behind 4,096 tokens, the default costs the two Coders {said}."
+
+
+def shipped() -> list[str]:
+    """What other projects' caches cost public models in the form that they ship, beside ours: KL
+    behind the longest context, then HumanEval. Nothing before tests/benchmarks/public_models.py has
+    measured one of them."""
+    scored: dict[str, dict[str, str]] = {}
+    lost: dict[str, dict[str, str]] = {}
+    theirs = 0
+    for name, (model, _) in PUBLIC.items():
+        path = RESULTS / f"public-{model}.json"
+        rows = read(path.stem)["rows"] if path.exists() else []
+        rows = [row for row in rows if row["key"].get("window", [*WINDOWED]) == [*WINDOWED]]
+        theirs += sum("window" not in row["key"] and _is_compared(row) for row in rows)
+        kl = [row for row in rows if row["key"]["measure"] == "kl"]
+        longest = max((row["key"]["context"] for row in kl), default=0)
+        for row in kl:
+            if row["key"]["context"] == longest and _is_compared(row):
+                cell = f"{row['packed_bits']:.3g}: {kl_of(row)} ({100 * row['top1']:.1f})"
+                scored.setdefault(row["key"]["cache"], {})[name] = cell
+        for cache, places in _paired(rows).items():
+            for place, (first, second) in places.items():
+                lost.setdefault(cache, {})[f"{name}, {place}"] = f"{first} / {second}"
+    found = []
+    for cells in (scored, lost) if theirs else ():
+        titles = [*dict.fromkeys(title for row in cells.values() for title in row)]
+        rows_of = [[cache, *(row.get(one, "-") for one in titles)] for cache, row in cells.items()]
+        found += [table(["cache", *titles], rows_of)] * bool(cells)
+    return found
+
+
+def _is_compared(row: Figures) -> bool:
+    """Whether a cache rounds anything: no check of the script, nor 16 bit itself."""
+    return "16 bit" not in row["key"]["cache"]
+
+
+def _paired(rows: Sequence[Figures]) -> dict[str, dict[str, list[int]]]:
+    """Answers of HumanEval lost and won by cache and place, all generations together."""
+    answers = {
+        (row["key"]["place"], row["key"]["sample"], row["key"]["cache"]): row["passed"]
+        for row in rows
+        if row["key"]["measure"] == "humaneval"
+    }
+    found: dict[str, dict[str, list[int]]] = {}
+    for (place, sample, cache), passed in answers.items():
+        exact = answers.get((place, sample, "16 bit"))
+        if exact is not None and cache != "16 bit":
+            pair = found.setdefault(cache, {}).setdefault(place, [0, 0])
+            for at, which in enumerate((("1", "0"), ("0", "1"))):
+                pair[at] += [*zip(exact, passed, strict=True)].count(which)
+    return found
+
+
+def answers_again() -> str:
+    """What another run of the 16-bit cache answers."""
+    model = PUBLIC["Qwen2.5-Coder-1.5B"][0]
+    rows = [one for one in read("humaneval")["rows"] if one["model"] == model]
+    solved = [str(one["passed"]) for one in rows if one["cache"] == "16 bit"]
+    return (
+        f"Two runs of the 16-bit cache of Qwen2.5-Coder-1.5B solved {' and '.join(solved)} "
+        f"of {rows[0]['problems']} problems"
+    )
+
+
+def limits() -> str:
+    """The limits of the verdicts."""
+    return (
+        f"`kvquant check` calls a KL of at most {SAFE:g} safe, and one of {RUINED:g} or more "
+        "a reason not to use the cache"
+    )
+
+
+def cells_about() -> str:
+    """How to read the table of public models."""
+    return f"A cell has KL and, in parentheses, top-1; a KL above {KL_NOTICE:g} is bold"
+
+
+def counted() -> str:
+    """Which tasks count."""
+    return f"A task counts only where the 16-bit cache answers {TEST:.0%} of it".replace("%", " %")
+
+
+def home_made() -> str:
+    """Points of right answers that caches cost our own models: the mean of all tasks, the worst."""
+    models = {one.name: one for one in asked_models()}
+    titles, rows = list[str](), list[list[str]]()
+    for title, names in HOME_MADE.items():
+        size = models[names[0]].runs[0]["model"]["parameters"] / 1e6
+        titles.append(f"{title}, {size:.0f} M")
+    for caches, latent in ((ASKED_OF, False), (ASKED_OF_LATENTS, True)):
+        columns = [
+            [models[name] for name in names if ("latent" in name) is latent]
+            for names in HOME_MADE.values()
+        ]
+        bits = ChainMap(*(one.bits for column in columns for one in column))
+        lost_by = [ChainMap(*(one.lost(WINDOWED) for one in column)) for column in columns]
+        for name, title in caches.items():
+            pairs = [[f"{max(x, 0):.1f}" for x in lost.get(name, ())] for lost in lost_by]
+            rows.append([title, f"{bits[name]:.2f}", *(" / ".join(pair) or "-" for pair in pairs)])
+    return table(["cache", "bits", *titles], rows)
+
+
+def oscar() -> str:
+    """What OSCAR's rows cost with the window that its authors use."""
+    (one,) = (one for one in asked_models() if one.name == "llama-recall-5m")
+    mean, worst = one.lost((64, 256))["OSCAR-2"]
+    return (
+        f"With that window OSCAR-2 ({one.bits['OSCAR-2']:.2f} bits) costs `{one.name}` "
+        f"{mean:.1f} points in the mean and {worst:.1f} in the worst task"
+    )
+
+
+FOREIGN = {
+    "wikipedia": "plan, `int4`, from Wikipedia",
+    "random": "plan, `int4`, from random tokens (`--zero-data`)",
+}
+
+
+def foreign_plans() -> str:
+    """Right answers that plans from other texts cost the model that finds facts."""
+    found = read("recall-texts")
+    rows = []
+    for at, cache in enumerate(found["caches"][1:]):
+        pairs = [task["caches"][at] for task in found["retrieval"]["1024"].values()]
+        name = str(cache["cache"]).partition(" + ")[0]
+        rows.append([FOREIGN.get(name, f"`{name}`"), *(_points(pair) for pair in pairs)])
+    return table(["cache", *(f"`{task}`" for task in found["retrieval"]["1024"])], rows)
+
+
+def _points(pair: Figures) -> str:
+    """Points won or lost, with the standard error."""
+    return f"{100 * (pair['given'] - pair['exact']):+.1f} ± {100 * pair['error']:.1f}"
+
+
+def same_texts() -> str:
+    """How many texts stay those of the 16-bit cache."""
+    (one,) = of_models(read_runs(RESULTS / "code-again.json"))
+    shares = {
+        (name, way): f"{100 * figures['agreement']['2048']['share']:.0f} %"
+        for (window, name, way), figures in one.texts.items()
+        if window == WINDOWED
+    }
+    greedy = [shares[name, "greedy"] for name in ("int8", "plan int4", "int4-g4")]
+    sampled = max(share for (_, way), share in shares.items() if way == "sampled")
+    count = one.runs[0]["settings"]["sizes"]["prompts"]
+    return (
+        f"In {greedy[0]} of {count} greedy texts `int8` wrote the same 2,048 tokens as the 16-bit "
+        f"cache. `int4` with a plan did so in {greedy[1]}, and `int4-g4` in {greedy[2]}. Of "
+        f"sampled texts at most {sampled} were the same"
+    )
+
+
+def declined_choices() -> str:
+    """Whether a search of all formats finds better ones than step by step."""
+    budgets = read("row-formats")["models"]["llama-demo-5m"]["budgets"]
+    pairs = [
+        f"{one['allocate']['kl']:.4f} and {one['exhaustive']['kl']:.4f} at {bits} bits"
+        for bits, one in budgets.items()
+    ]
+    return f"Their KL by steps and by search is {', and '.join(pairs)}"
+
+
+def declined_bases() -> str:
+    """The KL in OSCAR's bases by that in the plan's."""
+    rows = [one for each in read("row-bases")["models"].values() for one in each["bases"]]
+
+    def span(basis: str, side: str) -> str:
+        found = [one for one in rows if one["basis"] == basis and one["side"] == side]
+        factors = [one["kl"] / one["of"] for one in found]
+        return f"{min(factors):.2f} to {max(factors):.2f}"
+
+    return (
+        f"multiplies the KL of K by {span('oscar', 'k')} and that of V by {span('oscar', 'v')}. "
+        f"Its weights of values multiply the KL of V by {span('weighted', 'v')}"
+    )
+
+
+def declined_grades() -> str:
+    """The KL of both sides with graded rows by that with the plan's."""
+    models = read("row-graded")["models"]
+    bits = RowFormat.parse("int3", 128).bits_per_element
+    found = [
+        f"{row['kl']['chosen']['kl'] / row['kl']['chosen']['of']:.2f} on `{name}`"
+        for name, figures in models.items()
+        for row in figures["rows"]
+        if row["format"] == "int3"
+    ]
+    return f"At {bits:g} bits they multiply the KL by {', '.join(found)}"
 
 
 def asked_models() -> list[Evaluations]:
@@ -1155,7 +1332,7 @@ def lost() -> str:
     for title, names in README_MODELS.items():
         size = models[names[0]].runs[0]["model"]["parameters"] / 1e6
         named += [f"{title}, {size:.1f} M: {what}" for what in ("mean", "worst")]
-        columns.append(ChainMap(*(models[name].lost(PICTURED) for name in names)))
+        columns.append(ChainMap(*(models[name].lost(WINDOWED) for name in names)))
     bits = models["llama-recall-5m"].bits
     rows = []
     for name in README_LOST:
