@@ -43,16 +43,28 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     "Repeat it for more caches.",
 )
 @click.option(
-    "--tasks", default="kl,generation,retrieval", show_default=True, help="Tasks, with commas."
+    "--tasks",
+    default="kl,retrieval",
+    show_default=True,
+    help="Tasks, with commas: kl, retrieval, generation.",
 )
-@click.option("--retrieval", help="Retrieval tasks, with commas; all by default.")
+@click.option("--retrieval", help="Retrieval tasks, with commas; six by default.")
 @click.option(
     "--length",
     "lengths",
     type=COUNT,
     multiple=True,
-    help="Tokens of a context; by default 4096, or fewer if the model has fewer positions. "
-    "Repeat it for more lengths.",
+    help="Tokens of a context; by default 1024 on a CPU and 4096 on a GPU, or fewer if the model "
+    "has fewer positions. Repeat it for more lengths.",
+)
+@click.option(
+    "--facts",
+    type=WHOLE,
+    multiple=True,
+    default=(4, 16, 64, 0),
+    show_default=True,
+    help="Facts in a retrieval prompt, 0 for as many as fit. Each task takes the largest number "
+    "that the 16-bit cache can answer.",
 )
 @click.option(
     "--text", type=FILE, help="Held-out text for kl and generation; a packaged one by default."
@@ -65,7 +77,7 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
 )
 @click.option("--pattern", help="Regular expression: its last match in a text is the answer.")
 @click.option(
-    "--samples", type=COUNT, default=8, show_default=True, help="Prompts, or passages, of a task."
+    "--samples", type=COUNT, default=4, show_default=True, help="Prompts, or passages, of a task."
 )
 @click.option(
     "--questions",
@@ -84,7 +96,7 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
 @click.option(
     "--new-tokens", type=COUNT, default=128, show_default=True, help="Tokens of a generated text."
 )
-@click.option("--batch", type=COUNT, default=4, show_default=True, help="Prompts decoded together.")
+@click.option("--batch", type=COUNT, default=2, show_default=True, help="Prompts decoded together.")
 @click.option("--chunk", type=COUNT, help="Read prompts in chunks of so many tokens.")
 @click.option(
     "--prompts-from-rows", is_flag=True, help="With --chunk: chunks attend to packed rows."
@@ -118,6 +130,7 @@ def evaluate(
     tasks: str,
     retrieval: str | None,
     lengths: tuple[int, ...],
+    facts: tuple[int, ...],
     text: Path | None,
     examples: Path | None,
     pattern: str | None,
@@ -173,7 +186,7 @@ def evaluate(
     options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat, "draft": draft}
     options |= {} if retrieval is None else {"retrieval": _names(retrieval)}
     options |= {} if pattern is None else {"pattern": pattern}
-    sizes = Sizes(lengths, samples, questions, samples, scored, new_tokens, batch=batch, seed=seed)
+    sizes = Sizes(lengths, samples, questions, facts, samples, scored, new_tokens, batch, seed)
     task, reading = Task(**options), Reading(chunk, prompts_from_rows)
     reader = load_decoder(model, dtype=getattr(torch, dtype), device=device)
     given = [] if examples is None else _examples(examples, reader, chat)

@@ -188,7 +188,7 @@ def ask_all(
 ) -> Iterator[list[list[bool]]]:
     """Ask the questions of prompts of one length.
 
-    The model decodes questions and right answers token by token. An answer counts as right if each
+    The model decodes questions and right answers. An answer counts as right if each
     of its tokens is the likeliest one behind the tokens so far. Then greedy decoding would have
     written it.
 
@@ -228,7 +228,7 @@ def score(
     make: Callable[[], KVCache],
     rounds: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Decode given tokens behind prompts, one by one; each round begins behind the prompts alone.
+    """Decode given tokens behind prompts; each round begins behind the prompts alone.
 
     After the last round its cache holds the prompts alone again, if cropping can undo the round.
 
@@ -246,22 +246,32 @@ def score(
     cache = make()
     length = int(cache.seq_lens.max())
     num_tokens = sum(fed.shape[1] for fed, _ in rounds)
-    step = model.stepper(cache, num_tokens)
+    read = _reader(model, cache, num_tokens)
     for at, (fed, choices) in enumerate(rounds, 1):
-        found, likeliest = [], []
-        for tokens, wanted in zip(fed.unbind(1), choices.unbind(1), strict=True):
-            scores = step(tokens).float().log_softmax(-1)
-            wanted = wanted.to(scores.device)
-            found.append(scores.gather(-1, wanted))
-            likeliest.append(scores.argmax(-1, keepdim=True) == wanted)
+        scores = read(fed).float().log_softmax(-1)
+        wanted = choices.to(scores.device)
+        likeliest = scores.argmax(-1, keepdim=True) == wanted
         cache.check()
         if fed.shape[1] <= cache.rollback_len or not (cache.recent_len or model.windows()):
             cache.crop(length)
         elif at < len(rounds):
-            del cache, step  # before there is another one
+            del cache, read  # before there is another one
             cache = make()
-            step = model.stepper(cache, num_tokens)
-        yield torch.stack(found, 1).cpu(), torch.stack(likeliest, 1).cpu()
+            read = _reader(model, cache, num_tokens)
+        yield scores.gather(-1, wanted).cpu(), likeliest.cpu()
+
+
+def _reader(
+    model: CachedModel, cache: KVCache, num_tokens: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What gives logits [batch, tokens, vocabulary] behind given tokens [batch, tokens].
+
+    A GPU replays a step's graph for each token. A CPU reads the model's weights once for all.
+    """
+    if cache.device.type == "cpu":
+        return lambda fed: model.call(model.past_of(cache), fed, [*range(fed.shape[1])])
+    step = model.stepper(cache, num_tokens)
+    return lambda fed: torch.stack([step(tokens) for tokens in fed.unbind(1)], 1)
 
 
 def _fed(asked: Sequence[Asked]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -40,8 +41,12 @@ KINDS = ("kl", "generation", "retrieval")
 HELD_OUT = Path(__file__).with_name("held_out.txt")
 SEEDS = 2**40  # with the number of a text behind it a seed is below 2**64
 MARGIN = 64  # positions behind a context that are kept free for a question and its answer
-LENGTH = 4096  # tokens of a context, where the model has positions for them
+LENGTHS = {"cpu": 1024}  # tokens of a context by default, where the model has positions for them
+LENGTH = 4096  # elsewhere
+CHOSEN = "keys", "values", "overwritten", "phonebook", "copy", "tools"  # retrieval, by default
 READING = Reading()
+TRIAL = 2  # prompts that a number of facts is tried on
+ANSWERS = 0.8  # the share that the 16-bit cache must answer of them
 Progress = Callable[[str, int], None]  # of a finished part's task, and how many parts there are
 
 
@@ -50,10 +55,12 @@ class Sizes:
     """How much is measured.
 
     Attributes:
-        lengths: of contexts, in tokens. When empty, one length of 4,096, or less if the model has
-            fewer positions.
+        lengths: of contexts, in tokens. When empty, one length: 1,024 on a CPU and 4,096 on a GPU,
+            or less if the model has fewer positions.
         prompts: how many prompts each retrieval task has, and generation.
         questions: how many questions a retrieval prompt has, at most.
+        facts: how many facts a retrieval prompt has; 0 for as many as fit. Of several numbers each
+            task takes the largest that the 16-bit cache can answer.
         passages: how many passages of the text kl has.
         scored: how many tokens of a passage kl compares.
         new_tokens: how many tokens of text generation adds to a prompt.
@@ -63,20 +70,25 @@ class Sizes:
     """
 
     lengths: tuple[int, ...] = ()
-    prompts: int = 8
+    prompts: int = 4
     questions: int = 8
-    passages: int = 8
+    facts: tuple[int, ...] = (4, 16, 64, 0)
+    passages: int = 4
     scored: int = 128
     new_tokens: int = 128
-    batch: int = 4
+    batch: int = 2
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = {name: value for name, value in vars(self).items() if name != "lengths"}
-        for name, value in [*counts.items(), *(("lengths", one) for one in self.lengths)]:
-            is_seed = name == "seed"
-            if not is_whole(value) or value < (not is_seed) or (is_seed and value >= SEEDS):
-                allowed = f"from 0 on and below {SEEDS}" if is_seed else "from 1 on"
+        counts = {
+            name: one if isinstance(one, tuple) else (one,) for name, one in vars(self).items()
+        }
+        if not self.facts:
+            raise ConfigError("facts has no number: give (0,) for as many facts as fit")
+        for name, value in ((name, one) for name, each in counts.items() for one in each):
+            is_seed, least = name == "seed", int(name not in ("seed", "facts"))
+            if not is_whole(value) or value < least or (is_seed and value >= SEEDS):
+                allowed = f"from 0 on and below {SEEDS}" if is_seed else f"from {least} on"
                 raise ConfigError(f"{name} has {value!r:.40}: use whole numbers {allowed}")
 
 
@@ -108,8 +120,8 @@ class Task:
         draft: whether generation counts how many tokens of a prompt lookup would be accepted.
     """
 
-    kinds: tuple[str, ...] = KINDS
-    retrieval: tuple[str, ...] = tuple(TASKS)
+    kinds: tuple[str, ...] = ("kl", "retrieval")
+    retrieval: tuple[str, ...] = CHOSEN
     pattern: str = r"[-+]?[\d.,]*\d"
     temperature: float = 1.0
     chat: bool | None = None
@@ -213,6 +225,7 @@ class _Run:
     state: Path | None
     progress: Progress
     choices: list[Choice] = field(init=False)
+    notes: list[str] = field(default_factory=list)  # sentences of the result
 
     def __post_init__(self) -> None:
         if not self.given or isinstance(self.given, str):
@@ -298,15 +311,22 @@ class _Run:
                 f"no rows: give a --chunk below {min(counts)}"
             )
         for choice in self.choices:
-            if choice.sink_len + choice.recent_len >= min(counts):
+            window = choice.sink_len + choice.recent_len
+            if window >= max(counts):
                 raise ConfigError(
-                    f"the cache {choice} keeps a prompt of {min(counts)} tokens in 16 bit: give a "
-                    "longer --length or longer prompts, or a smaller recent"
+                    f"the cache {choice} keeps all prompts of up to {max(counts)} tokens in 16 "
+                    "bit: give a longer --length or longer prompts, or a smaller recent"
+                )
+            if whole := sum(count <= window for count in counts):
+                self.notes.append(
+                    f"The cache {choice} keeps {whole} of {len(counts)} prompts whole in 16 bit, "
+                    f"those of {window} tokens and fewer: their texts say little of it."
                 )
 
     def _choose_lengths(self) -> None:
         most, behind = self.model.max_positions, self._behind
-        default = LENGTH if most is None else min(LENGTH, most - behind)
+        default = LENGTHS.get(self.model.model.device.type, LENGTH)
+        default = default if most is None else min(default, most - behind)
         if default < 1:
             raise ConfigError(
                 f"{behind} tokens behind a context leave no room for one in the {most} positions "
@@ -347,8 +367,8 @@ class _Run:
                 "longer --text, or a shorter --length"
             )
 
-    def _written(self, length: int) -> dict[str, list[Prompt]]:
-        """The prompts of each retrieval task, before work begins: what has no room is refused."""
+    def _written(self, length: int) -> dict[str, list[list[Prompt]]]:
+        """The rungs of each retrieval task, before work begins: what has no room is refused."""
         if "retrieval" not in self.task.kinds:
             return {}
         writer = Writer(
@@ -360,20 +380,28 @@ class _Run:
             num_questions=self.sizes.questions,
             chat=self.task.chat,
         )
-        return {
-            name: [
-                writer.write(name, f"{self.sizes.seed} {name} {at}")
-                for at in range(self.sizes.prompts)
-            ]
-            for name in self.task.retrieval
-        }
+        return {name: self._rungs(writer, name) for name in self.task.retrieval}
+
+    def _rungs(self, writer: Writer, name: str) -> list[list[Prompt]]:
+        """The prompts of a task with each number of facts that fits, the fewest first."""
+        seeds = [f"{self.sizes.seed} {name} {at}" for at in range(self.sizes.prompts)]
+        facts = sorted(self.sizes.facts, key=lambda one: one or math.inf)  # 0: as many as fit
+        found, why = [], ConfigError("no facts")
+        for count in facts:
+            try:
+                found.append([writer.write(name, seed, count) for seed in seeds])
+            except ConfigError as error:
+                why = error
+        if not found:
+            raise why
+        return found
 
     def _check_questions(self) -> None:
         """Raise unless the model has positions for the questions: tokens may be single letters."""
         most = self.model.max_positions
         for length, tasks in self.written.items():
-            for name, prompts in tasks.items():
-                asked = [one for each in prompts for one in each.asked]
+            for name, rungs in tasks.items():
+                asked = [one for prompts in rungs for each in prompts for one in each.asked]
                 longest = max(len(one.question) + len(one.answer) for one in asked)
                 if most is not None and length + longest > most:
                     raise ConfigError(
@@ -457,7 +485,7 @@ class _Run:
         given: list[Any] = [(one.tokens, one.answer) for one in self.examples]
         given.append(self.tokens)
         for tasks in self.written.values():
-            given += [asdict(prompt) for prompts in tasks.values() for prompt in prompts]
+            given += [asdict(one) for rungs in tasks.values() for each in rungs for one in each]
         return {
             "version": __version__,
             "device": str(self.model.model.device),
@@ -475,7 +503,7 @@ class _Run:
         kinds = [kind for kind in KINDS if kind in self.task.kinds]
         found: dict[str, Any] = {"settings": self._settings(), "caches": self.costs}
         found["cache_bytes"] = self.cache_bytes
-        found |= {"notes": told} if (told := list(notes(self.model))) else {}
+        found |= {"notes": told} if (told := [*notes(self.model), *self.notes]) else {}
         for kind in kinds:
             found[kind] = {}
             lengths = self.lengths
@@ -504,14 +532,16 @@ class _Run:
 
     @cached_property
     def parts(self) -> int:
-        """How often progress is called: for each batch of a task once for each cache."""
+        """How often progress is called: for each batch of a task once for each cache, and for each
+        rung but one."""
         kinds = self.task.kinds
-        counts = [len(prompts) for tasks in self.written.values() for prompts in tasks.values()]
+        rungs = [one for tasks in self.written.values() for one in tasks.values()]
+        counts, trials = [self.sizes.prompts] * len(rungs), sum(len(one) - 1 for one in rungs)
         if "kl" in kinds:
             counts += map(self._passages, self.lengths)
         if "generation" in kinds:  # of the user's prompts each is alone
             counts += [1] * len(self.examples) or map(self._prompts, self.lengths)
-        return len(self.costs) * sum(len(self._batches(count)) for count in counts)
+        return trials + len(self.costs) * sum(len(self._batches(count)) for count in counts)
 
     def _passages(self, length: int) -> int:
         """Passages of kl that the text has room for."""
@@ -543,8 +573,9 @@ class _Run:
 
     def _retrieval(self, length: int) -> dict[str, Any]:
         found = {}
-        for name, prompts in self.written[length].items():
+        for name, rungs in self.written[length].items():
             what = f"retrieval, {name}"
+            prompts, can_answer = self._hardest(name, length, rungs)
             answers: list[list[list[bool]]] = [[] for _ in self.costs]
             for batch in self._batches(len(prompts)):
 
@@ -552,7 +583,8 @@ class _Run:
                     part = prompts[batch.start : batch.stop]
                     return ask_all(self.model, part, self.choices, self.reading)
 
-                parts = self._measured(what, f"{name} {length} {batch.start}", measure)
+                record = f"{name} {length} {prompts[0].facts} {batch.start}"
+                parts = self._measured(what, record, measure)
                 for whole, part in zip(answers, parts, strict=True):
                     whole += part
             exact, *others = answers
@@ -560,7 +592,7 @@ class _Run:
             distances = [one.distance for each in prompts for one in each.asked]
             found[name] = {
                 "exact": pairs[0].exact,
-                "fails": pairs[0].exact < FAILS,
+                "fails": not can_answer or pairs[0].exact < FAILS,
                 "least_distance": min(distances),
                 "facts": min(one.facts for one in prompts),
                 "caches": [asdict(one) for one in pairs],
@@ -575,6 +607,37 @@ class _Run:
                     for count in counts
                 }
         return found
+
+    def _hardest(
+        self, name: str, length: int, rungs: list[list[Prompt]]
+    ) -> tuple[list[Prompt], bool]:
+        """The most facts among which the 16-bit cache finds ANSWERS of TRIAL prompts' answers.
+
+        Args:
+            name: of the task.
+            length: of the contexts.
+            rungs: prompts with ever more facts.
+
+        Returns:
+            The prompts, and whether it does; those with the fewest facts where it never does.
+        """
+        what = f"retrieval, {name}"
+        low, high = 0, len(rungs)  # it answers all below low, and none from high on
+        while low < high and len(rungs) > 1:
+            middle = (low + high) // 2
+            trial = rungs[middle][:TRIAL]
+
+            def measure(trial: list[Prompt] = trial) -> Any:
+                return ask_all(self.model, trial, (), self.reading)
+
+            (found,) = self.records.get(f"{name} {length} {trial[0].facts} trial", measure)
+            self.progress(what, self.parts)
+            right = [one for each in found for one in each]
+            if sum(right) >= ANSWERS * len(right):
+                low = middle + 1
+            else:
+                high = middle
+        return rungs[max(low - 1, 0)], low > 0 or len(rungs) == 1
 
     def _generation(self, length: int) -> dict[str, Any]:
         if self.examples:

@@ -1,8 +1,9 @@
 """Retrieval sheets as token ids: contexts of an exact length, and the questions to them.
 
 A writer tokenizes each line alone, as it would be tokenized behind a line break. So the position of
-every fact is known. Tokens of a text fill the front of a context until it has its length. So all
-contexts of a task fit one batch, and the distance of a fact to the end of its context is exact.
+every fact is known. Tokens of a text bring a context to its length: few facts stand among its
+sentences, and as many facts as fit stand behind it. So all contexts of a task fit one batch, and
+the distance of a fact to the end of its context is exact.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Writer:
     Args:
         tokenizer: one of transformers; None is an error.
         length: tokens of a context.
-        filler: token ids of a text, which fill the front of a context.
+        filler: token ids of a text, which brings contexts to their length.
         window: how many last tokens hold no answer: the most that a cache keeps in 16 bit.
         sinks: how many first tokens hold no answer.
         num_questions: questions to a context, at most.
@@ -118,27 +119,42 @@ class Writer:
         self._window, self._sinks, self._num_questions = window, sinks, num_questions
         self._anchor = self._plain(BREAK)
         self._check_characters()
+        self._stops = {one for one in set(filler) if self._ends_sentence(one)}
         before, after = self._around()
         self._before, self._after = self._plain(before), after
         if not self.is_chat and getattr(tokenizer, "bos_token_id", None) is not None:
             first = tokenizer("a")["input_ids"][:1]
             self._before = first if first == [tokenizer.bos_token_id] else []
 
-    def write(self, task: str, seed: str) -> Prompt:
-        """Make a prompt of a task; the same seed makes the same prompt."""
-        make, count = TASKS[task], self._count_of(task)
+    def write(self, task: str, seed: str, facts: int = 0) -> Prompt:
+        """Make a prompt of a task; the same seed makes the same prompt.
+
+        Args:
+            task: of TASKS.
+            seed: chooses facts, places and questions.
+            facts: how many lines of facts stand among the sentences of the filler; 0 for as many as
+                fit, behind it.
+
+        Raises:
+            ConfigError: so many facts leave less than half of the context to the filler, or not
+                even LEAST facts fit beyond the window.
+        """
+        make, count = TASKS[task], facts or self._count_of(task)
         while True:
             sheet = make(Random(seed), count)
             lines = self._lines(sheet.lines)
             tail = [token for one in self._lines(sheet.examples) for token in one]
             used = sum(map(len, lines))
             missing = self._length - len(self._before) - used - len(tail)
-            found = self._fitted(sheet, lines, tail, missing, seed) if missing >= 0 else None
+            found = None
+            if missing >= (self._length // 2 if facts else 0):
+                found = self._fitted(sheet, lines, tail, missing, seed, among=bool(facts))
             if found is not None:
                 return found
-            if count <= LEAST:
+            if facts or count <= LEAST:
+                what = f"{facts} facts of the task {task}" if facts else f"the task {task}"
                 raise ConfigError(
-                    f"{self._length} tokens have no room for the task {task} and a 16-bit window "
+                    f"{self._length} tokens have no room for {what} and a 16-bit window "
                     f"of {self._window}: give a longer --length, or caches with a smaller recent"
                 )
             # too long: leave out the lines that do not fit; all facts in the window: a few lines
@@ -152,7 +168,14 @@ class Writer:
         return max(LEAST + 1, round(1.05 * TRIAL * self._length / tokens))
 
     def _fitted(
-        self, sheet: Sheet, lines: list[list[int]], tail: list[int], missing: int, seed: str
+        self,
+        sheet: Sheet,
+        lines: list[list[int]],
+        tail: list[int],
+        missing: int,
+        seed: str,
+        *,
+        among: bool,
     ) -> Prompt | None:
         """Make a prompt of a sheet; None if no question is about facts before the 16-bit window.
 
@@ -161,17 +184,27 @@ class Writer:
             lines: tokens of each fact.
             tail: tokens of the examples.
             missing: tokens of filler that bring the prompt to its length.
-            seed: chooses the questions.
+            seed: chooses the questions, and the places of the facts.
+            among: facts stand among the sentences of the filler, else behind it.
         """
         fill = (self._filler * (1 + missing // len(self._filler)))[:missing]
-        if len(fill) > len(self._anchor):  # the first fact begins a line
-            fill[len(fill) - len(self._anchor) :] = self._anchor
-        starts, place = [], len(self._before) + len(fill)
-        for line in lines:
-            starts.append(place)
-            place += len(line)
-        context = [*self._before, *fill, *(token for line in lines for token in line), *tail]
-        ends = [start + len(line) for start, line in zip(starts, lines, strict=True)]
+        cuts = [missing] * len(lines)
+        if among:
+            most = missing - self._window + len(tail)  # what stands behind it lies in the window
+            ends = [at for at, one in enumerate(fill[:most], 1) if one in self._stops]
+            places = ends or range(1, most)
+            if not places:
+                return None
+            cuts = sorted(Random(f"{seed} places").choices(places, k=len(lines)))
+        context, starts, done = [*self._before], [], 0
+        for cut, line in zip([*cuts, missing], [*lines, tail], strict=True):
+            context += fill[done:cut]
+            if cut - done > len(self._anchor):  # what stands behind the filler begins a line
+                context[len(context) - len(self._anchor) :] = self._anchor
+            starts.append(len(context))
+            context += line
+            done = cut
+        ends = [start + len(line) for start, line in zip(starts[:-1], lines, strict=True)]
 
         def distance(one: Question) -> int:
             is_exact = min(starts[at] for at in one.lines) < self._sinks
@@ -185,12 +218,10 @@ class Writer:
         return Prompt(context, asked, facts=len(lines))
 
     def _asked(self, one: Question, distance: int) -> Asked:
-        if self.is_chat:
-            question = f"{one.asked}{self._after}"
-            whole = question + one.answer
-        else:
-            question = one.begun
-            whole = f"{question} {one.answer}"
+        # an instruct model's answer begins as the line of a base model: the form is no obstacle
+        reply = f"{one.asked}{self._after}{one.reply or one.begun}"
+        question = reply if self.is_chat else one.begun
+        whole = f"{question} {one.answer}"
         known, found = self._lines([question, whole], ends=False)
         same = 0
         while same < min(len(known), len(found) - 1) and known[same] == found[same]:
@@ -224,8 +255,12 @@ class Writer:
         before, _, after = text.partition(SLOT)
         return before, after
 
+    def _ends_sentence(self, token: int) -> bool:
+        text = str(self._tokenizer.decode([token])).rstrip(" ")
+        return text.endswith((".", "?", "!", BREAK))
+
     def _check_characters(self) -> None:
-        sample = "The code of the blue fox is 0123456789, x1 = x2."
+        sample = 'The code of the blue fox is 0123456789, x1 = x2. {"name": "refund"}'
         if "".join(self._tokenizer.decode(self._plain(sample)).split()) != "".join(sample.split()):
             raise ConfigError(
                 "this tokenizer does not give back letters, digits and commas, of which the "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvquant.text import Column, count_text, paragraph, render_table
 
+from .check import verdict
 from .generation import WAYS
 
 ENOUGH = 3.0  # the limit must be so many times the standard error
@@ -35,11 +37,35 @@ class Shown:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """All tables, then sentences on layers that no cache holds and tasks that fail in 16 bit."""
+    """All tables, then a verdict on each cache, and sentences on layers that no cache holds, on
+    prompts that lay in 16 bit, and on tasks that fail in 16 bit."""
     parts = [
         f"{paragraph(one.head)}\n{render_table(one.columns, one.rows)}" for one in tables(found)
     ]
-    return "\n\n".join([*parts, *map(paragraph, [*found.get("notes", []), *failures(found)])])
+    told = [*verdicts(found), *found.get("notes", []), *failures(found)]
+    return "\n\n".join([*parts, *map(paragraph, told)])
+
+
+def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each quantized cache: what it costs, and in words what that means."""
+    for at, one in enumerate(found["caches"][1:]):
+        told, words = [], []
+        for length, rows in found.get("kl", {}).items():
+            row = rows[at]
+            words.append(verdict(row["kl"], row["kl_error"], row["passages"]))
+            told.append(f"KL {row['kl']:.2g} {place_of(length)}: {words[-1]}")
+        pairs = [pair for _, name, pair in _tested(found) if name == one["cache"]]
+        if answers := sum(pair["answers"] for pair in pairs):
+            drop = sum(pair["drop"] * pair["answers"] for pair in pairs) / answers
+            error = math.hypot(*(pair["error"] * pair["answers"] for pair in pairs)) / answers
+            lost, won = (sum(pair[name] for pair in pairs) for name in ("lost", "won"))
+            words.append("answers are lost" if drop > 2 * error else "no loss is seen")
+            told.append(
+                f"{lost} of {count_text(answers, 'answer')} lost and {won} won ("
+                f"{0.0 - POINTS * drop:+.1f} ± {POINTS * error:.1f} points): {words[-1]}"
+            )
+        if told:
+            yield f"{one['cache']}: {'; '.join(told)}."
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
@@ -57,10 +83,11 @@ def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
             f"Right answers in contexts of {int(length):,} tokens: the first row in %, the others "
             f"as change in points ± its standard error. Each answer ends {least} tokens or more "
             f"before the end of its context, and {least - window} or more before the last tokens "
-            "that a cache keeps in 16 bit:"
+            "that a cache keeps in 16 bit. The second line of a title says among how many facts:"
         )
         title = f"contexts of {int(length):,} tokens"
-        yield Shown("retrieval", title, head, *_accuracy(names, [*tasks.items()]))
+        named = [(f"{name}\n{one['facts']} facts", one) for name, one in tasks.items()]
+        yield Shown("retrieval", title, head, *_accuracy(names, named))
 
 
 def _costs(caches: Sequence[Mapping[str, Any]]) -> Shown:
@@ -83,14 +110,16 @@ def _costs(caches: Sequence[Mapping[str, Any]]) -> Shown:
 def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Shown:
     columns = (
         Column("cache", left=True),
-        *map(Column, ("KL, nats\na token", "±", "99.9 % of\ntokens below", "top-1 %", "±")),
+        *map(Column, ("KL, nats\na token", "±", "first\nquarter", "last\nquarter")),
+        *map(Column, ("99.9 % of\ntokens below", "top-1 %", "±")),
     )
-    cells = [["16 bit", "0", "-", "0", "100.0", "-"]]
+    cells = [["16 bit", "0", "-", "0", "0", "0", "100.0", "-"]]
     cells += [
         [
             name,
             f"{max(one['kl'], 0.0):.5f}",  # rounding may leave less than 0
             _or_dash(one["kl_error"], "{:.5f}"),
+            *(f"{max(one['by_position'][at], 0.0):.5f}" for at in (0, -1)),
             f"{one['kl_tail']:.4f}",
             f"{POINTS * one['top1']:.1f}",
             _or_dash(one["top1_error"], "{:.1%}").rstrip("%"),
@@ -232,21 +261,7 @@ def against_limit(found: Mapping[str, Any], limit: float) -> tuple[str, list[str
         two standard errors. "unknown": a standard error is above a third of the limit, or the model
         fails all tasks in 16 bit. "met": neither.
     """
-    names = [one["cache"] for one in found["caches"]][1:]
-    pairs = [
-        (f"{task}, {int(length):,} tokens", name, one)
-        for length, tasks in found.get("retrieval", {}).items()
-        for task, each in tasks.items()
-        if not each["fails"]
-        for name, one in zip(names, each["caches"], strict=True)
-    ]
-    pairs += [
-        (f"{way} answers", name, one)
-        for task in found.get("generation", {}).values()
-        for way in WAYS
-        if (answers := task.get(f"{way}_answers")) and not answers["fails"]
-        for name, one in zip(names, answers["caches"], strict=True)
-    ]
+    pairs = [*_tested(found)]
     exceeded = [
         f"{name} loses {POINTS * one['drop']:.1f} ± {POINTS * one['error']:.1f} points of {task}: "
         f"more than {limit:g}"
@@ -264,3 +279,18 @@ def against_limit(found: Mapping[str, Any], limit: float) -> tuple[str, list[str
         if POINTS * one["error"] > limit / ENOUGH
     ]
     return ("unknown", wide) if wide else ("met", [])
+
+
+def _tested(found: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """The task, the cache and the paired answers of all tasks that test caches."""
+    names = [one["cache"] for one in found["caches"]][1:]
+    for length, tasks in found.get("retrieval", {}).items():
+        for task, each in tasks.items():
+            if not each["fails"]:
+                for name, one in zip(names, each["caches"], strict=True):
+                    yield f"{task}, {int(length):,} tokens", name, one
+    for task in found.get("generation", {}).values():
+        for way in WAYS:
+            if (answers := task.get(f"{way}_answers")) and not answers["fails"]:
+                for name, one in zip(names, answers["caches"], strict=True):
+                    yield f"{way} answers", name, one

@@ -1,9 +1,9 @@
 """Retrieval tasks: facts among near-identical ones, made from a seed, for any tokenizer.
 
 Each task makes a sheet: lines of text that hold facts, and questions to them. A bad cache confuses
-a fact with similar ones first. So a key has two words, and other keys share each of them. The
-definitions follow RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv
-2402.01032:
+a fact with similar ones first. So a key has two words, and other keys share each of them; the keys
+of 4 facts or fewer share none, so that small models can answer. The definitions follow RULER (arXiv
+2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv 2402.01032:
 
     single       one fact in a text
     keys         the code of a key of two words, among many such keys
@@ -15,6 +15,7 @@ definitions follow RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the 
     phonebook    the number of seven digits of a name of two words
     copy         the words that follow three given ones in a text of random words
     frequent     the most frequent word of a text
+    tools        a tool call in JSON, whose two arguments stand in one of many records
 
 TASKS has them by name. A task that is added there can be evaluated like these.
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from .words import ADJECTIVES, NOUNS
@@ -36,14 +37,16 @@ class Question:
     Attributes:
         begun: the beginning of a line, which a base model completes with a space and the answer.
         asked: the same question for an instruct model.
-        answer: the right answer, of letters, digits, commas and spaces.
+        answer: the right answer: letters, digits, commas, spaces and, of tool calls, JSON.
         lines: indices of the sheet's lines that hold the answer.
+        reply: the beginning of an instruct model's answer; begun where it is empty.
     """
 
     begun: str
     asked: str
     answer: str
     lines: tuple[int, ...]
+    reply: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,20 @@ class Sheet:
     examples: tuple[str, ...] = ()
 
 
+DISTINCT = 4
+
+
 def two_words(rng: Random, count: int) -> list[str]:
-    """Different keys of two words: all pairs of few words, so each has many neighbours."""
+    """Different keys of two words: all pairs of few words, so each has many neighbours; of DISTINCT
+    keys and fewer each word stands in one of them."""
+    if count <= DISTINCT:
+        pairs = zip(rng.sample(ADJECTIVES, count), rng.sample(NOUNS, count), strict=True)
+        return [" ".join(pair) for pair in pairs]
     side = 2
     while side * side < count:
         side += 1
     lefts, rights = (_words(rng, pool, side) for pool in (ADJECTIVES, NOUNS))
-    pairs = [f"{left} {right}" for left in lefts for right in rights]
-    return rng.sample(pairs, count)
+    return rng.sample([f"{left} {right}" for left in lefts for right in rights], count)
 
 
 def _words(rng: Random, pool: Sequence[str], count: int) -> list[str]:
@@ -117,8 +126,8 @@ def keys(rng: Random, count: int) -> Sheet:
 
 def values(rng: Random, count: int) -> Sheet:
     """Three codes for some keys; their lines stand anywhere."""
-    names = two_words(rng, count)  # a fifth of them three times
-    owners = [*names[: count // 5] * 3, *names[count // 5 :]][:count]
+    names, told = two_words(rng, count), max(count // 5, 1)  # a fifth of them three times
+    owners = [*names[:told] * 3, *names[told:]][:count]
     rng.shuffle(owners)
     places: dict[str, list[int]] = {}
     codes = [_digits(rng, 3) for _ in owners]
@@ -146,7 +155,14 @@ def overwritten(rng: Random, count: int) -> Sheet:
     rng.shuffle(told)
     codes = [_digits(rng, 4) for _ in told]
     last = {key: at for at, key in enumerate(told)}
-    questions = [_code_question(key, codes[at], at) for key, at in last.items()]
+    questions = [
+        replace(
+            _code_question(key, codes[at], at),
+            asked=f"Which code of the {key} comes last? Answer with the code alone.",
+            reply=f"The last code of the {key} is",
+        )
+        for key, at in last.items()
+    ]
     lines = [_code(key, code) for key, code in zip(told, codes, strict=True)]
     return Sheet(lines, questions)
 
@@ -210,8 +226,9 @@ def copy(rng: Random, count: int) -> Sheet:
         words = line.split()
         begun, answer = " ".join(words[:GIVEN]), " ".join(words[GIVEN : GIVEN + FOLLOWING])
         if given[words[0], words[1], words[2]] == 1:
-            asked = f'Which {FOLLOWING} words follow "{begun}"? Answer with these words alone.'
-            questions.append(Question(begun, asked, answer, (at,)))
+            asked = f'Write the {GIVEN + FOLLOWING} words that begin with "{begun}".'
+            # an open quotation mark: else a model may take the words for its whole answer
+            questions.append(Question(begun, asked, answer, (at,), reply=f'"{begun}'))
     return Sheet(lines, questions)
 
 
@@ -232,7 +249,30 @@ def frequent(rng: Random, count: int) -> Sheet:
     return Sheet(lines, [Question(begun, asked, ranked[0], (told - 1,))])
 
 
+def tools(rng: Random, count: int) -> Sheet:
+    """Records of customers; a tool takes two numbers of one of them."""
+    records = [(name.title(), _digits(rng, 6), _digits(rng, 4)) for name in two_words(rng, count)]
+    calls = [
+        f'{{"name": "refund", "arguments": {{"account": "{account}", "order": "{order}"}}}}'
+        for _, account, order in records
+    ]
+    form = '{"name": "refund", "arguments": {"account": "...", "order": "..."}}'
+    questions = [
+        Question(
+            f"The refund of {name}:",
+            f"Call the tool refund for the customer {name}. Answer with this JSON alone: {form}",
+            call,
+            (at,),
+        )
+        for at, ((name, _, _), call) in enumerate(zip(records, calls, strict=True))
+    ]
+    lines = [
+        f"Customer {name}: account {account}, order {order}." for name, account, order in records
+    ]
+    return _with_example(lines, questions)
+
+
 TASKS: dict[str, Callable[[Random, int], Sheet]] = {
     task.__name__: task
-    for task in (single, keys, values, overwritten, variables, phonebook, copy, frequent)
+    for task in (single, keys, values, overwritten, variables, phonebook, copy, frequent, tools)
 }

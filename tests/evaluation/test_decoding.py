@@ -61,6 +61,13 @@ class Counting:
 
         return step
 
+    def past_of(self, cache: KVCache) -> KVCache:
+        return cache
+
+    def call(self, cache: KVCache, tokens: torch.Tensor, keep: list[int]) -> torch.Tensor:
+        step = self.stepper(cache, len(keep))
+        return torch.stack([step(one) for one in tokens.unbind(1)], 1)[:, keep]
+
     def _logits(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
         more = 2 if cache.layers[0].k_format.row_bytes < DIM else 1
         return torch.nn.functional.one_hot((tokens + more) % VOCABULARY, VOCABULARY).float()

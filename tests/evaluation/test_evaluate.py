@@ -25,8 +25,9 @@ from kvquant.evaluation.retrieval import TASKS
 from kvquant.hf.model import CachedModel
 
 CACHES = ["bf16,sinks=0,recent=0", "int8/int4-g4,recent=16", "int4,sinks=0,recent=0"]
-SIZES = Sizes((160,), prompts=2, questions=2, passages=2, scored=8, new_tokens=12, batch=2)
-TASK = Task(retrieval=("keys", "copy"), draft=True)
+SIZES = Sizes((160,), 2, 2, facts=(0,), passages=2, scored=8, new_tokens=12, batch=2)
+ALL = "kl", "generation", "retrieval"
+TASK = Task(ALL, retrieval=("keys", "copy"), draft=True)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_progress_is_told_of_each_cache(
     """With one length, and few prompts: 0 % would stand for the whole run."""
     examples = [Example(model.encode("The city of Manila"))] * 3 if kind == "prompts" else []
     task = Task(kinds=("generation" if examples else kind,), retrieval=("keys", "copy"))
-    sizes = Sizes((160,), prompts=3, questions=1, passages=3, scored=2, new_tokens=2, batch=2)
+    sizes = Sizes((160,), 3, 1, (0,), passages=3, scored=2, new_tokens=2, batch=2)
     told: list[tuple[str, int]] = []
     for _ in range(1 + is_kept):
         told.clear()
@@ -278,7 +279,7 @@ def test_prompts_with_answers_are_scored(model: CachedModel) -> None:
         ({"sizes": Sizes((4090,))}, r"beyond the 4096 positions.*--length of 3968 or less"),
         ({"text": "short"}, r"the text has \d+ tokens, and one passage needs 288"),
         ({"sizes": Sizes((140,))}, "no room for the task"),
-        ({"sizes": Sizes((40,))}, "keeps a prompt of 40 tokens in 16 bit"),
+        ({"sizes": Sizes((40,))}, "keeps all prompts of up to 40 tokens in 16 bit"),
         ({"reading": Reading(160, from_rows=True)}, "give a --chunk below 160"),
         ({"sizes": Sizes(new_tokens=4096)}, "leave no room for one in the 4096 positions"),
         ({"examples": [Example([])]}, "prompt 1 is empty"),
@@ -291,7 +292,7 @@ def test_bad_input_is_refused_before_work_begins(
     model: CachedModel, given: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = counted(model, monkeypatch)
-    options = {"caches": ["int8"], "sizes": Sizes((160,))} | given
+    options = {"caches": ["int8"], "sizes": Sizes((160,)), "task": Task(ALL)} | given
     with pytest.raises(ConfigError, match=message):
         evaluate(model, **options)
     assert not calls
@@ -318,6 +319,8 @@ def test_a_question_beyond_the_positions_is_refused(
         (lambda: Task(kinds=("kl",), draft=True), "drafts are for generation"),
         (lambda: Sizes((0,)), "lengths has 0"),
         (lambda: Sizes(prompts=0), "prompts has 0"),
+        (lambda: Sizes(facts=()), r"facts has no number: give \(0,\)"),
+        (lambda: Sizes(facts=(4, -1)), "facts has -1: use whole numbers from 0 on"),
         (
             lambda: Sizes(seed=-1),
             "seed has -1: use whole numbers from 0 on and below 10995",

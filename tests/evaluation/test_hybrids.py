@@ -22,7 +22,7 @@ from kvquant.hf.hybrid import decoder_of
 from kvquant.hf.model import CachedModel
 
 CACHES = ["bf16,sinks=0,recent=0", "int4-g4,recent=16", "int4,sinks=0,recent=0"]
-SIZES = Sizes((160,), prompts=2, questions=3, passages=2, scored=8, new_tokens=8, batch=2)
+SIZES = Sizes((160,), 2, 3, facts=(0,), passages=2, scored=8, new_tokens=8, batch=2)
 
 
 def model_of(kind: str) -> CachedModel:
@@ -34,7 +34,7 @@ def model_of(kind: str) -> CachedModel:
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "mimo_v2_flash"])
 def test_every_cache_goes_on_from_the_states_of_the_prompt(kind: str) -> None:
-    task = Task(retrieval=("keys",))
+    task = Task(("kl", "generation", "retrieval"), retrieval=("keys",))
     found = evaluate(model_of(kind), CACHES, task=task, sizes=SIZES)
     exact, _, int4 = found["kl"]["160"]
     assert exact["kl"] == exact["kl_tail"] == 0 and exact["top1"] == 1

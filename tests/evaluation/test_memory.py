@@ -131,7 +131,7 @@ def test_two_caches_are_there_at_a_time(
 def test_the_memory_that_is_asked_for_is_what_caches_take(monkeypatch: pytest.MonkeyPatch) -> None:
     model = CachedModel.from_pretrained(MODEL)
     live = Live(monkeypatch)
-    sizes = Sizes((160,), prompts=2, questions=1, passages=2, scored=8, new_tokens=64, batch=2)
+    sizes = Sizes((160,), 2, 1, (0,), passages=2, scored=8, new_tokens=64, batch=2)
     found = evaluate(
         model, ["int8", "int4,recent=0"], task=Task(kinds=("kl", "generation")), sizes=sizes
     )

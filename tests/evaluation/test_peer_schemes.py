@@ -238,7 +238,7 @@ def test_our_own_rows_written_out_answer_as_the_cache(model: CachedModel) -> Non
 
 @pytest.mark.slow
 def test_all_peers_are_evaluated(model: CachedModel, every: dict[str, PeerCache]) -> None:
-    sizes = Sizes((160,), prompts=2, questions=2, passages=1, scored=4, new_tokens=6, batch=2)
+    sizes = Sizes((160,), 2, 2, (0,), passages=1, scored=4, new_tokens=6, batch=2)
     task = Task(retrieval=("keys", "variables"))
     found = evaluate(model, [*every.values()], task=task, sizes=sizes)
     assert [one["cache"] for one in found["caches"]] == ["16 bit", *every]

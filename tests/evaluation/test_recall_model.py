@@ -25,7 +25,7 @@ def test_the_bundled_model_finds_facts_and_two_bits_do_not() -> None:
         MODEL,
         ["int8,sinks=0,recent=0", two_bits],
         task=Task(kinds=("retrieval",), retrieval=FINDS),
-        sizes=Sizes(lengths=(512,), prompts=4),
+        sizes=Sizes(lengths=(512,), prompts=4, facts=(0,)),
     )
     for name, task in found["retrieval"]["512"].items():
         assert task["exact"] > 0.9, name  # it answers 99 % and more, of 1,000 questions

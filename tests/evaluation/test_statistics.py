@@ -48,7 +48,12 @@ def test_quantiles_and_errors_of_few() -> None:
 
 def found_of(exact: list[list[bool]], given: list[list[bool]], **changes: Any) -> dict[str, Any]:
     pair = asdict(paired(exact, given))
-    task = {"exact": pair["exact"], "fails": pair["exact"] < 0.5, "least_distance": 200}
+    task = {
+        "exact": pair["exact"],
+        "fails": pair["exact"] < 0.5,
+        "least_distance": 200,
+        "facts": 16,
+    }
     costs = [
         {"cache": name, "recent_len": 0, "bits": bits, "bytes_a_token": 1.0, "tokens_per_gib": 1}
         for name, bits in (("16 bit", 16.0), ("int4", 4.25))
