@@ -165,10 +165,10 @@ def test_what_a_model_cannot_have_is_left_out_with_the_reason(
     assert "Without int5: format 'int5' does not exist" in demo.render_demo(result)
 
 
-def test_layers_with_windows_forget_tokens(
+def test_models_with_sliding_windows_are_served(
     in_small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in Gemma 3: no cache of such a model can take tokens back."""
+    """As Gemma 3 has."""
     for file in demo.MODEL.iterdir():
         (tmp_path / file.name).symlink_to(file)
     config = json.loads((demo.MODEL / "config.json").read_text()) | {"model_type": "mistral"}
