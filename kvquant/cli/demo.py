@@ -47,7 +47,7 @@ PASSAGES = 4
 WORDS_SHOWN = 40  # of the prompt, before the continuations
 COLUMNS = (
     Column("cache", left=True),
-    *map(Column, ("bits", "MiB", "smaller", "KL", "top-1 %", "ms/step", "±", "speed")),
+    *map(Column, ("bits", "MiB", "smaller", "KL", "top-1 %", "ms", "±", "speed")),
 )
 WARNING = (
     "Warning: this machine is busy with other work, so times and speeds are not reliable. Run "
@@ -118,7 +118,7 @@ def run_demo(
     given = torch.stack([model.plain(one, past).float().log_softmax(-1) for one in columns])
     starts: list[Start] = [lambda: partial(model.plain, last[:, None], copy.deepcopy(past))]
     nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in past.layers)
-    row = _row("transformers, float32", compare(expected, given, targets))
+    row = _row("transformers", compare(expected, given, targets))
     caches = [row | {"nbytes": nbytes, "bits": 32.0}]
     left_out, default = {}, ""
     for scheme in (Scheme(model.exact_format, model.exact_format), *SCHEMES):
@@ -186,9 +186,9 @@ def render_demo(result: dict[str, Any], width: int | None = None) -> str:
         f"cache. Default: {result['default']}. Window: the first {SINKS} and last {RECENT} tokens "
         "stay in 16 bit; the longer the context, the less they weigh. Bits: per element, headers "
         "included. KL (nats per token) and top-1: predictions against the 16-bit cache's, over "
-        f"{result['passages'] * result['scored']} tokens. ms/step: a decode step of the whole "
-        f"model for all passages, the median of {result['rounds']} that took turns; half of them "
-        "lie within ±. Speed: against transformers' own cache (DynamicCache, SDPA)."
+        f"{result['passages'] * result['scored']} tokens. ms: a decode step of the whole model "
+        f"for all passages in float32, the median of {result['rounds']} that took turns; half of "
+        "them lie within ±. Speed: against transformers' own cache (DynamicCache, SDPA)."
     )
     parts = [textwrap.fill(about, width), render_table(COLUMNS, rows, width)]
     parts += [

@@ -34,13 +34,13 @@ def result(stages: list[str]) -> dict[str, Any]:
 def test_every_cache_is_measured(result: dict[str, Any], stages: list[str]) -> None:
     assert len(stages) == demo.STAGES
     caches = {row["name"]: row for row in result["caches"]}
-    names = ["transformers, float32", "bf16", "default + window", "int4-g4 + window"]
+    names = ["transformers", "bf16", "default + window", "int4-g4 + window"]
     assert list(caches) == [*names, "int8", "int4-g4", "int4"]
     assert result["default"] == "K int8-g4, V int4-g4" and result["left_out"] == {}
     assert caches["default + window"]["kl"] < caches["int4-g4 + window"]["kl"]
     assert [result["passages"], result["context"], result["scored"]] == [4, 200, 8]
     assert caches["bf16"]["kl"] == 0.0
-    assert caches["transformers, float32"]["kl"] < 1e-3
+    assert caches["transformers"]["kl"] < 1e-3
     assert caches["int8"]["kl"] < caches["int4"]["kl"]
     assert result["rounds"] == 4 and not result["is_stable"]
     for row in caches.values():
@@ -51,7 +51,7 @@ def test_every_cache_is_measured(result: dict[str, Any], stages: list[str]) -> N
 
 def test_bytes_are_those_of_the_tokens(result: dict[str, Any]) -> None:
     caches = {row["name"]: row for row in result["caches"]}
-    assert caches["transformers, float32"]["nbytes"] == 4 * (200 + 8) * 4 * 2 * 512
+    assert caches["transformers"]["nbytes"] == 4 * (200 + 8) * 4 * 2 * 512
     rows = 4 * spaced_len(200 + 8 + 2, [80, 80])
     assert caches["int4-g4"]["nbytes"] == pytest.approx(rows * 4 * 2 * 80, rel=1e-3)
 
@@ -132,7 +132,7 @@ def test_timing_ends_in_time_where_steps_are_slow(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_advice_is_one_sentence_by_what_was_measured(safe: float, small: float, words: str) -> None:
-    rows = {"transformers, float32": (200, 0.0), "bf16": (100, 0.0), "int8": (50, 0.9)}
+    rows = {"transformers": (200, 0.0), "bf16": (100, 0.0), "int8": (50, 0.9)}
     rows |= {"default + window": (50, safe), "int4-g4 + window": (40, small)}
     caches = [{"name": name, "nbytes": size, "kl": kl} for name, (size, kl) in rows.items()]
     told = demo.advice(caches)
@@ -178,7 +178,7 @@ def test_models_with_sliding_windows_are_served(
     result = demo.run_demo(tmp_path, continued=2)
     caches = {row["name"]: row for row in result["caches"]}
     assert result["rounds"] == 2 and caches["bf16"]["kl"] == 0.0
-    assert caches["transformers, float32"]["kl"] < 1e-3
+    assert caches["transformers"]["kl"] < 1e-3
 
 
 def test_short_texts_shorten_the_prompt(
