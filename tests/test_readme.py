@@ -319,8 +319,8 @@ def test_the_table_of_public_models_takes_peers(
     assert own.endswith(" | 0 / 0 | 0 / 0 |")
     kl = " | ".join(["0.0500"] * 4)
     assert peer == f"| KIVI-4 | 5.13 | {kl} | 3 / 2 | 3 / 2 |"
-    assert "each behind 4,096 others" in results.public_about()
-    assert "2 generations" in results.public_about()
+    told = results.public_measured()
+    assert "each behind 4,096 others" in told and "2 generations" in told
     last = tmp_path / f"public-{name}.json"
     last.unlink()
     assert not results.public_files(), "all models, or none"
