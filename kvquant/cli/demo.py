@@ -1,13 +1,14 @@
 """The demo: a language model reads a text, its cache is quantized, and decoding goes on from it.
 
-Several passages of the text are one batch. For each cache format the same prompt is quantized, the
+Several passages of the text are one batch. For each cache the same prompt is quantized, the
 passages' next tokens are decoded one by one from the quantized cache and compared with the 16-bit
-cache, and the first passage is continued freely. Then steps of all formats are timed in turn,
+cache, and the first passage is continued freely. Then steps of all caches are timed in turn,
 together with the model as transformers runs it (DynamicCache, SDPA), until their ratios are stable.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
 import textwrap
 import time
@@ -21,23 +22,22 @@ import torch
 from ..cache.contiguous import KVCache
 from ..calibration.fidelity import Scheme, compare, predict, quantized_copy, read_prompt
 from ..calibration.text_report import KL_NOTICE
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import ConfigError, KVQuantError, UnsupportedModelError
+from ..evaluation.evaluate import HELD_OUT
 from ..hf.model import CachedModel
+from ..rows.defaults import DEFAULT, RECENT, SINKS
 from ..text import Column, render_table, terminal_width
 from .console import read_text
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-MODEL = EXAMPLES / "llama-demo-5m"
-TEXT = EXAMPLES / "unseen.txt"
-SCHEMES = (
-    Scheme("bf16", "bf16"),
-    Scheme("int8", "int8"),
-    Scheme("fp8", "fp8"),
-    Scheme("int4-g4", "int4-g4"),
-    Scheme("int4", "int4"),
-    Scheme("int4-g4", "int4-g4", sink_len=4, recent_len=128),
-)
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "llama-demo-5m"
+TEXT = HELD_OUT
+DEFAULT_CACHE, SMALL = (Scheme(fmt, fmt, SINKS, RECENT) for fmt in (DEFAULT, "int4-g4"))
+SCHEMES = DEFAULT_CACHE, SMALL, *(Scheme(fmt, fmt) for fmt in ("int8", "int4-g4", "int4"))
 STAGES = len(SCHEMES) + 5  # calls of report
+SIZES = {
+    True: (3072, 128),
+    False: (1024, 64),
+}  # context and scored: of the bundled model, of others
 ROUNDS = 20  # timed steps of each; then as many again until the ratios are stable
 MOST_ROUNDS = 200
 MOST_SECONDS = 40.0  # of timing; an idle machine takes a few
@@ -47,107 +47,112 @@ PASSAGES = 4
 WORDS_SHOWN = 40  # of the prompt, before the continuations
 COLUMNS = (
     Column("cache", left=True),
-    *map(Column, ("bits", "MiB", "smaller", "KL", "top-1 %", "ms/step", "±", "speed")),
+    *map(Column, ("bits", "MiB", "smaller", "KL", "top-1 %", "ms", "±", "speed")),
 )
 WARNING = (
     "Warning: this machine is busy with other work, so times and speeds are not reliable. Run "
     "`kvquant demo` again when it is idle; bits and KL hold all the same."
 )
 Report = Callable[[str], None]
+Start = Callable[[], Callable[[], object]]
 
 
 def run_demo(
-    model_folder: Path | None = None,
+    source: Path | None = None,
     text_file: Path | None = None,
     *,
-    context: int = 3072,
-    scored: int = 128,
+    context: int | None = None,
+    scored: int | None = None,
     continued: int = 40,
     report: Report = lambda stage: None,
 ) -> dict[str, Any]:
     """Run the demo.
 
     Args:
-        model_folder: a model, as of CachedModel.from_pretrained; the bundled one when None.
-        text_file: what it reads; the bundled text when None.
-        context: tokens of each passage's prompt; fewer for a short text.
-        scored: tokens of each passage that are decoded and compared.
+        source: a model, as of CachedModel.from_pretrained; the bundled one when None.
+        text_file: what it reads; the packaged text when None.
+        context: tokens of each passage's prompt; fewer for a short text or a model of few
+            positions. 3,072 of the bundled model, 1,024 of another one, when None.
+        scored: tokens of each passage that are decoded and compared; 128 and 64 when None.
         continued: tokens of the free continuation.
         report: called with the name of each stage when it begins.
 
     Returns:
-        Plain data: "model", "text", "passages", "context", "scored", "prompt" (the first passage's)
-        and "caches", each with "name", "bits", "nbytes", "kl", "top1", "perplexity", "ms_per_step",
-        "ms_spread" (half the distance from the first to the third quartile) and, but for
-        transformers' own, "continuation". "rounds" is how often each was timed, "is_stable" whether
-        the ratios were then the same in both halves of the rounds.
+        Plain data: "model", "text", "passages", "context", "scored", "prompt" (the first
+        passage's), "default" (its formats of K and V) and "caches", each with "name", "bits",
+        "nbytes", "kl", "top1", "perplexity", "ms_per_step", "ms_spread" (half the distance from the
+        first to the third quartile) and, but for transformers' own, "continuation". "left_out" has
+        the caches that the model cannot have, and why. "rounds" is how often each was timed,
+        "is_stable" whether the ratios were then the same in both halves of the rounds.
 
     Raises:
-        ConfigError: the bundled files are not there, or the text is too short.
+        ConfigError: the bundled model is not there, or the text is too short.
         UnsupportedModelError: the model keeps latent rows.
     """
-    for asked, path in ((model_folder, MODEL), (text_file, TEXT)):
-        if asked is None and not path.exists():
-            raise ConfigError(
-                f"{path} is not there: the bundled model and text come with a checkout of the "
-                "repository; elsewhere give --model MODEL and --text FILE"
-            )
-    model_folder, text_file = model_folder or MODEL, text_file or TEXT
+    if source is None and not MODEL.exists():
+        raise ConfigError(
+            f"{MODEL} is not there: the bundled model comes with a checkout of the repository; "
+            "elsewhere name a model: kvquant demo MODEL"
+        )
+    sizes = SIZES[source is None]
+    context, scored = context or sizes[0], scored or sizes[1]
+    source, text_file = source or MODEL, text_file or TEXT
     report("loading the model")
-    model = CachedModel.from_pretrained(model_folder)
+    model = CachedModel.from_pretrained(source)
     if model.has_latents:
         raise UnsupportedModelError(
-            f"{model_folder} keeps latent rows: the demo compares formats of K and V; `kvquant "
-            "quantize` makes a cache of such a model"
+            f"{source} keeps latent rows: the demo compares formats of K and V; `kvquant check "
+            f"{source}` compares those of latent rows"
         )
     windows, context = _passages(model, text_file, context, scored)
     prompt, fed = windows[:, :context], windows[:, context:-1]
     targets = windows[:, context + 1 :].t()[..., None]
 
     report("reading the text")
-    room = max(scored + ROUNDS, continued)
-    exact = read_prompt(model, prompt, room)
-    expected = predict(model, exact, fed)
-    exact.crop(context)
-    steps: list[Callable[[], object]] = []
-    rewinds: list[Callable[[], object]] = []  # take back what one turn of rounds adds
-    caches = []
-    for dtype in (torch.float32, torch.bfloat16):
-        name = f"transformers, {str(dtype).removeprefix('torch.')}"
-        report(name)
-        plain = _Plain(CachedModel.from_pretrained(model_folder, dtype=dtype))
-        plain(prompt)
-        given = torch.stack([plain(column).log_softmax(-1) for column in fed[..., None].unbind(1)])
-        steps.append(partial(plain, windows[:, -1:]))
-        rewinds.append(partial(plain.past.crop, -ROUNDS))
-        caches.append(_row(name, compare(expected, given, targets)) | {"of": plain})
-    for scheme in SCHEMES:
-        report(f"a cache of {scheme}")
-        cache = quantized_copy(model, exact, scheme)
+    exact = read_prompt(model, prompt, max(scored + ROUNDS, continued))
+    expected = predict(model, exact.fork(), fed)
+    report("transformers")
+    past, last = model.new_plain_cache(), windows[:, -1]
+    model.plain(prompt, past)
+    columns = fed[..., None].unbind(1)
+    given = torch.stack([model.plain(one, past).float().log_softmax(-1) for one in columns])
+    starts: list[Start] = [lambda: partial(model.plain, last[:, None], copy.deepcopy(past))]
+    nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in past.layers)
+    row = _row("transformers", compare(expected, given, targets))
+    caches = [row | {"nbytes": nbytes, "bits": 32.0}]
+    left_out, default = {}, ""
+    for scheme in (Scheme(model.exact_format, model.exact_format), *SCHEMES):
+        name = _name(scheme)
+        report(f"a cache of {name}")
+        try:
+            cache = quantized_copy(model, exact, scheme)
+        except KVQuantError as error:
+            left_out[name] = str(error)
+            continue
+        if scheme is DEFAULT_CACHE:
+            default = f"K {cache.layers[0].k_format}, V {cache.layers[0].v_format}"
         text = _continue(model, cache, int(windows[0, context]), continued)
-        row = _row(str(scheme), compare(expected, predict(model, cache, fed), targets))
-        caches.append(row | {"of": cache, "continuation": text})
-        steps.append(partial(model.step, cache, windows[:, -1]))
-        rewinds.append(partial(cache.crop, context + scored))
+        row = _row(name, compare(expected, predict(model, cache, fed), targets))
+        bits = 16 * cache.nbytes / exact.nbytes
+        caches.append(row | {"nbytes": cache.nbytes, "bits": bits, "continuation": text})
+        starts.append(partial(_start, model, cache, last))
 
     report("timing")
-    times = _time(steps, lambda: [rewind() for rewind in rewinds])
+    times = _time(starts)
     for row, taken in zip(caches, times, strict=True):
         row["ms_per_step"], row["ms_spread"] = statistics.median(taken), _spread(taken)
-        row["nbytes"] = row.pop("of").nbytes
-    elements = exact.nbytes / 2
-    for row in caches:
-        row["bits"] = 8 * row["nbytes"] / elements
     return {
-        "model": model_folder.name,
+        "model": source.name,
         "text": text_file.name,
         "passages": len(windows),
         "context": context,
         "scored": scored,
         "prompt": model.decode(prompt[0]),
+        "default": default,
         "rounds": len(times[0]),
         "is_stable": _is_stable(times),
         "caches": caches,
+        "left_out": left_out,
     }
 
 
@@ -160,33 +165,35 @@ def render_demo(result: dict[str, Any], width: int | None = None) -> str:
     """
     width = width or min(terminal_width(), 100)
     caches = result["caches"]
-    plain = [row for row in caches if row["name"].startswith("transformers")]
-    fastest = min(row["ms_per_step"] for row in plain)
-    sixteen = next(row["nbytes"] for row in caches if row["name"] == "bf16")
+    plain, sixteen = caches[:2]
     rows = [
         [
             row["name"],
             f"{row['bits']:.2f}",
             f"{row['nbytes'] / 2**20:.2f}",
-            f"{sixteen / row['nbytes']:.2f}x",
+            f"{sixteen['nbytes'] / row['nbytes']:.2f}x",
             f"{row['kl']:.5f}",
             f"{100 * row['top1']:.1f}",
             f"{row['ms_per_step']:.2f}",
             f"{row['ms_spread']:.2f}",
-            f"{fastest / row['ms_per_step']:.2f}x",
+            f"{plain['ms_per_step'] / row['ms_per_step']:.2f}x",
         ]
         for row in caches
     ]
     about = (
         f"{result['model']} reads {result['passages']} passages of {result['context']} tokens from "
         f"{result['text']} and decodes {result['scored']} tokens of each, one by one, from its "
-        "cache. Bits: per element, headers included. KL (nats per token) and top-1: predictions "
-        f"against the 16-bit cache's, over {result['passages'] * result['scored']} tokens. "
-        "ms/step: a decode step of the whole model for all passages, the median of "
-        f"{result['rounds']} that took turns; half of them lie within ±. Speed: against the faster "
-        "of transformers' own caches (DynamicCache, SDPA)."
+        f"cache. Default: {result['default']}. Window: the first {SINKS} and last {RECENT} tokens "
+        "stay in 16 bit; the longer the context, the less they weigh. Bits: per element, headers "
+        "included. KL (nats per token) and top-1: predictions against the 16-bit cache's, over "
+        f"{result['passages'] * result['scored']} tokens. ms: a decode step of the whole model "
+        f"for all passages in float32, the median of {result['rounds']} that took turns; half of "
+        "them lie within ±. Speed: against transformers' own cache (DynamicCache, SDPA)."
     )
     parts = [textwrap.fill(about, width), render_table(COLUMNS, rows, width)]
+    parts += [
+        textwrap.fill(f"Without {name}: {why}", width) for name, why in result["left_out"].items()
+    ]
     if not result["is_stable"]:
         parts.append(textwrap.fill(WARNING, width))
     words = " ".join(result["prompt"].split()[-WORDS_SHOWN:])
@@ -205,47 +212,24 @@ def render_demo(result: dict[str, Any], width: int | None = None) -> str:
 
 
 def advice(caches: Sequence[dict[str, Any]]) -> str:
-    """One sentence on what to take, by the KL of int8 and of 4 bits with a 16-bit window.
+    """One sentence on what to take, by the KL of the default and of 4 bits, both with a window.
 
     Args:
         caches: as run_demo returns them.
     """
-    rows = {row["name"]: row for row in caches}
-
-    def told(row: dict[str, Any]) -> str:
-        smaller = rows["bf16"]["nbytes"] / row["nbytes"]
-        return f"{row['name']} ({smaller:.1f} times smaller, KL {row['kl']:.4f})"
-
-    safe, small = rows["int8"], rows[str(SCHEMES[-1])]
-    if small["kl"] <= KL_NOTICE:
-        return (
-            f"What to take: {told(safe)} to change least, or {told(small)} to save memory; with a "
-            "plan of `kvquant calibrate` 4 bits lose less."
-        )
-    if safe["kl"] <= KL_NOTICE:
-        return (
-            f"What to take: {told(safe)}; do not take {told(small)}, unless a plan of `kvquant "
-            "calibrate` mends it."
-        )
+    sixteen = caches[1]["nbytes"]
+    good, bad = list[str](), list[str]()
+    for row in caches:
+        if row["name"] in (_name(DEFAULT_CACHE), _name(SMALL)):
+            smaller = sixteen / row["nbytes"]
+            told = f"{row['name']} ({smaller:.1f} times smaller, KL {row['kl']:.4f})"
+            (good if row["kl"] <= KL_NOTICE else bad).append(told)
+    taken = ", or ".join(good) or "none of these"
+    refused = f"; do not take {' or '.join(bad)}" if bad else ""
     return (
-        f"What to take: none of these, since even {told(safe)} changes this model's predictions; "
-        "try a plan of `kvquant calibrate`."
+        f"What to take: {taken}{refused}; `kvquant check MODEL` gives a verdict, and with a plan "
+        '(plan="auto") 4 bits lose less.'
     )
-
-
-class _Plain:
-    """A model with transformers' own cache."""
-
-    def __init__(self, model: CachedModel) -> None:
-        self.model, self.past = model, model.new_plain_cache()
-
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model.plain(tokens, self.past).float()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its keys and values."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.past.layers)
 
 
 def _passages(
@@ -269,6 +253,11 @@ def _passages(
     return tokens[: count * length].view(count, length), context
 
 
+def _start(model: CachedModel, cache: KVCache, tokens: torch.Tensor) -> Callable[[], object]:
+    """Steps of a copy of a cache."""
+    return partial(model.step, cache.fork(), tokens)
+
+
 def _continue(model: CachedModel, cache: KVCache, token: int, num_tokens: int) -> str:
     """Continue the first sequence after one more token of the text, from a copy of its cache."""
     first = cache.fork([0])
@@ -277,21 +266,27 @@ def _continue(model: CachedModel, cache: KVCache, token: int, num_tokens: int) -
     return model.decode([token, *tokens.tolist()])
 
 
+def _name(scheme: Scheme) -> str:
+    """What the table calls a cache."""
+    return str(scheme).replace(f"{SINKS} sinks, {RECENT} recent", "window")
+
+
 def _row(name: str, compared: tuple[float, float, float]) -> dict[str, Any]:
     kl, top1, nll = compared
     return {"name": name, "kl": kl, "top1": top1, "perplexity": float(torch.tensor(nll).exp())}
 
 
-def _time(steps: Sequence[Callable[[], object]], rewind: Callable[[], object]) -> list[list[float]]:
+def _time(starts: Sequence[Start]) -> list[list[float]]:
     """Milliseconds of each step, run in turn so that all meet the same machine.
 
     Args:
-        steps: each adds a token to a cache.
-        rewind: takes these tokens back, so that later rounds read as many.
+        starts: each gives a step, which adds a token to a copy of a cache. Copies are made anew
+            after ROUNDS steps, so that later rounds read as many tokens.
     """
-    taken: list[list[float]] = [[] for _ in steps]
+    taken: list[list[float]] = [[] for _ in starts]
     end = time.perf_counter() + MOST_SECONDS
     while True:
+        steps = [start() for start in starts]
         for _ in range(ROUNDS):
             for times, step in zip(taken, steps, strict=True):
                 start = time.perf_counter()
@@ -299,7 +294,6 @@ def _time(steps: Sequence[Callable[[], object]], rewind: Callable[[], object]) -
                 times.append(1e3 * (time.perf_counter() - start))
         if _is_stable(taken) or len(taken[0]) >= MOST_ROUNDS or time.perf_counter() > end:
             return taken
-        rewind()
 
 
 def _is_stable(taken: Sequence[Sequence[float]]) -> bool:

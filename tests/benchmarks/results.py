@@ -151,11 +151,7 @@ def shown() -> dict[str, list[str]]:
     """Tables and sentences by the page that shows them."""
     return {
         "README.md": [
-            *(memory(), speed_up(), cpu_speed_up(), settings(), steps_about(), step_bars()),
-            room("int4", "int4"),
-            *(public_about(), public()),
-            *(throughput(read("vllm")), latents_day(), latents(), gpu_about(), decode()),
-            *(fidelity_about(), fidelity(README_CACHES), lost()),
+            *(memory(), public(), SAFE_UP_TO, public_measured(), speed()),
         ],
         "calibration/README.md": [
             *(fidelity_about(), fidelity(CACHES)),
@@ -177,6 +173,7 @@ def shown() -> dict[str, list[str]]:
             *(gpu_about("h200-uneven"), spare_capacity()),
         ],
         "kvquant/evaluation/README.md": [evaluation(), answers()],
+        "kvquant/cache/README.md": [settings()],
         "kvquant/hf/README.md": [
             probed(),
             steps_about(),
@@ -203,16 +200,6 @@ def of_peer(case: Figures) -> Figures:
     return peer
 
 
-SHOWN = (  # of README.md
-    (1, 8, 8192),
-    (32, 8, 8192),
-    (512, 8, 8192),
-    (8, 32, 8192),
-    (64, 32, 8192),
-    (32, 32, 32768),
-)
-
-
 def shape(case: Figures) -> tuple[int, int, int]:
     """Sequences, query heads and tokens."""
     return case["batch"], case["num_q_heads"], case["seq_len"]
@@ -223,12 +210,6 @@ def int4_cases() -> dict[tuple[int, int, int], Figures]:
     return {
         shape(one): one for one in read("h200-decode")["decode"] if one["k_format"] == "int4-g4"
     }
-
-
-def decode() -> str:
-    """Decode attention beside torch's on 16 bit."""
-    cases = int4_cases()
-    return table(TITLES, [cells(cases[key]) for key in SHOWN])
 
 
 def decode_cases() -> str:
@@ -247,7 +228,7 @@ TITLES = [
 
 
 def cells(case: Figures) -> list[str]:
-    """A row of the two tables above."""
+    """A row of the table above."""
     peer = of_peer(case)
     return [
         *(f"{case['batch']}", f"{case['num_q_heads']}:{case['num_kv_heads']}"),
@@ -407,22 +388,6 @@ def gains() -> str:
     )
 
 
-def speed_up() -> str:
-    """How much faster INT4 is at most, in single calls."""
-    ratio = max(of_peer(one)["ratio"] for one in int4_cases().values())
-    return f"up to {ratio:.1f} times as fast as torch's fastest 16-bit kernel"
-
-
-def cpu_speed_up() -> str:
-    """How much faster INT4 is on a CPU, beside torch's fastest SDPA and two matmuls."""
-    case = read("zen4-decode")["decode"][0]
-    assert case["format"] == "int4-g4"
-    return (
-        f"{case['sdpa_ratio']:.1f} times as fast as torch's fastest SDPA, and "
-        f"{case['matmul_ratio']:.1f} times as fast as two matmuls and a softmax"
-    )
-
-
 def cpu_about() -> str:
     """Where and when it was measured."""
     machine = read("zen4-decode")["machine"]
@@ -559,8 +524,6 @@ WAYS = {
     "DynamicCache": "`DynamicCache`",
     "StaticCache, compiled": "`StaticCache`, compiled",
 }
-DRAWN = [name for name in WAYS if name != "eager"]
-BAR = 48  # characters of the longest bar
 
 
 def steps() -> str:
@@ -574,48 +537,9 @@ def steps() -> str:
 
 def step_labels() -> list[str]:
     """The labels of the picture that bench_model.py draws of them."""
-    times = [case["ms"][name] for case in read("h200-step")["cases"] for name in DRAWN]
+    drawn = [name for name in WAYS if name != "eager"]
+    times = [case["ms"][name] for case in read("h200-step")["cases"] for name in drawn]
     return [f">{ms:.1f} ms</text>" for ms in times]
-
-
-def step_bars() -> str:
-    """The same of the longest text, as bars of characters."""
-    case = read("h200-step")["cases"][-1]
-    assert (case["batch"], case["tokens"]) == (8, 32768)
-    times = {WAYS[name].replace("`", ""): case["ms"][name] for name in DRAWN}
-    width, longest = max(map(len, times)), max(times.values())
-    return "\n".join(
-        f"    {name:{width}}  {'█' * round(BAR * ms / longest)} {ms:.1f} ms"
-        for name, ms in sorted(times.items(), key=lambda one: one[1])
-    )
-
-
-LATENTS = {
-    "bf16": "`bf16`",
-    "fp8": "`fp8` (FlashMLA's, vLLM's `fp8_ds_mla`)",
-    "int8-g4": "`int8-g4`",
-    "int4-g8+int8-g4": "`int4-g8+int8-g4`",
-}
-
-
-def latents_day() -> str:
-    """When it was measured."""
-    return f"one run ({day(read('h200-mla'))})"
-
-
-def latents() -> str:
-    """MLA decode of four formats."""
-    cases = {
-        (one["k_format"], one["num_q_heads"]): one
-        for one in read("h200-mla")["mla"]
-        if (one["batch"], one["seq_len"], one["q_len"]) == (64, 8192, 1)
-    }
-    rows = []
-    for fmt, name in LATENTS.items():
-        few, many = cases[fmt, 16], cases[fmt, 128]
-        row_bytes = few["nbytes"] // (64 * 8192)
-        rows.append([name, f"{row_bytes:,}", f"{few['us']:.0f}", f"{many['us']:.0f}"])
-    return table(["rows", "bytes a token", "16 heads: us", "128 heads: us"], rows)
 
 
 def latent_rows() -> str:
@@ -843,15 +767,6 @@ def served_by_sglang() -> str:
     return table(["engine", "tokens/s", "prompts: tokens/s"], rows)
 
 
-README_CACHES = {
-    "int8": "plain `int8`",
-    "int4-g4": "plain `int4-g4`",
-    "plan {}": "plan, `int4`",
-    "plan {}, int4-g4": "plan, `int4-g4`",
-    "int4-g4 + 4 sinks, 128 recent": "`int4-g4` with the default 16-bit window",
-    "plan {} + 4 sinks, 128 recent": "plan, `int4`, with that window",
-    "KIVI, last 128 in 16 bit": "KIVI's scheme, the last 128 tokens in 16 bit",
-}
 CACHES = {
     "int4-g4": "plain `int4-g4`",
     "int8": "plain `int8`",
@@ -891,6 +806,18 @@ SETTINGS = (
         "`kvquant check` calls it safe for your model",
     ),
 )
+PLAIN = "int8", "int4-g4"
+PUBLIC_CACHES = {  # of README.md: kvquant's, and peers in the form that they ship
+    "default": "the default",
+    "plan int4": '`plan="auto"`',
+    "int8": "`int8`",
+    "int4-g4": "`int4-g4`, no plan",
+    "KIVI-4, residual of 128": "KIVI-4",
+    "TurboQuant, 4 bits, 4 layers in 16 bit": "TurboQuant",
+    "llama.cpp q4_0": "llama.cpp `q4_0`",
+}
+SAFE_UP_TO = f"Up to {SAFE} `kvquant check` calls a cache safe"
+CONTEXT, PLACE = 4096, "behind"  # of public_models.py
 PUBLIC = {  # name in results/, and its head_dim
     "SmolLM2-135M": ("smollm2-135m", 64),
     "Gemma 3 270M": ("gemma3-270m", 256),
@@ -917,23 +844,92 @@ def settings() -> str:
     return table([*titles, "take it when"], rows)
 
 
-def public(context: int = 1024) -> str:
-    """KL of public models with the default window, and without one."""
-    found = {
-        (row["model"], row["k"], row["v"], tuple(row["window"])): row["kl"]
-        for row in read("defaults")["rows"]
-        if row["context"] in (context, 8063) and row["text"].startswith("WikiText")
-    }
+def public() -> str:
+    """Public models: bits of rows, KL with the default window and without, HumanEval."""
+    kl, lost, bits_of = measured_public()
+    coders = [name for name in PUBLIC if "Coder" in name]
     rows = []
-    for window, what in (((4, 128), ""), ((0, 0), ", without 16-bit tokens")):
-        for name in ("the default", "`int8`", "`int4-g4`"):
+    for cache, title in PUBLIC_CACHES.items():
+        if cache in bits_of:
             cells = []
-            for model, dim in PUBLIC.values():
-                k, v = (default_format(side, dim, *window) for side in "kv")
-                k, v = (k, v) if name == "the default" else (name.strip("`"),) * 2
-                cells.append(kl_of({"kl": found[model, k, v, window]}))
-            rows.append([name + what, *cells])
-    return table(["cache", *PUBLIC], rows)
+            for name in PUBLIC:
+                found = [kl.get((name, cache, window)) for window in WINDOWS]
+                known = [kl_of({"kl": one}) for one in found if one is not None]
+                cells.append(", ".join(known) or "-")
+            pairs = (lost.get((name, cache)) for name in coders)
+            losses = ("{} / {}".format(*pair) if pair else "-" for pair in pairs)
+            rows.append([title, f"{bits_of[cache]:.2f}", *cells, *losses])
+    titles = (f"HumanEval, {name.rpartition('-')[2]}: lost / won" for name in coders)
+    return table(["cache", "bits", *PUBLIC, *titles], rows)
+
+
+Public = tuple[
+    dict[tuple[str, str, tuple[int, ...]], float],  # KL by model, cache and window
+    dict[tuple[str, str], tuple[int, int]],  # answers lost and won
+    dict[str, float],  # bits at head_dim 128
+]
+WINDOWS = (4, 128), (0, 0), ()  # peers have their own
+
+
+def public_files() -> dict[str, list[Figures]]:
+    """The rows of public_models.py by model; none where it has not measured all of them."""
+    paths = {name: RESULTS / f"public-{key}.json" for name, (key, _) in PUBLIC.items()}
+    if not all(path.exists() for path in paths.values()):
+        return {}
+    return {name: read(path.stem)["rows"] for name, path in paths.items()}
+
+
+def measured_public() -> Public:
+    """What public_models.py found; until it has measured all models, what others did before."""
+    files = public_files()
+    if not files:
+        return measured_before()
+    kl, lost, bits_of = dict[Any, float](), dict[Any, tuple[int, int]](), dict[str, float]()
+    for name, rows in files.items():
+        passed: dict[tuple[str, int], str] = {}
+        for row in rows:
+            key = row["key"]
+            window = tuple(key.get("window", ()))
+            if key["measure"] == "kl" and key["context"] == CONTEXT:
+                kl[name, key["cache"], window] = row["kl"]
+                if PUBLIC[name][1] == 128:
+                    bits_of.setdefault(key["cache"], row["packed_bits"])
+            elif key["measure"] == "humaneval" and key["place"] == PLACE and window != WINDOWS[1]:
+                passed[key["cache"], key["sample"]] = row["passed"]
+        for (cache, sample), given in passed.items():
+            exact = passed.get(("16 bit", sample))
+            if exact is not None and cache != "16 bit":
+                pairs = Counter(zip(exact, given, strict=True))
+                before = lost.get((name, cache), (0, 0))
+                lost[name, cache] = before[0] + pairs["1", "0"], before[1] + pairs["0", "1"]
+    return kl, lost, bits_of
+
+
+def measured_before() -> Public:
+    """What bench_defaults.py and bench_humaneval.py found: no plan's KL, and no peers."""
+    kl = {}
+    for row in read("defaults")["rows"]:
+        if row["context"] == 1024:
+            formats = row["k"], row["v"]
+            for name, (key, dim) in PUBLIC.items():
+                default = tuple(default_format(side, dim, *row["window"]) for side in "kv")
+                for cache, wanted in (("default", default), *((f, (f, f)) for f in PLAIN)):
+                    if row["model"] == key and formats == wanted:
+                        kl[name, cache, tuple(row["window"])] = row["kl"]
+    lost = {
+        (name, row["cache"].removesuffix(" + 4 sinks, 128 recent")): (row["lost"], row["won"])
+        for row in read("humaneval")["rows"]
+        if row["cache"].endswith("recent")
+        for name, (key, _) in PUBLIC.items()
+        if row["model"] == key
+    }
+    formats = {"default": [default_format(side, 128, *WINDOWS[0]) for side in "kv"]}
+    formats |= {cache: [cache.removeprefix("plan ")] * 2 for cache in ("plan int4", *PLAIN)}
+    bits_of = {
+        cache: sum(RowFormat.parse(one, 128).bits_per_element for one in pair) / 2
+        for cache, pair in formats.items()
+    }
+    return kl, lost, bits_of
 
 
 def public_about() -> str:
@@ -945,6 +941,60 @@ def public_about() -> str:
         f"others or more, in float32, on one NVIDIA H200 ({day(found)}, "
         "`tests/benchmarks/bench_defaults.py`)"
     )
+
+
+def public_measured() -> str:
+    """How the table of public models was measured."""
+    keys = [row["key"] for rows in public_files().values() for row in rows]
+    if not keys:
+        asked = [one for one in read("humaneval")["rows"] if one["cache"] == "16 bit"]
+        solved = {one["model"]: one["passed"] for one in reversed(asked)}
+        few, many = sorted(solved.values())
+        return (
+            f"KL: {public_about().rpartition(', `')[0]}). HumanEval: greedy, in bfloat16, with the "
+            f"window; of {asked[0]['problems']} problems 16 bit solved {few} and {many}"
+        )
+    kl = next(one for one in keys if one["measure"] == "kl" and one["context"] == CONTEXT)
+    samples = {one["sample"] for one in keys if one["measure"] == "humaneval"}
+    return (
+        f"KL: {kl['passages']} passages of {kl['scored']} tokens, each behind {CONTEXT:,} others, "
+        "in float32. HumanEval: each problem behind 6,000 tokens of other code, "
+        f"{len(samples)} generations, in bfloat16, with the window. Peers have the form that they "
+        "ship (`tests/benchmarks/public_models.py`)"
+    )
+
+
+def speed() -> str:
+    """How many times as fast as named peers."""
+    cases, steps = int4_cases(), read("h200-step")["cases"][-1]
+    (default,) = [one for one in read("h200-defaults")["decode"] if one["k_format"] == "int8-g4"]
+    found = []
+    many = "64 sequences of 8,192 tokens"
+    for rows, case, what in (
+        ("default", default, many),
+        ("`int4-g4`", cases[64, 32, 8192], many),
+        ("`int4-g4`", cases[1, 32, 1024], "1 sequence of 1,024 tokens"),
+    ):
+        assert "cudnn" in of_peer(case)["name"]
+        peer = "cuDNN in torch, 16 bit"
+        found.append((f"attention, {what}, H200", rows, peer, of_peer(case)["ratio"]))
+    for name, where in (("zen4", "2 cores, AMD Zen 4"), ("xeon", "2 cores, Intel Xeon with AMX")):
+        ratio = read(f"{name}-decode")["decode"][0]["sdpa_ratio"]
+        found.append((f"attention, {where}", "`int4-g4`", "torch's fastest SDPA", ratio))
+    what = f"model step, {steps['batch']} sequences of {steps['tokens']:,} tokens, H200"
+    ratio = steps["ms"]["DynamicCache"] / steps["ms"]["compiled"]
+    found.append((what, "`int4-g4`", "transformers' `DynamicCache`", ratio))
+    for name, file in (("flash", "vllm-32"), ("flash-fp8", "vllm")):
+        figures = read(file)
+        rates = [
+            statistics.median(run["tokens_per_s"] for run in figures["engines"][engine]["decode"])
+            for engine in ("kvquant", name)
+        ]
+        layers, batch = figures["settings"]["layers"], figures["settings"]["batch"]
+        what = f"vLLM, {layers} layers, {batch} sequences of 8,192 tokens, H200"
+        found.append((what, "`int4-g4`", SERVED[name], rates[0] / rates[1]))
+    rows = [[*words, f"{ratio:.2f}"] for *words, ratio in found]
+    return table(["what", "rows", "beside", "times as fast"], rows)
 
 
 def answers() -> str:
@@ -1310,38 +1360,6 @@ def asked_models() -> list[Evaluations]:
     """The models that answered questions about their contexts."""
     names = "recall", "recall-few", "code", "code-few", "kinds", "code-sinks", "code-latent"
     return of_models(run for name in names for run in read_runs(RESULTS / f"{name}.json"))
-
-
-README_LOST = (
-    *("int8", "K int8, V int4-g4", "plan int4", "plan int3", "plan int2", "int4-g4", "int4"),
-    *("TurboQuant, 4 bits", "KIVI-4, groups of 128", "KVarN K4V2", "OSCAR-2"),
-)
-
-
-README_MODELS = {  # of several trainings the first one that ran with a cache counts
-    "`llama-recall-5m`": ["llama-recall-5m"],
-    "Python code": ["code-lm", "code-lm, second training"],
-    "biased keys": ["code-biased"],
-}
-
-
-def lost() -> str:
-    """Points of right answers that each cache costs the models that find facts."""
-    models = {one.name: one for one in asked_models()}
-    named, columns = list[str](), []
-    for title, names in README_MODELS.items():
-        size = models[names[0]].runs[0]["model"]["parameters"] / 1e6
-        named += [f"{title}, {size:.1f} M: {what}" for what in ("mean", "worst")]
-        columns.append(ChainMap(*(models[name].lost(WINDOWED) for name in names)))
-    bits = models["llama-recall-5m"].bits
-    rows = []
-    for name in README_LOST:
-        pairs = [found.get(name, ()) for found in columns]
-        cells = [
-            cell for pair in pairs for cell in ([f"{max(x, 0):.1f}" for x in pair] or ["-", "-"])
-        ]
-        rows.append([name, f"{bits[name]:.2f}", *cells])
-    return table(["cache", "bits per element, without window", *named], rows)
 
 
 if __name__ == "__main__":

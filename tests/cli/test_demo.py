@@ -1,6 +1,7 @@
 """The demo in small (10 s)."""
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
+from kvquant.calibration.fidelity import Scheme
 from kvquant.cli import demo
 from kvquant.errors import ConfigError
 from kvquant.hf.model import CachedModel
@@ -32,14 +34,13 @@ def result(stages: list[str]) -> dict[str, Any]:
 def test_every_cache_is_measured(result: dict[str, Any], stages: list[str]) -> None:
     assert len(stages) == demo.STAGES
     caches = {row["name"]: row for row in result["caches"]}
-    assert list(caches) == [
-        "transformers, float32",
-        "transformers, bfloat16",
-        *map(str, demo.SCHEMES),
-    ]
+    names = ["transformers", "bf16", "default + window", "int4-g4 + window"]
+    assert list(caches) == [*names, "int8", "int4-g4", "int4"]
+    assert result["default"] == "K int8-g4, V int4-g4" and result["left_out"] == {}
+    assert caches["default + window"]["kl"] < caches["int4-g4 + window"]["kl"]
     assert [result["passages"], result["context"], result["scored"]] == [4, 200, 8]
     assert caches["bf16"]["kl"] == 0.0
-    assert caches["transformers, float32"]["kl"] < 1e-3
+    assert caches["transformers"]["kl"] < 1e-3
     assert caches["int8"]["kl"] < caches["int4"]["kl"]
     assert result["rounds"] == 4 and not result["is_stable"]
     for row in caches.values():
@@ -50,9 +51,7 @@ def test_every_cache_is_measured(result: dict[str, Any], stages: list[str]) -> N
 
 def test_bytes_are_those_of_the_tokens(result: dict[str, Any]) -> None:
     caches = {row["name"]: row for row in result["caches"]}
-    tokens = 4 * (200 + 8 + 2)
-    assert caches["transformers, bfloat16"]["nbytes"] == tokens * 4 * 2 * 256
-    assert caches["transformers, float32"]["nbytes"] == tokens * 4 * 2 * 512
+    assert caches["transformers"]["nbytes"] == 4 * (200 + 8) * 4 * 2 * 512
     rows = 4 * spaced_len(200 + 8 + 2, [80, 80])
     assert caches["int4-g4"]["nbytes"] == pytest.approx(rows * 4 * 2 * 80, rel=1e-3)
 
@@ -63,7 +62,8 @@ def test_the_report_shows_table_and_continuations(result: dict[str, Any]) -> Non
     for row in result["caches"]:
         assert sum(line.strip().startswith(row["name"]) for line in text.splitlines()) >= 1
     assert "1.00x" in text
-    words = result["caches"][2]["continuation"].split()
+    words = result["caches"][1]["continuation"].split()
+    assert "Default: K int8-g4, V int4-g4." in " ".join(text.split())
     assert " ".join(words[:3]) in text
     assert "Warning: this machine is busy" in text
     assert "Warning" not in demo.render_demo(result | {"is_stable": True}, width=90)
@@ -75,21 +75,22 @@ class Clock:
     """Steps that take as long as is said, of a time that only they let pass."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *times: Callable[[int], float]) -> None:
-        self.now, self.rewound = 0.0, 0
+        self.now, self.begun = 0.0, 0
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
-        self.steps = [partial(self.step, time, itertools.count()) for time in times]
+        self.starts = [partial(self.start, time, itertools.count()) for time in times]
+
+    def start(self, time: Callable[[int], float], count: Iterator[int]) -> Callable[[], None]:
+        self.begun += 1
+        return partial(self.step, time, count)
 
     def step(self, time: Callable[[int], float], count: Iterator[int]) -> None:
         self.now += time(next(count)) / 1e3
 
-    def rewind(self) -> None:
-        self.rewound += 1
-
 
 def test_an_idle_machine_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, lambda i: 5.0 + 0.1 * (i % 3), lambda i: 10.0)
-    taken = demo._time(clock.steps, clock.rewind)
-    assert [len(times) for times in taken] == [demo.ROUNDS] * 2 and clock.rewound == 0
+    taken = demo._time(clock.starts)
+    assert [len(times) for times in taken] == [demo.ROUNDS] * 2 and clock.begun == 2
     assert taken[0][:3] == pytest.approx([5.0, 5.1, 5.2]) and demo._is_stable(taken)
     assert demo._spread(taken[1]) == pytest.approx(0)
     assert demo._spread([1, 2, 3, 4, 5]) == 1
@@ -98,9 +99,9 @@ def test_an_idle_machine_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounds_go_on_until_the_ratios_are_stable(monkeypatch: pytest.MonkeyPatch) -> None:
     late = 3 * demo.ROUNDS // 4  # the first step is slow at first, while the other is not
     clock = Clock(monkeypatch, lambda i: 7.0 if i < late else 5.0, lambda i: 10.0)
-    taken = demo._time(clock.steps, clock.rewind)
+    taken = demo._time(clock.starts)
     assert len(taken[0]) > demo.ROUNDS and demo._is_stable(taken)
-    assert clock.rewound == len(taken[0]) // demo.ROUNDS - 1
+    assert clock.begun == 2 * len(taken[0]) // demo.ROUNDS, "each turn begins from the same tokens"
 
 
 @pytest.mark.parametrize(
@@ -112,36 +113,78 @@ def test_a_busy_machine_is_told(
     """Ratios that drift, and times that jump, however long it is timed."""
     monkeypatch.setattr(demo, "MOST_SECONDS", 1e9)
     clock = Clock(monkeypatch, lambda i: 5.0, other)
-    taken = demo._time(clock.steps, clock.rewind)
+    taken = demo._time(clock.starts)
     assert len(taken[0]) == most == demo.MOST_ROUNDS and not demo._is_stable(taken)
 
 
 def test_timing_ends_in_time_where_steps_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, lambda i: 450.0, lambda i: 450.0 + 450 * (i % 2))
-    taken = demo._time(clock.steps, clock.rewind)
+    taken = demo._time(clock.starts)
     assert len(taken[0]) == 2 * demo.ROUNDS and not demo._is_stable(taken)
 
 
 @pytest.mark.parametrize(
     ("safe", "small", "words"),
     [
-        (1e-4, 0.001, "to change least, or int4-g4 + 4 sinks, 128 recent (2.5 times smaller, KL"),
-        (1e-4, 0.2, "do not take int4-g4 + 4 sinks, 128 recent (2.5 times smaller, KL 0.2000)"),
-        (0.3, 0.9, "none of these, since even int8 (2.0 times smaller, KL 0.3000) changes"),
+        (*(1e-4, 0.001, "default + window (2.0 times smaller, KL 0.0001), or int4-g4 + window"),),
+        (1e-4, 0.2, "KL 0.0001); do not take int4-g4 + window (2.5 times smaller, KL 0.2000); "),
+        (0.3, 0.9, "none of these; do not take default + window (2.0 times smaller, KL 0.3000) or"),
     ],
 )
 def test_advice_is_one_sentence_by_what_was_measured(safe: float, small: float, words: str) -> None:
-    rows = {"bf16": (100, 0.0), "int8": (50, safe), "int4-g4 + 4 sinks, 128 recent": (40, small)}
+    rows = {"transformers": (200, 0.0), "bf16": (100, 0.0), "int8": (50, 0.9)}
+    rows |= {"default + window": (50, safe), "int4-g4 + window": (40, small)}
     caches = [{"name": name, "nbytes": size, "kl": kl} for name, (size, kl) in rows.items()]
     told = demo.advice(caches)
-    assert told.startswith("What to take: ") and words in told
-    assert told.endswith(".") and ". " not in told and "`kvquant calibrate`" in told
+    assert told.startswith("What to take: ") and words in told and "int8" not in told
+    assert told.endswith(".") and ". " not in told and "`kvquant check MODEL`" in told
 
 
-def test_short_texts_shorten_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "ROUNDS", 1)
-    monkeypatch.setattr(demo, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(demo, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(demo, "BUSY", 0.0)
     monkeypatch.setattr(demo, "SCHEMES", demo.SCHEMES[:1])
+    monkeypatch.setattr(demo, "SIZES", {True: (40, 4), False: (30, 4)})
+
+
+def test_a_model_of_ones_own_reads_less(in_small: None) -> None:
+    assert demo.run_demo(continued=2)["context"] == 40
+    result = demo.run_demo(demo.MODEL, continued=2)
+    assert (result["model"], result["context"], result["scored"]) == ("llama-demo-5m", 30, 4)
+
+
+def test_what_a_model_cannot_have_is_left_out_with_the_reason(
+    in_small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SCHEMES", (Scheme("int5", "int5"), *demo.SCHEMES))
+    result = demo.run_demo(continued=2)
+    assert [row["name"] for row in result["caches"]][1:] == ["bf16", "default + window"]
+    assert "int5" in result["left_out"]["int5"]
+    assert "Without int5: format 'int5' does not exist" in demo.render_demo(result)
+
+
+def test_models_with_sliding_windows_are_served(
+    in_small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Gemma 3 has."""
+    for file in demo.MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((demo.MODEL / "config.json").read_text()) | {"model_type": "mistral"}
+    config |= {"architectures": ["MistralForCausalLM"], "sliding_window": 16}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = demo.run_demo(tmp_path, continued=2)
+    caches = {row["name"]: row for row in result["caches"]}
+    assert result["rounds"] == 2 and caches["bf16"]["kl"] == 0.0
+    assert caches["transformers"]["kl"] < 1e-3
+
+
+def test_short_texts_shorten_the_prompt(
+    in_small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SIZES", {True: (3072, 128)})
     text = tmp_path / "short.txt"
     text.write_text("The ship was built of iron and sailed to the island. " * 4)
     result = demo.run_demo(text_file=text, scored=4, continued=2)
@@ -165,7 +208,7 @@ def test_models_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         demo.run_demo()
 
 
-def test_missing_bundled_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_bundled_model_the_user_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MODEL", Path("nowhere") / "llama-demo-5m")
-    with pytest.raises(ConfigError, match="give --model MODEL and --text FILE"):
+    with pytest.raises(ConfigError, match="name a model: kvquant demo MODEL"):
         demo.run_demo()

@@ -279,9 +279,10 @@ def test_the_demo_prints_and_writes_its_figures(
     monkeypatch.setattr(demo, "SCHEMES", demo.SCHEMES[:2])
     monkeypatch.setattr(demo, "run_demo", partial(demo.run_demo, scored=4, continued=2))
     path = tmp_path / "demo.json"
-    text = ok("demo", "--text", prompt, "--context", 100, "--json", path)
+    text = ok("demo", MODEL, "--text", prompt, "--context", 100, "--json", path)
     assert "KL" in text
-    assert [row["name"] for row in json.loads(path.read_text())["caches"]][2:] == ["bf16", "int8"]
+    found = [row["name"] for row in json.loads(path.read_text())["caches"]]
+    assert found[1:] == ["bf16", "default + window", "int4-g4 + window"]
 
 
 READ, TAKE = "quantize {model} --prompt {prompt}", "quantize --from {raw}"
