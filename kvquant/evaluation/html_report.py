@@ -10,7 +10,7 @@ from kvquant.html import page
 from kvquant.html.page import Section, Table, Verdict
 
 from . import figures
-from .report import Shown, against_limit, failures, tables
+from .report import Shown, against_limit, failures, tables, verdicts
 
 TASKS = (
     (
@@ -18,8 +18,8 @@ TASKS = (
         "Finding facts among others",
         "Right answers against the length of the context. The dashed line is the 16-bit cache; a "
         "cache that loses nothing lies on it. Bars: standard errors of the difference to it. Where "
-        "16 bit answers less than half, the model fails the task: that is not a test of the cache, "
-        "and the figure shows no cache.",
+        "16 bit answers too little, the model fails the task: that is not a test of the cache, and "
+        "the figure shows no cache.",
         figures.accuracy,
     ),
     (
@@ -79,7 +79,7 @@ def render(found: Mapping[str, Any], names: Mapping[str, str], limit: float | No
             f"{settings['model']} · {settings['dtype'].removeprefix('torch.')} · seed "
             f"{settings['sizes']['seed']} · text: {_text(settings, names)}",
             verdict,
-            notes=[*found.get("notes", []), *failures(found)],
+            notes=[*verdicts(found), *found.get("notes", []), *failures(found)],
             sections=[*_tasks(found), _costs(found), _method(found, names)],
         )
     )
@@ -97,7 +97,6 @@ def _tasks(found: Mapping[str, Any]) -> Iterator[Section]:
     for kind, title, words, draw in TASKS:
         if found.get(kind):
             shown = [_table(one) for one in tables(found) if one.kind == kind]
-            shown += [_by_position(found)] if kind == "kl" else []
             yield Section(title, words, drawn=draw(found), tables=shown)
 
 
@@ -105,19 +104,6 @@ def _table(one: Shown) -> Table:
     titles = [column.title.replace("\n", " ") for column in one.columns]
     head = one.head.rstrip(":")
     return Table(f"Table: {one.title}", [titles, *one.rows], f"{head}.")
-
-
-def _by_position(found: Mapping[str, Any]) -> Table:
-    names = [one["cache"] for one in found["caches"]][1:]
-    parts = len(next(iter(found["kl"].values()))[0]["by_position"])
-    rows = [["cache", "tokens of context", *(f"part {at + 1}" for at in range(parts))]]
-    for length, caches in found["kl"].items():
-        for name, one in zip(names, caches, strict=True):
-            rows.append([name, f"{int(length):,}", *(f"{kl:.5f}" for kl in one["by_position"])])
-    caption = (
-        "Mean KL, nats a token, in each part of the scored tokens, from the first to the last."
-    )
-    return Table("Table: by position", rows, caption)
 
 
 def _costs(found: Mapping[str, Any]) -> Section:

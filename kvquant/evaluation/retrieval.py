@@ -226,9 +226,9 @@ def copy(rng: Random, count: int) -> Sheet:
         words = line.split()
         begun, answer = " ".join(words[:GIVEN]), " ".join(words[GIVEN : GIVEN + FOLLOWING])
         if given[words[0], words[1], words[2]] == 1:
-            asked = f'Write the {GIVEN + FOLLOWING} words that begin with "{begun}".'
-            # an open quotation mark: else a model may take the words for its whole answer
-            questions.append(Question(begun, asked, answer, (at,), reply=f'"{begun}'))
+            # without the given words: models would go on as behind them in the question
+            asked = "Write out one line of words of the text, from its first word on."
+            questions.append(Question(begun, asked, answer, (at,)))
     return Sheet(lines, questions)
 
 

@@ -24,6 +24,7 @@ from wide_models import made_model
 from kvquant import __version__
 from kvquant.cli.console import COUNT, NEW_FILE
 from kvquant.evaluation.evaluate import MARGIN, Sizes, Task, evaluate
+from kvquant.evaluation.retrieval import TASKS
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 CACHES = ("int8", "int4-g4", "int4", "int8/int4-g4", "fp8")
@@ -57,8 +58,8 @@ def main(layers: int, length: int, prompts: int, batch: int, device: str, json_f
     found = evaluate(
         model,
         CACHES,
-        task=Task(kinds=("retrieval",), chat=False),
-        sizes=Sizes((length,), prompts=prompts, batch=batch),
+        task=Task(kinds=("retrieval",), retrieval=tuple(TASKS), chat=False),
+        sizes=Sizes((length,), prompts=prompts, facts=(0,), batch=batch),
         state=state,
         progress=told,
     )

@@ -167,7 +167,7 @@ def compare(subject: Subject, answers: int | None, asked: int) -> dict[str, Any]
     found: dict[str, Any] = {"bounds": bounds, "rows": rows}
     if answers:
         tasks = Task(kinds=("retrieval",), retrieval=("values", "overwritten"), chat=False)
-        sizes_asked = Sizes((asked,), prompts=answers, batch=answers)
+        sizes_asked = Sizes((asked,), prompts=answers, facts=(0,), batch=answers)
         run = evaluate(subject.model, caches, task=tasks, sizes=sizes_asked)
         found["retrieval"] = {
             "caches": [one["cache"] for one in run["caches"]],

@@ -152,6 +152,7 @@ def runs(
             (length,),
             prompts=amount.texts if "generation" in kinds else amount.prompts,
             questions=amount.questions,
+            facts=(0,),
             passages=amount.passages,
             new_tokens=amount.new_tokens,
             batch=max(amount.prompts, amount.texts),
