@@ -217,9 +217,9 @@ def demo(
 ) -> None:
     """Let a model decode from caches of several formats.
 
-    MODEL is the folder of a Hugging Face model, a GGUF file, or a name on the Hugging Face hub; a
-    small one of the checkout without it. A model of 135 million parameters takes two minutes or so
-    on two cores, a larger one as much longer as it is larger.
+    MODEL is the folder of a Hugging Face model, a GGUF file, or a name on the Hugging Face hub.
+    Without it the demo takes a small model of the checkout. A model of 135 million parameters takes
+    up to three minutes on two cores; a larger model takes longer.
 
     \b
     Example:

@@ -923,11 +923,11 @@ def measured_before() -> Public:
         for name, (key, _) in PUBLIC.items()
         if row["model"] == key
     }
-    formats = {"default": [default_format(side, 128, *WINDOWS[0]) for side in "kv"]}
-    formats |= {cache: [cache.removeprefix("plan ")] * 2 for cache in ("plan int4", *PLAIN)}
+    pairs = {"default": [default_format(side, 128, 4, 128) for side in "kv"]}
+    pairs |= {cache: [cache.removeprefix("plan ")] * 2 for cache in ("plan int4", *PLAIN)}
     bits_of = {
         cache: sum(RowFormat.parse(one, 128).bits_per_element for one in pair) / 2
-        for cache, pair in formats.items()
+        for cache, pair in pairs.items()
     }
     return kl, lost, bits_of
 
@@ -993,8 +993,8 @@ def speed() -> str:
         layers, batch = figures["settings"]["layers"], figures["settings"]["batch"]
         what = f"vLLM, {layers} layers, {batch} sequences of 8,192 tokens, H200"
         found.append((what, "`int4-g4`", SERVED[name], rates[0] / rates[1]))
-    rows = [[*words, f"{ratio:.2f}"] for *words, ratio in found]
-    return table(["what", "rows", "beside", "times as fast"], rows)
+    cells = [[what, rows, peer, f"{ratio:.2f}"] for what, rows, peer, ratio in found]
+    return table(["what", "rows", "beside", "times as fast"], cells)
 
 
 def answers() -> str:

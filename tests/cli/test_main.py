@@ -139,7 +139,7 @@ def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt:
     assert "latent rows always to the nearest" in " ".join(ok("calibrate", "--help").split())
     assert "latent rows int4-g4" in ok(*given, "--plan", plan)
     assert load_cache(path, plan=CachePlan.load(plan)).bases
-    refused = run("demo", "--model", model, "--text", prompt)
+    refused = run("demo", model, "--text", prompt)
     assert refused.exit_code == 2
     assert f"{model} keeps latent rows: the demo compares formats of K and V" in refused.stderr
 
@@ -390,7 +390,7 @@ BAD = [  # the command, and the error
     (f"{TAKE} -o {{model}}/model.safetensors", "holds a model, which is left as it is"),
     ("bench --json {model}/config.json", "holds a model, which is left as it is"),
     (
-        "demo --model {model} --text {prompt} --json {tmp}/link.json",
+        "demo {model} --text {prompt} --json {tmp}/link.json",
         "link.json is in {model}, which is read",
     ),
     ("demo --text {prompt} --json {prompt}", "name it NAME.json"),
