@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,6 @@ class Records:
         found: dict[str, list[float]] = {}
         for name, one in self._measured.items():
             task = name.split()[0]
-            before = found.get(task, [0.0] * len(one["seconds"]))
-            found[task] = [sum(pair) for pair in zip(before, one["seconds"], strict=True)]
+            pairs = zip_longest(found.get(task, []), one["seconds"], fillvalue=0.0)
+            found[task] = [sum(pair) for pair in pairs]  # trials have the 16-bit cache alone
         return found

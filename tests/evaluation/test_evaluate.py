@@ -85,6 +85,61 @@ def test_what_is_asked_for_lies_beyond_the_window(found: dict[str, Any]) -> None
     assert all(task["least_distance"] >= 16 for task in found["retrieval"]["160"].values())
 
 
+@pytest.mark.parametrize(
+    ("answered", "facts", "tried"),
+    [
+        ((4, 8, 16), 16, [8, 16]),
+        ((4, 8), 8, [8, 16]),
+        ((4,), 4, [8, 4]),
+        ((), 4, [8, 4]),
+    ],
+)
+def test_a_task_takes_the_most_facts_that_16_bit_answers(
+    model: CachedModel,
+    answered: tuple[int, ...],
+    facts: int,
+    tried: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def ask(_: Any, prompts: Any, choices: Any, __: Any) -> Any:
+        (count,) = {one.facts for one in prompts}
+        asked.append((count, len(choices)))
+        # 4 of 5 are 80 %
+        right = [[count in answered or at == 0 for at in range(5)] for _ in prompts]
+        if count in answered:
+            right[0][0] = right[-1][1] = len(right) == 1
+        return iter([right] * (1 + len(choices)))
+
+    monkeypatch.setattr("kvquant.evaluation.evaluate.ask_all", ask)
+    task, told = Task(("retrieval",), retrieval=("phonebook",)), list[int]()
+    found = evaluate(
+        model,
+        ["int8,recent=0"],
+        task=task,
+        sizes=Sizes((640,), 3, facts=(16, 4, 64, 8)),  # 64 do not fit
+        progress=lambda _, parts: told.append(parts),
+    )["retrieval"]["640"]["phonebook"]
+    assert found["facts"] == facts and found["fails"] == (not answered)
+    assert asked == [*((one, 0) for one in tried), (facts, 1), (facts, 1)]
+    assert len(told) == told[0] == 2 + 2 * 2  # two trials, two batches of two caches
+
+
+def test_prompts_in_the_window_are_told(model: CachedModel) -> None:
+    tokens = model.encode("The city of Manila was founded in the year of the great fire of the sea")
+    found = evaluate(
+        model,
+        ["int8,sinks=0,recent=8"],
+        task=Task(("generation",)),
+        sizes=Sizes(new_tokens=2),
+        examples=[Example(tokens), Example(tokens[:5])],
+    )
+    (note,) = found["notes"]
+    assert "keeps 1 of 2 prompts whole in 16 bit, those of 8 tokens and fewer" in note
+    assert note in " ".join(render(found).split())
+
+
 def test_an_interrupted_run_goes_on(
     model: CachedModel, found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

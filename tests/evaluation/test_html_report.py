@@ -111,7 +111,8 @@ def test_what_the_page_says(page: str) -> None:
     text = words(page)
     assert text.index("Limit exceeded.") < text.index("Finding facts") < text.index("Texts")
     assert "loses 40.0" in text and "more than 5" in text and "1 more: see the tables" not in text
-    assert "part 4" in text and "Table: contexts of 2,048 tokens" in text
+    assert "last quarter" in text and "points): answers are lost." in text
+    assert "Table: contexts of 2,048 tokens" in text
     assert "What a <model> loses" in text and "seed 7" in text and "packaged, held_out.txt" in text
     assert "-40.0 ± " in text and "and 36 or more before the last tokens that a cache" in text
     assert "the last 64 tokens, the most that one of the caches keeps" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 from typing import Any
 
@@ -48,6 +49,39 @@ def test_prompts_have_their_length_and_their_answers(
         if task in ("keys", "phonebook"):  # it stands in the context, that far from its end
             assert answer in context
             assert answer not in tokenizer.decode(prompt.context[-one.distance :])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_few_facts_stand_among_sentences(tokenizer: Any, task: str) -> None:
+    made = writer(tokenizer)
+    prompt = made.write(task, "0", 4)
+    assert (len(prompt.context), prompt.facts) == (500, 4) and prompt == made.write(task, "0", 4)
+    sheet = TASKS[task](Random("0"), 4)
+    lines = tokenizer.decode(prompt.context).split("\n")
+    places = [lines.index(line) for line in sheet.lines]
+    assert places == sorted(places)
+    # the filler before, between and behind them: they do not stand in one block
+    assert places[0] > 0 and places[-1] - places[0] > 3
+    for one in prompt.asked:
+        assert one.distance >= 128
+
+
+def test_many_facts_leave_half_to_the_text(tokenizer: Any) -> None:
+    made = writer(tokenizer)
+    with pytest.raises(ConfigError, match="500 tokens have no room for 64 facts of the task keys"):
+        made.write("keys", "0", 64)
+    assert made.write("keys", "0").facts > 16
+
+
+def test_an_instruct_model_begins_its_answer_as_a_base_model(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for chat in (None, CHAT):
+        monkeypatch.setattr(tokenizer, "chat_template", chat)
+        (one, *_) = writer(tokenizer).write("keys", "0", 4).asked
+        text = tokenizer.decode(one.question)
+        assert re.search(r"The code of the \w+ \w+ is *$", text), text
+    assert "What is the code of the" in text and text.index("<assistant>") < text.index("The code")
 
 
 def test_nothing_is_asked_of_the_16_bit_window(tokenizer: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvquant.evaluation.report import against_limit, render
+from kvquant.evaluation.report import against_limit, render, verdicts
 from kvquant.evaluation.statistics import paired, quantile, standard_error
 
 
@@ -75,6 +75,20 @@ def test_a_limit_is_met_exceeded_or_not_known() -> None:
     half = [[True] * 10] * 97 + [[False] * 10] * 3
     assert against_limit(found_of(YES, half), 1.0)[0] == "unknown"
     assert against_limit(found_of(YES, half), 6.0)[0] == "met"
+
+
+def test_a_sentence_says_what_a_cache_costs() -> None:
+    kl = {"kl": 0.2, "kl_error": 0.01, "kl_tail": 1.0, "top1": 0.8, "top1_error": 0.1}
+    kl |= {"by_position": [0.1, 0.3], "tokens": 1000, "passages": 9}
+    (told,) = verdicts(found_of(YES, NO, kl={"512": [kl]}))
+    assert told == (
+        "int4: KL 0.2 behind 512 tokens: do not use; 1000 of 1000 answers lost and 0 won "
+        "(-100.0 ± 3.2 points): answers are lost."
+    )
+    (told,) = verdicts(found_of(YES, YES))
+    assert told.startswith("int4: 0 of 1000 answers lost") and told.endswith("no loss is seen.")
+    assert not [*verdicts(found_of(NO, NO))]  # no test
+    assert "no loss is seen." in " ".join(render(found_of(YES, YES)).split())
 
 
 def test_answers_that_16_bit_fails_test_no_cache() -> None:
