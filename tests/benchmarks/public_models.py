@@ -70,8 +70,7 @@ from kvquant.evaluation.evaluate import HELD_OUT, MARGIN
 from kvquant.evaluation.statistics import Paired, paired
 from kvquant.hf.argument import as_argument
 from kvquant.hf.models.configs import cache_layers
-from kvquant.rows.defaults import DEFAULT, RECENT, SINKS, default_format
-from kvquant.rows.format import RowFormat
+from kvquant.rows.defaults import DEFAULT, RECENT, SINKS
 
 RESULTS = Path(__file__).parent / "results"
 # packages in the order of the file's parts, their version, and the SHA-256 of the whole file
@@ -98,6 +97,8 @@ FORMATS = DEFAULT, "int8", "int4-g4"
 PLANS = "int4-g4", "int4", "int3", "int2"
 MADE_FOR = {"int2": "int2"}  # other formats take the transforms of the plan for int3
 AGAIN = "16 bit, kvquant's rows"  # what another order of sums does to 16 bit
+MEASURED = "kl", "kl_error", "top1", "top1_error"
+EXACTS = "16 bit", "peers' 16 bit"
 MEASURES = "kl", "retrieval", "humaneval"
 PLACES = "alone", "behind"
 OTHER = 6000  # tokens of other code
@@ -144,19 +145,6 @@ class Rows:
             self.rows.append(row)
             write_json(self.path, {**self.facts, "rows": self.rows})
         return row
-
-
-@dataclass(frozen=True)
-class Own:
-    """A cache of kvquant's.
-
-    Attributes:
-        name: for tables.
-        choice: how it keeps tokens, by a window.
-    """
-
-    name: str
-    choice: Callable[[Window], Scheme | Planned]
 
 
 @dataclass
@@ -206,30 +194,29 @@ class Subject:
         return plan if made_for == fmt else plan.with_formats(fmt)
 
     @cached_property
-    def own(self) -> list[Own]:
-        """kvquant's caches."""
+    def own(self) -> dict[str, Callable[[Window], Scheme | Planned]]:
+        """kvquant's caches by name, each made for a window."""
         exact = self.scorer.exact_format
-
-        def plain(fmt: str) -> Callable[[Window], Scheme]:
-            return lambda window: Scheme(fmt, fmt, *window)
-
-        def planned(fmt: str) -> Callable[[Window], Planned]:
-            return lambda window: Planned(self.plan(fmt), f"plan {fmt}", *window)
-
-        found = [Own("16 bit", plain(exact)), *(Own(fmt, plain(fmt)) for fmt in FORMATS)]
-        return [*found, *(Own(f"plan {fmt}", planned(fmt)) for fmt in PLANS)]
+        found: dict[str, Any] = {
+            name: lambda window, fmt=fmt: Scheme(fmt, fmt, *window)
+            for name, fmt in (("16 bit", exact), *((fmt, fmt) for fmt in FORMATS))
+        }
+        return found | {
+            f"plan {fmt}": lambda window, fmt=fmt: Planned(self.plan(fmt), f"plan {fmt}", *window)
+            for fmt in PLANS
+        }
 
     def caches(self, with_peers: bool) -> list[tuple[str, Row, Callable[[], Any]]]:
         """Caches of kvquant's or of peers for texts: names, windows, and what makes them."""
         if with_peers:
             return [(one.name, {}, lambda one=one: one) for one in self.peers]
-        exact, *others = self.own
+        exact, *others = self.own.items()
         found = [
-            (one.name, {"window": window}, partial(one.choice, window))
+            (name, {"window": window}, partial(make, window))
             for window in (WINDOW, NONE)
-            for one in others
+            for name, make in others
         ]
-        return [(AGAIN, {}, partial(exact.choice, NONE)), *found]
+        return [(AGAIN, {}, partial(exact[1], NONE)), *found]
 
     @cached_property
     def peers(self) -> list[Shipped]:
@@ -239,18 +226,10 @@ class Subject:
 
     def packed_bits(self, choice: Scheme | Planned) -> float:
         """Of an element of packed rows, with what they hold beside codes."""
-        if isinstance(choice, Planned):
-            return choice.plan.bits
-        layers, total, elements = cache_layers(self.scorer.config), 0, 0
-        window = choice.sink_len, choice.recent_len
-        for side, dims, name in (
-            ("k", layers.k_dims, choice.k_format),
-            ("v", layers.v_dims, choice.v_format),
-        ):
-            for dim in dims:
-                fmt = default_format(side, dim, *window) if name == DEFAULT else name
-                total, elements = total + RowFormat.parse(fmt, dim).row_bytes, elements + dim
-        return 8 * total / elements
+        options = options_of(choice, is_latent=False)
+        layers = self.scorer.new_cache(1, 1, device="meta", **options).layers
+        rows = [fmt for at in layers for fmt in (at.k_format, at.v_format)]
+        return 8 * sum(fmt.row_bytes for fmt in rows) / sum(fmt.head_dim for fmt in rows)
 
 
 @dataclass(frozen=True)
@@ -273,7 +252,7 @@ class Amount:
         """Whether a cache is asked for, and there is time for it; 16 bit always is."""
         if time.monotonic() > self.ends:
             raise TimeoutError
-        return not self.only or name == "16 bit" or any(word in name for word in self.only)
+        return not self.only or name in EXACTS or any(word in name for word in self.only)
 
 
 def measure_kl(subject: Subject, rows: Rows, amount: Amount, text: str, with_peers: bool) -> None:
@@ -286,64 +265,46 @@ def measure_kl(subject: Subject, rows: Rows, amount: Amount, text: str, with_pee
         key: Row = {"measure": "kl", "context": context, "scored": amount.scored}
         key |= {"passages": len(windows), "text": hash_of(text)}
         key |= {"device": subject.device, "dtype": "float32"}
-        if with_peers:
-            kl_of_peers(subject, rows, amount, windows, key)
-        else:
-            kl_of_own(subject, rows, amount, windows, key)
+        kl_behind(subject, rows, amount, windows, key, with_peers)
 
 
-def kl_of_own(
-    subject: Subject, rows: Rows, amount: Amount, windows: torch.Tensor, key: Row
+def kl_behind(
+    subject: Subject,
+    rows: Rows,
+    amount: Amount,
+    windows: torch.Tensor,
+    key: Row,
+    with_peers: bool,
 ) -> None:
-    """Rows of KL of kvquant's caches on passages [passages, tokens]."""
-    exact, *others = subject.own
-    wanted = [(exact, NONE), *((one, window) for one in others for window in (WINDOW, NONE))]
-    keys = [{**key, "cache": one.name, "window": window} for one, window in wanted]
-    if all(map(rows.find, keys)):
+    """Rows of KL on passages [passages, tokens] with one context."""
+    wanted: list[tuple[str, Row, Callable[[], Any]]] = [(EXACTS[1], {}, lambda: EXACT)]
+    if not with_peers:
+        wanted = [("16 bit", {"window": NONE}, partial(subject.own["16 bit"], NONE))]
+    wanted += [one for one in subject.caches(with_peers) if one[0] != AGAIN]
+    if all(rows.find({**key, "cache": name, **more}) for name, more, _ in wanted):
         return
     layers = cache_layers(subject.scorer.config)
-    places, context = list(layers.places), key["context"]
-    reference = reference_of(subject.scorer, windows, context, layers, places)
+    reference: Any = (
+        PeerReference(subject.scorer, windows, key["context"])
+        if with_peers
+        else reference_of(subject.scorer, windows, key["context"], layers, list(layers.places))
+    )
 
-    def found(one: Own, window: Window) -> Row:
-        choice = one.choice(window)
-        fidelity = reference.measure(choice)
-        facts = ("bits", "kl", "kl_error", "top1", "top1_error")
-        return {
-            "packed_bits": subject.packed_bits(choice),
-            **{name: getattr(fidelity, name) for name in facts},
-        }
+    def found(make: Callable[[], Any]) -> Row:
+        cache = make()
+        one = reference.measure(cache)
+        if with_peers:
+            return {"packed_bits": cache.bits, "bits": cache.stored_bits(windows.shape[1]), **one}
+        facts = {name: getattr(one, name) for name in ("bits", *MEASURED)}
+        return {"packed_bits": subject.packed_bits(cache), **facts}
 
-    for one_key, (one, window) in zip(keys, wanted, strict=True):
-        if amount.wants(one.name):
-            show_kl(rows.measure(one_key, partial(found, one, window)), one.name == "16 bit")
-
-
-def kl_of_peers(
-    subject: Subject, rows: Rows, amount: Amount, windows: torch.Tensor, key: Row
-) -> None:
-    """Rows of KL of other projects' caches on passages [passages, tokens]."""
-    wanted = [EXACT, *subject.peers]
-    keys = [{**key, "cache": f"peers' {one}" if one is EXACT else one.name} for one in wanted]
-    if all(map(rows.find, keys)):
-        return
-    reference = PeerReference(subject.scorer, windows, key["context"])
-
-    def found(peer: Shipped) -> Row:
-        bits = {"packed_bits": peer.bits, "bits": peer.stored_bits(windows.shape[1])}
-        return {**bits, **reference.measure(peer)}
-
-    for one_key, one in zip(keys, wanted, strict=True):
-        if amount.wants(one.name):
-            show_kl(rows.measure(one_key, partial(found, one)), one is EXACT)
-
-
-def show_kl(row: Row, is_exact: bool) -> None:
-    """Print a row; end if 16-bit rows cost something."""
-    error = row["kl_error"] or 0.0
-    click.echo(f"{said(row)}  KL {row['kl']:.5f} ± {error:.5f}  top-1 {row['top1']:.1%}")
-    if is_exact and abs(row["kl"]) > 1e-9:
-        raise ConfigError(f"16-bit rows cost something: {row}")
+    for name, more, make in wanted:
+        if amount.wants(name):
+            row = rows.measure({**key, "cache": name, **more}, partial(found, make))
+            error = row["kl_error"] or 0.0
+            click.echo(f"{said(row)}  KL {row['kl']:.5f} ± {error:.5f}  top-1 {row['top1']:.1%}")
+            if name in EXACTS and abs(row["kl"]) > 1e-9:
+                raise ConfigError(f"16-bit rows cost something: {row}")
 
 
 def measure_retrieval(subject: Subject, rows: Rows, amount: Amount, with_peers: bool) -> None:
