@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import sys
@@ -30,9 +31,10 @@ from peer_caches import (
     saw_int4,
     shipped,
 )
-from peer_schemes import kivi_keys, kivi_values
+from peer_schemes import kivi, kivi_keys, kivi_values
 from public_models import Rows, Sampled, at_most, losses
 from tiny_models import tiny_model
+from transformers import AutoTokenizer
 
 from kvquant.calibration.fidelity import Scheme
 from kvquant.calibration.single_pass import reference_of
@@ -375,6 +377,51 @@ def test_the_script_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert kl["16 bit", (0, 0)]["kl"] == 0
     assert 0 < kl["int8", (4, 128)]["kl"] < kl["int8", (0, 0)]["kl"] < 0.01
     assert kl["int8", (0, 0)]["packed_bits"] == 8.25
+
+
+def test_humaneval_asks_every_cache_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is no coder: what it writes is not run here, the ends of its answers count."""
+    data = tmp_path / "problems.jsonl.gz"
+    with gzip.open(data, "wt", encoding="utf-8") as file:
+        for name in ("double", "a_longer_name_of_the_same"):
+            file.write(json.dumps({**PROBLEM, "prompt": f"def {name}():\n"}) + "\n")
+    texts = []
+
+    def judged(text: str, problem: Any, *, alone: bool) -> bool:
+        assert not alone
+        texts.append(problem["prompt"] + text)
+        return True
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    ours = Shipped("KIVI", 4.0, kivi(4, 32, 128).read, Leave(1, 32), Leave(33))
+    same = Shipped("same", 16, EXACT.read, Leave(1, 32), Leave(33))
+    for name, value in (("PLANS", ()), ("FORMATS", ("int8",)), ("passes", judged)):
+        monkeypatch.setattr(public_models, name, value)
+    monkeypatch.setattr(public_models, "OTHER", 150)
+    monkeypatch.setattr(public_models.Subject, "tokenizer", tokenizer)
+    monkeypatch.setattr(public_models.Subject, "peers", [ours, same])
+    path = tmp_path / "found.json"
+    given = f"smollm2-135m --folder {MODEL} --json {path} --device cpu --measure humaneval "
+    given += f"--run-programs {data} --network-is-off --new-tokens 40 --samples 1 --place behind"
+    for _ in range(2):
+        done = CliRunner().invoke(public_models.main, given.split(), catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    rows = json.loads(path.read_text())["rows"]
+    names = [one["key"]["cache"] for one in rows]
+    own = ["16 bit", public_models.AGAIN, "int8", "int8"]
+    assert names == [*own, *own, *["KIVI", "same"] * 2]  # 16 bit serves peers, too
+    assert len(texts) == 2 * len(rows) and {one["passed"] for one in rows} == {"11"}
+    # threads judge the two answers of a row
+    pairs = {f"{one} {at}": sorted(texts[2 * at : 2 * at + 2]) for at, one in enumerate(names)}
+    greedy, sampled = pairs["16 bit 0"], pairs["16 bit 4"]
+    assert greedy != sampled
+    # the same numbers for every cache: what rounds nothing writes the same
+    assert pairs["same 9"] == greedy and pairs["same 11"] == sampled
+    assert "loss at most" in done.output
 
 
 def test_humaneval_runs_programs_only_when_asked() -> None:
