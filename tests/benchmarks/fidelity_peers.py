@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peer_caches import Leave, PeerLayer, Shipped
-from peer_schemes import Pair, kivi_keys, kivi_values
+from peer_caches import Leave, PeerLayer, Shipped, new_cache
+from peer_schemes import kivi
 from transformers.cache_utils import Cache, DynamicLayer, QuantizedCache
 
 from kvquant.cache.contiguous import KVCache
@@ -167,17 +167,12 @@ class Peer:
 
 
 def _kivi(name: str, recent_len: int) -> Peer:
-    def read(layer: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        return kivi_keys(keys), kivi_values(values)
-
     rules = Leave(recent_len, KIVI_GROUP), Leave(recent_len)
-    peer = Shipped(name, KIVI_BITS, read, *rules)
+    peer = Shipped(name, KIVI_BITS, kivi(4, KIVI_GROUP, KIVI_GROUP).read, *rules)
     return Peer(
         name,
         KIVI_BITS,
-        lambda config: [
-            PeerLayer(peer, layer, config.dtype) for layer in range(config.num_hidden_layers)
-        ],
+        lambda config: new_cache(peer, config.num_hidden_layers, config.dtype).layers,
     )
 
 

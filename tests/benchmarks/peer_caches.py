@@ -110,6 +110,9 @@ class PeerLayer(DynamicLayer):
         starts: padding before each sequence; none when empty.
     """
 
+    keys: Any  # tensors, once there are some
+    values: Any
+
     def __init__(
         self, peer: Shipped, layer: int, exact: torch.dtype, starts: Sequence[int] = ()
     ) -> None:
@@ -125,7 +128,7 @@ class PeerLayer(DynamicLayer):
         """Add tokens; give back what attention reads, [batch, num_kv_heads, tokens, head_dim]."""
         is_prompt = not self.is_initialized
         new = (x.to(self.exact).to(x.dtype) for x in (key_states, value_states))
-        super().update(*new)  # type: ignore[no-untyped-call]
+        super().update(*new)
         if not is_prompt:
             self.settle()
         return self.keys, self.values
@@ -202,7 +205,7 @@ class PeerReference:
         self.scored = windows.shape[1] - context - 1
         self._parts = []
         for part in windows.split(BATCH):
-            cache = new_cache(EXACT, self.num_layers, self.exact)
+            cache: Any = new_cache(EXACT, self.num_layers, self.exact)
             for chunk in part[:, :context].split(max(PREFILL // len(part), 1), dim=1):
                 model.plain(chunk, cache)
             held = [(layer.keys, layer.values) for layer in cache.layers]
@@ -255,7 +258,8 @@ def llama_cpp(bits: int) -> tuple[str, float, Read]:
         # q4_0 gives the largest element, whatever its sign, the code -8
         scale = largest / -8 if bits == 4 else largest.abs() / 127
         codes = (parts / torch.where(scale != 0, scale, 1) + 0.5).floor().clamp(max=most)
-        return (codes * scale.half().float()).flatten(-2)
+        found: torch.Tensor = (codes * scale.half().float()).flatten(-2)
+        return found
 
     def side(which: str, x: torch.Tensor) -> torch.Tensor:
         turned = rotate(x) if which == "k" else rotate(x.unflatten(-1, (-1, 64))).flatten(-2)

@@ -43,6 +43,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ from kvquant.calibration.windows import spread
 from kvquant.cli.console import COUNT, FILE, NEW_FILE, write_json
 from kvquant.errors import ConfigError, KVQuantError
 from kvquant.evaluation import Sizes, Task
-from kvquant.evaluation.evaluate import HELD_OUT, MARGIN
+from kvquant.evaluation.evaluate import HELD_OUT, MARGIN, hash_of
 from kvquant.evaluation.statistics import Paired, paired
 from kvquant.hf.argument import as_argument
 from kvquant.hf.models.configs import cache_layers
@@ -96,7 +97,6 @@ PUBLIC = {
 WINDOW, NONE = (SINKS, RECENT), (0, 0)
 FORMATS = DEFAULT, "int8", "int4-g4"
 PLANS = "int4-g4", "int4", "int3", "int2"
-MADE_FOR = {"int2": "int2"}  # other formats take the transforms of the plan for int3
 AGAIN = "16 bit, kvquant's rows"  # what another order of sums does to 16 bit
 MEASURED = "kl", "kl_error", "top1", "top1_error"
 EXACTS = "16 bit", "peers' 16 bit"
@@ -158,12 +158,14 @@ class Subject:
         name, folder: of the model.
         device: where it runs.
         plans: a folder that keeps its plans.
+        windows: of kvquant's caches.
     """
 
     name: str
     folder: Path
     device: str
     plans: Path
+    windows: Sequence[Window] = (WINDOW, NONE)
 
     @cached_property
     def scorer(self) -> CachedModel:
@@ -185,7 +187,8 @@ class Subject:
 
     def plan(self, fmt: str) -> CachePlan:
         """A plan in this format, from kvquant's own texts."""
-        made_for = MADE_FOR.get(fmt, "int3")
+        # clip ratios are chosen for the format of the goal and those of 4 bits and more
+        made_for = "int2" if fmt == "int2" else "int3"
         path = self.plans / f"{self.name}-{made_for}.safetensors"
         if not path.exists():
             began = time.perf_counter()
@@ -216,7 +219,7 @@ class Subject:
         exact, *others = self.own.items()
         found = [
             (name, {"window": window}, partial(make, window))
-            for window in (WINDOW, NONE)
+            for window in self.windows
             for name, make in others
         ]
         return [(AGAIN, {}, partial(exact[1], NONE)), *found]
@@ -255,7 +258,7 @@ class Amount:
         """Whether a cache is asked for, and there is time for it; 16 bit always is."""
         if time.monotonic() > self.ends:
             raise TimeoutError
-        return not self.only or name in EXACTS or any(word in name for word in self.only)
+        return not self.only or name in EXACTS or any(fnmatch(name, one) for one in self.only)
 
 
 def measure_kl(subject: Subject, rows: Rows, amount: Amount, text: str, with_peers: bool) -> None:
@@ -418,8 +421,7 @@ def measure_humaneval(
     with gzip.open(data, "rt", encoding="utf-8") as file:
         problems = [json.loads(line) for line in file][: amount.problems]
     interpreter(amount.alone)  # before anything is written
-    caches = subject.caches(with_peers)
-    caches[:0] = [("16 bit", {}, lambda: None)]
+    caches = [("16 bit", {}, lambda: None), *subject.caches(with_peers)]
 
     def found(prompts: Sequence[str], cache: Callable[[], Any], sample: int) -> Row:
         texts = written(subject, prompts, cache(), sample, amount)
@@ -454,12 +456,9 @@ def losses(rows: Sequence[Row]) -> Iterator[tuple[Row, Paired]]:
         exact = groups.get(json.dumps(base), {})
         both = sorted(exact.keys() & found.keys())
         if both and key["cache"] != "16 bit":
-            yield key, paired(*(by_problem([one[at] for at in both]) for one in (exact, found)))
-
-
-def by_problem(samples: Sequence[str]) -> list[list[bool]]:
-    """[problems][generations], right or not."""
-    return [[one == "1" for one in each] for each in zip(*samples, strict=True)]
+            samples = ([one[at] for at in both] for one in (exact, found))
+            problems = (zip(*one, strict=True) for one in samples)  # of each, its generations
+            yield key, paired(*([[x == "1" for x in each] for each in one] for one in problems))
 
 
 def at_most(pair: Paired) -> float:
@@ -483,11 +482,6 @@ def said(row: Row) -> str:
     window = "/".join(map(str, key.get("window", ["its own"])))
     bits = f"{row['packed_bits']:5.2f} bits" if "packed_bits" in row else ""
     return f"{key['measure']:9} {where:13} {key['cache']:42} window {window:7} {bits}"
-
-
-def hash_of(text: str) -> str:
-    """Which text it was."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def made_folder(name: str, folder: Path) -> Path:
@@ -547,7 +541,8 @@ def _parts_of(package: str) -> Iterator[bytes]:
 @click.option("--problems", type=COUNT, default=164, show_default=True)
 @click.option("--new-tokens", type=COUNT, default=512, show_default=True)
 @click.option("--batch", type=COUNT, default=82, show_default=True)
-@click.option("--only", multiple=True, help="Caches whose name holds this word.")
+@click.option("--only", multiple=True, help="Caches of this name: KIVI* is a pattern.")
+@click.option("--no-bare", is_flag=True, help="Leave out caches without a 16-bit window.")
 @click.option("--own/--no-own", default=True, help="kvquant's caches.")
 @click.option("--peers/--no-peers", default=True)
 @click.option("--seconds", default=540.0, show_default=True, help="No measurement begins later.")
@@ -562,6 +557,7 @@ def main(
     measures: tuple[str, ...],
     data: Path | None,
     network_is_off: bool,
+    no_bare: bool,
     own: bool,
     peers: bool,
     seconds: float,
@@ -580,6 +576,7 @@ def main(
         for row in Rows(path, {}).rows:
             rows.measure(row["key"], partial(dict, row))
     subject = Subject(name, folder, device, plans or folder / "plans")
+    subject.windows = subject.windows[: 1 if no_bare else 2]
     amount = Amount(**amounts, ends=ends, alone=not network_is_off)
     words = (text or HELD_OUT).read_text(encoding="utf-8")
     try:
