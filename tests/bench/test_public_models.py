@@ -118,11 +118,11 @@ def test_padded_sequences_are_rounded_as_alone() -> None:
         return kivi_values(keys, 2, 32), kivi_values(values, 2, 32)
 
     starts = [0, 37, 130]
-    for read, *rules in (
+    for read, leaving_keys, leaving_values in (
         (by_channel, Leave(1, 64), Leave(65)),
         (by_token, Leave(20), Leave(20)),
     ):
-        peer = Shipped("one", 2.0, read, *rules, sinks=5)
+        peer = Shipped("one", 2.0, read, leaving_keys, leaving_values, sinks=5)
         found = fed(PeerLayer(peer, 0, torch.bfloat16, starts), k, v, 140)
         for row, start in enumerate(starts):
             own = slice(row, row + 1)

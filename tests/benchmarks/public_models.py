@@ -42,7 +42,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cached_property, partial
 from pathlib import Path
@@ -175,7 +175,7 @@ class Subject:
     @cached_property
     def net(self) -> Any:
         """In bfloat16, for texts."""
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16)
         return model.to(self.device).eval()
 
     @cached_property
@@ -192,10 +192,10 @@ class Subject:
         path = self.plans / f"{self.name}-{made_for}.safetensors"
         if not path.exists():
             began = time.perf_counter()
-            plan = calibrate(self.scorer, goal=Goal(format=made_for))
+            made: Any = calibrate(self.scorer, goal=Goal(format=made_for))
             click.echo(f"plan for {made_for}: {time.perf_counter() - began:.0f} s")
             self.plans.mkdir(parents=True, exist_ok=True)
-            plan.save(path)
+            made.save(path)
         plan = CachePlan.load(path)
         return plan if made_for == fmt else plan.with_formats(fmt)
 
@@ -215,7 +215,7 @@ class Subject:
     def caches(self, with_peers: bool) -> list[tuple[str, Row, Callable[[], Any]]]:
         """Caches of kvquant's or of peers for texts: names, windows, and what makes them."""
         if with_peers:
-            return [(one.name, {}, lambda one=one: one) for one in self.peers]
+            return [(one.name, {}, partial(replace, one)) for one in self.peers]
         exact, *others = self.own.items()
         found = [
             (name, {"window": window}, partial(make, window))
