@@ -20,7 +20,6 @@ from fidelity_peers import (
     HF_BITS,
     KIVI_GROUP,
     PEERS,
-    KiviLayer,
     Peer,
     SeparateLayer,
 )
@@ -71,32 +70,6 @@ def test_kivi_groups_keys_by_channel_and_values_by_token() -> None:
     assert torch.equal(kivi_keys(torch.full((1, 1, 40, 32), 2.5)), torch.full((1, 1, 40, 32), 2.5))
 
 
-@pytest.mark.parametrize("recent_len", [0, 32, 40])
-def test_kivi_reads_the_last_tokens_exactly_and_the_others_quantized_once(recent_len: int) -> None:
-    k, v = torch.randn(2, 3, 150, 64), torch.randn(2, 3, 150, 64)
-    layer, whole = KiviLayer(recent_len), KiviLayer(recent_len)
-    layer.update(k[:, :, :100], v[:, :, :100])
-    for i in range(100, 150):
-        keys, values = layer.update(k[:, :, i : i + 1], v[:, :, i : i + 1])
-        assert layer.get_seq_length() == keys.shape[2] == i + 1
-        packed = (i + 1 - recent_len) // KIVI_GROUP * KIVI_GROUP
-        assert torch.equal(keys[:, :, :packed], kivi_keys(k[:, :, :packed]))
-        assert torch.equal(
-            values[:, :, : i + 1 - recent_len], kivi_values(v[:, :, : i + 1 - recent_len])
-        )
-        if recent_len:
-            assert torch.equal(keys[:, :, packed:], k[:, :, packed : i + 1])
-            assert torch.equal(
-                values[:, :, i + 1 - recent_len :], v[:, :, i + 1 - recent_len : i + 1]
-            )
-            assert layer.num_exact == i + 1 - packed >= recent_len
-        else:
-            assert torch.equal(keys, kivi_keys(k[:, :, : i + 1]))
-            assert layer.num_exact == 0
-    for one, other in zip(whole.update(k, v), (keys, values), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_the_16_bit_control_agrees_with_kvquants_own(
     model: CachedModel, window: torch.Tensor
 ) -> None:
@@ -114,18 +87,19 @@ def test_a_window_of_exact_rows_helps_and_costs_bits(
     exact = read_prompt(model, window[:, :80], 20)
     expected = predict(model, exact, window[:, 80:100])
     found = []
-    for name in ("KIVI, nothing in 16 bit", "KIVI, last 32 in 16 bit"):
+    for name in ("KIVI, no window", "KIVI, last 32 in 16 bit"):
         exact.crop(80)
         given, bits = by_name(name).predict(model, exact, window[:, 80:100])
         found.append((compare(expected, given, window[:, 81:101].t()[..., None])[0], bits))
     (plain, plain_bits), (recent, recent_bits) = found
     assert 0 < recent < plain / 2 < 0.02
-    assert plain_bits == 5.0 and 8.0 < recent_bits < 12.0
+    # up to 31 keys of a group that is filling are in 16 bit without a window, too
+    assert 5.0 < plain_bits < 7.0 < recent_bits < 12.0
 
 
 def test_peers_refuse_models_with_sliding_windows(model: CachedModel, window: torch.Tensor) -> None:
     exact = KVCache(4, 2, 1, 128, 100, k_format="bf16", v_format="bf16", windows=[32, None] * 2)
-    for name in ("transformers 16 bit", "KIVI, nothing in 16 bit"):
+    for name in ("transformers 16 bit", "KIVI, no window"):
         with pytest.raises(NotImplementedError, match="sliding windows"):
             by_name(name).predict(model, exact, window[:, 80:100])
 
@@ -186,7 +160,7 @@ def test_what_is_measured_is_kept_and_not_measured_again(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / "fidelity.json")
-    first = run("--only", "int8", "--only", "KIVI, nothing", "--json", path)
+    first = run("--only", "int8", "--only", "KIVI, no window", "--json", path)
     lines = first.stdout.splitlines()
     assert lines[0] == "llama-demo-5m, context 96, 16 tokens scored"
     names = [line.split("  ")[0] for line in lines[4:] if line]
@@ -195,7 +169,7 @@ def test_what_is_measured_is_kept_and_not_measured_again(
         "int8",
         "int8-g4",
         "int8 + 4 sinks, 128 recent",
-        "KIVI, nothing in 16 bit",
+        "KIVI, no window",
     ]
     kept = json.loads(Path(path).read_text())
     caches = kept["caches"]["llama-demo-5m, context 96"]
@@ -209,7 +183,7 @@ def test_what_is_measured_is_kept_and_not_measured_again(
 
     original = fidelity.measure_batch
     monkeypatch.setattr(fidelity, "measure_batch", measure)
-    again = run("--only", "int8", "--only", "KIVI, nothing", "--json", path)
+    again = run("--only", "int8", "--only", "KIVI, no window", "--json", path)
     assert again.stdout == first.stdout and measured == []
     more = run("--only", "int4-g8", "--json", path)
     assert measured == [["int4-g8"], ["int4-g8"]]
@@ -276,7 +250,7 @@ def test_a_peer_that_cannot_run_is_named_with_its_reason(
         raise ImportError("You need to\n install it")
 
     record = Record(None, {})
-    peers = [Peer("absent", 4.5, missing), by_name("KIVI, nothing in 16 bit")]
+    peers = [Peer("absent", 4.5, missing), by_name("KIVI, no window")]
     done: list[str] = []
     fidelity.run_all(model, window, 4, peers, record, "m", batch=1, progress=done.append)
     assert done == ["16 bit", "absent", peers[1].name, "16 bit", peers[1].name]

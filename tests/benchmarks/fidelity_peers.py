@@ -5,7 +5,7 @@
                    itself recommends. Without the rest it quantizes everything again at every step:
                    hardly a change for quanto, whose groups lie within a token, but too slow to
                    measure with HQQ. quanto's other axis refuses most lengths.
-    KIVI           as peer_schemes.py has it, in groups of 32
+    KIVI           as peer_schemes.py has it, in groups of 32: up to 31 more keys are in 16 bit
 
 Every cache is given keys and values that are rounded to the model's 16-bit format but have the
 model's dtype, so with a float32 model a peer's own arithmetic and parameters are float32: its
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peer_schemes import kivi_keys, kivi_values
+from peer_caches import Leave, PeerLayer, Shipped, new_cache
+from peer_schemes import kivi
 from transformers.cache_utils import Cache, DynamicLayer, QuantizedCache
 
 from kvquant.cache.contiguous import KVCache
@@ -29,53 +30,6 @@ from kvquant.rows.quantize import EXACT_DTYPES
 KIVI_GROUP = 32
 KIVI_BITS = 4 + 32 / KIVI_GROUP
 HF_BITS = 4 + 32 / 64  # codes, and 16 bits each for the scale and the zero point of 64 elements
-
-
-class KiviLayer(DynamicLayer):
-    """One layer of a KIVI cache, for a batch of sequences of one length.
-
-    It keeps the values that its codes stand for. A token is quantized once, from its 16-bit value.
-
-    Args:
-        recent_len: last tokens kept in 16 bit. Keys leave in whole groups of 32, so up to 31 more
-            of them are exact. With 0 none is read in 16 bit: the keys of the group that is filling
-            are quantized as they stand (a real cache has to hold these in 16 bit to do so).
-    """
-
-    def __init__(self, recent_len: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers has no types
-        self.recent_len = recent_len
-        self.num_exact = 0  # of keys
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add tokens; give back what attention reads, [batch, num_kv_heads, tokens, head_dim]."""
-        if not self.is_initialized:
-            self.is_initialized = True
-            self.packed_keys = self.exact_keys = key_states[:, :, :0]
-            self.packed_values = self.exact_values = value_states[:, :, :0]
-        keys = torch.cat([self.exact_keys, key_states], dim=2)
-        values = torch.cat([self.exact_values, value_states], dim=2)
-        evicted = max(keys.shape[2] - self.recent_len, 0) // KIVI_GROUP * KIVI_GROUP
-        self.packed_keys = torch.cat([self.packed_keys, kivi_keys(keys[:, :, :evicted])], dim=2)
-        self.exact_keys = keys[:, :, evicted:]
-        evicted = max(values.shape[2] - self.recent_len, 0)
-        packed = kivi_values(values[:, :, :evicted])
-        self.packed_values = torch.cat([self.packed_values, packed], dim=2)
-        self.exact_values = values[:, :, evicted:]
-        self.num_exact = self.exact_keys.shape[2] if self.recent_len else 0
-        rest = self.exact_keys if self.recent_len else kivi_keys(self.exact_keys)
-        return (
-            torch.cat([self.packed_keys, rest], dim=2),
-            torch.cat([self.packed_values, self.exact_values], dim=2),
-        )
-
-    def get_seq_length(self) -> int:
-        """Tokens held."""
-        if not self.is_initialized:
-            return 0
-        return self.packed_values.shape[2] + self.exact_values.shape[2]
 
 
 class SeparateLayer(DynamicLayer):
@@ -206,15 +160,19 @@ class Peer:
     def stored_bits(self, cache: Any) -> float:
         """Bits of an element, those in 16 bit included."""
         layer = cache.layers[0]
+        if isinstance(layer, PeerLayer):
+            return layer.peer.stored_bits(layer.get_seq_length())
         exact = getattr(layer, "num_exact", 0)
         return float(self.bits + (16 - self.bits) * exact / layer.get_seq_length())
 
 
 def _kivi(name: str, recent_len: int) -> Peer:
+    rules = Leave(recent_len, KIVI_GROUP), Leave(recent_len)
+    peer = Shipped(name, KIVI_BITS, kivi(4, KIVI_GROUP, KIVI_GROUP).read, *rules)
     return Peer(
         name,
         KIVI_BITS,
-        lambda config: [KiviLayer(recent_len) for _ in range(config.num_hidden_layers)],
+        lambda config: new_cache(peer, config.num_hidden_layers, config.dtype).layers,
     )
 
 
@@ -235,7 +193,7 @@ PEERS = (
         16,
         lambda config: [DynamicLayer() for _ in range(config.num_hidden_layers)],
     ),
-    _kivi("KIVI, nothing in 16 bit", 0),
+    _kivi("KIVI, no window", 0),
     _kivi("KIVI, last 32 in 16 bit", 32),
     _kivi("KIVI, last 128 in 16 bit", 128),
     _hugging_face("transformers quanto int4", "quanto", HF_BITS),

@@ -94,6 +94,8 @@ def in_tiles(
     x: torch.Tensor, size: int, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Change [..., tokens, channels] by [..., tiles, size, channels]; the last may be shorter."""
+    if not x.numel():
+        return x
     whole = x.shape[-2] // size * size
     tiles = change(x[..., :whole, :].unflatten(-2, (-1, size))).flatten(-3, -2)
     rest = x[..., whole:, :]

