@@ -218,9 +218,9 @@ class Writer:
         return Prompt(context, asked, facts=len(lines))
 
     def _asked(self, one: Question, distance: int) -> Asked:
-        # an instruct model's answer begins as the line of a base model: the form is no obstacle
-        reply = f"{one.asked}{self._after}{one.reply or one.begun}"
-        question = reply if self.is_chat else one.begun
+        # an instruct model's answer is the line that a base model completes: with a question before
+        # it, or in words of their own, small models fail what they know
+        question = f"{self._after}{one.begun}"
         whole = f"{question} {one.answer}"
         known, found = self._lines([question, whole], ends=False)
         same = 0

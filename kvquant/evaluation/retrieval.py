@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 from .words import ADJECTIVES, NOUNS
@@ -35,18 +35,14 @@ class Question:
     """A question to a sheet.
 
     Attributes:
-        begun: the beginning of a line, which a base model completes with a space and the answer.
-        asked: the same question for an instruct model.
+        begun: the beginning of a line, which a model completes with a space and the answer.
         answer: the right answer: letters, digits, commas, spaces and, of tool calls, JSON.
         lines: indices of the sheet's lines that hold the answer.
-        reply: the beginning of an instruct model's answer; begun where it is empty.
     """
 
     begun: str
-    asked: str
     answer: str
     lines: tuple[int, ...]
-    reply: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,8 +53,7 @@ class Sheet:
         lines: of the context, in order.
         questions: to choose from. The writer of prompts asks none whose lines lie in the 16-bit
             window.
-        examples: answered questions for the end of the context, which show a base model how to
-            answer.
+        examples: answered questions for the end of the context, which show how to answer.
     """
 
     lines: list[str]
@@ -105,8 +100,7 @@ def _code(key: str, code: str) -> str:
 
 
 def _code_question(key: str, code: str, at: int) -> Question:
-    asked = f"What is the code of the {key}? Answer with the code alone."
-    return Question(f"The code of the {key} is", asked, code, (at,))
+    return Question(f"The code of the {key} is", code, (at,))
 
 
 def single(rng: Random, count: int) -> Sheet:
@@ -137,8 +131,6 @@ def values(rng: Random, count: int) -> Sheet:
     questions = [
         Question(
             f"In order, the codes of the {key} are",
-            f"What are the codes of the {key}, in the order of the text? Answer with them alone, "
-            "separated by commas.",
             ", ".join(codes[at] for at in found),
             tuple(found),
         )
@@ -155,14 +147,7 @@ def overwritten(rng: Random, count: int) -> Sheet:
     rng.shuffle(told)
     codes = [_digits(rng, 4) for _ in told]
     last = {key: at for at, key in enumerate(told)}
-    questions = [
-        replace(
-            _code_question(key, codes[at], at),
-            asked=f"Which code of the {key} comes last? Answer with the code alone.",
-            reply=f"The last code of the {key} is",
-        )
-        for key, at in last.items()
-    ]
+    questions = [_code_question(key, codes[at], at) for key, at in last.items()]
     lines = [_code(key, code) for key, code in zip(told, codes, strict=True)]
     return Sheet(lines, questions)
 
@@ -192,7 +177,6 @@ def variables(rng: Random, count: int, sizes: tuple[int, int] = (3, 7)) -> Sheet
     questions = [
         Question(
             f"Written out, {last} has the number",
-            f"Which number does {last} stand for? Answer with the number alone.",
             numbers[last],
             tuple(found),
         )
@@ -208,8 +192,7 @@ def phonebook(rng: Random, count: int) -> Sheet:
     for at, name in enumerate(two_words(rng, count)):
         number = f"{_digits(rng, 3)}{_digits(rng, 4)}"
         lines.append(f"{name.title()}: {number}")
-        asked = f"What is the phone number of {name.title()}? Answer with the number alone."
-        questions.append(Question(f"{name.title()}:", asked, number, (at,)))
+        questions.append(Question(f"{name.title()}:", number, (at,)))
     return Sheet(lines, questions)
 
 
@@ -226,9 +209,7 @@ def copy(rng: Random, count: int) -> Sheet:
         words = line.split()
         begun, answer = " ".join(words[:GIVEN]), " ".join(words[GIVEN : GIVEN + FOLLOWING])
         if given[words[0], words[1], words[2]] == 1:
-            # without the given words: models would go on as behind them in the question
-            asked = "Write out one line of words of the text, from its first word on."
-            questions.append(Question(begun, asked, answer, (at,)))
+            questions.append(Question(begun, answer, (at,)))
     return Sheet(lines, questions)
 
 
@@ -244,9 +225,8 @@ def frequent(rng: Random, count: int) -> Sheet:
     if most[0][0] != ranked[0] or most[0][1] == most[1][1]:  # of few words: make it so
         words[: 4 * told] = [ranked[0]] * (4 * told)
     lines = [" ".join(words[8 * at : 8 * at + 8]) for at in range(count)]
-    asked = "Which word is the most frequent one? Answer with this word alone."
     begun = "Of all words above the most frequent one is"
-    return Sheet(lines, [Question(begun, asked, ranked[0], (told - 1,))])
+    return Sheet(lines, [Question(begun, ranked[0], (told - 1,))])
 
 
 def tools(rng: Random, count: int) -> Sheet:
@@ -256,11 +236,9 @@ def tools(rng: Random, count: int) -> Sheet:
         f'{{"name": "refund", "arguments": {{"account": "{account}", "order": "{order}"}}}}'
         for _, account, order in records
     ]
-    form = '{"name": "refund", "arguments": {"account": "...", "order": "..."}}'
     questions = [
         Question(
             f"The refund of {name}:",
-            f"Call the tool refund for the customer {name}. Answer with this JSON alone: {form}",
             call,
             (at,),
         )

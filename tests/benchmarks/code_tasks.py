@@ -15,23 +15,21 @@ from random import Random
 from kvquant.evaluation.retrieval import TASKS, Question, Sheet, two_words
 
 PASSAGE, WIDEST = 6, 100  # lines of source code before each definition; letters of a line
-KINDS = {  # a definition, the beginning of the line that asks for it, and a question in words
+KINDS = {  # a definition, and the beginning of the line that asks for it
     "functions": (
         "def area_of_{0}_{1}(): return {2}",
         "assert area_of_{0}_{1}() ==",
-        "Which number does area_of_{0}_{1}() return? Answer with the number alone.",
     ),
     "constants": (
         "{0}_{1}_SIZE = {2}",
         "print({0}_{1}_SIZE)  # prints",
-        "Which number is {0}_{1}_SIZE? Answer with the number alone.",
     ),
 }
 
 
 def definitions(rng: Random, count: int, kind: str, source: list[str]) -> Sheet:
     """So many definitions of a kind, each behind some lines of the source code."""
-    definition, begun, asked = KINDS[kind]
+    definition, begun = KINDS[kind]
     lines, questions = [], []
     for at, key in enumerate(two_words(rng, count)):
         words = (key.upper() if kind == "constants" else key).split()
@@ -39,7 +37,7 @@ def definitions(rng: Random, count: int, kind: str, source: list[str]) -> Sheet:
         start = rng.randrange(max(len(source) - PASSAGE, 1))
         passage = [*source[start : start + PASSAGE], definition.format(*words, number)]
         lines.append("\n".join(passage))
-        questions.append(Question(begun.format(*words), asked.format(*words), number, (at,)))
+        questions.append(Question(begun.format(*words), number, (at,)))
     return Sheet(lines, questions[: max(3 * count // 4, 1)])
 
 

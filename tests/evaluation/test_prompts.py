@@ -81,7 +81,7 @@ def test_an_instruct_model_begins_its_answer_as_a_base_model(
         (one, *_) = writer(tokenizer).write("keys", "0", 4).asked
         text = tokenizer.decode(one.question)
         assert re.search(r"The code of the \w+ \w+ is *$", text), text
-    assert "What is the code of the" in text and text.index("<assistant>") < text.index("The code")
+    assert re.search(r"<assistant>The code of the", text), text
 
 
 def test_nothing_is_asked_of_the_16_bit_window(tokenizer: Any) -> None:
