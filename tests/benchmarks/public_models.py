@@ -130,7 +130,8 @@ class Rows:
 
     def __post_init__(self) -> None:
         known = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
-        self.rows = known.get("rows", [])
+        self.rows = known.pop("rows", [])
+        self.facts = {**self.facts, **known}  # with the commit and date of results.keep
 
     def find(self, key: Mapping[str, Any]) -> Row | None:
         """The row of a measurement."""
