@@ -9,6 +9,7 @@ from typing import Any
 
 from kvquant.text import Column, count_text, paragraph, render_table
 
+from .check import ENOUGH as PASSAGES
 from .check import verdict
 from .generation import WAYS
 
@@ -49,20 +50,23 @@ def render(found: Mapping[str, Any]) -> str:
 def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each quantized cache: what it costs, and in words what that means."""
     for at, one in enumerate(found["caches"][1:]):
-        told, words = [], []
+        told = []
         for length, rows in found.get("kl", {}).items():
             row = rows[at]
-            words.append(verdict(row["kl"], row["kl_error"], row["passages"]))
-            told.append(f"KL {row['kl']:.2g} {place_of(length)}: {words[-1]}")
+            word = verdict(row["kl"], row["kl_error"], row["passages"])
+            if row["passages"] < PASSAGES:
+                word = f"too few passages for a verdict, give {PASSAGES} --samples or more"
+            told.append(f"KL {max(row['kl'], 0.0):.4f} {place_of(length)}: {word}")
         pairs = [pair for _, name, pair in _tested(found) if name == one["cache"]]
         if answers := sum(pair["answers"] for pair in pairs):
             drop = sum(pair["drop"] * pair["answers"] for pair in pairs) / answers
             error = math.hypot(*(pair["error"] * pair["answers"] for pair in pairs)) / answers
             lost, won = (sum(pair[name] for pair in pairs) for name in ("lost", "won"))
-            words.append("answers are lost" if drop > 2 * error else "no loss is seen")
+            unclear = f"no clear loss (one below {2 * POINTS * error:.1f} points would not show)"
             told.append(
-                f"{lost} of {count_text(answers, 'answer')} lost and {won} won ("
-                f"{0.0 - POINTS * drop:+.1f} ± {POINTS * error:.1f} points): {words[-1]}"
+                f"of {count_text(answers, 'answer')} {lost} lost and {won} won ("
+                f"{0.0 - POINTS * drop:+.1f} ± {POINTS * error:.1f} points): "
+                f"{'answers are lost' if drop > 2 * error else unclear}"
             )
         if told:
             yield f"{one['cache']}: {'; '.join(told)}."
@@ -80,10 +84,11 @@ def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
     for length, tasks in found.get("retrieval", {}).items():
         least = min(one["least_distance"] for one in tasks.values())
         head = (
-            f"Right answers in contexts of {int(length):,} tokens: the first row in %, the others "
-            f"as change in points ± its standard error. Each answer ends {least} tokens or more "
-            f"before the end of its context, and {least - window} or more before the last tokens "
-            "that a cache keeps in 16 bit. The second line of a title says among how many facts:"
+            f"Right answers in contexts of {int(length):,} tokens: in the first row in %, in the "
+            "others the change in points ± its standard error. Below a task's name stands how many "
+            f"facts its context has. No answer is among the tokens in 16 bit: each ends {least} "
+            f"tokens or more before the end of its context, and {least - window} or more before "
+            "the last tokens in 16 bit:"
         )
         title = f"contexts of {int(length):,} tokens"
         named = [(f"{name}\n{one['facts']} facts", one) for name, one in tasks.items()]
@@ -104,7 +109,11 @@ def _costs(caches: Sequence[Mapping[str, Any]]) -> Shown:
         ]
         for one in caches
     ]
-    return Shown("costs", "caches", "What a cache of the longest context takes:", columns, rows)
+    head = (
+        "What a cache of the longest context takes. Sinks and recent: its first and last tokens, "
+        "which stay in 16 bit and count in bits and bytes; in longer contexts they weigh less:"
+    )
+    return Shown("costs", "caches", head, columns, rows)
 
 
 def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Shown:

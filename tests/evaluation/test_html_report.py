@@ -114,7 +114,7 @@ def test_what_the_page_says(page: str) -> None:
     assert "last quarter" in text and "points): answers are lost." in text
     assert "Table: contexts of 2,048 tokens" in text
     assert "What a <model> loses" in text and "seed 7" in text and "packaged, held_out.txt" in text
-    assert "-40.0 ± " in text and "and 36 or more before the last tokens that a cache" in text
+    assert "-40.0 ± " in text and "and 36 or more before the last tokens in 16 bit" in text
     assert "the last 64 tokens, the most that one of the caches keeps" in text
     for cell in ("4.25", "512", "mine.jsonl", "1.19", "1.2", "default"):
         assert cell in text, cell
