@@ -377,9 +377,9 @@ def render(found: dict[str, Any]) -> str:
     parts.append(
         paragraph(
             "KL: how far the predictions of the next token are from those with the 16-bit cache, "
-            f"in nats a token; 0 is no change, up to {SAFE} is safe, from {RUINED} on the cache is "
-            f"not for use. Measured on {found['scored']} tokens behind {found['context']} others, "
-            f"in {found['seconds']:.0f} s."
+            f"in nats a token; 0 is no change. Safe: up to {SAFE}. Do not use: from {RUINED} on. "
+            f"Measured on {found['scored']} tokens after {found['context']} others, in "
+            f"{found['seconds']:.0f} s."
         )
     )
     return "\n\n".join(parts)

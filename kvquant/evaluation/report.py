@@ -1,4 +1,4 @@
-"""The tables of an evaluation, for a terminal and a page, and the verdict against a limit."""
+"""The tables of an evaluation, a verdict on each cache, and the comparison with --max-drop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Shown:
     Attributes:
         kind: "costs", "kl", "generation" or "retrieval".
         title: a few words that tell tables of a kind from one another.
-        head: a sentence that tells how to read it.
+        head: one or two sentences on how to read it.
         columns: the titles.
         rows: a cell for each column.
     """
@@ -38,8 +38,8 @@ class Shown:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """All tables, then a verdict on each cache, and sentences on layers that no cache holds, on
-    prompts that lay in 16 bit, and on tasks that fail in 16 bit."""
+    """All tables, then a verdict on each cache. Last come sentences on layers that no cache holds,
+    on prompts that lay in 16 bit, and on tasks that the model fails with its 16-bit cache."""
     parts = [
         f"{paragraph(one.head)}\n{render_table(one.columns, one.rows)}" for one in tables(found)
     ]
@@ -48,7 +48,11 @@ def render(found: Mapping[str, Any]) -> str:
 
 
 def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each quantized cache: what it costs, and in words what that means."""
+    """A sentence for each quantized cache: its KL, the answers that it lost and won, and a verdict.
+
+    A loss counts if it is more than two standard errors. Otherwise the sentence says how small a
+    loss would not show.
+    """
     for at, one in enumerate(found["caches"][1:]):
         told = []
         for length, rows in found.get("kl", {}).items():
@@ -73,7 +77,8 @@ def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
-    """The tables of all tasks; a task that the model fails in 16 bit has NO_TEST in its cells."""
+    """The tables of all tasks. Where the model fails a task with its 16-bit cache, the cells of the
+    other caches have NO_TEST."""
     names = [one["cache"] for one in found["caches"]]
     yield _costs(found["caches"])
     for length, rows in found.get("kl", {}).items():
@@ -138,14 +143,14 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
     passages = _counted(rows[0], "passage")
     head = (
         f"Predictions of {rows[0]['tokens']:,} tokens in {passages}, "
-        f"decoded behind {int(length):,} tokens, compared with those of the 16-bit cache:"
+        f"decoded after {int(length):,} tokens, compared with those of the 16-bit cache:"
     )
     return Shown("kl", place_of(length), head, columns, cells)
 
 
 def place_of(length: str) -> str:
-    """Behind how many tokens a text was generated; 0 means prompts of your own."""
-    return f"behind {int(length):,} tokens" if length != "0" else "behind the prompts"
+    """After how many tokens a text was generated; 0 means prompts of your own."""
+    return f"after {int(length):,} tokens" if length != "0" else "after the prompts"
 
 
 def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> Iterator[Shown]:

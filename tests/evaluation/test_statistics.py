@@ -82,7 +82,7 @@ def test_a_sentence_says_what_a_cache_costs() -> None:
     kl |= {"by_position": [0.1, 0.3], "tokens": 1000, "passages": 9}
     (told,) = verdicts(found_of(YES, NO, kl={"512": [kl]}))
     assert told == (
-        "int4: KL 0.2000 behind 512 tokens: do not use; of 1000 answers 1000 lost and 0 won "
+        "int4: KL 0.2000 after 512 tokens: do not use; of 1000 answers 1000 lost and 0 won "
         "(-100.0 ± 3.2 points): answers are lost."
     )
     (told,) = verdicts(found_of(YES, YES))
@@ -91,7 +91,7 @@ def test_a_sentence_says_what_a_cache_costs() -> None:
     assert not [*verdicts(found_of(NO, NO))]  # no test
     assert "no clear loss" in " ".join(render(found_of(YES, YES)).split())
     (told,) = verdicts(found_of(YES, YES, kl={"512": [kl | {"passages": 3}]}))
-    assert "behind 512 tokens: too few passages for a verdict, give 4 --samples or more; " in told
+    assert "after 512 tokens: too few passages for a verdict, give 4 --samples or more; " in told
 
 
 def test_answers_that_16_bit_fails_test_no_cache() -> None:
@@ -103,7 +103,7 @@ def test_answers_that_16_bit_fails_test_no_cache() -> None:
     found = found_of(YES, YES, retrieval={}, generation={"0": task})
     assert against_limit(found, 100.0)[0] == "unknown"
     text = render(found)
-    assert "fails greedy answers (0 % right) behind the prompts" in " ".join(text.split())
+    assert "fails greedy answers (0 % right) after the prompts" in " ".join(text.split())
     assert "sampled answers" not in text and "Right answers in sampled" not in text
     assert text.count("not a test\n") == 1 and "0.0 ±" not in text
 
