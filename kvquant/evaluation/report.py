@@ -248,7 +248,7 @@ def failures(found: Mapping[str, Any]) -> list[str]:
         answers = [(f"{way} answers", task.get(f"{way}_answers")) for way in WAYS]
         groups.append((place_of(length), [(name, one) for name, one in answers if one]))
     for length, tasks in found.get("retrieval", {}).items():
-        named = [(f"`{name}`", one) for name, one in tasks.items()]
+        named = [(f"`{name}` among {one['facts']} facts", one) for name, one in tasks.items()]
         groups.append((f"in contexts of {int(length):,} tokens", named))
     sentences = []
     for where, tasks in groups:

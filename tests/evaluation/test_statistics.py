@@ -113,5 +113,8 @@ def test_a_model_that_fails_in_16_bit_tests_no_cache() -> None:
     verdict, (reason,) = against_limit(found, 1.0)
     assert verdict == "unknown" and "fails all of them in 16 bit" in reason
     text = render(found)
-    assert "fails `keys` (0 % right)" in text and "this is not a test of the cache" in text
+    assert (
+        "fails `keys` among 16 facts (0 % right)" in text
+        and "this is not a test of the cache" in text
+    )
     assert "not a test\n" in text and "0.0 ±" not in text  # never shown as a loss of 0
