@@ -48,7 +48,7 @@ def check(
     dtype: str,
     json_file: Path | None,
 ) -> None:
-    """Say which rows are safe for a model, and how many bytes they take.
+    """Say which caches are safe for a model, and how many bytes they take.
 
     The command compares the model's predictions from quantized caches with those from its 16-bit
     cache, with the 16-bit window and without it, and prints the lines to paste.

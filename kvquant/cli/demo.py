@@ -182,15 +182,22 @@ def render_demo(result: dict[str, Any], width: int | None = None) -> str:
     ]
     about = (
         f"{result['model']} reads {result['passages']} passages of {result['context']} tokens from "
-        f"{result['text']} and decodes {result['scored']} tokens of each, one by one, from its "
-        f"cache. Default: {result['default']}. Window: the first {SINKS} and last {RECENT} tokens "
-        "stay in 16 bit; the longer the context, the less they weigh. Bits: per element, headers "
-        "included. KL (nats per token) and top-1: predictions against the 16-bit cache's, over "
-        f"{result['passages'] * result['scored']} tokens. ms: a decode step of the whole model "
-        f"for all passages in float32, the median of {result['rounds']} that took turns; half of "
-        "them lie within ±. Speed: against transformers' own cache (DynamicCache, SDPA)."
+        f"{result['text']}, then decodes {result['scored']} tokens of each, one by one, from a "
+        "cache:"
     )
-    parts = [textwrap.fill(about, width), render_table(COLUMNS, rows, width)]
+    legend = (
+        f"Default: {result['default']}.",
+        f"Window: the first {SINKS} and last {RECENT} tokens stay in 16 bit; the longer the "
+        "context, the less they weigh.",
+        "Bits, MiB, smaller (than bf16): everything that the cache allocates.",
+        "KL (nats per token, 0 is no change) and top-1: predictions against those with the 16-bit "
+        f"cache, over {result['passages'] * result['scored']} tokens.",
+        "ms: a decode step of the whole model for all passages in float32, the median of "
+        f"{result['rounds']} that took turns; half of them lie within ±.",
+        "Speed: against transformers' own cache (DynamicCache, SDPA), which keeps float32.",
+    )
+    lines = [textwrap.fill(one, width, subsequent_indent="  ") for one in legend]
+    parts = [textwrap.fill(about, width), render_table(COLUMNS, rows, width), "\n".join(lines)]
     parts += [
         textwrap.fill(f"Without {name}: {why}", width) for name, why in result["left_out"].items()
     ]

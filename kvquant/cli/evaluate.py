@@ -39,8 +39,8 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     multiple=True,
     default=("default",),
     show_default=True,
-    help="K[/V][,sinks=N][,recent=N], K and V each a FORMAT, or a plan's file in place of both. "
-    "Repeat it for more caches.",
+    help="K[/V][,sinks=N][,recent=N], K and V each a FORMAT; in place of K/V: default, a plan's "
+    "file, or auto for the model's plan. Repeat it for more caches.",
 )
 @click.option(
     "--tasks",
@@ -154,8 +154,9 @@ def evaluate(
 
     The model reads each prompt once. The command quantizes the 16-bit keys and values into each
     cache, and every task decodes from there: predictions of a held-out text (kl), freely running
-    texts (generation), and questions to facts among near-identical ones (retrieval). With --json,
-    start an interrupted run again and it continues where it stopped.
+    texts (generation), and questions about facts among similar ones (retrieval). Where the model
+    fails a retrieval task in 16 bit, the tables say "not a test". With --json, start an interrupted
+    run again and it continues where it stopped.
 
     With --max-drop the exit code is 3 if a cache loses more than so many points and two standard
     errors. It is 4 if there are too few samples to know.

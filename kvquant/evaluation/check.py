@@ -1,4 +1,4 @@
-"""Which rows are safe for a model, and how many bytes they take: kvquant check.
+"""Which caches are safe for a model, and how many bytes they take: kvquant check.
 
 Each cache is compared with the 16-bit cache on the same passages, with the 16-bit window of KVCache
 and without it, as pages of engines are. The verdicts' limits come from pairs of a KL and the right
@@ -74,7 +74,7 @@ def check(
     samples: int = SAMPLES,
     progress: Progress = lambda name, share: None,
 ) -> dict[str, Any]:
-    """Say which rows are safe for a model.
+    """Say which caches are safe for a model.
 
     Args:
         model: a CachedModel, or what CachedModel.from_pretrained takes, which is loaded on the CPU
@@ -340,11 +340,15 @@ def render(found: dict[str, Any]) -> str:
             if found["memory"] is not None:
                 line.append(f"{row['sequences'][str(length)]:,}")
         cells.append(line)
-    parts = [render_table(columns, cells)]
+    head = (
+        f"Bits of an element in packed rows, and bytes of a sequence with its first {SINKS} and "
+        f"last {RECENT} tokens in 16 bit:"
+    )
+    parts = [f"{paragraph(head)}\n{render_table(columns, cells)}"]
     if "passages" not in found:
         return "\n\n".join(parts)
     for place, head in (
-        ("window", f"With the first {SINKS} and last {RECENT} tokens in 16 bit, the default:"),
+        ("window", "With these tokens in 16 bit, as in KVCache and QuantizedCache by default:"),
         ("none", "Without 16-bit tokens, as in vLLM and SGLang:"),
     ):
         columns = [Column(t) for t in ("bits", "KL", "error", "same token")]
@@ -372,8 +376,10 @@ def render(found: dict[str, Any]) -> str:
         parts.append(paragraph(more))
     parts.append(
         paragraph(
-            f"KL to the 16-bit cache in nats a token, of {found['scored']} tokens behind "
-            f"{found['context']} others, in {found['seconds']:.0f} s."
+            "KL: how far the predictions of the next token are from those with the 16-bit cache, "
+            f"in nats a token; 0 is no change. Safe: up to {SAFE}. Do not use: from {RUINED} on. "
+            f"Measured on {found['scored']} tokens after {found['context']} others, in "
+            f"{found['seconds']:.0f} s."
         )
     )
     return "\n\n".join(parts)
@@ -386,5 +392,5 @@ def _row(row: dict[str, Any], place: str) -> Sequence[str]:
     head = row["cache"], row[f"formats{suffix}"], f"{row[f'bits{suffix}']:.2f}"
     if facts["kl"] is None:
         return *head, "-", "-", "-", facts["verdict"]
-    error = "-" if facts["kl_error"] is None else f"{facts['kl_error']:.2g}"
-    return *head, f"{facts['kl']:.2g}", error, f"{facts['top1']:.1%}", facts["verdict"]
+    error = "-" if facts["kl_error"] is None else f"{facts['kl_error']:.5f}"
+    return *head, f"{max(facts['kl'], 0.0):.5f}", error, f"{facts['top1']:.1%}", facts["verdict"]

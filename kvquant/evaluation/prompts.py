@@ -1,9 +1,10 @@
 """Retrieval sheets as token ids: contexts of an exact length, and the questions to them.
 
-A writer tokenizes each line alone, as it would be tokenized behind a line break. So the position of
-every fact is known. Tokens of a text bring a context to its length: few facts stand among its
-sentences, and as many facts as fit stand behind it. So all contexts of a task fit one batch, and
-the distance of a fact to the end of its context is exact.
+A writer tokenizes each line alone, as it would be tokenized after a line break. So it knows the
+position of every fact. Tokens of a text, the filler, bring a context to its length. With a given
+number of facts, the facts stand among the sentences of the filler. With as many facts as fit, they
+follow the filler. So all contexts of a task fit one batch, and the distance of a fact to the end of
+its context is exact.
 """
 
 from __future__ import annotations

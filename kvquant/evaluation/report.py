@@ -1,4 +1,4 @@
-"""The tables of an evaluation, for a terminal and a page, and the verdict against a limit."""
+"""The tables of an evaluation, a verdict on each cache, and the comparison with --max-drop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from kvquant.text import Column, count_text, paragraph, render_table
 
+from .check import ENOUGH as PASSAGES
 from .check import verdict
 from .generation import WAYS
 
@@ -24,7 +25,7 @@ class Shown:
     Attributes:
         kind: "costs", "kl", "generation" or "retrieval".
         title: a few words that tell tables of a kind from one another.
-        head: a sentence that tells how to read it.
+        head: one or two sentences on how to read it.
         columns: the titles.
         rows: a cell for each column.
     """
@@ -37,8 +38,8 @@ class Shown:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """All tables, then a verdict on each cache, and sentences on layers that no cache holds, on
-    prompts that lay in 16 bit, and on tasks that fail in 16 bit."""
+    """All tables, then a verdict on each cache. Last come sentences on layers that no cache holds,
+    on prompts that lay in 16 bit, and on tasks that the model fails with its 16-bit cache."""
     parts = [
         f"{paragraph(one.head)}\n{render_table(one.columns, one.rows)}" for one in tables(found)
     ]
@@ -47,29 +48,37 @@ def render(found: Mapping[str, Any]) -> str:
 
 
 def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each quantized cache: what it costs, and in words what that means."""
+    """A sentence for each quantized cache: its KL, the answers that it lost and won, and a verdict.
+
+    A loss counts if it is more than two standard errors. Otherwise the sentence says how small a
+    loss would not show.
+    """
     for at, one in enumerate(found["caches"][1:]):
-        told, words = [], []
+        told = []
         for length, rows in found.get("kl", {}).items():
             row = rows[at]
-            words.append(verdict(row["kl"], row["kl_error"], row["passages"]))
-            told.append(f"KL {row['kl']:.2g} {place_of(length)}: {words[-1]}")
+            word = verdict(row["kl"], row["kl_error"], row["passages"])
+            if row["passages"] < PASSAGES:
+                word = f"too few passages for a verdict, give {PASSAGES} --samples or more"
+            told.append(f"KL {max(row['kl'], 0.0):.4f} {place_of(length)}: {word}")
         pairs = [pair for _, name, pair in _tested(found) if name == one["cache"]]
         if answers := sum(pair["answers"] for pair in pairs):
             drop = sum(pair["drop"] * pair["answers"] for pair in pairs) / answers
             error = math.hypot(*(pair["error"] * pair["answers"] for pair in pairs)) / answers
             lost, won = (sum(pair[name] for pair in pairs) for name in ("lost", "won"))
-            words.append("answers are lost" if drop > 2 * error else "no loss is seen")
+            unclear = f"no clear loss (one below {2 * POINTS * error:.1f} points would not show)"
             told.append(
-                f"{lost} of {count_text(answers, 'answer')} lost and {won} won ("
-                f"{0.0 - POINTS * drop:+.1f} ± {POINTS * error:.1f} points): {words[-1]}"
+                f"of {count_text(answers, 'answer')} {lost} lost and {won} won ("
+                f"{0.0 - POINTS * drop:+.1f} ± {POINTS * error:.1f} points): "
+                f"{'answers are lost' if drop > 2 * error else unclear}"
             )
         if told:
             yield f"{one['cache']}: {'; '.join(told)}."
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
-    """The tables of all tasks; a task that the model fails in 16 bit has NO_TEST in its cells."""
+    """The tables of all tasks. Where the model fails a task with its 16-bit cache, the cells of the
+    other caches have NO_TEST."""
     names = [one["cache"] for one in found["caches"]]
     yield _costs(found["caches"])
     for length, rows in found.get("kl", {}).items():
@@ -80,10 +89,11 @@ def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
     for length, tasks in found.get("retrieval", {}).items():
         least = min(one["least_distance"] for one in tasks.values())
         head = (
-            f"Right answers in contexts of {int(length):,} tokens: the first row in %, the others "
-            f"as change in points ± its standard error. Each answer ends {least} tokens or more "
-            f"before the end of its context, and {least - window} or more before the last tokens "
-            "that a cache keeps in 16 bit. The second line of a title says among how many facts:"
+            f"Right answers in contexts of {int(length):,} tokens: in the first row in %, in the "
+            "others the change in points ± its standard error. Below a task's name stands how many "
+            f"facts its context has. No answer is among the tokens in 16 bit: each ends {least} "
+            f"tokens or more before the end of its context, and {least - window} or more before "
+            "the last tokens in 16 bit:"
         )
         title = f"contexts of {int(length):,} tokens"
         named = [(f"{name}\n{one['facts']} facts", one) for name, one in tasks.items()]
@@ -104,7 +114,11 @@ def _costs(caches: Sequence[Mapping[str, Any]]) -> Shown:
         ]
         for one in caches
     ]
-    return Shown("costs", "caches", "What a cache of the longest context takes:", columns, rows)
+    head = (
+        "What a cache of the longest context takes. Sinks and recent: its first and last tokens, "
+        "which stay in 16 bit and count in bits and bytes; in longer contexts they weigh less:"
+    )
+    return Shown("costs", "caches", head, columns, rows)
 
 
 def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Shown:
@@ -129,14 +143,14 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
     passages = _counted(rows[0], "passage")
     head = (
         f"Predictions of {rows[0]['tokens']:,} tokens in {passages}, "
-        f"decoded behind {int(length):,} tokens, compared with those of the 16-bit cache:"
+        f"decoded after {int(length):,} tokens, compared with those of the 16-bit cache:"
     )
     return Shown("kl", place_of(length), head, columns, cells)
 
 
 def place_of(length: str) -> str:
-    """Behind how many tokens a text was generated; 0 means prompts of your own."""
-    return f"behind {int(length):,} tokens" if length != "0" else "behind the prompts"
+    """After how many tokens a text was generated; 0 means prompts of your own."""
+    return f"after {int(length):,} tokens" if length != "0" else "after the prompts"
 
 
 def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> Iterator[Shown]:
@@ -234,7 +248,7 @@ def failures(found: Mapping[str, Any]) -> list[str]:
         answers = [(f"{way} answers", task.get(f"{way}_answers")) for way in WAYS]
         groups.append((place_of(length), [(name, one) for name, one in answers if one]))
     for length, tasks in found.get("retrieval", {}).items():
-        named = [(f"`{name}`", one) for name, one in tasks.items()]
+        named = [(f"`{name}` among {one['facts']} facts", one) for name, one in tasks.items()]
         groups.append((f"in contexts of {int(length):,} tokens", named))
     sentences = []
     for where, tasks in groups:

@@ -1,9 +1,9 @@
-"""Retrieval tasks: facts among near-identical ones, made from a seed, for any tokenizer.
+"""Retrieval sheets: facts among similar ones, made from a seed, for any tokenizer.
 
-Each task makes a sheet: lines of text that hold facts, and questions to them. A bad cache confuses
-a fact with similar ones first. So a key has two words, and other keys share each of them; the keys
-of 4 facts or fewer share none, so that small models can answer. The definitions follow RULER (arXiv
-2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv 2402.01032:
+Each task makes a sheet: lines of text that hold facts, and questions about them. A bad cache
+confuses a fact with similar ones first. So a key has two words, and other keys share each of them.
+The keys of 4 facts or fewer share none, so that small models can answer. The definitions follow
+RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv 2402.01032:
 
     single       one fact in a text
     keys         the code of a key of two words, among many such keys
@@ -32,7 +32,7 @@ from .words import ADJECTIVES, NOUNS
 
 @dataclass(frozen=True)
 class Question:
-    """A question to a sheet.
+    """A question about a sheet.
 
     Attributes:
         begun: the beginning of a line, which a model completes with a space and the answer.
@@ -65,8 +65,8 @@ DISTINCT = 4
 
 
 def two_words(rng: Random, count: int) -> list[str]:
-    """Different keys of two words: all pairs of few words, so each has many neighbours; of DISTINCT
-    keys and fewer each word stands in one of them."""
+    """Different keys of two words. They are all pairs of few words, so other keys share each word.
+    Of DISTINCT keys or fewer none share a word."""
     if count <= DISTINCT:
         pairs = zip(rng.sample(ADJECTIVES, count), rng.sample(NOUNS, count), strict=True)
         return [" ".join(pair) for pair in pairs]
@@ -78,7 +78,7 @@ def two_words(rng: Random, count: int) -> list[str]:
 
 
 def _words(rng: Random, pool: Sequence[str], count: int) -> list[str]:
-    """Different words of a pool; a number is put behind some of them if there are too few."""
+    """Different words of a pool. If the pool has too few, some words get a number: fox2."""
     rounds = range(2, 2 + count // len(pool))
     return rng.sample([*pool, *(f"{one}{i}" for i in rounds for one in pool)], count)
 
@@ -141,7 +141,7 @@ def values(rng: Random, count: int) -> Sheet:
 
 
 def overwritten(rng: Random, count: int) -> Sheet:
-    """Half of the keys are told twice, and the last code counts."""
+    """Half of the keys have two lines with codes, and the last code counts."""
     names = two_words(rng, max(2 * count // 3, 1))
     told = [*names, *names[: count - len(names)]]
     rng.shuffle(told)
@@ -156,7 +156,7 @@ MIXED = 4  # chains whose steps stand among one another
 
 
 def variables(rng: Random, count: int, sizes: tuple[int, int] = (3, 7)) -> Sheet:
-    """Chains of assignments, of sizes[0] to sizes[1] lines; each stands behind the one it reads."""
+    """Chains of assignments, of sizes[0] to sizes[1] lines; each comes after the one it reads."""
     names = [f"x{i}" for i in rng.sample(range(10, 10 + 10 * count), count)]
     chains: list[list[str]] = []
     while names:
@@ -200,7 +200,7 @@ GIVEN, FOLLOWING = 3, 4  # words of `copy`
 
 
 def copy(rng: Random, count: int) -> Sheet:
-    """Random words, eight to a line; what follows three of them is asked for."""
+    """Random words, eight to a line; a question asks for those that follow three given ones."""
     lines = [" ".join(rng.choice(NOUNS) for _ in range(8)) for _ in range(count)]
     all_words = " ".join(lines).split()
     given = Counter(zip(all_words, all_words[1:], all_words[2:], strict=False))
@@ -214,8 +214,8 @@ def copy(rng: Random, count: int) -> Sheet:
 
 
 def frequent(rng: Random, count: int) -> Sheet:
-    """Words whose counts fall as 1/rank. The most frequent word is missing in the last third of the
-    lines, which alone would give another answer."""
+    """Words whose counts fall as 1/rank. The last third of the lines lacks the most frequent word:
+    these lines alone give another answer."""
     ranked = rng.sample(NOUNS, len(NOUNS))
     weights = [1 / (rank + 1) for rank in range(len(ranked))]
     told = max(2 * count // 3, 1)

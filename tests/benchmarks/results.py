@@ -863,7 +863,7 @@ def public() -> str:
             losses = ("{} / {}".format(*pair) if pair else "-" for pair in pairs)
             rows.append([title, f"{bits_of[cache]:.2f}", *cells, *losses])
     titles = (f"HumanEval, {name.rpartition('-')[2]}: lost / won" for name in coders)
-    return table(["cache", "bits", *PUBLIC, *titles], rows)
+    return table(["cache", "bits, head_dim 128", *PUBLIC, *titles], rows)
 
 
 Public = tuple[

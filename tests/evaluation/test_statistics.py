@@ -88,13 +88,16 @@ def test_a_sentence_says_what_a_cache_costs() -> None:
     kl |= {"by_position": [0.1, 0.3], "tokens": 1000, "passages": 9}
     (told,) = verdicts(found_of(YES, NO, kl={"512": [kl]}))
     assert told == (
-        "int4: KL 0.2 behind 512 tokens: do not use; 1000 of 1000 answers lost and 0 won "
+        "int4: KL 0.2000 after 512 tokens: do not use; of 1000 answers 1000 lost and 0 won "
         "(-100.0 ± 3.2 points): answers are lost."
     )
     (told,) = verdicts(found_of(YES, YES))
-    assert told.startswith("int4: 0 of 1000 answers lost") and told.endswith("no loss is seen.")
+    assert told.startswith("int4: of 1000 answers 0 lost and 0 won (+0.0 ± 0.1 points): ")
+    assert told.endswith("no clear loss (one below 0.2 points would not show).")
     assert not [*verdicts(found_of(NO, NO))]  # no test
-    assert "no loss is seen." in " ".join(render(found_of(YES, YES)).split())
+    assert "no clear loss" in " ".join(render(found_of(YES, YES)).split())
+    (told,) = verdicts(found_of(YES, YES, kl={"512": [kl | {"passages": 3}]}))
+    assert "after 512 tokens: too few passages for a verdict, give 4 --samples or more; " in told
 
 
 def test_answers_that_16_bit_fails_test_no_cache() -> None:
@@ -106,7 +109,7 @@ def test_answers_that_16_bit_fails_test_no_cache() -> None:
     found = found_of(YES, YES, retrieval={}, generation={"0": task})
     assert against_limit(found, 100.0)[0] == "unknown"
     text = render(found)
-    assert "fails greedy answers (0 % right) behind the prompts" in " ".join(text.split())
+    assert "fails greedy answers (0 % right) after the prompts" in " ".join(text.split())
     assert "sampled answers" not in text and "Right answers in sampled" not in text
     assert text.count("not a test\n") == 1 and "0.0 ±" not in text
 
@@ -116,5 +119,8 @@ def test_a_model_that_fails_in_16_bit_tests_no_cache() -> None:
     verdict, (reason,) = against_limit(found, 1.0)
     assert verdict == "unknown" and "fails all of them in 16 bit" in reason
     text = render(found)
-    assert "fails `keys` (0 % right)" in text and "this is not a test of the cache" in text
+    assert (
+        "fails `keys` among 16 facts (0 % right)" in text
+        and "this is not a test of the cache" in text
+    )
     assert "not a test\n" in text and "0.0 ±" not in text  # never shown as a loss of 0
