@@ -23,11 +23,11 @@ from kvquant.rows.quantize import EXACT_DTYPES
 from .models import WithStates
 from .prompts import Asked, Prompt
 
-AT_ONCE = 64  # tokens whose logits are there together
-
 if TYPE_CHECKING:
     from kvquant.cache.contiguous import KVCache
     from kvquant.hf.model import CachedModel
+
+AT_ONCE = 64  # tokens whose logits are there together
 
 
 class Simulated(Protocol):
