@@ -233,8 +233,14 @@ def _kept_plan(source: str) -> str:
     identity = model_identity({**load_config(source).to_dict(), WEIGHTS: fingerprint_of(source)})
     path, plan = place_of(identity), stored_plan(identity)
     if plan is None:
-        with locked(path):
-            plan = stored_plan(identity) or _made_plan(source, identity)
+        try:
+            with locked(path):
+                plan = stored_plan(identity) or _made_plan(source, identity)
+        except OSError as error:
+            raise ConfigError(
+                f"no plan is kept, and none can be ({error}): set KVQUANT_CACHE_DIR to a folder "
+                'that can be written, or leave "plan" out, which gives the default formats'
+            ) from error
     if reason := costs_too_much(plan):
         raise ConfigError(f'{reason} ({path}): leave "plan" out, which gives the default formats')
     bare = plan.facts["measured"]["kl"]

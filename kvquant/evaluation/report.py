@@ -9,7 +9,7 @@ from typing import Any
 
 from kvquant.text import Column, count_text, paragraph, render_table
 
-from .check import verdict
+from .check import CLOSE, verdict
 from .generation import WAYS
 
 ENOUGH = 3.0  # the limit must be so many times the standard error
@@ -59,7 +59,8 @@ def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
             drop = sum(pair["drop"] * pair["answers"] for pair in pairs) / answers
             error = math.hypot(*(pair["error"] * pair["answers"] for pair in pairs)) / answers
             lost, won = (sum(pair[name] for pair in pairs) for name in ("lost", "won"))
-            words.append("answers are lost" if drop > 2 * error else "no loss is seen")
+            unsure = CLOSE if drop > 0 else "no loss is seen"
+            words.append("answers are lost" if drop > 2 * error else unsure)
             told.append(
                 f"{lost} of {count_text(answers, 'answer')} lost and {won} won ("
                 f"{0.0 - POINTS * drop:+.1f} ± {POINTS * error:.1f} points): {words[-1]}"
