@@ -238,8 +238,7 @@ def _kept_plan(source: str) -> str:
                 plan = stored_plan(identity) or _made_plan(source, identity)
         except OSError as error:
             raise ConfigError(
-                f"no plan is kept, and none can be ({error}): set KVQUANT_CACHE_DIR to a folder "
-                'that can be written, or leave "plan" out, which gives the default formats'
+                f'no plan can be kept ({error}): set KVQUANT_CACHE_DIR, or leave "plan" out'
             ) from error
     if reason := costs_too_much(plan):
         raise ConfigError(f'{reason} ({path}): leave "plan" out, which gives the default formats')

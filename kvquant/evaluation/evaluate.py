@@ -537,7 +537,8 @@ class _Run:
         trial of a search that takes the most of them."""
         kinds = self.task.kinds
         rungs = [one for tasks in self.written.values() for one in tasks.values()]
-        counts, trials = [self.sizes.prompts] * len(rungs), sum(map(most_trials, rungs))
+        counts = [self.sizes.prompts] * len(rungs)
+        trials = sum(len(one).bit_length() for one in rungs if len(one) > 1)  # as _hardest, at most
         if "kl" in kinds:
             counts += map(self._passages, self.lengths)
         if "generation" in kinds:  # of the user's prompts each is alone
@@ -623,7 +624,7 @@ class _Run:
         """
         what = f"retrieval, {name}"
         low, high = 0, len(rungs)  # it answers all below low, and none from high on
-        for _ in range(most_trials(rungs)):
+        for _ in range(len(rungs).bit_length() if len(rungs) > 1 else 0):
             if low < high:
                 middle = (low + high) // 2
                 trial = rungs[middle][:TRIAL]
@@ -698,11 +699,6 @@ class _Run:
         text = [token for token in text if token not in self.ends]
         found = generation.answer_of(self.model.decode(text), self.task.pattern)
         return found.strip() == example.answer.strip()
-
-
-def most_trials(rungs: Sequence[Any]) -> int:
-    """Trials of the longest search among rungs; a single one is taken without a trial."""
-    return len(rungs).bit_length() if len(rungs) > 1 else 0
 
 
 def free_bytes(device: torch.device) -> int | None:

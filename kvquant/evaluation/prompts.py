@@ -153,7 +153,7 @@ class Writer:
                 return found
             if facts or count <= LEAST:
                 if not sheet.questions:
-                    raise ConfigError(f"{facts} facts make no question of {task}: give more --facts")
+                    raise ConfigError(f"{facts} facts give {task} no question: give more --facts")
                 what = f"{facts} facts of the task {task}" if facts else f"the task {task}"
                 raise ConfigError(
                     f"{self._length} tokens have no room for {what} and a 16-bit window "

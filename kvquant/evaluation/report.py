@@ -49,21 +49,21 @@ def render(found: Mapping[str, Any]) -> str:
 def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each quantized cache: what it costs, and in words what that means."""
     for at, one in enumerate(found["caches"][1:]):
-        told, words = [], []
+        told = []
         for length, rows in found.get("kl", {}).items():
             row = rows[at]
-            words.append(verdict(row["kl"], row["kl_error"], row["passages"]))
-            told.append(f"KL {row['kl']:.2g} {place_of(length)}: {words[-1]}")
+            word = verdict(row["kl"], row["kl_error"], row["passages"])
+            told.append(f"KL {row['kl']:.2g} {place_of(length)}: {word}")
         pairs = [pair for _, name, pair in _tested(found) if name == one["cache"]]
         if answers := sum(pair["answers"] for pair in pairs):
             drop = sum(pair["drop"] * pair["answers"] for pair in pairs) / answers
             error = math.hypot(*(pair["error"] * pair["answers"] for pair in pairs)) / answers
             lost, won = (sum(pair[name] for pair in pairs) for name in ("lost", "won"))
-            unsure = CLOSE if drop > 0 else "no loss is seen"
-            words.append("answers are lost" if drop > 2 * error else unsure)
+            word = CLOSE if lost > won else "no loss is seen"
+            word = "answers are lost" if drop > 2 * error else word
             told.append(
                 f"{lost} of {count_text(answers, 'answer')} lost and {won} won ("
-                f"{0.0 - POINTS * drop:+.1f} ± {POINTS * error:.1f} points): {words[-1]}"
+                f"{0.0 - POINTS * drop:+.1f} ± {POINTS * error:.1f} points): {word}"
             )
         if told:
             yield f"{one['cache']}: {'; '.join(told)}."
