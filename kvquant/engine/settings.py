@@ -250,9 +250,7 @@ def _kept_plan(source: str) -> str:
 def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
     """Make and keep a model's plan, in a process that gives its memory back when it ends."""
     command = [sys.executable, "-m", "kvquant", "calibrate", source]
-    log.warning(
-        "kvquant: making a plan of %s, which takes minutes: %s", source, shlex.join(command)
-    )
+    log.warning("kvquant: making a plan, which takes minutes: %s", shlex.join(command))
     ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: they would calibrate together
     alone = {name: value for name, value in os.environ.items() if name not in ranks}
     code = subprocess.run(command, env=alone, stdin=subprocess.DEVNULL, check=False).returncode

@@ -78,8 +78,8 @@ def test_a_limit_is_met_exceeded_or_not_known() -> None:
 
 
 def test_a_sentence_says_what_a_cache_costs() -> None:
-    kl: dict[str, Any] = {"kl": 0.2, "kl_error": 0.01, "kl_tail": 1.0, "top1": 0.8, "top1_error": 0.1}
-    kl |= {"by_position": [0.1, 0.3], "tokens": 1000, "passages": 9}
+    kl: dict[str, Any] = {"kl": 0.2, "kl_error": 0.01, "kl_tail": 1.0, "top1": 0.8}
+    kl |= {"top1_error": 0.1, "by_position": [0.1, 0.3], "tokens": 1000, "passages": 9}
     (told,) = verdicts(found_of(YES, NO, kl={"512": [kl]}))
     assert told == (
         "int4: KL 0.2 behind 512 tokens: do not use; 1000 of 1000 answers lost and 0 won "
