@@ -135,7 +135,7 @@ def run_demo(
         row = _row(name, compare(expected, predict(model, cache, fed), targets))
         bits = 16 * cache.nbytes / exact.nbytes
         caches.append(row | {"nbytes": cache.nbytes, "bits": bits, "continuation": text})
-        starts.append(partial(_start, model, cache, last))
+        starts.append(partial(lambda one: partial(model.step, one.fork(), last), cache))
 
     report("timing")
     times = _time(starts)
@@ -224,11 +224,10 @@ def advice(caches: Sequence[dict[str, Any]]) -> str:
     Args:
         caches: as run_demo returns them.
     """
-    sixteen = caches[1]["nbytes"]
     good, bad = list[str](), list[str]()
     for row in caches:
         if row["name"] in (_name(DEFAULT_CACHE), _name(SMALL)):
-            smaller = sixteen / row["nbytes"]
+            smaller = caches[1]["nbytes"] / row["nbytes"]
             told = f"{row['name']} ({smaller:.1f} times smaller, KL {row['kl']:.4f})"
             (good if row["kl"] <= KL_NOTICE else bad).append(told)
     taken = ", or ".join(good) or "none of these"
@@ -258,11 +257,6 @@ def _passages(
     length = context + scored + 1
     count = min(PASSAGES, len(tokens) // length)
     return tokens[: count * length].view(count, length), context
-
-
-def _start(model: CachedModel, cache: KVCache, tokens: torch.Tensor) -> Callable[[], object]:
-    """Steps of a copy of a cache."""
-    return partial(model.step, cache.fork(), tokens)
 
 
 def _continue(model: CachedModel, cache: KVCache, token: int, num_tokens: int) -> str:

@@ -233,8 +233,13 @@ def _kept_plan(source: str) -> str:
     identity = model_identity({**load_config(source).to_dict(), WEIGHTS: fingerprint_of(source)})
     path, plan = place_of(identity), stored_plan(identity)
     if plan is None:
-        with locked(path):
-            plan = stored_plan(identity) or _made_plan(source, identity)
+        try:
+            with locked(path):
+                plan = stored_plan(identity) or _made_plan(source, identity)
+        except OSError as error:
+            raise ConfigError(
+                f'no plan can be kept ({error}): set KVQUANT_CACHE_DIR, or leave "plan" out'
+            ) from error
     if reason := costs_too_much(plan):
         raise ConfigError(f'{reason} ({path}): leave "plan" out, which gives the default formats')
     bare = plan.facts["measured"]["kl"]
@@ -245,9 +250,7 @@ def _kept_plan(source: str) -> str:
 def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
     """Make and keep a model's plan, in a process that gives its memory back when it ends."""
     command = [sys.executable, "-m", "kvquant", "calibrate", source]
-    log.warning(
-        "kvquant: making a plan of %s, which takes minutes: %s", source, shlex.join(command)
-    )
+    log.warning("kvquant: making a plan, which takes minutes: %s", shlex.join(command))
     ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: they would calibrate together
     alone = {name: value for name, value in os.environ.items() if name not in ranks}
     code = subprocess.run(command, env=alone, stdin=subprocess.DEVNULL, check=False).returncode

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kvquant.cache.contiguous import KVCache
     from kvquant.hf.model import CachedModel
 
+AT_ONCE = 64  # tokens whose logits are there together
+
 
 class Simulated(Protocol):
     """A cache that kvquant does not have, given by the values that attention would read from it.
@@ -246,32 +248,41 @@ def score(
     cache = make()
     length = int(cache.seq_lens.max())
     num_tokens = sum(fed.shape[1] for fed, _ in rounds)
-    read = _reader(model, cache, num_tokens)
+    width, read = _reader(model, cache, num_tokens)
     for at, (fed, choices) in enumerate(rounds, 1):
-        scores = read(fed).float().log_softmax(-1)
-        wanted = choices.to(scores.device)
-        likeliest = scores.argmax(-1, keepdim=True) == wanted
+        found, likeliest = [], []
+        for tokens, wanted in zip(fed.split(width, 1), choices.split(width, 1), strict=True):
+            scores = read(tokens).float().log_softmax(-1)
+            wanted = wanted.to(scores.device)
+            found.append(scores.gather(-1, wanted))
+            likeliest.append(scores.argmax(-1, keepdim=True) == wanted)
         cache.check()
         if fed.shape[1] <= cache.rollback_len or not (cache.recent_len or model.windows()):
             cache.crop(length)
         elif at < len(rounds):
             del cache, read  # before there is another one
             cache = make()
-            read = _reader(model, cache, num_tokens)
-        yield scores.gather(-1, wanted).cpu(), likeliest.cpu()
+            width, read = _reader(model, cache, num_tokens)
+        yield torch.cat(found, 1).cpu(), torch.cat(likeliest, 1).cpu()
 
 
 def _reader(
     model: CachedModel, cache: KVCache, num_tokens: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What gives logits [batch, tokens, vocabulary] behind given tokens [batch, tokens].
+) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
+    """How many tokens to read in a call, and what gives their logits [batch, tokens, vocabulary].
 
-    A GPU replays a step's graph for each token. A CPU reads the model's weights once for all.
+    On a CPU most time goes into reading the model's weights, once a call. The tokens of a call read
+    one another in 16 bit, so they are few beside the last tokens that the cache keeps in 16 bit;
+    without these they come one by one. A GPU replays a step's graph, which writes its logits anew.
+    Layers with a state take steps, too: those of Jamba forget it in longer calls.
     """
-    if cache.device.type == "cpu":
-        return lambda fed: model.call(model.past_of(cache), fed, [*range(fed.shape[1])])
+    formats = [fmt for layer in cache.layers for fmt in (layer.k_format, layer.v_format)]
+    is_exact = all(one.row_bytes >= 2 * one.head_dim for one in formats)
+    width = AT_ONCE if is_exact else min(AT_ONCE, cache.recent_len // 4)
+    if width and cache.device.type == "cpu" and not isinstance(model, WithStates):
+        return width, lambda fed: model.call(model.past_of(cache), fed, [*range(fed.shape[1])])
     step = model.stepper(cache, num_tokens)
-    return lambda fed: torch.stack([step(tokens) for tokens in fed.unbind(1)], 1)
+    return 1, lambda fed: step(fed[:, 0])[:, None]
 
 
 def _fed(asked: Sequence[Asked]) -> tuple[torch.Tensor, torch.Tensor]:

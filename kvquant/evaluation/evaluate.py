@@ -31,7 +31,7 @@ from .generation import WAYS, Sampling
 from .models import notes
 from .prompts import Prompt, Writer
 from .records import Records
-from .retrieval import TASKS
+from .retrieval import TASKS, frequent
 from .statistics import FAILS, chosen, paired
 
 if TYPE_CHECKING:
@@ -386,6 +386,7 @@ class _Run:
         """The prompts of a task with each number of facts that fits, the fewest first."""
         seeds = [f"{self.sizes.seed} {name} {at}" for at in range(self.sizes.prompts)]
         facts = sorted(self.sizes.facts, key=lambda one: one or math.inf)  # 0: as many as fit
+        facts = [0] if TASKS[name] is frequent else facts  # a text's words would count, too
         found, why = [], ConfigError("no facts")
         for count in facts:
             try:
@@ -533,10 +534,11 @@ class _Run:
     @cached_property
     def parts(self) -> int:
         """How often progress is called: for each batch of a task once for each cache, and for each
-        rung but one."""
+        trial of a search that takes the most of them."""
         kinds = self.task.kinds
         rungs = [one for tasks in self.written.values() for one in tasks.values()]
-        counts, trials = [self.sizes.prompts] * len(rungs), sum(len(one) - 1 for one in rungs)
+        counts = [self.sizes.prompts] * len(rungs)
+        trials = sum(len(one).bit_length() for one in rungs if len(one) > 1)  # as _hardest, at most
         if "kl" in kinds:
             counts += map(self._passages, self.lengths)
         if "generation" in kinds:  # of the user's prompts each is alone
@@ -583,8 +585,7 @@ class _Run:
                     part = prompts[batch.start : batch.stop]
                     return ask_all(self.model, part, self.choices, self.reading)
 
-                record = f"{name} {length} {prompts[0].facts} {batch.start}"
-                parts = self._measured(what, record, measure)
+                parts = self._measured(what, f"{name} {length} {batch.start}", measure)
                 for whole, part in zip(answers, parts, strict=True):
                     whole += part
             exact, *others = answers
@@ -623,20 +624,23 @@ class _Run:
         """
         what = f"retrieval, {name}"
         low, high = 0, len(rungs)  # it answers all below low, and none from high on
-        while low < high and len(rungs) > 1:
-            middle = (low + high) // 2
-            trial = rungs[middle][:TRIAL]
+        for _ in range(len(rungs).bit_length() if len(rungs) > 1 else 0):
+            if low < high:
+                middle = (low + high) // 2
+                trial = rungs[middle][:TRIAL]
 
-            def measure(trial: list[Prompt] = trial) -> Any:
-                return ask_all(self.model, trial, (), self.reading)
+                def measure(trial: list[Prompt] = trial) -> Any:
+                    batches = [trial[one.start : one.stop] for one in self._batches(len(trial))]
+                    parts = [ask_all(self.model, one, (), self.reading) for one in batches]
+                    return [[each for (found,) in parts for each in found]]
 
-            (found,) = self.records.get(f"{name} {length} {trial[0].facts} trial", measure)
+                (found,) = self.records.get(f"{name} {length} rung {middle}", measure)
+                right = [one for each in found for one in each]
+                if sum(right) >= ANSWERS * len(right):
+                    low = middle + 1
+                else:
+                    high = middle
             self.progress(what, self.parts)
-            right = [one for each in found for one in each]
-            if sum(right) >= ANSWERS * len(right):
-                low = middle + 1
-            else:
-                high = middle
         return rungs[max(low - 1, 0)], low > 0 or len(rungs) == 1
 
     def _generation(self, length: int) -> dict[str, Any]:

@@ -17,9 +17,9 @@ TASKS = (
         "retrieval",
         "Finding facts among others",
         "Right answers against the length of the context. The dashed line is the 16-bit cache; a "
-        "cache that loses nothing lies on it. Bars: standard errors of the difference to it. Where "
-        "16 bit answers too little, the model fails the task: that is not a test of the cache, and "
-        "the figure shows no cache.",
+        "cache that loses nothing lies on it. Bars: standard errors of the difference to it. The "
+        "number of facts may differ between lengths: the tables name it. Where 16 bit answers too "
+        "little, the model fails the task: the figure shows no cache, which it would not test.",
         figures.accuracy,
     ),
     (

@@ -137,8 +137,8 @@ class Writer:
                 fit, behind it.
 
         Raises:
-            ConfigError: so many facts leave less than half of the context to the filler, or not
-                even LEAST facts fit beyond the window.
+            ConfigError: so many facts leave less than half of the context to the filler, or make no
+                question, or not even LEAST facts fit beyond the window.
         """
         make, count = TASKS[task], facts or self._count_of(task)
         while True:
@@ -153,6 +153,8 @@ class Writer:
             if found is not None:
                 return found
             if facts or count <= LEAST:
+                if not sheet.questions:
+                    raise ConfigError(f"{facts} facts give {task} no question: give more --facts")
                 what = f"{facts} facts of the task {task}" if facts else f"the task {task}"
                 raise ConfigError(
                     f"{self._length} tokens have no room for {what} and a 16-bit window "
@@ -264,6 +266,6 @@ class Writer:
         sample = 'The code of the blue fox is 0123456789, x1 = x2. {"name": "refund"}'
         if "".join(self._tokenizer.decode(self._plain(sample)).split()) != "".join(sample.split()):
             raise ConfigError(
-                "this tokenizer does not give back letters, digits and commas, of which the "
+                "this tokenizer does not give back letters, digits, commas and JSON, of which the "
                 "retrieval tasks are made: leave retrieval out of --tasks"
             )

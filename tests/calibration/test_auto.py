@@ -198,6 +198,17 @@ def test_an_engine_takes_what_is_kept(
         with_kept_plan(given, str(MODEL))
 
 
+def test_an_engine_without_a_place_for_a_plan_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "file" / "kvquant"))
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("minutes for nothing"))
+    _kept_plan.cache_clear()
+    with pytest.raises(ConfigError, match=r"no plan can be kept .*: set KVQUANT_CACHE_DIR, or"):
+        with_kept_plan({"plan": "auto"}, str(MODEL))
+
+
 @pytest.mark.slow  # 30 s
 def test_an_engine_makes_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     _kept_plan.cache_clear()

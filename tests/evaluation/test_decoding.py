@@ -11,9 +11,10 @@ import torch
 
 from kvquant import KVCache
 from kvquant.cache import warmup
-from kvquant.calibration.fidelity import Scheme
+from kvquant.calibration.fidelity import Scheme, predict
 from kvquant.errors import ConfigError
 from kvquant.evaluation.decoding import Caches, Reading, ask_all, score
+from kvquant.evaluation.evaluate import HELD_OUT
 from kvquant.evaluation.generation import (
     Drafts,
     Sampling,
@@ -99,6 +100,30 @@ def test_answers_of_each_cache(reading: Reading) -> None:
     assert set(model.read) == {200, 201, 202} and model.read.count(200) == 3 * 3
 
 
+class Replayed(Counting):
+    """As a graph on a GPU: each step writes its logits into one tensor. Layers have states, which a
+    call of several tokens would forget."""
+
+    dequantizes, layers = False, None
+
+    def call(self, *given: Any) -> torch.Tensor:
+        raise AssertionError("states are forgotten")
+
+    def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        step, logits = super().stepper(cache, num_tokens), torch.empty(len(PROMPTS), VOCABULARY)
+        return lambda tokens: logits.copy_(step(tokens))
+
+    def copy_states(self, source: KVCache, target: KVCache) -> None:
+        pass
+
+
+def test_steps_may_write_their_logits_anew() -> None:
+    model: Any = Replayed()
+    exact, int8, int4 = ask_all(model, PROMPTS, CHOICES, Reading())
+    assert exact == int8 == [[True, True, False], [True, False]]
+    assert int4 == [[False, False, True], [False, True]]
+
+
 def test_a_question_longer_than_crop_can_take_back_gets_a_new_copy() -> None:
     """Cropping it would leave tokens packed that were in the 16-bit window."""
     model: Any = Counting()
@@ -117,6 +142,26 @@ def test_a_question_longer_than_crop_can_take_back_gets_a_new_copy() -> None:
     assert len(made) > 2 and {one.recent_len for one in made[1:]} == {32}
     contents = [one.dequantized(0)[0][0, 0, :200, 0] for one in made[1:]]
     assert all(torch.equal(one, contents[0]) for one in contents)
+
+
+@pytest.mark.extra("hf")
+def test_tokens_of_a_question_read_one_another_as_the_cache_has_them() -> None:
+    """In one call they would read one another in 16 bit, and no window would look like a long one:
+    of this model a ninth of the KL."""
+    from kvquant.cli.demo import MODEL
+    from kvquant.hf.model import CachedModel
+
+    model = CachedModel.from_pretrained(MODEL)
+    windows = torch.tensor(model.encode(HELD_OUT.read_text())[:400]).view(2, 200)
+    fed = windows[:, 160:]
+    caches = Caches(model, windows[:, :160], 40, Reading())
+    losses = []
+    for scheme in (Scheme("int4", "int4"), Scheme("int4", "int4", 4, 64)):
+        expected = predict(model, caches.copy(scheme), fed).transpose(0, 1)
+        every = torch.arange(expected.shape[-1]).expand(2, 40, -1)
+        ((found, _),) = score(model, partial(caches.copy, scheme), [(fed, every)])
+        losses.append((expected.exp() * (expected - found)).sum(-1).mean())
+    assert losses[0].abs() < 1e-6 and losses[1] < 1e-4
 
 
 @pytest.mark.extra("hf")

@@ -126,6 +126,32 @@ def test_a_task_takes_the_most_facts_that_16_bit_answers(
     assert len(told) == told[0] == 2 + 2 * 2  # two trials, two batches of two caches
 
 
+@pytest.mark.parametrize("facts", [(4, 0), (4, 8, 16, 0)])
+@pytest.mark.parametrize("can", [False, True])
+def test_progress_ends_at_its_end(
+    model: CachedModel, facts: tuple[int, ...], can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many trials the search for the number of facts needs; none is larger than a batch."""
+    sizes, told = Sizes((640,), 2, facts=facts, batch=1), list[int]()
+
+    def ask(_: Any, prompts: Any, choices: Any, __: Any) -> Any:
+        (one,) = prompts
+        return iter([[[can] * len(one.asked)]] * (1 + len(choices)))
+
+    monkeypatch.setattr("kvquant.evaluation.evaluate.ask_all", ask)
+    task = Task(("retrieval",), retrieval=("keys", "frequent"))
+    found = evaluate(
+        model,
+        ["int8,recent=0"],
+        task=task,
+        sizes=sizes,
+        progress=lambda _, parts: told.append(parts),
+    )["retrieval"]["640"]
+    assert {*told} == {len(told)}
+    assert found["frequent"]["facts"] > 16, "words of a text would count, too"
+    assert (found["keys"]["facts"] > 16) == can
+
+
 def test_prompts_in_the_window_are_told(model: CachedModel) -> None:
     tokens = model.encode("The city of Manila was founded in the year of the great fire of the sea")
     found = evaluate(

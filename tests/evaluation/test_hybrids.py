@@ -65,6 +65,13 @@ def test_what_no_cache_holds_is_told() -> None:
     assert states.startswith("Layers 0-1 of 2 have a state beside attention. The state is copied")
 
 
+def test_states_that_longer_calls_forget_are_asked_in_steps() -> None:
+    task = Task(("retrieval",), retrieval=("keys",))
+    found = evaluate(model_of("jamba"), CACHES[:1], task=task, sizes=SIZES)
+    (bf16,) = found["retrieval"]["160"]["keys"]["caches"]
+    assert bf16["answers"] == 2 * 3 and bf16["drop"] == bf16["lost"] == bf16["won"] == 0
+
+
 def test_models_that_compute_attention_by_themselves() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     model = decoder_of(random_module("falcon", {"vocab_size": len(tokenizer)}), tokenizer)

@@ -70,6 +70,8 @@ def test_many_facts_leave_half_to_the_text(tokenizer: Any) -> None:
     made = writer(tokenizer)
     with pytest.raises(ConfigError, match="500 tokens have no room for 64 facts of the task keys"):
         made.write("keys", "0", 64)
+    with pytest.raises(ConfigError, match="2 facts give values no question: give more --facts"):
+        made.write("values", "0", 2)
     assert made.write("keys", "0").facts > 16
 
 
