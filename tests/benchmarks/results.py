@@ -1202,7 +1202,8 @@ def shipped() -> list[str]:
 
 def _is_compared(row: Figures) -> bool:
     """Whether a cache rounds anything: no check of the script, nor 16 bit itself."""
-    return "16 bit" not in row["key"]["cache"]
+    name = row["key"]["cache"]
+    return not name.startswith("16 bit") and name != "peers' 16 bit"
 
 
 def _paired(rows: Sequence[Figures]) -> dict[str, dict[str, list[int]]]:
