@@ -180,7 +180,7 @@ def test_there_is_a_version() -> None:
 
 def test_every_error_is_a_kvquant_error_drawn_in_the_docstring() -> None:
     classes = [value for value in vars(errors).values() if inspect.isclass(value)]
-    assert len(classes) == 11
+    assert len(classes) == 10
     assert errors.__doc__
     for error in classes:
         assert issubclass(error, errors.KVQuantError)

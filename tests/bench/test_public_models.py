@@ -376,6 +376,7 @@ def test_the_script_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert kl["int8", (0, 0)]["packed_bits"] == 8.25
 
 
+@pytest.mark.slow
 def test_humaneval_asks_every_cache_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
