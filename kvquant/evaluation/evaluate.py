@@ -593,7 +593,7 @@ class _Run:
             distances = [one.distance for each in prompts for one in each.asked]
             found[name] = {
                 "exact": pairs[0].exact,
-                "fails": not can_answer or pairs[0].exact < FAILS,
+                "fails": pairs[0].exact < (FAILS if can_answer else ANSWERS),
                 "least_distance": min(distances),
                 "facts": min(one.facts for one in prompts),
                 "caches": [asdict(one) for one in pairs],

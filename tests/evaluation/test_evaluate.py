@@ -126,6 +126,23 @@ def test_a_task_takes_the_most_facts_that_16_bit_answers(
     assert len(told) == told[0] == 2 + 2 * 2  # two trials, two batches of two caches
 
 
+@pytest.mark.parametrize(("share", "fails"), [(4, False), (3, True)])
+def test_all_questions_decide_where_no_trial_was_passed(
+    model: CachedModel, share: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five, with the fewest facts: two prompts may be harder than the others."""
+
+    def ask(_: Any, prompts: Any, choices: Any, __: Any) -> Any:
+        right = [at < (share if choices else 1) for at in range(5)]
+        return iter([[right for _ in prompts]] * (1 + len(choices)))
+
+    monkeypatch.setattr("kvquant.evaluation.evaluate.ask_all", ask)
+    task = Task(("retrieval",), retrieval=("phonebook",))
+    found = evaluate(model, ["int8,recent=0"], task=task, sizes=Sizes((640,), facts=(4, 8)))
+    row = found["retrieval"]["640"]["phonebook"]
+    assert (row["facts"], row["exact"], row["fails"]) == (4, share / 5, fails)
+
+
 @pytest.mark.parametrize("facts", [(4, 0), (4, 8, 16, 0)])
 @pytest.mark.parametrize("can", [False, True])
 def test_progress_ends_at_its_end(
