@@ -538,7 +538,7 @@ class _Run:
         kinds = self.task.kinds
         rungs = [one for tasks in self.written.values() for one in tasks.values()]
         counts = [self.sizes.prompts] * len(rungs)
-        trials = sum(len(one).bit_length() for one in rungs if len(one) > 1)  # as _hardest, at most
+        trials = sum(map(_most_trials, rungs))
         if "kl" in kinds:
             counts += map(self._passages, self.lengths)
         if "generation" in kinds:  # of the user's prompts each is alone
@@ -624,7 +624,7 @@ class _Run:
         """
         what = f"retrieval, {name}"
         low, high = 0, len(rungs)  # it answers all below low, and none from high on
-        for _ in range(len(rungs).bit_length() if len(rungs) > 1 else 0):
+        for _ in range(_most_trials(rungs)):  # progress counts those that are not needed, too
             if low < high:
                 middle = (low + high) // 2
                 trial = rungs[middle][:TRIAL]
@@ -699,6 +699,11 @@ class _Run:
         text = [token for token in text if token not in self.ends]
         found = generation.answer_of(self.model.decode(text), self.task.pattern)
         return found.strip() == example.answer.strip()
+
+
+def _most_trials(rungs: Sequence[object]) -> int:
+    """How many trials bisection needs at most among numbers of facts; none for a single one."""
+    return len(rungs).bit_length() if len(rungs) > 1 else 0
 
 
 def free_bytes(device: torch.device) -> int | None:
