@@ -404,7 +404,8 @@ def test_humaneval_asks_every_cache_and_goes_on(
     monkeypatch.setattr(public_models.Subject, "peers", [ours, same])
     path = tmp_path / "found.json"
     given = f"smollm2-135m --folder {MODEL} --json {path} --device cpu --measure humaneval "
-    given += f"--run-programs {data} --network-is-off --new-tokens 40 --samples 1 --place behind"
+    given += f"--run-programs {data} --network-is-off --new-tokens 40 --place behind "
+    given += "--sample 0 --sample 1"
     for _ in range(2):
         done = CliRunner().invoke(public_models.main, given.split(), catch_exceptions=False)
         assert done.exit_code == 0, done.output
