@@ -816,7 +816,7 @@ PUBLIC_CACHES = {  # of README.md: kvquant's, and peers in the form that they sh
     "int8": "`int8`",
     "int4-g4": "`int4-g4`, no plan",
     "KIVI-4, residual of 128": "KIVI-4",
-    "TurboQuant, 4 bits, 4 layers in 16 bit": "TurboQuant",
+    "TurboQuant of vLLM, 4 bits": "TurboQuant",
     "llama.cpp q4_0": "llama.cpp `q4_0`",
 }
 SAFE_UP_TO = f"Up to {SAFE} `kvquant check` calls a cache safe"
