@@ -298,7 +298,7 @@ def ggml(x: torch.Tensor, bits: int) -> torch.Tensor:
     x = parts / torch.where(scale != 0, scale, 1)
     away = (x.abs() + 0.5).floor().copysign(x)  # roundf: halves go away from zero
     codes = (x + 0.5).floor().clamp(max=7) if bits == 4 else away
-    return (codes * scale.half().float()).flatten(-2)
+    return torch.flatten(codes * scale.half().float(), -2)
 
 
 def llama_cpp(bits: int) -> tuple[str, float, Read]:
