@@ -5,42 +5,44 @@ together, and which layers are left out. A cache holds 16-bit values and puts th
 their place as tokens leave, generated ones too. The prompt is read with exact attention, as in
 kvquant; what follows it reads the rounded values.
 
-The facts were read in 2026-11, where not said otherwise in the projects' own repositories:
+The facts were read in 2026-11 in the repositories named. Bits are counted as in memory:
 
     KIVI        jy-yuan/KIVI, models/llama_kivi.py: groups of 32; the keys of up to 128 tokens stay
                 in 16 bit until they are 128 and leave together, for what comes next; the values of
-                the last 128 tokens beside the newest stay. 128 is its default
-                (utils/process_args.py), 32 its example's
+                the last 128 tokens beside the newest stay. 128 is the default of
+                utils/process_args.py, for groups too; example.py has 32 of both. The paper's
+                setting: not checked
     TurboQuant  vLLM, quantization/turboquant/config.py, ops/triton_turboquant_store.py,
                 backends/turboquant_attn.py; presets "4bit_nc" and "3bit_nc". K: Hadamard over the
                 head, codebook, fp16 norm. V: no rotation, from the least to the greatest of a
                 token's head, fp16 pairs. Every token at once; the first and the last two layers in
                 16 bit, and those with a sliding window, which it does not take (vllm#54599). vLLM's
                 codebook is that of a normal distribution, here it is of the coordinate's own one
-    OSCAR       arXiv 2605.17757 and its site: the first 64 and the last 256 tokens in 16 bit. Its
-                repository now has other windows for some models (Qwen3-8B: 128 and 2,048) and
-                Lloyd's and Max's codebook there (rotation/run); not those here
-    KVarN       huawei-csl/KVarN, whose backend was read in a fork, ytwang13/KVarN-FP
+    OSCAR       FutureMLS-Lab/OSCAR, rotation/eval_oscar_gpqa.sh: the first 64 and the last 256
+                tokens in 16 bit; scales and zeros in float32 (fp16 values here; its README counts
+                16 bits of them: 2.28). Its recipes in rotation/run now have other windows for some
+                models (Qwen3-8B: 128 and 2,048) and a codebook there: not here
+    KVarN       the README of huawei-csl/KVarN; its backend was read in ytwang13/KVarN-FP, a fork
                 (kvarn/config.py, backends/kvarn_attn.py): the first 128 tokens stay in 16 bit; a
-                tile of 128 tokens leaves when it is full, for what comes next; layers with a
-                sliding window stay in 16 bit (vllm/platforms/cuda.py, seen in other forks)
+                tile of 128 tokens leaves when it is full, for what comes next. Layers with a
+                sliding window stay in 16 bit (vllm#46812; vllm/platforms/cuda.py in copies)
     SAW-INT4    togethercomputer/saw-int4 and its fork of SGLang, branch jinda_rotation_fast
                 (fused_hadamard_int4_kv.py, memory_pool.py): K in a Hadamard basis, rounded to
                 bfloat16 there, in blocks of 128 as its README runs it (16 when no size is given), V
                 as it comes; 4 bits from the least to the greatest of a token's head; scale and zero
-                are float32 in memory, and so counted here; every token at once. The commit that it
-                names and the paper's (arXiv 2604.19157) block size: not checked
+                in float32 (OSCAR's README counts 16 bits of them: 4.25); every token at once. The
+                commit that it names and the paper, arXiv 2604.19157: not checked
     llama.cpp   q8_0 and q4_0 of ggml/src/ggml-quants.c, blocks of 32 with an fp16 scale, behind a
-                Hadamard rotation (llama.cpp#21038, src/llama-kv-cache.cpp): for every quantized
-                type, if head_dim is a multiple of 64; of K over the largest power of two that
-                divides it, of V over blocks of 64; every token at once
+                Hadamard rotation (llama.cpp#21038; src/llama-kv-cache.cpp was read in copies): for
+                every quantized type, if head_dim is a multiple of 64; of K over the largest power
+                of two that divides it, of V over blocks of 64; every token at once
     vLLM fp8    vLLM's page quantized_kvcache: e4m3 with scales of 1 where the checkpoint has none;
                 every token at once. Queries, which FlashAttention 3 rounds too, are exact here
 
 Batches may be padded on the left: `starts` says how much. Tokens are counted from each sequence's
 own first one, so a sequence forms the groups that it would form alone. Padding takes part in none.
 Layers with a sliding window keep all tokens too; the model's mask hides them. Where nothing above
-says otherwise they are rounded as the others are: for SAW-INT4 not checked.
+says otherwise they are rounded as the others are: for llama.cpp and SAW-INT4 not checked.
 """
 
 from __future__ import annotations
@@ -296,7 +298,7 @@ def ggml(x: torch.Tensor, bits: int) -> torch.Tensor:
     x = parts / torch.where(scale != 0, scale, 1)
     away = (x.abs() + 0.5).floor().copysign(x)  # roundf: halves go away from zero
     codes = (x + 0.5).floor().clamp(max=7) if bits == 4 else away
-    return (codes * scale.half().float()).flatten(-2)
+    return torch.flatten(codes * scale.half().float(), -2)
 
 
 def llama_cpp(bits: int) -> tuple[str, float, Read]:
@@ -309,7 +311,7 @@ def llama_cpp(bits: int) -> tuple[str, float, Read]:
     return f"llama.cpp q{bits}_0", bits + FP16 / 32, one_by_one(side)
 
 
-def fp8(x: torch.Tensor) -> torch.Tensor:
+def fp8(_: str, x: torch.Tensor) -> torch.Tensor:
     """Round to e4m3; what goes beyond it becomes the greatest."""
     most = torch.finfo(torch.float8_e4m3fn).max
     return x.clamp(-most, most).to(torch.float8_e4m3fn).float()
@@ -339,10 +341,10 @@ def shipped(model: CachedModel, windows: torch.Tensor) -> list[Shipped]:
         found.append(Shipped(*vllm_turboquant(bits, head_dim), layers=layers, exact=outer))
     one = oscar(model, windows, head_dim)
     name = "OSCAR-2, 64 sinks, 256 recent"
-    found.append(Shipped(name, one.bits, one.read, Leave(256), Leave(256), 64, layers))
+    packed = one.bits + 2 * FP16 / head_dim
+    found.append(Shipped(name, packed, one.read, Leave(256), Leave(256), 64, layers))
     one = kvarn(4, 2, head_dim)
     name = f"{one.name}, 128 sinks"
     found.append(Shipped(name, one.bits, one.read, full, full, 128, layers, sliding))
-    for plain in (saw_int4(head_dim), llama_cpp(8), llama_cpp(4)):
-        found.append(Shipped(*plain, layers=layers))
-    return [*found, Shipped("vLLM fp8", 8.0, one_by_one(lambda _, x: fp8(x)), layers=layers)]
+    fixed = saw_int4(head_dim), llama_cpp(8), llama_cpp(4), ("vLLM fp8", 8.0, one_by_one(fp8))
+    return [*found, *(Shipped(*plain, layers=layers) for plain in fixed)]

@@ -152,7 +152,7 @@ def from_codebook(x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     known, norm = levels.to(x.device), x.norm(dim=-1, keepdim=True)
     unit = x / torch.where(norm > 0, norm, 1)
     found = known[torch.bucketize(unit, (known[1:] + known[:-1]) / 2)]
-    return norm.half().float() * found / found.norm(dim=-1, keepdim=True)
+    return torch.mul(norm.half().float(), found / found.norm(dim=-1, keepdim=True))
 
 
 def turboquant(bits: int, head_dim: int) -> PeerCache:
@@ -164,7 +164,7 @@ def turboquant(bits: int, head_dim: int) -> PeerCache:
 
     def read_side(x: torch.Tensor) -> torch.Tensor:
         turn = rotation.to(x.device)
-        return from_codebook(x @ turn, levels) @ turn.T
+        return torch.matmul(from_codebook(x @ turn, levels), turn.T)
 
     name = f"TurboQuant, {bits} bits"
     return PeerCache(name, bits + FP16 / head_dim, lambda _, k, v: (read_side(k), read_side(v)))
