@@ -259,7 +259,7 @@ class Amount:
         """Whether a cache is asked for, and there is time for it; 16 bit always is."""
         if time.monotonic() > self.ends:
             raise TimeoutError
-        return not self.only or name in EXACTS or any(fnmatch(name, one) for one in self.only)
+        return not self.only or any(fnmatch(name, one) for one in self.only)
 
 
 def measure_kl(subject: Subject, rows: Rows, amount: Amount, text: str, with_peers: bool) -> None:
@@ -306,7 +306,7 @@ def kl_behind(
         return {"packed_bits": subject.packed_bits(cache), **facts}
 
     for name, more, make in wanted:
-        if amount.wants(name):
+        if name in EXACTS or amount.wants(name):
             row = rows.measure({**key, "cache": name, **more}, partial(found, make))
             error = row["kl_error"] or 0.0
             click.echo(f"{said(row)}  KL {row['kl']:.5f} ± {error:.5f}  top-1 {row['top1']:.1%}")
@@ -445,7 +445,10 @@ def measure_humaneval(
 
 
 def losses(rows: Sequence[Row]) -> Iterator[tuple[Row, Paired]]:
-    """What each cache loses of HumanEval in each place: of the generations that 16 bit has, too."""
+    """What each cache loses of HumanEval in each place, of the generations that 16 bit has, too.
+
+    16 bit is transformers' own cache, and kvquant's 16-bit rows for generations that it lacks.
+    """
     groups: dict[str, dict[int, str]] = {}
     for row in rows:
         if row["key"]["measure"] == "humaneval":
@@ -453,8 +456,11 @@ def losses(rows: Sequence[Row]) -> Iterator[tuple[Row, Paired]]:
             groups.setdefault(json.dumps(key), {})[row["key"]["sample"]] = row["passed"]
     for text, found in groups.items():
         key = json.loads(text)
-        base = {name: one for name, one in key.items() if name != "window"} | {"cache": "16 bit"}
-        exact = groups.get(json.dumps(base), {})
+        plain = {name: one for name, one in key.items() if name != "window"}
+        names = ["16 bit"] if key["cache"] == AGAIN else [AGAIN, "16 bit"]
+        exact: dict[int, str] = {}
+        for name in names:  # transformers' own cache where it has the generation
+            exact |= groups.get(json.dumps(plain | {"cache": name}), {})
         both = sorted(exact.keys() & found.keys())
         if both and key["cache"] != "16 bit":
             samples = ([one[at] for at in both] for one in (exact, found))
