@@ -70,8 +70,6 @@ measured and the date:
                                             two of which ended before plans of 2 and 3 bits
     h200-defaults                           kvquant bench --batch 64 --seq-len 8192 --q-heads 32
                                             --kv-heads 8, with the two default pairs as --format
-    row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
-                                            bench_graded.py
 
 zen4-decode is the one of two runs, one after the other, whose ratios to torch are less favourable.
 Its record of the machine was added by hand: the command did not write one yet.
@@ -1121,7 +1119,6 @@ def fidelity_page() -> list[str]:
         *(public_about().rpartition(", `")[0], cells_about(), public_models(), public_code()),
         *(answers(), answers_again(), limits(), *shipped()),
         *(home_made(), counted(), foreign_plans(), oscar(), same_texts()),
-        *(declined_choices(), declined_bases(), declined_grades()),
     ]
 
 
@@ -1320,44 +1317,6 @@ def same_texts() -> str:
         f"cache. `int4` with a plan did so in {greedy[1]}, and `int4-g4` in {greedy[2]}. Of "
         f"sampled texts at most {sampled} were the same"
     )
-
-
-def declined_choices() -> str:
-    """Whether a search of all formats finds better ones than step by step."""
-    budgets = read("row-formats")["models"]["llama-demo-5m"]["budgets"]
-    pairs = [
-        f"{one['allocate']['kl']:.4f} and {one['exhaustive']['kl']:.4f} at {bits} bits"
-        for bits, one in budgets.items()
-    ]
-    return f"Their KL by steps and by search is {', and '.join(pairs)}"
-
-
-def declined_bases() -> str:
-    """The KL in OSCAR's bases by that in the plan's."""
-    rows = [one for each in read("row-bases")["models"].values() for one in each["bases"]]
-
-    def span(basis: str, side: str) -> str:
-        found = [one for one in rows if one["basis"] == basis and one["side"] == side]
-        factors = [one["kl"] / one["of"] for one in found]
-        return f"{min(factors):.2f} to {max(factors):.2f}"
-
-    return (
-        f"multiplies the KL of K by {span('oscar', 'k')} and that of V by {span('oscar', 'v')}. "
-        f"Its weights of values multiply the KL of V by {span('weighted', 'v')}"
-    )
-
-
-def declined_grades() -> str:
-    """The KL of both sides with graded rows by that with the plan's."""
-    models = read("row-graded")["models"]
-    bits = RowFormat.parse("int3", 128).bits_per_element
-    found = [
-        f"{row['kl']['chosen']['kl'] / row['kl']['chosen']['of']:.2f} on `{name}`"
-        for name, figures in models.items()
-        for row in figures["rows"]
-        if row["format"] == "int3"
-    ]
-    return f"At {bits:g} bits they multiply the KL by {', '.join(found)}"
 
 
 def asked_models() -> list[Evaluations]:
