@@ -269,8 +269,8 @@ def test_a_file_that_is_kept_has_commit_and_date(
     assert kept["commit"] == "0123abc" and kept["date"] == "2026-11-26T01:01:39+00:00"
     assert kept["decode"] == [1]
     written.write_text('{"commit": "of the run", "caches": {}}')  # what a script tells counts
-    results.keep("fidelity", written)
-    kept = results.read("fidelity")
+    results.keep("recall", written)
+    kept = results.read("recall")
     assert kept["commit"] == "of the run" and kept["date"].startswith("20")
 
 

@@ -37,8 +37,6 @@ measured and the date:
                                             "tokens" tells the memory of graphs
     sglang-answers                          tests/support/sglang_compared.py: its compared.json,
                                             merged from two calls
-    fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
-                                            kvquant calibrate --budget 3.25, named MODEL-3
     recall, recall-few, code, kinds         tests/benchmarks/bench_recall.py, the same with rows of
                                             2 and 3 bits, bench_code.py, the same with models of
                                             other kinds (train_code_lm.py --kind)
@@ -150,32 +148,117 @@ def shown() -> dict[str, list[str]]:
         "README.md": [
             *(memory(), public(), SAFE_UP_TO, public_measured(), speed()),
         ],
-        "calibration/README.md": [
-            *(fidelity_about(), fidelity(CACHES)),
-            *(fidelity_about("few-bits"), fidelity(FEW_BITS, "few-bits")),
-        ],
         "calibration/FIDELITY.md": fidelity_page(),
         "kernels/FACTS.md": [
-            *(peers(), ran("variants"), variants()),
-            *(ran("mla", "torch 2.11, one run of "), latent_rows(), latent_peers()),
-            *(gpu_about("h200-small"), few_sequences()),
-            *(gpu_about("h200-512"), heads_of_512()),
+            *(peers(), said("variants"), variants()),
+            *(said("latent rows"), latent_rows(), latent_peers()),
+            *(said("few sequences"), few_sequences()),
+            *(said("heads of 512"), tabled("heads of 512")),
         ],
         "kvquant/bench/README.md": [bench(), *bench_about(), unequal_lengths(), ragged_queries()],
         "kvquant/evaluation/README.md": [evaluation(), answers()],
         "kvquant/cache/README.md": [settings()],
         "kvquant/hf/README.md": [
-            probed(),
-            steps_about(),
-            steps(),
-            captured_step(),
-            *latent_steps(),
+            *(probed(), said("steps"), tabled("steps"), said("captured step")),
+            *(said("latent steps"), tabled("latent steps")),
         ],
         "kvquant/hf/decode_step.svg": step_labels(),
         "kvquant/lmcache/README.md": [DEFAULT_ROOM],
         "kvquant/sglang/README.md": [answers_of_sglang(), served_by_sglang()],
         "kvquant/vllm/README.md": [room(), room("int4", "int4"), DEFAULT_ROOM, *served()],
     }
+
+
+# sentences of pages: the file, and a format string of its figures (see facts)
+GPU = "{gpu}, {day}, torch {release}, peak of plain reads {read_gb_per_s:,.0f} GB/s"
+ENGINES = (
+    "one {gpu}, {day}, vLLM {vllm}, torch {release}, {layers} layers of a Llama 3 8B with random "
+    "weights, {context:,} tokens in each sequence"
+)
+SENTENCES = {
+    "variants": (
+        "h200-variants",
+        "H200, {day}, `kvquant bench --variants` (`results/h200-variants.json`)",
+    ),
+    "latent rows": (
+        "h200-mla",
+        "H200, {day}, torch 2.11, one run of `kvquant bench --mla` (`results/h200-mla.json`)",
+    ),
+    "few sequences": ("h200-small", GPU),
+    "heads of 512": ("h200-512", GPU),
+    "steps": (
+        "h200-step",
+        "a Llama of {layers} layers as wide as an 8B, random weights, BF16, `{format}` rows, batch "
+        "{cases[0][batch]}, one {gpu}, {day}, transformers {transformers}, torch {release}",
+    ),
+    "latent steps": (
+        "h200-latent-step",
+        "{layers} layers of DeepSeek V3 without experts, random weights, BF16, `{format}` rows, "
+        "batch {cases[0][batch]}, {cases[0][tokens]:,} tokens, one {gpu}, {day}, transformers "
+        "{transformers}, torch {release}",
+    ),
+    "captured step": (
+        "h200-captured",
+        "With {layers} layers, batch {cases[0][batch]} and {cases[0][tokens]:,} tokens "
+        "`CapturedStep` takes {cases[0][ms][captured]:.2f} ms, with `compile=True` "
+        "{cases[0][ms][captured, compiled]:.2f} ms, and a compiled `QuantizedCache` "
+        "{cases[0][ms][compiled]:.2f} ms ({gpu}, {day})",
+    ),
+    "saturated": (
+        "vllm-load",
+        "FLASH_ATTN in bf16 answers {engines[flash][saturated][0][requests]} requests that come at "
+        "once in {engines[flash][saturated][0][seconds]:.1f} s, which is "
+        "{engines[flash][saturated][0][requests_per_s]:.1f} a second",
+    ),
+    "vllm": ("vllm", ENGINES),
+    "vllm-32": ("vllm-32", ENGINES),
+    "public models": (
+        "defaults",
+        "{rows[0][scored]:,} tokens of WikiText-2's test text, each behind {rows[0][context]:,} "
+        "others or more, in float32, on one NVIDIA H200 ({day}",
+    ),
+}
+WAYS = {
+    "compiled": "`QuantizedCache`, compiled",
+    "captured": "`CapturedStep`",
+    "eager": "from Python",
+    "DynamicCache": "`DynamicCache`",
+    "StaticCache, compiled": "`StaticCache`, compiled",
+}
+MS = {title: f"{{ms[{name}]:.1f}}" for name, title in WAYS.items()}
+# tables of pages: the file, the list of its rows, and a format string for each column
+TABLES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "heads of 512": (
+        "h200-512",
+        "decode",
+        {
+            "rows": "`{k_format}`",
+            "one call: us": "{us:.1f}",
+            "in a row: us": "{in_a_row_us:.1f}",
+            "GB/s": "{in_a_row_gb_per_s:,.0f}",
+            "of the read peak": "{in_a_row_roof_percent:.0f} %",
+            "16 bit: ratio": "{sdpa[in_a_row_ratio]:.2f}",
+        },
+    ),
+    "steps": ("h200-step", "cases", {"tokens": "{tokens:,}"} | MS),
+    "latent steps": ("h200-latent-step", "cases", MS),
+}
+
+
+def said(key: str) -> str:
+    """One of SENTENCES. Besides a file's figures its string may name those of the machine and the
+    settings, the day, and torch's version without its build (release)."""
+    name, form = SENTENCES[key]
+    found = read(name)
+    inner = {**found.get("settings", {}), **found.get("machine", {}), **found}
+    dated = found.get("machine", {}) if "date" in found.get("machine", {}) else found
+    return form.format(**inner, day=day(dated), release=release({"torch": "", **inner}))
+
+
+def tabled(key: str) -> str:
+    """One of TABLES."""
+    name, rows, columns = TABLES[key]
+    return formatted(columns, read(name)[rows])
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -289,20 +372,6 @@ def ragged_queries() -> str:
     return f"takes {min(found):.2f} to {max(found):.2f} times as long as a call for each number"
 
 
-def heads_of_512() -> str:
-    """Heads of 512 elements: 64 sequences of 8,192 tokens, 16:4 heads."""
-    rows = [
-        [
-            *(f"`{one['k_format']}`", f"{one['us']:.1f}", f"{one['in_a_row_us']:.1f}"),
-            *(f"{one['in_a_row_gb_per_s']:,.0f}", f"{one['in_a_row_roof_percent']:.0f} %"),
-            f"{of_peer(one)['in_a_row_ratio']:.2f}",
-        ]
-        for one in read("h200-512")["decode"]
-    ]
-    titles = ["rows", "one call: us", "in a row: us", "GB/s", "of the read peak", "16 bit: ratio"]
-    return table(titles, rows)
-
-
 def few_sequences() -> str:
     """Usual plans of few sequences beside the fastest other ones in a row, and what bounds them."""
     figures = read("h200-small")
@@ -328,52 +397,6 @@ def few_sequences() -> str:
     return table([*titles, "rows at the read peak: us", "empty kernel: us", "in a row: us"], rows)
 
 
-def gpu_about(name: str = "h200-decode") -> str:
-    """Where and when decode was measured on a GPU."""
-    machine = read(name)["machine"]
-    return (
-        f"{machine['gpu']}, {day(machine)}, torch {release(machine)}, peak of plain reads "
-        f"{machine['read_gb_per_s']:,.0f} GB/s"
-    )
-
-
-def steps_about() -> str:
-    """Where and when whole models were measured."""
-    found = read("h200-step")
-    (batch,) = {case["batch"] for case in found["cases"]}
-    return (
-        f"a Llama of {found['layers']} layers as wide as an 8B, random weights, BF16, "
-        f"`{found['format']}` rows, batch {batch}, one {found['gpu']}, {day(found)}, transformers "
-        f"{found['transformers']}, torch {release(found)}"
-    )
-
-
-def latent_steps() -> list[str]:
-    """A decode step of layers with latent attention: where it was measured, and milliseconds."""
-    found = read("h200-latent-step")
-    (case,) = found["cases"]
-    about = (
-        f"{found['layers']} layers of DeepSeek V3 without experts, random weights, BF16, "
-        f"`{found['format']}` rows, batch {case['batch']}, {case['tokens']:,} tokens, one "
-        f"{found['gpu']}, {day(found)}, transformers {found['transformers']}, torch "
-        f"{release(found)}"
-    )
-    cells = [f"{case['ms'][name]:.1f}" for name in WAYS]
-    return [about, table([*WAYS.values()], [cells])]
-
-
-def captured_step() -> str:
-    """The time of a captured step, and of one that torch.compile compiled first."""
-    found = read("h200-captured")
-    (case,) = found["cases"]
-    ms = {name: f"{taken:.2f} ms" for name, taken in case["ms"].items()}
-    return (
-        f"With {found['layers']} layers, batch {case['batch']} and {case['tokens']:,} tokens "
-        f"`CapturedStep` takes {ms['captured']}, with `compile=True` {ms['captured, compiled']}, "
-        f"and a compiled `QuantizedCache` {ms['compiled']} ({found['gpu']}, {day(found)})"
-    )
-
-
 def evaluation() -> str:
     """How long kvquant evaluate takes with a model as wide as one of 8B."""
     found = read("h200-evaluate")
@@ -382,12 +405,6 @@ def evaluation() -> str:
         f"each of {len(found['tasks'])} tasks and {len(found['caches']) - 1} caches, took "
         f"{found['minutes']:.1f} minutes ({found['device']}, {day(found)})"
     )
-
-
-def ran(mode: str, what: str = "") -> str:
-    """When a mode of kvquant bench ran on a GPU."""
-    name = f"h200-{mode}"
-    return f"H200, {day(read(name))}, {what}`kvquant bench --{mode}` (`results/{name}.json`)"
 
 
 def day(figures: Figures) -> str:
@@ -425,22 +442,6 @@ DEFAULT_ROOM = room(*(default_format(side, 128) for side in "kv"))
 
 
 LENGTHS = 4096, 32768
-WAYS = {
-    "compiled": "`QuantizedCache`, compiled",
-    "captured": "`CapturedStep`",
-    "eager": "from Python",
-    "DynamicCache": "`DynamicCache`",
-    "StaticCache, compiled": "`StaticCache`, compiled",
-}
-
-
-def steps() -> str:
-    """A decode step of a whole model."""
-    rows = [
-        [f"{case['tokens']:,}", *(f"{case['ms'][name]:.1f}" for name in WAYS)]
-        for case in read("h200-step")["cases"]
-    ]
-    return table(["tokens", *WAYS.values()], rows)
 
 
 def step_labels() -> list[str]:
@@ -467,24 +468,6 @@ def latent_rows() -> str:
         rows.append([*cells, f"{of_peer(cases['bf16'])['us']:.1f}"])
     titles = ["batch, tokens, heads", *(f"`{name}`" for name in names), "torch on 16 bit"]
     return table(titles, rows)
-
-
-VARIANTS = {
-    "soft_cap": "soft cap",
-    "sink_logits": "sink logits",
-    "alibi_slopes": "ALiBi",
-    "key_bias": "key bias",
-    "window": "window 4,096",
-    "tree_mask": "tree mask, 4 queries",
-}
-
-
-def variants() -> str:
-    """What each field of AttentionVariant costs, calls in a row."""
-    cases = read("h200-variants")["variants"]
-    plain = {one["q_len"]: one["in_a_row_us"] for one in cases if not one["variant"]}
-    ratios = {one["variant"]: one["in_a_row_us"] / plain[one["q_len"]] for one in cases}
-    return table([*VARIANTS.values()], [[f"{ratios[name]:.2f}" for name in VARIANTS]])
 
 
 def fastest(cases: Iterable[Figures]) -> str:
@@ -553,13 +536,13 @@ def served() -> list[str]:
     for name in ("vllm", "vllm-32"):
         if (RESULTS / f"{name}.json").exists():  # nobody has measured 32 layers yet
             figures = read(name)
-            found += [engines_about(figures), throughput(figures)]
+            found += [said(name), throughput(figures)]
     figures = read("vllm-load")
     return [
         *found,
         again(figures),
         again(read("vllm-again")),
-        saturated(figures),
+        said("saturated"),
         under_load(figures),
     ]
 
@@ -572,25 +555,6 @@ def again(figures: Figures) -> str:
     )
     told = [f"{min(rates):,.0f} to {max(rates):,.0f}" for rates in (ours, theirs)]
     return f"kvquant decoded {told[0]} tokens a second, and FLASH_ATTN in bf16 {told[1]}"
-
-
-def saturated(figures: Figures) -> str:
-    """The rate at which FLASH_ATTN in bf16 answers requests that all come at once."""
-    (found,) = figures["engines"]["flash"]["saturated"]
-    return (
-        f"FLASH_ATTN in bf16 answers {found['requests']} requests that come at once in "
-        f"{found['seconds']:.1f} s, which is {found['requests_per_s']:.1f} a second"
-    )
-
-
-def engines_about(figures: Figures) -> str:
-    """Where, when and with what engines were measured."""
-    machine, settings = figures["machine"], figures["settings"]
-    return (
-        f"one {machine['gpu']}, {day(machine)}, vLLM {machine['vllm']}, torch {release(machine)}, "
-        f"{settings['layers']} layers of a Llama 3 8B with random weights, "
-        f"{settings['context']:,} tokens in each sequence"
-    )
 
 
 def spread(runs: Sequence[Figures], key: str) -> str:
@@ -630,7 +594,7 @@ def under_load(figures: Figures) -> str:
     return table([*titles, "between tokens, ms: p50", "p99"], rows)
 
 
-SGLANG_ENGINES = {  # rows and pages, by the names of sglang_compared.py
+SGLANG = {  # rows and pages, by the names of sglang_compared.py
     "own": ("SGLang's own, bf16", 1),
     "bf16": ("`bf16`", 1),
     "bf16-pages": ("`bf16`", 64),
@@ -652,11 +616,24 @@ SGLANG_ENGINES = {  # rows and pages, by the names of sglang_compared.py
 def answers_of_sglang() -> str:
     """KL of SGLang's engines to transformers in float32."""
     engines = read("sglang-answers")["engines"]
-    rows = []
-    for name, (title, page) in SGLANG_ENGINES.items():
-        kls = (f"{engines[name][kind]:.4f}" for kind in ("generated", "prompts"))
-        rows.append([title, str(page), *kls])
-    return table(["rows", "tokens of a page", "generated", "prompts"], rows)
+    kl = {"generated": "{generated:.4f}", "prompts": "{prompts:.4f}"}
+    rows = [{"rows": one, "page": page, **engines[name]} for name, (one, page) in SGLANG.items()]
+    return formatted({"rows": "{rows}", "tokens of a page": "{page}"} | kl, rows)
+
+
+def variants() -> str:
+    """What each field of AttentionVariant costs, calls in a row."""
+    cases = read("h200-variants")["variants"]
+    plain = {one["q_len"]: one["in_a_row_us"] for one in cases if not one["variant"]}
+    names = {"alibi_slopes": "ALiBi", "window": "window 4,096", "tree_mask": "tree mask, 4 queries"}
+    ratios = {
+        names.get(one["variant"], one["variant"].replace("_", " ")): (
+            f"{one['in_a_row_us'] / plain[one['q_len']]:.2f}"
+        )
+        for one in cases
+        if one["variant"]
+    }
+    return table([*ratios], [[*ratios.values()]])
 
 
 def served_by_sglang() -> str:
@@ -675,33 +652,6 @@ def served_by_sglang() -> str:
     return table(["engine", "tokens/s", "prompts: tokens/s"], rows)
 
 
-CACHES = {
-    "int4-g4": "plain `int4-g4`",
-    "int8": "plain `int8`",
-    "int8-g4": "plain `int8-g4`",
-    "plan {}": "plan, `int4`",
-    "plan {}, int4-g4": "plan, `int4-g4`",
-    "plan {}, int8": "plan, `int8`",
-    "int4-g4 + 4 sinks, 128 recent": "`int4-g4` with the default 16-bit window",
-    "int8 + 4 sinks, 128 recent": "`int8` with it",
-    "plan {} + 4 sinks, 128 recent": "plan, `int4`, with it",
-    "plan {}, int4-g4 + 4 sinks, 128 recent": "plan, `int4-g4`, with it",
-    "KIVI, last 128 in 16 bit": "KIVI's scheme, the last 128 tokens in 16 bit",
-}
-FEW_BITS = {
-    "plan {}-3, int2": "plan, `int2`",
-    "plan {}-3, int3": "plan, `int3`",
-    "plan {}-3": "plan, `--budget 3.25`",
-    "plan {}-3, int4": "plan, `int4`",
-    "plan {}-3, int2 + 4 sinks, 128 recent": "plan, `int2`, with the default 16-bit window",
-    "plan {}-3, int3 + 4 sinks, 128 recent": "plan, `int3`, with it",
-    "plan {}-3 + 4 sinks, 128 recent": "plan, `--budget 3.25`, with it",
-    "plan {}-3, int4 + 4 sinks, 128 recent": "plan, `int4`, with it",
-}
-MODELS = {
-    "llama-demo-5m": "Llama type",
-    "qwen2-biased-10m": "Qwen2 type, biased keys",
-}
 SETTINGS = (
     ("the default", None, "none", "you start: nothing to prepare"),
     ("plan, `int4`", "int4", '`plan="auto"`', "memory is short: a plan takes minutes, once"),
@@ -840,17 +790,6 @@ def measured_before() -> Public:
     return kl, lost, bits_of
 
 
-def public_about() -> str:
-    """What was scored on public models, and when."""
-    found = read("defaults")
-    row = found["rows"][0]
-    return (
-        f"{row['scored']:,} tokens of WikiText-2's test text, each behind {row['context']:,} "
-        f"others or more, in float32, on one NVIDIA H200 ({day(found)}, "
-        "`tests/benchmarks/public_models.py`)"
-    )
-
-
 def public_measured() -> str:
     """How the table of public models was measured."""
     keys = [row["key"] for rows in public_files().values() for row in rows]
@@ -859,7 +798,7 @@ def public_measured() -> str:
         solved = {one["model"]: one["passed"] for one in reversed(asked)}
         few, many = sorted(solved.values())
         return (
-            f"KL: {public_about().rpartition(', `')[0]}). HumanEval: greedy, in bfloat16, with the "
+            f"KL: {said('public models')}). HumanEval: greedy, in bfloat16, with the "
             f"window; of {asked[0]['problems']} problems 16 bit solved {few} and {many}"
         )
     kl = next(one for one in keys if one["measure"] == "kl" and one["context"] == CONTEXT)
@@ -926,36 +865,10 @@ def answers() -> str:
     return table(["cache", *titles], rows)
 
 
-def mean_of(model: str, key: str, name: str = "fidelity") -> dict[str, float]:
-    """Mean figures of a cache of a model, at a context of 2,048 tokens."""
-    parts = read(name)["caches"][f"{model}, context 2048"][key.format(model)]
-    return {one: statistics.fmean(part[one] for part in parts) for one in parts[0]}
-
-
 def kl_of(mean: Mapping[str, float]) -> str:
     """Four digits behind the point, or one that counts; in bold where the loss is worth a look."""
     kl = f"{mean['kl']:.4f}" if mean["kl"] >= 1e-4 else f"{mean['kl']:.5f}"
     return f"**{kl}**" if mean["kl"] > KL_NOTICE else kl
-
-
-def fidelity_about(name: str = "fidelity") -> str:
-    """What was scored, and when."""
-    found = read(name)
-    tokens, scored = (found["settings"][name] for name in ("tokens", "scored"))
-    return (
-        f"{tokens:,} tokens of WikiText-2's test text were decoded one by one, each behind "
-        f"{2048 - scored:,} to 2,047 others ({day(found)}, `tests/benchmarks/fidelity.py`)"
-    )
-
-
-def fidelity(caches: Mapping[str, str], name: str = "fidelity") -> str:
-    """Bits, KL and top-1 agreement of caches of two models."""
-    rows = []
-    for key, shown_as in caches.items():
-        means = [mean_of(model, key, name) for model in MODELS]
-        found = [f"{kl_of(mean)} ({100 * mean['top1']:.1f} %)" for mean in means]
-        rows.append([shown_as, f"{means[-1]['bits']:.2f}", *found])
-    return table(["cache", "bits per element", *MODELS.values()], rows)
 
 
 PROBED = "int8", "int8-g4", "int4-g8", "int4-g4", "int4", "int3", "int2"
@@ -1011,7 +924,7 @@ ASKED_OF_LATENTS = {
 def fidelity_page() -> list[str]:
     """Tables and sentences of calibration/FIDELITY.md."""
     return [
-        *(public_about().rpartition(", `")[0], cells_about(), public_models(), public_code()),
+        *(said("public models"), cells_about(), public_models(), public_code()),
         *(answers(), answers_again(), limits(), *shipped()),
         *(home_made(), counted(), foreign_plans(), oscar(), same_texts()),
     ]
