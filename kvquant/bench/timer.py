@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -49,28 +48,48 @@ class Machine:
     read_gb_per_s: float
 
 
-class Timer(Protocol):
-    """Takes times in microseconds of calls on tensors of its device."""
+class Timer:
+    """Times calls on the CPU, in microseconds.
 
-    device: torch.device
+    Args:
+        seconds: about how long calls are timed together.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, seconds: float = 3.0) -> None:
+        self.seconds = seconds
 
     def rotation(self, nbytes: int) -> int:
-        """Inputs of this size that outgrow the L2 cache together; 0 if too many."""
+        """Inputs of this size that outgrow the L2 cache of a GPU together; 0 if too many."""
+        return 0
 
     def alone(self, call: Call, limit: float = math.inf) -> float:
-        """Median of single calls; one that takes longer than limit is timed roughly."""
+        """Median of single calls; a GPU's timer times one that takes longer than limit roughly."""
+        return self.alone_each([call])[0]
 
     def alone_each(self, calls: Sequence[Call]) -> list[float]:
-        """The same of several calls; one much slower than an earlier one is timed roughly."""
+        """The same of several calls, which take turns, so that all see the same machine."""
+        times: list[list[float]] = [[] for _ in calls]
+        end = time.perf_counter() + self.seconds
+        while not times[0] or time.perf_counter() < end:
+            for call, taken in zip(calls, times, strict=True):
+                start = time.perf_counter()
+                call()
+                taken.append(time.perf_counter() - start)
+        return [1e6 * statistics.median(taken) for taken in times]
 
     def in_a_row(self, calls: Sequence[Call]) -> float:
-        """Per call, one after the other; there is a rotation."""
+        """Per call, one after the other; for GPUs."""
+        raise NotImplementedError
 
     def read_bandwidth(self) -> float:
-        """GB/s at which torch sums float32."""
+        """GB/s at which torch sums 1 GiB of float32."""
+        x = torch.zeros(1 << 28, dtype=torch.float32, device=self.device)
+        return x.nbytes / self.alone(x.sum) / 1e3
 
 
-class GraphTimer:
+class GraphTimer(Timer):
     """Times calls on the current device by replays of CUDA graphs.
 
     Args:
@@ -95,7 +114,7 @@ class GraphTimer:
         return self._median(capture([call]), limit)
 
     def alone_each(self, calls: Sequence[Call]) -> list[float]:
-        """See Timer."""
+        """See Timer; one much slower than an earlier one is timed roughly."""
         found: list[float] = []
         for call in calls:
             found.append(self.alone(call, GIVE_UP * min(found, default=math.inf)))
@@ -147,47 +166,6 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
         for call in calls:
             call()
     return graph
-
-
-class CpuTimer:
-    """Times calls on the CPU, which take turns, so that all see the same machine.
-
-    Args:
-        seconds: about how long calls are timed together.
-    """
-
-    device = torch.device("cpu")
-
-    def __init__(self, seconds: float = 3.0) -> None:
-        self.seconds = seconds
-
-    def rotation(self, nbytes: int) -> int:
-        """See Timer."""
-        return 0
-
-    def alone(self, call: Call, limit: float = math.inf) -> float:
-        """See Timer."""
-        return self.alone_each([call])[0]
-
-    def alone_each(self, calls: Sequence[Call]) -> list[float]:
-        """See Timer."""
-        times: list[list[float]] = [[] for _ in calls]
-        end = time.perf_counter() + self.seconds
-        while not times[0] or time.perf_counter() < end:
-            for call, taken in zip(calls, times, strict=True):
-                start = time.perf_counter()
-                call()
-                taken.append(time.perf_counter() - start)
-        return [1e6 * statistics.median(taken) for taken in times]
-
-    def in_a_row(self, calls: Sequence[Call]) -> float:
-        """See Timer."""
-        raise NotImplementedError("a CPU has no rotation")
-
-    def read_bandwidth(self) -> float:
-        """GB/s at which torch sums 1 GiB of float32."""
-        x = torch.zeros(1 << 28, dtype=torch.float32, device=self.device)
-        return x.nbytes / self.alone(x.sum) / 1e3
 
 
 def describe_machine(timer: Timer, version: str) -> Machine:

@@ -90,7 +90,7 @@ def bench(
 
     from ..bench.cases import list_cases
     from ..bench.measure import render_machine, render_results
-    from ..bench.timer import CpuTimer, GraphTimer, describe_machine
+    from ..bench.timer import GraphTimer, Timer, describe_machine
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
@@ -105,7 +105,7 @@ def bench(
         dtype=getattr(torch, dtype or "bfloat16"),
         are_latent=are_latent,
     )
-    timer: Timer = CpuTimer(seconds or 3.0) if device == "cpu" else GraphTimer(seconds or 0.05)
+    timer = Timer(seconds or 3.0) if device == "cpu" else GraphTimer(seconds or 0.05)
     machine = describe_machine(timer, __version__)
     click.echo(render_machine(machine) + "\n")
     results: list[dict[str, Any]] = []

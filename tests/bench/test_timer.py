@@ -14,7 +14,7 @@ import torch
 
 from kvquant.bench import timer as timer_module
 from kvquant.bench.measure import render_machine
-from kvquant.bench.timer import CpuTimer, GraphTimer, describe_machine
+from kvquant.bench.timer import GraphTimer, Timer, describe_machine
 
 
 def test_every_call_runs_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_l2_is_overwritten_outside_of_the_time_taken(monkeypatch: pytest.MonkeyP
 
 def test_calls_of_a_cpu_take_turns() -> None:
     log: list[str] = []
-    times = CpuTimer(0.01).alone_each([lambda: log.append("a"), lambda: log.append("b")])
+    times = Timer(0.01).alone_each([lambda: log.append("a"), lambda: log.append("b")])
     assert len(times) == 2 and min(times) > 0
     assert log[::2] == ["a"] * (len(log) // 2) and log[1::2] == ["b"] * (len(log) // 2)
 
@@ -134,13 +134,13 @@ CPU part\t: 0xd4f
 def test_a_record_of_the_machine_names_processor_versions_and_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(CpuTimer, "read_bandwidth", lambda timer: 34.71)
+    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 34.71)
     monkeypatch.setattr(timer_module, "CPUINFO", tmp_path / "cpuinfo")
     named = {"": platform.machine(), AMD: "AMD EPYC (family 25, model 17)"}
     for text, name in (named | {ARM: platform.machine()}).items():
         if text:
             timer_module.CPUINFO.write_text(text)
-        machine = describe_machine(CpuTimer(), "0.1.0")
+        machine = describe_machine(Timer(), "0.1.0")
         assert machine.device == name
     assert machine.backend == f"{torch.get_num_threads()} threads"
     assert machine.torch == torch.__version__

@@ -486,29 +486,29 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
 )
 def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvquant.bench import measure
-    from kvquant.bench.timer import CpuTimer
+    from kvquant.bench.timer import Timer
 
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(CpuTimer, "read_bandwidth", lambda timer: 1.0)
+    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1.0)
     monkeypatch.setattr(measure, "measure", fail)
     result = run("bench", "--device", "cpu", "--seq-len", 2_000_000_000)
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1] == (
         "Error: these sizes take more memory than there is: use a smaller --seq-len or --batch"
     )
-    monkeypatch.setattr(CpuTimer, "read_bandwidth", lambda timer: 1 / 0)
+    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1 / 0)
     assert isinstance(run("bench", "--device", "cpu").exception, ZeroDivisionError)
 
 
 def test_a_bench_of_k_and_v_of_unlike_formats(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from kvquant.bench.timer import CpuTimer
+    from kvquant.bench.timer import Timer
 
-    monkeypatch.setattr(CpuTimer, "read_bandwidth", lambda timer: 1.0)
-    monkeypatch.setattr(CpuTimer, "alone_each", lambda timer, calls: [1000.0 for _ in calls])
+    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1.0)
+    monkeypatch.setattr(Timer, "alone_each", lambda timer, calls: [1000.0 for _ in calls])
     path = tmp_path / "x.json"
     given = ("--format", "int8/int4-g4", "--format", "int8", "--head-dim", 128, "--seq-len", 16)
     ok("bench", "--device", "cpu", *given, "--json", path)

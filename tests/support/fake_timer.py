@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvquant.bench.cases import Case, parse_formats
-from kvquant.bench.timer import Call, Machine
+from kvquant.bench.timer import Call, Machine, Timer
 from kvquant.kernels.cuda.runtime.launch import GPU
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ H200 = GPU("NVIDIA H200", (9, 0), 132, 228 << 10, 227 << 10)
 MACHINE = Machine("GPU", "CUDA 13.0", "2.11", "0.1", "2026-11-21", 4000.0)
 
 
-class FakeTimer:
+class FakeTimer(Timer):
     """Runs every call once; the times are what it is told, by default 10 us alone, 8 in a row."""
 
     device = CPU
