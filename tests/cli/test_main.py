@@ -485,39 +485,37 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
     ids=["python", "torch", "overflow"],
 )
 def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvquant.bench import cpu as bench
+    from kvquant.bench import measure
+    from kvquant.bench.timer import Timer
 
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(bench, "read_bandwidth", lambda: 1.0)
-    monkeypatch.setattr(bench, "bench_decode", fail)
+    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1.0)
+    monkeypatch.setattr(measure, "measure", fail)
     result = run("bench", "--device", "cpu", "--seq-len", 2_000_000_000)
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1] == (
         "Error: these sizes take more memory than there is: use a smaller --seq-len or --batch"
     )
-    monkeypatch.setattr(bench, "read_bandwidth", lambda: 1 / 0)
+    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1 / 0)
     assert isinstance(run("bench", "--device", "cpu").exception, ZeroDivisionError)
 
 
 def test_a_bench_of_k_and_v_of_unlike_formats(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from kvquant.bench import cpu as bench
+    from kvquant.bench.timer import Timer
 
-    monkeypatch.setattr(bench, "read_bandwidth", lambda: 1.0)
-    monkeypatch.setattr(bench, "bench_rows", lambda name, **_: {"format": name})
-    monkeypatch.setattr(bench, "render_rows", lambda rows: "")
-    monkeypatch.setattr(bench, "time_in_turn", lambda calls, *_: [1.0 for _ in calls])
+    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1.0)
+    monkeypatch.setattr(Timer, "alone_each", lambda timer, calls: [1000.0 for _ in calls])
     path = tmp_path / "x.json"
     given = ("--format", "int8/int4-g4", "--format", "int8", "--head-dim", 128, "--seq-len", 16)
     ok("bench", "--device", "cpu", *given, "--json", path)
     figures = json.loads(path.read_text())
-    assert figures["machine"]["read_gb_per_s"] == 1 and figures["machine"]["cpu"]
+    assert figures["machine"]["read_gb_per_s"] == 1 and figures["machine"]["device"]
     assert figures["machine"]["kvquant"] == __version__
-    assert [row["format"] for row in figures["decode"]] == ["int8/int4-g4", "int8"]
-    assert [row["format"] for row in figures["rows"]] == ["int8", "int4-g4"]
+    assert [row["name"] for row in figures["decode"]] == ["int8/int4-g4", "int8"]
     sizes = [row["gb_per_s"] * 1e6 for row in figures["decode"]]
     assert sizes == pytest.approx([8 * 16 * (132 + 80), 8 * 16 * (132 + 132)])
 

@@ -23,9 +23,8 @@ from typing import Any
 import numba
 import numpy as np
 from greenlet import greenlet
+from memory import POISON, WARP, Fault, Global, Shared
 from numba.cuda.simulator.kernelapi import Dim3, FakeCUDAModule
-
-from .memory import POISON, WARP, Fault, Global, Shared
 
 GROUP = 128  # lanes of a warpgroup
 BARRIERS = 16  # of a block; number 0 is syncthreads

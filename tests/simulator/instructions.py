@@ -1,7 +1,8 @@
 """A stand-in for every PTX instruction of ptx.py, with its exact meaning, for the simulator.
 
 With NUMBA_ENABLE_CUDASIM=1, set before numba is imported, ptx.py takes its functions from
-`stand_in`. It reads the PTX itself, so that the order of the operands is tested, too:
+`stand_in` (stand_ins_of_kernels.py). It reads the PTX itself, so that the order of the operands is
+tested, too:
 
     cvt.rn.f16x2.f32 $0,$1,$2;   ->   def instruction(r1, r2): r0 = step0(r1, r2); return r0
 
@@ -18,9 +19,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from .memory import SHARED_BASE, WARP, Fault
-from .simulator import block
+from memory import SHARED_BASE, WARP, Fault
+from simulator import block
 
 KINDS = {"u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "f32": np.float32}
 NO_RESULT = (
@@ -105,7 +105,7 @@ def _find(name: str) -> Operation:
             USED.add(pattern)
             return make(match)
     raise NotImplementedError(
-        f"{name} has no stand-in: write one in kernels/cuda/simulator/instructions.py"
+        f"{name} has no stand-in: write one in tests/simulator/instructions.py"
     )
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from .memory import SHARED_BASE, Fault
-from .simulator import block
+from memory import SHARED_BASE, Fault
+from simulator import block
 
 LANES, WARPS = 128, 4  # of a warpgroup
 DEPTH, ROWS = 16, 64  # K and M of an instruction

@@ -6,8 +6,7 @@ import operator
 from typing import Any
 
 import numpy as np
-
-from .instructions import Name, Operation, operation
+from instructions import Name, Operation, operation
 
 
 @operation(r"ex2\.approx\.ftz\.f32")
