@@ -340,28 +340,22 @@ def spare_capacity() -> str:
 
 
 def few_sequences() -> str:
-    """Usual plans of few sequences beside the fastest other ones in a row, and what bounds them."""
-    figures = read("h200-small")
-    row_bytes = RowFormat.parse("int4-g4", 128).row_bytes
+    """Usual plans of few sequences beside the fastest other ones in a row, and an empty kernel."""
     rows = []
-    for name, variants in figures["found"].items():
+    for name, variants in read("h200-small")["found"].items():
         if name == "uneven":  # checked only
             continue
-        batch, _, tokens, heads = name.replace(",", "").split()
+        usual = variants["usual"]
         others = [
             one for key, one in variants.items() if key.startswith(("splits x", "half the warps x"))
         ]
-        cells = [name]
-        for one in (variants["usual"], min(others, key=lambda one: one["in_a_row"])):
-            cells.append(f"{one['splits']} x {one['warps']}")
-            cells += [f"{one[key]:.2f}" for key in ("alone", "in_a_row", "priced")]
-        nbytes = 2 * int(batch) * int(tokens) * int(heads.split(":")[1]) * row_bytes
-        empty = variants["empty kernel"]
-        cells.append(f"{nbytes / figures['machine']['read_gb_per_s'] / 1e3:.1f}")
-        rows.append([*cells, f"{empty['alone']:.2f}", f"{empty['in_a_row']:.2f}"])
-    of_each = "one call: us", "in a row: us", "priced: us"
-    titles = ["batch x tokens, heads", "usual: splits x warps", *of_each, "fastest other", *of_each]
-    return table([*titles, "rows at the read peak: us", "empty kernel: us", "in a row: us"], rows)
+        other = min(others, key=lambda one: one["in_a_row"])
+        cells = [name, *(f"{one['splits']} x {one['warps']}" for one in (usual, other))]
+        cells[2:2] = [f"{usual[key]:.2f}" for key in ("alone", "in_a_row")]
+        empty = variants["empty kernel"]["in_a_row"]
+        rows.append([*cells, f"{other['in_a_row']:.2f}", f"{empty:.2f}"])
+    titles = ["batch x tokens, heads", "usual: splits x warps", "one call", "in a row"]
+    return table([*titles, "fastest other", "in a row", "empty kernel, in a row"], rows)
 
 
 def page_times() -> str:
@@ -547,7 +541,7 @@ def step_labels() -> list[str]:
 
 def latent_rows() -> str:
     """MLA decode of all cases of one query: one call, and its share of the read peak in a row."""
-    names = ["int4-g8+int8-g4", "int4-g8", "int8-g4", "fp8", "bf16"]
+    names = ["int4-g8+int8-g4", "int8-g4", "fp8", "bf16"]
     found: dict[tuple[int, int, int], dict[str, Figures]] = {}
     for one in read("h200-mla")["mla"]:
         if one["q_len"] == 1:
