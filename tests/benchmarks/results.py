@@ -1059,22 +1059,16 @@ def fidelity(caches: Mapping[str, str], name: str = "fidelity") -> str:
     return table(["cache", "bits per element", *MODELS.values()], rows)
 
 
-PROBED = "int8", "int8-g4", "int4-g8", "int4-g4", "int4", "int3", "int2"
-
-
 def probed() -> str:
-    """What the probe of K rows finds, and what the rows cost."""
+    """What the probe finds of int4-g4, and what these rows cost."""
     found = read("probe")
     limits = {found["limits"]["refused"]: "refused", found["limits"]["warned"]: "warning"}
     rows = []
     for name, model in found["models"].items():
-        for fmt in (one for one in PROBED if one in model["rows"]):
-            one = model["rows"][fmt]
-            verdicts = [word for limit, word in limits.items() if one["figure"] >= limit]
-            verdict = (verdicts or ["-"])[0] if "int8" not in fmt else "not probed"
-            numbers = [f"{one[key]:.2g}" for key in ("figure", "figure_of_text", "kl")]
-            rows.append([name, f"`{fmt}`", *numbers, f"{100 * one['top1']:.1f}", verdict])
-    return table(["model", "K rows", "figure", "of a text", "KL", "top-1 %", "result"], rows)
+        one = model["rows"]["int4-g4"]
+        verdicts = [word for limit, word in limits.items() if one["figure"] >= limit]
+        rows.append([name, f"{one['figure']:.2g}", f"{one['kl']:.2g}", (verdicts or ["-"])[0]])
+    return table(["model", "figure", "KL", "result"], rows)
 
 
 WINDOWED = 4, 128  # first and last tokens in 16 bit
