@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, missing_extra
-from ..io.atomic import writing
+from ..io.atomic import replacing
 from ..text import Column
 from .cases import Case
 from .gpu import Peer, Result, Times
@@ -220,7 +220,7 @@ def plot(results: Sequence[Result], machine: Machine, path: Path) -> None:
             axes.legend()
     panels[0].set_ylabel("percent of peak bandwidth, calls in a row")
     figure.suptitle(f"kvquant {machine.kvquant}, {machine.gpu}, {machine.read_gb_per_s:.0f} GB/s")
-    with writing(path) as place, place.replaced() as file:
+    with replacing(path) as file:
         figure.savefig(file, format="png", dpi=150)
 
 

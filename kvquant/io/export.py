@@ -60,11 +60,9 @@ from ..rows.codec import FP8_DS_MLA, FP16_MAX
 from ..rows.format import HEAD_DIMS, RowFormat
 from ..rows.latent import LatentFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, exact_codec, is_nan_row
-from .atomic import as_path
 from .checkpoint import common_lens
-from .schema import INT32, MAX_LAYERS, MAX_SEQUENCES
-from .shards import MANIFEST, save_safetensors
-from .tensor_files import SafetensorsFile, TensorSource, naming
+from .schema import INT32, KEY, MAX_LAYERS, MAX_SEQUENCES
+from .tensor_files import SafetensorsFile, TensorSource, save_safetensors
 
 TARGETS = ("bf16", "fp16", "fbgemm", "xformers")  # of keys and values
 LATENT_TARGETS = ("bf16", "fp16", "flashmla")
@@ -74,14 +72,13 @@ MOST_HEADS = 128  # that keys and values of a model have
 MAX_SCALE = {"int4": FP16_MAX / 512, "fp8": FP16_MAX / 448}
 
 
-class RawFile:
+class RawFile(SafetensorsFile):
     """The raw K and V tensors of another program, open for reading; the module documents them.
 
     Args:
         path: a safetensors file.
 
     Attributes:
-        path: as given.
         num_layers: layers.
         k_shapes, v_shapes: of each layer [batch, num_kv_heads, tokens, head_dim].
         dtype: of the first layer's K.
@@ -92,34 +89,26 @@ class RawFile:
         CheckpointError: it is damaged, or its tensors are not those that are asked for.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = as_path(path)
-        self._file = SafetensorsFile(self.path, wait=True)
-        try:
-            with naming(self.path):
-                self._check()
-        except BaseException:
-            self._file.close()
-            raise
-
-    def __enter__(self) -> RawFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read K and V of a layer.
 
         Raises:
             CheckpointError: the file was written to since it was opened.
         """
-        k, v = (self._file.read(f"layers.{layer}.{side}") for side in "kv")
-        self._file.check_unchanged()  # it has no checksums
+        k, v = (self._read(f"layers.{layer}.{side}") for side in "kv")
         return k, v
 
+    def _read(self, name: str) -> torch.Tensor:
+        """Read a tensor; the file has no checksums, but it has a time of its last change."""
+        found, now = self.read(name), os.fstat(self._file.fileno())
+        if (now.st_mtime_ns, now.st_size) != (self._opened.st_mtime_ns, self._opened.st_size):
+            raise CheckpointError(
+                f"{self.path} is being written to: read it when the writer is done"
+            )
+        return found
+
     def _check(self) -> None:
-        shapes, dtypes = self._file.shapes, self._file.dtypes
+        shapes, dtypes = self.shapes, self.dtypes
         self.num_layers = sum(name.startswith("layers.") for name in shapes) // 2
         expected = [f"layers.{i}.{side}" for i in range(self.num_layers) for side in "kv"]
         if not expected or shapes.keys() - {"seq_lens"} != set(expected):
@@ -128,7 +117,7 @@ class RawFile:
                     "the file has latents and RoPE parts, which are not read back: let a model "
                     "make latent rows (`kvquant quantize MODEL --prompt FILE`)"
                 )
-            if MANIFEST in self._file.metadata:
+            if KEY in self.metadata:
                 raise CheckpointError(
                     "this is a kvquant cache, of rows: `kvquant export FILE --to bf16 -o OUT` "
                     "makes K and V tensors of it"
@@ -180,8 +169,7 @@ class RawFile:
                 f"seq_lens is {dtypes['seq_lens']} {list(shapes['seq_lens'])!s:.80}: use int32 "
                 f"[{batch}]"
             )
-        given = self._file.read("seq_lens")
-        self._file.check_unchanged()
+        given = self._read("seq_lens")
         if bool(((given < 0) | (given > tokens)).any()):
             raise CheckpointError(
                 f"seq_lens is {given.tolist()!s:.80}: use numbers from 0 to {tokens}"

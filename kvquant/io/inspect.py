@@ -28,7 +28,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a file of rows, check all of it, and say what it holds.
 
     Args:
-        path: what was given to save_cache or save_sequences, or the index of a cache's shards.
+        path: as given to save_cache or save_sequences.
 
     Returns:
         Plain data that json can write. "kind" is "cache", or "pages" for a file of save_sequences.
@@ -55,7 +55,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: the file is damaged or foreign.
     """
     with RowsFile[Manifest](path, SequencesManifest, CacheManifest) as file:
-        manifest = file.manifest
+        manifest = file.contents
         layers: list[dict[str, Any]] = [
             {"layer": i}
             | {
@@ -68,7 +68,6 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
             "path": str(file.path),
             "kind": "cache" if isinstance(manifest, CacheManifest) else "pages",
             "version": manifest.version,
-            "files": file.num_files,
             "file_bytes": file.num_bytes,
             "model": manifest.model and msgspec.to_builtins(manifest.model),
             "creation": dict(manifest.creation),
@@ -107,13 +106,12 @@ def render(description: dict[str, Any]) -> str:
     d = description
     is_cache = d["kind"] == "cache"
     what = "cache" if is_cache else "sequences of a paged cache"
-    files = f" in {count_text(d['files'], 'file')}" if is_cache else ""
     sequences = d["batch"] if is_cache else len(d["sequences"])
     heads = [] if d["latent"] else [count_text(d["num_kv_heads"], "KV head")]
     shape = count_text(d["num_layers"], "layer"), *heads, count_text(sequences, "sequence")
     lines = [
         f"{printable(d['path'])}: kvquant {what}, version {d['version']}, "
-        f"{size_text(d['file_bytes'])}{files}",
+        f"{size_text(d['file_bytes'])}",
         *_origin_lines(d),
         f"  shape      {', '.join(shape)}",
         *(_cache_lines(d) if is_cache else _pages_lines(d)),
@@ -131,7 +129,7 @@ def _describe_side(
     file: RowsFile[Manifest], layer: int, side: str, fmt: RowFormat
 ) -> dict[str, Any]:
     """K or V of one layer; every tensor is read, for its checksum."""
-    manifest, num_bytes, packed = file.manifest, 0, None
+    manifest, num_bytes, packed = file.contents, 0, None
     tokens: dict[str, int] = {}
     for kind in manifest.KINDS:
         count, part = 0, manifest.parts.get(f"layers.{layer}.{side}_{kind}")

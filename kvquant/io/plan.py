@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -18,19 +18,9 @@ from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from .atomic import as_path
 from .model_id import check_identity
-from .plan_file import (
-    FACTS,
-    FORMAT,
-    LATENT_VERSION,
-    VERSION,
-    check_facts,
-    check_pair,
-    check_values,
-    read_facts,
-)
-from .schema import parse
-from .shards import save_safetensors
-from .tensor_files import SafetensorsFile, TensorSource, naming, sealed
+from .plan_file import check_facts, check_pair, check_values, read_facts
+from .schema import PLAN, parse, sealed
+from .tensor_files import SafetensorsFile, TensorSource, naming, save_safetensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,11 +136,11 @@ class CachePlan:
         path = as_path(path)
         kinds = CheckpointError, ConfigError, ShapeError
         with naming(path, kinds), SafetensorsFile(path) as file:
-            facts, digests = read_facts(file)
+            facts = read_facts(file)
             bits = check_facts(facts, file.shapes)
             if not abs(facts["bits"] - bits) <= 1e-6:  # NaN is not
                 raise CheckpointError(f"bits is {facts['bits']}: the formats have {bits}")
-            plan = cls(facts, {name: file.read(name, digests[name]) for name in file.shapes})
+            plan = cls(facts, {name: file.read(name) for name in file.shapes})
             check_values(facts, plan.tensors)
             _ = plan.layers  # every matrix has an inverse
         if model is not None:
@@ -167,14 +157,9 @@ class CachePlan:
         """
         tensors = {name: tensor.float().contiguous() for name, tensor in self.tensors.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        version = LATENT_VERSION if self.is_latent else VERSION
-        facts = {**self.facts, "format": FORMAT, "version": version, "bits": 0, "shapes": shapes}
-
-        def metadata(digests: Mapping[str, str]) -> dict[str, str]:
-            return sealed(FACTS, json.dumps({**facts, "sha256": dict(digests)}, sort_keys=True))
-
+        facts = {**self.facts, "bits": 0}
         try:
-            written = parse(metadata({})[FACTS], "the plan", nan=True)
+            written = parse(json.dumps(facts), "the plan", nan=True)
         except TypeError as error:
             raise ConfigError(f"the facts of the plan are not plain data ({error})") from None
         try:
@@ -184,7 +169,9 @@ class CachePlan:
         except (ConfigError, ShapeError) as error:
             raise CheckpointError(str(error)) from None
         sources = {name: TensorSource.of(tensor) for name, tensor in tensors.items()}
-        save_safetensors(path, sources, metadata)
+        save_safetensors(
+            path, sources, partial(sealed, {**facts, "format": PLAN, "shapes": shapes})
+        )
 
     def check_model(self, config: Mapping[str, Any], name: str = "the plan") -> None:
         """Raise unless the plan was made for the model of this config.
@@ -313,11 +300,7 @@ class CachePlan:
                 f"heads are {shown(heads)}: give some of 0 to {self.num_kv_heads - 1}, the KV "
                 "heads of the plan"
             )
-        tensors = {
-            name: tensor[:, list(map(int, heads))]
-            for name, tensor in self.tensors.items()
-            if not name.startswith("scores.")
-        }
+        tensors = {name: tensor[:, list(map(int, heads))] for name, tensor in self.tensors.items()}
         return CachePlan(self.facts, tensors)
 
     @property

@@ -1,7 +1,18 @@
-"""JSON that anybody may have written: read strictly, and checked against a schema by msgspec."""
+"""JSON that anybody may have written, and the manifest of every file that kvquant writes.
+
+Each file of kvquant is a safetensors file, whose metadata has two strings:
+
+    kvquant_file          the manifest, a JSON object
+    kvquant_file_sha256   the SHA-256 of the manifest's UTF-8 bytes, hexadecimal digits
+
+Every manifest has "format", one of KINDS; "version", 1; and "sha256", the SHA-256 of each tensor.
+From the first release on, later versions of kvquant read the files of earlier ones. Files that
+kvquant wrote before it have other metadata and are refused.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -26,6 +37,17 @@ _DIGITS = r"\A[0-9a-f]{64}\Z"
 Digest = Annotated[str, Meta(pattern=_DIGITS)]
 ExactCodec = Annotated[str, Meta(pattern=r"\A(bf16|fp16)\Z")]
 T = TypeVar("T")
+CACHE, SEQUENCES, PLAN, MOMENTS = (
+    f"kvquant.{kind}" for kind in ("cache", "sequences", "plan", "moments")
+)
+KINDS = {  # the formats of files; what a reader of another kind says of them
+    CACHE: "a kvquant cache: load_cache reads it, `kvquant inspect` shows it",
+    SEQUENCES: "a file of sequences of a paged cache: load_sequences reads it",
+    PLAN: "a plan, not a cache: CachePlan.load reads it, `kvquant report` shows it",
+    MOMENTS: "a file of an interrupted calibration: `kvquant calibrate` reads it",
+}
+KEY, VERSION = "kvquant_file", 1
+_BEFORE = {"kvquant", "kvquant_cache", "kvquant_pages", "kvquant_moments"}
 _SHORT = Repr()  # of values that may be long or deep
 _SHORT.maxstring = _SHORT.maxlong = 80
 
@@ -118,37 +140,47 @@ def checked(value: Any, schema: type[T], what: str) -> T:
         raise CheckpointError(f"{what} has half a character in it ({error})") from None
 
 
-def manifest_object(text: str, file_format: str, versions: tuple[int, ...]) -> dict[str, Any]:
-    """Read the object of a manifest of one of the versions.
+def sealed(manifest: Mapping[str, Any], digests: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of a file: its manifest, with the SHA-256 of each tensor, and the checksum."""
+    top = {**manifest, "version": VERSION, "sha256": dict(digests)}
+    text = json.dumps(top, separators=(",", ":"), sort_keys=True)
+    return {KEY: text, f"{KEY}_sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def unsealed(metadata: Mapping[str, str], *kinds: str) -> dict[str, Any]:
+    """The manifest of a file of one of these KINDS; its other values are not checked.
 
     Raises:
-        CheckpointError: it is another one.
+        CheckpointError: the file is of another kind or version, or its manifest is damaged.
     """
-    top = parse(text, "the manifest", surrogates=True)
-    if type(top) is not dict or top.get("format") != file_format:
-        raise CheckpointError(f"the manifest is not that of a {file_format} file")
-    version = top.get("version")
-    if type(version) is not int or version not in versions:
-        *others, last = map(str, versions)
+    text = metadata.get(KEY)
+    if text is None:
+        if metadata.keys() & _BEFORE or metadata.get("format") == "kvquant-cache-shard":
+            raise CheckpointError(
+                "this file was written by kvquant before its first release: write it again"
+            )
         raise CheckpointError(
-            f"the file has version {version!r:.40}, this kvquant reads "
-            f"{', '.join(others)} and {last}: take the kvquant that wrote it, or save it anew"
+            "kvquant did not write this file; K and V tensors, named layers.0.k, layers.0.v and so "
+            "on, are read by `kvquant quantize --from`"
         )
-    return top
-
-
-def check_transforms(value: Any, num_layers: int) -> None:
-    """Raise CheckpointError unless this is what a manifest says of the bases of its rows: {"k",
-    "v"} for each layer, or nothing."""
-    try:
-        found = checked(value, tuple[Fingerprints, ...], "transforms")
-        if found and len(found) != num_layers:
-            raise CheckpointError(f"{len(found)} transforms for {num_layers} layers")
-    except CheckpointError as error:
+    if hashlib.sha256(text.encode()).hexdigest() != metadata.get(f"{KEY}_sha256"):
         raise CheckpointError(
-            f"the rows were transformed by {_SHORT.repr(value):.80}, which this kvquant does not "
-            f"know: take a newer one ({error})"
-        ) from None
+            "the manifest is damaged (its checksum differs): take another copy of the file"
+        )
+    # a plan's KL may be NaN; its text is shown in pages, which have whole characters
+    top = parse(text, "the manifest", nan=True, surrogates=PLAN not in kinds)
+    found = top.get("format") if type(top) is dict else None
+    if type(found) is not str or found not in KINDS:
+        raise CheckpointError(f"the manifest has no format of kvquant, but {_SHORT.repr(found)}")
+    if found not in kinds:
+        raise CheckpointError(f"this is {KINDS[found]}")
+    version = top.get("version")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(
+            f"the file has version {version!r:.40}, this kvquant reads {VERSION}: take the kvquant "
+            "that wrote it"
+        )
+    return dict(top)
 
 
 def plain_data(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:

@@ -1,15 +1,8 @@
 """Sequences of a paged cache as a file: save_sequences, load_sequences, and the format.
 
-The file is a safetensors file. Its metadata has two strings:
+The manifest (schema.py) of format "kvquant.sequences", version 1, has exactly these other keys;
+every number is whole:
 
-    kvquant_pages          the manifest, JSON
-    kvquant_pages_sha256   the SHA-256 of the manifest's UTF-8 bytes, hexadecimal digits
-
-The manifest is an object with exactly these keys; every number is whole:
-
-    format         "kvquant-pages"
-    version        1; 2 where there are many pages and tokens; 3 with latent; 4 with windows; 5 with
-                   a namespace, with or without latent and windows
     writer         the program that wrote the file, for people
     num_kv_heads   KV heads of every layer
     page_size      tokens of a page
@@ -31,7 +24,6 @@ The manifest is an object with exactly these keys; every number is whole:
     model          null, or model_identity: {"type", "sha256"} and, if known, "weights"
     creation       any object: how the sequences came about
     transforms     [], or the fingerprints of the bases of each layer: as in checkpoint.py
-    sha256         for every tensor the SHA-256 of its bytes
 
 The tensors, of layer I and of K and V each, uint8; one without rows is left out:
 
@@ -42,14 +34,6 @@ The tensors, of layer I and of K and V each, uint8; one without rows is left out
                        sequence, its sinks and then its recent tokens, in their order
 
 Row bytes are those of kvquant/rows/format.py.
-
-From version 2 on pages and tokens stand in tensors, those of all sequences one after another, and
-a sequence has in their place
-
-        known         how many of its tokens are known
-
-    sequences.pages    [pages of all sequences], int32; left out without any
-    sequences.tokens   [known tokens of all sequences], int64; left out without any
 """
 
 from __future__ import annotations
@@ -69,24 +53,13 @@ from ..paged.pool import SequenceId
 from ..paged.prefix_tree import Origin
 from ..paged.state import listed
 from ..rows.arguments import check_kind
-from ..rows.basis import fingerprints
-from .atomic import as_path
-from .container import RowsFile, check_values, seal
-from .manifest import (
-    LISTS,
-    LISTS_VERSION,
-    MANY,
-    LayerEntry,
-    SavedSequence,
-    SequencesManifest,
-    common_keys,
-)
+from .container import RowsFile, check_values
+from .manifest import LayerEntry, SavedSequence, SequencesManifest, common_keys
 from .parts import PagePart, Part
-from .schema import FormatName
-from .shards import check_name, save_safetensors
-from .tensor_files import TensorSource
+from .schema import FormatName, sealed
+from .tensor_files import TensorSource, check_name, save_safetensors
 
-_CHUNK = 64  # pages that are copied to the host at a time
+_CHUNK = 64  # pages to copy to the host at a time
 
 
 def save_sequences(
@@ -135,11 +108,7 @@ def save_sequences(
         name: TensorSource(torch.uint8, part.shape, _reader(cache, manifest, part, pages))
         for name, part in manifest.parts.items()
     }
-    for name, numbers in manifest.lists.items():
-        dtype = LISTS[name.removeprefix("sequences.")]
-        sources[name] = TensorSource.of(torch.tensor(numbers, dtype=dtype, device="cpu"))
-    manifest.check_readable()
-    save_safetensors(path, sources, lambda digests: seal(manifest, digests))
+    save_safetensors(path, sources, partial(sealed, manifest.plain()))
     return path
 
 
@@ -188,11 +157,10 @@ def load_sequences(
     check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; load_cache reads a KVCache")
     if ids is not None:
         check_kind("ids", ids, Mapping, "give a dict of new ids by saved ones")
-    path = as_path(path)
     with RowsFile(path, SequencesManifest) as file:
-        _check_cache(cache, file.manifest)
-        file.manifest.check_model(path, model)
-        for part in file.manifest.parts.values():
+        _check_cache(cache, file.contents)
+        file.contents.check_model(model)
+        for part in file.contents.parts.values():
             file.rows(part)  # all are looked at before the first is used
         return _place(cache, file, ids or {})
 
@@ -217,8 +185,6 @@ def _manifest_of(
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
         namespace = state.pool.origin(sequence_id).namespace
         sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens, namespace))
-    latent, windows = isinstance(cache, LatentPagedKVCache), tuple(cache.windows)
-    count = sum(len(sequence.pages) + len(sequence.tokens) for sequence in sequences)
     manifest = SequencesManifest(
         **common_keys(SequencesManifest, cache, model, creation),
         page_size=state.split.page_size,
@@ -227,12 +193,8 @@ def _manifest_of(
             for rows in cache.rows.layers
         ),
         sequences=tuple(sequences),
-        version=1,
-        latent=latent,
-        windows=windows if any(windows) else (),
+        windows=tuple(cache.windows) if any(cache.windows) else (),
     )
-    least = LISTS_VERSION if count > MANY else 1
-    manifest.version = max(manifest.first_version, least)
     return manifest, pages
 
 
@@ -276,7 +238,7 @@ def _place(
     cache: PagedKVCache, file: RowsFile[SequencesManifest], names: Mapping[Any, SequenceId]
 ) -> list[SequenceId]:
     """Give the sequences of a checked file pages and sequence slots, and copy their rows."""
-    sequences = file.manifest.sequences
+    sequences = file.contents.sequences
     saved = [sequence.id for sequence in sequences]
     known = set(saved)
     unknown = [name for name in names if name not in known]
@@ -295,7 +257,7 @@ def _place_rows(
     cache: PagedKVCache, file: RowsFile[SequencesManifest], ids: Sequence[SequenceId]
 ) -> None:
     """Begin the sequences of a file by these ids, with their rows."""
-    manifest, sequences = file.manifest, file.manifest.sequences
+    manifest, sequences = file.contents, file.contents.sequences
     with cache.swap_space.hinting():
         pages = cache.state.place(
             ids,
@@ -358,7 +320,8 @@ def _check_cache(cache: PagedKVCache, manifest: SequencesManifest) -> None:
                 f"{name} is {saved} in the file and {ours} in the cache: make a cache like the one "
                 "that was saved"
             )
-    _check_bases(cache, manifest)
+    how = f"make the cache with {type(cache).__name__}.from_plan and the plan of the rows"
+    manifest.check_bases(cache.bases, how)
     for layer, (saved_formats, ours_formats) in enumerate(
         zip(manifest.formats, formats, strict=True)
     ):
@@ -374,25 +337,3 @@ def _check_cache(cache: PagedKVCache, manifest: SequencesManifest) -> None:
             f"a sequence has {longest} tokens, max_seq_len is {cache.max_seq_len}: make a cache "
             "for longer ones"
         )
-
-
-def _check_bases(cache: PagedKVCache, manifest: SequencesManifest) -> None:
-    """Raise unless the rows of a file are stored in the bases of a cache."""
-    saved, ours = manifest.transforms, fingerprints(cache.bases)
-    how = f"{type(cache).__name__}.from_plan"
-    if saved and not ours:
-        raise CheckpointError(
-            "its rows are stored in the bases of a plan, and the cache has none: make one with "
-            f"{how} and the plan that they were made with"
-        )
-    if ours and not saved:
-        raise CheckpointError(
-            "its rows are stored without a plan, and the cache was made from one: make a cache "
-            "without a plan, or save the sequences anew from a cache with this one"
-        )
-    for layer, (theirs, own) in enumerate(zip(saved, ours, strict=True)):
-        if theirs != own:
-            raise CheckpointError(
-                f"its rows are stored in the bases of another plan (layer {layer} differs): make "
-                f"the cache with {how} and the plan that they were made with"
-            )

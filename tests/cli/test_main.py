@@ -376,10 +376,6 @@ BAD = [  # the command, and the error
     (f"{READ} --plan {{raw}} -o {{raw}}", "raw.safetensors is read"),
     ("export {tmp}/c.safetensors --to bf16 --plan {raw} -o {raw}", "raw.safetensors is read"),
     (
-        "export {tmp}/c.safetensors --to bf16 -o {tmp}/c-01234567-00001-of-00002.safetensors",
-        "c-01234567-00001-of-00002.safetensors is read",
-    ),
-    (
         f"{READ} -o {{model}}/model.safetensors",
         "model.safetensors is in {model}, which is read: write to another folder",
     ),
@@ -447,7 +443,6 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
     partial = tmp_path / ".x.safetensors.0.partial"
     if "{partial}" in command:
         partial.write_text("a text")
-    (tmp_path / "c-01234567-00001-of-00002.safetensors").write_text("a shard")
     (tmp_path / "link.json").symlink_to(MODEL / "config.json")
     (tmp_path / "full.safetensors").symlink_to("/dev/full")
     (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
