@@ -498,7 +498,7 @@ def test_caches_keep_their_bases(tmp_path: Path) -> None:
     assert relative_l2(turned, wanted[back]) < 1e-5  # products of queries in other places
     with pytest.raises(CheckpointError, match="in the bases of a plan: load it with"):
         load_cache(tmp_path / "cache.safetensors")
-    with pytest.raises(CheckpointError, match=r"with another plan \(layer 0 differs\)"):
+    with pytest.raises(CheckpointError, match=r"of another plan \(layer 0 differs\)"):
         load_cache(tmp_path / "cache.safetensors", plan=_moved(plan))
 
 

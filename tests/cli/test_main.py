@@ -262,7 +262,7 @@ def test_a_cache_of_a_plan_is_made_inspected_and_exported(tmp_path: Path, prompt
     ok("export", cache, "--to", "bf16", "--plan", plan, "-o", out)
     assert load_file(out)["layers.0.k"].dtype == torch.bfloat16
     result = run("export", cache, "--to", "bf16", "-o", out)
-    assert result.exit_code == 2 and "was made with a plan" in result.stderr
+    assert result.exit_code == 2 and "in the bases of a plan" in result.stderr
     assert "(--plan FILE)" in result.stderr
     result = run("export", cache, "--to", "fbgemm", "--plan", plan, "-o", out)
     assert "which fbgemm does not know" in result.stderr
@@ -291,7 +291,7 @@ BAD = [  # the command, and the error
     ("nope", "No such command"),
     ("inspect --nope", "No such option"),
     (READ, "Missing option '-o'"),
-    ("inspect nope.safetensors", "No such file or directory: nope.safetensors"),
+    ("inspect nope.safetensors", "File 'nope.safetensors' does not exist"),
     ("quantize {tmp}/nope --prompt {prompt} -o x.safetensors", "does not exist"),
     ("quantize {model} -o x.safetensors", "give either MODEL and --prompt"),
     ("quantize {model} --from {raw} -o x.safetensors", "give either MODEL and --prompt"),
