@@ -28,13 +28,6 @@ try:
 except ImportError:  # Windows: what killed processes left stays
     fcntl = None  # type: ignore[assignment]
 
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-}
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
 
 
@@ -123,8 +116,8 @@ def target_of(path: Path) -> Path:
         except ValueError as error:  # NUL, or half a character
             raise ConfigError(f"{str(path)!r} cannot be written: {error}") from None
         if not stat.S_ISREG(mode):
-            kind = _KINDS.get(stat.S_IFMT(mode), "no file")
-            raise ConfigError(f"{path} cannot be written, it is {kind}: give the name of a file")
+            what = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or the like"
+            raise ConfigError(f"{path} cannot be written, it is {what}: give the name of a file")
     return Path(os.path.realpath(path))
 
 

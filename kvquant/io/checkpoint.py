@@ -1,43 +1,26 @@
 """Caches as files: save_cache, load_cache, and the format.
 
-The manifest (schema.py) of format "kvquant.cache", version 1, has exactly these other keys; every
-number is whole:
+Beside the keys of every file of rows (manifest.py) a manifest of "kvquant.cache" has
 
-    writer            the program that wrote the file, for people
-    num_kv_heads      KV heads of every layer
-    head_dim          KVCache's head_dim
+    head_dim          KVCache's head_dim; of latent rows the elements of a latent
     max_seq_len       capacity of a sequence, in tokens
-    sink_len          first tokens of each sequence in 16 bit
-    recent_len        last tokens of each sequence in 16 bit
-    rollback_len      KVCache's, for the cache that is made of the file; left out if it is 64
-    latent            true: of a LatentKVCache, whose latents are k and whose RoPE parts are v of
-                      one KV head; left out of all others. Latents of FlashMLA's layout have the
-                      format "fp8_ds_mla". No layer has a window
-    exact_format      "bf16" or "fp16": the 16-bit rows
+    rollback_len      KVCache's; left out if it is 64
     seq_lens          [batch], tokens of each sequence
     start_positions   [batch], the position of each sequence's first token
     positions         [batch], the position of the next one: start_positions + seq_lens
-    layers            one object per layer:
-        k, v          {"format": a short name as RowFormat.parse takes it, "head_dim": elements}
+    layers            of each also
         packed_lens   [batch], how many tokens after the sinks are packed
         window        how many tokens attention sees, the last ones; left out where it sees all. A
                       layer with one has no sinks, and of its packed tokens those in the window
-    model             null, or model_identity: {"type", "sha256"} and, if known, "weights"
-    creation          any object: how the cache came about
-    transforms        what was done to K and V before they were quantized. []: nothing. Else one
-                      object per layer, {"k", "v"}: the fingerprints of the bases of a plan, which
-                      the reader must have
 
 The tensors hold the rows in use, of layer I and of K and V each:
 
     layers.I.k_sinks    tokens 0 to sink_len, in exact_format
     layers.I.k_packed   the next packed_lens tokens, in the layer's k format
     layers.I.k_recent   the rest, in exact_format
-    layers.I.v_...      the same of V
 
-each uint8 [tokens of all sequences, num_kv_heads, row_bytes]: sequence after sequence, tokens in
-their order. A tensor without rows is left out; no other tensor may be there. Row bytes are those of
-kvquant/rows/format.py. K's and V's head_dim may differ and formats may differ by layer.
+each uint8 [tokens of all sequences, num_kv_heads, row_bytes] (kvquant/rows/format.py): sequence
+after sequence, tokens in their order. A tensor without rows is left out.
 """
 
 from __future__ import annotations
@@ -74,18 +57,18 @@ def save_cache(
     model: Mapping[str, Any] | None = None,
     creation: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a cache to a file, in one step: after a crash there is the old file or the new one.
+    """Write a cache to a file: after a crash the old file or the new one is there, whole.
 
-    Only tokens in use are written, and no second copy of the cache is made: do not append to the
-    cache meanwhile, or rows are mixed. A file that is replaced keeps its mode, and a link leads
-    where it did. A process that loads from this path meanwhile finds the old cache or the new one.
+    The call reads the cache while it writes: do not append meanwhile. A file that is replaced
+    keeps its mode; links are followed. Another process that loads from this path meanwhile gets
+    the old cache or the new one.
 
     Args:
         cache: whose layers all hold the same tokens.
         path: NAME.safetensors, in a folder that exists.
         model: the model's config as a dict (config_dict of a CachedModel); load_cache then refuses
             another model.
-        creation: how the cache came about, to be read by people: strings, numbers, lists, dicts.
+        creation: how the cache came about, for people: strings, numbers, lists, dicts.
 
     Returns:
         The file.
@@ -94,8 +77,8 @@ def save_cache(
         ShapeError: the layers hold different numbers of tokens.
         ConfigError: cache is no KVCache, model or creation is not plain data, or path has another
             ending or leads to what is no file.
-        CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
-            packed with, or what the file says of the cache is too long.
+        CheckpointError: the file could not be loaded: a row holds NaN or a value that its packed
+            format cannot hold, or the manifest is too long.
         OSError: the file cannot be written.
 
     Example:
@@ -128,28 +111,26 @@ def load_cache(
     rollback_len: int | None = None,
     device: Devices = "cpu",
 ) -> KVCache:
-    """Read a cache, its rows bit for bit as they were saved, and check every value and every byte.
+    """Read a cache, bit for bit as it was saved, and check every value and every byte.
 
     Args:
         path: of the file.
-        model: the config, as a dict, of the model that is to continue; None to take any file.
-        plan: that the cache was made with, if there was one, or the path of its file: it has the
-            bases of the rows. Formats are those of the cache's file.
-        max_seq_len: capacity of a sequence, in tokens; as it was when None.
-        rollback_len: as of KVCache, as it was when None. A file has no 16-bit rows of tokens before
-            the recent ones: the cache gathers them again.
-        device: where the cache is to lie: one device, or a list of one for each layer. A file does
-            not tell where its cache was.
+        model: the config, as a dict, of the model that continues; None to take any file.
+        plan: the plan that the cache was made with, or the path of its file; None without one. It
+            has the bases of the rows. Formats are those of the cache's file.
+        max_seq_len: capacity of a sequence, in tokens; as saved when None.
+        rollback_len: as of KVCache; as saved when None. A file has no 16-bit rows of tokens before
+            the recent ones: the cache gathers new ones.
+        device: of the cache: one device, or a list of one for each layer.
 
     Returns:
-        The cache; appending to it goes on as if it had never been a file.
+        The cache.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged, foreign, of another model or plan, or the cache does
             not fit max_seq_len or the memory.
-        ConfigError: max_seq_len or rollback_len is no whole number, plan is no plan, or device is
-            no device.
+        ConfigError: an argument is not possible.
         DeviceError: the device is not here, or no kernels serve it.
 
     Example:
@@ -173,7 +154,11 @@ def load_cache(
         how = "load it with the plan that it was made with, plan=FILE (--plan FILE)"
         manifest.check_bases(None if plan is None else plan.layers, how)
         _check_room(manifest, size)
-        cache = _allocate(manifest, size, device, plan)
+        cache = empty_cache(manifest, size, device, plan)
+        cache.start_positions.copy_(torch.tensor(manifest.start_positions, device="cpu"))
+        for layer, entry in zip(cache.layers, manifest.layers, strict=True):
+            lens = manifest.seq_lens, entry.packed_lens
+            layer.begin(*(torch.tensor(numbers, device="cpu") for numbers in lens))
         for part in manifest.parts.values():
             layer = cache.layers[part.layer]
             target = getattr(layer, part.attribute)
@@ -258,80 +243,49 @@ def _slots(layer: LayerCache, part: Part, sequence: int) -> slice | torch.Tensor
 
 def _check_room(manifest: CacheManifest, max_seq_len: int) -> None:
     """Raise unless the rows fit a cache of max_seq_len."""
-    rooms = manifest.rooms(max_seq_len)
     least = max(manifest.seq_lens)
-    fits = least <= max_seq_len
     for part in manifest.parts.values():
-        most = max(part.counts)
-        fits = fits and most <= getattr(rooms[part.layer], part.kind)
         if part.kind == "packed":  # 16-bit rows keep their capacity, used or not
-            window = manifest.layers[part.layer].window
-            ends = manifest.sink_len + manifest.recent_len
-            exact = ends if window is None else min(manifest.recent_len, window)
+            window, exact = manifest.layers[part.layer].window, manifest.recent_len
+            exact = exact + manifest.sink_len if window is None else min(exact, window)
             least = max(least, exact + 1)
-    if not fits:
+    if max_seq_len < least:
         raise CheckpointError(
             f"the cache does not fit max_seq_len {max_seq_len}: use at least {least}"
         )
 
 
-def _allocate(
-    manifest: CacheManifest, max_seq_len: int, device: Devices, plan: CachePlan | None
+def empty_cache(
+    manifest: CacheManifest, max_seq_len: int, device: Devices, plan: CachePlan | None = None
 ) -> KVCache:
-    """An empty cache with the counters of the manifest."""
-    try:
-        cache = _empty(manifest, max_seq_len, device, plan)
-    except ConfigError as error:
-        if "more than there is" not in str(error):
-            raise
-        gib = manifest.cache_bytes(max_seq_len) / 2**30
-        raise CheckpointError(
-            f"a cache of max_seq_len {max_seq_len} takes {gib:,.1f} GiB, more than there "
-            f"is: pass a smaller max_seq_len, {max(manifest.seq_lens)} or more"
-        ) from None
-    for layer, entry in zip(cache.layers, manifest.layers, strict=True):
-        lens = manifest.seq_lens, entry.packed_lens
-        layer.begin(*(torch.tensor(numbers, device="cpu") for numbers in lens))
-    cache.start_positions.copy_(torch.tensor(manifest.start_positions, device="cpu"))
-    return cache
+    """A cache without tokens, of the kind, the sizes and the formats of a manifest.
 
-
-def _empty(
-    manifest: CacheManifest, max_seq_len: int, device: Devices, plan: CachePlan | None
-) -> KVCache:
-    """A cache of the kind, the sizes and the formats of the manifest."""
+    Raises:
+        CheckpointError: there is not enough memory.
+    """
     options: dict[str, Any] = {
         "sink_len": manifest.sink_len,
         "recent_len": manifest.recent_len,
         "rollback_len": manifest.rollback_len,
         "exact_format": manifest.exact_format,
         "device": device,
+        "bases": None if plan is None else _bases(plan, manifest),
     }
-    bases = None if plan is None else _bases(plan, manifest)
-    if manifest.latent:
-        formats = [LatentFormat(*pair) for pair in manifest.formats]
-        return LatentKVCache(
-            len(formats),
-            manifest.batch,
-            max_seq_len,
-            fmt=formats,
-            latent_dim=formats[0].latent_dim,
-            rope_dim=formats[0].rope_dim,
-            bases=bases,
-            **options,
-        )
-    return KVCache(
-        len(manifest.layers),
-        manifest.batch,
-        manifest.num_kv_heads,
-        manifest.head_dim,
-        max_seq_len,
-        k_format=[k_format for k_format, _ in manifest.formats],
-        v_format=[v_format for _, v_format in manifest.formats],
-        **options,
-        bases=bases,
-        windows=[entry.window for entry in manifest.layers],
-    )
+    sizes = manifest.num_kv_heads, manifest.head_dim, max_seq_len
+    k_formats, v_formats = (list(formats) for formats in zip(*manifest.formats, strict=True))
+    num_layers, batch = len(k_formats), len(manifest.seq_lens)
+    try:
+        if manifest.latent:
+            dims = {"latent_dim": k_formats[0].head_dim, "rope_dim": v_formats[0].head_dim}
+            fmt = [LatentFormat(*pair) for pair in manifest.formats]
+            return LatentKVCache(num_layers, batch, max_seq_len, fmt=fmt, **dims, **options)
+        options["windows"] = [entry.window for entry in manifest.layers]
+        formats = {"k_format": k_formats, "v_format": v_formats}
+        return KVCache(num_layers, batch, *sizes, **formats, **options)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{error}; max_seq_len {max(manifest.seq_lens)} or more is possible"
+        ) from None
 
 
 def _bases(plan: CachePlan, manifest: CacheManifest) -> list[LayerBasis]:

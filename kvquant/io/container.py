@@ -60,15 +60,12 @@ class RowsFile(SafetensorsFile, Generic[M]):
 
 
 def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
-    """Raise if a row would decode to NaN or Inf, or would once it is packed.
+    """Raise CheckpointError if a row decodes to NaN or Inf now, or once it is packed.
 
     Args:
         rows: [tokens, num_kv_heads, row_bytes], some of the part's rows.
         part: which rows they are.
-        start: the row of the part's tensor that is the first of them.
-
-    Raises:
-        CheckpointError: names the first such row.
+        start: index of the first of them in the part's tensor.
     """
     fmt = part.fmt
     if not rows.numel():

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentKVCache
-from ..cache.layer import ROLLBACK, Rooms, packed_row_bytes, rooms_of
+from ..cache.layer import ROLLBACK
 from ..errors import CheckpointError, ConfigError
 from ..paged.cache import PagedKVCache
 from ..paged.latent import LatentPagedKVCache
@@ -74,16 +74,19 @@ class CacheLayer(LayerEntry, dict=True, omit_defaults=True):
 
 
 class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
-    """What the manifests of all files of rows have in common: the keys of the JSON.
+    """The keys that the manifests of all files of rows have.
 
     Attributes:
-        format: FORMAT.
-        version: 1.
+        format, version: FORMAT and 1.
         writer: the program that wrote the file, for people.
+        num_kv_heads: KV heads of every layer.
+        sink_len, recent_len: first and last tokens of each sequence in 16 bit.
+        exact_format: "bf16" or "fp16", of the 16-bit rows.
+        layers: of each the formats of k and v, {"format": short name, "head_dim": elements}.
         model: model_identity of the model that the rows belong to; None if it is not known.
         creation: how the rows came about, for people.
-        transforms: the fingerprints of each layer's bases; empty without bases.
-        latent: whether K and V of each layer are the parts of latent rows.
+        transforms: the fingerprints {"k", "v"} of each layer's bases; empty without bases.
+        latent: True if k are latents and v RoPE parts, of one KV head; else left out.
     """
 
     FORMAT: ClassVar[str]
@@ -148,7 +151,7 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
             if saved:
                 raise CheckpointError(f"its rows are stored in the bases of a plan: {how}")
             if ours:
-                raise CheckpointError("its rows are stored without a plan: take a cache without one")
+                raise CheckpointError("its rows are stored without a plan: use none")
             return
         # zeros of other shapes have the same fingerprint
         shapes = [(self.num_kv_heads, fmt.head_dim) for pair in self.formats for fmt in pair]
@@ -227,11 +230,6 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
     layers: Annotated[tuple[CacheLayer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     rollback_len: Length = ROLLBACK
 
-    @property
-    def batch(self) -> int:
-        """Sequences."""
-        return len(self.seq_lens)
-
     @cached_property
     def parts(self) -> dict[str, Part]:
         """The tensors of the file by name, in their order; empty ones have none."""
@@ -264,21 +262,6 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
             for kind, count, start in zip(self.KINDS, counts, firsts, strict=True)
         }
 
-    def rooms(self, max_seq_len: int) -> list[Rooms]:
-        """Capacity of a sequence in rows of each kind, by layer, in a cache of max_seq_len."""
-        sizes = max_seq_len, self.sink_len, self.recent_len
-        found = []
-        for entry in self.layers:
-            row_bytes = packed_row_bytes(*entry.formats, latent=self.latent)
-            found.append(rooms_of(*sizes, entry.window, self.rollback_len, row_bytes))
-        return found
-
-    def cache_bytes(self, max_seq_len: int) -> int:
-        """Bytes of the rows of a cache of max_seq_len."""
-        each = zip(self.rooms(max_seq_len), self.layers, strict=True)
-        total = sum(rooms.bytes_of(*entry.formats, self.exact_format) for rooms, entry in each)
-        return total * self.batch * self.num_kv_heads
-
     def _check(self) -> None:
         if self.latent and any(entry.window is not None for entry in self.layers):
             raise CheckpointError("latent rows have no windows")
@@ -287,7 +270,7 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
                 f"head_dim is {self.head_dim}: that of latent rows is their latent_dim"
             )
         ends = tuple(map(sum, zip(self.start_positions, self.seq_lens, strict=False)))
-        if len(self.start_positions) != self.batch or self.positions != ends:
+        if len(self.start_positions) != len(self.seq_lens) or self.positions != ends:
             raise CheckpointError("start_positions, seq_lens and positions do not fit one another")
         if max(self.seq_lens) > self.max_seq_len:
             raise CheckpointError(
@@ -295,10 +278,10 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
             )
         seq_lens = np.array(self.seq_lens)
         for i, entry in enumerate(self.layers):
-            if len(entry.packed_lens) != self.batch:
+            if len(entry.packed_lens) != len(self.seq_lens):
                 raise CheckpointError(
                     f"layers[{i}].packed_lens has {len(entry.packed_lens)} numbers for "
-                    f"{self.batch} sequences"
+                    f"{len(self.seq_lens)} sequences"
                 )
             most = np.maximum(seq_lens - (self.sink_len if entry.window is None else 0), 0)
             recent_len = min(self.recent_len, entry.window or self.recent_len)

@@ -177,14 +177,6 @@ def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
                 )
             if layer.kept is not None and not (fmt.is_exact and plain):
                 raise CheckpointError(f"layers[{i}] is kept in 16 bit, and is {side!s:.120}")
-    named = [name for row in given.sensitivity for name in (row.k_format, row.v_format)]
-    for name in (*given.candidates, *named):
-        RowFormat.parse(name, offsets[0][2])
-    for row in given.comparison:
-        if given.latent:
-            LatentFormat.parse(row.format, offsets[0][2], offsets[1][2])
-        else:
-            RowFormat.parse(row.format, offsets[0][2])
     listed = [*given.blamed, *(row.layer for row in given.sensitivity)]
     if max(listed, default=0) >= layers:
         raise CheckpointError(f"layer {max(listed)} is named, there are {layers}")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from reprlib import Repr
@@ -90,24 +89,22 @@ class Fingerprints(Object):
     v: Digest
 
 
-def parse(text: str | bytes, what: str, *, nan: bool = False, surrogates: bool = False) -> Any:
-    """Read JSON.
+def parse(text: str | bytes, what: str, *, surrogates: bool = False) -> Any:
+    """Read JSON; NaN and Infinity may come, which are no JSON but which Python writes.
 
     Args:
         text: of it.
         what: "the manifest" or the like, for the error.
-        nan: whether NaN and Infinity may come, which are no JSON but which Python writes.
         surrogates: whether strings may hold halves of characters, as odd file names do.
 
     Raises:
-        CheckpointError: it is none, an object has a key twice, or there are more than MAX_LISTS
-            lists and objects.
+        CheckpointError: text is no JSON, an object has a key twice, or there are more than
+            MAX_LISTS lists and objects.
     """
-    options: dict[str, Any] = {"parse_constant": _refuse, "parse_float": _finite}
     try:
         text = text if isinstance(text, str) else text.decode()
         check_lists(text)
-        value = json.loads(text, object_pairs_hook=_object, **({} if nan else options))
+        value = json.loads(text, object_pairs_hook=_object)
         if not surrogates and re.search(r"\\u[dD][89a-fA-F]", text):
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -122,12 +119,7 @@ def check_lists(text: str) -> None:
 
 
 def checked(value: Any, schema: type[T], what: str) -> T:
-    """Give a JSON value the types of a schema.
-
-    Args:
-        value: as parse gives it.
-        schema: what msgspec.convert takes.
-        what: "the manifest" or the like, for the error.
+    """Give a JSON value the types of a schema; `what` it is, for the error.
 
     Raises:
         CheckpointError: it does not fit; where, what came, and what may come.
@@ -167,8 +159,8 @@ def unsealed(metadata: Mapping[str, str], *kinds: str) -> dict[str, Any]:
         raise CheckpointError(
             "the manifest is damaged (its checksum differs): take another copy of the file"
         )
-    # a plan's KL may be NaN; its text is shown in pages, which have whole characters
-    top = parse(text, "the manifest", nan=True, surrogates=PLAN not in kinds)
+    # pages show the text of plans, and have whole characters
+    top = parse(text, "the manifest", surrogates=PLAN not in kinds)
     found = top.get("format") if type(top) is dict else None
     if type(found) is not str or found not in KINDS:
         raise CheckpointError(f"the manifest has no format of kvquant, but {_SHORT.repr(found)}")
@@ -184,11 +176,7 @@ def unsealed(metadata: Mapping[str, str], *kinds: str) -> dict[str, Any]:
 
 
 def plain_data(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
-    """A copy of a dict as it will be read from a file.
-
-    Raises:
-        ConfigError: it is not made of strings, finite numbers, lists and dicts.
-    """
+    """A copy of a dict; ConfigError unless it has only strings, finite numbers, lists, dicts."""
     try:
         text = json.dumps(dict(value or {}), allow_nan=False)
         copied = parse(text, what, surrogates=True)
@@ -219,14 +207,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("an object has a key twice")
     return found
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is none")
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"{digits:.40} is too large")
-    return number

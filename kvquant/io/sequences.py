@@ -1,19 +1,10 @@
 """Sequences of a paged cache as a file: save_sequences, load_sequences, and the format.
 
-The manifest (schema.py) of format "kvquant.sequences", version 1, has exactly these other keys;
-every number is whole:
+Beside the keys of every file of rows (manifest.py) a manifest of "kvquant.sequences" has
 
-    writer         the program that wrote the file, for people
-    num_kv_heads   KV heads of every layer
     page_size      tokens of a page
-    sink_len       first tokens of each sequence in 16 bit
-    recent_len     last tokens of each sequence in 16 bit
-    exact_format   "bf16" or "fp16": the 16-bit rows
-    latent         true: of a LatentPagedKVCache, whose latents are k and whose RoPE parts are v of
-                   one KV head; left out of all others
     windows        of each layer, how many tokens, the last ones, attention sees; null for all; left
                    out where every layer sees all
-    layers         one object per layer: k, v: {"format": a short name, "head_dim": elements}
     sequences      one object per sequence:
         id            a string or a number
         length        its tokens
@@ -21,9 +12,6 @@ every number is whole:
         pages         their pages, in the order of the tokens; sequences may share the first ones
         tokens        the ids of its first tokens, as far as they are known, of 64 bits
         namespace     a string: with whom it may share rows; left out without one
-    model          null, or model_identity: {"type", "sha256"} and, if known, "weights"
-    creation       any object: how the sequences came about
-    transforms     [], or the fingerprints of the bases of each layer: as in checkpoint.py
 
 The tensors, of layer I and of K and V each, uint8; one without rows is left out:
 
@@ -32,8 +20,6 @@ The tensors, of layer I and of K and V each, uint8; one without rows is left out
                        each those from the window before its last full page's end on
     layers.I.k_exact   [16-bit rows of all sequences, num_kv_heads, row_bytes]: sequence after
                        sequence, its sinks and then its recent tokens, in their order
-
-Row bytes are those of kvquant/rows/format.py.
 """
 
 from __future__ import annotations
@@ -48,7 +34,6 @@ import torch
 
 from ..errors import CheckpointError, ConfigError, shown
 from ..paged.cache import PagedKVCache
-from ..paged.latent import LatentPagedKVCache
 from ..paged.pool import SequenceId
 from ..paged.prefix_tree import Origin
 from ..paged.state import listed
@@ -70,16 +55,16 @@ def save_sequences(
     model: Mapping[str, Any] | None = None,
     creation: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write sequences to a file, in one step: after a crash there is the old file or the new one.
+    """Write sequences to a file: after a crash the old file or the new one is there, whole.
 
-    Pages that several of them share are written once.
+    The file has each page once, also those that several sequences share.
 
     Args:
-        cache: where they live.
-        ids: the sequences, at least one.
+        cache: of the sequences.
+        ids: at least one sequence.
         path: NAME.safetensors, in a folder that exists.
         model: the model's config as a dict; load_sequences then refuses another model.
-        creation: how they came about, to be read by people: strings, numbers, lists, dicts.
+        creation: how the sequences came about, for people: strings, numbers, lists, dicts.
 
     Returns:
         The file.
@@ -87,8 +72,8 @@ def save_sequences(
     Raises:
         ConfigError: a sequence does not live or is given twice, model or creation is not plain
             data, or path has another ending.
-        CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
-            packed with, or what the file says of the sequences is too long.
+        CheckpointError: the file could not be loaded: a row holds NaN or a value that its packed
+            format cannot hold, or the manifest is too long.
         OSError: the file cannot be written.
 
     Example:
@@ -121,20 +106,18 @@ def load_sequences(
 ) -> list[SequenceId]:
     """Read all sequences of a file into a running cache, bit for bit as they were saved.
 
-    Every value and every byte is checked first. Pages that the sequences shared they share again,
-    and full pages whose tokens are known are found by sequences that are allocated later: by those
-    of anybody whose tokens and namespace are the same. The file alone says which namespaces its
-    sequences have (a file without them loads as None), and whether the rows are those of these
-    tokens. So load files only of those who may answer for all that use the cache, and read
-    `cache.namespace` of what was loaded.
+    The call checks every value and every byte first. Sequences share the pages that they shared
+    before. Later sequences with the same tokens and namespace share full pages of known tokens.
+
+    Load only files that you trust: nothing but the file says which tokens its rows belong to, and
+    which namespaces its sequences have. `cache.namespace` tells what was loaded.
 
     Args:
-        cache: with the same layers, heads, formats, page_size, sink_len and recent_len, and made
-            from the same plan if there was one. With the same windows, if the file has any; a file
-            without them can be read into a cache with windows.
-        path: what was given to save_sequences.
-        ids: new ids for saved ones, by these; those that are not named keep theirs.
-        model: the config, as a dict, of the model that is to continue; None to take any file.
+        cache: with the same layers, heads, formats, page_size, sink_len, recent_len and plan, and
+            with the same windows if the file has any.
+        path: of the file.
+        ids: new ids by saved ones; other sequences keep theirs.
+        model: the config, as a dict, of the model that continues; None to take any file.
 
     Returns:
         The ids, in the order in which they were saved.
@@ -302,35 +285,24 @@ def _exact_rows(cache: PagedKVCache, sequence: SavedSequence) -> torch.Tensor:
 
 def _check_cache(cache: PagedKVCache, manifest: SequencesManifest) -> None:
     """Raise unless the rows of a file can stand in a cache."""
-    split = cache.state.split
-    formats = tuple((rows.k_format, rows.v_format) for rows in cache.rows.layers)
-    each = {
-        "latent": (manifest.latent, isinstance(cache, LatentPagedKVCache)),
-        "num_kv_heads": (manifest.num_kv_heads, cache.num_kv_heads),
-        "page_size": (manifest.page_size, split.page_size),
-        "sink_len": (manifest.sink_len, cache.sink_len),
-        "recent_len": (manifest.recent_len, cache.recent_len),
-        "exact_format": (manifest.exact_format, cache.exact_format),
-        "layers": (len(manifest.formats), cache.num_layers),
-        "windows": (list(manifest.windows), cache.windows if manifest.windows else []),
-    }
-    for name, (saved, ours) in each.items():
-        if saved != ours:
+    ours = common_keys(SequencesManifest, cache, None, None)
+    names = "latent", "num_kv_heads", "sink_len", "recent_len", "exact_format"
+    each = {name: (getattr(manifest, name), ours[name]) for name in names}
+    each["page_size"] = manifest.page_size, cache.state.split.page_size
+    each["num_layers"] = len(manifest.formats), cache.num_layers
+    each["windows"] = list(manifest.windows), cache.windows if manifest.windows else []
+    for i, (pair, rows) in enumerate(zip(manifest.formats, cache.rows.layers, strict=False)):
+        both = pair, (rows.k_format, rows.v_format)
+        saved, own = (" and ".join(map(str, formats)) for formats in both)
+        each[f"layer {i}"] = saved, own
+    for name, (saved, own) in each.items():
+        if saved != own:
             raise CheckpointError(
-                f"{name} is {saved} in the file and {ours} in the cache: make a cache like the one "
+                f"{name} is {saved} in the file and {own} in the cache: make a cache like the one "
                 "that was saved"
             )
     how = f"make the cache with {type(cache).__name__}.from_plan and the plan of the rows"
     manifest.check_bases(cache.bases, how)
-    for layer, (saved_formats, ours_formats) in enumerate(
-        zip(manifest.formats, formats, strict=True)
-    ):
-        if saved_formats != ours_formats:
-            saved, ours = (" and ".join(map(str, pair)) for pair in (saved_formats, ours_formats))
-            raise CheckpointError(
-                f"the formats of layer {layer} are {saved} in the file and {ours} in the cache: "
-                "make a cache like the one that was saved"
-            )
     longest = max(sequence.length for sequence in manifest.sequences)
     if longest > cache.max_seq_len:
         raise CheckpointError(

@@ -339,7 +339,7 @@ BAD = [  # the command, and the error
     (f"calibrate {{model}} --text {{prompt}} --max-kl nan {OUT}", "nan is not a finite number"),
     (f"calibrate {{model}} --text {{prompt}} --budget -1 {OUT}", "-1.0 is not in the range x>0"),
     (f"{TAKE} -o {{tmp}}/nope/x.safetensors", "is not a folder"),
-    ("inspect ''", "the name is empty"),
+    ("inspect ''", "File '' does not exist"),
     (f"{TAKE} -o ''", "the name is empty"),
     ("inspect {prompt}", "is no safetensors file"),
     ("inspect {raw}", "raw.safetensors"),
@@ -374,7 +374,7 @@ BAD = [  # the command, and the error
     ("calibrate {model} --text {prompt} --held {raw} -o {raw}", "raw.safetensors is read"),
     (f"calibrate {{model}} --text {{partial}} {OUT}", ".x.safetensors.0.partial is read"),
     (f"{READ} --plan {{raw}} -o {{raw}}", "raw.safetensors is read"),
-    ("export {tmp}/c.safetensors --to bf16 --plan {raw} -o {raw}", "raw.safetensors is read"),
+    ("export {prompt} --to bf16 --plan {raw} -o {raw}", "raw.safetensors is read"),
     (
         f"{READ} -o {{model}}/model.safetensors",
         "model.safetensors is in {model}, which is read: write to another folder",
@@ -391,7 +391,10 @@ BAD = [  # the command, and the error
     ),
     ("demo --text {prompt} --json {prompt}", "name it NAME.json"),
     (f"{TAKE} -o {{tmp}}/full.safetensors", "full.safetensors cannot be written, it is a device"),
-    ("bench --json {tmp}/pipe.json", "pipe.json cannot be written, it is a pipe"),
+    (
+        "bench --json {tmp}/pipe.json",
+        "pipe.json cannot be written, it is a device, a pipe or the like",
+    ),
     (
         f"{READ} -o {{tmp}}/loop.safetensors",
         "loop.safetensors cannot be written: Too many levels of symbolic links",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from forged import forge
 from invariants import check_invariants
 from latent_pages import FORMATS, from_plan, make, new_rows
 from latent_plans import latent_plan
@@ -77,7 +75,7 @@ def test_a_file_fits_caches_of_its_kind_only(tmp_path: Path) -> None:
     for file, cache, message in (
         (path, make_plain(), "latent is True in the file and False in the cache"),
         (heads, make(), "latent is False in the file and True in the cache"),
-        (path, make(fmt="int8-g4"), "the formats of layer 0 are int8-g4 and int8-g8 in the file"),
+        (path, make(fmt="int8-g4"), "layer 0 is int8-g4 and int8-g8 in the file"),
         (path, make(page_size=32), "page_size is 16 in the file and 32"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -108,28 +106,6 @@ def test_files_remember_the_bases_of_a_plan(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             load_sequences(cache, path)
-
-
-Forgery = Callable[[dict[str, Any]], object]
-FORGERIES: dict[str, Forgery] = {
-    "latent rows have no windows": lambda top: top.update(windows=[8, 8]),
-    "latent rows are of one size, and of one KV head": lambda top: top.update(num_kv_heads=2),
-    "formats that no cache has: latent has 64 elements": lambda top: top["layers"][1]["k"].update(
-        head_dim=64
-    ),
-    "formats that no cache has: head_dim 32 is that of": lambda top: top.pop("latent"),
-}
-
-
-@pytest.mark.parametrize("message", FORGERIES)
-def test_a_forged_file_is_refused(message: str, tmp_path: Path) -> None:
-    path = save_sequences(filled().cache, ["a", 7], tmp_path / "saved.safetensors")
-    forge(path, lambda top, _: FORGERIES[message](top))
-    cache = make()
-    with pytest.raises(CheckpointError) as caught:
-        load_sequences(cache, path)
-    assert message in str(caught.value)
-    assert cache.ids == []
 
 
 def test_inspect_says_what_the_parts_are(tmp_path: Path) -> None:

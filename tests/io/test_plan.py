@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -223,7 +222,6 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "met": (set_in("measured", "kl", value=0.02), "limit.met is True: the KL is 0.02"),
     "unknown": (set_in("measured", "kl", value=float("nan")), "limit.met is True: the KL is nan"),
     "alone": (set_in("sensitivity", 0, "layer", value=9), "layer 9 is named"),
-    "names": (set_in("sensitivity", 0, "v_format", value="int6"), "'int6' does not exist"),
     "number": (set_in("comparison", value=5), "comparison is 5: it must be array"),
     "null": (set_in("measured", "perplexity", value=None), "measured.perplexity is None"),
     "error": (set_in("measured", "kl_error", value="x"), "measured.kl_error is 'x'"),
@@ -278,26 +276,7 @@ def test_golden_files_still_load(path: Path) -> None:
     assert torch.equal(basis.k.offset, torch.arange(256)[None] / 64 - 2.0)
 
 
-def test_facts_are_sealed(path: Path) -> None:
-    """No byte of the header changes what a plan says."""
-    data = path.read_bytes()
-    expected = CachePlan.load(path).facts
-    end = 8 + int.from_bytes(data[:8], "little")
-    rng, taken = random.Random(0), 0
-    for place in [*range(9, 400, 3), *(rng.randrange(9, end) for _ in range(200))]:
-        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        try:
-            assert CachePlan.load(path).facts == expected
-            taken += 1
-        except CheckpointError:
-            pass
-    assert taken < 30  # some bytes are spaces
-    old, new = b'\\"basis\\":\\"hadamard\\"', b'\\"basis\\":\\"none\\"    '
-    assert data.count(old)
-    path.write_bytes(data.replace(old, new, 1))
-    with pytest.raises(CheckpointError, match="the manifest is damaged"):
-        CachePlan.load(path)
-    path.write_bytes(data)
+def test_tensors_that_are_not_sealed_are_refused(path: Path) -> None:
     forge(path, lambda facts, tensors: tensors.update(x=torch.zeros(1)))
     with pytest.raises(CheckpointError, match="'x' should not be there"):
         CachePlan.load(path)
@@ -362,7 +341,7 @@ def test_rows_of_one_basis_are_not_read_in_another(plan: CachePlan, tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"of another plan \(layer 1 differs\)"):
         load_cache(path, plan=CachePlan(plan.facts, tensors))
     save_cache(KVCache(3, 1, 2, 64, 8), plain)
-    with pytest.raises(CheckpointError, match="without a plan: take"):
+    with pytest.raises(CheckpointError, match="without a plan: use none"):
         load_cache(plain, plan=plan)
 
 

@@ -120,8 +120,8 @@ def test_a_file_is_of_one_model(tmp_path: Path) -> None:
         ({"sink_len": 4}, "sink_len is 3 in the file and 4"),
         ({"recent_len": 4}, "recent_len is 5 in the file and 4"),
         ({"exact_format": "fp16"}, "exact_format is bf16"),
-        ({"num_layers": 1}, "layers is 2 in the file and 1"),
-        ({"v_format": "int4"}, "formats of layer 0 are int4-g4 and int8 in the file and int4-g4"),
+        ({"num_layers": 1}, "num_layers is 2 in the file and 1"),
+        ({"v_format": "int4"}, "layer 0 is int4-g4 and int8 in the file and int4-g4 and int4"),
         ({"max_seq_len": 68}, "a sequence has 69 tokens, max_seq_len is 68"),
     ],
 )
@@ -285,79 +285,6 @@ def test_a_cache_of_the_other_kind_is_refused(tmp_path: Path) -> None:
         load_sequences(make(), tmp_path / "x.safetensors")
     with pytest.raises(FileNotFoundError):
         load_sequences(make(), tmp_path / "y.safetensors")
-
-
-def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
-    path = save_sequences(filled().cache, ["a", 7], tmp_path / "saved.safetensors")
-    data = bytearray(path.read_bytes())
-    draw = torch.Generator().manual_seed(0)
-    for place in [*range(0, 16, 3), *torch.randint(len(data), (30,), generator=draw).tolist()]:
-        damaged = data.copy()
-        damaged[place] ^= 0x10
-        path.write_bytes(damaged)
-        cache = make()
-        with pytest.raises(CheckpointError):
-            load_sequences(cache, path)
-        assert (cache.ids, cache.num_free_pages) == ([], 12)
-    path.write_bytes(data[:-1])
-    with pytest.raises(CheckpointError):
-        load_sequences(make(), path)
-
-
-Change = Callable[[dict[str, Any]], object]
-
-
-def _sequence(**changes: Any) -> Change:
-    return lambda top: top["sequences"][0].update(changes)
-
-
-FORGERIES: dict[str, Change] = {
-    "has no format of kvquant, but 'x'": lambda top: top.update(format="x"),
-    "this is a kvquant cache: load_cache": lambda top: top.update(format="kvquant.cache"),
-    "the file has version 2, this kvquant reads 1": lambda top: top.update(version=2),
-    "cannot share page 0": _sequence(namespace="x"),
-    "sequences[0].namespace is 3: it must be str | null, got int": _sequence(namespace=3),
-    "another key or lacks one: object contains unknown field x": lambda top: top.update(x=1),
-    "transforms[0] is 1": lambda top: top.update(transforms=[1]),
-    "1 transforms for 2 layers": lambda top: top.update(transforms=[dict.fromkeys("kv", "0" * 64)]),
-    "page_size is 17": lambda top: top.update(page_size=17),
-    "num_kv_heads is 0": lambda top: top.update(num_kv_heads=0),
-    "exact_format is 'x'": lambda top: top.update(exact_format="x"),
-    "layers is 3: it must be array, got int": lambda top: top.update(layers=3),
-    "sequences is []: it must be array of length >= 1": lambda top: top.update(sequences=[]),
-    "layers[0].k": lambda top: top["layers"][0]["k"].update(format="int6"),
-    "two sequences have one id": _sequence(id="b"),
-    "sequences[0].id is 1.5": _sequence(id=1.5),
-    "sequences[0].length is -1": _sequence(length=-1),
-    "length 9, packed_len 52": _sequence(length=9, tokens=[]),
-    "packed_len 40": _sequence(packed_len=40),
-    "3 pages and 60 tokens do not fit": _sequence(pages=[0, 1, 2]),
-    "4 pages and 61 tokens do not fit": _sequence(tokens=list(range(61))),
-    "sequences[0].tokens[0] is 0.5: it must be int, got float": _sequence(tokens=[0.5]),
-    "sequences[1] cannot share page 0": _sequence(tokens=[1, *range(1, 60)]),
-    "sequences[1] cannot share page 1": _sequence(tokens=[*range(30), 0]),
-    "sequences[1] cannot share page 2": _sequence(pages=[0, 5, 2, 3]),
-    "sequences[0] cannot share page 0": _sequence(pages=[0, 1, 2, 0]),
-    "not counted from 0 without gaps": _sequence(pages=[0, 1, 2, 9]),
-    "should not be there": lambda top: top["sha256"].popitem(),
-    "must be 64 hexadecimal digits": lambda top: top["sha256"].update({"layers.0.k_pages": "x"}),
-    "tensor 'layers.0.k_pages' is damaged": lambda top: top["sha256"].update(
-        {"layers.0.k_pages": "0" * 64}
-    ),
-    "model is 3": lambda top: top.update(model=3),
-}
-
-
-@pytest.mark.parametrize("message", FORGERIES)
-def test_a_forged_manifest_is_refused(message: str, tmp_path: Path) -> None:
-    path = save_sequences(filled().cache, ["a", "b"], tmp_path / "saved.safetensors")
-    forge(path, lambda top, _: FORGERIES[message](top), digests=False)
-    cache = make()
-    with pytest.raises(CheckpointError) as caught:
-        load_sequences(cache, path)
-    assert message in str(caught.value)
-    assert str(caught.value).startswith(str(path))
-    assert (cache.ids, cache.num_free_pages) == ([], 12)
 
 
 def test_tensors_that_do_not_belong_are_refused(tmp_path: Path) -> None:

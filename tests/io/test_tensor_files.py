@@ -209,6 +209,28 @@ def test_what_was_loaded_stays(tmp_path: Path, kind: Kind, how: str) -> None:
         kind.load(path)
 
 
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"raw"}))  # which has no checksums
+def test_every_damaged_byte_is_found(tmp_path: Path, name: str) -> None:
+    kind, path, rng, taken = KINDS[name], tmp_path / "x.safetensors", random.Random(0), 0
+    kind.save(0, path)
+    data, expected = path.read_bytes(), kind.shown(kind.load(path))
+    end = 8 + int.from_bytes(data[:8], "little")
+    places = [*range(0, 400, 9), *(rng.randrange(end) for _ in range(60))]
+    places += [rng.randrange(end, len(data)) for _ in range(30)]
+    for damaged in (
+        *(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :] for at in places),
+        *(data[:size] for size in (0, 3, 8, 100, end, -1)),
+        data + b"\0",
+    ):
+        path.write_bytes(damaged)
+        try:
+            assert kind.shown(kind.load(path)) == expected
+            taken += 1
+        except CheckpointError as error:
+            assert str(error).startswith(str(path))
+    assert taken < 10  # some bytes are spaces
+
+
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_file_is_one_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind

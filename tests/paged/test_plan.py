@@ -204,7 +204,7 @@ def elsewhere(plan: CachePlan) -> CachePlan:
     "saved, ours, message",
     [
         (make_paged, plain_like, "stored in the bases of a plan: make the cache with PagedKVCache"),
-        (plain_like, make_paged, "stored without a plan: take a cache without one"),
+        (plain_like, make_paged, "stored without a plan: use none"),
         (
             lambda plan: make_paged(elsewhere(plan)),
             make_paged,
