@@ -171,11 +171,7 @@ def load_cache(
 
 
 def common_lens(cache: KVCache, then: str) -> torch.Tensor:
-    """Tokens of each sequence, [batch] on the CPU, which all layers hold; `then` is what follows.
-
-    Raises:
-        ShapeError: the layers hold different numbers of tokens.
-    """
+    """Tokens of each sequence, [batch] on the CPU; ShapeError if layers differ."""
     seq_lens = cache.seq_lens.cpu()
     for i, layer in enumerate(cache.layers):
         if not layer.seq_lens.cpu().equal(seq_lens):
@@ -189,12 +185,7 @@ def common_lens(cache: KVCache, then: str) -> torch.Tensor:
 def _manifest_of(
     cache: KVCache, model: Mapping[str, Any] | None, creation: Mapping[str, Any] | None
 ) -> CacheManifest:
-    """Describe a cache.
-
-    Raises:
-        ShapeError: the layers hold different numbers of tokens.
-        ConfigError: model or creation is not plain data.
-    """
+    """Describe a cache; errors as of save_cache."""
     lens = tuple(common_lens(cache, "save").tolist())
     starts = tuple(cache.start_positions.tolist())
     return CacheManifest(
@@ -258,11 +249,7 @@ def _check_room(manifest: CacheManifest, max_seq_len: int) -> None:
 def empty_cache(
     manifest: CacheManifest, max_seq_len: int, device: Devices, plan: CachePlan | None = None
 ) -> KVCache:
-    """A cache without tokens, of the kind, the sizes and the formats of a manifest.
-
-    Raises:
-        CheckpointError: there is not enough memory.
-    """
+    """A cache without tokens of a manifest; CheckpointError without enough memory."""
     options: dict[str, Any] = {
         "sink_len": manifest.sink_len,
         "recent_len": manifest.recent_len,
@@ -279,9 +266,9 @@ def empty_cache(
             dims = {"latent_dim": k_formats[0].head_dim, "rope_dim": v_formats[0].head_dim}
             fmt = [LatentFormat(*pair) for pair in manifest.formats]
             return LatentKVCache(num_layers, batch, max_seq_len, fmt=fmt, **dims, **options)
+        options |= {"k_format": k_formats, "v_format": v_formats}
         options["windows"] = [entry.window for entry in manifest.layers]
-        formats = {"k_format": k_formats, "v_format": v_formats}
-        return KVCache(num_layers, batch, *sizes, **formats, **options)
+        return KVCache(num_layers, batch, *sizes, **options)
     except ConfigError as error:
         raise CheckpointError(
             f"{error}; max_seq_len {max(manifest.seq_lens)} or more is possible"

@@ -84,18 +84,10 @@ class RawFile(SafetensorsFile):
         k_shapes, v_shapes: of each layer [batch, num_kv_heads, tokens, head_dim].
         dtype: of the first layer's K.
         seq_lens: [batch] int32, tokens in use.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: it is damaged, or its tensors are not those that are asked for.
     """
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read K and V of a layer.
-
-        Raises:
-            CheckpointError: the file was written to since it was opened.
-        """
+        """Read K and V of a layer; CheckpointError if the file has changed since it was opened."""
         k, v = (self._read(f"layers.{layer}.{side}") for side in "kv")
         return k, v
 

@@ -107,11 +107,7 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
 
     @classmethod
     def read(cls, top: dict[str, Any]) -> Self:
-        """Read the JSON object of a manifest, and check every value.
-
-        Raises:
-            CheckpointError: save_cache or save_sequences does not write such a manifest.
-        """
+        """Read the JSON object of a manifest; CheckpointError unless all values are possible."""
         manifest = checked(top, cls, "the manifest")
         if manifest.transforms and len(manifest.transforms) != len(manifest.layers):
             raise CheckpointError(
@@ -162,11 +158,7 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
             raise CheckpointError(f"its rows are stored in the bases of another plan{where}: {how}")
 
     def check_model(self, model: Mapping[str, Any] | None) -> None:
-        """Raise CheckpointError unless the file belongs to a model, given by its config, or None.
-
-        Raises:
-            ConfigError: the config is no dict, or holds what JSON cannot.
-        """
+        """Raise CheckpointError unless the file belongs to the model of a config; None: to any."""
         if model is None:
             return
         if self.model is None:
@@ -196,11 +188,7 @@ def common_keys(
     model: Mapping[str, Any] | None,
     creation: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The keys that all manifests have, of a cache that is saved; all but the layers.
-
-    Raises:
-        ConfigError: model or creation is not plain data.
-    """
+    """The keys of a cache's manifest that all manifests have, but for the layers."""
     return {
         "format": kind.FORMAT,
         "version": VERSION,

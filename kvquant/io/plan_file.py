@@ -145,11 +145,7 @@ def read_facts(file: SafetensorsFile) -> dict[str, Any]:
 
 
 def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Raise CheckpointError unless facts are those of a plan, and fit one another and tensors.
-
-    Returns:
-        Bits per element of the packed rows.
-    """
+    """Bits per element of the packed rows; CheckpointError unless facts fit tensors of shapes."""
     given = checked(dict(facts), _Facts, "the plan")
     layers, heads = len(given.layers), shapes.get("k.offset", (0, 0))[1:2]
     offsets = [shapes.get(f"{side}.offset", ()) for side in "kv"]
@@ -206,8 +202,7 @@ def check_pair(is_latent: bool, k: RowFormat, v: RowFormat) -> None:
 
 
 def check_values(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise CheckpointError unless the values of tensors are possible; facts and shapes have been
-    checked."""
+    """Raise CheckpointError unless the values of tensors are possible; facts are checked."""
     for name, tensor in tensors.items():
         if ".error." not in name and "_error" not in name and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"tensor {name!r:.80} has values that are not finite")

@@ -1,7 +1,7 @@
-"""Safetensors files: written tensor by tensor, read through one descriptor into memory of our own.
+"""Safetensors files: written tensor by tensor, read through one descriptor, never mapped.
 
-Nothing is mapped, and a file is opened once: what was read stays what it was, whatever becomes of
-the file, and header and tensors belong together when another file takes its place meanwhile.
+So tensors do not change with the file after they were read, and header and tensors belong together
+even if another file takes its place meanwhile.
 """
 
 from __future__ import annotations
@@ -59,13 +59,7 @@ _Size = Annotated[int, Meta(ge=0, le=INT64)]
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to be written without being held in memory as a whole.
-
-    Attributes:
-        dtype: of the tensor.
-        shape: of the tensor.
-        chunks: makes the iterator over its bytes in order, as tensors of any shape and device.
-    """
+    """A tensor to write; chunks gives its bytes in order, as tensors of any shape and device."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -128,12 +122,7 @@ def check_name(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def naming(path: Path, kinds: tuple[type[Exception], ...] = (CheckpointError,)) -> Iterator[None]:
-    """Let a CheckpointError begin with the name of its file.
-
-    Args:
-        path: of the file.
-        kinds: errors that become a CheckpointError: they are about what the file holds.
-    """
+    """Make errors of these kinds a CheckpointError that begins with the name of the file."""
     try:
         yield
     except kinds as error:
@@ -207,8 +196,8 @@ class SafetensorsFile:
         """The manifest of a file of one of these KINDS, without the checksums.
 
         Raises:
-            CheckpointError: the file is of another kind or version, its manifest is damaged, or
-                has no checksums of exactly the file's tensors.
+            CheckpointError: the file is of another kind or version, or its manifest is damaged or
+                is not of exactly the file's tensors.
         """
         top = unsealed(self.metadata, *kinds)
         self.digests = checked(top.pop("sha256", None), dict[str, Digest], "sha256")

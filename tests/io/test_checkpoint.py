@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from forged import forge, manifest_of, write
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kvquant import KVCache, LatentKVCache, PagedKVCache, RowFormat
@@ -261,13 +260,6 @@ def test_files_of_before_the_first_release_are_refused(
     assert str(caught.value).startswith(str(path))
 
 
-def test_saving_replaces_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "c.safetensors"
-    for cache in (make_cache(0), make_cache(1)):
-        assert save_cache(cache, path) == path and list(tmp_path.iterdir()) == [path]
-        assert contents(load_cache(path)) == contents(cache)
-
-
 def test_layers_in_the_middle_of_a_step_are_not_saved(tmp_path: Path) -> None:
     cache = make_cache()
     x = torch.randn(2, 2, 1, 64)
@@ -464,11 +456,6 @@ def test_fp8_codes_that_are_nan_are_refused_when_saving(tmp_path: Path) -> None:
 def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_cache(tmp_path / "c.safetensors")
-    with pytest.raises(CheckpointError, match="not a file"):
-        load_cache(tmp_path)
-    (tmp_path / "text").write_text("hello, world; this is not a cache at all")
-    with pytest.raises(CheckpointError, match="no safetensors file"):
-        load_cache(tmp_path / "text")
     save_file({"layers.0.k": torch.zeros(1, 1, 1, 64)}, tmp_path / "raw")
     with pytest.raises(CheckpointError, match="quantize --from"):
         load_cache(tmp_path / "raw")
@@ -483,23 +470,7 @@ def test_room_beyond_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("kvquant.cache.memory.available_memory", lambda: None)  # it cannot be told
     monkeypatch.setattr(torch, "zeros", fail)
-    with pytest.raises(CheckpointError, match=r"GiB, more than there is: pass a smaller"):
+    with pytest.raises(CheckpointError, match=r"GiB, more than there is: use a smaller"):
         load_cache(path, max_seq_len=2**31 - 1)
     with pytest.raises(ConfigError, match="use a whole number from 0 to 2147483647"):
         load_cache(path, max_seq_len=2**31)
-
-
-def test_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "c.safetensors"
-    for change, message in (("drop", "k_sinks' is missing"), ("add", "x' should not be there")):
-        save_cache(make_cache(), path)
-        tensors = load_file(path)
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        if change == "drop":
-            del tensors["layers.0.k_sinks"]
-        else:
-            tensors["x"] = torch.zeros(1)
-        save_file(tensors, path, metadata)
-        with pytest.raises(CheckpointError, match=message):
-            load_cache(path)

@@ -131,7 +131,8 @@ def test_forged_caches_are_refused(case: Refused, tmp_path: Path) -> None:
     options: dict[str, Any] = {"k_format": "int4-g4", "v_format": "int4-g4", "sink_len": 2}
     cache = KVCache(2, 2, 2, 64, 40, recent_len=6, **options)
     for layer in range(2):
-        cache.append(layer, *torch.randn(2, 2, 2, 23, 64), [23, 9])
+        k, v = torch.randn(2, 2, 2, 23, 64)
+        cache.append(layer, k, v, [23, 9])
     refuse(save_cache(cache, tmp_path / "x.safetensors"), case, load_cache)
 
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 from forged import forge
 from invariants import check_invariants
-from paged_cases import LAYERS, begin, extend, make, new_rows, same, seen, values
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from paged_cases import begin, extend, make, new_rows, same, seen, values
+from safetensors.torch import load_file
 
-from kvquant import KVCache, save_cache
 from kvquant.errors import CheckpointError, ConfigError, OutOfPagesError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.io.tensor_files import SafetensorsFile
@@ -274,32 +272,3 @@ def test_a_file_that_is_overwritten_while_it_is_loaded_changes_nothing(
         assert (batch.cache.ids, batch.cache.num_free_pages) == (["c"], 10)
         check_invariants(batch.cache)
         assert batch.cache.match_prefix(range(60)) == batch.cache.match_prefix(range(30))
-
-
-def test_a_cache_of_the_other_kind_is_refused(tmp_path: Path) -> None:
-    cache = KVCache(LAYERS, 1, 2, 64, 20)
-    cache.append(0, *torch.randn(2, 1, 2, 3, 64))
-    cache.append(1, *torch.randn(2, 1, 2, 3, 64))
-    save_cache(cache, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="load_cache reads it"):
-        load_sequences(make(), tmp_path / "x.safetensors")
-    with pytest.raises(FileNotFoundError):
-        load_sequences(make(), tmp_path / "y.safetensors")
-
-
-def test_tensors_that_do_not_belong_are_refused(tmp_path: Path) -> None:
-    path = save_sequences(filled().cache, ["a"], tmp_path / "saved.safetensors")
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
-    for change, message in (
-        ({"x": torch.zeros(1)}, "'x' should not be there"),
-        ({"layers.0.k_pages": tensors["layers.0.k_pages"][:1]}, "it must be torch.uint8"),
-    ):
-        save_file(tensors | change, path, metadata)
-        with pytest.raises(CheckpointError, match=message):
-            load_sequences(make(), path)
-    del tensors["layers.1.v_exact"]
-    save_file(tensors, path, metadata)
-    with pytest.raises(CheckpointError, match=r"'layers.1.v_exact' is missing"):
-        load_sequences(make(), path)
