@@ -349,19 +349,23 @@ PAGED: Table = {
     "dequantized: no such sequence": Refused(lambda b: b.cache.dequantized("x", 0), ConfigError),
     "dequantized: no such layer": Refused(lambda b: b.cache.dequantized("a", 9), ConfigError),
     "dequantized: what is out": Refused(lambda b: b.cache.dequantized("out", 0), ConfigError),
-    "extend: no such sequence": Refused(lambda b: b.extend(["a", "x"]), ConfigError),
-    "extend: what is out": Refused(lambda b: b.extend(["a", "out"]), ConfigError),
-    "extend: twice": Refused(lambda b: b.extend(["a", "a"]), ConfigError),
-    "extend: no list of names": Refused(lambda b: b.extend("ab"), ConfigError),
-    "extend: a negative count": Refused(lambda b: b.extend(["a", "b"], [1, -1]), ShapeError),
-    "extend: no whole counts": Refused(lambda b: b.extend(["a"], [0.5]), ConfigError),
-    "extend: too few counts": Refused(lambda b: b.extend(["a", "b"], [1]), ShapeError),
-    "extend: more tokens than places": Refused(lambda b: b.extend(["a", "b"], 31), ShapeError),
-    "extend: more than a sequence": Refused(lambda b: b.extend(["b"], 58), ShapeError),
-    "extend: other numbers of tokens": Refused(
-        lambda b: b.extend(["a", "b"], 2, [1, 2, 3]), ShapeError
+    "extend: no such sequence": Refused(lambda b: b.extend(["a", "x"]).__enter__(), ConfigError),
+    "extend: what is out": Refused(lambda b: b.extend(["a", "out"]).__enter__(), ConfigError),
+    "extend: twice": Refused(lambda b: b.extend(["a", "a"]).__enter__(), ConfigError),
+    "extend: no list of names": Refused(lambda b: b.extend("ab").__enter__(), ConfigError),
+    "extend: a negative count": Refused(
+        lambda b: b.extend(["a", "b"], [1, -1]).__enter__(), ShapeError
     ),
-    "extend: no token ids": Refused(lambda b: b.extend(["a"], 1, [0.5]), ConfigError),
+    "extend: no whole counts": Refused(lambda b: b.extend(["a"], [0.5]).__enter__(), ConfigError),
+    "extend: too few counts": Refused(lambda b: b.extend(["a", "b"], [1]).__enter__(), ShapeError),
+    "extend: more tokens than places": Refused(
+        lambda b: b.extend(["a", "b"], 31).__enter__(), ShapeError
+    ),
+    "extend: more than a sequence": Refused(lambda b: b.extend(["b"], 58).__enter__(), ShapeError),
+    "extend: other numbers of tokens": Refused(
+        lambda b: b.extend(["a", "b"], 2, [1, 2, 3]).__enter__(), ShapeError
+    ),
+    "extend: no token ids": Refused(lambda b: b.extend(["a"], 1, [0.5]).__enter__(), ConfigError),
     "append: no step": Refused(lambda b: b.append(0, *new_tokens(b, 3)), ConfigError),
     "attend: no step": Refused(lambda b: attend(b), ConfigError),
     "step: no step": Refused(lambda b: step(b), ConfigError),
@@ -370,7 +374,9 @@ PAGED_FULL: Table = {
     "allocate: no slot": Refused(lambda b: b.cache.allocate("x"), OutOfPagesError),
     "fork: no slot": Refused(lambda b: b.cache.fork("a", "x"), OutOfPagesError),
     "swap_in: no slot": Refused(lambda b: b.cache.swap_in("out"), OutOfPagesError),
-    "extend: too few pages": Refused(lambda b: b.extend(["more 2", "more 1"], 30), OutOfPagesError),
+    "extend: too few pages": Refused(
+        lambda b: b.extend(["more 2", "more 1"], 30).__enter__(), OutOfPagesError
+    ),
 }
 
 
@@ -436,7 +442,7 @@ IN_STEP: Table = {
     "step: more queries than places": Refused(lambda b: step(b, 1, rows=4), ShapeError),
     "step: float64 queries": Refused(lambda b: step(b, 1, dtype=torch.float64), ConfigError),
     "step: whole numbers": Refused(lambda b: step(b, 1, dtype=torch.int32), ConfigError),
-    "extend: a step is open": Refused(lambda b: b.extend(["a"]), ConfigError),
+    "extend: a step is open": Refused(lambda b: b.extend(["a"]).__enter__(), ConfigError),
     "allocate: a step is open": Refused(lambda b: b.cache.allocate("x"), ConfigError),
     "fork: a step is open": Refused(lambda b: b.cache.fork("a", "x"), ConfigError),
     "truncate: a step is open": Refused(lambda b: b.cache.truncate("a", 3), ConfigError),

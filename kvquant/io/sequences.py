@@ -285,7 +285,7 @@ def _place(
     ids = [cache.checked_id(names.get(name, name)) for name in saved]
     if len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {shown(ids)}: give each sequence another one")
-    with cache.changing(*ids):
+    with cache.changing:
         _place_rows(cache, file, ids)
         cache.insert_prefixes(ids)
     return list(ids)

@@ -148,7 +148,7 @@ class PagePool:
         sequence = self._get(sequence_id)
         for at, (window, count) in enumerate(zip(self.windows, counts, strict=True)):
             first = sequence.dropped[at]
-            sequence.dropped[at] = max(first, count)  # first: an interrupt may follow
+            sequence.dropped[at] = max(first, count)
             for page in sequence.pages[first:count]:
                 window.leave(page, is_found=self._is_found(page))
 
@@ -206,14 +206,12 @@ class PagePool:
         self,
         sequence_ids: Sequence[SequenceId],
         counts: Sequence[int],
-        growth: Growth | None = None,
     ) -> Growth:
         """Make room for counts[i] tokens at the end of each sequence, or of none.
 
         Args:
             sequence_ids: the sequences.
             counts: new tokens of each.
-            growth: an empty one, to be filled; it knows every copy before a table has it.
 
         Returns:
             The pages taken, and the copies to make before the tokens are written.
@@ -225,7 +223,7 @@ class PagePool:
             names = ", ".join(map(repr, sequence_ids))
             needs = f"sequences {names:.200} need {needed} more pages for {sum(counts)} tokens"
             self._check_free(needs, [needed] * (1 + len(self.windows)), self.num_left(ends))
-        growth, size = growth or Growth([], []), self.page_size
+        growth, size = Growth([], []), self.page_size
         for place, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             pages = sequence.pages
             if count and sequence.length % size:
@@ -364,23 +362,6 @@ class PagePool:
         sequence.in_tree = min(sequence.in_tree, length // self.page_size)
         self._release(sequence, -(-length // self.page_size))
 
-    def take_back(
-        self, ids: Sequence[SequenceId], lengths: Sequence[int], copies: Iterable[tuple[int, int]]
-    ) -> None:
-        """Undo the last append: its sequences, their lengths before it, its copies."""
-        sources = {target: source for source, target in copies}
-        for sequence_id, length in zip(ids, lengths, strict=True):
-            self.truncate(sequence_id, length)
-            pages = self._get(sequence_id).pages
-            target = pages[-1] if pages else -1
-            if target in sources:
-                self._references[target], pages[-1] = 0, sources[target]
-                self._references[pages[-1]] += 1
-                self._free.append(target)
-                for window in self.windows:  # which see the source all the time
-                    window.leave(target, is_found=False)
-        self._sources = []
-
     def free(self, sequence_id: SequenceId) -> None:
         """End a sequence; its pages in the tree stay cached."""
         self._release(self._get(sequence_id), 0)
@@ -402,30 +383,12 @@ class PagePool:
         if not is_shared and not any(other.origin is origin for other in here):
             self.forget_origin(origin)
 
-    @property
-    def pages_in_tree(self) -> list[int]:
-        """Pages that can be found."""
-        return [page for page, node in enumerate(self._tree.node_of_page) if node is not None]
-
-    @property
-    def kept(self) -> list[int]:
-        """Places of roots where something is kept."""
-        roots = self._tree.roots.values()
-        return [root.place for root in roots if root.origin is not None]
-
-    def hide(self, pages: Iterable[int]) -> None:
-        """Let pages be found no longer, nor those that follow them.
-
-        Sequences that have them keep them. Publish must not be given their tokens from now on.
-        """
-        for page in pages:
-            self._drop(page)
+    def forget_all(self) -> None:
+        """Let nobody find a page, nor what is kept for a root; sequences keep their pages."""
+        self._uncache(range(self.num_pages))
+        self._tree = PrefixTree(*self._tree_sizes)
         for sequence in self._sequences.values():
-            while (
-                sequence.in_tree
-                and not self._tree.node_of_page[sequence.pages[sequence.in_tree - 1]]
-            ):
-                sequence.in_tree -= 1
+            sequence.in_tree, sequence.root = 0, None
 
     def forget_origin(self, origin: Origin) -> None:
         """Let what belongs to roots and came from there be kept for nobody."""
@@ -442,40 +405,6 @@ class PagePool:
     def origin(self, sequence_id: SequenceId) -> Origin:
         """Where what belongs to the root of a sequence came from."""
         return self._get(sequence_id).origin
-
-    def rebuild(
-        self,
-        lengths: Mapping[SequenceId, int],
-        renamed: Mapping[SequenceId, SequenceId],
-        copies: Iterable[tuple[int, int]],
-    ) -> None:
-        """Count pages anew, after a call that was interrupted; none is found by its tokens.
-
-        Args:
-            lengths: of the sequences that live on, not above those of their tables.
-            renamed: their ids by those that they may still have.
-            copies: of an append that has not been.
-        """
-        for old, new in renamed.items():
-            if old in self._sequences:
-                self._sequences[new] = self._sequences[old]
-                del self._sequences[old]
-        sources = {target: source for source, target in copies}
-        kept = {sequence_id: self._sequences[sequence_id] for sequence_id in lengths}
-        for sequence_id, sequence in kept.items():
-            sequence.length, sequence.in_tree, sequence.root = lengths[sequence_id], 0, None
-            sequence.room = 0  # others may have what was cut
-            pages = sequence.pages[: -(-sequence.length // self.page_size)]
-            sequence.pages = [*pages[:-1], *(sources.get(page, page) for page in pages[-1:])]
-            sequence.dropped = [min(first, len(sequence.pages)) for first in sequence.dropped]
-        self._sequences, self._sources = kept, []
-        uses = seen_by(sequence.pages for sequence in kept.values())
-        self._references = [uses[page] for page in range(self.num_pages)]
-        self._free = [page for page in reversed(range(self.num_pages)) if not uses[page]]
-        self._cached = OrderedDict()
-        self._tree = PrefixTree(*self._tree_sizes)
-        for window, seen in zip(self.windows, self._in_sight(), strict=True):
-            window.rebuild(seen)
 
     def _get(self, sequence_id: SequenceId) -> _Sequence:
         try:

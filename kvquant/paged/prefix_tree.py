@@ -59,21 +59,15 @@ class Origin:
 
     Attributes:
         forgotten: whether they are not to be kept for others.
-        source: where the first of them may have come from, if others were written after a fork.
         namespace: of the sequences; only those of the same one may begin with their rows.
     """
 
     forgotten: bool = False
-    source: Origin | None = None
     namespace: str | None = None
 
     def renewed(self) -> Origin:
         """That of rows of which the last ones are written anew."""
-        return Origin(source=self.source or self, namespace=self.namespace)
-
-    def shares(self, other: Origin) -> bool:
-        """Whether rows of one may be those of another."""
-        return (self.source or self) is (other.source or other)
+        return Origin(namespace=self.namespace)
 
 
 @dataclass(eq=False, slots=True)

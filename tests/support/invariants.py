@@ -111,7 +111,8 @@ def check_state(state: PagedState) -> None:
         seq_slots == list(range(len(state.lengths))),
         "a sequence slot is free and taken, or neither",
     )
-    for sequence_id, seq_slot in state._seq_slots.items():
+    for sequence_id in state.live_ids:
+        seq_slot = state._seq_slots[sequence_id]
         length, packed = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         most = max(length - state.split.sink_len, 0)
         fits = max(most - state.split.recent_len, 0) <= packed <= most
