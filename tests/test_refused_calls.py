@@ -122,7 +122,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
 def bad_steps(*, rank: bool = False) -> Table:
     """What step of keys and values refuses."""
     q, k = torch.ones(BATCH, Q_HEADS, DIM), rows(1)
-    window, short = AttentionVariant(window=3), torch.ones(BATCH, 2)
+    window = AttentionVariant(window=3)
     table: dict[str, tuple[tuple[Any, ...], dict[str, Any], Any]] = {
         "no such layer": ((9, q, k, k), {}, ConfigError),
         "other query heads": ((0, torch.ones(BATCH, 3, DIM), k, k), {}, ShapeError),
@@ -131,7 +131,6 @@ def bad_steps(*, rank: bool = False) -> Table:
         "float64 queries": ((0, q.double(), k, k), {}, ConfigError),
         "more tokens than queries": ((0, q, rows(2), rows(2)), {}, ShapeError),
         "NaN": ((0, q, k, bad(math.nan, BATCH, HEADS, 1, DIM)), {}, NonFiniteError),
-        "a short bias": ((0, q, k, k), {"variant": AttentionVariant(key_bias=short)}, KVQuantError),
         "sinks of other heads": (
             (0, q, k, k),
             {"variant": AttentionVariant(sink_logits=torch.ones(3))},
@@ -334,10 +333,6 @@ PAGED: Table = {
     "truncate: more than there is": Refused(lambda b: b.cache.truncate("a", 41), ShapeError),
     "truncate: no whole number": Refused(lambda b: b.cache.truncate("a", 0.5), ConfigError),
     "free: no such sequence": Refused(lambda b: b.cache.free("x"), ConfigError),
-    "free: no flag": Refused(lambda b: b.cache.free("a", forget=1), ConfigError),
-    "free, forget: no such sequence": Refused(
-        lambda b: b.cache.free("x", forget=True), ConfigError
-    ),
     "can_append: no such sequence": Refused(lambda b: b.cache.can_append(["x"]), ConfigError),
     "can_append: more than a sequence": Refused(
         lambda b: b.cache.can_append(["a"], 61), ShapeError
@@ -458,9 +453,6 @@ IN_STEP: Table = {
 IN_STEP_OF_HEADS: Table = {
     "attend: other query heads": Refused(lambda b: attend(b, heads=3), ShapeError),
     "step: other query heads": Refused(lambda b: step(b, 1, heads=3), ShapeError),
-    "step: a short bias": Refused(
-        lambda b: step(b, 1, variant=AttentionVariant(key_bias=torch.ones(2, 2))), KVQuantError
-    ),
     "step: sinks of other heads": Refused(
         lambda b: step(b, 1, variant=AttentionVariant(sink_logits=torch.ones(3))), KVQuantError
     ),
@@ -584,10 +576,7 @@ OF_MODEL: Table = {
     "generate: no tokens": Refused(writes(0), ConfigError),
     "generate: more than there is room": Refused(writes(25), ShapeError),
     "generate: an end beyond the vocabulary": Refused(writes(eos_token_id=256), ConfigError),
-    "generate: no temperature": Refused(writes(temperature=0), ConfigError),
-    "generate: top_k without temperature": Refused(writes(top_k=3), ConfigError),
-    "generate: too large a seed": Refused(writes(temperature=1.0, seed=2**40), ConfigError),
-    "generate: no function": Refused(writes(on_tokens=1), ConfigError),
+    "generate: no function": Refused(writes(choose=1), ConfigError),
 }
 OF_TRANSFORMERS: Table = {
     "crop: no negative number": Refused(lambda of: of.cache.crop(1), ConfigError),

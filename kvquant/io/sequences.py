@@ -66,7 +66,6 @@ from ..errors import CheckpointError, ConfigError, shown
 from ..paged.cache import PagedKVCache
 from ..paged.latent import LatentPagedKVCache
 from ..paged.pool import SequenceId
-from ..paged.prefix_tree import Origin
 from ..paged.state import listed
 from ..rows.arguments import check_kind
 from ..rows.basis import fingerprints
@@ -215,7 +214,7 @@ def _manifest_of(
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         numbers = tuple(number[page] for page in table)
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
-        namespace = state.pool.origin(sequence_id).namespace
+        namespace = state.pool.namespace(sequence_id)
         sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens, namespace))
     latent, windows = isinstance(cache, LatentPagedKVCache), tuple(cache.windows)
     count = sum(len(sequence.pages) + len(sequence.tokens) for sequence in sequences)
@@ -303,7 +302,7 @@ def _place_rows(
             [sequence.packed_len for sequence in sequences],
             [sequence.pages for sequence in sequences],
             [sequence.tokens for sequence in sequences],
-            [Origin(namespace=sequence.namespace) for sequence in sequences],
+            [sequence.namespace for sequence in sequences],
             dropped=[
                 [window.first_seen(sequence.packed_len) for window in cache.state.pool.windows]
                 for sequence in sequences

@@ -31,7 +31,7 @@ from ..rows.quantize import check_dtype
 from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
 from .pool import SequenceId
-from .prefix_tree import Origin, whole_number
+from .prefix_tree import whole_number
 from .state import (
     PagedState,
     Step,
@@ -460,7 +460,11 @@ class PagedKVCache(NotCopied):
 
     def namespace(self, sequence_id: SequenceId) -> str | None:
         """The namespace of a sequence, swapped out or not; None if it has none."""
-        return self._known(sequence_id)[1].namespace
+        swapped = self.swap_space.find(sequence_id)
+        if swapped is not None:
+            return swapped.namespace
+        self.state.seq_slot(sequence_id)
+        return self.state.pool.namespace(sequence_id)
 
     def match_prefix(self, tokens: Sequence[int], *, namespace: str | None = None) -> int:
         """How many of the tokens allocate would find present in a namespace."""
@@ -572,47 +576,33 @@ class PagedKVCache(NotCopied):
             self.rows.copy_originals(tokens, back=True)
             self.state.unpack(sequence_id, tokens)
 
-    def free(self, sequence_id: SequenceId, *, forget: bool = False) -> None:
+    def free(self, sequence_id: SequenceId) -> None:
         """End a sequence, swapped out, failed or neither; others find its full pages until the
         pages are needed.
-
-        With forget no later sequence finds what it had: its pages and its sinks, but for those
-        that other sequences have too.
 
         Raises:
             ConfigError: there is no such sequence.
         """
-        check_flag("forget", forget)
         self._check_closed()
         self.state.failed = {other for other in self.state.failed if other != sequence_id}
-        if not forget:
-            self._end(sequence_id)
-            return
-        self.finish_swaps()
-        tokens, origin = self._known(sequence_id)
-        tokens = list(tokens)
-        self._end(sequence_id)
-        others = (swapped.origin for swapped in self.swap_space.swapped.values())
-        with self.changing:
-            self.state.pool.forget(tokens, origin, is_shared=origin in others)
-            self.insert_prefixes(  # the sinks of other sequences, in place of its own
-                [i for i in self.state.live_ids if not self.swap_space.is_arriving(i)]
-            )
-
-    def _end(self, sequence_id: SequenceId) -> None:
         if self.swap_space.find(sequence_id) is not None:
             del self.swap_space.swapped[sequence_id]
-        else:
-            self.prepare([sequence_id])
-            with self.changing:
-                self.state.free(sequence_id)
+            return
+        self.prepare([sequence_id])
+        with self.changing:
+            self.state.free(sequence_id)
 
-    def _known(self, sequence_id: SequenceId) -> tuple[list[int], Origin]:
-        """The known tokens of a sequence, and where its sinks came from."""
-        swapped = self.swap_space.find(sequence_id)
-        if swapped is not None:
-            return swapped.tokens, swapped.origin
-        return self.state.tokens(sequence_id), self.state.pool.origin(sequence_id)
+    def forget_prefixes(self) -> None:
+        """Let no sequence begin with rows that the cache holds now; sequences keep theirs.
+
+        Call it where the rows of tokens are no longer what the model would compute: after new
+        weights, say.
+        """
+        self._check_closed()
+        with self.changing:
+            self.state.forget_all()
+            for swapped in self.swap_space.swapped.values():
+                swapped.tokens.clear()
 
     def can_append(self, ids: Sequence[SequenceId], counts: int | Sequence[int] = 1) -> bool:
         """Whether there are pages for PagedBatch.extend with these sequences and counts.
@@ -760,8 +750,8 @@ class PagedKVCache(NotCopied):
         """Raise if rows were appended since the last check that decode to NaN, as KVCache.check.
 
         Reads the counter, so it waits for the GPU once, and sets it back. The outputs of sequences
-        that have such rows are NaN: free(id, forget=True) these. From now on no sequence begins
-        with rows that the cache holds at this time. Inside a step it raises, and does no more.
+        that have such rows are NaN: free these. No later sequence begins with them: what the cache
+        holds is forgotten (forget_prefixes). Inside a step check raises, and does no more.
 
         Raises:
             NonFiniteError: rows came with values that their formats cannot hold, in any layer.
@@ -769,12 +759,9 @@ class PagedKVCache(NotCopied):
         check_holds(self.device)
         counts = self.bad_rows.tolist()
         if any(counts) and self._step is None:
-            with self.changing:
-                self.state.forget_all()
-                for swapped in self.swap_space.swapped.values():
-                    swapped.tokens.clear()
-                self.bad_rows.zero_()
-        check_bad_rows(counts, "end the sequences whose outputs are NaN by free(id, forget=True)")
+            self.forget_prefixes()
+            self.bad_rows.zero_()
+        check_bad_rows(counts, "free the sequences whose outputs are NaN")
 
     def like(
         self, layers: Sequence[int], num_pages: int, max_num_seqs: int, device: torch.device | str

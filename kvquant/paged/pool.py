@@ -30,7 +30,6 @@ from typing import NamedTuple, TypeAlias
 
 from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
 from .prefix_tree import (
-    Origin,
     PrefixNode,
     PrefixRoot,
     PrefixTree,
@@ -78,7 +77,7 @@ class _Sequence:
     length: int
     in_tree: int
     root: PrefixRoot | None
-    origin: Origin
+    namespace: str | None
     dropped: list[int]
     room: int = 0
 
@@ -196,9 +195,7 @@ class PagePool:
             self._references[page] += 1
         for window, first in zip(self.windows, dropped, strict=True):
             window.see(pages[first:])
-        origin = root.origin if root is not None else None
-        origin = origin or Origin(namespace=namespace)
-        sequence = _Sequence(pages, length, len(pages), root, origin, dropped, promised)
+        sequence = _Sequence(pages, length, len(pages), root, namespace, dropped, promised)
         self._sequences[sequence_id] = sequence
         return Prefix(length, None if root is None else root.place)
 
@@ -258,16 +255,16 @@ class PagePool:
         if full > sequence.in_tree:
             self._insert_pages(sequence, tokens, full)
         root = sequence.root
-        if root is None or root.origin is not None or sequence.origin.forgotten:
+        if root is None or root.is_kept:
             return None
-        root.origin = sequence.origin
+        root.is_kept = True
         return root.place
 
     def lose(self, place: int) -> None:
         """Nothing is kept at the place of a root any more: under it no page is found."""
         for root in self._tree.roots.values():
             if root.place == place:
-                root.origin = None
+                root.is_kept = False
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
         """Begin a sequence with the tokens of another; they share all pages.
@@ -294,7 +291,7 @@ class PagePool:
         self,
         tables: Mapping[SequenceId, Sequence[int]],
         lengths: Sequence[int],
-        origins: Sequence[Origin] = (),
+        namespaces: Sequence[str | None] = (),
         dropped: Sequence[Sequence[int]] = (),
     ) -> list[int]:
         """Begin sequences that share pages with one another as they did in another pool.
@@ -302,8 +299,7 @@ class PagePool:
         Args:
             tables: by their ids, the pages that they had, numbered from 0 without gaps.
             lengths: tokens of each in its pages.
-            origins: where what belongs to their roots came from, and so their namespaces; of their
-                own, without a namespace, if empty.
+            namespaces: of the sequences; none if empty.
             dropped: of each, how many of its first pages it sees no more in each window; none if
                 empty.
 
@@ -334,14 +330,12 @@ class PagePool:
         for window, seen in zip(self.windows, in_sight, strict=True):
             for number, count in seen.items():
                 window.take(pages[number], count)
-        each = zip(
-            tables.items(), lengths, origins or [Origin() for _ in tables], firsts, strict=True
-        )
-        for (sequence_id, table), length, origin, first in each:
+        each = zip(tables.items(), lengths, namespaces or [None] * len(tables), firsts, strict=True)
+        for (sequence_id, table), length, namespace, first in each:
             own = [pages[number] for number in table]
             for page in own:
                 self._references[page] += 1
-            self._sequences[sequence_id] = _Sequence(own, length, 0, None, origin, first)
+            self._sequences[sequence_id] = _Sequence(own, length, 0, None, namespace, first)
         return pages
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
@@ -367,22 +361,6 @@ class PagePool:
         self._release(self._get(sequence_id), 0)
         del self._sequences[sequence_id]
 
-    def forget(self, tokens: Sequence[int], origin: Origin, *, is_shared: bool = False) -> None:
-        """Let nothing of a sequence that has ended be found, but for what others have too.
-
-        Args:
-            tokens: its first tokens, those of the root included, as far as they were known.
-            origin: of what belonged to its root.
-            is_shared: whether a sequence that is not here has that, too.
-        """
-        named = origin.namespace, tokens
-        for node in (*self._tree.cut(*named), *reversed(self._tree.way(*named))):
-            for page in [page for page in node.pages if page in self._cached]:
-                self._drop(page)
-        here = self._sequences.values()
-        if not is_shared and not any(other.origin is origin for other in here):
-            self.forget_origin(origin)
-
     def forget_all(self) -> None:
         """Let nobody find a page, nor what is kept for a root; sequences keep their pages."""
         self._uncache(range(self.num_pages))
@@ -390,21 +368,9 @@ class PagePool:
         for sequence in self._sequences.values():
             sequence.in_tree, sequence.root = 0, None
 
-    def forget_origin(self, origin: Origin) -> None:
-        """Let what belongs to roots and came from there be kept for nobody."""
-        origin.forgotten = self.root_len > 0
-        for root in self._tree.roots.values():
-            if origin.forgotten and root.origin is origin:
-                root.origin = None
-
-    def renew(self, sequence_id: SequenceId) -> None:
-        """What belongs to the root of a sequence is written anew, from some token on."""
-        sequence = self._get(sequence_id)
-        sequence.origin = sequence.origin.renewed()
-
-    def origin(self, sequence_id: SequenceId) -> Origin:
-        """Where what belongs to the root of a sequence came from."""
-        return self._get(sequence_id).origin
+    def namespace(self, sequence_id: SequenceId) -> str | None:
+        """The namespace of a sequence."""
+        return self._get(sequence_id).namespace
 
     def _get(self, sequence_id: SequenceId) -> _Sequence:
         try:
@@ -597,7 +563,7 @@ class PagePool:
         """Put the first `full` pages of a sequence into the tree, if there is a root for it."""
         size, first = self.page_size, self.root_len
         if sequence.root is None:
-            key = self._tree.root_key(sequence.origin.namespace, tokens)
+            key = self._tree.root_key(sequence.namespace, tokens)
             sequence.root = self._tree.acquire(key)
             if sequence.root is None:
                 sequence.root, reclaimed = self._tree.add_root(key)

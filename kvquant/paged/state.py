@@ -16,7 +16,7 @@ from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
 from ..rows.arguments import check_kind, is_whole
 from ..rows.slots import Ints, Split, TokenSlots, token_slots
 from .pool import PagePool, SequenceId
-from .prefix_tree import Origin, token_ids, whole_number
+from .prefix_tree import token_ids, whole_number
 from .window_pages import WindowPages, held_pages
 
 MAX_ID_BITS = 1024  # of an id that is a number
@@ -152,11 +152,6 @@ class PagedState(NotCopied):
         return list(self._seq_slots)
 
     @property
-    def live_ids(self) -> list[SequenceId]:
-        """The sequences that have not failed."""
-        return [i for i in self._seq_slots if i not in self.failed]
-
-    @property
     def num_free_seq_slots(self) -> int:
         """Sequences that can be begun."""
         return len(self._free_seq_slots)
@@ -230,7 +225,7 @@ class PagedState(NotCopied):
         packed_lens: Sequence[int],
         tables: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
-        origins: Sequence[Origin] = (),
+        namespaces: Sequence[str | None] = (),
         dropped: Sequence[Sequence[int]] = (),
     ) -> list[int]:
         """Begin sequences as they were in another cache; see PagePool.place.
@@ -239,7 +234,7 @@ class PagedState(NotCopied):
         """
         self._check_seq_slots(ids)
         by_id = dict(zip(ids, tables, strict=True))
-        pages = self.pool.place(by_id, packed_lens, origins, dropped)
+        pages = self.pool.place(by_id, packed_lens, namespaces, dropped)
         each = zip(ids, lengths, packed_lens, tokens, strict=True)
         for sequence_id, length, packed, known in each:
             self._assign_slot(sequence_id, length, packed, list(known))
@@ -364,8 +359,6 @@ class PagedState(NotCopied):
         self.lengths[seq_slots] += new
         self.packed_lens[seq_slots] = self.split.packed_lens(lengths + new, packed_lens)
         leaving = self._let_leave(seq_slots, lengths, packed_lens, new)
-        for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
-            self.pool.renew(ids[i])  # its sinks are its own, from here on at the least
         if known is not None:
             self._learn(seq_slots.tolist(), lengths.tolist(), new.tolist(), known)
         slots = token_slots(self.split, seq_slots, lengths, packed_lens, new, self.tables)

@@ -22,7 +22,6 @@ from ..cache.copying import NotCopied
 from ..cache.row_stacks import to_device
 from ..errors import ConfigError, OutOfPagesError, shown
 from .pool import SequenceId
-from .prefix_tree import Origin
 from .state import PagedState
 from .storage import PagedRows, stacks_of
 
@@ -34,7 +33,7 @@ class Swapped:
     Attributes:
         length, packed_len: its tokens, and how many of them are packed.
         tokens: its first tokens, as far as they are known.
-        origin: where its sinks came from.
+        namespace: of the sequence.
         dropped: in each window, how many of its first pages it sees no more.
         pages: of each group, for every stack the pages that it sees, [layers, pages, num_kv_heads,
             page_size, row_bytes].
@@ -45,7 +44,7 @@ class Swapped:
     length: int
     packed_len: int
     tokens: list[int]
-    origin: Origin
+    namespace: str | None
     dropped: list[int]
     pages: list[list[torch.Tensor]]
     exact: list[torch.Tensor]
@@ -93,10 +92,6 @@ class SwapSpace(NotCopied):
         except TypeError:  # what cannot be hashed is no id
             return None
 
-    def is_arriving(self, sequence_id: SequenceId) -> bool:
-        """Whether a sequence was brought back and nothing has touched it since."""
-        return sequence_id in self._arriving
-
     def check_here(self, ids: Iterable[SequenceId]) -> None:
         """Raise ConfigError unless sequences live and are not swapped out."""
         for sequence_id in ids:
@@ -124,7 +119,7 @@ class SwapSpace(NotCopied):
         tables = [state.places(group, table[first:]) for group, first in firsts]
         pages, exact, done = self.copy_out(tables, seq_slot)
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
-        known = state.tokens(sequence_id), state.pool.origin(sequence_id)
+        known = state.tokens(sequence_id), state.pool.namespace(sequence_id)
         swapped = Swapped(*lens, *known, dropped, pages, exact, done)
         state.rename(sequence_id, swapped)
         self.swapped[sequence_id] = swapped
@@ -149,7 +144,7 @@ class SwapSpace(NotCopied):
                     [swapped.packed_len],
                     [table],
                     [swapped.tokens],
-                    [swapped.origin],
+                    [swapped.namespace],
                     [swapped.dropped],
                 )
             with self._state.or_free([sequence_id]):

@@ -250,40 +250,6 @@ def test_lack_of_pages_or_seats_says_who_is_leaving(monkeypatch: pytest.MonkeyPa
     assert "finish_swaps" not in str(caught.value)
 
 
-@pytest.mark.parametrize("where", ["live", "leaving", "swapped out"])
-def test_a_bad_prefix_is_forgotten(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make()
-    batch = PagedBatch(cache, 4, 90)
-    rows = new_rows(60)
-    rows[0, 10] = torch.nan
-    cache.allocate("a")
-    extend(batch, ["a"], 60, range(60), rows)
-    begin(batch, "b", 60, [0, 1, 2, *range(50, 3, -1), *range(10)])  # the same sinks
-    if where != "live":
-        if where == "leaving":
-            monkeypatch.setattr(cache.swap_space, "_event", SlowEvent)
-        cache.swap_out("a")
-    cache.free("a", forget=True)
-    assert cache.match_prefix(range(60)) == 0
-    assert cache.match_prefix([0, 1, 2, *range(50, 3, -1), 0]) == SINKS + 2 * PAGE
-    check_invariants(cache)
-    begin(batch, "c", 60, range(60))
-    cache.free("c")
-    cache.allocate("d", range(60))
-    assert not cache.dequantized("d", 0)[0].isnan().any()
-
-
-def test_what_others_share_is_not_forgotten() -> None:
-    batch = filled()
-    cache = batch.cache
-    cache.free("a", forget=True)
-    assert cache.match_prefix(range(45)) == SINKS + 2 * PAGE
-    cache.free("b", forget=True)
-    cache.free("c", forget=True)
-    assert (cache.match_prefix(range(45)), cache.num_free_pages) == (0, 20)
-    check_invariants(cache)
-
-
 def test_a_prompt_attends_to_rows_that_were_present() -> None:
     batch = filled()
     cache = batch.cache

@@ -1,4 +1,4 @@
-"""Rows with NaN in a paged cache: after a check nobody begins with them; and what free forgets."""
+"""Rows with NaN in a paged cache: after a check nobody begins with them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_after_a_check_nobody_begins_with_nan(
     cache.check()
     check_invariants(cache)
     assert cache.match_prefix([*PROMPT, 0]) == 0
-    cache.free("bad", forget=True)
+    cache.free("bad")
     check_invariants(cache)
     assert_nobody_begins_with_nan(batch, PROMPT)
     if "fork" in others:
@@ -102,45 +102,30 @@ def test_a_sequence_with_nan_gives_nan_and_others_do_not() -> None:
     assert out.isnan().flatten(1).any(1).tolist() == [False, True, True, True]
 
 
-def test_sinks_of_another_sequence_are_kept_in_place_of_forgotten_ones() -> None:
-    """The prompts have their first tokens in common: their pages stand under one head."""
+def test_what_is_forgotten_is_found_again_once_it_is_written() -> None:
     batch = PagedBatch(make(num_pages=20), 4, 100)
     cache = batch.cache
-    other = [*PROMPT[:SINKS], *range(100, 160)]
-    fill(batch, "bad", PROMPT, 0)
-    fill(batch, "good", other)
-    assert has_nan(cache, "bad") and not has_nan(cache, "good")
-    cache.free("bad", forget=True)
-    present = cache.allocate("new", other)
-    assert present > 0
-    kept = zip(values(cache, "new"), values(cache, "good"), strict=True)
-    assert all(torch.equal(x, y[:, :present]) for x, y in kept)
-
-
-def test_sinks_that_are_forgotten_are_kept_anew_by_the_next_sequence() -> None:
-    """Whatever they were: here numbers that another model gave, not NaN."""
-    batch = PagedBatch(make(num_pages=20), 4, 100)
-    cache = batch.cache
-    fill(batch, "bad", PROMPT)
-    cache.free("bad", forget=True)
-    assert fill(batch, "good", PROMPT) == 0
-    assert cache.allocate("new", PROMPT) == FULL
-    kept = zip(values(cache, "new"), values(cache, "good"), strict=True)
+    fill(batch, "a", PROMPT)
+    fill(batch, "b", PROMPT)
+    cache.swap_out("b")
+    before = values(cache, "a")
+    cache.forget_prefixes()
+    check_invariants(cache)
+    assert cache.match_prefix([*PROMPT, 0]) == 0
+    cache.swap_in("b")
+    extend(batch, ["a", "b"], 20, [*range(20)] * 2)  # fills a page, of tokens that are forgotten
+    assert cache.match_prefix([*PROMPT, *range(20), 0]) == 0
+    assert all(
+        torch.equal(x[:, :40], y[:, :40]) for x, y in zip(values(cache, "a"), before, strict=True)
+    )
+    assert fill(batch, "new", PROMPT) == 0
+    assert cache.allocate("heir", PROMPT) == FULL
+    kept = zip(values(cache, "heir"), values(cache, "new"), strict=True)
     assert all(torch.equal(x, y[:, :FULL]) for x, y in kept)
-
-
-def test_a_fork_that_wrote_its_own_sinks_has_its_own() -> None:
-    batch = PagedBatch(make(num_pages=20), 4, 100)
-    cache = batch.cache
-    cache.allocate("a")
-    extend(batch, ["a"], 1, [0])
-    cache.fork("a", "b")  # before the sinks are full
-    for name in "ab":
-        extend(batch, [name], LENGTH - 1, PROMPT[1:])
-    cache.free("a", forget=True)
-    assert cache.allocate("new", PROMPT) == FULL
-    kept = zip(values(cache, "new"), values(cache, "b"), strict=True)
-    assert all(torch.equal(x, y[:, :FULL]) for x, y in kept)
+    for name in ("a", "b", "new", "heir"):
+        cache.free(name)
+    check_invariants(cache)
+    assert cache.num_free_pages == 20
 
 
 @pytest.mark.parametrize("end", [FULL, SINKS + 18, SINKS, 0])
@@ -165,7 +150,7 @@ def test_inside_a_step_check_leaves_the_count_for_later() -> None:
             batch.append(layer, *rows)
         with pytest.raises(NonFiniteError):
             cache.check()
-    with pytest.raises(NonFiniteError, match=r"whose outputs are NaN by free\(id, forget=True\)"):
+    with pytest.raises(NonFiniteError, match="free the sequences whose outputs are NaN"):
         cache.check()
     cache.check()
 

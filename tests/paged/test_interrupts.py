@@ -88,7 +88,7 @@ CALLS: dict[str, tuple[Call, Call]] = {
     "allocate": (nothing, lambda batch, _: batch.cache.allocate("n", Z)),
     "fork": (nothing, lambda batch, _: batch.cache.fork("a", "n")),
     "free": (nothing, lambda batch, _: batch.cache.free("a")),
-    "forget": (nothing, lambda batch, _: batch.cache.free("a", forget=True)),
+    "forget": (nothing, lambda batch, _: batch.cache.forget_prefixes()),
     "truncate": (nothing, lambda batch, _: batch.cache.truncate("a", cut(batch))),
     "swap out": (nothing, lambda batch, _: batch.cache.swap_out("a")),
     "swap in": (swapped, lambda batch, _: batch.cache.swap_in("a")),

@@ -167,7 +167,7 @@ def test_rows_with_nan_count_in_either_part(fmt: str, device: str) -> None:
     cache.check()
     assert cache.match_prefix(range(40)) == 0
     for name in "bcd":
-        cache.free(name, forget=True)
+        cache.free(name)
     check_invariants(cache)
 
 

@@ -169,7 +169,9 @@ class LatentPages(RuleBasedStateMachine):
     def free(self, number: int, forget: bool) -> None:
         i = self.pick(number)
         for cache in self.caches:
-            cache.free(i, forget=forget)
+            cache.free(i)
+            if forget:
+                cache.forget_prefixes()
         del self.tokens[i]
 
     @precondition(lambda self: self.tokens)

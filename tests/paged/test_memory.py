@@ -81,11 +81,6 @@ CALLS: dict[str, tuple[Call, Call]] = {
     "fork": (lambda *_: None, lambda batch, _: batch.cache.fork("a", "new")),
     "truncate": (lambda *_: None, lambda batch, _: batch.cache.truncate("a", 30)),
     "free": (lambda *_: None, lambda batch, _: batch.cache.free("a")),
-    "forget": (lambda *_: None, lambda batch, _: batch.cache.free("a", forget=True)),
-    "forget one that is swapped out": (
-        lambda batch, _: batch.cache.swap_out("a"),
-        lambda batch, _: batch.cache.free("a", forget=True),
-    ),
     "swap out": (lambda *_: None, lambda batch, _: batch.cache.swap_out("a")),
     "swap in": (lambda *_: None, lambda batch, _: batch.cache.swap_in("gone")),
     "touch what came": (

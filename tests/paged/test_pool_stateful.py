@@ -173,15 +173,18 @@ class PoolMachine(RuleBasedStateMachine):
         if self.models:
             PoolMachine.operations += 1
             i = self.pick(number)
-            origin = self.pool.origin(i)
             self.pool.free(i)
             model = self.models.pop(i)
             known = model.tokens[: model.known]
             assert self.pool.match_prefix(known) == self.whole(model)
-            if number % 3 == 0:  # what others still have stays to be found
-                self.pool.forget(known, origin, is_shared=True)
-                used = self.used()
-                assert all(page in used for page in self.pool._match(known, origin.namespace))
+
+    @rule(number=numbers)
+    def forget(self, number: int) -> None:
+        if number % 3 == 0:
+            self.pool.forget_all()
+            for model in self.models.values():
+                assert not self.pool.match_prefix(model.tokens)
+                model.known = 0
 
     @invariant()
     def every_sequence_has_its_contents(self) -> None:

@@ -79,7 +79,7 @@ def play(folder: Path, in_bases: bool) -> list[torch.Tensor]:
     with pytest.raises(NonFiniteError, match="rows of K"):
         cache.check()
     cache.fork("bad", "too")
-    cache.free("bad", forget=True)
+    cache.free("bad")
     for at in (cache, other.cache):
         check_invariants(at)
     return [*found, cache.bad_rows]

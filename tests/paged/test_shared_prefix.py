@@ -25,7 +25,7 @@ from kvquant.paged.batch import PagedBatch
 from kvquant.paged.shared_prefix import find_prefix, pays, pays_of_latents
 from kvquant.rows.call import LatentCall
 
-POSITIONAL = ("window",), ("alibi_slopes",), ("key_bias",)
+POSITIONAL = ("window",), ("alibi_slopes",)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LIMITS = {"cpu": 1e-5, "cuda": 4e-3}  # of relative errors: queries and results of 32 and 16 bit
 
@@ -131,7 +131,7 @@ def test_variants_are_those_without_it(device: str) -> None:
     ids, q_len, heads = ["c", "z", "a", "b"], 4, 2 * HEADS
     q = torch.randn(len(ids), q_len, heads, DIM, device=device).bfloat16()
     for names in (("soft_cap", "sink_logits"), ("tree_mask", "score_offsets"), *POSITIONAL):
-        made: dict[str, Any] = variant_with(names, len(ids), q_len, heads, 100)._asdict()
+        made: dict[str, Any] = variant_with(names, len(ids), q_len, heads)._asdict()
         tensors = {name: x.to(device) for name, x in made.items() if isinstance(x, torch.Tensor)}
         options: dict[str, Any] = {"variant": AttentionVariant(**{**made, **tensors})}
         options["return_lse"] = True
