@@ -84,7 +84,7 @@ LATENTS = (
 DRAFTED = (2, 16), (4, 16), (2, 128)  # queries and heads, of 64 sequences of 8,192 tokens (MTP)
 LATENT_SCALE = 192**-0.5  # K before absorption has 128 + 64 elements
 QUERIES = (1, 2, 4, 8)
-VARIANTS = "soft_cap", "sink_logits", "alibi_slopes", "key_bias", "window"  # of one query
+VARIANTS = "soft_cap", "sink_logits", "alibi_slopes", "window"  # of one query
 TABLES = {
     "ragged": Table(FORMATS[:1], tuple(Shape(32, 8, ROOM, len(lens), lens) for lens in RAGGED)),
     "wide": Table(FORMATS[:1], tuple(Shape(q, 1, 8192, 64) for q in (8, 16, 32, 64, 71))),
@@ -446,8 +446,6 @@ def make_variant(
         value = random(heads) + math.log(case.seq_len)
     elif case.variant == "alibi_slopes":
         value = 2 ** (-8 / heads * torch.arange(1, heads + 1, dtype=torch.float32, device=device))
-    elif case.variant == "key_bias":
-        value = random(case.batch, case.seq_len)
     elif case.variant == "window":
         value = case.window
     else:  # a root, and all others are its children
@@ -485,11 +483,8 @@ def take_sequences(segment: Segment, first: int, count: int) -> Segment:
 
 def take_biases(variant: AttentionVariant, sequence: int) -> AttentionVariant:
     """A variant of one sequence of a batch."""
-    bias, tree = (
-        None if x is None else x[sequence : sequence + 1]
-        for x in (variant.key_bias, variant.tree_mask)
-    )
-    return variant._replace(key_bias=bias, tree_mask=tree)
+    tree = variant.tree_mask
+    return variant if tree is None else variant._replace(tree_mask=tree[sequence : sequence + 1])
 
 
 def _random_rows(

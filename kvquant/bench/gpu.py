@@ -233,8 +233,6 @@ def _mask(case: Case, variant: AttentionVariant | None, lens: torch.Tensor) -> t
     if variant.alibi_slopes is not None:
         bias = variant.alibi_slopes[:, None, None] * (places - longest + 1)
         return bias[None].to(case.dtype)
-    if variant.key_bias is not None:
-        return variant.key_bias[:, None, None].to(case.dtype)
     if case.q_len > 1:  # each sees the tokens up to its own
         seen = torch.ones(case.q_len, longest, dtype=torch.bool, device=lens.device)
         seen = seen.tril(longest - case.q_len).expand(len(lens), 1, -1, -1)

@@ -803,7 +803,7 @@ class PagedBatch(StepBatch):
         if not (is_plain and type(return_lse) is bool and self._takes(q)):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
-                check_variant(q, variant, q_indptr)
+                check_variant(q, variant)
         check_query_dtype(q)
         seen = self._seen_by(layer, q, q_indptr, variant, in_step=True)
         at = self.cache.rows.layers[layer]
@@ -813,7 +813,7 @@ class PagedBatch(StepBatch):
         if q_indptr is not None and debug.may_read(q_indptr):
             check_indptr_values(q, q_indptr, padded=True)
         if variant is not None and names_of(variant) and debug.may_read(q):
-            check_variant_values(q, seen[0].whole, seen[1], variant)
+            check_variant_values(q, seen[1], variant)
         basis, given = at.basis, None
         one_each = q.ndim == 3 and len(q) == len(k)
         if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
@@ -872,7 +872,7 @@ class PagedBatch(StepBatch):
                 window takes batch.q_indptr alone, or its first entries: what older queries would
                 see is gone.
             variant: see AttentionVariant. A layer's own window needs none. Shared prefixes are not
-                read once there, nor with a window, ALiBi or key_bias, which count each sequence's
+                read once there, nor with a window or ALiBi, which count each sequence's
                 own positions; with a soft cap, score offsets or a tree only where shared_prefix is
                 True.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.

@@ -96,7 +96,7 @@ def test_tables_have_cases_of_their_own() -> None:
     variants = list_cases(table="variants")
     assert {(case.heads, case.batch, case.seq_len) for case in variants} == {("32:8", 64, 8192)}
     assert [case.kind for case in variants] == [
-        *("plain", "soft cap", "sink logits", "alibi slopes", "key bias", "window 4096"),
+        *("plain", "soft cap", "sink logits", "alibi slopes", "window 4096"),
         *("plain, 4 queries", "tree mask, 4 queries"),
     ]
     mla = list_cases(table="mla", page_sizes=[64])

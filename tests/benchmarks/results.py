@@ -568,7 +568,6 @@ VARIANTS = {
     "soft_cap": "soft cap",
     "sink_logits": "sink logits",
     "alibi_slopes": "ALiBi",
-    "key_bias": "key bias",
     "window": "window 4,096",
     "tree_mask": "tree mask, 4 queries",
 }
