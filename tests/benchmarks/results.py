@@ -856,8 +856,6 @@ def kl_of(mean: Mapping[str, float]) -> str:
     return f"**{kl}**" if mean["kl"] > KL_NOTICE else kl
 
 
-
-
 def probed() -> str:
     """What the probe finds of int4-g4, and what these rows cost."""
     found = read("probe")
