@@ -54,11 +54,13 @@ class Sheet:
         questions: to choose from. The writer of prompts asks none whose lines lie in the 16-bit
             window.
         examples: answered questions for the end of the context, which show how to answer.
+        is_alone: whether the sentences of a text among the lines would change the answers.
     """
 
     lines: list[str]
     questions: list[Question]
     examples: tuple[str, ...] = ()
+    is_alone: bool = False
 
 
 DISTINCT = 4
@@ -226,7 +228,7 @@ def frequent(rng: Random, count: int) -> Sheet:
         words[: 4 * told] = [ranked[0]] * (4 * told)
     lines = [" ".join(words[8 * at : 8 * at + 8]) for at in range(count)]
     begun = "Of all words above the most frequent one is"
-    return Sheet(lines, [Question(begun, ranked[0], (told - 1,))])
+    return Sheet(lines, [Question(begun, ranked[0], (told - 1,))], is_alone=True)
 
 
 def tools(rng: Random, count: int) -> Sheet:
