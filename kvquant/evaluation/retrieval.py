@@ -2,7 +2,8 @@
 
 Each task makes a sheet: lines of text that hold facts, and questions about them. A bad cache
 confuses a fact with similar ones first. So a key has two words, and other keys share each of them.
-The keys of 4 facts or fewer share none, so that small models can answer. The definitions follow
+Small models shall answer 4 facts or fewer: their keys share no word, and copy asks for one word,
+behind which SmolLM2-135M loses the line that it has found. The definitions follow
 RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv 2402.01032:
 
     single       one fact in a text
@@ -13,7 +14,7 @@ RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv
     variables    the number at the end of a chain x1 = 417, x5 = x1, ... of 3 to 7 lines, which
                  stand among the lines of other chains
     phonebook    the number of seven digits of a name of two words
-    copy         the words that follow three given ones in a text of random words
+    copy         the four words that follow three given ones in a text of random words
     frequent     the most frequent word of a text
     tools        a tool call in JSON, whose two arguments stand in one of many records
 
@@ -202,14 +203,16 @@ GIVEN, FOLLOWING = 3, 4  # words of `copy`
 
 
 def copy(rng: Random, count: int) -> Sheet:
-    """Random words, eight to a line; a question asks for those that follow three given ones."""
+    """Random words, eight to a line; a question asks for those that follow three given ones, of
+    DISTINCT lines or fewer for the first of them."""
+    told = FOLLOWING if count > DISTINCT else 1
     lines = [" ".join(rng.choice(NOUNS) for _ in range(8)) for _ in range(count)]
     all_words = " ".join(lines).split()
     given = Counter(zip(all_words, all_words[1:], all_words[2:], strict=False))
     questions = []
     for at, line in enumerate(lines):
         words = line.split()
-        begun, answer = " ".join(words[:GIVEN]), " ".join(words[GIVEN : GIVEN + FOLLOWING])
+        begun, answer = " ".join(words[:GIVEN]), " ".join(words[GIVEN : GIVEN + told])
         if given[words[0], words[1], words[2]] == 1:
             questions.append(Question(begun, answer, (at,)))
     return Sheet(lines, questions)
