@@ -152,8 +152,8 @@ def unsealed(metadata: Mapping[str, str], *kinds: str) -> dict[str, Any]:
                 "this file was written by kvquant before its first release: write it again"
             )
         raise CheckpointError(
-            "kvquant did not write this file; K and V tensors, named layers.0.k, layers.0.v and so "
-            "on, are read by `kvquant quantize --from`"
+            "this file has no manifest of kvquant; `kvquant quantize --from` reads K and V tensors "
+            "that are named layers.0.k, layers.0.v and so on"
         )
     if hashlib.sha256(text.encode()).hexdigest() != metadata.get(f"{KEY}_sha256"):
         raise CheckpointError(
