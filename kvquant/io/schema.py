@@ -93,7 +93,7 @@ def parse(text: str | bytes, what: str, *, surrogates: bool = False) -> Any:
     """Read JSON; NaN and Infinity may come, which are no JSON but which Python writes.
 
     Args:
-        text: of it.
+        text: the JSON.
         what: "the manifest" or the like, for the error.
         surrogates: whether strings may hold halves of characters, as odd file names do.
 
