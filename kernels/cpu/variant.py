@@ -3,9 +3,8 @@
     decode kernel    scores of a tile, log2 units ──▶ change kernel ──▶ maxima, weights, V
                      [block of tokens][token][head]     in place
 
-One kernel for all formats and fields, whose address the decode kernel is given, 0 for plain
-attention. What a query does not see gets -inf. Rows behind a query's token are not its matter: the
-decode kernel writes a head's result before it comes to them. Sinks are added to the result.
+One kernel serves all formats and fields. The decode kernel gets its address, 0 for plain attention.
+Hidden tokens get -inf. Sinks are added to the result.
 """
 
 import functools
@@ -50,11 +49,9 @@ TILE_BYTES = 9 * 8
 
 # what it hands on: of a variant and a segment; 0 for what is not in use
 (
-    SCORE_OFFSETS,  # [batch, query heads of all queries] float32, as CAP, SLOPES and BIAS in log2
+    SCORE_OFFSETS,  # [batch, query heads of all queries] float32, as CAP and SLOPES in log2
     CAP,  # [1] float32
     SLOPES,  # [query heads of all queries] float32
-    BIAS,  # [batch, tokens] float32
-    BIAS_STRIDE,  # in bytes
     WINDOW,
     TREE,  # [batch, q_len] int64, a bit for each of the last tokens that a query sees
     Q_LEN,
@@ -64,7 +61,7 @@ TILE_BYTES = 9 * 8
     SINKS,
     NUM_Q_HEADS,  # of all queries
     HEADS_PER_QUERY,  # on a KV head
-) = range(14)
+) = range(12)
 
 
 @functools.cache
@@ -91,9 +88,9 @@ def make_change_kernel():
                 at = scores + 4 * LANES * block
                 store(at, soft_capped(load(at), load_float(cap)))
 
-        slopes, bias = argument(fields, SLOPES), argument(fields, BIAS)
+        slopes = argument(fields, SLOPES)
         window, tree = argument(fields, WINDOW), argument(fields, TREE)
-        if slopes == 0 and bias == 0 and window == 0 and tree == 0:
+        if slopes == 0 and window == 0 and tree == 0:
             return
         of_heads = stack_floats(OF_HEADS)
         positions = of_heads + 4 * LANES
@@ -112,15 +109,12 @@ def make_change_kernel():
         for token in range(count):
             row, at = first + token, scores + 4 * LANES * (token // tokens)
             position = row + (first_sink if row < argument(fields, SINKS) else first_other)
-            added = np.float32(0)
-            if bias != 0:
-                added = load_float(bias + b * argument(fields, BIAS_STRIDE) + 4 * position)
             for h in range(heads):
                 place = at + 4 * (token % tokens * heads + h)
                 query = argument(positions, h)
                 slope = load_float(of_heads + 4 * h)
-                score = load_float(place) + slope * np.float32(position - query) + added
-                if (window != 0 and position <= query - window) or added == -np.inf:
+                score = load_float(place) + slope * np.float32(position - query)
+                if window != 0 and position <= query - window:
                     score = np.float32(-np.inf)
                 if tree != 0 and position >= first_query:
                     word = argument(words, query - first_query)
@@ -132,11 +126,7 @@ def make_change_kernel():
 
 
 class Change:
-    """A variant, as the kernels take it: of one call.
-
-    Attributes:
-        firsts: [segments, batch] int32, the first row that any query of a sequence may see.
-    """
+    """A variant as kernels take it; firsts [segments, batch] int32: the first row that is seen."""
 
     def __init__(self, variant, segments, q_lens, batch, q_len, num_kv_heads, num_q_heads):
         lens = torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)
@@ -149,11 +139,9 @@ class Change:
         if slopes is not None:
             slopes = (slopes * LOG2E).view(1, num_kv_heads, 1, -1)
             slopes = slopes.expand(1, num_kv_heads, q_len, -1).contiguous()
-        cap = bias = tree = None
+        cap = tree = None
         if variant.soft_cap is not None:
             cap = torch.tensor([variant.soft_cap * LOG2E], dtype=torch.float32, device="cpu")
-        if variant.key_bias is not None:
-            bias = (variant.key_bias * LOG2E).contiguous()
         if variant.tree_mask is not None:
             bits = torch.arange(q_len, device="cpu")
             tree = (variant.tree_mask.long() << bits).sum(-1)
@@ -162,7 +150,7 @@ class Change:
             first_seen = first_query.long() - (variant.window - 1)  # int32 may be too small for it
             self.firsts = rows_before(segments, first_seen[:, None])[..., 0].int().contiguous()
         positions = first_positions(segments).contiguous()
-        self._kept = offsets, cap, slopes, bias, tree, first_query, positions
+        self._kept = offsets, cap, slopes, tree, first_query, positions
 
         def place(tensor):
             return 0 if tensor is None else tensor.data_ptr()
@@ -173,8 +161,6 @@ class Change:
                     place(offsets),
                     place(cap),
                     place(slopes),
-                    place(bias),
-                    0 if bias is None else 4 * bias.stride(0),
                     variant.window or 0,
                     place(tree),
                     q_len,

@@ -373,28 +373,22 @@ def ragged_queries() -> str:
 
 
 def few_sequences() -> str:
-    """Usual plans of few sequences beside the fastest other ones in a row, and what bounds them."""
-    figures = read("h200-small")
-    row_bytes = RowFormat.parse("int4-g4", 128).row_bytes
+    """Usual plans of few sequences beside the fastest other ones in a row, and an empty kernel."""
     rows = []
-    for name, variants in figures["found"].items():
+    for name, variants in read("h200-small")["found"].items():
         if name == "uneven":  # checked only
             continue
-        batch, _, tokens, heads = name.replace(",", "").split()
+        usual = variants["usual"]
         others = [
             one for key, one in variants.items() if key.startswith(("splits x", "half the warps x"))
         ]
-        cells = [name]
-        for one in (variants["usual"], min(others, key=lambda one: one["in_a_row"])):
-            cells.append(f"{one['splits']} x {one['warps']}")
-            cells += [f"{one[key]:.2f}" for key in ("alone", "in_a_row", "priced")]
-        nbytes = 2 * int(batch) * int(tokens) * int(heads.split(":")[1]) * row_bytes
-        empty = variants["empty kernel"]
-        cells.append(f"{nbytes / figures['machine']['read_gb_per_s'] / 1e3:.1f}")
-        rows.append([*cells, f"{empty['alone']:.2f}", f"{empty['in_a_row']:.2f}"])
-    of_each = "one call: us", "in a row: us", "priced: us"
-    titles = ["batch x tokens, heads", "usual: splits x warps", *of_each, "fastest other", *of_each]
-    return table([*titles, "rows at the read peak: us", "empty kernel: us", "in a row: us"], rows)
+        other = min(others, key=lambda one: one["in_a_row"])
+        cells = [name, *(f"{one['splits']} x {one['warps']}" for one in (usual, other))]
+        cells[2:2] = [f"{usual[key]:.2f}" for key in ("alone", "in_a_row")]
+        empty = variants["empty kernel"]["in_a_row"]
+        rows.append([*cells, f"{other['in_a_row']:.2f}", f"{empty:.2f}"])
+    titles = ["batch x tokens, heads", "usual: splits x warps", "one call", "in a row"]
+    return table([*titles, "fastest other", "in a row", "empty kernel, in a row"], rows)
 
 
 def evaluation() -> str:
@@ -453,7 +447,7 @@ def step_labels() -> list[str]:
 
 def latent_rows() -> str:
     """MLA decode of all cases of one query: one call, and its share of the read peak in a row."""
-    names = ["int4-g8+int8-g4", "int4-g8", "int8-g4", "fp8", "bf16"]
+    names = ["int4-g8+int8-g4", "int8-g4", "fp8", "bf16"]
     found: dict[tuple[int, int, int], dict[str, Figures]] = {}
     for one in read("h200-mla")["mla"]:
         if one["q_len"] == 1:
@@ -540,7 +534,6 @@ def served() -> list[str]:
     figures = read("vllm-load")
     return [
         *found,
-        again(figures),
         again(read("vllm-again")),
         said("saturated"),
         under_load(figures),
@@ -581,34 +574,26 @@ def throughput(figures: Figures) -> str:
 
 
 def under_load(figures: Figures) -> str:
-    """Waiting times by the mean rate of arrivals."""
+    """Waiting times at the greatest rate of arrivals."""
     rows = []
     for name, title in SERVED.items():
         runs = figures["engines"].get(name, {}).get("load", [])
-        for share in dict.fromkeys(run["share"] for run in runs):
-            same = [run for run in runs if run["share"] == share]
-            keys = ["first_token_ms_p50", "first_token_ms_p99", "between_ms_p50", "between_ms_p99"]
-            cells = [spread(same, key) for key in keys]
-            rows.append([title, f"{same[0]['rate']:.1f}", *cells])
-    titles = ["engine", "requests a second", "first token, ms: p50", "p99"]
+        most = max((run["share"] for run in runs), default=0.0)
+        same = [run for run in runs if run["share"] == most]
+        keys = ["first_token_ms_p50", "first_token_ms_p99", "between_ms_p50", "between_ms_p99"]
+        rows.append([title, *(spread(same, key) for key in keys)])
+    titles = ["engine", "first token, ms: p50", "p99"]
     return table([*titles, "between tokens, ms: p50", "p99"], rows)
 
 
 SGLANG = {  # rows and pages, by the names of sglang_compared.py
     "own": ("SGLang's own, bf16", 1),
     "bf16": ("`bf16`", 1),
-    "bf16-pages": ("`bf16`", 64),
     "int8": ("`int8`", 1),
     "plan": ("`int4-g4` with a plan", 16),
-    "int4-tokens": ("`int4-g4`", 1),
     "int4": ("`int4-g4`", 64),
     "int4-rows": ("`int4-g4`, prompts read rows", 16),
-    "int4-short-chunks": ("`int4-g4`, chunks of 64 tokens", 1),
-    "gemma2-own": ("Gemma 2: SGLang's own, bf16", 1),
-    "gemma2": ("Gemma 2: `bf16`", 1),
     "gemma2-int8": ("Gemma 2: `int8`", 16),
-    "gemma3-own": ("Gemma 3: SGLang's own, bf16", 1),
-    "gemma3": ("Gemma 3: `bf16`", 64),
     "gemma3-int8": ("Gemma 3: `int8`", 1),
 }
 
@@ -671,7 +656,7 @@ PUBLIC_CACHES = {  # of README.md: kvquant's, and peers in the form that they sh
     "int8": "`int8`",
     "int4-g4": "`int4-g4`, no plan",
     "KIVI-4, residual of 128": "KIVI-4",
-    "TurboQuant, 4 bits, 4 layers in 16 bit": "TurboQuant",
+    "TurboQuant of vLLM, 4 bits": "TurboQuant",
     "llama.cpp q4_0": "llama.cpp `q4_0`",
 }
 SAFE_UP_TO = f"Up to {SAFE} `kvquant check` calls a cache safe"
@@ -871,22 +856,16 @@ def kl_of(mean: Mapping[str, float]) -> str:
     return f"**{kl}**" if mean["kl"] > KL_NOTICE else kl
 
 
-PROBED = "int8", "int8-g4", "int4-g8", "int4-g4", "int4", "int3", "int2"
-
-
 def probed() -> str:
-    """What the probe of K rows finds, and what the rows cost."""
+    """What the probe finds of int4-g4, and what these rows cost."""
     found = read("probe")
     limits = {found["limits"]["refused"]: "refused", found["limits"]["warned"]: "warning"}
     rows = []
     for name, model in found["models"].items():
-        for fmt in (one for one in PROBED if one in model["rows"]):
-            one = model["rows"][fmt]
-            verdicts = [word for limit, word in limits.items() if one["figure"] >= limit]
-            verdict = (verdicts or ["-"])[0] if "int8" not in fmt else "not probed"
-            numbers = [f"{one[key]:.2g}" for key in ("figure", "figure_of_text", "kl")]
-            rows.append([name, f"`{fmt}`", *numbers, f"{100 * one['top1']:.1f}", verdict])
-    return table(["model", "K rows", "figure", "of a text", "KL", "top-1 %", "result"], rows)
+        one = model["rows"]["int4-g4"]
+        verdicts = [word for limit, word in limits.items() if one["figure"] >= limit]
+        rows.append([name, f"{one['figure']:.2g}", f"{one['kl']:.2g}", (verdicts or ["-"])[0]])
+    return table(["model", "figure", "KL", "result"], rows)
 
 
 WINDOWED = 4, 128  # first and last tokens in 16 bit

@@ -1,19 +1,17 @@
 """AttentionVariant in the kernel: how the scores of a tile are changed, and the share of a sink.
 
-A score, the product of q and K times a factor, is changed in powers of two, in this order:
+A score, in powers of two, is changed in this order:
 
     score_offsets    + what belongs to the query
     soft_cap         cap * tanh(score / cap), where tanh(x) = 1 - 2 / (1 + e**2x): an error of 1e-7
                      of the cap, where `tanh.approx` has one of 5e-4
     alibi_slopes     + slope * (position of the key - position of the query)
-    key_bias         + what belongs to the token
 
-What belongs to a column waits in the shared memory of its warp. What belongs to a row is loaded
-before a tile's products, so that it is there after them. ALiBi counts positions from the last token
-of the sequence: they are small where they weigh, and what a query is before that is its `lag`.
+What belongs to a column waits in the warp's shared memory; what belongs to a row is loaded before a
+tile's products. ALiBi counts from the last token, of which a query is `lag` before.
 
-A sink is one more summand of a softmax, without a value. So it is counted once, where the result of
-a unit is whole (combine.py): 1 / (1 + 2**(sink - lse)) of the output is left.
+A sink is a summand of the softmax without a value, counted where a unit is whole (combine.py): 1 /
+(1 + 2**(sink - lse)) of the output is left.
 """
 
 import math
@@ -40,8 +38,7 @@ LOWEST = -1e30  # a log-sum-exp below is that of no tokens
 
 
 def make_keep_changes(spec):
-    """Make the function that leaves in shared memory by what the scores of each column of a warp
-    are changed."""
+    """The function that leaves what changes a warp's scores, by column, in shared memory."""
     COLUMNS, OFFSET = spec.columns, spec.word_at("offset")
     SLOPE, LAG = spec.word_at("slope"), spec.word_at("lag")
     OFFSETS, SLOPES = (spec.places.get(name, 0) for name in ("score_offsets", "alibi_slopes"))
@@ -78,40 +75,15 @@ def make_keep_changes(spec):
     return keep_changes if OFFSET or SLOPE else keep_nothing
 
 
-def make_load_biases(spec, path):
-    """Make the function that loads the biases of a lane's rows of a tile: g, g + 8, g + 16, g + 24.
-
-    A row that is not there has that of another."""
-    BIAS, STRIDE, LENGTH = (
-        spec.places.get(name, 0) for name in ("key_bias", "key_bias_stride", "key_bias_len")
-    )
-    position_of = make_position_of(path is spec.first)
-
-    @device_function
-    def load_nothing(biases, common, b, first, end, lane, counts):
-        """No token has a bias."""
-
-    @device_function
-    def load_biases(biases, common, b, first, end, lane, counts):
-        of_sequence = common[BIAS] + uint64(b) * common[STRIDE]
-        for i in range(4):
-            row = int32(first + int32(lane >> uint32(2)) + int32(8 * i))
-            position = position_of(int32(min(row, int32(end - int32(1)))), counts)
-            position = int32(min(position, int32(common[LENGTH] - int32(1))))
-            biases[i] = load_global_f32(of_sequence + uint64(4) * uint64(position))
-
-    return load_biases if BIAS else load_nothing
-
-
 def make_change_scores(spec, path):
     """Make the function that changes the scores of a tile, and multiplies them by their factors."""
     EIGHTS, OFFSET = spec.eights, spec.word_at("offset")
     SLOPE, LAG = spec.word_at("slope"), spec.word_at("lag")
-    CAP, BIAS = (spec.places.get(name, 0) for name in ("soft_cap", "key_bias"))
+    CAP = spec.places.get("soft_cap", 0)
     position_of = make_position_of(path is spec.first)
 
     @device_function
-    def change_nothing(scores, factors, biases, first, lane, kept, common, counts):
+    def change_nothing(scores, factors, first, lane, kept, common, counts):
         """Factors are multiplied where scores are used."""
 
     @device_function
@@ -119,7 +91,7 @@ def make_change_scores(spec, path):
         return cap - float32(2) * cap * reciprocal(float32(1) + exp2(score * rate))
 
     @device_function
-    def change_scores(scores, factors, biases, first, lane, kept, common, counts):
+    def change_scores(scores, factors, first, lane, kept, common, counts):
         at = kept + uint32(8) * uint32(lane & uint32(3))
         for e in range(EIGHTS):
             for i in range(4):
@@ -149,18 +121,12 @@ def make_change_scores(spec, path):
                     distance = float32(int32(position_of(row, counts) - last))
                     scores[j] += bits_float(slope[0]) * distance + bits_float(lag[0])
                     scores[j + 1] += bits_float(slope[1]) * distance + bits_float(lag[1])
-            if BIAS:
-                for i in range(4):
-                    j = 8 * e + 2 * i
-                    scores[j] += biases[i] * float32(LOG2_E)
-                    scores[j + 1] += biases[i] * float32(LOG2_E)
 
     return change_scores if spec.changes_scores else change_nothing
 
 
 def make_add_sink(spec):
-    """Make the function that adds a sink to a column: from the log-sum-exp of its tokens to that
-    with the sink, and what is left of its output; both base 2. No tokens: no sink."""
+    """The function from a column's lse to that with the sink, and the output's share."""
     SINKS, row_of = spec.places.get("sink_logits", 0), make_row_of(spec)[1]
 
     @device_function

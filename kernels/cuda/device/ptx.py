@@ -1,7 +1,7 @@
-"""PTX instructions as functions that numba.cuda kernels call.
+"""PTX instructions as functions that numba.cuda kernels call, or stand-ins under numba's
+simulator.
 
-Each has a template, the types of its results and of its arguments; `instruction` makes one of
-numba's intrinsics of it, or under numba's simulator a stand-in in Python (tests/simulator).
+Each has a template, the types of its results and of its arguments.
 Addresses: uint32 in shared memory, uint64 in global memory.
 """
 
@@ -25,12 +25,8 @@ _KINDS = {
 def instruction(template, results, arguments, *, pure=True):
     """An intrinsic of a PTX template with $0, $1 ... for results, then arguments.
 
-    Args:
-        template: the instruction; several end in ';'.
-        results: kinds, such as "f32 f32"; several come back as a tuple.
-        arguments: kinds; "f32x4" is a tuple of four.
-        pure: whether the result depends on the arguments alone, so that LLVM may move, merge or
-            drop it; False for what reads or writes memory or waits for other lanes.
+    results, arguments: kinds, such as "f32 f32"; "f32x4" is a tuple of four. pure: whether the
+    result depends on the arguments alone, so that LLVM may move, merge or drop it.
     """
     if config.ENABLE_CUDASIM:
         return stand_ins.instruction(template, results, arguments)
