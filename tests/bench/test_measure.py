@@ -186,6 +186,19 @@ def test_torch_attention_that_cannot_run_is_said(
     assert "none runs" in render_results([found])
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_graph_without_room_is_left_out(ours: bool) -> None:
+    def times(call: Any) -> float:
+        return math.inf if (getattr(call, "__name__", "") == "attend") == ours else 10.0
+
+    timer = FakeTimer(times, copies=0)
+    if not ours:
+        assert measure(small(), timer, MACHINE)["sdpa"] == {}
+        return
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(small(), timer, MACHINE)
+
+
 def test_a_16_bit_cache_beyond_memory_leaves_our_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(case: Case, *rest: Any) -> Any:
         if case.name == "bf16":
