@@ -155,7 +155,7 @@ def evaluate(
     The model reads each prompt once. The command quantizes the 16-bit keys and values into each
     cache, and every task decodes from there: predictions of a held-out text (kl), freely running
     texts (generation), and questions about facts among similar ones (retrieval). Where the model
-    fails a retrieval task in 16 bit, the tables say "not a test". With --json, start an interrupted
+    fails a retrieval task in 16 bit, the tables say "not asked". With --json, start an interrupted
     run again and it continues where it stopped.
 
     With --max-drop the exit code is 3 if a cache loses more than so many points and two standard
