@@ -22,6 +22,7 @@ from kvquant.rows.format import RowFormat
 
 from .bases import candidates, output_moment
 from .moments import Moments
+from .windows import begin_of
 
 STEPS = ("plain", "offset", "hadamard", "matrix")  # bases, each rounded to the nearest code
 BATCH = 2  # windows read at a time
@@ -37,8 +38,9 @@ Weights = dict[int, dict[str, torch.Tensor]]
 class ObservableModel(Protocol):
     """A model that shows what its layers attend with; kvquant.CachedModel is one."""
 
-    def observe(self, tokens: torch.Tensor, observer: Observer) -> None:
-        """Call the observer with every layer's index, queries, keys, values and sm_scale."""
+    def observe(self, tokens: torch.Tensor, observer: Observer, begin: float = 0.0) -> None:
+        """Call the observer with every layer's index, queries, keys, values and sm_scale. The
+        tokens begin at this share of the model's positions."""
 
     def output_weights(self) -> dict[int, torch.Tensor]:
         """The output projection of each layer's attention, as far as there is one."""
@@ -181,8 +183,8 @@ def choose(
         both["v"].append(v)
         progress(1)
 
-    for part in windows.split(batch):
-        model.observe(part, keep)
+    for number, part in enumerate(windows.split(batch), 1):
+        model.observe(part, keep, begin_of(number))
     chosen: dict[int, dict[str, Chosen]] = {}
     for layer in moments.layers:
         chosen[layer] = {

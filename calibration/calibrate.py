@@ -44,6 +44,7 @@ from .single_pass import PassReference, reference_of
 from .windows import Sizes as Sizes
 from .windows import (
     Text,
+    begin_of,
     observed_windows,
     packaged_texts,
     random_tokens,
@@ -380,7 +381,7 @@ def observe(
         step(1)
 
     for window in windows[moments.done :]:
-        model.observe(window[None], see)
+        model.observe(window[None], see, begin_of(moments.done))
         moments.done += 1
         if state:
             moments.save(state, key)

@@ -36,14 +36,14 @@ class HeldLayers:
         self.model, self.places, self._shared = model, places, shared or {}
         self._at = {layer: at for at, layer in enumerate(places)}
 
-    def observe(self, tokens: torch.Tensor, observer: Observer) -> None:
+    def observe(self, tokens: torch.Tensor, observer: Observer, begin: float = 0.0) -> None:
         """Show what the layers of the cache attend with; see ObservableModel."""
 
         def show(layer: int, *shown: Any) -> None:
             if layer in self._at:
                 observer(self._at[layer], *shown)
 
-        self.model.observe(tokens, show)
+        self.model.observe(tokens, show, begin)
 
     def output_weights(self) -> dict[int, torch.Tensor]:
         """The output projections of these layers, and of those that attend to their values."""

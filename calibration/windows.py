@@ -18,6 +18,7 @@ Text: TypeAlias = Counts  # the ids of its tokens
 
 LEAST_OBSERVED, LEAST_SCORED, LEAST_PASSAGES = 4096, 256, 4  # tokens, tokens and passages
 TEXTS = Path(__file__).with_name("texts")  # encyclopedia, code and dialogue: see SOURCES.txt
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, are spread evenly, however many there are
 FIT_SHARE = 8  # of the observed windows, one in so many is kept for choosing
 
 
@@ -123,6 +124,15 @@ def spread(tokens: Text, count: int, length: int) -> torch.Tensor:
     stride = (len(tokens) - length) // max(count - 1, 1)
     starts = torch.arange(count, device="cpu") * stride
     return all_tokens[starts[:, None] + torch.arange(length, device="cpu")]
+
+
+def begin_of(number: int) -> float:
+    """Where a window begins, as a share of the model's positions: 0 for the first, then spread.
+
+    RoPE turns a key by its position. A plan made of the first positions alone loses more behind
+    longer contexts.
+    """
+    return number * GOLDEN % 1
 
 
 def random_tokens(config: Mapping[str, Any], count: int) -> list[int]:

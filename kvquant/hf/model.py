@@ -585,7 +585,7 @@ class CachedModel:
         logits: torch.Tensor = out.logits[:, -1]
         return logits
 
-    def observe(self, tokens: torch.Tensor, observer: Observer) -> None:
+    def observe(self, tokens: torch.Tensor, observer: Observer, begin: float = 0.0) -> None:
         """Show what every layer attends with, computed with exact attention.
 
         Args:
@@ -595,6 +595,8 @@ class CachedModel:
                 and sm_scale. A layer that attends to the keys of another one is shown with those.
                 One with latent attention is shown with latents [batch, 1, new_tokens, latent_dim]
                 as keys, RoPE parts as values, and absorbed queries, [..., latent_dim + rope_dim].
+            begin: where the tokens begin, as a share of the model's positions, 0 to below 1.
+                Positions that the model has learned always begin at 0.
 
         Raises:
             UnsupportedModelError: the model is spread over ranks.
@@ -602,7 +604,11 @@ class CachedModel:
         self._check_alone("each process would see its own heads")
         self.check_tokens(tokens, (None, None))
         self._check_positions(tokens.shape[1])
-        observe(self.model, tokens, observer)
+        most = 0 if self._positions else self.max_positions or 0
+        with suppress(UnsupportedModelError):  # no cache serves it, yet it can be observed
+            most = min(most, self._layers.turn.positions if self._layers.turn else most)
+        first = int(begin * max(most - tokens.shape[1], 0))
+        observe(self.model, tokens, observer, first)
 
     def output_weights(self) -> dict[int, torch.Tensor]:
         """The output projection of each layer's attention, [hidden, num_q_heads * head_dim].

@@ -723,8 +723,6 @@ HOME_MADE = {  # a column of the table, and names in results/: of several traini
 }
 ASKED_OF = {  # names in results/, and in the table
     "int8": "`int8`",
-    "K int8, V int4-g4": "K `int8`, V `int4-g4`",
-    "fp8": "`fp8`",
     "int4-g8": "`int4-g8`",
     "int4-g4": "`int4-g4`",
     "int4": "`int4`",

@@ -325,11 +325,11 @@ def test_an_interrupted_run_goes_on(model: CachedModel, text: list[int], tmp_pat
     class Interrupted(CachedModel):
         reads = 0
 
-        def observe(self, tokens: torch.Tensor, observer: Any) -> None:
+        def observe(self, tokens: torch.Tensor, observer: Any, begin: float = 0.0) -> None:
             Interrupted.reads += 1
             if Interrupted.reads == 3:
                 raise KeyboardInterrupt
-            super().observe(tokens, observer)
+            super().observe(tokens, observer, begin)
 
     broken = Interrupted(model.model)
     with pytest.raises(KeyboardInterrupt):

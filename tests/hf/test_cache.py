@@ -226,6 +226,22 @@ def test_observers_see_keys_after_rotation_and_values(model: CachedModel) -> Non
         torch.testing.assert_close(v, past.layers[layer].values)
 
 
+def test_observers_may_begin_at_later_positions(model: CachedModel) -> None:
+    """Where keys are turned further, and attention is the same."""
+    text, most = tokens(2, 12), model.max_positions
+    assert most is not None
+    near, far = list[Any](), list[Any]()
+    model.observe(text, lambda layer, *shown: near.append(shown))
+    model.observe(text, lambda layer, *shown: far.append(shown), 0.5)
+    for (q, k, v, _), (q_far, k_far, v_far, _) in zip(near, far, strict=True):
+        assert (k - k_far).norm() > 0.1 * k.norm()
+        scores = [a[:, :1] @ b[:, :1].mT for a, b in ((q, k), (q_far, k_far))]
+        # angles are products of a float32 and a position
+        limit = 4 * most * torch.finfo(torch.float32).eps
+        assert (scores[1] - scores[0]).norm() < limit * scores[0].norm()
+        assert (v_far - v).norm() < limit * v.norm()
+
+
 def test_progress_adds_up_to_the_prompt(model: CachedModel) -> None:
     done: list[int] = []
     model.prefill(model.new_cache(1, 40), tokens(1, 33), chunk=16, progress=done.append)

@@ -119,7 +119,9 @@ AttentionInterface.register(OBSERVED, _observed_attention)
 AttentionMaskInterface.register(OBSERVED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
-def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None:
+def observe(
+    model: Any, tokens: torch.Tensor, observer: Observer | None, first: int = 0
+) -> None:
     """Run a model over tokens with exact attention, and show what its layers attend with.
 
     Args:
@@ -130,6 +132,7 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None
             layer that attends to the keys of another one is shown with those. One with latent
             attention is shown with latents [batch, 1, tokens, latent_dim] as keys, RoPE parts as
             values, and absorbed queries [batch, num_heads, tokens, latent_dim + rope_dim].
+        first: the position of the first token.
 
     Raises:
         UnsupportedError: the model, or a layer, does not attend through that interface.
@@ -140,9 +143,13 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None
         # of the config: layers beside them (linear attention) ask for their own states there
         _watch.latents = _Latents(config=model.config)
         options |= as_argument(model, _watch.latents)
+    tokens = tokens.to(input_device(model))
+    if first:
+        places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        options["position_ids"] = places.expand(len(tokens), -1)
     try:
         with attending(model, OBSERVED), torch.no_grad():
-            model(tokens.to(input_device(model)), **options)
+            model(tokens, **options)
     finally:
         _watch.observer, _watch.last, _watch.out, _watch.latents = None, None, None, None
     if not _watch.owners:
