@@ -42,15 +42,11 @@ Drawn: TypeAlias = tuple[str, str]  # SVG elements: wide, and narrow for a phone
 
 
 def figure(height: Callable[[Any, bool], float]) -> Callable[[Draw], Callable[[Any], Drawn]]:
-    """Make a decorator that turns a drawing function into one that returns SVG.
+    """Decorate a function (matplotlib figure, subject, narrow): it then takes the subject alone
+    and returns the wide and the narrow SVG.
 
     Args:
-        height: gives the height in inches; its arguments are the subject and whether the figure is
-            narrow.
-
-    Returns:
-        A decorator of functions (matplotlib figure, subject, narrow). The decorated function takes
-        the subject alone and returns the wide and the narrow SVG.
+        height: gives the height in inches, of the subject and whether the figure is narrow.
     """
 
     def decorate(draw: Draw) -> Callable[[Any], Drawn]:

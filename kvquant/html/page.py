@@ -1,48 +1,51 @@
-"""One HTML page that needs no other files and no network: the verdict first, then its sections."""
+"""Reports: sections of words, steps, figures and tables, as text or as one HTML page."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvquant.errors import missing_extra
+from kvquant.text import Column, paragraph, render_table
 
 from .figure import Drawn
 
-# names may hold characters that HTML forbids, or that turn the order of the text behind them
+# characters that HTML forbids, or that reverse the text after them
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
+LINE = 76  # a line to paste is broken beyond it: a terminal has 80 columns
+BREAKS = (" -o ", " \\\n        -o "), (", k_format", ",\n        k_format")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table that the reader can open.
+    """A table: open in a terminal, folded on a page.
 
     Attributes:
         summary: the words to click on.
-        rows: cells of text; the first row is the head.
+        rows: cells of text. The first row is the head, of titles or of Columns.
         caption: how to read it.
-        is_open: whether it is open at first.
+        is_open: whether a page shows it unfolded.
     """
 
     summary: str
-    rows: Sequence[Sequence[str]]
-    caption: str
+    rows: Sequence[Sequence[str | Column]]
+    caption: str = ""
     is_open: bool = False
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page.
+    """A part of a report.
 
     Attributes:
-        title: its heading.
-        words: sentences that tell how to read it.
-        steps: pairs of what to do and the command or line of Python that does it.
-        drawn: a figure, made by a function with the decorator kvquant.html.figure.figure.
-        tables: shown at the end.
+        title: its heading on a page.
+        words: sentences on how to read it.
+        steps: pairs of what to do, and the line to paste for it.
+        drawn: SVG of a figure (kvquant.html.figure.figure), for pages only.
+        tables: shown last.
     """
 
     title: str
@@ -54,10 +57,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on what a page shows.
+    """A verdict.
 
     Attributes:
-        kind: "good", "notice" or "bad", which sets the colour.
+        kind: "good", "notice" or "bad": the colour.
         mark: the verdict in a few words, such as "Fit for use."
         sentence: the reason.
         further: more reasons.
@@ -71,13 +74,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows, in this order.
+    """An HTML page, in this order.
 
     Attributes:
-        title: for the browser's tab.
+        title: of the browser's tab.
         heading, sub: the first two lines.
-        verdict: None if the page has none.
-        tiles: figures in large type: value, name, note.
+        verdict: None for none.
         notes: warnings.
         sections: the rest.
     """
@@ -86,13 +88,39 @@ class Page:
     heading: str
     sub: str
     verdict: Verdict | None = None
-    tiles: Sequence[tuple[str, str, str]] = ()
     notes: Sequence[str] = ()
     sections: Sequence[Section] = ()
 
 
+def text(parts: Iterable[Section | Verdict | str]) -> str:
+    """A report for a terminal: no titles of sections and no figures."""
+    return "\n\n".join(block for part in parts for block in _blocks(part))
+
+
+def _blocks(part: Section | Verdict | str) -> list[str]:
+    """The paragraphs and tables of a part."""
+    if isinstance(part, str):
+        return [paragraph(part)]
+    if isinstance(part, Verdict):
+        return ["\n".join(map(paragraph, [f"{part.mark} {part.sentence}", *part.further]))]
+    found = [paragraph(part.words)] if part.words else []
+    for what, line in part.steps:
+        for space, broken in BREAKS if len(line) > LINE else ():
+            line = line.replace(space, broken)
+        found.append(f"{what}:\n    {line}")
+    for table in part.tables:
+        head, *rows = table.rows
+        columns = [
+            title if isinstance(title, Column) else Column(title, left=not at)
+            for at, title in enumerate(head)
+        ]
+        drawn = render_table(columns, [[*map(str, row)] for row in rows])
+        found.append(f"{paragraph(table.caption)}\n{drawn}" if table.caption else drawn)
+    return found
+
+
 def check_libraries(what: str) -> None:
-    """Raise an error if a page cannot be written; call it before the work begins.
+    """Raise if a page cannot be written; call it before the work begins.
 
     Args:
         what: the command or object that writes the page, for the error.
@@ -108,11 +136,7 @@ def check_libraries(what: str) -> None:
 
 
 def render(page: Page) -> str:
-    """Write a page as HTML. The page shows all words as they are: none of them is markup.
-
-    Raises:
-        ImportError: jinja2 is not installed: call check_libraries before.
-    """
+    """Write a page as HTML, with all words escaped. Call check_libraries before."""
     import jinja2
     from markupsafe import Markup
 
@@ -123,6 +147,6 @@ def render(page: Page) -> str:
         | {"figures": [*zip(("wide", "narrow"), map(Markup, one.drawn or ()), strict=False)]}
         for one in page.sections
     ]
-    text = template.render(vars(page) | {"sections": sections})
-    text = CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
-    return text.encode("utf-8", "replace").decode()  # names may hold what no file can
+    html = template.render(vars(page) | {"sections": sections})
+    html = CONTROLS.sub("\N{REPLACEMENT CHARACTER}", html)
+    return html.encode("utf-8", "replace").decode()  # names may hold what no file can

@@ -8,7 +8,8 @@ import pytest
 from html_page import HtmlPage, assert_stands_alone
 
 from kvquant.errors import UnsupportedError
-from kvquant.html.page import Page, Section, Table, Verdict, check_libraries, render
+from kvquant.html.page import Page, Section, Table, Verdict, check_libraries, render, text
+from kvquant.text import Column
 
 BAD = "<b>{{7*7}}</b>\"onload='x\x1b"
 
@@ -17,13 +18,11 @@ BAD = "<b>{{7*7}}</b>\"onload='x\x1b"
 def test_words_are_no_markup() -> None:
     table = Table(BAD, [[BAD, "b"], ["c", BAD]], BAD)
     section = Section(BAD, BAD, [(BAD, BAD)], ("<svg></svg>", "<svg></svg>"), [table])
-    page = render(
-        Page(BAD, BAD, BAD, Verdict("bad", BAD, BAD, [BAD]), [(BAD,) * 3], [BAD], [section])
-    )
+    page = render(Page(BAD, BAD, BAD, Verdict("bad", BAD, BAD, [BAD]), [BAD], [section]))
     assert_stands_alone(page)
-    text = HtmlPage(page).text
-    # title, 2 lines, 3 of the verdict, 3 of a tile, note, section 2, step 2, table 4
-    assert text.count("<b>{{7*7}}</b>\"onload='x\N{REPLACEMENT CHARACTER}") == 18
+    found = HtmlPage(page).text
+    # title, 2 lines, 3 of the verdict, note, section 2, step 2, table 4
+    assert found.count("<b>{{7*7}}</b>\"onload='x\N{REPLACEMENT CHARACTER}") == 15
     assert page.count("<b>") == 1 and page.count("<svg>") == 2
 
 
@@ -35,6 +34,20 @@ def test_a_page_may_have_little() -> None:
     assert "h1" in tags and not {"section", "ul", "dl", "table"} & tags
     (section,) = (render(Page("", "", "", sections=[Section("a title", "its words")])),)
     assert "figure class" not in section and "its words" in HtmlPage(section).text
+
+
+def test_text_has_what_a_page_has_but_titles_and_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    table = Table("summary", [[Column("a\nb", left=True), "n"], ["x", "10.5"]], "How to read it:")
+    line = f"kvquant calibrate {60 * 'm'} -o plan"
+    section = Section("title", "words", [("do it", line)], ("<svg>",) * 2, [table])
+    assert text([section, Verdict("bad", "No.", "It fails.", ["Why."]), "the end"]) == (
+        "words\n\ndo it:\n"
+        f"    kvquant calibrate {60 * 'm'} \\\n        -o plan\n\n"
+        "How to read it:\na\nb     n\n───────\nx  10.5\n\n"
+        "No. It fails.\nWhy.\n\n"
+        "the end"
+    )
 
 
 @pytest.mark.parametrize("library", ["matplotlib", "jinja2"])
