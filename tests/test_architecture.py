@@ -26,7 +26,7 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
     "cache": f"{BASE} rows ops",
     "paged": f"{BASE} rows ops cache",
     "io": f"version {BASE} text rows ops cache paged kernels.disk_cache",
-    "html": "errors",
+    "html": "errors text",
     "hf": f"{BASE} rows ops cache io",
     "engine": f"{BASE} rows ops cache io kernels.disk_cache",
     "vllm": f"{BASE} rows engine",

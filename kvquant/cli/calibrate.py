@@ -159,7 +159,8 @@ def calibrate(
         reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
         if reach is not None:
             warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
-        tokens, scored = (one and reader.encode(read_text(one)) for one in (text, held))
+        tokens = reader.encode(read_text(text)) if text else None
+        scored = reader.encode(read_text(held)) if held else None
         with progress(400, "Calibrating") as update:
             plan = run(
                 reader,
