@@ -131,8 +131,6 @@ def calibrate(
     if text is None and zero_data:
         why = "needs a text to score: give --text FILE, or leave --zero-data out"
         refuse_options(SCORING, why)
-    if format and (max_kl or budget):
-        raise click.UsageError("--max-kl and --budget choose formats: leave --format out")
     rank, ranks = _ranks()
     state = output and output.with_name(f".{output.name}.{rank}.partial")
     if output and state:
@@ -193,7 +191,7 @@ def _show(plan: Any, places: list[Path], is_auto: bool, json_file: Path | None) 
     from ..html.page import Section, text
 
     said, steps = verdict(plan), next_steps(plan, str(places[0]), is_auto=is_auto)
-    written = f"Written to {' and '.join(map(str, places))}."
+    written = f"Written to {' and '.join(map(str, places))}"
     try:
         click.echo(text([*sections(plan), said, written, Section("What to do next", steps=steps)]))
     finally:

@@ -125,14 +125,9 @@ def quantize(
         refuse_options(reading, "is for MODEL, which reads: leave it out with --from")
         _check_of_heads(both, raw)
     check_output(output, model, prompt, raw, plan if isinstance(plan, Path) else None)
-    options: dict[str, Any] = {"sink_len": sink_len, "recent_len": recent_len}
-    if plan is not None:
-        from ..io.plan import CachePlan
-
-        options["plan"] = CachePlan.load(plan) if isinstance(plan, Path) else plan
-    else:
-        given = {"k_format": k_format or both, "v_format": v_format or both}
-        options |= {name: fmt for name, fmt in given.items() if fmt}
+    options: dict[str, Any] = {"k_format": k_format or both, "v_format": v_format or both}
+    options = {name: value for name, value in {**options, "plan": plan}.items() if value}
+    options |= {"sink_len": sink_len, "recent_len": recent_len}
     if raw is not None:
         from ..io.export import quantize_raw
 

@@ -346,7 +346,7 @@ BAD = [  # the command, and the error
     (f"calibrate {{model}} --zero-data --max-kl 1 {OUT}", "--max-kl needs a text to score"),
     (
         f"calibrate {{model}} --text {{prompt}} --format int4 --budget 5 {OUT}",
-        "--max-kl and --budget choose formats: leave --format out",
+        "give a format, or --max-kl and --budget to have formats chosen",
     ),
     (f"calibrate {{model}} --text {{prompt}} {OUT}", "tokens are too few"),
     (f"{READ} --max-seq-len 9 {OUT}", "tokens, --max-seq-len is 9: use "),
