@@ -124,7 +124,7 @@ def evaluate(
 
     Each task decodes from caches of the same prompts: predictions of a held-out text (kl), freely
     running texts (generation), and questions about facts among similar ones (retrieval). Where the
-    model fails a task in 16 bit, the tables say "not a test". With --json, start an interrupted run
+    model fails a task in 16 bit, the tables say "not asked". With --json, start an interrupted run
     again and it continues where it stopped.
 
     With --max-drop the exit code is 3 if a cache loses more than so many points and two standard
