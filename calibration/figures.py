@@ -11,8 +11,8 @@ from kvquant.rows.codec import EXACT_CODECS
 LEAST = 1e-7  # of a KL on a log scale, which rounding may leave at 0 or less
 
 
-@figure(lambda plan, narrow: 3.2)
-def comparison(page: Any, plan: CachePlan, narrow: bool) -> None:
+@figure(lambda plan: 3.2)
+def comparison(page: Any, plan: CachePlan) -> None:
     """KL against bits of every format, with the plan and without."""
     axes, facts = page.subplots(), plan.facts
     measured = {"bits": plan.bits, **facts["measured"]}
@@ -45,13 +45,13 @@ def comparison(page: Any, plan: CachePlan, narrow: bool) -> None:
     axes.legend()
 
 
-@figure(lambda plan, narrow: 5.8 if narrow else 2.9)
-def layers(page: Any, plan: CachePlan, narrow: bool) -> None:
+@figure(lambda plan: 2.9)
+def layers(page: Any, plan: CachePlan) -> None:
     """Bits of every layer, and what quantizing only that layer costs, where that was measured."""
     from matplotlib.ticker import MaxNLocator
 
-    alone, shape = plan.facts["sensitivity"], (2, 1) if narrow else (1, 2)
-    panels = [*page.subplots(*shape)] if alone else [page.subplots()]
+    alone = plan.facts["sensitivity"]
+    panels = [*page.subplots(1, 2)] if alone else [page.subplots()]
     sides = (("K", BLUE, plan.k_formats, "v"), ("V", ORANGE, plan.v_formats, "k"))
     for place, (side, colour, formats, other) in enumerate(sides):
         xs = [layer + 0.38 * (place - 0.5) for layer in range(plan.num_layers)]

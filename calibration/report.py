@@ -70,9 +70,9 @@ def sections(plan: CachePlan, *, drawn: bool = False) -> list[Section]:
             "compare each prediction with that of the 16-bit cache. Plain: without a plan; + "
             "bases: one format for all layers, rows transformed as in this plan."
         )
-        chart = figures.comparison(plan) if drawn else None
+        chart = figures.comparison(plan) if drawn else ""
         cost = Section("Caches compared", words, (), chart, [_comparison(plan)])
-    chart = figures.layers(plan) if drawn else None
+    chart = figures.layers(plan) if drawn else ""
     words = "Bits of each layer, and what it costs to quantize it alone." if drawn else ""
     return [cost, Section("What was decided", words, (), chart, [_layers(plan)])]
 

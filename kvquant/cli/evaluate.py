@@ -143,8 +143,7 @@ def evaluate(
     from ..evaluation.decoding import Reading
     from ..evaluation.evaluate import Sizes, Task
     from ..evaluation.evaluate import evaluate as run
-    from ..evaluation.html_report import render as render_page
-    from ..evaluation.report import against_limit, render
+    from ..evaluation.report import against_limit, render, render_page
     from ..hf.hybrid import load_decoder
     from ..html.page import check_libraries
     from ..io.atomic import save_text

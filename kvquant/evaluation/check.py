@@ -20,20 +20,23 @@ import torch
 
 from kvquant.calibration.fidelity import Fidelity, Planned, Scheme, options_of
 from kvquant.calibration.single_pass import BATCH, reference_of
+from kvquant.calibration.verdict import CLOSE, RUIN, SAFE_WORD, judge
 from kvquant.calibration.windows import LEAST_PASSAGES, LEAST_SCORED, spread
 from kvquant.errors import ConfigError, NonFiniteError
 from kvquant.hf.models.configs import CacheLayers, cache_layers, new_cache
+from kvquant.html.page import Section, Table, text
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_store import RUINED, SAFE
 from kvquant.rows.defaults import RECENT, SINKS, default_format
 from kvquant.rows.quantize import exact_codec
-from kvquant.text import Column, paragraph, render_table, size_text
+from kvquant.text import Column, size_text
 
 from .caches import parse_cache
 from .evaluate import HELD_OUT
 
+LEFT = "cache", "rows", "verdict"
+VERDICTS = "cache", "rows", "bits", "KL", "error", "same token", "verdict"
 LENGTHS = 4096, 32768  # tokens of the sequences whose bytes are told
-SAFE_WORD, SMALL, RUIN, CLOSE = "safe", "small loss", "do not use", "too close to tell"
 CONTEXT, SCORED, SAMPLES = 1024, 64, 8
 # a shorter prompt would have more tokens in 16 bit than in packed rows, which alone lose anything
 LEAST_CONTEXT = 2 * (SINKS + RECENT)
@@ -276,29 +279,13 @@ def _facts(measure: Callable[[], Fidelity], passages: int) -> dict[str, Any]:
 
 
 def verdict(kl: float, error: float | None, passages: int) -> str:
-    """The verdict on a KL, in nats per token.
-
-    Args:
-        kl: of all passages.
-        error: its standard error; None of a single passage.
-        passages: how many; of fewer than ENOUGH the error itself is a guess.
+    """The verdict on a KL, in nats per token; CLOSE of fewer than ENOUGH passages.
 
     Example:
         >>> verdict(0.001, 0.0002, 8)
         'safe'
-        >>> verdict(0.64, 0.01, 8)
-        'do not use'
-        >>> verdict(0.001, None, 1)
-        'too close to tell'
     """
-    if error is None or passages < ENOUGH:
-        return CLOSE
-    margin = 2 * error
-    if not kl < RUINED - margin:  # NaN too
-        return RUIN if not kl < RUINED + margin else CLOSE
-    if kl <= SAFE - margin:
-        return SAFE_WORD
-    return SMALL if kl > SAFE + margin else CLOSE
+    return CLOSE if passages < ENOUGH else judge(kl, error)
 
 
 def best(found: dict[str, Any], place: str) -> dict[str, Any] | None:
@@ -344,45 +331,38 @@ def render(found: dict[str, Any]) -> str:
         f"Bits of an element in packed rows, and bytes of a sequence with its first {SINKS} and "
         f"last {RECENT} tokens in 16 bit:"
     )
-    parts = [f"{paragraph(head)}\n{render_table(columns, cells)}"]
+    sizes = Section("", tables=[Table("", [columns, *cells], head)])
     if "passages" not in found:
-        return "\n\n".join(parts)
+        return text([sizes])
+    told: list[Section | str] = [sizes]
     for place, head in (
         ("window", "With these tokens in 16 bit, as in KVCache and QuantizedCache by default:"),
         ("none", "Without 16-bit tokens, as in vLLM and SGLang:"),
     ):
-        columns = [Column(t) for t in ("bits", "KL", "error", "same token")]
-        columns = [Column("cache", left=True), Column("rows", left=True), *columns]
-        columns.append(Column("verdict", left=True))
-        verdicts = [_row(row, place) for row in rows]
-        parts.append(f"{paragraph(head)}\n{render_table(columns, verdicts)}")
-        chosen = best(found, place)
-        if chosen is None:
-            if any(row[place]["verdict"] == CLOSE for row in rows):
-                continue  # more passages may tell: see below
-            parts.append("Nothing here is safe. Make a plan: kvquant calibrate MODEL")
-            continue
-        wanted = ("vLLM",) if place == "none" else ("QuantizedCache", "your own loop")
-        for name in wanted:
-            if line := chosen["lines"].get(name):
-                if len(line) > 76:  # a terminal has 80 columns
-                    line = line.replace(", k_format", ",\n        k_format")
-                parts.append(f"{chosen['cache']} is safe. In {name}:\n    {line}")
+        titles = [Column(t, left=t in LEFT) for t in VERDICTS]
+        steps, chosen = [], best(found, place)
+        if chosen is not None:
+            wanted = ("vLLM",) if place == "none" else ("QuantizedCache", "your own loop")
+            steps = [
+                (f"{chosen['cache']} is safe. In {name}", chosen["lines"][name])
+                for name in wanted
+                if name in chosen["lines"]
+            ]
+        verdicts = Table("", [titles, *(_row(row, place) for row in rows)], head)
+        told += [Section("", tables=[verdicts]), Section("", steps=steps)]
+        if chosen is None and all(row[place]["verdict"] != CLOSE for row in rows):
+            told.append("Nothing here is safe. Make a plan: kvquant calibrate MODEL")
     if any(row[place]["verdict"] == CLOSE for row in rows for place in ("window", "none")):
-        more = (
+        told.append(
             f"Too close to tell: give {max(found['passages'] + 1, ENOUGH)} --samples or more, and "
             "a longer --text if that one is too short"
         )
-        parts.append(paragraph(more))
-    parts.append(
-        paragraph(
-            "KL: how far the predictions of the next token are from those with the 16-bit cache, "
-            f"in nats a token; 0 is no change. Safe: up to {SAFE}. Do not use: from {RUINED} on. "
-            f"Measured on {found['scored']} tokens after {found['context']} others, in "
-            f"{found['seconds']:.0f} s."
-        )
+    told.append(
+        "KL: how far the predictions of the next token are from those with the 16-bit cache, in "
+        f"nats a token; 0 is no change. Safe: up to {SAFE}. Do not use: from {RUINED} on. Measured "
+        f"on {found['scored']} tokens after {found['context']} others, in {found['seconds']:.0f} s."
     )
-    return "\n\n".join(parts)
+    return text(told)
 
 
 def _row(row: dict[str, Any], place: str) -> Sequence[str]:

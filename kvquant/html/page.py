@@ -10,8 +10,6 @@ from pathlib import Path
 from kvquant.errors import missing_extra
 from kvquant.text import Column, paragraph, render_table
 
-from .figure import Drawn
-
 # characters that HTML forbids, or that reverse the text after them
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
@@ -51,7 +49,7 @@ class Section:
     title: str
     words: str = ""
     steps: Sequence[tuple[str, str]] = ()
-    drawn: Drawn | None = None
+    drawn: str = ""
     tables: Sequence[Table] = ()
 
 
@@ -142,11 +140,7 @@ def render(page: Page) -> str:
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    sections = [
-        vars(one)
-        | {"figures": [*zip(("wide", "narrow"), map(Markup, one.drawn or ()), strict=False)]}
-        for one in page.sections
-    ]
+    sections = [vars(one) | {"drawn": Markup(one.drawn)} for one in page.sections]
     html = template.render(vars(page) | {"sections": sections})
     html = CONTROLS.sub("\N{REPLACEMENT CHARACTER}", html)
     return html.encode("utf-8", "replace").decode()  # names may hold what no file can
