@@ -23,15 +23,7 @@ COLUMNS = (
 
 
 def render(plan: CachePlan, name: str) -> str:
-    """The HTML page.
-
-    Args:
-        plan: what calibration found.
-        name: of the plan's file.
-
-    Raises:
-        UnsupportedError: matplotlib or jinja2 is not installed.
-    """
+    """The HTML page of a plan; UnsupportedError if matplotlib or jinja2 is not installed."""
     page.check_libraries("kvquant report")
     model = plan.facts["model"]
     shape = f"{plan.num_layers} layers, {plan.num_kv_heads} KV heads of {plan.head_dim} channels"
@@ -54,12 +46,7 @@ def render(plan: CachePlan, name: str) -> str:
 
 
 def sections(plan: CachePlan, *, drawn: bool = False) -> list[Section]:
-    """What caches cost, and what was decided.
-
-    Args:
-        plan: what calibration found.
-        drawn: with figures, for a page.
-    """
+    """What caches cost, and what was decided; with figures if drawn."""
     seen = "random tokens" if plan.facts["zero_data"] else "tokens"
     observed = f"{plan.facts['observed_tokens']:,} {seen} observed"
     cost = Section("Caches compared", f"{observed}.")

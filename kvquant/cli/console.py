@@ -75,11 +75,7 @@ FORMATS = f"FORMAT is one of {', '.join(NAMES)}."  # epilog of commands that tak
 
 
 class Format(click.Choice[str]):
-    """A row format, which the epilog lists, or two.
-
-    Args:
-        separators: each may stand between two formats: "/" of K and V, "+" of a latent row's parts.
-    """
+    """A row format, or two with a separator: "/" of K and V, "+" of a latent row's parts."""
 
     def __init__(self, separators: str = "") -> None:
         super().__init__(NAMES)
@@ -221,11 +217,7 @@ def _shown_errors() -> Iterator[None]:
 
 
 def given_options(*names: str) -> list[str]:
-    """Those of some options of the running command that were given, as --options.
-
-    Args:
-        names: of the command's parameters.
-    """
+    """Those of the running command's parameters that the user gave, as --options."""
     context = click.get_current_context()
     unset = (None, ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
     found = {one.name: one.opts[-1] for one in context.command.params}
@@ -255,11 +247,7 @@ def enough_memory(options: str) -> Iterator[None]:
 
 
 def compile_kernels(kernels: Sequence[Spec], arch: str) -> int:
-    """Compile CUDA kernels that are not on the disk, and return how many these were.
-
-    Raises:
-        ConfigError: the folder of kernels cannot be written.
-    """
+    """Compile CUDA kernels that are not on the disk, and return how many these were."""
     from ..kernels.cuda.runtime.compile import missing
     from ..kernels.cuda.runtime.compile_pool import compile_all
     from ..text import progress
@@ -279,16 +267,12 @@ def compile_kernels(kernels: Sequence[Spec], arch: str) -> int:
 def check_output(
     path: Path | None, *inputs: Path | None, endings: tuple[str, ...] = (".safetensors",)
 ) -> None:
-    """Refuse, before a long run, a file that cannot be written or must not be replaced.
+    """Raise ConfigError, before a long run, if a file cannot be written or must not be replaced.
 
     Args:
         path: the file; None is fine.
         inputs: files and folders that the run reads.
         endings: that the name may have.
-
-    Raises:
-        ConfigError: the name has another ending, or the file cannot be written, is a device, is
-            read by this run, or lies in a model's folder.
     """
     if path is None:
         return

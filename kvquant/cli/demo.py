@@ -61,21 +61,15 @@ def run_demo(
     Args:
         source: a model, as of CachedModel.from_pretrained; the bundled one when None.
         text_file: what it reads; the packaged text when None.
-        context: tokens of each passage's prompt; fewer for a short text or a model of few
-            positions. 3,072 of the bundled model, 1,024 of another one, when None.
-        scored: tokens of each passage that are decoded and compared; 128 and 64 when None.
+        context: tokens of each passage's prompt; SIZES when None, and fewer for a short text.
+        scored: tokens of each passage that are decoded and compared; SIZES when None.
         continued: tokens of the free continuation.
         report: called with the name of each stage when it begins.
 
     Returns:
-        Plain data. "caches" has a row for each cache: "name", "bits", "nbytes", "kl", "top1",
-        "perplexity", "ms_per_step", "ms_spread" (half the distance between the quartiles) and
-        "continuation". "left_out" has the caches that the model cannot have, and why. "rounds" is
-        how often each step was timed, "is_stable" whether the times are reliable.
-
-    Raises:
-        ConfigError: the bundled model is not there, or the text is too short.
-        UnsupportedModelError: the model keeps latent rows.
+        Plain data. "caches" has a row for each cache; "ms_spread" is half the distance between the
+        quartiles of its times. "left_out" has the caches that the model cannot have, and why.
+        "rounds" is how often each step was timed, "is_stable" whether the times are reliable.
     """
     if source is None and not MODEL.exists():
         raise ConfigError(
@@ -253,12 +247,8 @@ def _row(name: str, compared: tuple[float, float, float]) -> dict[str, Any]:
 
 
 def _time(starts: Sequence[Start]) -> list[list[float]]:
-    """Milliseconds of each step, run in turn so that all meet the same machine.
-
-    Args:
-        starts: each makes a copy of a cache and gives a step that adds a token to it; called again
-            after ROUNDS steps, so that all steps read about as many tokens.
-    """
+    """Milliseconds of each step, in turn, so that all meet the same machine; after ROUNDS steps
+    they begin anew from copies of the caches."""
     taken: list[list[float]] = [[] for _ in starts]
     end = time.perf_counter() + MOST_SECONDS
     while True:

@@ -58,15 +58,12 @@ def render(found: Mapping[str, Any]) -> str:
 def render_page(
     found: Mapping[str, Any], names: Mapping[str, str], limit: float | None = None
 ) -> str:
-    """The HTML page.
+    """The HTML page; UnsupportedError if matplotlib or jinja2 is not installed.
 
     Args:
         found: what evaluate returned.
         names: of the inputs: "model", and "text" and "prompts" if they were files.
         limit: points of accuracy that a cache may lose, for a verdict.
-
-    Raises:
-        UnsupportedError: matplotlib or jinja2 is not installed.
     """
     page.check_libraries("this page")
     settings, name, judged = found["settings"], names["model"], None
@@ -96,14 +93,10 @@ def render_page(
 
 
 def sections(found: Mapping[str, Any], *, drawn: bool = False) -> Iterator[Section]:
-    """What caches take, and a section for each task.
+    """What caches take, and a section for each task, with a figure if drawn.
 
     Where the model fails a task with its 16-bit cache, the cells of the other caches have
     NOT_ASKED, or NO_TEST if they were asked, too.
-
-    Args:
-        found: what evaluate returned.
-        drawn: with figures, for a page.
     """
     names = [one["cache"] for one in found["caches"]]
     yield Section("What each cache takes", tables=[_costs(found["caches"])])

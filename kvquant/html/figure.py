@@ -1,8 +1,7 @@
 """Figures as SVG elements of a page, in the page's light or dark colours.
 
-Matplotlib draws text and axes in two marked colours, and the page's CSS variables replace them in
-the SVG. Draw data in mid-tones with enough contrast on both backgrounds. A figure must be readable
-without colour, too.
+CSS variables of the page replace two colours, INK and RULE. Draw data in mid-tones, seen on both
+backgrounds, and make figures readable without colour, too.
 """
 
 from __future__ import annotations

@@ -19,14 +19,8 @@ BREAKS = (" -o ", " \\\n        -o "), (", k_format", ",\n        k_format")
 
 @dataclass(frozen=True)
 class Table:
-    """A table: open in a terminal, folded on a page.
-
-    Attributes:
-        summary: the words to click on.
-        rows: cells of text. The first row is the head, of titles or of Columns.
-        caption: how to read it.
-        is_open: whether a page shows it unfolded.
-    """
+    """A table: the first row is the head, of titles or of Columns. A page folds it under its
+    summary unless is_open; the caption says how to read it."""
 
     summary: str
     rows: Sequence[Sequence[str | Column]]
@@ -40,7 +34,7 @@ class Section:
 
     Attributes:
         title: its heading on a page.
-        words: sentences on how to read it.
+        words: sentences, shown first.
         steps: pairs of what to do, and the line to paste for it.
         drawn: SVG of a figure (kvquant.html.figure.figure), for pages only.
         tables: shown last.
@@ -55,14 +49,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict.
-
-    Attributes:
-        kind: "good", "notice" or "bad": the colour.
-        mark: the verdict in a few words, such as "Fit for use."
-        sentence: the reason.
-        further: more reasons.
-    """
+    """A verdict in a few words (mark), the reason, and more reasons; kind ("good", "notice" or
+    "bad") is its colour."""
 
     kind: str
     mark: str
@@ -72,15 +60,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Page:
-    """An HTML page, in this order.
-
-    Attributes:
-        title: of the browser's tab.
-        heading, sub: the first two lines.
-        verdict: None for none.
-        notes: warnings.
-        sections: the rest.
-    """
+    """An HTML page, in this order; title is of the browser's tab, sub a line below the heading, and
+    notes are warnings."""
 
     title: str
     heading: str
@@ -118,13 +99,10 @@ def _blocks(part: Section | Verdict | str) -> list[str]:
 
 
 def check_libraries(what: str) -> None:
-    """Raise if a page cannot be written; call it before the work begins.
+    """Raise UnsupportedError if matplotlib or jinja2 is not installed.
 
     Args:
-        what: the command or object that writes the page, for the error.
-
-    Raises:
-        UnsupportedError: matplotlib or jinja2 is not installed.
+        what: the command that writes the page, for the error.
     """
     try:
         import jinja2  # noqa: F401  # only whether they are there
