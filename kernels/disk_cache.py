@@ -1,15 +1,10 @@
-"""The folder in which what was compiled or measured on this machine is kept between processes.
+"""The folder of what was compiled or measured on this machine: $KVQUANT_CACHE_DIR, or kvquant in
+the user's folder for caches ($XDG_CACHE_HOME, ~/.cache). You may delete it at any time.
 
-It is $KVQUANT_CACHE_DIR, or kvquant in the user's folder for caches ($XDG_CACHE_HOME, ~/.cache). It
-may be deleted at any time.
-
-Machine code lies there, so a file is used only if nobody else can have written it: it and its
-folder belong to the user, or to root, and nobody else may write there. Folders are made for the
-user alone. Several processes use them at once: a file is written beside its place and then renamed,
-so a reader finds all of it or none. Who changes a file by what is in it holds its lock from the
-reading to the writing.
-
-Both compilers also run without Python's collector, see uncollected.
+Machine code is used only if the file and its folder belong to the user or to root, and nobody else
+may write there. A file is written beside its place and then renamed, so a reader finds all of it or
+none. Who changes a file by its content holds its lock. Both compilers also run without Python's
+collector, see uncollected.
 """
 
 from __future__ import annotations
@@ -38,11 +33,7 @@ _warned: set[str] = set()
 
 
 def cache_folder() -> Path:
-    """The folder, whether or not it is there.
-
-    Raises:
-        OSError: no variable names it, and the user has no home.
-    """
+    """The folder, there or not; OSError if no variable names it and there is no home."""
     named = os.environ.get("KVQUANT_CACHE_DIR")
     try:
         if named:
@@ -56,14 +47,9 @@ def cache_folder() -> Path:
 
 
 def read_file(path: Path) -> bytes | None:
-    """The content of a file that nobody else can have written.
+    """The content of a file that nobody else can have written; None if there is none.
 
-    Returns:
-        None if there is no such file.
-
-    Raises:
-        PermissionError: somebody else can have written it.
-        OSError: it cannot be read.
+    PermissionError if somebody else can have written it, OSError if it cannot be read.
     """
     try:
         if not hasattr(os, "geteuid"):  # Windows: the folder is the user's own
@@ -92,9 +78,7 @@ def read_file(path: Path) -> bytes | None:
 def replace_file(path: Path, data: bytes) -> None:
     """Give a file this content, at once; its folder is made if need be.
 
-    Raises:
-        PermissionError: others may write in its folder.
-        OSError: the folder or the file cannot be written.
+    PermissionError if others may write in its folder, OSError if it cannot be written.
     """
     _make_folder(path.parent)
     _remove_leftovers(path.parent)
@@ -114,14 +98,8 @@ def replace_file(path: Path, data: bytes) -> None:
 def locked(path: Path, wait: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Let one thread of one process at a time change a file; its folder is made if need be.
 
-    The lock is a file beside it, which stays: if it were deleted, two could hold it.
-
-    Args:
-        path: the file.
-        wait: called before waiting for one who has the lock.
-
-    Raises:
-        OSError: the folder cannot be written, or has no locks.
+    The lock is a file beside it, which stays: if it were deleted, two could hold it. `wait` is
+    called before waiting. OSError if the folder cannot be written, or has no locks.
     """
     # fallback_to_soft: a soft lock of a process that was killed on another machine is held for ever
     name = path.with_name(f".{path.name}.lock")

@@ -1,12 +1,11 @@
 """Write the rows of new tokens on the CPU: append_rows, token by token.
 
-work item = tokens of K or of V, 256 rows or a few more; per token and head
+A work item is about 256 tokens of K or of V. Of each token and head
 
     packed row  <- the 16-bit row that leaves, or the new row, rounded to 16 bit if there are such
     16-bit row  <- the new row
 
-A row is quantized by one of the kernels of rows.py, whose address is an argument: this kernel is
-the same for all formats.
+The kernel that quantizes a row (rows.py) is an argument, so this kernel serves all formats.
 """
 
 from __future__ import annotations
@@ -74,13 +73,8 @@ def append(
 ) -> tuple[int, int]:
     """Write tokens to their slots, which all exist and are all different.
 
-    Args:
-        k, v: as in append.append_rows, x of any of its dtypes.
-        slots: packed, exact and evicted, as in slots.Slots.
-        exact_format: "bf16" or "fp16", of the 16-bit rows.
-
-    Returns:
-        How many rows of K and of V were written as NaN, not counting those that left as NaN.
+    k and v are as in append.append_rows; packed, exact and evicted as in slots.Slots. Returns how
+    many rows of K and of V were written as NaN, without those that left as NaN.
     """
     num_tokens, num_heads, _ = k[0].shape
     if not num_tokens * num_heads:
@@ -140,7 +134,6 @@ def quantize_row(emit, quantizer, x, row):
 
 @functools.cache
 def make_append_kernel():
-    """Compile the kernel; its address."""
     row_floats = max(ROW_DIMS) // 2
 
     def append_kernel(args, item):

@@ -2,13 +2,11 @@
 
     <cache folder>/cpu/<name>-<key>.kernel    numba's result, pickled, sealed (disk_cache.py)
 
-numba's own cache writes into the package, or fails where it cannot, and unpickles whatever it finds
-there. Here a file is looked at first: whose it is, and its SHA-256. Whatever is wrong with it, or
-with the folder, the kernel is compiled anew, and kept again if that can be.
+numba's own cache would unpickle whatever it finds. Here the owner and the SHA-256 of a file are
+checked first, and a kernel is compiled anew if either is wrong.
 
-The key is a hash of all that the machine code depends on: the sources of this room, the constants
-of the function, the processor, the versions of the compilers. So a file is never wrong, only
-unused, and processes that compile at the same time write the same.
+The key is a hash of all that the machine code depends on: sources, constants, processor, compilers.
+So a file is never wrong, only unused.
 """
 
 from __future__ import annotations
@@ -48,11 +46,10 @@ _kernels: list[object] = []
 
 
 class Compiler(CompilerBase):
-    """numba's, without the passes that find nothing in a kernel, or what LLVM finds as well.
+    """numba's, without passes that find nothing in a kernel, or what LLVM finds as well.
 
-    Kernels have no closures, arrays, raises or `with`, and LLVM brings variables into SSA form. The
-    machine code is the same, and comes in three quarters of the time. But a variable has one type
-    in all of a kernel.
+    The machine code is the same, in three quarters of the time. A variable has one type in a
+    kernel.
     """
 
     PASSES = (
@@ -70,7 +67,6 @@ class Compiler(CompilerBase):
     )
 
     def define_pipelines(self) -> list[PassManager]:
-        """The passes of a kernel."""
         manager = PassManager("kernel")
         for one in self.PASSES:
             manager.add_pass(one, one.__name__)

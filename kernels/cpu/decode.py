@@ -3,24 +3,20 @@
     work item = one (sequence, block of query heads that share a KV head, split of the tokens)
 
         rows    ├─── tile of 128 tokens ───┤├─── tile ───┤ ...
-        K       per block of a few tokens: the 16 sums (token, head) stay in registers while
-                each chunk of 16 codes is unpacked, scaled and multiplied with every head; a tree
-                of shuffles turns the sums into one vector of 16 scores
+        K       the sums of a block of tokens stay in registers while each chunk of 16 codes is
+                unpacked, scaled and multiplied with every head
         scores  online softmax over the tile, in powers of 2
-        V       per token each chunk is unpacked, scaled and added to the sums (head, chunk)
+        V       each chunk is unpacked, scaled and added to the sums (head, chunk)
 
-A code is unpacked once for all query heads that share it, in registers, and never stored. All sums
-are float32, but with 16-bit queries on a processor with VNNI: see integers.py. The splits of all
-segments are merged at the end by their log-sum-exp.
+Sums are float32, with VNNI and 16-bit queries see integers.py. The splits of all segments are
+merged at the end by their log-sum-exps.
 
-Several queries of a sequence are more query heads, each of which sees the first rows only, up to
-its token's. No score is masked: a tile ends with the rows that all queries see, the rows behind
-them make tiles of one row each, and a head's result is written after its last row.
+Several queries are more query heads, each of which sees the first rows only. No score is masked: a
+tile ends with the rows that all queries see, and each row beyond is a tile of its own.
 
-A tile is read as runs of rows that lie at one stride: a run is a page or a part of one, and without
-pages the whole tile. A block has rows of several runs where pages are smaller than it: then each of
-its rows is looked up. Tiles are the same with and without pages, so the results are, bit for bit;
-but with integer products (integers.py) pages smaller than a block have float32 products of V.
+A tile is read as runs of rows at one stride: a page, a part of one, or the whole tile. Tiles are
+the same with and without pages, so results are equal bit for bit. Pages smaller than a block have
+float32 products of V.
 """
 
 import functools
@@ -113,11 +109,8 @@ def tile_tokens(v_format):
 def make_decode_kernel(k_spec, v_spec, heads, least=RUN, in_integers=False):
     """Compile the kernel for two formats and a number of heads that share the rows; its address.
 
-    least: rows that lie at one stride at least: RUN, or those of a smaller page; in_integers:
-    whether rows that integers.py serves are multiplied as it says. It takes V only where a block's
-    rows lie at one stride.
-
-    It takes the arguments named below, and the index of (sequence, block of heads, split).
+    least: rows that lie at one stride at least: RUN, or those of a smaller page. in_integers:
+    whether integers.py multiplies the rows that it serves.
     """
     k_format, v_format = parse_spec(k_spec), parse_spec(v_spec)
     k_dim, v_dim = k_format.head_dim, v_format.head_dim
@@ -420,8 +413,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with the heads of all queries, [batch, num_kv_heads * q_len * ratio, head_dim].
 
-    visible: of each segment, [batch] or [batch, q_len] int32, the rows that each query sees.
-    change: of their scores; None for none.
+    visible: of each segment the rows that each query sees, [batch] or [batch, q_len] int32.
     """
     batch, num_q_heads, _ = q.shape
     v_dim = segments[0].v_format.head_dim

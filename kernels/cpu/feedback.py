@@ -35,16 +35,11 @@ X, PARAMS, COLUMNS, CODES, NUM_ROWS, TOKENS, HEADS = range(7)  # the arguments o
 def round_with_feedback(
     x: torch.Tensor, params: torch.Tensor, feedback: torch.Tensor, levels: float
 ) -> torch.Tensor:
-    """The codes of rows.
+    """The codes of rows x, [batch, num_kv_heads, tokens, head_dim] float32; the same shape,
+    float32.
 
-    Args:
-        x: [batch, num_kv_heads, tokens, head_dim], float32.
-        params: [batch, num_kv_heads, tokens, groups, 2], float32: scale and shift.
-        feedback: [num_kv_heads, head_dim, head_dim], float32: L.
-        levels: the greatest code.
-
-    Returns:
-        The shape of x, float32; without meaning where params are NaN.
+    params: [..., groups, 2], float32: scale and shift. feedback: L, [num_kv_heads, head_dim,
+    head_dim], float32. levels: the greatest code. Codes mean nothing where params are NaN.
     """
     columns = feedback.resolve_neg().mT.contiguous()
     x, params = x.resolve_neg().contiguous(), params.contiguous()

@@ -1,4 +1,5 @@
-"""Attention's products as sums of integers: VNNI multiplies and adds 32 pairs of int16 at a time.
+"""Attention's products as sums of integers: VNNI multiplies and adds 32 pairs of int16 at a
+time.
 
     K    q = step * q16                       a step, a power of two, for each head
     V    p * scale = step * w16               a step for each head, group and tile of tokens
@@ -8,11 +9,9 @@
          K   a word of a row: two elements of one token      x   q16 of both elements
          V   halves of two rows: one element of two tokens   x   w16 of both tokens
 
-An integer sum is exact: only q16 and w16 are rounded. A code c stands for c * scale + shift, and
-products with shift are float32 sums, of what was not rounded. Roundings are multiplied by what is
-left of a code without the middle of all codes, so that an offset of the values costs nothing.
-
-bfloat16 queries are rounded where they are less than 1/128 of their greatest element.
+Integer sums are exact: only q16 and w16 are rounded. Products with shifts are float32 sums of what
+was not rounded. The middle of all codes is taken off first, so an offset of the values costs no
+accuracy. bfloat16 queries are rounded where they are below 1/128 of their greatest element.
 """
 
 import functools
@@ -86,7 +85,6 @@ class Fields:
         return b.sub(b.bitcast(b.fadd(x, magic), ints), b.bitcast(magic, ints))
 
     def paired(self, low, high):
-        """Words of two int16 each."""
         b, count = self.emit.builder, low.type.count
         low = b.and_(low, self.emit.constant(0xFFFF, I32, count))
         return b.or_(low, b.shl(high, self.emit.constant(16, I32, count)))
@@ -103,9 +101,8 @@ class Fields:
 class Keys(Fields):
     """Scores of a block: a vector of codes is a piece of `together` rows.
 
-    room: [blocks, fields, heads, words] q16 pairs; then, for each segment and head, 16 int32 that
-    its sums begin with and 16 float32 that shifts are multiplied with; then the 16 steps.
-    A segment is a group, or a block of several.
+    room: [blocks, fields, heads, words] q16 pairs; for each segment (a group, or a block of
+    several) and head 16 int32 that sums begin with and 16 float32 factors of shifts; 16 steps.
     """
 
     def __init__(self, emit, fmt, heads, tokens):
@@ -127,7 +124,6 @@ class Keys(Fields):
         return _may_serve(fmt, heads, VECTOR_BYTES // min(4, tokens))
 
     def place_of_query(self, block, field, head):
-        """Where 16-bit queries begin in the room."""
         return ((block * self.count + field) * self.heads + head) * 4 * self.words
 
     def prepare(self, q, factor, room):
@@ -262,7 +258,6 @@ class Keys(Fields):
 
 
 def joined(emit, vectors):
-    """One vector of the lanes of all."""
     while len(vectors) > 1:
         count = 2 * vectors[0].type.count
         order = emit.each(range(count), I32)
@@ -276,8 +271,8 @@ def joined(emit, vectors):
 class Values(Fields):
     """Weighted sums of a tile: a vector of codes is a unit of two rows.
 
-    room: [pairs, heads, groups] w16 pairs; [groups, blocks] 16 float32 weights; then, for each
-    group, 16 float32 steps and 16 float32 sums of shifts, lane i of the head i % heads.
+    room: [pairs, heads, groups] w16 pairs; [groups, blocks] 16 float32 weights; for each group 16
+    float32 steps and 16 sums of shifts, lane i of the head i % heads.
     """
 
     def __init__(self, emit, fmt, heads, tokens, tile):

@@ -1,10 +1,7 @@
 """Run a compiled kernel over its work items, on all threads that torch uses.
 
-Every CPU kernel is a C function (arguments, item): the address of its int64 arguments and the index
-of the work item. So one driver serves all, and a kernel compiles without numba's parallel passes.
-
-A process forked from one that has run kernels in parallel goes on with one thread: the OpenMP that
-numba uses would end it otherwise.
+Every CPU kernel is a C function (arguments, item), so one driver serves all. A process that was
+forked after kernels ran in parallel has one thread: numba's OpenMP would end it otherwise.
 """
 
 import os
@@ -25,13 +22,9 @@ _is_forked = False
 
 
 def run(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> None:
-    """Call kernel(arguments, item) for each item.
+    """Call the kernel at an address with (arguments, item) for each item.
 
-    Args:
-        kernel: address, from compile_kernel.
-        arguments: int64 array of what the kernel expects: addresses, sizes, strides.
-        items: how many there are.
-        parallel: whether the work is worth more than one thread.
+    arguments: int64 array. parallel: whether the work is worth more than one thread.
     """
     global _has_run_parallel
     threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, items)

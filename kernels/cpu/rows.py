@@ -76,7 +76,6 @@ def quantize(x: torch.Tensor, fmt: AnyFormat) -> tuple[torch.Tensor, bool]:
 
 
 def dequantize(rows: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
-    """Values of rows in float32; see dequantize_rows."""
     if isinstance(fmt, LatentFormat):
         parts = rows.split([part.row_bytes for part in fmt.parts], dim=-1)
         return torch.cat(list(map(dequantize, parts, fmt.parts)), dim=-1)
@@ -97,7 +96,6 @@ def _run(kernel, arguments, num_rows):
 
 @operation(f32x16, literal, types.int64)
 def load_elements(emit, dtype, address):
-    """16 elements of x as floats."""
     if dtype == "float32":
         return emit.load(address, F32)
     if dtype == "float16":
@@ -117,13 +115,11 @@ def all_within(emit, x, limit):
 
 @operation(types.float32, f32x16)
 def least(emit, x):
-    """The least of the lanes."""
     return emit.reduce("fmin", x)
 
 
 @operation(types.float32, f32x16)
 def greatest(emit, x):
-    """The greatest of the lanes."""
     return emit.reduce("fmax", x)
 
 
@@ -161,7 +157,6 @@ def pack(emit, format_spec, x, shift, inverse, row, chunk):
 
 
 def pack_bytes(emit, codes, address, _high):
-    """Store 16 codes, int32, a byte each."""
     emit.store(address, emit.builder.trunc(codes, ir.VectorType(I8, LANES)))
 
 
@@ -174,7 +169,6 @@ def pack_nibbles(emit, codes, address, _high):
 
 
 def pack_quarters(emit, codes, address, _high):
-    """Store 16 codes of INT2."""
     emit.store(address, emit.reduce("or", emit.builder.shl(codes, emit.each(LOW_BITS, I32))))
 
 
@@ -194,8 +188,8 @@ def _clamp(emit, x, low, high):
 def to_e4m3(emit, x):
     """16 floats of at most 448 in magnitude, rounded to the nearest E4M3, ties to even.
 
-    From 2**-6 on the mantissa is rounded to 3 bits and the exponent rebased from 127 to 7; below,
-    the code is the multiple of 2**-9, which adding 2**14 rounds to the low bits of the float.
+    From 2**-6 on the mantissa is rounded to 3 bits; below, adding 2**14 rounds to multiples of
+    2**-9.
     """
     b = emit.builder
     ints = ir.VectorType(I32, LANES)
@@ -225,10 +219,9 @@ def unpack_row(emit, format_spec, row, params, x):
 
 @operation(types.void, literal, types.int64, types.int64, types.int64, types.int64, types.int64)
 def choose_parameters(emit, format_spec, least, greatest, row, shifts, inverses):
-    """Scales and shifts of all groups of a row, by the formulas of kvquant/rows/quantize.py.
+    """Scales and shifts of a row's groups, from the extrema, by kvquant/rows/quantize.py.
 
-    least, greatest: 16 floats, of which the first are the groups'; the header goes to row, and the
-    shifts and inverses of the scales to 16 floats each.
+    Writes the header to row, and shifts and inverses of scales to 16 floats each.
     """
     b, fmt = emit.builder, parse_spec(format_spec)
     mn, mx = emit.load(least, F32), emit.load(greatest, F32)
@@ -376,7 +369,6 @@ def make_quantize_kernel(format_spec, dtype):
 
 @functools.cache
 def make_dequantize_kernel(format_spec):
-    """Compile the kernel for a format; its address."""
     fmt = parse_spec(format_spec)
     head_dim, row_bytes, params_floats = fmt.head_dim, fmt.row_bytes, widened_floats(fmt)
 

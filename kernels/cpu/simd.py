@@ -1,9 +1,7 @@
-"""Vectors of 16 floats for numba: a type, and the few operations that the CPU kernels are made of.
+"""Vectors of 16 floats for numba: a type, and the operations that the CPU kernels are made of.
 
-numba compiles scalars and leaves vectors to LLVM's loop vectorizer, which gives up on packed rows.
-Here vectors are values: LLVM maps a vector of 16 floats to one AVX-512 register, two of AVX2 or
-four of NEON. Memory is addressed by plain integers (bytes), because rows have any strides and
-alignment.
+LLVM maps a vector to one AVX-512 register, two of AVX2 or four of NEON. Memory is addressed by
+plain integers (bytes), because rows have any strides and alignment.
 """
 
 import functools
@@ -41,11 +39,10 @@ class _F32x16Model(models.PrimitiveModel):
 
 @functools.cache
 def in_hardware(name):
-    """Whether the processor that numba compiles for has "fma", or converts "half", by itself.
+    """Whether the processor has "fma", or converts "half", or has a feature by LLVM's name
+    ("avx512f").
 
-    Else LLVM writes a call, of a function that the process may not have: x86-64 has both since 2013
-    but virtual machines hide them, and NUMBA_CPU_NAME can. A feature by LLVM's name ("avx512f") has
-    instructions that kernels name themselves: LLVM writes nothing in their place.
+    Virtual machines hide features. Without "fma" or "half" LLVM would call a function instead.
     """
     codegen = registry.cpu_target.target_context.codegen()
     if name.startswith("avx512"):
@@ -102,19 +99,15 @@ class Emitter:
             self.builder.call(function, [place, read, into_l1, data])
 
     def times(self, value, factor):
-        """An i64 times a constant."""
         return self.builder.mul(value, ir.Constant(I64, factor))
 
     def constant(self, value, kind=F32, count=LANES):
-        """The same constant in every lane."""
         return ir.Constant(ir.VectorType(kind, count), [ir.Constant(kind, value)] * count)
 
     def each(self, values, kind):
-        """A constant of its own in each lane."""
         return ir.Constant(ir.VectorType(kind, len(values)), [ir.Constant(kind, v) for v in values])
 
     def splat(self, scalar, count=LANES):
-        """A number in every lane."""
         undefined = ir.Constant(ir.VectorType(scalar.type, count), ir.Undefined)
         single = self.builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
         return self.builder.shuffle_vector(single, undefined, self.constant(0, I32, count))
@@ -165,7 +158,6 @@ class Emitter:
         return self.builder.fadd(self.builder.fmul(a, b), c)
 
     def from_half(self, bits):
-        """The floats of a vector of fp16 bits."""
         b, count = self.builder, bits.type.count
         floats, ints = ir.VectorType(F32, count), ir.VectorType(I32, count)
         if in_hardware("half"):
@@ -209,8 +201,7 @@ class Emitter:
     def exp2(self, x):
         """2**x for x <= 0, relative error under 2e-7; 0 below -126.5, NaN for NaN.
 
-        2**x = 2**n * 2**f, n the nearest integer, |f| <= 1/2; 2**f by the series of exp(f ln 2) to
-        f**7. Adding 1.5 * 2**23 leaves n in the low bits of the float.
+        2**x = 2**n * 2**f, n the nearest integer; 2**f by the series of exp(f ln 2) to f**7.
         """
         b = self.builder
         lowest = self.constant(-127.0)
@@ -269,8 +260,7 @@ class Emitter:
 def operation(result, *arguments):
     """Make an intrinsic of numba, for these types, from a function (emitter, *values) -> value.
 
-    A `literal` argument must be a compile-time constant (int or str), and arrives as its Python
-    value.
+    A `literal` argument must be a compile-time constant (int or str).
     """
 
     def wrap(emit):
@@ -327,13 +317,11 @@ def prefetch(emit, address, size):
 
 @operation(f32x16, types.float32)
 def splat(emit, scalar):
-    """A float in every lane."""
     return emit.splat(scalar)
 
 
 @operation(f32x16, f32x16, f32x16)
 def add(emit, a, b):
-    """a + b."""
     return emit.builder.fadd(a, b)
 
 
@@ -363,7 +351,6 @@ def load_splat(emit, address):
 
 @operation(f32x16, f32x16, f32x16)
 def times(emit, a, b):
-    """a * b."""
     return emit.builder.fmul(a, b)
 
 

@@ -1,7 +1,6 @@
 """Slots of new tokens on the CPU, by kvquant/rows/slots.py, and whether slots are all different.
 
-Plain numba, without vectors. That something is not possible is only found here;
-kvquant/ops/slots.py says what it is.
+It finds that something is not possible; kvquant/ops/slots.py says what.
 """
 
 from __future__ import annotations

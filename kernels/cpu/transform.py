@@ -41,16 +41,10 @@ X, STRIDE_BATCH, STRIDE_HEAD, STRIDE, OFFSET, OUT, NUM_ROWS, HEADS, TOKENS = ran
 
 
 def transform(x: torch.Tensor, offset: torch.Tensor | None, rotates: bool) -> torch.Tensor:
-    """Subtract an offset from rows, and rotate them.
+    """Subtract an offset from rows x, if any, and rotate them if asked; float32, contiguous.
 
-    Args:
-        x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16, of any strides;
-            head_dim a multiple of 16.
-        offset: [num_kv_heads, head_dim], float32; None for none.
-        rotates: whether to rotate.
-
-    Returns:
-        The same shape, float32, contiguous.
+    x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16, of any strides;
+    head_dim a multiple of 16. offset: [num_kv_heads, head_dim], float32.
     """
     x = x.detach().resolve_neg()
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -69,7 +63,6 @@ def transform(x: torch.Tensor, offset: torch.Tensor | None, rotates: bool) -> to
 
 @operation(f32x16, f32x16, f32x16)
 def minus(emit, a, b):
-    """a - b."""
     return emit.builder.fsub(a, b)
 
 
@@ -91,7 +84,6 @@ def _lanes(lanes):
 
 @functools.cache
 def make_transform_kernel(head_dim, dtype, has_offset, rotates):
-    """Compile the kernel for a row; its address."""
     block = head_dim & -head_dim
     doublings = (block // LANES).bit_length() - 1
     factor = np.float32(1 / math.sqrt(block))

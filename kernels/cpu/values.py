@@ -6,9 +6,6 @@ parameters of a row as floats ("widened"), one layout of two:
 
 A chunk's lanes are in the order in which its codes leave memory. Queries are put into the order of
 K's, outputs back from the order of V's, once for all rows.
-
-A row is read 16 elements at a time, by RowReader; score_block and weigh_rows are what decode.py
-calls, for a block of tokens and for a tile of them.
 """
 
 import contextlib
@@ -44,7 +41,6 @@ def spec(fmt):
 
 
 def parse_spec(word: str) -> AnyFormat:
-    """The format of a word."""
     name, dims = word.split("/")
     kind = LatentFormat if "+" in dims else RowFormat
     return kind.parse(name, *map(int, dims.split("+")))
@@ -73,10 +69,7 @@ def lanes_in_order(fmt):
 
 
 def code_addresses(emit, fmt, codes, chunk):
-    """Where the codes of a chunk begin, and of rows in planes their high bits, else None.
-
-    codes: address of those of the row; chunk: its index, an i64.
-    """
+    """Addresses of a chunk's codes and, of rows in planes, of their high bits, else None."""
     sizes = fmt.pick(nibbles=(8,), bytes=(16,), elements=(32,), quarters=(4,), planes=(4, 2))
     places = [emit.builder.add(codes, emit.times(chunk, size)) for size in sizes]
     return places[0], emit.at(places[1], fmt.head_dim // 4) if len(places) > 1 else None
@@ -130,10 +123,7 @@ class RowReader:
             )
 
     def scaling(self, params, chunk):
-        """What makes the values of chunks that have their parameters in common with this one.
-
-        A scale and a shift, or the table of all values; None of 16-bit elements. chunk: an i64.
-        """
+        """A scale and a shift of a chunk, or a table of all values; None of 16-bit elements."""
         emit, fmt, b = self.emit, self.fmt, self.emit.builder
         if fmt.is_exact:
             return None
@@ -166,11 +156,8 @@ class RowReader:
     def unpack(self, codes, chunk):
         """The codes or 16-bit elements of a chunk as floats, in the order of its lanes.
 
-        codes: address of those of the row.
-
         E4M3: its 7 magnitude bits at the place of fp16's are the number times 2**-8; the widened
-        scale has the factor 2**8. Sign-extended to 16 bits and shifted, the byte brings its sign
-        along, at bits 15 and 14.
+        scale has the factor 2**8.
         """
         emit, b, fmt = self.emit, self.emit.builder, self.fmt
         floats, numbers = ir.VectorType(F32, LANES), fmt.facts.numbers
@@ -195,7 +182,6 @@ class RowReader:
 
 
 def split_bytes(emit, address, _high):
-    """16 codes of a byte each."""
     return emit.builder.zext(emit.load(address, I8), ir.VectorType(I32, LANES))
 
 
@@ -232,7 +218,6 @@ def split_planes(emit, address, high):
 
 
 def query_floats(k_spec, heads, in_integers):
-    """Floats that prepare_queries writes."""
     if in_integers:
         return integer_keys(None, k_spec, heads).room_bytes // 4
     return heads * parse_spec(k_spec).head_dim
@@ -246,7 +231,6 @@ def value_floats(v_spec, heads, in_integers, tile):
 
 
 def integer_keys(emit, k_spec, heads):
-    """Scores by integers, of rows that integers.Keys serves."""
     return Keys(emit, parse_spec(k_spec), heads, tokens_per_block(heads))
 
 
@@ -325,14 +309,12 @@ def _scores(emit, fmt, heads, q, rows, row_params):
 
 @operation(f32x16, *[literal] * 4, *[types.int64] * 6)
 def score_block(emit, format_spec, in_integers, heads, least, q, row, stride, count, params, runs):
-    """Scores of the next tokens with all heads: lane token * heads + head; -inf beyond the tokens.
+    """Scores of the next tokens with all heads: lane token * heads + head; -inf beyond the
+    tokens.
 
-    A score that is not finite is NaN, and with it all of its head's result.
-
-    q: of all heads, from prepare_queries; row: address of the first token's row; count: tokens that
-    exist, at least 1 (the last one's row is read again in place of missing ones); params: widened
-    ones of the block's rows; runs: the first of the block's, each of which has `least` rows where
-    the block has several. A latent row is read part by part.
+    A score that is not finite is NaN, and so is all of its head's result. q: of prepare_queries.
+    count: tokens that exist; the last one's row stands for missing ones. params: widened. runs:
+    each of `least` rows where the block has several.
     """
     b, fmt = emit.builder, parse_spec(format_spec)
     tokens = tokens_per_block(heads)
@@ -386,19 +368,15 @@ def weigh_rows(
     decay,
     acc,
 ):
-    """acc = acc * decay + weights · V over the rows of a tile, while the next K rows are fetched.
+    """acc = acc * decay + weights · V over a tile's rows, while the next K rows are fetched.
 
-    weights: as score_block leaves them, 16 floats a block; runs: of the rows of the tile; room:
-    value_floats; decay [heads] and acc [heads, head_dim] float32.
+    weights: of score_block, 16 floats a block. decay [heads] and acc [heads, head_dim] are float32.
     """
     b, i64 = emit.builder, functools.partial(ir.Constant, I64)
 
     @contextlib.contextmanager
     def each(step):
-        """The code to write for each step tokens of the tile: the first, addresses of V and next K.
-
-        The last row of a run stands for missing ones.
-        """
+        """The code to write for each step tokens; the last row of a run stands for missing ones."""
         with cgutils.for_range(b, num_runs) as loop:
             run = b.add(runs, emit.times(loop.index, RUN_BYTES))
             first, end, v_row, next_k = (

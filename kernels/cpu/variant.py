@@ -3,9 +3,8 @@
     decode kernel    scores of a tile, log2 units ──▶ change kernel ──▶ maxima, weights, V
                      [block of tokens][token][head]     in place
 
-One kernel for all formats and fields, whose address the decode kernel is given, 0 for plain
-attention. What a query does not see gets -inf. Rows behind a query's token are not its matter: the
-decode kernel writes a head's result before it comes to them. Sinks are added to the result.
+One kernel serves all formats and fields. The decode kernel gets its address, 0 for plain attention.
+Hidden tokens get -inf. Sinks are added to the result.
 """
 
 import functools
@@ -132,11 +131,7 @@ def make_change_kernel():
 
 
 class Change:
-    """A variant, as the kernels take it: of one call.
-
-    Attributes:
-        firsts: [segments, batch] int32, the first row that any query of a sequence may see.
-    """
+    """A variant as kernels take it; firsts [segments, batch] int32: the first row that is seen."""
 
     def __init__(self, variant, segments, q_lens, batch, q_len, num_kv_heads, num_q_heads):
         lens = torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)

@@ -214,7 +214,7 @@ def _examples(path: Path, reader: Any, chat: bool | None) -> list[Any]:
     for number, line in enumerate(read_text(path).split("\n"), 1):  # strings may hold U+2028
         if not line.strip():
             continue
-        one = parse(line, f"{path}, line {number},", nan=True)
+        one = parse(line, f"{path}, line {number},")
         prompt = one.get("prompt") if isinstance(one, Mapping) else None
         answer = one.get("answer") if isinstance(one, Mapping) else None
         if not isinstance(prompt, str) or not prompt or not isinstance(answer, str | None):

@@ -20,7 +20,6 @@ from .console import (
     JSON,
     LATENT,
     MODEL_OR_NONE,
-    NEW_FILE,
     OUTPUT,
     PLAN,
     RECENT_LEN,
@@ -41,8 +40,6 @@ from .warmup import warmup
 
 if TYPE_CHECKING:
     from ..cache.contiguous import KVCache
-
-CACHE = NEW_FILE  # its shards may be there alone
 
 
 @click.group(
@@ -151,7 +148,7 @@ def quantize(
 
 
 @main.command()
-@click.argument("cache", type=CACHE)
+@click.argument("cache", type=FILE)
 @click.option(
     "--to",
     type=click.Choice(["bf16", "fp16", "fbgemm", "xformers", "flashmla"]),
@@ -172,7 +169,7 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
     from ..io.export import export_cache
     from ..text import paragraph, size_text
 
-    check_output(output, plan, *_files_of(cache))
+    check_output(output, plan, cache)
     notes = export_cache(load_cache(cache, plan=plan), output, to)
     click.echo(f"{output}: {to}, {size_text(output.stat().st_size)}")
     for note in notes:
@@ -180,7 +177,7 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
 
 
 @main.command()
-@click.argument("file", type=CACHE)
+@click.argument("file", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @enough_memory("cache")
 def inspect(file: Path, as_json: bool) -> None:
@@ -231,17 +228,6 @@ def demo(
 
 for command in (bench, calibrate, check, evaluate, report, warmup):
     main.add_command(command)
-
-
-def _files_of(cache: Path) -> list[Path]:
-    """A cache file, its index and its shards, as far as they are there."""
-    from ..io.shards import index_path, shard_pattern
-
-    whole = cache.with_name(cache.name.removesuffix(".index.json"))
-    index = index_path(whole)
-    beside = cache.parent.iterdir() if cache.parent.is_dir() else ()
-    shards = [path for path in beside if shard_pattern(index).fullmatch(path.name)]
-    return [whole, index, *shards]
 
 
 def _of_latents(options: dict[str, Any], fmt: str | None) -> dict[str, Any]:

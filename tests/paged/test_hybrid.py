@@ -28,7 +28,7 @@ from relative_l2 import relative_l2
 
 from kvquant import PagedKVCache, RowFormat
 from kvquant.errors import OutOfPagesError, ShapeError
-from kvquant.io.inspect import describe, render
+from kvquant.io.inspect import describe
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.state import SPARE
@@ -37,7 +37,7 @@ from kvquant.paged.window_pages import held_pages
 WINDOWS = [None, 20, 40]
 HYBRID: dict[str, Any] = {"windows": WINDOWS, "num_layers": 3}
 HYBRID |= {"max_seq_len": 400, "num_pages": 60}
-GOLDEN = Path(__file__).parents[1] / "data" / "pages-v4.safetensors"
+GOLDEN = Path(__file__).parents[1] / "data" / "sequences-windows.safetensors"
 
 
 def frames(cache: PagedKVCache) -> list[int]:
@@ -434,12 +434,11 @@ def test_files_hold_the_pages_that_windows_see(tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert same(values(other.cache, name), values(batch.cache, name))
     found = describe(path)
-    assert found["version"] == 4 and [x["window"] for x in found["layers"]] == [None, 20, 40]
-    assert "version 4" in render(found)
+    assert found["version"] == 1 and [x["window"] for x in found["layers"]] == [None, 20, 40]
 
 
 def golden() -> PagedKVCache:
-    """What the file of version 4 holds."""
+    """What the golden file holds."""
     rows = (torch.arange(140)[:, None] + torch.arange(64) / 4 - 8.0).expand(2, 2, 140, 64)
     batch = PagedBatch(make(**HYBRID), 2, 200)
     batch.cache.allocate("a")
@@ -447,7 +446,7 @@ def golden() -> PagedKVCache:
     return batch.cache
 
 
-def test_golden_file_of_version_4_still_loads() -> None:
+def test_the_golden_file_still_loads() -> None:
     fresh, loaded = golden(), make(**HYBRID)
     assert load_sequences(loaded, GOLDEN) == ["a"]
     check_invariants(loaded)

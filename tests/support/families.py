@@ -133,7 +133,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def lines() -> dict[str, list[str]]:
     """The cells of the table, by model_type."""
     table = README.read_text().split("## Families", 1)[1].split("\n#", 1)[0]
-    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \|(.+)\|$", table, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|(.+)\|$", table, re.MULTILINE)
     return {kind: [cell.strip() for cell in cells.split("|")] for kind, cells in rows}
 
 

@@ -1,15 +1,13 @@
-"""Turn rows: y = x M + offset per KV head, float32 inside; zeros where a sequence has no tokens.
-Or encode them, which is the way back: y = (x - offset) M, float32.
+"""Turn rows, y = x M + offset per KV head, float32 inside; zeros where a sequence has no tokens. Or
+encode them, the way back: y = (x - offset) M, float32.
 
     block   32 or 64 columns of M, one KV head, some rows: batch x query heads on it
-    warp    its part of M in registers, loaded once:    M[part of head_dim, the block's columns]
-            times its part of `warps` rows, read from shared memory by all lanes at once;
-            then the sum of all parts of one row
+    warp    its part of M in registers, loaded once, times its part of `warps` rows from shared
+            memory; then the sum of all parts of one row
 
-So the loads of M, of rows and of the offset are under way at the same time, and nothing waits for
-memory twice; rows that come next are under way during a product. Where the launch overlaps the one
-that gives the rows, M comes while that one ends. With two columns a lane, what it reads of the rows
-serves twice as many sums; in which order they are added up does not change.
+Loads of M, rows and offset are under way together, and the next rows during a product. If the
+launch overlaps the one that gives the rows, M comes meanwhile. Two columns a lane do not change the
+order of the sums.
 """
 
 from numba import cuda, float32, int32, uint32, uint64
@@ -36,7 +34,6 @@ UNROLLED = 16  # elements of M: longer loops stay loops, and M in memory
 
 
 def make_affine_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     DIM, WARPS = spec.head_dim, spec.warps
     PRODUCT, ENCODES, WIDTH, OVERLAPS = spec.product, spec.encodes, spec.width, spec.overlaps
     WORDS, PART, ELEMENT = DIM // 2, DIM // WARPS, 4 * WARPS  # the last: bytes of it in all rows
@@ -59,7 +56,6 @@ def make_affine_kernel(spec):
 
     @device_function
     def load_row(at, coming):
-        """A thread's words of a row."""
         first = uint32(uint32(cuda.threadIdx.x) // uint32(WARPS))
         for i in range(LOADS):
             word = min(uint32(first + uint32(32 * i)), uint32(WORDS - 1))

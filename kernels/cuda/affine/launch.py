@@ -1,7 +1,6 @@
 """Multiply rows by a matrix and add an offset, or encode them, on CUDA, in one launch.
 
-See kvquant/ops/transform.py and kvquant/rows/basis.py. A block has 32 * width columns of a KV
-head's matrix, and as many rows at a time as it has warps.
+See kvquant/ops/transform.py. A block has 32 * width columns of a KV head's matrix.
 
     rows    float32 [head_dim, warps]: element after element of all rows, as warps read them
     sums    float32 [warps, warps, width, 32]: of each warp's part of a row, of each row
@@ -49,14 +48,13 @@ class AffineSpec(Spec):
     """The affine kernel.
 
     Attributes:
-        head_dim: elements of a row, a multiple of 2 * warps.
+        head_dim: a multiple of 2 * warps.
         source: "bf16" or "fp16", the codec of x and, but for encoded rows, of y.
         product: whether rows are multiplied by a matrix.
         encodes: whether y is (x - offset) M in float32, and not x M + offset.
         width: columns of a lane.
         warps: of a block, 4 or 8.
-        overlaps: whether a launch may begin before the one that gives x is complete; sm_90 and
-            newer.
+        overlaps: as of Spec.
     """
 
     head_dim: int
@@ -72,7 +70,6 @@ class AffineSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         return 4 * self.warps * (self.head_dim + self.warps * COLUMNS * self.width) * self.product
 
 
@@ -88,17 +85,9 @@ def affine_rows(
 ) -> torch.Tensor:
     """Compute x M + offset on the current stream; see kvquant.ops.transform.affine_rows.
 
-    Args:
-        check: raises unless the arguments fit one another; called only before a launch is prepared.
-        overlaps: whether it may begin while what was launched before ends; see there.
-        encodes: whether (x - offset) M is asked for instead, in float32; there is a matrix then.
-
-    Returns:
-        [batch, num_heads, head_dim], contiguous. The bits of a row do not depend on the others.
-
-    Raises:
-        UnsupportedError: the GPU is too old.
-        DeviceError: CUDA refuses the launch.
+    check raises unless the arguments fit, and is called only before a launch is prepared. encodes
+    asks for (x - offset) M in float32. Returns [batch, num_heads, head_dim], contiguous; the bits
+    of a row do not depend on the others. Errors: as of cached_launch.
     """
     facts = map(facts_of, (x, matrix, offset, seq_lens))
     key = AffineSpec, encodes, x.is_neg(), overlaps, *facts

@@ -45,7 +45,6 @@ wait_for_older = wait_copies[1]
 
 
 def make_feedback_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     sides = spec.sides
     ALIKE = sides[0] == sides[-1]
     append_k = _make_append_side(sides[0])
@@ -154,9 +153,8 @@ def _make_append_side(spec):
 
 
 def _make_find(spec):
-    """Make the function that gives the packed slot of the row that a token lets be packed, the
-    token's exact slot, and whether there are such, and a row that leaves for it and is the one to
-    be packed; negative slots are larger than any."""
+    """The function to the packed slot of the row to be packed, the token's exact slot, whether
+    there are such, and a row that leaves for it. Negative slots are larger than any."""
     EXACT = spec.exact != ""
 
     @device_function
@@ -180,11 +178,8 @@ def _make_find(spec):
 
 
 def make_prepare(spec):
-    """Make the function that takes a row from its buffer, transforms it, writes it in 16 bit where
-    it has an exact slot, and leaves in the buffer what is to be packed, its scales and shifts.
-
-    Whether there is an offset (another address than 0) and a rotation is told by its arguments.
-    """
+    """The function that transforms a row in its buffer, writes it in 16 bit to an exact slot, and
+    leaves what is to be packed. Arguments tell the offset (an address) and whether to rotate."""
     FMT, LANES, EXACT = spec.fmt, spec.lanes, spec.exact != ""
     HEAD_DIM, SIZE, PIECE, NAN = FMT.head_dim, FMT.group_size, piece_of(FMT), NAN_WORDS["fp16"]
     ACTIVE, WORDS, PIECES = HEAD_DIM // ELEMENTS, ELEMENTS // 2, ELEMENTS // PIECE

@@ -1,7 +1,6 @@
 """A row rounded with feedback: the second pass of the feedback kernel, see rows/quantize.py.
 
-What a lane does for a tile of 16 elements of its row, whose values, scales and shifts lie in the
-row's buffer:
+What a lane does for a tile of 16 elements, which lie with scales and shifts in the row's buffer:
 
     past      what each element owes: L_ij e_j of the errors e_j before the tile, j ascending;
               lanes that share a row share the elements
@@ -11,9 +10,7 @@ row's buffer:
 
     tiles of L  ──cp.async──▶ 2 stages, the block's; only their columns up to the diagonal
 
-Every product and every sum rounds by itself. quantize.py adds what an error costs to all later
-elements at once, here an element adds what the errors before it cost: the same terms in the same
-order. The chain of 16 roundings is short beside the sums, of which no lane waits for another.
+Every product and sum rounds by itself, in the order of quantize.py.
 """
 
 from numba import cuda, float32, int32, uint16, uint32, uint64
@@ -100,8 +97,7 @@ def make_round_row(spec):
 
 
 def make_load_tile(fmt):
-    """Make the function that loads the elements of a tile, and the scale, the shift and 1 / scale
-    of each of its pieces."""
+    """The function that loads a tile's elements, and scale, shift, 1 / scale of each piece."""
     HEAD_DIM, SIZE, PIECE = fmt.head_dim, fmt.group_size, piece_of(fmt)
     PIECES = TILE // PIECE
 
@@ -123,8 +119,7 @@ def make_load_tile(fmt):
 
 
 def make_put_tile(fmt):
-    """Make the function that puts errors in place of the elements of a tile, for those to come, and
-    codes to the row."""
+    """The function that puts codes to the row, and errors in place of a tile's elements."""
     HEADER, WORDS = fmt.header_bytes, words_of_codes(fmt)
     PLANES = fmt.pick(quarters=False, planes=True, nibbles=False, bytes=False)
     HIGH = HEADER + fmt.head_dim // 4  # where INT3 has its high bits
@@ -173,12 +168,7 @@ def make_ask_tile(spec):
 
 
 def make_past(share, stride):
-    """Make the function that gives what the elements of a tile owe to those before the tile.
-
-    Args:
-        share: lanes that share a row.
-        stride: bytes from a row of L to the next.
-    """
+    """The function to what a tile's elements owe to those before; `share` lanes have a row."""
     past, SHARE = make_own_past(share, stride), share
     OWN = TILE // SHARE
 
@@ -196,8 +186,7 @@ def make_past(share, stride):
 
 
 def make_own_past(share, stride):
-    """Make the function that gives it of a lane's own elements, every share-th from `part` on, to
-    so many tiles before."""
+    """The function to it of a lane's own elements, every share-th from `part` on."""
     SHARE, STRIDE = share, stride
     OWN = TILE // SHARE
 

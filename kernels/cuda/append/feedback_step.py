@@ -1,16 +1,14 @@
 """A few rows rounded with feedback, as soon as they can be: all of L in shared memory.
 
-    tiles      of 16 rows of L, up to its diagonal, asked for at once; tile t and tile T - 1 - t
-               stand side by side, so that rows are alike long, an odd number of 16-byte units
+    tiles      of 16 rows of L, up to its diagonal; tile t and tile T - 1 - t stand side by side,
+               so that rows are alike long, an odd number of 16-byte units
     rounders   half of the warps, two rows each: a tile's 16 elements one after another
-    helpers    the other half, two rows each: what the elements of the next tile owe to the tiles
-               before this one, while its rounders are busy
+    helpers    the other half: what the next tile owes to the tiles before this one
 
     helper      past of t + 1 to 0 .. t - 1 ──┐ barrier
     rounder     tile t ──▶ errors, codes ─────┴──▶ + past of t + 1 to t ──▶ tile t + 1
 
-Lane k of a row's 16 sums what element k owes, in the order of feedback_rounding.py: the same bits.
-What is left is a chain of 11 roundings for each element, which is as the format is defined.
+Sums have the order of feedback_rounding.py: the same bits.
 """
 
 from numba import cuda, float32, uint32, uint64
@@ -60,10 +58,10 @@ def _make_ask_tile(layout, tile):
 
 
 def make_round_rows(layout, fmt, buffer_bytes):
-    """Make the function that rounds the rows of a block, whose tiles of L have come.
+    """The function that rounds the rows of a block, whose tiles of L have come.
 
-    Its arguments, in shared memory: the tiles; the rows' buffers; partial sums, float32 [2, rows,
-    16]; of each row the address that it goes to, in two words, and whether it does.
+    Arguments, in shared memory: tiles; buffers; partial sums, float32 [2, rows, 16]; of each row
+    its address in two words, and whether it goes anywhere.
     """
     TILES, STRIDE, HALF, BUFFER = layout.tiles, layout.stride, layout.half, buffer_bytes
     PIECES, WORDS = TILE // piece_of(fmt), words_of_codes(fmt)

@@ -7,12 +7,9 @@
         elements ──cp.async──▶ ring ──▶ float32 in registers ──▶ quantize ──▶ out ──▶ row at a slot
                             (4 stages)  RoPE, offset, rotation          (shared memory)
 
-With 16-bit rows a token that has an exact slot is written there, and the row that stood there, if
-it leaves, is quantized; if none does, the token is rounded to 16 bit and quantized, where it has a
-packed slot. Either way at most one row of a token is quantized. A row that leaves as NaN was
-counted when it came, and a token that is written twice counts once.
-
-The reference is kvquant/ops/append.py, bit for bit.
+A token with an exact slot is written there, and the row that leaves is quantized. Otherwise the
+token is rounded to 16 bit and quantized. So at most one row a token is quantized. A row that leaves
+as NaN was counted when it came. The reference is kvquant/ops/append.py, bit for bit.
 """
 
 from numba import cuda, float32, int32, uint32, uint64
@@ -47,7 +44,6 @@ wait_for_oldest = wait_copies[STAGES - 2]
 
 
 def make_append_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     LANES, ROWS, TOKENS, WARP_BYTES = spec.lanes, spec.rows, spec.tokens, spec.warp_bytes
     EXACT, HALF_DIM, OVERLAPS = spec.exact != "", spec.rotary_dim // 2, spec.overlaps
     ALIKE = spec.k == spec.v and not spec.rotary_dim
@@ -175,9 +171,8 @@ def make_append_side(spec, side, rotary_dim):
 
 
 def make_find_places(spec):
-    """Make the function that gives whether a token has a row to be packed, one in 16 bit, and one
-    that leaves for it and is the one to be packed; and where they go in a head. Negative slots are
-    larger than any."""
+    """The function to whether a token has a row to be packed, one in 16 bit, and one that leaves
+    for it; and where they go in a head. Negative slots are larger than any."""
     EXACT = spec.exact != ""
 
     @device_function
@@ -202,12 +197,11 @@ def make_find_places(spec):
 
 
 def make_put_row(spec, side):
-    """Make the function that writes a row that is in float32, and the one that leaves for it.
+    """The function that writes a row that is in float32, and the one that leaves for it.
 
-    Its arguments: a lane's 16 elements, the head's clip ratio, its words of the 16-bit row that
-    stood there; the lane's part of the row, the row and where the warp's rows stand before they are
-    stored; whether there is a row to be packed, one in 16 bit, and one that leaves, and where they
-    go.
+    Arguments: a lane's 16 elements, the clip ratio, the words of the 16-bit row there; the lane's
+    part, the row, where the warp's rows stand; whether there is a row to pack, one in 16 bit, one
+    that leaves, and where they go.
     """
     FMT, LANES, EXACT = side.fmt, spec.lanes, spec.exact != ""
     HEAD_DIM, OUT_BYTES = FMT.head_dim, staged_bytes(FMT)

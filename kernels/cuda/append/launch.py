@@ -1,13 +1,11 @@
 """Append on CUDA: new K and V to their slots; see kvquant/ops/append.py.
 
-Plain rows take one launch for K and V. Where rows or queries are multiplied by a matrix, or rows
-are rounded with feedback:
+Plain rows take one launch for K and V. With matrices, or rounding with feedback:
 
     a step      few tokens: one launch for K, V and queries (step_kernel.py)
-    matrix      else one launch of the affine kernel for the side, with the offset; torch's product
-                after RoPE or a rotation, and of float32
-    feedback    else one launch of the feedback kernel for all sides that have it; without it one of
-                the append kernel
+    matrix      else one launch of the affine kernel a side, with the offset; torch's product after
+                RoPE or a rotation, and of float32
+    feedback    else one launch of the feedback kernel, without it of the append kernel
 """
 
 from __future__ import annotations
@@ -75,12 +73,7 @@ Ready = tuple[Launch, Tensors]
 
 
 class OneSide(NamedTuple):
-    """K or V of a call alone.
-
-    Attributes:
-        name: "k" or "v", for messages.
-        call: the side stands as K, and is not looked at as V; the first number of bad is its own.
-    """
+    """K or V of a call alone: it stands as K, and is not looked at as V; bad[0] is its own."""
 
     name: str
     call: AppendCall
@@ -93,24 +86,14 @@ def append(
     overlaps: bool = False,
     queries: Queries | None = None,
 ) -> torch.Tensor | None:
-    """Append on the current stream; see ops.append.append_rows.
+    """Append on the current stream; see ops.append.append_rows. Slots that do not exist are left
+    out.
 
-    Slots that do not exist are left out, like negative ones.
-
-    Args:
-        call: new rows and where they go.
-        check: raises unless the arguments fit one another; called only before a launch is prepared.
-        overlaps: whether what was launched before on this stream is place_tokens, which found the
-            slots: then this launch may begin while that one ends.
-        queries: of as many tokens, to be multiplied too.
-
-    Returns:
-        The queries times their matrix, as affine_rows gives them; None without.
-
-    Raises:
-        ConfigError: rows are not aligned.
-        UnsupportedError: the GPU is too old, or there are too many slots.
-        DeviceError: CUDA refuses the launch.
+    check raises unless the arguments fit, and is called only before a launch is prepared. overlaps:
+    the launch before on this stream is place_tokens, and this one may begin while that one ends.
+    Returns the queries times their matrix, as affine_rows does; None without queries. ConfigError
+    if rows are not aligned, UnsupportedError if there are too many slots; others as of
+    cached_launch.
     """
     if queries is not None or call.k.is_calibrated or call.v.is_calibrated:
         return _append_calibrated(call, check, overlaps, queries)
@@ -135,11 +118,7 @@ def _tensors_of(call: AppendCall) -> Tensors:
 def bind_append(call: AppendCall, *, overlaps: bool = False) -> Launch | None:
     """Bind append to all tensors of a call but new rows and counters.
 
-    Args:
-        call, overlaps: as in append.
-
-    Returns:
-        A launch that takes the addresses of bad, k.x and v.x; None where append takes several.
+    Returns a launch that takes the addresses of bad, k.x and v.x; None where append takes several.
     """
     if call.k.is_calibrated or call.v.is_calibrated:
         return None
@@ -198,8 +177,7 @@ def _feedback_of(side: AppendSide) -> torch.Tensor | None:
 
 
 def _is_of_step(side: AppendSide, rope: Rope | None) -> bool:
-    """Whether step_kernel.py appends such rows: a matrix of 16-bit rows alone, feedback of rows
-    whose matrix L has room in shared memory."""
+    """Whether step_kernel.py appends such rows: 16-bit with a matrix, feedback with room for L."""
     if _feedback_of(side) is not None and not 64 <= side.fmt.head_dim <= MOST_FEEDBACK:
         return False
     if side.transform.matrix is None:
@@ -208,8 +186,7 @@ def _is_of_step(side: AppendSide, rope: Rope | None) -> bool:
 
 
 def _groups_of(call: AppendCall, queries: Queries | None) -> int:
-    """Groups of 8 tokens that a block of a step has; 0 if there are too many tokens, or rows are
-    too wide."""
+    """Groups of 8 tokens of a block of a step; 0 for too many tokens or too wide rows."""
     sides, (num_tokens, num_heads, _) = (call.k, call.v), call.k.x.shape
     heads = 2 * num_heads + (0 if queries is None else queries.x.shape[1])
     sm_count = gpu_of(call.k.x.get_device()).sm_count
@@ -230,18 +207,10 @@ def quantize_with_feedback(
 ) -> torch.Tensor:
     """Quantize rows on the current stream; see kvquant/ops/quantize.py.
 
-    Args:
-        x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16, not empty.
-        fmt: its codes are integers.
-        clip: [num_kv_heads], float32, or None.
-        feedback: [num_kv_heads, head_dim, head_dim], float32.
-
-    Returns:
-        [batch, num_kv_heads, tokens, row_bytes], uint8.
-
-    Raises:
-        UnsupportedError: the GPU is too old, or there are too many rows.
-        DeviceError: CUDA refuses the launch.
+    x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16, not empty; clip:
+    [num_kv_heads] float32 or None; feedback: [num_kv_heads, head_dim, head_dim] float32. Returns
+    [batch, num_kv_heads, tokens, row_bytes], uint8. Codes of fmt are integers. UnsupportedError if
+    there are too many rows; others as of cached_launch.
     """
     batch, num_heads, tokens, _ = x.shape
     shape = batch, num_heads, tokens, fmt.row_bytes
@@ -351,8 +320,7 @@ def _with_step(
     constants: dict[str, int],
     copied: Sequence[int],
 ) -> tuple[StepSpec, int]:
-    """The spec of a call with its matrices, whose constants are added, and the query heads on a KV
-    head that are multiplied."""
+    """The spec of a call with its matrices, and the query heads on a KV head to multiply."""
     has = {name: given[f"step.{name}"] is not None for name in MATRICES}
     spec = replace(spec, **has)  # type: ignore[arg-type]  # names of its flags
     numbers = "q_stride_token", "q_stride_head", "q_matrix_stride", "ratio"
@@ -383,7 +351,6 @@ def _ready_with_feedback(
 
 
 def _tensors_with_feedback(side: OneSide) -> Tensors:
-    """In the order of their addresses."""
     k, _, slots, _, rope, bad = side.call
     offset, _, _, clip, feedback = k.transform
     cos, sin, _ = rope or NO_ROPE
@@ -391,7 +358,6 @@ def _tensors_with_feedback(side: OneSide) -> Tensors:
 
 
 def _key_with_feedback(side: OneSide) -> Hashable:
-    """What a launch depends on beside the tensors."""
     k, _, _, exact_format, rope, _ = side.call
     interleaved = rope is not None and rope.interleaved
     return side.name, k.fmt, exact_format, k.transform.rotate, interleaved, k.x.is_neg()
@@ -439,7 +405,6 @@ def _feedback_side(side: OneSide, share: int) -> FeedbackSide:
 
 
 def _side_of(side: AppendSide) -> Side:
-    """What kernels are compiled for."""
     transform = side.transform
     clips = transform.clip is not None and side.fmt.facts.is_integer
     return Side(side.fmt, transform.offset is not None, transform.rotate, clips)

@@ -1,15 +1,13 @@
 """What the append and the feedback kernels are compiled for, and their arguments: plain numbers.
 
-Where rows are rounded with feedback a row is made ready by `lanes` lanes of a warp, as in the
-append kernel, and then rounded by `share` lanes: one where there are rows for the whole GPU, more
-where there are few, so that a row is done sooner.
+With feedback `lanes` lanes of a warp make a row ready and `share` lanes round it: one where rows
+fill the GPU, more where there are few.
 
     stages   TILE rows of the feedback matrix, the block's: those that are used, those that come
-    buffers  a row each, its warp's: elements as they came, then float32 as they are stored, whose
-             places errors take tile by tile; behind them scales and shifts
+    buffers  a row each, its warp's: elements, then float32, whose places errors take; behind them
+             scales and shifts
 
-Rows are an odd number of units of 16 bytes apart, so that lanes that read the same place of
-different rows find them in different banks.
+Rows are an odd number of 16-byte units apart, so that lanes meet different banks.
 """
 
 from __future__ import annotations
@@ -110,10 +108,9 @@ FEEDBACK: Table = (  # of each side
 
 @dataclass(frozen=True)
 class Side:
-    """What is done to K or to V.
+    """What is done to K or to V, whose packed rows are fmt.
 
     Attributes:
-        fmt: the packed rows.
         offset: whether a vector is subtracted.
         rotate: whether rows are rotated then.
         clip: whether groups keep a share of their range only; where codes are integers.
@@ -127,19 +124,14 @@ class Side:
 
 @dataclass(frozen=True)
 class AppendSpec(RowSpec, Spec):
-    """The append kernel.
+    """The append kernel of the sides k and v.
 
     Attributes:
-        k, v: the sides.
         source: "bf16", "fp16" or "fp32", of the new rows.
         exact: "bf16" or "fp16", of 16-bit rows; "" if there are none.
         rotary_dim: elements of K that RoPE rotates; 0 for none.
         interleaved: whether it rotates neighbours, not halves.
-        converts_fp8: whether the GPU has instructions for E4M3 (sm_89 and newer); asked for where a
-            side is fp8 only.
-        warps: of a block.
-        overlaps: whether a launch may begin before the one that finds its slots is complete; sm_90
-            and newer.
+        converts_fp8: whether the GPU has instructions for E4M3; asked for where a side is fp8 only.
     """
 
     k: Side
@@ -157,7 +149,6 @@ class AppendSpec(RowSpec, Spec):
 
     @property
     def lanes(self) -> int:
-        """Lanes of a row."""
         return lanes_of(self.k.fmt, self.v.fmt)
 
     def stage_bytes(self, side: Side) -> int:
@@ -166,20 +157,18 @@ class AppendSpec(RowSpec, Spec):
 
     @property
     def warp_bytes(self) -> int:
-        """A warp's shared memory."""
         sides = self.k, self.v
         return max(STAGES * self.stage_bytes(side) + self.out_bytes(side) for side in sides)
 
     def out_bytes(self, side: Side) -> int:
-        """A warp's rows as they will be stored."""
         exact = 2 * side.fmt.head_dim if self.exact else 0
         return self.rows * max(staged_bytes(side.fmt), exact)
 
 
 @dataclass(frozen=True)
 class StepSpec(AppendSpec):
-    """The append kernel of a decode step, with matrices and feedback; new rows that have a matrix
-    are 16-bit rows, without RoPE or a rotation.
+    """The append kernel of a decode step; new rows that have a matrix are 16-bit rows, without
+    RoPE.
 
     Attributes:
         k_matrix, v_matrix: whether rows are multiplied by one.
@@ -201,7 +190,6 @@ class StepSpec(AppendSpec):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a block."""
         return PRODUCT_ROWS * self.groups
 
     @property
@@ -244,24 +232,18 @@ class StepSpec(AppendSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         queries = product_bytes(self.k.fmt.head_dim, self.groups) if self.query else 0
         return max(queries, *(self._bytes_of(*kind) for kind in self.kinds))
 
 
 @dataclass(frozen=True)
 class TileLayout:
-    """The lower triangle of a feedback matrix in shared memory: feedback_step.py.
-
-    Attributes:
-        head_dim: its rows and columns.
-    """
+    """The lower triangle of a feedback matrix in shared memory: feedback_step.py."""
 
     head_dim: int
 
     @property
     def tiles(self) -> int:
-        """Tiles of 16 rows."""
         return self.head_dim // TILE
 
     @property
@@ -276,7 +258,6 @@ class TileLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tiles."""
         return self.half * TILE * self.stride
 
     def place_of(self, tile: int) -> int:
@@ -289,15 +270,9 @@ class TileLayout:
 
 @dataclass(frozen=True)
 class FeedbackSide:
-    """What is done to K or to V. Whether rows have an offset and are rotated is told by a launch:
-    beside the rounding that costs no time, and one kernel serves all.
+    """What is done to K or to V, as of Side and AppendSpec; a launch tells offset and rotation.
 
-    Attributes:
-        fmt: the rows, whose codes are integers.
-        clip: as of Side.
-        source, exact, rotary_dim, interleaved: as of AppendSpec.
-        share: lanes that round a row: 1, 2 or 4.
-        warps: of a block.
+    share: lanes that round a row: 1, 2 or 4.
     """
 
     fmt: RowFormat
@@ -311,18 +286,15 @@ class FeedbackSide:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a row that is made ready."""
         refuse_latents(self.fmt)
         return lanes_of(self.fmt)
 
     @property
     def rows(self) -> int:
-        """Rows that a warp has at a time."""
         return 32 // self.share
 
     @property
     def block_rows(self) -> int:
-        """Rows of a block."""
         return self.warps * self.rows
 
     @property
@@ -332,32 +304,24 @@ class FeedbackSide:
 
     @property
     def stage_bytes(self) -> int:
-        """A tile of the feedback matrix."""
         return TILE * self.stride
 
     @property
     def buffer_bytes(self) -> int:
-        """A row, and its scales and shifts."""
         return 4 * self.fmt.head_dim + UNIT * (-(-self.fmt.header_bytes // UNIT) | 1)
 
     @property
     def warp_bytes(self) -> int:
-        """A warp's rows."""
         return self.rows * self.buffer_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         return TILES * self.stage_bytes + self.warps * self.warp_bytes
 
 
 @dataclass(frozen=True)
 class FeedbackSpec(Spec):
-    """The feedback kernel.
-
-    Attributes:
-        sides: K and V, or one of them; their blocks have the same tokens.
-    """
+    """The feedback kernel of K and V, or of one of them; their blocks have the same tokens."""
 
     sides: tuple[FeedbackSide, ...]
 
@@ -365,22 +329,18 @@ class FeedbackSpec(Spec):
 
     @property
     def block_rows(self) -> int:
-        """Tokens of a block."""
         return self.sides[0].block_rows
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return 32 * self.sides[0].warps
 
     @property
     def arguments(self) -> Table:
-        """A tuple for each side."""
         return tuple((f"side{i}", FEEDBACK) for i in range(len(self.sides)))
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         return max(side.shared_bytes for side in self.sides)
 
 

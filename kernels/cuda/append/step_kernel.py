@@ -6,12 +6,9 @@
         rows (x - offset) ──▶ M ──▶ float32, shared memory ──▶ quantize ──▶ row at a slot
         queries           ──▶ M ──▶ 16 bit, global memory
 
-A block has all columns of a matrix, so that a row is whole where it is quantized, by the first
-warps as in kernel.py. A side without a matrix is appended as there. That a matrix is read again for
-every block is cheap where tokens are few; for others its launch comes before (launch.py).
-
-A launch may overlap the one that places the tokens (slots/kernel.py): what that one writes, the
-slots, is read after a wait for it, and what it does not, rows and matrices, before.
+A block has all columns of a matrix, so a row is whole where the first warps quantize it, as in
+kernel.py. A launch may overlap the one that places the tokens (slots/kernel.py): it reads rows and
+matrices before its wait, and slots after it.
 """
 
 from dataclasses import replace
@@ -44,7 +41,6 @@ wait_for_older, wait_for_all = wait_copies[1], wait_copies[0]
 
 
 def make_step_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     OVERLAPS, QUERIES, ALIKE = spec.overlaps, spec.query != "", spec.are_alike
     TOKENS = spec.tokens
     append_k = _make_side(spec, spec.kinds[0], spec.rotary_dim)
@@ -102,8 +98,7 @@ def _make_side(spec, kind, rotary_dim):
 
 
 def _make_load_slots(spec):
-    """Make the function that gives the slots of a token, and tells whether it is one of the
-    block's."""
+    """The function that gives the slots of a token, and whether it is one of the block's."""
     EXACT = spec.exact != ""
 
     @device_function

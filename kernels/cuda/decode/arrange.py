@@ -19,8 +19,7 @@ MOST_TOKENS = 1 << 30  # positions are int32, and a tile may end beyond the last
 def arrange(segments: Sequence[Segment]) -> tuple[int, ...]:
     """Order the segments that have room, as indices: first the one with a path of its own.
 
-    Raises:
-        UnsupportedError: no segment leaves others that share a path.
+    UnsupportedError if no segment leaves others that share a path.
     """
     used = [i for i, segment in enumerate(segments) if segment.capacity]
 
@@ -44,11 +43,9 @@ def arrange(segments: Sequence[Segment]) -> tuple[int, ...]:
 
 
 def arrange_in_order(segments: Sequence[Segment]) -> tuple[int, ...]:
-    """The same where positions count, as with several queries a sequence: the order is that of the
-    tokens (positions.py).
+    """The same where positions count: in the order of the tokens (positions.py).
 
-    Raises:
-        UnsupportedError: there are more than two, the second has pages, or both have sinks.
+    UnsupportedError if there are more than two, the second has pages, or both have sinks.
     """
     used = [i for i, segment in enumerate(segments) if segment.capacity]
     others = [segments[i] for i in used[1:]]
@@ -76,17 +73,9 @@ def make_spec(
 ) -> DecodeSpec:
     """The kernel for arranged segments, with any warps and stages.
 
-    Args:
-        segments: arranged.
-        query: "bf16" or "fp16".
-        columns: on a KV head: its query heads, of all queries of a sequence.
-        without: one of TECHNIQUES, or "".
-        causal: whether a sequence has several queries.
-        variant: fields of AttentionVariant in use.
-
-    Raises:
-        ConfigError: rows are not aligned.
-        UnsupportedError: a format has no kernel, or there are too many rows.
+    columns: query heads of a KV head, of all queries. without: one of TECHNIQUES, or "". causal:
+    whether a sequence has several queries. variant: fields in use. ConfigError if rows are not
+    aligned, UnsupportedError if a format has no kernel or there are too many rows.
     """
     for segment in segments:
         _check(segment)
@@ -113,7 +102,6 @@ def make_spec(
 
 
 def arguments(segment: Segment, splits: int) -> tuple[int, ...]:
-    """What stands in spec.SEGMENT after the addresses."""
     k, v, table = segment.k_rows, segment.v_rows, segment.block_table
     page_shift = table_stride = 0
     if table is not None:
@@ -173,7 +161,6 @@ def _is_dense(segment: Segment) -> bool:
 
 
 def _check(segment: Segment) -> None:
-    """Raise unless the kernel can read the rows."""
     paged = segment.block_table is not None
     if segment.capacity > MOST_TOKENS:
         raise UnsupportedError(

@@ -1,8 +1,7 @@
 """Merge: the warps of a block through shared memory, the blocks of a unit through partials.
 
-A unit is a sequence and as many columns of a KV head as a block has. The last of its blocks to
-finish merges them all, so that no second launch is needed. It knows that it is the last by a
-counter, which goes around to 0 again. Log-sum-exps are base 2 until the end.
+A unit is a sequence and the columns of a block. A counter, which goes around to 0 again, finds the
+last of its blocks, which merges them all. Log-sum-exps are base 2 until the end.
 """
 
 import math
@@ -45,8 +44,7 @@ LOADED_PARTS = 64  # parts of a column whose log-sum-exps its lanes load togethe
 
 
 def make_combine_warps(spec, put_output, write):
-    """Make the function that merges the warps of each column, one of every ring, and writes a part,
-    or the output if it is all."""
+    """The function that merges each column's warps and writes a part, or the output."""
     COLUMNS, SHARERS, EIGHTS = spec.block_columns, spec.sharers, spec.eights
     RINGS, PAIRS = spec.warps // spec.sharers, 2 * spec.eights
     COLUMN = 4 * (spec.first.v_format.head_dim + 4)  # bytes of a column's output
@@ -115,8 +113,7 @@ def make_combine_warps(spec, put_output, write):
 
 
 def make_write_columns(spec, copies, write):
-    """Make the function by which all threads add the weighed outputs of each column, `copies` of
-    them in shared memory, and write a part, or the output if it is all."""
+    """The function by which all threads add weighed outputs of each column, and write them."""
     COLUMNS, THREADS, DIM = spec.block_columns, spec.threads, spec.first.v_format.head_dim
     FOURS, COLUMN = DIM // 4, 4 * (DIM + 4)  # bytes of a column's output
     row_of, add_copies = make_row_of(spec)[1], make_add_copies(copies, COLUMNS * COLUMN)
@@ -143,14 +140,11 @@ def make_write_columns(spec, copies, write):
 
 
 def make_combine_splits(spec, write):
-    """Make the function by which the last block of a unit merges the parts of all.
+    """The function by which the last block of a unit merges the parts of all.
 
-    Parts are numbered through the segments, which have counts[0], the first two counts[1], all
-    counts[2]. A part's place in `partial` is its number and what `adds` has for its segment.
-
-    A thread adds four elements of all parts at a time. It copies parts into slots of its own in
-    shared memory before it adds them: registers would hold fewer parts. The first copies run while
-    the block computes the parts' weights.
+    The first segment has counts[0] parts, the first two counts[1], all counts[2]. A part's place in
+    `partial` is its number and what `adds` has for its segment. A thread copies parts into slots of
+    its own in shared memory, the first ones while the block computes weights.
     """
     THREE, THREADS, COLUMNS = spec.segments == 3, spec.threads, spec.block_columns
     DIM, FOURS = spec.first.v_format.head_dim, spec.first.v_format.head_dim // 4

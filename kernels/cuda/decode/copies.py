@@ -1,9 +1,8 @@
 """Rows from global memory into a warp's stages (unrolled loads), and their realignment.
 
-A tile is 32 rows of K or of V. Each row comes as `windows` copies of 16 bytes (cp.async, which
-needs no registers); piece p of a tile is window p % windows of row p // windows, and of the 32
-lanes of a ring's warp lane l asks for the pieces l, l + 32, l + 64 ... back to back, so that a
-warp's copies follow one another; where several warps share a ring, so do all their lanes together.
+A tile is 32 rows of K or of V, each as `windows` copies of 16 bytes (cp.async). Piece p of a tile
+is window p % windows of row p // windows. Lane l of the ring's lanes asks for every 32nd piece (of
+one warp) back to back.
 """
 
 from numba import cuda, int32, uint32, uint64
@@ -39,11 +38,8 @@ def slot_in_ring(row, around):
 
 
 def make_locate(path):
-    """Make the function that finds the two halves of a tile, of 16 rows each.
-
-    It gives the page of each half (paged), that of a lane's row where pages are smaller, or the
-    tile's first row twice.
-    """
+    """The function to the page of each half of a tile, of a lane's row, or to the first row
+    twice."""
     PAGED, BY_ROW = path.place == "paged", path.by_row
 
     @device_function
@@ -71,19 +67,15 @@ def make_locate(path):
 
 @device_function
 def times_one(count, one):
-    """A count that the compilers do not know, because a factor comes with the launch: a loop over
-    it stays rolled, where LLVM sees a second end too. Else it unrolls by 4."""
+    """A count that the compilers do not know, so that LLVM leaves the loop rolled."""
     return int32(int32(count) * int32(one))
 
 
 def make_copy(staged, path, sharers, rolled):
-    """Make the function that asks for the rows of a tile.
+    """The function that asks for the rows of a tile.
 
-    Args:
-        staged: the rows in shared memory.
-        path: how they are found.
-        sharers: warps that ask together.
-        rolled: leave the loop rolled, to measure what unrolled loads bring.
+    path: how they are found. sharers: warps that ask together. rolled: leave the loop rolled, to
+    measure what unrolled loads bring.
     """
     if staged.dense and staged.landing == staged.fmt.row_bytes:
         return _make_copy_bytes(staged, path.place, sharers, rolled)
@@ -206,8 +198,7 @@ def make_realign(staged, path):
 
 
 def _make_realign_piece(staged, path, start, stop):
-    """Make the function that moves chunks of codes; the first ones with the header, and the last
-    ones clear what lies behind the last row. The planes of INT3 become nibbles on the way."""
+    """The function that moves chunks of codes, with the header; INT3's planes become nibbles."""
     WINDOWS, LANDING, STRIDE = staged.windows, staged.landing, staged.stride
     RING, DENSE, BY_ROW = path.place == "ring", staged.dense, path.by_row
     HEADER, WORDS = staged.fmt.header_bytes // 4, staged.fmt.row_bytes // 4

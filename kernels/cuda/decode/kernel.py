@@ -1,5 +1,4 @@
-"""Decode attention on CUDA: softmax(q·K) V of one token a sequence, or of its last few, read from
-packed rows.
+"""Decode attention on CUDA: softmax(q·K) V of the last token or tokens, read from packed rows.
 
     unit    columns of a KV head of a sequence, as many as a block has: a column is a query head, of
             one query or of several (queries.py)
@@ -7,17 +6,14 @@ packed rows.
     block   one part, or where lengths differ several (schedule.py); the last block of a unit merges
             its parts (combine.py)
 
-Work is cut by the lengths on the device, into whole tiles for every ring (mainloop.py), so that
-lengths may change between the replays of a CUDA graph. Blocks of parts without tokens end at once,
-and so do blocks beyond the last piece (ragged.py). Parts of the first segment come first: long
-parts spread evenly over the GPU before short ones.
+The device divides the work by lengths, so these may change between replays of a CUDA graph. Blocks
+without tokens end at once. Parts of the first segment come first, because they are long.
 
 What a part needs after its attention waits in shared memory (`keep`, `recall`): in registers it
 would cost a block its place on the SM.
 
-Splits merged by log-sum-exp: Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Fused INT4
-rows: https://pytorch.org/blog/int4-decoding/. What is ours: codes that are multiplied as fp16
-subnormals, the probabilities that stay in registers, groups apart in float32.
+Sources: Flash-Decoding (https://pytorch.org/blog/flash-decoding/), INT4 decoding
+(https://pytorch.org/blog/int4-decoding/).
 """
 
 from numba import cuda, int32, uint32, uint64
@@ -58,7 +54,6 @@ def attend_nothing(segments, segment, begin, end, reach, rows, results, shared):
 
 
 def make_decode_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     DIM, THREE = spec.first.v_format.head_dim, spec.segments == 3
     SEGMENTS, COLUMNS = spec.segments, spec.block_columns
     OVERLAPPED, KEPT, RINGS_AT = spec.overlapped, spec.kept, spec.rings_at
@@ -96,8 +91,7 @@ def make_decode_kernel(spec):
 
     @device_function
     def recall(results):
-        """Of a part: how many columns; how many parts the unit has, where the part's and the unit's
-        results go, and how the columns lie there."""
+        """Of a part: its columns and how they lie; the unit's parts; where the results go."""
         kept, common = results[0], results[1]
         partial, places = common[3], common[13]
         place = load_shared_u32(kept + uint32(12))
@@ -111,7 +105,6 @@ def make_decode_kernel(spec):
 
     @device_function
     def numbering_of(kept, total, first):
-        """What combine_splits takes for counts and adds."""
         if THREE:
             of_one, of_two, second, third = load_shared_u32x4(kept + uint32(48))
             return (of_one, of_two, total), (first, second, third)

@@ -1,9 +1,7 @@
 """Attend on CUDA: prepare once what depends on shapes, then launch with little Python.
 
-A launch is prepared for all calls of the same shapes, strides, formats and dtypes: that it is
-possible, the kernel, the plan, the arguments that stay (see runtime/launch.py). This is the hot
-path of decoding: a cached launch packs its addresses itself, and segments that stay, those of a
-cache, are looked at once: a launch is bound to them.
+This is the hot path of decoding: a cached launch packs its addresses itself, and a launch is bound
+to the segments of a cache (runtime/launch.py).
 """
 
 from __future__ import annotations
@@ -86,7 +84,6 @@ class Work:
 
     Attributes:
         spec: the kernel, with any warps and stages.
-        gpu: where it runs.
         units: sequences times KV heads times blocks of columns that share one.
         order: the segments that have room, as indices, that of spec.first first.
         capacities: the most tokens that are attended to in each, in this order.
@@ -107,18 +104,15 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
     """Attend to all segments in one launch, or in one for each kind of pieces of ragged queries.
 
     Args:
-        call: its q is bfloat16 or float16. Of q_lens what is not within 0 to q_len counts as the
-            nearest that is; with a q_indptr that falls the results mean nothing. On the device
-            tokens beyond the last one of key_bias have the bias of that. Its backend is not looked
-            at.
+        call: its q is bfloat16 or float16. q_lens are clamped to 0 to q_len. With a q_indptr that
+            falls results mean nothing. Tokens beyond key_bias have its last bias.
         check: raises unless q can attend to the segments, and returns the call with formats in
             place of names; called only before a launch is prepared.
 
     Returns:
-        out [batch, num_q_heads, head_dim of V], the dtype of q; lse [batch, num_q_heads], float32,
-        base e, or None. With q_len, both have it as their second axis; with q_indptr their first is
-        that of q. Padding, and queries that see no token, have zeros and -inf. NaN in a row of V
-        reaches queries of its sequence that do not see the row, too: they multiply it by 0.
+        out, as q with the head_dim of V; lse, float32, base e, without that axis, or None.
+        Padding, and queries that see no token, give zeros and -inf. NaN in a row of V reaches
+        queries that do not see the row, too.
 
     Raises:
         ConfigError: q is float32, or rows are not aligned.
@@ -166,10 +160,7 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
 
 
 def _look_at(segments: Sequence[Segment]) -> tuple[Hashable, list[Addresses]]:
-    """All of segments that the check and a launch depend on, and where their tensors lie.
-
-    True stands for the strides of what is contiguous: it is hashed sooner.
-    """
+    """What check and launch depend on, and addresses; True stands for contiguous strides."""
     facts: tuple[Hashable, ...] = ()
     addresses: list[Addresses] = []
     for k, v, lens, k_format, v_format, starts, table, sinks, seq_slots in segments:
@@ -220,10 +211,7 @@ def _facts_of_variant(variant: AttentionVariant) -> Hashable:
 def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -> Work:
     """What a call with work to do asks for, as plan.plan wants it; errors as of attend.
 
-    Args:
-        call: the call.
-        without: as of override_plan.
-        kind: the kind of pieces, if queries are ragged; None for the last kind.
+    without: as of override_plan. kind: of pieces, if queries are ragged; None for the last.
     """
     q, segments, _, _, _, q_lens, variant, *_ = call
     if q.dtype not in CODECS:
@@ -285,7 +273,6 @@ def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -
 
 
 def _kinds_of(call: AttentionCall) -> tuple[Kind, ...]:
-    """The kinds of pieces of ragged queries."""
     q, segments = call.q, call.segments
     ratio = q.shape[1] // segments[0].k_rows.shape[1]
     formats = [fmt for one in segments for fmt in (one.k_format, one.v_format)]
@@ -304,14 +291,9 @@ def _four_axes(call: AttentionCall) -> torch.Tensor:
 def override_plan(plan: Plan | None, without: str = "") -> Iterator[None]:
     """Let all calls, of all threads, follow a plan or leave a technique out: to measure it.
 
-    Args:
-        plan: its splits are of the segments in Work.order; None for the usual one. It must fit the
-            kernel of the calls: that for wide groups has warps and stages of its own (leave it out
-            by spec.WIDE), and ragged queries have several kernels.
-        without: one of spec.TECHNIQUES, spec.WIDE, or "".
-
-    Graphs that are captured meanwhile are not to be replayed afterwards: their counters are given
-    to others.
+    plan: its splits are of the segments in Work.order; None for the usual one; not for the kernel
+    for wide groups, nor for ragged queries. without: one of spec.TECHNIQUES, spec.WIDE, or "". Do
+    not replay graphs that were captured meanwhile: others get their counters.
     """
     global _override, _launches
     before = _override, _launches
@@ -324,8 +306,7 @@ def override_plan(plan: Plan | None, without: str = "") -> Iterator[None]:
 
 
 class Launch:
-    """A prepared launch, for a call or for one kind of its pieces: everything but addresses and the
-    scale."""
+    """A prepared launch of a call, or of one kind of its pieces: all but addresses and scale."""
 
     def __init__(
         self,
@@ -394,7 +375,6 @@ class Launch:
         return bound
 
     def new_state(self, want_lse: bool) -> State:
-        """Memory for out and lse."""
         return empty_strided(*self._out), empty_strided(*self._lse) if want_lse else None
 
     def placed(self, q: torch.Tensor, address: int) -> tuple[torch.Tensor, int]:
@@ -414,13 +394,9 @@ class Launch:
     ) -> State:
         """Launch on the current stream of the current device, which is that of q.
 
-        Args:
-            call: the call.
-            address: of q; with pieces, of the copy that `placed` made, if any.
-            addresses: of the segments, unless the launch is bound to them.
-            pieces: with ragged queries the address of the first piece of the kind.
-            state: out and lse to write to, of which ragged queries write the rows of these pieces
-                only; new ones when None.
+        address: of q, or of the copy that `placed` made. addresses: of the segments, unless bound.
+        pieces: the address of the first piece of the kind. state: out and lse to write to; new ones
+        when None.
         """
         q, segments, sm_scale, _, want_lse, q_lens, variant, *_ = call
         out, lse = state or self.new_state(want_lse)
@@ -468,9 +444,7 @@ class Launch:
 
 
 class Launches:
-    """A prepared call with ragged queries: a launch that cuts the queries into pieces, and for each
-    kind of pieces a launch that attends to them. A launch begins when the one before it on the
-    stream is complete, so they may share a workspace."""
+    """A prepared call with ragged queries: a launch that cuts pieces, then one for each kind."""
 
     def __init__(self, cut: Cut, launches: Sequence[Launch]) -> None:
         self._cut, self._launches = cut, launches
@@ -500,7 +474,6 @@ class Nothing:
         self._shape = shape
 
     def bind(self, addresses: Sequence[Addresses]) -> Nothing:
-        """The same: it reads no rows."""
         return self
 
     def __call__(self, call: AttentionCall, address: int, addresses: Sequence[Addresses]) -> State:

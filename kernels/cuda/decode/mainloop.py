@@ -1,19 +1,16 @@
 """Attention to one split of a segment: the loop over tiles, by the warps of a block.
 
     ring   STAGES tiles of K and V in shared memory, a warp's own: no barrier in the loop. With more
-           than 16 columns several warps share it: rows are read once for all, who meet once a
-           tile
+           than 16 columns several warps share it and meet once a tile
     warp   8 or 16 columns, one or two eights: a code is unpacked once for both
     lane   4g + t: rows g and g + 8 or columns 2t and 2t + 1 of an MMA (fragments.py)
 
     copies.py        scores.py              here                values.py           combine.py
     rows -> stages   S = q·K                P = 2**(S - m)      O += P V            warps
 
-The three techniques: *unrolled loads* (copies.py: all copies of a tile are asked for back to back,
-without registers), *V prefetch* (a stage holds K and V: V is on its way while K is computed with),
-*padded shared memory* (device/row_layout.py: no bank conflicts). Softmax is online and rescales
-only when a score exceeds the maximum by more than 2**4 (*lazy rescale*, as FlashAttention 4 does),
-or a scale of V outgrows the headroom (values.py). All sums are float32.
+*Unrolled loads* (copies.py), *V prefetch* (a stage holds K and V), *padded shared memory*
+(device/row_layout.py). *Lazy rescale*: the softmax rescales only when a score exceeds the maximum
+by more than 2**4, or a scale of V outgrows the headroom (values.py). All sums are float32.
 """
 
 from numba import cuda, float32, int32, uint32, uint64
@@ -66,16 +63,11 @@ CAPACITY, PAGE_SHIFT, TABLE_STRIDE, SEQ_SLOTS, SINKS, RING_ROWS = (
 
 
 def make_attend(spec, path, keep, recall):
-    """Make the function that attends to the tokens from `begin` to `end` of a segment.
+    """The function that attends to the tokens from `begin` to `end` of a segment of such a path.
 
-    Args:
-        spec, path: the kernel and the kind of segment.
-        keep: leaves in shared memory what is in `results`: the attention takes all registers.
-        recall: finds there how many columns there are, and where their output goes.
-
-    What it makes takes tuples of the kernel's, `rows` (where the sequence and the queries are) and
-    `results`. The first tile of a warp is asked for up to `reach`, which is known before the length
-    is: a load less to wait for.
+    keep leaves in shared memory what is in `results`, recall finds there how many columns there are
+    and where their output goes. The first tile is asked for up to `reach`, which is known before
+    the length is.
     """
     k, v = spec.rows(path)
     RINGS, STAGES, SHARERS = spec.rings_of(path), spec.stages_of(path), spec.sharers
@@ -289,10 +281,7 @@ def _make_meet(sharers):
 
 
 def _make_add_values(spec, path):
-    """Make the function that adds P V of a tile, from its scores.
-
-    It rescales all sums before if a score or a scale has outgrown the reference (lazy rescale).
-    """
+    """The function that adds P V of a tile, from its scores; it rescales first if need be."""
     _, v = spec.rows(path)
     EIGHTS, PAIRS, V_HALF = spec.eights, 2 * spec.eights, 16 * v.stride
     V_EXACT, V_BF16 = v.fmt.is_exact, operand_of(v.fmt) == "bf16"

@@ -3,9 +3,8 @@
     block    the pieces of one kind, without gaps; their number stands behind the room for them
     thread   counts the pieces of a sequence, then writes pieces of any of the block's sequences
 
-The rows of q behind the last sequence count as one more sequence without tokens, so that the decode
-kernel writes zeros for them. That sequence belongs to the last kind, however many rows it has. The
-kernel clamps entries of q_indptr to 0 to total, so no piece names a row outside of q.
+Rows of q behind the last sequence are one more sequence of the last kind, without tokens, so that
+zeros are written. Entries of q_indptr are clamped to 0 to total.
 """
 
 from numba import cuda, int32, uint32, uint64
@@ -26,7 +25,6 @@ NO_TOKENS = 1 << 30  # more queries behind a piece than a sequence has tokens
 
 @device_function
 def start_of(q_indptr, sequence, total):
-    """The first row of q of a sequence."""
     start = int32(load_global_u32(q_indptr + uint64(4) * uint64(sequence)))
     return int32(max(min(start, total), int32(0)))
 
@@ -41,7 +39,6 @@ def rows_of(q_indptr, sequence, batch, total):
 
 
 def make_pieces_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     THREADS = spec.threads
 
     @device_function

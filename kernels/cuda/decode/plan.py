@@ -1,10 +1,8 @@
 """Choose how a decode kernel cuts its work: splits of each segment, warps and stages of a block.
 
-Decided from shapes that the host knows, never from lengths on the device: a split takes its share
-of the length that it finds. Where the table of measured plans has a row for the GPU and the formats
-it decides (decided offline, looked up at run time, as the dataflow of FlashDecoding++,
-https://arxiv.org/abs/2311.01282), else a formula: the plan with the lowest weighted price
-(FILLED). A price is a time in microseconds.
+The host knows shapes and never lengths. The table of measured plans decides where it has a row for
+the GPU and the formats (as the dataflow of FlashDecoding++, https://arxiv.org/abs/2311.01282), else
+the plan with the lowest weighted price in microseconds (FILLED).
 """
 
 from __future__ import annotations
@@ -70,10 +68,8 @@ class Plan:
 
     Attributes:
         splits: of each segment: blocks that share the tokens of a unit.
-        warps: warps of a block.
-        stages: tiles of K and V in a warp's ring.
-        workers: blocks that share the work where the lengths of sequences differ (schedule.py); 0:
-            they are taken for alike.
+        warps, stages: warps of a block; tiles of K and V in a warp's ring.
+        workers: blocks that share the work where lengths differ (schedule.py); 0: even division.
     """
 
     splits: tuple[int, ...]
@@ -87,12 +83,9 @@ class Fit:
     """A kernel on a GPU.
 
     Attributes:
-        spec: the kernel.
-        gpu: the GPU.
         blocks: that an SM holds at a time; 0 if none fits.
         slots: blocks that the GPU holds at a time.
-        steps: tokens of a tile of every warp, in the first segment and in the others; a split has a
-            multiple of it.
+        steps: tokens of a tile of every warp, in the first segment and in the others.
         most_parts: splits of all segments that the merge has room for.
         token_bytes: K and V of a token in the first segment, and in the others.
         share: bytes that an SM reads in a microsecond while all do.
@@ -108,8 +101,7 @@ class Fit:
     share: float
 
     def reading(self, blocks: int, nbytes: int, tiles: int = MOST_TILES, segment: int = 0) -> float:
-        """Microseconds in which an SM reads and computes so many splits of `nbytes` bytes and
-        `tiles` tiles each, of a segment."""
+        """Microseconds in which an SM reads and computes splits of so many bytes and tiles."""
         spec, tile_bytes = self.spec, TILE * self.token_bytes[min(segment, 1)]
         rings = min(spec.warps // spec.sharers, tiles)  # those of a block that have any
         tile = (TILE_TIME + WARP_TIME * blocks * rings * spec.sharers) * EIGHT_TIME[spec.eights]
@@ -158,8 +150,7 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
 
 
 def stages_of(spec: DecodeSpec) -> tuple[int, ...]:
-    """Stages that a ring may have, the preferred first: more where there are fewer rings, as many
-    as have room."""
+    """Stages that a ring may have, the preferred first: more where there are fewer rings."""
     if spec.sharers == 1:
         return STAGES
     preferred = min(STAGES) + min(spec.sharers, 4) - 1
@@ -194,14 +185,11 @@ def plan(
 
     Args:
         spec: the kernel; its warps and stages do not count, unless registers are given.
-        gpu: where it runs.
         units: sequences times KV heads times blocks of query heads that share one.
         capacities: the most tokens of each segment, that of spec.first first; at least 1.
-        num_splits: splits of the first segment, if the caller wants so many; fewer if some would
-            never hold a token.
+        num_splits: splits of the first segment, if the caller wants so many.
         rows: the table of measured plans.
-        registers: of a thread, once the kernel is compiled: warps and stages stay as they are where
-            a block fits.
+        registers: of a thread, once it is compiled: warps and stages stay where a block fits.
 
     Raises:
         UnsupportedError: the smallest block does not fit into the GPU's shared memory.
@@ -235,15 +223,9 @@ def plan(
 
 
 def pays(spec: DecodeSpec, gpu: GPU, units: int, columns: int, segments: Sequence[Segment]) -> bool:
-    """Whether a kernel for wide groups keeps the GPU busy enough to be faster than the other one,
-    whose blocks are shorter.
+    """Whether the kernel for wide groups `spec` keeps the GPU busy enough to be the faster one.
 
-    Args:
-        spec: that kernel.
-        gpu: where it runs.
-        units: as in plan.
-        columns: of a KV head.
-        segments: what is attended to.
+    units: as in plan. columns: of a KV head. segments: what is attended to.
     """
     kernel, capacity = fit(spec, gpu), segments[0].capacity
     if not kernel.slots:
@@ -267,8 +249,7 @@ def _plan_wide(kernel: Fit, units: int, capacities: Sequence[int], num_splits: i
 
 
 def _wide_splits(kernel: Fit, units: int, capacity: int) -> list[int]:
-    """The splits that a kernel for wide groups may have: as many as fill the GPU once or a few
-    times."""
+    """The splits that a kernel for wide groups may have: they fill the GPU once or a few times."""
     most = max(min(capacity // LEAST, kernel.most_parts), 1)
     counts = (waves * kernel.slots // units for waves in range(1, WIDE_WAVES + 1))
     return sorted({min(max(count, 1), most) for count in counts})
@@ -284,12 +265,7 @@ def _price_of_wide(kernel: Fit, units: int, capacity: int, splits: int) -> float
 def kernels(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> tuple[Fit, ...]:
     """The kernels that the formula chooses from, each with as many stages as cost no neighbour.
 
-    Args:
-        spec, gpu: as in plan.
-        registers: of a thread, where one of them is compiled; the others take about as many.
-
-    Raises:
-        UnsupportedError: none fits the GPU.
+    registers: of a thread, where one of them is compiled. UnsupportedError if none fits the GPU.
     """
     if spec.is_wide:
         return (fit(spec, gpu, registers),)
@@ -316,13 +292,7 @@ def kernels(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> tuple[F
 
 
 def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[int]) -> float:
-    """Microseconds that a launch takes, by the constants above.
-
-    Args:
-        kernel: on its GPU.
-        units, capacities: as in plan.
-        splits: of each segment.
-    """
+    """Microseconds of a launch with these splits of each segment, by the constants above."""
     pairs = zip(capacities, splits, strict=True)
     loads = [kernel.load(i, capacity, count) for i, (capacity, count) in enumerate(pairs)]
     others = units * sum(n * one for n, one in zip(splits[1:], loads[1:], strict=True))
@@ -345,9 +315,8 @@ def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[i
 def shared_bytes(kernel: Fit, units: int, splits: Sequence[int]) -> int:
     """Shared memory to ask for, for a block.
 
-    Where the blocks of several segments have no room at once, those of the first spread unevenly
-    over the SMs (measured: a launch takes up to 1.2 times as long), unless an SM has room for no
-    more than its share of them: then a block takes more memory than it needs.
+    Where the blocks of several segments have no room at once, those of the first spread unevenly.
+    Then a block asks for more memory, so that an SM has room for its share of them only.
     """
     needed, gpu = kernel.spec.shared_bytes, kernel.gpu
     share = -(-units * splits[0] // gpu.sm_count)
@@ -357,14 +326,9 @@ def shared_bytes(kernel: Fit, units: int, splits: Sequence[int]) -> int:
 
 
 def with_workers(chosen: Plan, kernel: Fit, units: int, capacities: Sequence[int]) -> Plan:
-    """A plan with workers, for sequences whose lengths may differ: as many as there is room for at
-    a time, and no more than parts of the first segment. Without them where they are not worth it,
-    or the line of all work would be too long (schedule.py).
+    """A plan with workers, for sequences whose lengths may differ: as many as there is room for.
 
-    Args:
-        chosen: for sequences of one length.
-        kernel: on its GPU.
-        units, capacities: as in plan.
+    Without them where they are not worth it, or the line of all work is too long (schedule.py).
     """
     spec = kernel.spec
     line = UNIT_STEPS - (-capacities[0] // spec.steps[0])
@@ -379,8 +343,7 @@ def with_workers(chosen: Plan, kernel: Fit, units: int, capacities: Sequence[int
 def _by_formula(
     choice: tuple[Fit, ...], units: int, capacities: tuple[int, ...], num_splits: int | None
 ) -> Plan:
-    """The plan with the lowest price, of these kernels: for sequences that nearly fill their
-    capacity, and with less weight for shorter ones."""
+    """The plan of these kernels with the lowest price, weighted over FILLED."""
     priced = []
     for kernel in choice:
         if num_splits is None:
@@ -422,8 +385,7 @@ def _counts(kernel: Fit, units: int, capacities: Sequence[int]) -> set[int]:
 
 
 def useful_splits(kernel: Fit, capacities: Sequence[int], count: int, even: bool = True) -> int:
-    """Splits of the first segment, at least 1, without those that cannot hold a token or be merged;
-    if even, the fewest whose longest is as long."""
+    """Splits of the first segment that can hold a token and be merged; if even, the fewest."""
     steps = -(-capacities[0] // kernel.steps[0])
     others = MOST_OTHERS * (len(capacities) - 1)
     count = max(1, min(count, steps, kernel.most_parts - others))

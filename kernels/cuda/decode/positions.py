@@ -1,19 +1,16 @@
 """Lengths of a sequence, and the positions of its tokens.
 
-Rows are in the order of the tokens, but that the sinks of the second segment, its first rows, come
-before the first segment: sinks, first segment, what follows the sinks. A position counts the tokens
-of all segments from 0. So the tokens before a position are the first rows of each segment:
+The sinks of the second segment, its first rows, come before the first segment; then come its other
+rows. A position counts the tokens of all segments from 0. So the tokens before a position are the
+first rows of each segment:
 
     first: 5 rows, second: 4 rows, of which 2 are sinks        before position 4
 
     position     0 1   2 3 4 5 6   7 8                         first: 2 rows, second: 2 rows
                  sinks first       second
 
-The queries of a piece (ragged.py) are the last ones of its sequence without the tokens of the
-queries behind it: all counts are of that shorter sequence.
-
-With a window a query sees no token that is `window` positions before its own, or more. What all
-queries of a sequence see begins where the first one's window does; tiles before that are no work.
+The queries of a piece (ragged.py) are the last ones of the sequence cut off behind them. With a
+window work begins at the first query's window.
 """
 
 from numba import int32, uint32, uint64
@@ -37,8 +34,7 @@ def length_of(segment, b):
 
 
 def make_piece_of(spec):
-    """Make the function that loads a piece: its sequence, its first row of q, its queries, and
-    those behind it; without pieces there is only the sequence itself."""
+    """The function that loads a piece: sequence, first row of q, queries, those behind it."""
     PIECES, RAGGED = spec.places.get("q_lens", 0), spec.ragged
 
     @device_function
@@ -53,8 +49,7 @@ def make_piece_of(spec):
 
 
 def make_held(spec):
-    """Make the function that loads the number of pieces, at most as many as there are blocks for.
-    pieces.py stores it behind the room for the pieces."""
+    """The function that loads the number of pieces, which pieces.py stores behind them."""
     BATCH, PIECES = spec.places["batch"], spec.places.get("q_lens", 0)
 
     @device_function
@@ -66,8 +61,7 @@ def make_held(spec):
 
 
 def make_count(spec):
-    """Make the function that loads how many queries and tokens a sequence has: queries, rows of
-    the first segment, of the second, and of that without sinks."""
+    """The function that loads a sequence's queries and rows, with and without sinks."""
     TWO, CAUSAL, RAGGED = spec.segments > 1, spec.causal, spec.ragged
     piece_of = make_piece_of(spec)
     Q_LENS, Q_LEN = spec.places.get("q_lens", 0), spec.places.get("q_len", 0)
@@ -116,8 +110,7 @@ def make_count(spec):
 
 
 def make_rows_before(is_first):
-    """Make the function that says how many rows of a segment, the first or the second, stand before
-    a position; from what `count` gives."""
+    """The function to the rows of a segment before a position; from what `count` gives."""
 
     @device_function
     def in_first(position, counts):
@@ -150,8 +143,7 @@ def make_position_of(is_first):
 
 
 def make_extent(spec, which):
-    """Make two functions of the rows of a segment that the queries of a sequence see: the first of
-    them, rounded down to a half of a tile or a smaller page, and how many there are."""
+    """Two functions of the rows of a segment that queries see: the first, how many."""
     WINDOW, WHICH, RAGGED = spec.places.get("window", 0), which, spec.ragged
     RUN = HALF if which else spec.first.run
     count, rows_before = make_count(spec), make_rows_before(which == 0)

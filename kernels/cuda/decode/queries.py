@@ -1,8 +1,7 @@
 """Queries and columns: which query a column is, and which tokens it sees.
 
 A sequence has one query, or several (`spec.causal`): those of its last tokens, each of which sees
-the tokens up to its own. A column is a query head of a query, all heads of a query together, so
-that a KV head's rows are read and unpacked once for all its queries:
+the tokens up to its own. Columns of a KV head share its rows:
 
     q_len 3, 2 query heads a KV head; sequence b has q_lens[b] = 2 queries and n tokens
 
@@ -11,17 +10,12 @@ that a KV head's rows are read and unpacked once for all its queries:
     query head               0   1     0   1
     sees the first           n - 1     n         tokens
 
-Whatever is hidden from a query are the last tokens, and with a window the first ones, so of each
-segment it sees the rows from one up to another (positions.py). A tree mask says which of the tokens
-of the queries each of them sees; of these each row is looked up. Tiles that hold a row that is
-hidden from any column are masked, each column for itself; all others cost what they cost with one
-query. What the columns of a warp see waits in its shared memory: in registers it would cost a block
-its place on the SM.
+Of each segment a column sees the rows from one up to another (positions.py); a tree mask says which
+of the queries' own tokens. Only tiles with a row that is hidden from any column are masked. What
+columns see waits in the warp's shared memory: in registers it would cost a block its place.
 
-Ragged queries come in pieces (ragged.py): a piece has a row of q where it begins, and no padding:
-the rows behind its queries are those of others.
-
-A column of padding has a query of zeros, and counts from so high a reference that every P is 0.
+A piece of ragged queries has a row of q where it begins, and no padding. A column of padding has a
+query of zeros, and so high a reference that every P is 0.
 """
 
 from numba import cuda, float32, int32, uint32, uint64
@@ -48,8 +42,7 @@ COUNT_MASK, BLOCK_SHIFT = 0xFF, 16
 
 
 def make_columns_of(spec):
-    """Make the function that gives the columns of a unit, as `attend` takes them (mainloop.py);
-    the row of out that the first belongs to; and a word of them, for make_row_of."""
+    """The function to a unit's columns, the first one's row of out, a word for make_row_of."""
     COLUMNS, piece_of = spec.block_columns, make_piece_of(spec)
 
     @device_function
@@ -104,8 +97,7 @@ def make_columns_of(spec):
 
 
 def make_row_of(spec):
-    """Make two functions: from the word of a unit's columns to how they lie in out, and from a
-    column and that to its row, counted from the unit's first."""
+    """Two functions: how a unit's columns lie in out, and a column's row counted from the first."""
     COLUMNS = spec.block_columns
 
     @device_function
@@ -150,10 +142,8 @@ def make_query_row(causal):
 
 
 def make_see(spec, path):
-    """Make the function that gives how many columns of a unit have queries, and between which rows
-    of a segment every one of them sees (one query: all do, all). It leaves in shared memory between
-    which rows each column sees.
-    """
+    """The function to how many columns have queries, and between which rows of a segment all of
+    them see; it leaves each column's rows in shared memory."""
     COLUMNS, SEEN, UNSEEN = spec.columns, spec.word_at("seen"), spec.word_at("unseen")
     BRANCH, WINDOW = spec.word_at("branch"), spec.places.get("window", 0)
     rows_before = make_rows_before(path is spec.first)

@@ -3,18 +3,13 @@
     q_indptr ─▶ pieces.py: one launch ─▶ pieces of 1 or 2 queries ─▶ a decode kernel (positions.py)
                                       ─▶ pieces of up to 16       ─▶ then another decode kernel
 
-A piece is up to `size` consecutive queries of a sequence. Without the tokens of the queries behind
-the piece they are the last queries of that sequence. q, out and lse stay where they are, without
-padding.
+A piece is up to `size` consecutive queries: the last ones of its sequence cut off behind them. q,
+out and lse stay where they are.
 
-One call may have decode steps and long chunks of prompts. A kernel for few columns is fastest for a
-single query. A kernel for many columns reads the rows of a chunk least often. So there are kinds of
-pieces, and a sequence belongs to one of them by its number of queries. The host knows only how many
-rows q has and how many sequences there are. So it launches a decode kernel for each kind that may
-occur, one launch after another, and each launch writes the rows of its own sequences.
-
-The pieces of a kind stand in memory without gaps. The decode kernel loads their number on the
-device, and blocks beyond the last piece end at once.
+A kernel for few columns is fastest for a single query, one for many reads a chunk's rows least
+often. So there are kinds of pieces, chosen by a sequence's number of queries. The host does not
+know these, so it launches a decode kernel for each kind that may occur; each writes the rows of its
+own sequences. Blocks beyond the last piece end at once.
 """
 
 from __future__ import annotations
@@ -75,9 +70,8 @@ class Kind(NamedTuple):
     """The pieces that one launch of a decode kernel attends to.
 
     Attributes:
-        least, most: how many queries a sequence of this kind has.
-        size: queries of a piece, at most.
-        room: pieces, at most.
+        least, most: queries of a sequence of this kind.
+        size, room: queries of a piece, and pieces, at most.
     """
 
     least: int
@@ -87,19 +81,11 @@ class Kind(NamedTuple):
 
 
 def kinds_of(total: int, batch: int, ratio: int, formats: Iterable[RowFormat]) -> tuple[Kind, ...]:
-    """The kinds of pieces that a call may have, by their size: for single queries, for the mean
-    number of queries of a sequence, and for long chunks. Each size is rounded up to the queries
-    that the columns of its warps have room for.
+    """The kinds of pieces that a call may have: for single queries, for the mean number of queries,
+    and for long chunks. Each size is rounded up to the queries that its columns have room for.
 
-    The kind of the mean is for sequences with about equally many queries, drafted tokens for
-    example. A kind is left out if q has too few rows for any sequence of that kind. All others
-    are launched: some sequences may have no queries, so the mean does not rule out any of them.
-
-    Args:
-        total: rows of q.
-        batch: sequences.
-        ratio: query heads on a KV head.
-        formats: of all rows.
+    A kind is left out if q has too few rows (total) for any of its sequences. ratio: query heads on
+    a KV head. formats: of all rows.
     """
     formats, mean = [*formats], -(-total // batch)
     sizes = sorted({_size_of(queries, ratio, formats) for queries in (1, mean, total)})
@@ -115,18 +101,13 @@ def kinds_of(total: int, batch: int, ratio: int, formats: Iterable[RowFormat]) -
 
 
 def _size_of(queries: int, ratio: int, formats: Sequence[RowFormat]) -> int:
-    """Queries of a piece that is for so many: with at most MOST_COLUMNS columns, or one query, and
-    rounded up to the columns that its warps have."""
+    """Queries of a piece for so many: at most MOST_COLUMNS columns, rounded up to what fits."""
     columns, sharers = columns_of(min(queries * ratio, max(MOST_COLUMNS, ratio)), *formats)
     return max(columns * sharers // ratio, 1)
 
 
 class Cut:
-    """The launch that cuts queries of one shape into pieces.
-
-    Attributes:
-        starts: where the pieces of each kind begin, in bytes.
-    """
+    """The launch that cuts queries into pieces; starts: bytes at which those of each kind begin."""
 
     def __init__(self, index: int, total: int, batch: int, kinds: tuple[Kind, ...]) -> None:
         rows = [0]

@@ -12,19 +12,14 @@
               ├──────────┬──────────┬──────────┬├───────┼─┬────────┤
               worker 0   1          2          3          4
 
-A unit is a sequence and the query heads of a block. The line is measured in steps: a step is a tile
-for each warp. Other work counts as some: a unit costs UNIT_STEPS to begin and to end, a step of
-16-bit rows as many as it has times the bytes.
+The line is measured in steps, a tile for each warp. A unit costs UNIT_STEPS besides; a step of
+16-bit rows counts by its bytes. Each warp sees all lengths, so CUDA graphs stay valid. A part ends
+where a worker's share or a segment ends. The part of worker w of segment i of the u-th unit has
+place w + u * segments + i, which only grows along the line. A block that is no worker and whose
+even part is empty ends early (`is_spare`).
 
-Each block sees by itself whether lengths are alike, so that CUDA graphs stay valid while they
-change, and the host never waits. Each warp does it: lane i has the sequences i, i + 32, i + 64 ...,
-and along the line lane follows lane. Where a worker's share ends inside a segment, a part ends. The
-part of worker w of segment i of the line's u-th unit has place w + u * segments + i: from a part to
-the next one of these grows and none gets smaller, so every part has a place of its own. A block
-that is no worker and whose even part is empty ends before it sees all sequences (`is_spare`).
-
-Sources: Stream-K (https://arxiv.org/abs/2301.03598) and Lean Attention
-(https://arxiv.org/abs/2405.10480), which share out tiles that the host knows.
+Sources: Stream-K (https://arxiv.org/abs/2301.03598), Lean Attention
+(https://arxiv.org/abs/2405.10480).
 """
 
 from math import sqrt
@@ -43,17 +38,12 @@ MERGED = 32.0  # parts of a unit that a block merges while a warp attends to a t
 
 @device_function
 def ceil_div(number, divisor):
-    """number / divisor, rounded up."""
     return uint32(uint32(number + uint32(divisor - uint32(1))) // divisor)
 
 
 def make_survey(spec, rows_of):
-    """Make the functions that see all sequences: their costs, and the one at a place of the line.
-
-    rows_of: how many rows of each segment are seen, as in positions.py.
-
-    Both are called by whole warps, and give the same to all lanes.
-    """
+    """The functions that see all sequences: their costs, and the one at a place of the line. Whole
+    warps call them. rows_of: rows of each segment that are seen (positions.py)."""
     FIRST, SECOND, WEIGHT = spec.steps[0], spec.steps[1], spec.second_weight
     THREE = spec.segments == 3
     rows_one, rows_two, rows_three = rows_of
@@ -71,7 +61,6 @@ def make_survey(spec, rows_of):
 
     @device_function
     def cost_of(steps):
-        """What a unit costs."""
         others = uint32(uint32(steps[1] + steps[2]) * uint32(WEIGHT))
         return uint32(uint32(uint32(UNIT_STEPS) + steps[0]) + others)
 
@@ -142,7 +131,6 @@ def make_survey(spec, rows_of):
 
 @device_function
 def are_alike(total, largest, batch):
-    """Whether all sequences cost about the same."""
     return float32(largest) * float32(batch) <= float32(total) * float32(ALIKE)
 
 
@@ -162,8 +150,7 @@ def make_share(spec):
 
 
 def make_is_spare(spec, rows_of):
-    """Make the function that says whether a block's even part is surely empty. It reads one length:
-    splits of the first segment are at least a step long."""
+    """The function that says, from one length, whether a block's even part is surely empty."""
     STEP, rows_one = spec.steps[0], rows_of[0]
 
     @device_function
@@ -195,8 +182,7 @@ def make_even_part(spec, firsts, rows_of):
 
     @device_function
     def even_part(common, segments, b, split):
-        """The segment and the tokens of a split; up to where rows may be asked for before the
-        length is known; its number among the parts, and all parts."""
+        """A split's segment and tokens; up to where to ask ahead; its number, and all parts."""
         one, two, three = segments
         which = uint32(0)
         number = split
@@ -265,13 +251,8 @@ def make_balanced_part(spec, firsts, rows_of, steps_of, cost_of):
     @device_function
     def balanced_part(common, segments, b, before, start, place, stop, share):
         """The part that begins at a place of the line, in a unit that begins at `start`, after
-        `before` other units.
-
-        Returns:
-            Its segment and tokens; how many parts the first segment has, the first two, all; what
-            to add to a part's number for its place, in each segment; where the part and the unit
-            end on the line.
-        """
+        `before` units: its segment and tokens; parts of the first segment, of two, of all; what to
+        add to a part's number for its place, in each segment; where the part and the unit end."""
         steps = steps_of(common, segments, b)
         unit_end = uint32(start + cost_of(steps))
         stop = min(stop, unit_end)
@@ -324,7 +305,6 @@ def rank_of(b, batch):
 
 @device_function
 def following(b, batch):
-    """The sequence that comes next on the line."""
     after = uint32(b + uint32(32))
     if after >= batch:
         after = uint32(uint32(b & uint32(31)) + uint32(1))

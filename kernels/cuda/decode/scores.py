@@ -1,19 +1,13 @@
 """q·K of a tile: the query as B fragments, and the scores of 16 tokens x 8 columns.
 
-Columns come in eights, as an MMA has them; a warp has one or two. Codes are unpacked once for both.
-
     A  16 tokens x 16 codes: ldmatrix gives lane (g, t) word t of a chunk of row g; the order of
        the elements inside an MMA is free as long as the query has the same
     B  16 elements x 8 columns: lane (g, t) holds its elements of the query head of column g
     D  the scores: tokens g and g + 8, columns 2t and 2t + 1
 
-Each group has sums of its own, which are multiplied by its scale in float32. The shifts take one
-more MMA: A is the header itself, pairs of scale and shift, and B holds 0 and the sum of the query
-over the group, as a high and a low fp16 part.
-
-The query is scaled by a power of two to 2**14 <= max |q| < 2**15, so that nothing overflows in
-fp16, of whatever size q is; the scores are scaled back. What is multiplied with the shifts is made
-smaller by as much as the codes are too small: both products then count in the same unit.
+Each group has sums of its own, multiplied by its scale in float32. Shifts take one more MMA: A is
+the header, B holds 0 and the query's sum over the group, as a high and a low fp16 part. The query
+is scaled by a power of two to 2**14 <= max |q| < 2**15, and scores are scaled back.
 """
 
 from operator import add
@@ -176,11 +170,7 @@ def _make_load_eight(staged, spec, e):
 
 
 def make_keep_query(staged, spec):
-    """Make the function that leaves a warp's fragments where `scores_of` finds them: in registers,
-    or in shared memory, where the warps of one ring put them for all.
-
-    A lane's words stand in pairs, as MMAs take them, and it reads no others.
-    """
+    """The function that leaves a warp's fragments in registers, or for a ring in shared memory."""
     words = QueryWords(staged, spec.query)
     WORDS = words.fragments
 
@@ -210,8 +200,7 @@ def make_keep_query(staged, spec):
 
 
 def _make_query_reader(words):
-    """Make two functions: what a tile begins with, and the one that gives two words of a lane's
-    fragments then."""
+    """Two functions: what a tile begins with, and two words of a lane's fragments then."""
 
     @device_function
     def in_registers(fragments, lane):
@@ -230,11 +219,8 @@ def _make_query_reader(words):
 
 
 def make_scores(staged, query, eights):
-    """Make the function from a tile in shared memory to its scores, but for a factor.
-
-    The MMAs of a tile form chains, each with sums of its own (a group's, or half a row's, of 8
-    columns), which are worked on in turn: one MMA need not wait for the one before it.
-    """
+    """The function from a tile in shared memory to its scores, but for a factor. MMAs form chains,
+    each with sums of its own, in turn: none need wait for the one before it."""
     words = QueryWords(staged, query)
     EIGHTS, FRAGMENTS, SHIFTS = eights, words.fragments, words.shifts
     ROW, PREFIX, CHUNKS, SPAN = staged.stride, staged.prefix, staged.chunks, staged.span

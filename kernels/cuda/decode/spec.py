@@ -107,13 +107,11 @@ class QueryWords:
     """How many words of registers a query takes for 8 columns, by K's format and its own codec.
 
     Attributes:
-        parts: fragments for one MMA: 2 for an fp16 query on bf16 keys, a high and a low part,
-            because bf16 has fewer digits.
-        shifts: the first word of the B fragments of the shifts, which stand behind the others.
+        parts: fragments for one MMA: a high and a low one for an fp16 query on bf16 keys.
+        shifts: the first word of the B fragments of the shifts.
         fragments: words of all B fragments.
         raw: words of a lane's elements as they are loaded.
-        in_shared: whether a block keeps them in shared memory: beside the sums of wider values
-            registers have no room for them.
+        in_shared: whether a block keeps them in shared memory, beside the sums of wider values.
     """
 
     def __init__(self, staged: StagedRow, query: str) -> None:
@@ -127,7 +125,6 @@ class QueryWords:
 
     @property
     def nbytes(self) -> int:
-        """Shared memory of the fragments of 8 columns."""
         return 4 * 32 * self.fragments if self.in_shared else 0
 
 
@@ -137,9 +134,8 @@ class Path:
 
     Attributes:
         k_format, v_format: the rows.
-        place: where a token's row lies: "linear", "ring" (from a start, around) or "paged".
-        dense: whether rows follow one another without gaps, and sequences, heads and pages start at
-            multiples of 16 bytes. Rings are not, nor are pages of fewer than HALF rows.
+        place: "linear", "ring" (from a start, around) or "paged".
+        dense: whether rows have no gaps, and sequences, heads and pages start at 16 bytes.
         run: rows of a page that one look-up finds: HALF, or all of a smaller page.
     """
 
@@ -161,22 +157,16 @@ class DecodeSpec(Spec):
 
     Attributes:
         first: the path of the first segment.
-        second: that of the second and third (16-bit sinks and recent rows), or None for one
-            segment only.
+        second: of the second and third (16-bit sinks and recent rows), or None.
         query: "bf16" or "fp16", the codec of q and out.
-        warps: warps of a block.
         stages: tiles of K and V in a warp's ring.
         without: one of TECHNIQUES to leave out, or "".
-        columns: columns of its MMAs that a warp multiplies every code with, a multiple of 8. A
-            column is a query head, or where a sequence has several queries one of a query.
-        sharers: warps that share a ring of stages, each with columns of its own; they divide warps.
-        overlapped: whether the next launch may begin, and wait for this one by itself; sm_90 and
-            newer.
-        causal: whether a sequence has several queries, those of its last tokens, each of which sees
-            the tokens up to its own (queries.py).
+        columns: that a warp multiplies every code with, a multiple of 8.
+        sharers: warps that share a ring, each with columns of its own.
+        overlapped: whether the next launch may begin, and wait for this one; sm_90 and newer.
+        causal: whether a sequence has several queries (queries.py).
         variant: the fields of AttentionVariant in use, sorted (variant.py).
-        ragged: whether q, out and lse are [total, num_q_heads, ...], and pieces stand for sequences
-            (ragged.py); such a kernel is causal.
+        ragged: whether q, out and lse are flat, and pieces stand for sequences (ragged.py).
     """
 
     first: Path
@@ -197,18 +187,15 @@ class DecodeSpec(Spec):
 
     @property
     def segments(self) -> int:
-        """Segments whose arguments the kernel takes."""
         return 1 if self.second is None else 3
 
     @property
     def common(self) -> Table:
-        """The arguments that all segments have in common."""
         variant = (field for name in self.variant for field in VARIANT[name])
         return (*COMMON, *(QUERIES if self.causal else ()), *variant)
 
     @property
     def places(self) -> dict[str, int]:
-        """Where each of them stands."""
         return {name: place for place, (name, _) in enumerate(self.common)}
 
     @property
@@ -302,8 +289,7 @@ class DecodeSpec(Spec):
         return max([TILE * row.stride for row in self.rows(path) if row.realigned], default=0)
 
     def promoted_bytes(self, path: Path) -> int:
-        """Bytes of a warp's promoted sums and their references: only those of codes that are never
-        negative."""
+        """Bytes of a warp's promoted sums and references: of codes that are never negative."""
         one_sided = path.v_format.facts.is_integer
         sums = (self.rows(path)[1].sums + 4 + 2) * self.eights
         return 128 * sums if one_sided else 0
@@ -313,8 +299,7 @@ class DecodeSpec(Spec):
         return self.stages_of(path) * self.stage_bytes(path)
 
     def promoted_at(self, path: Path) -> int:
-        """Byte of a ring's memory at which promoted sums stand: behind realigned rows, and 16 bytes
-        (the chunks of a row are read in pairs, so an odd last one with what follows it)."""
+        """Byte of a ring's memory of promoted sums: behind realigned rows and 16 bytes more."""
         return self.scratch_at(path) + self.sharers * self.scratch_bytes(path) + 16
 
     def ring_bytes(self, path: Path) -> int:
@@ -323,7 +308,6 @@ class DecodeSpec(Spec):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The kinds of segments."""
         return (self.first,) if self.second is None else (self.first, self.second)
 
     def query_bytes(self, path: Path) -> int:
@@ -337,8 +321,7 @@ class DecodeSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: what is kept, the rings and queries, and over them what
-        is left to combine."""
+        """Dynamic shared memory of a block: what is kept, and over rings and queries the merge."""
         queries = self.sharers * max(map(self.query_bytes, self.paths))
         combined = combine_bytes(self.first.v_format.head_dim, self.warps * self.columns)
         return self.rings_at + max(self.queries_at + queries, combined, self.merged_bytes)
@@ -372,14 +355,10 @@ class DecodeSpec(Spec):
 
 
 def columns_of(count: int, *formats: RowFormat) -> tuple[int, int]:
-    """Columns of a warp, and warps that share a ring, for so many columns on a KV head.
+    """Columns of a warp, and warps that share a ring, for `count` columns on a KV head.
 
-    The more columns a warp has, the fewer times a code is unpacked; the more columns a block has,
-    the fewer times it is read.
-
-    Args:
-        count: query heads on a KV head, times the queries of a sequence.
-        formats: of all rows.
+    More columns a warp mean that a code is unpacked less often, more a block that it is read less
+    often.
     """
     wide = all(fmt.head_dim <= WIDE_HEAD_DIM and fmt.groups <= WIDE_GROUPS for fmt in formats)
     columns = MOST_COLUMNS if wide and count > MMA_COLUMNS else MMA_COLUMNS
@@ -389,6 +368,5 @@ def columns_of(count: int, *formats: RowFormat) -> tuple[int, int]:
 
 
 def combine_bytes(head_dim: int, columns: int) -> int:
-    """Maxima, sums and outputs of the columns of all warps; a column's output is padded by 16
-    bytes, because the lanes of a quad write two columns apart."""
+    """Maxima, sums and outputs of all warps' columns; outputs are padded by 16 bytes."""
     return columns * (8 + 4 * (head_dim + 4))

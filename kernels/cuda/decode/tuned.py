@@ -1,8 +1,7 @@
-"""The table of measured plans: which splits, warps and stages are the fastest for a shape on a GPU.
+"""The table of measured plans: the fastest splits, warps and stages for a shape on a GPU.
 
-JSON files, looked up at run time: one in the user's cache folder, which
-tests/benchmarks/bench_tune.py writes, and those of the folder plans, made so and shipped, one for
-each GPU, if any.
+JSON files: the user's, which tests/benchmarks/bench_tune.py writes to the cache folder, and those
+of the folder plans, one for each GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Tuned:
         k, v: formats with their head_dim, such as "int4-g4/128".
         units: sequences times KV heads times blocks of query heads that share one.
         capacity: tokens.
-        splits, warps, stages: the plan.
         columns: query heads of a block.
     """
 
@@ -49,7 +47,6 @@ class Tuned:
 
     @property
     def shape(self) -> tuple[str, str, str, int, int, int]:
-        """What was measured."""
         return self.gpu, self.k, self.v, self.columns, self.units, self.capacity
 
 
@@ -64,16 +61,8 @@ def lookup(
 ) -> Tuned | None:
     """Find the row that is nearest to a shape, by the logarithms of units and capacity.
 
-    The fastest plan depends little on the capacity. It depends on the number of units, because that
-    decides which kernel just fills the GPU.
-
-    Args:
-        rows: the table.
-        gpu, k, v, units, capacity, columns: the shape, as in Tuned.
-
-    Returns:
-        The row, the first of equally near ones, or None if there is none within a factor of
-        NEAR_UNITS of the units and one of NEAR_CAPACITY of the capacity.
+    Returns the first of equally near ones; None if there is none within a factor of NEAR_UNITS of
+    the units and one of NEAR_CAPACITY of the capacity.
     """
     best, least = None, math.inf
     for row in rows:
@@ -86,20 +75,12 @@ def lookup(
 
 
 def table_path() -> Path:
-    """Where the user's table lies.
-
-    Raises:
-        OSError: there is no cache folder.
-    """
+    """Where the user's table lies; OSError without a cache folder."""
     return cache_folder() / "tuned.json"
 
 
 def load_table(path: Path | None = None) -> tuple[Tuned, ...]:
-    """Read a table, the user's when path is None.
-
-    Returns:
-        Its rows, of all GPUs; none if there is no table, or a damaged one, which is warned of.
-    """
+    """The rows of a table, the user's for None; a damaged one is warned of and has none."""
     try:
         path = path or table_path()
         version, rows = read_table(path)
@@ -122,17 +103,12 @@ def measured_plans() -> tuple[Tuned, ...]:
 
 
 def read_table(path: Path) -> tuple[int, tuple[Tuned, ...]]:
-    """The version of a table and its rows: none if there is no table, or of another version.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The version of a table and its rows: none of another version; ValueError if it is damaged."""
     text = read_file(path)
     return (TABLE_VERSION, ()) if text is None else _parse_table(text)
 
 
 def _parse_table(text: bytes) -> tuple[int, tuple[Tuned, ...]]:
-    """See read_table."""
     try:
         table = json.loads(text.decode())
         version = table["version"]

@@ -5,13 +5,10 @@
     B  16 tokens x 8 columns: P, turned from the scores' fragment by movmatrix, in registers
     D  the output: elements of unit g, columns 2t and 2t + 1
 
-A scale belongs to a token, over which the MMA sums, so scales are multiplied into P. The header,
-transposed in the same way, holds a scale or a shift in each unit: one more MMA gives the sums of
-the shifts; and since nobody needs the sums of the scales, unit 0 is replaced by ones, which gives
-the sum of P, rounded as it was used.
-
-Scale times P must fit fp16: P counts from a reference below the maximum by `headroom` powers of
-two, as many as the largest scale so far allows, so that neither large nor tiny scales are lost.
+Scales are multiplied into P. The transposed header holds a scale or a shift in each unit: one more
+MMA gives the sums of the shifts, and with unit 0 replaced by ones the sum of P as it was rounded. P
+counts from a reference below the maximum by `headroom` powers of two, as many as the largest scale
+so far allows in fp16.
 """
 
 from numba import cuda, float32, int32, uint32
@@ -62,10 +59,7 @@ def make_load_header(staged):
 
 
 def make_largest_scales(staged):
-    """Make the function from two headers to a lane's largest scales, a pair of fp16.
-
-    Scales stand in the even units; lanes of odd ones give zeros.
-    """
+    """The function from two headers to a lane's largest scales; zeros in odd units."""
     UNITS = staged.header_units
 
     @device_function
@@ -81,8 +75,7 @@ def make_largest_scales(staged):
 
 @device_function
 def headroom_of(scale):
-    """The powers of two that P may use when no scale is over `scale`; and the next power of two,
-    which scales must reach to change that, twice in fp16. Half of that has the same headroom."""
+    """The powers of two that P may use, and twice the power at which scales change that."""
     exponent = int32(float_bits(scale) >> uint32(23)) - int32(126)  # scale < 2**exponent
     exponent = int32(min(max(exponent, int32(-24)), int32(16)))  # of fp16's numbers
     room = float32(max(min(int32(HEADROOM) - exponent, int32(HEADROOM)), int32(HEADROOM - 16)))
@@ -91,12 +84,10 @@ def headroom_of(scale):
 
 
 def make_accumulate(staged, query, eights):
-    """Make the function that adds P V of 16 tokens to the sums, and to those of the header.
-
-    Codes are unpacked, and scales fetched, once for all eights of columns.
+    """The function that adds P V of 16 tokens to the sums, and to those of the header.
 
     For an fp16 output, what rounding takes from P * scale gets MMAs of its own: where codes times
-    scale and the shifts nearly cancel, its error would be seen.
+    scale and shifts nearly cancel it would be seen.
     """
     PRECISE = query == "fp16"
     EIGHTS, SUMS, PAIRS = eights, staged.sums, 2 * eights

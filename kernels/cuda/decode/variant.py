@@ -1,6 +1,6 @@
 """AttentionVariant in the kernel: how the scores of a tile are changed, and the share of a sink.
 
-A score, the product of q and K times a factor, is changed in powers of two, in this order:
+A score, in powers of two, is changed in this order:
 
     score_offsets    + what belongs to the query
     soft_cap         cap * tanh(score / cap), where tanh(x) = 1 - 2 / (1 + e**2x): an error of 1e-7
@@ -8,12 +8,11 @@ A score, the product of q and K times a factor, is changed in powers of two, in 
     alibi_slopes     + slope * (position of the key - position of the query)
     key_bias         + what belongs to the token
 
-What belongs to a column waits in the shared memory of its warp. What belongs to a row is loaded
-before a tile's products, so that it is there after them. ALiBi counts positions from the last token
-of the sequence: they are small where they weigh, and what a query is before that is its `lag`.
+What belongs to a column waits in the warp's shared memory; what belongs to a row is loaded before a
+tile's products. ALiBi counts from the last token, of which a query is `lag` before.
 
-A sink is one more summand of a softmax, without a value. So it is counted once, where the result of
-a unit is whole (combine.py): 1 / (1 + 2**(sink - lse)) of the output is left.
+A sink is a summand of the softmax without a value, counted where a unit is whole (combine.py): 1 /
+(1 + 2**(sink - lse)) of the output is left.
 """
 
 import math
@@ -40,8 +39,7 @@ LOWEST = -1e30  # a log-sum-exp below is that of no tokens
 
 
 def make_keep_changes(spec):
-    """Make the function that leaves in shared memory by what the scores of each column of a warp
-    are changed."""
+    """The function that leaves what changes a warp's scores, by column, in shared memory."""
     COLUMNS, OFFSET = spec.columns, spec.word_at("offset")
     SLOPE, LAG = spec.word_at("slope"), spec.word_at("lag")
     OFFSETS, SLOPES = (spec.places.get(name, 0) for name in ("score_offsets", "alibi_slopes"))
@@ -79,9 +77,7 @@ def make_keep_changes(spec):
 
 
 def make_load_biases(spec, path):
-    """Make the function that loads the biases of a lane's rows of a tile: g, g + 8, g + 16, g + 24.
-
-    A row that is not there has that of another."""
+    """The function that loads the biases of a lane's rows: g, g + 8, g + 16, g + 24."""
     BIAS, STRIDE, LENGTH = (
         spec.places.get(name, 0) for name in ("key_bias", "key_bias_stride", "key_bias_len")
     )
@@ -159,8 +155,7 @@ def make_change_scores(spec, path):
 
 
 def make_add_sink(spec):
-    """Make the function that adds a sink to a column: from the log-sum-exp of its tokens to that
-    with the sink, and what is left of its output; both base 2. No tokens: no sink."""
+    """The function from a column's lse to that with the sink, and the output's share."""
     SINKS, row_of = spec.places.get("sink_logits", 0), make_row_of(spec)[1]
 
     @device_function

@@ -49,7 +49,6 @@ wait_for_oldest = wait_copies[STAGES - 2]
 
 
 def make_dequantize_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     FMT, LANES, ROWS, TOKENS = spec.fmt, spec.lanes, spec.rows, spec.tokens
     STAGE_BYTES, WARP_BYTES = spec.stage_bytes, spec.warp_bytes
     OUT, OUT_BYTES = STAGES * STAGE_BYTES, FMT.head_dim * SIZES[spec.target]

@@ -34,14 +34,10 @@ DEQUANTIZE: Table = (
 
 @dataclass(frozen=True)
 class DequantizeSpec(RowSpec, Spec):
-    """The dequantize kernel.
+    """The dequantize kernel of rows fmt.
 
-    Attributes:
-        fmt: the rows.
-        target: "bf16", "fp16" or "fp32".
-        converts_fp8: whether the GPU has instructions for E4M3 (sm_89 and newer); asked for where
-            rows are fp8 only.
-        warps: of a block.
+    target: "bf16", "fp16" or "fp32". converts_fp8: whether the GPU has instructions for E4M3; asked
+    for where rows are fp8 only.
     """
 
     fmt: RowFormat
@@ -54,7 +50,6 @@ class DequantizeSpec(RowSpec, Spec):
 
     @property
     def lanes(self) -> int:
-        """Lanes of a row."""
         refuse_latents(self.fmt)
         return lanes_of(self.fmt)
 
@@ -65,7 +60,6 @@ class DequantizeSpec(RowSpec, Spec):
 
     @property
     def warp_bytes(self) -> int:
-        """A warp's shared memory."""
         out = self.rows * self.fmt.head_dim * SIZES[self.target]
         return STAGES * self.stage_bytes + out
 
@@ -77,18 +71,8 @@ def dequantize(
     out: torch.Tensor,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Dequantize into out on the current stream; see rows_at.dequantize_pages.
-
-    Slots that do not exist give zeros, like negative ones.
-
-    Args:
-        check: raises unless the arguments fit one another; called only before a launch is prepared.
-
-    Raises:
-        ConfigError: rows are not aligned.
-        UnsupportedError: the GPU is too old, or there are too many slots.
-        DeviceError: CUDA refuses the launch.
-    """
+    """Dequantize into out on the current stream; see rows_at.dequantize_pages. Slots that do not
+    exist give zeros. Errors: as of append.launch.append."""
     key = DequantizeSpec, fmt, facts_of(rows), facts_of(slots), facts_of(out)
     launch = cached_launch(key, check, _prepare, rows, fmt, out)
     if launch is None:

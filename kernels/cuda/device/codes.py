@@ -13,9 +13,7 @@ exactly; one four bits higher is 16 times that. E4M3 shifted to fp16's place is 
     a word of bytes, 0 to 3          & 0x00FF00FF -> codes 2 and 0
                                      >> 8, then the same     -> 3 and 1
 
-INT3 has two planes. A word of the low bits of 16 elements and a half word of their high bits make
-two words of nibbles, of the even and of the odd elements. Codes of the odd ones stand a bit higher.
-The fourth bit of a nibble has no meaning; masks of 3 bits leave it out.
+INT3's planes make two words of nibbles of 16 elements. Masks of 3 bits leave the fourth bit out.
 
     low      & 0x33333333 | bits & 0xCCCCCCCC        -> elements 14 12 10 8 6 4 2 0
     low >> 1 & 0x77777777 | bits & 0x88888888        -> 15 13 11 9 7 5 3 1, times 2
@@ -58,19 +56,15 @@ ORDERS = {
 
 
 def make_unpack(fmt):
-    """The function from a word of codes to the two pairs of fp16 of its m-th MMA.
-
-    INT2 words serve four MMAs (m = 0 to 3), words of nibbles two, words of bytes one. `strand` is 1
-    for words of odd elements of INT3, else 0. None for 16-bit rows.
-    """
+    """The function from a word of codes to the pairs of its m-th MMA; None for 16-bit rows. Words
+    of INT2 serve four MMAs, of nibbles two, of bytes one. strand: 1 for odd elements of INT3."""
     if fmt.is_exact:
         return None
     return fmt.pick(integers=_make_unpack_integers, e4m3=lambda _: unpack_e4m3)(fmt)
 
 
 def make_pair_factor(fmt):
-    """The function to what the j-th pair of a word is too large by: those of the m-th MMA of it are
-    the pairs 2m and 2m + 1."""
+    """The function to the factor by which the j-th pair of a word is too large."""
     bit_of = make_bit_of(fmt)
 
     @device_function
@@ -122,11 +116,7 @@ def unpack_e4m3(word, m, strand=0):
 
 
 def make_load_codes(fmt):
-    """The function that loads the words of the codes of a lane's 16 elements, at most 4.
-
-    `codes` is where the codes of a row stand in shared memory, as in global memory, and `part`
-    which 16 elements of the row a lane has.
-    """
+    """The function that loads a lane's 16 codes, the `part`-th of the row at `codes`."""
     HIGH = fmt.head_dim // 4  # where INT3 has its high bits
 
     @device_function
@@ -153,8 +143,7 @@ def make_load_codes(fmt):
 
 @device_function
 def high_bits(word, which):
-    """The high bits of 16 elements where nibbles have them: of a word of two half words the one
-    that LOW_HALVES or HIGH_HALVES says."""
+    """The high bits of 16 elements where nibbles have them; `which`: LOW_HALVES or HIGH_HALVES."""
     return permute(word << uint32(2), word, which)
 
 

@@ -1,16 +1,12 @@
 """Merge parts of attention by their log-sum-exps: what all kernels that do so are made of.
 
-A part is attention to some of the tokens: an output, and its log-sum-exp, to base 2, by which it is
-weighed. Where parts lie decides which kernel merges them:
+A part is an output, and its log-sum-exp to base 2. Where parts lie decides which kernel merges:
 
     block     what its warps or teams have, in shared memory           add_copies
     decode    the parts of a unit: its last block, without a launch    over_lanes
     MLA       the parts of a column: a launch, a block each            over_lanes, add_parts
     prefix    the parts of a row and the output of its sequence's      over_lanes, add_parts
               own tokens, base e, in place: a launch, a warp each
-
-How parts are weighed is the kernel's own: decode divides the weights by their sum before outputs
-are added, MLA and the prefix divide the output; a sink is a part without an output.
 
 Source: Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
 """
@@ -57,15 +53,11 @@ def make_over_lanes(lanes):
 
 
 def make_add_parts(ahead, load, weigh):
-    """Make the function by which each lane of a warp adds parts to four elements of an output, each
-    part times its weight. It takes `ahead` parts from the number `first` on, then from `first` +
-    `step` on, and so forth.
+    """The function by which a lane adds weighed parts to four elements of an output: `ahead` of
+    them, whose loads are on their way together, from `first` on, then from `first` + `step`.
 
-    Args:
-        ahead: parts whose loads are on their way together.
-        load: a device function of a part's number and `place`: its four elements. The number may be
-            up to `ahead` - 1 beyond the last part.
-        weigh: one of such a number and `weights`: the weight, 0 beyond the last part.
+    load: a part's number and `place` to its elements, up to `ahead` - 1 beyond the last part.
+    weigh: such a number and `weights` to the weight, 0 beyond the last part.
     """
     LOADED = 4 * ahead
 
@@ -86,8 +78,7 @@ def make_add_parts(ahead, load, weigh):
 
 
 def make_add_copies(copies, step):
-    """Make the function of an address that adds four elements there, and of the other copies, each
-    `step` bytes behind the one before, in shared memory. They are weighed already."""
+    """The function that adds weighed copies of four elements, `step` bytes apart."""
 
     @device_function
     def add_copies(address):

@@ -53,7 +53,6 @@ def load_sums(sums, first):
 
 @device_function
 def store_sums(sums, first, fragment):
-    """Put a fragment into a local array."""
     sums[first] = fragment[0]
     sums[first + 1] = fragment[1]
     sums[first + 2] = fragment[2]

@@ -5,6 +5,10 @@ from types import SimpleNamespace
 
 from numba import config, cuda
 
+# Functions that do what PTX says, under numba's simulator. tests/simulator sets `instruction`,
+# `shared_address` and `products` before ptx.py and warpgroup.py are imported.
+stand_ins = SimpleNamespace()
+
 if config.ENABLE_CUDASIM:
 
     def device_function(function):
@@ -19,10 +23,8 @@ else:
     def device_function(function):
         """Make a device function, or give back the one that was made before of the same code.
 
-        Kernels share most of their functions: the code is the same, and it closes over the same
-        values. numba types such a function once in a process. Kernels after the first compile in
-        half the time or less. For this a variable that a function closes over must be set before
-        the function is made, and a constant of a module must never be set again.
+        numba then types it once in a process. So a variable that a function closes over must be set
+        before the function is made, and a constant of a module must never be set again.
         """
         try:
             values = tuple(cell.cell_contents for cell in function.__closure__ or ())
@@ -36,11 +38,7 @@ else:
         return _made[key]
 
     def _key_of(value):
-        """What is equal for the same values only, although 1 == True == 1.0 and 0.0 == -0.0.
-
-        Raises:
-            TypeError: a value of which that is not known.
-        """
+        """What is equal for the same values only, although 1 == True == 1.0; or a TypeError."""
         kind = type(value)
         if kind is tuple:
             return tuple(map(_key_of, value))
@@ -70,8 +68,7 @@ def _then(first, second):
 
 @contextmanager
 def pretend(capability):
-    """numba-cuda asks the current device for what device functions are compiled for, even when the
-    kernel is compiled for another one, or there is none."""
+    """Answer numba-cuda, which asks the current device what to compile device functions for."""
     from numba.cuda import dispatcher  # the simulator has none
 
     asked = dispatcher.get_current_device

@@ -14,5 +14,4 @@ def power_of(exponent):
 
 @device_function
 def inverse_of(power):
-    """One over a power of two."""
     return bits_float(uint32(254 << 23) - float_bits(power))

@@ -1,9 +1,7 @@
 """A few rows times a matrix [head_dim, head_dim] in float32, by all warps of a block.
 
-    warp w     its part of M, rows w PART to (w + 1) PART - 1, four columns a lane, in registers:
-               asked for at once, so that nothing waits for memory twice
-    rows       float32 [groups, head_dim, ROWS]: an element of all rows of a group, which all lanes
-               read at once
+    warp w     its part of M, rows w PART to (w + 1) PART - 1, four columns a lane, in registers
+    rows       float32 [groups, head_dim, ROWS]: an element of all rows, which lanes read at once
     sums       float32 [WARPS, ROWS, COLUMNS]: of each warp's part of each row of a group; then warp
                r adds up those of row r
 
@@ -34,20 +32,15 @@ FOUR = 4  # columns of a lane
 
 
 def make_products(head_dim, source, groups, put):
-    """Make the functions that multiply rows of 16-bit elements by a matrix, groups of ROWS.
+    """The functions that multiply rows of 16-bit elements by a matrix, groups of ROWS.
 
-    ask        starts the loads: of x, from its address, the bytes from one row to the next and how
-               many rows there are (the others are as the last one), and of the head's matrix; to
-               local arrays of `row_words` and `part_floats`
-    put_rows   puts these words, less the head's offset, or 0, into shared memory, where a block
-               needs row_layout.product_bytes
+    ask        starts the loads of x (address, bytes between rows, rows) and of the matrix, to local
+               arrays of `row_words` and `part_floats`
+    put_rows   puts these words, less the head's offset, into shared memory (product_bytes)
     multiply   multiplies, and calls `put`, whose last argument is its last
 
-    Between them a caller loads what it needs next, so that nothing waits for memory twice.
-
-    Args:
-        put: called for each row with it, a column, a multiple of 4, the four elements from there
-            on, whether they are any, and that argument.
+    `put` gets a row, a column, a multiple of 4, four elements, whether they are any, and that
+    argument.
     """
     GROUPS, GROUP = groups, 4 * ROWS * head_dim  # bytes of a group
     PASSES = -(-head_dim // COLUMNS)
@@ -142,12 +135,10 @@ def make_products(head_dim, source, groups, put):
 
 
 def row_words(head_dim, groups):
-    """Words of rows that a thread loads."""
     return -(-head_dim // 64) * groups
 
 
 def part_floats(head_dim):
-    """Floats of the matrix that a lane has."""
     return FOUR * head_dim // WARPS
 
 

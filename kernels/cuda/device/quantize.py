@@ -1,4 +1,4 @@
-"""Rows from float32 to bytes, bit for bit as kvquant/rows/quantize.py defines it.
+"""Rows from float32 to bytes, bit for bit as kvquant/rows/quantize.py defines them.
 
     lane        16 elements of a row; `part` counts the lanes of the row
     pieces      of a lane's elements: the longest whose elements share a group, whatever the lane
@@ -8,7 +8,7 @@
                 writes them
     4           codes, packed, to shared memory
 
-No product is fused with a sum: they are PTX instructions that say how to round (ptx.py).
+No product is fused with a sum: PTX instructions say how to round (ptx.py).
 """
 
 import math
@@ -62,11 +62,8 @@ INF = math.inf
 
 
 def make_quantize(fmt, lanes, converts_fp8, clips=False):
-    """Make the function that writes 16 elements of a row to shared memory as the format has them.
-
-    `ratio` is the share of its range that a group keeps, if it is clipped. The function gives
-    whether the format holds the row; if not, bytes that decode to NaN are written.
-    """
+    """The function that writes 16 elements as the format has them, and says whether it holds the
+    row; if not, bytes decode to NaN. `ratio`: the share of its range a group keeps."""
     if fmt.is_exact:
         return _make_quantize_exact(fmt, lanes)
     SIZE, HEAD_DIM = fmt.group_size, fmt.head_dim
@@ -110,8 +107,7 @@ def make_quantize(fmt, lanes, converts_fp8, clips=False):
 
 
 def make_measure(fmt, lanes, clips):
-    """Make the function that gives the range of the groups of each piece, clipped if asked for, and
-    whether the format holds the row."""
+    """The function to the range of each piece's groups, clipped or not, and whether it fits."""
     PIECE, LIMIT, CLIPS = piece_of(fmt), fmt.max_abs, clips
     PIECES = ELEMENTS // PIECE
     FULL, ACTIVE = lanes * ELEMENTS == fmt.head_dim, fmt.head_dim // ELEMENTS
@@ -142,7 +138,6 @@ def make_measure(fmt, lanes, clips):
 
 
 def piece_of(fmt):
-    """Elements of a piece."""
     return math.gcd(fmt.group_size, ELEMENTS) if fmt.groups > 1 else ELEMENTS
 
 
@@ -160,10 +155,7 @@ def make_all_hold(lanes):
 
 
 def make_round(fmt, lanes):
-    """Make the function that rounds 16 elements to 8 words of two 16-bit numbers.
-
-    It gives whether the format holds the row; if not, all words are NaN.
-    """
+    """The function that rounds 16 elements to 8 words, NaN if the format does not hold the row."""
     LIMIT, NAN = fmt.max_abs, fmt.pick(**NAN_WORDS)
     FULL, ACTIVE = lanes * ELEMENTS == fmt.head_dim, fmt.head_dim // ELEMENTS
     pack, all_hold = fmt.pick(**PACK), make_all_hold(lanes)
@@ -205,11 +197,8 @@ def _make_quantize_exact(fmt, lanes):
 
 
 def _make_spread(fmt, lanes):
-    """Make the function that takes the extrema of pieces to those of their groups.
-
-    Where a group is a power of two of lanes, by a butterfly among these. Else, and there are few
-    such formats, by one for each group among all lanes of the row.
-    """
+    """The function from the extrema of pieces to those of their groups: a butterfly where a group
+    is a power of two of lanes, else one for each group among all lanes."""
     GROUPS, SIZE, PIECE = fmt.groups, fmt.group_size, piece_of(fmt)
     PIECES = ELEMENTS // PIECE
     FULL, ACTIVE = lanes * ELEMENTS == fmt.head_dim, fmt.head_dim // ELEMENTS
@@ -254,8 +243,7 @@ def _make_spread(fmt, lanes):
 
 
 def make_parameters(fmt):
-    """Make the function from a group's extrema to the word of its scale and shift, the shift, and
-    the inverse of the scale."""
+    """The function from a group's extrema to scale and shift in a word, shift, 1 / scale."""
     if fmt.pick(scales=True, pairs=False):
         return power_of_two
     FP8, STEP = fmt.pick(e4m3=True, integers=False), float(np.float32(1 / fmt.facts.levels))
@@ -297,11 +285,10 @@ def power_of_two(low, high):
 
 
 def _make_pack(fmt, converts_fp8):
-    """Make the function from 16 scaled elements to the words of their codes, at most 4.
+    """The function from 16 scaled elements to the words of their codes, at most 4.
 
-    Integers need no clamp: with the scale rounded up, a scaled element lies between 0 and levels *
-    (1 + 2**-21). Added to 2**23 they are rounded, ties to even, and stand in the low bits; the high
-    bits are taken off all at once.
+    Integers need no clamp: the scale is rounded up. Added to 2**23 they are rounded, ties to even,
+    and stand in the low bits.
     """
     PER_WORD, APART, STRANDS = codes_per_word(fmt), bits_apart(fmt), strands_of(fmt)
     WORDS = words_of_codes(fmt)
@@ -371,8 +358,8 @@ def e4m3_pair(high, low):
 def e4m3(x):
     """The code of a float, at most 448, ties to even.
 
-    From 2**-6 on the mantissa is rounded to 3 bits and the exponent rebased from 127 to 7; below,
-    the code is the multiple of 2**-9, which adding 2**14 rounds to the low bits of the float.
+    From 2**-6 on the mantissa is rounded to 3 bits; below, adding 2**14 rounds to multiples of
+    2**-9.
     """
     bits = float_bits(x)
     sign = uint32(uint32(bits >> uint32(24)) & uint32(0x80))

@@ -28,10 +28,7 @@ NANS = {"bf16": 0x7F81, "fp16": 0x7C01}  # the least magnitude of a NaN, as bits
 
 @device_function
 def page_and_offset(slot, exists, pages):
-    """The page of a slot and the place in it; zeros if it does not exist.
-
-    pages: how many slots there are, the page size, and its divisor (row_layout.divisor).
-    """
+    """The page of a slot and its place there; zeros without. pages: slots, page size, divisor."""
     _, page_size, factor, shift = pages
     near = uint32(slot) if exists else uint32(0)
     page = uint32(uint64(uint64(near) * uint64(factor)) >> uint64(shift))
@@ -52,8 +49,7 @@ def was_counted(old, nan):
 
 
 def make_load_old(head_dim):
-    """Make the function that gives a lane its 16 elements of a 16-bit row, or zeros if not
-    `wanted`: 8 words. The row may be written later in the same launch."""
+    """The function that gives a lane its 8 words of a 16-bit row, or zeros if not `wanted`."""
     ACTIVE = head_dim // ELEMENTS
 
     @device_function
@@ -72,12 +68,10 @@ def make_load_old(head_dim):
 
 
 def make_ask(row_bytes, lanes, unit, swizzled):
-    """Make the function that starts the copy of a row to shared memory; zeros if not `wanted`.
+    """The function that starts the copy of a row to shared memory; zeros if not `wanted`.
 
-    Args:
-        unit: bytes of a copy: 4, 8 or 16.
-        swizzled: whether the units of a stage are swapped as in transform.py; then `row` is the
-            stage, and `first` the row's first unit in it.
+    unit: bytes of a copy: 4, 8 or 16. swizzled: whether units of a stage are swapped
+    (transform.py); then `row` is the stage, and `first` the row's first unit in it.
     """
     UNITS, copy = row_bytes // unit, COPIES[unit]
     STEPS = -(-UNITS // lanes)

@@ -3,34 +3,27 @@
     shared memory, one row      ┌ pad ┬ header ┬ codes, 16 bytes a chunk ┬ pad ┐
                                 0            prefix                         stride
 
-ldmatrix reads 8 rows x 16 bytes at once: without bank conflicts if the rows are an odd number of
-16-byte units apart. An 80-byte row is 5 units and so its own padding; a 256-byte row gets a 17th.
-Rows of twice an odd number of units (96, 160, 224, 288, 544 bytes) stay as they are: two of the 8
-rows share banks, which costs less than their padding would, in shared memory and in rows that are
-no longer copied as one piece.
+ldmatrix reads 8 rows x 16 bytes at once, without bank conflicts if rows are an odd number of
+16-byte units apart. A 256-byte row gets a 17th unit. Rows of twice an odd number of units (96, 160,
+224, 288, 544 bytes) stay: padding costs more than their conflicts.
 
-A row whose length is no multiple of 16, such as 68 bytes, is realigned in shared memory: 12 bytes
-are put before its header, so that its codes start at a unit (80 bytes, again an odd number of
-units). Until then it stands as it landed: rows that follow one another in global memory (dense) do
-so again, others come as the 16-byte windows that cover them, wherever they start.
+A row whose length is no multiple of 16, such as 68 bytes, is realigned: 12 bytes before its header
+make its codes start at a unit. Until then dense rows stand as in global memory, others as the
+16-byte windows that cover them:
 
     landing, not dense    ┌ before ┬ header ┬ codes ┬ after ┐    with bytes of the rows around it
                           0      shift                16 * windows
 
-Rows of INT3 are realigned, too, and their planes become words of nibbles on the way (codes.py), in
-pairs of chunks: of 64 elements the even ones in a chunk, the odd ones in the next. So they stand as
-rows of INT4 do, but for this order.
+INT3's planes become words of nibbles on the way (codes.py): of 64 elements the even ones in a
+chunk, the odd ones in the next.
 
-Kernels that write rows, or turn them into elements, walk over rows instead (RowSpec). A row belongs
-to `lanes` lanes of a warp, 16 elements each: 8 lanes for a head_dim of 128, so that a warp has 4
-rows at a time. Rows pass through shared memory on both sides, a warp's own:
+Kernels that write rows, or turn them into elements, walk over rows (RowSpec). A row belongs to
+`lanes` lanes of a warp, 16 elements each; some lanes may have none. Shared memory of a warp:
 
     ring    stages of elements or of rows, by asynchronous copies: how far a warp reads ahead
     out     rows or elements as they will be written, so that stores are as wide as rows allow
 
-Where head_dim is no power of two times 16 some lanes have no elements. Rows of K and of V that are
-not alike have as many lanes as the longer ones: latents of 512 elements 32, of which 4 have part of
-the RoPE elements.
+K and V of unlike rows have the lanes of the longer ones.
 """
 
 from __future__ import annotations
@@ -52,17 +45,13 @@ PRODUCT_COLUMNS = 128
 
 
 def divisor(number: int) -> tuple[int, int]:
-    """(factor, shift): n // number is n * factor >> shift, for 0 <= n < 2**31.
-
-    Source: Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
-    """
+    """(factor, shift): n // number is n * factor >> shift for 0 <= n < 2**31 (Granlund 1994)."""
     shift = 31 + (number - 1).bit_length()
     return -(-(1 << shift) // number), shift
 
 
 def refuse_latents(*formats: RowFormat) -> None:
-    """Raise unless these are rows of heads: of the kernels that walk over rows only the append
-    kernel takes parts of latent rows."""
+    """Raise unless these are rows of heads: only the append kernel takes parts of latent rows."""
     for fmt in formats:
         if not fmt.is_of_heads:
             raise UnsupportedError(
@@ -95,8 +84,7 @@ def staged_bytes(fmt: RowFormat) -> int:
 
 
 def check_codec(*formats: RowFormat) -> None:
-    """Raise UnsupportedError unless kernels have code for the codecs of these formats, and rows lie
-    at words."""
+    """Raise UnsupportedError unless kernels have code for these codecs, and rows lie at words."""
     for fmt in formats:
         mmas_of(fmt)
         operand_of(fmt)
@@ -114,20 +102,17 @@ def operand_of(fmt: RowFormat) -> str:
 
 
 def mmas_of(fmt: RowFormat) -> int:
-    """MMAs that a word of codes takes, or two words of elements: each takes 16 elements of a row
-    from four lanes."""
+    """MMAs that a word of codes takes, or two words of elements: 16 elements of four lanes each."""
     return fmt.pick(quarters=4, planes=2, nibbles=2, bytes=1, elements=1)
 
 
 def codes_per_word(fmt: RowFormat) -> int:
-    """Codes of a word, a whole number of bits apart; 0 for elements. The planes of INT3 come as
-    words of nibbles (codes.py)."""
+    """Codes of a word, a whole number of bits apart; 0 for elements; INT3 comes as nibbles."""
     return fmt.pick(quarters=16, planes=8, nibbles=8, bytes=4, elements=0)
 
 
 def strands_of(fmt: RowFormat) -> int:
-    """Words among which codes alternate: the planes of INT3 make words of the even and of the odd
-    elements."""
+    """Words among which codes alternate: INT3 makes words of the even and of the odd elements."""
     return fmt.pick(quarters=1, planes=2, nibbles=1, bytes=1, elements=1)
 
 
@@ -165,27 +150,22 @@ class RowSpec:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a row."""
         raise NotImplementedError
 
     @property
     def warp_bytes(self) -> int:
-        """A warp's shared memory."""
         raise NotImplementedError
 
     @property
     def rows(self) -> int:
-        """Rows that a warp has at a time."""
         return 32 // self.lanes
 
     @property
     def tokens(self) -> int:
-        """Tokens of a block."""
         return self.warps * self.rows
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         return self.warps * self.warp_bytes
 
 
@@ -193,11 +173,8 @@ class RowSpec:
 class StagedRow:
     """The facts of a format in shared memory, for constants of a kernel.
 
-    Attributes:
-        fmt: the format.
-        dense: whether rows follow one another without gaps in global memory.
-        padded: whether a unit is added where rows would share too many banks; False only to
-            measure what the conflicts cost.
+    dense: whether rows have no gaps in global memory. padded: whether a unit is added against bank
+    conflicts; False only to measure these.
     """
 
     fmt: RowFormat
@@ -289,7 +266,6 @@ class StagedRow:
 
     @property
     def mmas(self) -> int:
-        """MMAs that one part of a chunk takes."""
         return mmas_of(self.fmt)
 
     @property

@@ -1,15 +1,11 @@
-"""New rows from shared memory to float32: RoPE, an offset, a rotation.
+"""New rows from shared memory to float32: RoPE, an offset, a rotation, as kvquant/rows/basis.py.
 
-The reference is kvquant/rows/basis.py.
-
-Lane `part` of a row has its elements 16 part to 16 part + 15, in registers. A butterfly of the
-rotation is among a lane's own elements up to a stride of 8, then with another lane's by a shuffle.
-Strides go up, and every operation rounds by itself, as the reference does.
+Lane `part` of a row has its elements 16 part to 16 part + 15. A butterfly is among a lane's own
+elements up to a stride of 8, then with another lane's. Every operation rounds by itself.
 
     units of 16 bytes in shared memory     0 1 2 3 4 5 6 7 | 9 8 11 10 13 12 15 14 | 16 17 ...
 
-Every other 8 units are swapped in pairs: then the 8 lanes that are served together, which read
-every other unit, find them in different banks.
+Every other 8 units are swapped in pairs against bank conflicts.
 """
 
 import math
@@ -39,7 +35,6 @@ EIGHT = 8  # elements of a chunk, which RoPE treats alike
 
 @device_function
 def swizzle(unit):
-    """The place of a unit, see above."""
     return uint32(unit ^ (uint32(unit >> uint32(3)) & uint32(1)))
 
 
@@ -65,10 +60,7 @@ def make_widen(kind):
 
 
 def make_load(codec, swizzled=True):
-    """Make the function that loads 8 elements, from a multiple of 8 on, of rows in shared memory.
-
-    They are counted from the first row of a stage. swizzled: whether its units are swapped.
-    """
+    """The function that loads 8 elements of rows, counted from a stage's first row."""
     IS_FLOAT32, place_of = codec == "fp32", _make_place(swizzled)
     widen = None if IS_FLOAT32 else make_widen(codec)
 
@@ -91,11 +83,8 @@ def make_load(codec, swizzled=True):
 
 
 def make_transform(spec, side, rotary_dim, swizzled=True):
-    """Make the function that gives a lane its 16 elements, transformed; rotary_dim: 0 for V.
-
-    Its arguments: the stage and the row's first element in it, the lane's part of the row, 16
-    floats for the result, the head's offset, and cos and sin of the token.
-    """
+    """The function that gives a lane its 16 elements, transformed; rotary_dim 0 for V. Arguments:
+    stage, the row's first element, part, 16 floats for the result, offset, cos, sin."""
     HEAD_DIM = side.fmt.head_dim
     ACTIVE, FULL = HEAD_DIM // ELEMENTS, spec.lanes * ELEMENTS == HEAD_DIM
     TURNS, OFFSET, ROTATES = rotary_dim > 0, side.offset, side.rotate

@@ -9,9 +9,7 @@
     sums       lane 4g + t of warp w: rows 16w + g and + 8, columns 8n + 2t and + 1 of each n, as of
                four MMAs (fragments.py), sums 4n to 4n + 3
 
-A tile is told by a descriptor: where it begins, and how far eights of rows and blocks are apart.
-Products are one piece of PTX, which ends when they are done. ptxas lets nothing else touch their
-sums meanwhile, or it would wait after every instruction.
+Products are one piece of PTX, so that ptxas does not wait after every instruction.
 
 Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
 """
@@ -21,11 +19,8 @@ from numba import config, uint32, uint64
 from numba.cuda import types, typing
 from numba.cuda.extending import intrinsic
 
-from .jit import device_function
+from .jit import device_function, stand_ins
 from .ptx import instruction
-
-if config.ENABLE_CUDASIM:
-    from ..simulator import products as simulated
 
 ROWS = 64  # of A
 DEPTH = 16  # elements along K of an instruction
@@ -43,9 +38,8 @@ def descriptor_of(address):
 
 
 def make_products(codec, columns, steps, *, transposed=False, begin=False, waits=True):
-    """Make the function that adds products to a local array of sums, and waits for them.
-
-    Its arguments are the sums, float32, and the descriptors of A and B.
+    """The function of float32 sums and the descriptors of A and B that adds products, and waits for
+    them.
 
     Args:
         codec: "bf16" or "fp16".
@@ -56,19 +50,16 @@ def make_products(codec, columns, steps, *, transposed=False, begin=False, waits
         waits: False: make_wait's function does. Until then nothing may touch the sums.
     """
     if config.ENABLE_CUDASIM:
-        return simulated.stand_in(codec, columns, steps, transposed, begin)
+        return stand_ins.products(codec, columns, steps, transposed, begin)
     return _make(codec, columns, steps, transposed, begin, 0, waits)
 
 
 def make_register_products(codec, columns, steps, *, transposed=False):
-    """As make_products, with A in registers: four words for each 16 of K, as of an MMA.
-
-    The arguments are the sums, a local array of words, and the descriptor of B; a step says its
-    first word in place of bytes of A.
-    """
+    """As make_products, with A in registers: four words, of a local array, for each 16 of K. A step
+    says its first word in place of bytes of A."""
     words = max(first for _, first, _ in steps) + 4
     if config.ENABLE_CUDASIM:
-        return simulated.stand_in(codec, columns, steps, transposed, False, of_registers=True)
+        return stand_ins.products(codec, columns, steps, transposed, False, of_registers=True)
     return _make(codec, columns, steps, transposed, False, words)
 
 

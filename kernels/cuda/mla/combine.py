@@ -4,12 +4,8 @@
     group    a thread for each four elements of a column. Groups take turns: each adds the next
              `ahead` parts. Then the first group adds the sums of all groups
 
-The launch begins while the parts are attended to, and waits for them by itself (sm_90 and newer).
-
-The first parts may be of a prefix (launch.py), to which all queries were multiplied, whoever shares
-it: a column of another sequence, or of padding, begins behind them. They may be NaN for it.
-
-Source: Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
+The launch waits for the parts by itself (sm_90 and newer). Columns of sequences that do not share a
+prefix begin behind its parts, which may be NaN for them.
 """
 
 import math
@@ -48,7 +44,6 @@ SEEN = -1e30  # the log-sum-exp of any token is above
 
 
 def make_combine_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     DIM, OVERLAPS, SHARED = spec.latent_dim, spec.overlaps, spec.shared
     AHEAD, GROUPS, FOURS, THREADS = spec.ahead, spec.groups, spec.latent_dim // 4, spec.threads
     WEIGHTS, OUTPUTS = 4 * (MOST_PARTS + MOST_AHEAD), spec.outputs_at

@@ -1,12 +1,11 @@
 """MLA decode attention on CUDA: a launch for each segment, and one that combines their splits.
 
-unit      the columns of a block, of a sequence; cut into splits where the GPU has room for more
-plan      teams and stages: see mma/plan.py; splits: see splits_of. More columns than NARROW take
-          the kernel for many heads where there is one (Hopper), unless contexts are short: see
-          wide_splits_of
+unit      the columns of a block, of a sequence; cut into splits (splits_of)
+plan      teams and stages: mma/plan.py. More columns than NARROW take the kernel for many heads
+          (Hopper), unless contexts are short: wide_splits_of
 parts     the splits of all segments, whose results lie side by side; a single one is the result
-prefix    that sequences share: one more segment, of one sequence, whose columns are those of all
-          the others' units. Its parts come first; sequences that do not share it leave them out
+prefix    one more segment, of one sequence, whose columns are those of all units. Its parts come
+          first; sequences that do not share it leave them out
 """
 
 from __future__ import annotations
@@ -53,17 +52,14 @@ def attend(
     """Attend to latent rows, on the current stream.
 
     Args:
-        call: q_latent [batch, q_len, num_heads, latent_dim] and q_rope [batch, q_len, num_heads,
-            rope_dim], bfloat16 or float16; segments with rows without gaps, whose longer lengths
-            count as the capacity, and pages of a power of two of tokens; with several queries at
-            most two segments, in the order of arrange_in_order; sm_scale positive; num_splits:
-            blocks that share a sequence's tokens in a segment, at most. Its backend is not looked
-            at.
-        check: raises unless the arguments fit one another; called only before a launch is prepared.
+        call: q_latent and q_rope [batch, q_len, num_heads, elements], bfloat16 or float16; rows
+            without gaps; pages of a power of two of tokens; with several queries at most two
+            segments, in the order of arrange_in_order; num_splits: of a segment, at most.
+        check: raises unless the arguments fit; called only before a launch is prepared.
 
     Returns:
         out, as q_latent; lse [batch, q_len, num_heads], float32, base e, or None. Padding, and
-        queries that see no token, have zeros and -inf.
+        queries that see no token, give zeros and -inf.
 
     Raises:
         ConfigError: rows are not aligned or have gaps, or a page is no power of two of tokens.
@@ -120,9 +116,8 @@ class MlaCall(NamedTuple):
     """A call that is prepared.
 
     Attributes:
-        launches: of each segment that has room, first of the prefix: the launch, the segment's
-            index (behind the others that of the prefix), and that of the other one where the rows
-            that a query sees depend on it.
+        launches: of each segment that has room, first of the prefix: launch, index, and the index
+            of the other segment where the rows that a query sees depend on it.
         copies_query: whether the kernel cannot read the queries where they are.
         parts: splits of all segments.
         combine: the launch that combines them, or None for one part.
@@ -195,11 +190,7 @@ def _prepare(call: LatentCall) -> MlaCall | None:
 
 
 def codec_of(q_latent: torch.Tensor, sm_scale: float) -> str:
-    """What queries are made of, for MlaSpec.
-
-    Raises:
-        ConfigError, UnsupportedError: no kernel takes such queries, or such a scale.
-    """
+    """The codec of queries, for MlaSpec; refuses queries and scales without a kernel."""
     if q_latent.dtype not in CODECS:
         raise ConfigError(f"q_latent is {q_latent.dtype}: on CUDA use bfloat16 or float16")
     if not sm_scale > 0:
@@ -210,13 +201,7 @@ def codec_of(q_latent: torch.Tensor, sm_scale: float) -> str:
 
 
 class Room(NamedTuple):
-    """Where a call runs.
-
-    Attributes:
-        device, gpu: the GPU.
-        num_splits: as of attend.
-        parts: splits that a segment may have.
-    """
+    """Where a call runs; num_splits: as of attend; parts: splits that a segment may have."""
 
     device: int
     gpu: GPU
@@ -233,8 +218,7 @@ def _fitted(
     room: Room,
     is_first: bool,
 ) -> tuple[MlaSpec | WideMlaSpec, tuple[int, int, int]]:
-    """The kernel of a segment, and its grid. A kernel for few heads begins while the launch before
-    it runs (sm_90 and newer), unless it is the first of its call."""
+    """The kernel of a segment, and its grid; the first of a call does not begin early."""
     device, gpu, num_splits, most = room
     page_size, place = segment.k_rows.shape[2], "linear"
     if segment.starts is not None:
@@ -284,10 +268,8 @@ def _fitted(
 def _of_queries(
     q_latent: torch.Tensor, q_rope: torch.Tensor, as_one: bool
 ) -> tuple[bool, dict[str, float]]:
-    """Whether the kernel cannot read the queries where they are, and what it is told of them.
-
-    as_one: whether those of all sequences are also read as those of one.
-    """
+    """Whether the kernel cannot read the queries where they are, and its constants; as_one: whether
+    those of all sequences are also read as one's."""
     batch, q_len, num_heads, _ = q_latent.shape
     is_copied = any(q.stride(3) != 1 or not is_readable(q, UNIT) for q in (q_latent, q_rope))
     if as_one and min(batch, q_len) > 1:
@@ -349,26 +331,21 @@ def _check_rows(rows: torch.Tensor, spec: MlaSpec) -> None:
 
 
 def splits_of(units: int, capacity: int, room: int, step: int) -> int:
-    """Blocks of a unit: as many as the GPU has room for, but each with some steps of work.
+    """Blocks of a unit: as many as the GPU has room for, but each with some steps of `step`
+    tokens.
 
-    Args:
-        units: sequences times blocks of columns.
-        capacity: the most tokens of a sequence.
-        room: blocks that run at a time.
-        step: tokens that a block works on at a time.
+    units: sequences times blocks of columns. capacity: the most tokens of a sequence. room: blocks
+    that run at a time.
     """
     steps = -(-capacity // step)
     return max(min(room // units, -(-steps // FEWEST)), 1)
 
 
 def wide_splits_of(splits: int, capacity: int) -> int:
-    """Splits of the kernel for many heads: not so many that its blocks would be too short, and no
-    more than the longest of them needs; 0 where these are too few, so that the other kernel is
-    better.
+    """Splits of the kernel for many heads, none too short; 0 if these are too few to be worth
+    it.
 
-    Args:
-        splits: that the GPU has room for.
-        capacity: the most tokens of a sequence.
+    splits: that the GPU has room for. capacity: the most tokens of a sequence.
     """
     found = min(splits, capacity // LEAST)
     if not found or found < FILLED * splits:

@@ -67,9 +67,8 @@ class MlaCombineSpec(Spec):
         latent_dim: elements of a column's output.
         query: "bf16" or "fp16", the codec of out.
         ahead: parts whose loads are on their way together.
-        groups: groups of threads, each of which adds some of the parts.
-        shared: whether the first parts are of a prefix, which some sequences share.
-        overlaps: as of Spec.
+        groups: of threads, each of which adds some of the parts.
+        shared: whether the first parts are of a prefix.
     """
 
     latent_dim: int
@@ -89,11 +88,9 @@ class MlaCombineSpec(Spec):
 
     @property
     def outputs_at(self) -> int:
-        """Byte of shared memory at which the groups' outputs stand, behind log-sum-exps and weights
-        of the parts."""
+        """Byte of the groups' outputs in shared memory, behind weights of parts."""
         return 8 * (MOST_PARTS + MOST_AHEAD)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         return self.outputs_at + (4 * self.latent_dim * self.groups if self.groups > 1 else 0)

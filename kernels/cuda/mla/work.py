@@ -1,9 +1,5 @@
-"""What a block works on: its tokens, where their rows stand, what a column sees of them, and where
-results go. The same for few heads (mma/) and for many (wgmma/).
-
-Tokens are split by the lengths on the device, into whole steps of a block; a split without tokens
-says so.
-"""
+"""What a block works on: its tokens, their rows, what a column sees of them, where results go; for
+few heads (mma/) and for many (wgmma/). A split without tokens says so."""
 
 import math
 
@@ -29,8 +25,7 @@ def load_length(lens, b, most):
 
 
 def make_find_tokens(spec, step):
-    """Make the function to a sequence's rows and queries, and to the rows of a split: its first
-    one, and the one behind its last. step: tokens that a block works on at a time."""
+    """The function to a sequence's rows and queries, and to the rows of a split, of whole steps."""
     CAUSAL, STEP = spec.causal, step
 
     @device_function
@@ -50,8 +45,7 @@ def make_find_tokens(spec, step):
 
 
 def make_find_rows(spec):
-    """Make the function to a sequence's rows, to its part of the index, and to what slot_in_ring
-    takes."""
+    """The function to a sequence's rows, its part of the index, and what slot_in_ring takes."""
     PLACE = spec.place
 
     @device_function
@@ -79,7 +73,6 @@ rows_before_in_first, rows_before_in_second = make_rows_before(True), make_rows_
 
 @device_function
 def rows_before(position, counts, is_second):
-    """Rows of the segment before a position."""
     if is_second:
         return rows_before_in_second(position, counts)
     return rows_before_in_first(position, counts)
@@ -87,8 +80,7 @@ def rows_before(position, counts, is_second):
 
 @device_function
 def count(queries, length, b, other_lens, other_capacity, is_second, second_sinks):
-    """Queries and rows of both segments, as decode/positions.py counts them, and the tokens before
-    the first query."""
+    """Queries, rows of both segments (decode/positions.py), and tokens before the first query."""
     counts = (queries, length, int32(0), int32(0))
     if other_lens != uint64(0):
         other = load_length(other_lens, b, other_capacity)
@@ -100,10 +92,7 @@ def count(queries, length, b, other_lens, other_capacity, is_second, second_sink
 
 @device_function
 def seen_by(column, columns, counted, is_second, end):
-    """Rows before `end` that a column sees: none, if it is no query's.
-
-    columns: how many are in use, and those of a query.
-    """
+    """Rows before `end` that a column of a query sees; columns: in use, of a query."""
     used, num_heads = columns
     counts, before = counted
     query = int32(column // uint32(num_heads))

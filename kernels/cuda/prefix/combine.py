@@ -5,9 +5,8 @@
         prefix_out, prefix_lse   [splits, num_kv_heads, num_members * ratio], a split a lane
         out, lse                 [batch, num_heads]
 
-The states of other ranks are merged likewise, as splits of one KV head in 16 bit.
-
-The states of FlashInfer's cascade (https://flashinfer.ai/2024/02/02/cascade-inference.html).
+The states of other ranks are merged likewise, as splits of one KV head in 16 bit. Source: cascade
+inference (https://flashinfer.ai/2024/02/02/cascade-inference.html).
 """
 
 import math
@@ -40,7 +39,6 @@ AHEAD = 4  # splits whose loads are on their way together; with 8 up to 14 % slo
 
 
 def make_combine_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     WARPS, QUADS, ROUNDED = spec.warps, spec.head_dim // 4, spec.rounded
     QUAD_BYTES = 8 if ROUNDED else 16
     widen, write = make_widen(spec.query), make_write(spec.query)

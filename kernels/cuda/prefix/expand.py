@@ -3,10 +3,8 @@
     global ──cp.async──▶ packed rows ──▶ times a power of two ──▶ fp16, an odd number of units apart
                          (a stage)       the tile's, see kernel.py
 
-A code that is an integer becomes fp16 as the low bits of 1024, from which 1024 is taken; of a code
-that stands n bits higher, the number times 2**-n, from which 1024 * 2**-n is taken. Then one
-multiply-add, rounded once, makes the number of it. Pairs of codes come out as they stand in a word
-(codes.py) and are put in order.
+An integer code becomes fp16 as the low bits of 1024, from which 1024 is taken. One multiply-add,
+rounded once, makes the number. Pairs are put in order.
 """
 
 from numba import cuda, float32, int32, uint32, uint64
@@ -61,8 +59,7 @@ def lanes_of_pages(run):
 
 
 def make_find_pages(paged, run):
-    """Make the function from a tile to its pages, one of a run of rows a lane; where a run is one
-    row also that of the row 32 behind it."""
+    """The function from a tile to a lane's page; of single rows also 32 rows behind."""
     LANES, TWO = lanes_of_pages(run), 32 * run < TOKENS
 
     @device_function
@@ -171,20 +168,12 @@ def power_below(most):
 
 @device_function
 def twice(x):
-    """A number as a pair of fp16."""
     return pack_f16(x, x)
 
 
 def make_expand(fmt, stride, tokens, threads):
-    """Make the function that writes the i-th of a thread's pieces of a tile, of 16 elements each,
-    as fp16 numbers times a power of two; and say how many pieces a thread has.
-
-    Args:
-        fmt: the packed rows.
-        stride: bytes from an fp16 row to the next.
-        tokens: of a tile.
-        threads: of the block.
-    """
+    """The function that writes a thread's i-th piece of 16 elements as fp16 numbers times a power
+    of two, and how many pieces a thread has. stride: bytes between fp16 rows; tokens: of a tile."""
     STEP, CODES, PIECES = staged_bytes(fmt), prefix_of(fmt), fmt.head_dim // PIECE
     HEADER, GROUP = prefix_of(fmt) - fmt.header_bytes, fmt.group_size
     IS_FP8 = fmt.pick(e4m3=True, integers=False, elements=False)
@@ -198,7 +187,6 @@ def make_expand(fmt, stride, tokens, threads):
 
     @device_function
     def numbers_of(pair, j, strand, scale, shift):
-        """Of the j-th pair of a word."""
         if not IS_FP8:
             halvings = uint32(HALF * bit_of(j, strand))
             times, take = uint32(TIMES) - halvings, uint32(TAKE) - halvings

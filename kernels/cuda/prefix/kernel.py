@@ -8,14 +8,10 @@
         tile i + 1   packed rows ──▶ fp16, 2 stages (expand.py), piece by piece between the MMAs
         tile i       fp16 ──ldmatrix──▶ MMAs (tile.py)
 
-The decode kernel multiplies codes as they are, for 8 queries; here a row is expanded once for up to
-256. So that neither large nor tiny rows are lost in fp16, the numbers of a tile are multiplied by a
-power of two that brings the largest so far close to 2**14, queries by one of their own. Each split
-writes a state; those of all splits and that of each sequence's own tokens are merged by another
-kernel (combine.py).
+A row is expanded once for up to 256 queries. A tile's numbers are multiplied by a power of two that
+brings the largest so far close to 2**14, queries by one of their own. combine.py merges the splits.
 
-Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691), cascade inference
-(https://flashinfer.ai/2024/02/02/cascade-inference.html).
+Sources: FlashAttention-2 (https://arxiv.org/abs/2307.08691), cascade inference (combine.py).
 """
 
 from numba import cuda, float32, int32, uint32, uint64
@@ -63,7 +59,6 @@ wait_for_all, wait_for_two = wait_copies[0], wait_copies[STAGES - 2]
 
 
 def make_prefix_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     K, V, PAGED = spec.k_format, spec.v_format, spec.paged
     TOKENS, THREADS = spec.tokens, spec.threads
     WARPS, BLOCKS, BLOCK_ROWS = spec.warps, spec.blocks, spec.rows
@@ -95,7 +90,6 @@ def make_prefix_kernel(spec):
 
     @device_function
     def largest_of(facts):
-        """Those of a tile."""
         warp = uint32(uint32(cuda.threadIdx.x) % uint32(WARPS))
         k, v = load_shared_u32x2(facts + uint32(8) * warp)
         return bits_float(largest_word(k)), bits_float(largest_word(v))

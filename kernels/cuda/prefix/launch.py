@@ -38,12 +38,10 @@ def add_prefix(
         lse: [batch, num_q_heads], float32, base e, contiguous.
         sm_scale: factor on q·k, positive.
         num_splits: splits of the prefix, at most; chosen when None.
-        check: raises unless the arguments fit one another; called only before a launch is prepared.
+        check: raises unless the arguments fit; called only before a launch is prepared.
 
-    Raises:
-        ConfigError: rows are not aligned.
-        UnsupportedError: the GPU is too old, or a format has no kernel.
-        DeviceError: CUDA refuses the launch.
+    ConfigError if rows are not aligned, UnsupportedError if a format has no kernel; others as of
+    cached_launch.
     """
     k_rows, v_rows, seq_lens, k_format, v_format, _, table, _, _ = prefix
     table, members = pack_counts(table), pack_counts(members)
@@ -122,18 +120,12 @@ def combine(
     """Combine the states of a prefix with those of each sequence's own tokens, in place.
 
     Args:
-        out: [batch, num_q_heads, head_dim], bfloat16 or float16, contiguous as is each split of the
-            others.
+        out: [batch, num_q_heads, head_dim], bfloat16 or float16, contiguous.
         lse: [batch, num_q_heads], float32, base e.
         prefix_out: [splits, num_kv_heads, num_members * ratio, head_dim], float32 or the dtype of
-            out; at most 32 splits.
-        prefix_lse: [splits, num_kv_heads, num_members * ratio], float32, base e; -inf where a split
-            has no tokens, whose out may be anything.
+            out; each split contiguous, at most 32.
+        prefix_lse: the same without head_dim, float32, base e; -inf where a split has no tokens.
         members: [num_members] int64, places in the batch, or negative; None for all, in order.
-
-    Raises:
-        UnsupportedError: the GPU is too old.
-        DeviceError: CUDA refuses the launch.
     """
     strides = prefix_out.stride(0), prefix_lse.stride(0)
     dtypes = out.dtype, prefix_out.dtype

@@ -67,14 +67,11 @@ COMBINE: Table = (
 
 @dataclass(frozen=True)
 class PrefixSpec(Spec):
-    """The kernel that attends to a prefix.
+    """The kernel that attends to a prefix of such K and V.
 
     Attributes:
-        k_format, v_format: the rows.
         query: "bf16" or "fp16", the codec of q.
-        paged: whether rows lie in pages.
         run: rows of a page that one look-up finds: RUN, or all of a smaller page.
-        warps: warps of a block.
         blocks: 16 queries each that a warp has.
         tokens: of a tile.
         span: tokens of a tile of which a warp has the scores at a time.
@@ -110,12 +107,10 @@ class PrefixSpec(Spec):
 
     @property
     def k_bytes(self) -> int:
-        """A tile of packed K."""
         return self.tokens * staged_bytes(self.k_format)
 
     @property
     def stage_bytes(self) -> int:
-        """A tile of packed K and V."""
         return self.k_bytes + self.tokens * staged_bytes(self.v_format)
 
     def stride(self, fmt: RowFormat) -> int:
@@ -124,12 +119,10 @@ class PrefixSpec(Spec):
 
     @property
     def tile_bytes(self) -> int:
-        """A tile of K and V as fp16."""
         return self.tokens * (self.stride(self.k_format) + self.stride(self.v_format))
 
     @property
     def query_bytes(self) -> int:
-        """The queries as fp16."""
         return self.rows * self.stride(self.k_format)
 
     @property
@@ -139,20 +132,19 @@ class PrefixSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         tiles = STAGES * self.stage_bytes + 2 * self.tile_bytes
         return tiles + self.query_bytes + self.facts_bytes
 
 
 @dataclass(frozen=True)
 class CombineSpec(Spec):
-    """The kernel that combines the splits of a prefix with each sequence's own tokens.
+    """The kernel that combines the splits of a prefix with each sequence's own tokens, a row a
+    warp.
 
     Attributes:
         head_dim: elements of a row of out, a multiple of 4.
         query: "bf16" or "fp16", the codec of out.
         rounded: whether prefix_out has that codec, too; else it is float32.
-        warps: warps of a block, each with one row.
     """
 
     head_dim: int
@@ -165,20 +157,10 @@ class CombineSpec(Spec):
 
 
 def fit(spec: PrefixSpec, num_rows: int, most_shared: int, units: int, sm_count: int) -> PrefixSpec:
-    """The kernel for so many queries on a KV head.
+    """The kernel for num_rows queries on a KV head: the largest blocks that still fill the SMs.
 
-    It has the largest blocks of which there are enough for the SMs: large ones expand rows for more
-    queries at once, but of few tokens and KV heads there are too few blocks.
-
-    Args:
-        spec: its formats.
-        num_rows: queries.
-        most_shared: bytes of shared memory that a block may have.
-        units: KV heads times splits that the tokens are worth, see worth_splits.
-        sm_count: of the GPU.
-
-    Raises:
-        UnsupportedError: rows are too long for the GPU.
+    most_shared: bytes of shared memory that a block may have. units: KV heads times splits that the
+    tokens are worth (worth_splits). UnsupportedError if rows are too long for the GPU.
     """
     narrow = max(spec.k_format.head_dim, spec.v_format.head_dim) <= WIDE
     best: PrefixSpec | None = None

@@ -3,8 +3,7 @@
     S = q K^T     16 queries x 8 tokens an MMA       online softmax, rescaled lazily (mainloop.py)
     O += P V      16 queries x 8 elements            P stays in registers
 
-A tile is worked on in parts of `span` tokens, so that the scores fit the registers; a part takes
-steps of MMAs, and between the steps stand the pieces of the next tile to expand.
+Parts of `span` tokens let scores fit the registers; between MMAs stand pieces of the next tile.
 """
 
 import math
@@ -30,11 +29,11 @@ NOTHING = -math.inf  # score of a row that is not there
 
 
 def make_attend_tile(spec):
-    """Make the function that adds a tile to the sums of a warp's queries.
+    """The function that adds a tile to the sums of a warp's queries.
 
-    Its arguments: places (of queries, keys, values, of the next tile's packed rows and where they
-    go; the first token, the end, and the lane's t), powers (what undoes that of K, and those of the
-    next tile), then by query of a lane the factor of its scores, its maximum and its total; sums.
+    Arguments: places (queries, keys, values, the next tile's rows and where they go; first token,
+    end, t), powers (what undoes that of K, and those of the next tile); by query of a lane the
+    factor of its scores, maximum, total; sums.
     """
     K, V, TOKENS, THREADS = spec.k_format, spec.v_format, spec.tokens, spec.threads
     BLOCKS, K_STRIDE, V_STRIDE = spec.blocks, spec.stride(K), spec.stride(V)
@@ -97,7 +96,6 @@ def make_attend_tile(spec):
 
     @device_function
     def largest_score(scores, b, half):
-        """Of a lane's scores of a query."""
         most = float32(NOTHING)
         for i in range(2 * PAIRS):
             at = 4 * (b * 2 * PAIRS + i) + 2 * half
@@ -105,7 +103,6 @@ def make_attend_tile(spec):
         return most
 
     def make_attend_part(part):
-        """Attention to a part of a tile."""
         add_scores = in_turn([make_scores_step(i, part) for i in range(STEPS)])
         add_values = in_turn([make_values_step(i, part) for i in range(V_STEPS)])
 

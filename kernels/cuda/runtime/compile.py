@@ -1,20 +1,15 @@
 """Compile kernels to cubins, without a GPU, and keep them on disk.
 
-numba makes LTO-IR of a kernel, nvJitLink a cubin of that; both come with the `cuda` extra and take
-seconds. A cubin that lies on disk is read without either:
+numba makes LTO-IR of a kernel, nvJitLink a cubin of that, in seconds. A cubin on disk needs
+neither:
 
     <cache folder>/cubins/<key>.cubin    SHA-256 of what follows, name and report as JSON, code
 
 The key is a hash of all that the machine code depends on, so a file is never wrong, only unused.
-Who compiles a kernel holds the lock of its file, so that nobody else does it meanwhile.
+Who compiles a kernel holds the lock of its file. compile_pool.py compiles several at a time.
 
-numba takes nine tenths of the time of a process's first kernel, to type its functions. NVVM and
-nvJitLink take the rest. For later kernels some functions are typed already (device/jit.py).
-compile_pool.py compiles several kernels at a time.
-
-Of PTX, nvJitLink makes relocatable code: calls of the compiler's own functions then cost registers,
-255 where LTO-IR, compiled as a whole program, takes 130 (sm_80). But for GPUs newer than sm_90
-LTO-IR goes through another LLVM, which leaves arrays in local memory: there PTX of sm_90 is taken.
+PTX would become relocatable code, with up to 255 registers for 130 (sm_80). But for GPUs newer than
+sm_90 LTO-IR leaves arrays in local memory: there PTX of sm_90 is taken.
 """
 
 from __future__ import annotations
@@ -63,12 +58,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Report:
-    """What a kernel takes; where it calls functions, the largest numbers count.
-
-    Attributes:
-        registers: of a thread.
-        stack_bytes: local memory of a thread: arrays, and registers that were spilled.
-    """
+    """What a kernel takes: a thread's registers and bytes of stack (arrays and spills)."""
 
     registers: int
     stack_bytes: int
@@ -76,13 +66,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code of a kernel for one architecture.
-
-    Attributes:
-        name: of the kernel in it, mangled.
-        code: an ELF file that the driver loads.
-        report: what it takes.
-    """
+    """Machine code of a kernel: its mangled name, an ELF file, what it takes."""
 
     name: str
     code: bytes
@@ -90,13 +74,9 @@ class Cubin:
 
     @classmethod
     def read(cls, code: bytes) -> Cubin:
-        """Find the kernel in an ELF file, and what it takes.
+        """Find the kernel in an ELF file, and what it takes; ValueError unless there is one.
 
-        The log of ptxas says it too, but was seen empty on a machine with a GPU, probably where
-        nvJitLink found the code in the driver's cache.
-
-        Raises:
-            ValueError: the file holds no kernel, or several.
+        The log of ptxas says it too, but was seen empty on a machine with a GPU.
         """
         (table,) = struct.unpack_from("<Q", code, 0x28)
         size, count, names_at = struct.unpack_from("<3H", code, 0x3A)
@@ -121,7 +101,6 @@ class Cubin:
         return cls(names[0], code, Report(max(found[REGISTER_COUNT]), max(found[FRAME_SIZE])))
 
     def to_bytes(self) -> bytes:
-        """The content of a file in the cache."""
         facts = {"name": self.name, **asdict(self.report)}
         return seal(json.dumps(facts).encode() + b"\n" + self.code)
 
@@ -139,15 +118,9 @@ class Cubin:
 
 
 def load_cubin(spec: Spec, arch: str) -> Cubin:
-    """Take a kernel from the disk, or compile it and put it there; where it cannot be kept on the
-    disk it is warned of.
+    """Take a kernel from the disk, or compile and keep it; a failing disk is warned of.
 
-    Args:
-        spec: the kernel.
-        arch: of the GPU, such as "sm_90".
-
-    Raises:
-        UnsupportedError: numba-cuda is not installed, or knows no such architecture.
+    arch: such as "sm_90". UnsupportedError if numba-cuda is not installed, or knows no such arch.
     """
     with _lock:
         cubin = None
@@ -166,12 +139,8 @@ def load_cubin(spec: Spec, arch: str) -> Cubin:
 
 
 def keep_cubin(spec: Spec, arch: str) -> None:
-    """Compile a kernel and put it on the disk, for one who holds its lock.
-
-    Raises:
-        UnsupportedError: as load_cubin.
-        OSError: the disk cannot be written.
-    """
+    """Compile a kernel and put it on the disk, for one who holds its lock. Errors as of load_cubin;
+    OSError if the disk cannot be written."""
     replace_file(cubin_path(spec, arch), compile_spec(spec, arch).to_bytes())
 
 
@@ -206,7 +175,6 @@ def cubin_key(spec: Spec, arch: str) -> str:
 
 
 def compile_spec(spec: Spec, arch: str) -> Cubin:
-    """Compile a kernel; see load_cubin."""
     require_extra()
     threads = spec.threads if spec.arch_specific else None
     return compile_kernel(spec.build(), spec.signature(), arch, specific_threads=threads)
@@ -215,17 +183,12 @@ def compile_spec(spec: Spec, arch: str) -> Cubin:
 def compile_kernel(
     function: Any, signature: Any, arch: str, *, specific_threads: int | None = None
 ) -> Cubin:
-    """Compile a Python function for numba.cuda to a cubin; needs no GPU.
+    """Compile a Python function for numba.cuda to a cubin; needs no GPU. Errors as of
+    load_cubin.
 
-    Args:
-        function: the kernel.
-        signature: numba types of the arguments.
-        arch: such as "sm_90".
-        specific_threads: of a block, where the kernel has instructions of this architecture alone,
-            and its warpgroups share out registers: for that ptxas has to know the threads.
-
-    Raises:
-        UnsupportedError: numba-cuda is not installed, or knows no such architecture.
+    signature: numba types of the arguments. arch: such as "sm_90". specific_threads: of a block,
+    where the kernel has instructions of this architecture alone, and its warpgroups share out
+    registers.
     """
     require_extra()
     from cuda.bindings.nvjitlink import nvJitLinkError
@@ -265,7 +228,6 @@ def _capability(arch: str) -> tuple[int, int]:
 
 
 def require_extra() -> None:
-    """Raise UnsupportedError unless the cuda extra is installed."""
     try:
         import numba_cuda  # noqa: F401
     except ImportError as error:
@@ -274,11 +236,7 @@ def require_extra() -> None:
 
 @functools.cache
 def _sources_hash(*names: str) -> str:
-    """A hash of the files that a kernel is made of.
-
-    Args:
-        names: of the spec's module, and of the function that makes the kernel, below kernels/cuda.
-    """
+    """A hash of sources_of."""
     digest = hashlib.sha256()
     for path in [Path(codec.__file__), Path(format.__file__), *sources_of(*names)]:
         digest.update(path.read_bytes())
@@ -286,11 +244,8 @@ def _sources_hash(*names: str) -> str:
 
 
 def sources_of(spec_module: str, kernel: str) -> list[Path]:
-    """The files that a kernel is made of: its own, its spec's, this one, and what they import by
-    relative imports, and so on. Arguments as of _sources_hash.
-
-    What only launches a kernel is not among them, so a change there costs nobody a compilation.
-    """
+    """The files of a kernel: its own, its spec's, this one, and all that they import by relative
+    imports. What only launches a kernel is not among them."""
     rooms = Path(__file__).parents[1]
     of_spec = spec_module.rpartition("kernels.cuda.")[2]
     modules = [of_spec, kernel.rpartition(".")[0]]
@@ -301,8 +256,7 @@ def sources_of(spec_module: str, kernel: str) -> list[Path]:
         if path not in found:
             found.add(path)
             for dots, name in RELATIVE_IMPORT.findall(path.read_text(encoding="utf-8")):
-                if not name.startswith("simulator"):  # no machine code is made there
-                    todo.append(path.parents[len(dots) - 1] / f"{name.replace('.', '/')}.py")
+                todo.append(path.parents[len(dots) - 1] / f"{name.replace('.', '/')}.py")
     return sorted(found)
 
 

@@ -1,9 +1,8 @@
-"""Compile several kernels at a time, in processes that take one after another.
+"""Compile several kernels at a time, in as many processes as cores, each one kernel after
+another.
 
-To start a process and import numba takes as long as to compile a small kernel, so there are as many
-processes as cores, and no more. Who compiles a kernel holds its lock before a process is started:
-ranks that begin together want the same kernels, and start processes for a share each. Engines that
-want others compile at the same time.
+To import numba takes as long as a small kernel. Who compiles a kernel holds its lock, so ranks that
+begin together share the work.
 """
 
 from __future__ import annotations
@@ -45,17 +44,9 @@ def compile_all(
 ) -> None:
     """Compile kernels that are not on the disk, at a time as many as there are cores for.
 
-    Those that another process compiles meanwhile are waited for. Where the disk cannot be written
-    it is warned of, and no more is done: they could not be handed over.
-
-    Args:
-        specs: the kernels.
-        arch: of the GPU, such as "sm_90".
-        report: called with each of those kernels when it is done.
-
-    Raises:
-        UnsupportedError: as load_cubin; or a process was killed.
-        RuntimeError: a process failed otherwise; it tells the kernel.
+    Those that another process compiles are waited for. If the disk cannot be written, a warning
+    says so and no more is done. report is called with each kernel that is done. UnsupportedError as
+    of load_cubin, or if a process was killed; RuntimeError if a process failed otherwise.
     """
     todo = missing(specs, arch)
     if not todo:
@@ -76,7 +67,6 @@ class _NotKeptError(Exception):
 
 
 def _compile(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> None:
-    """Compile kernels; see compile_all."""
     todo.sort(key=lambda spec: -len(fields_of(spec.arguments)))  # those that take longest first
     waiting: queue.SimpleQueue[Spec] = queue.SimpleQueue()
     ended: queue.SimpleQueue[Spec | BaseException] = queue.SimpleQueue()
@@ -107,11 +97,8 @@ def _compile(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> N
 
 
 class _Compilers:
-    """Processes that compile, started when they are needed; threads use them.
-
-    Attributes:
-        closed: set when all have ended. A thread that uses them must live until then.
-    """
+    """Processes that compile, started when they are needed; `closed` is set when all have ended,
+    and until then a thread that uses them must live."""
 
     def __init__(self) -> None:
         self._idle: queue.SimpleQueue[_Compiler] = queue.SimpleQueue()
@@ -133,8 +120,7 @@ class _Compilers:
                 self.closed.set()
 
     def compile(self, spec: Spec, arch: str) -> Spec:
-        """Put a kernel on the disk, unless another process does so meanwhile; errors as of
-        _Compiler.compile."""
+        """Put a kernel on the disk, unless another process does so meanwhile."""
         try:
             path = cubin_path(spec, arch)
             with locked(path, self._tell):
@@ -165,15 +151,13 @@ class _Compilers:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class _Compiler:
-    """A process that compiles kernels one after another. It imports neither torch nor the caller's
-    program, as a process of multiprocessing would, and numba once for all of them."""
+    """A process that compiles kernels one after another, without torch or the caller's program."""
 
     def __init__(self) -> None:
         paths = [path for path in sys.path if isinstance(path, str)]  # as Python's own import
@@ -200,11 +184,7 @@ class _Compiler:
             pass
 
     def compile(self, spec: Spec, arch: str) -> None:
-        """Let it compile a kernel and put it on the disk; errors as of compile_all.
-
-        Raises:
-            _NotKeptError: the disk cannot be written.
-        """
+        """Compile a kernel and put it on the disk; _NotKeptError if it cannot be kept."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             pickle.dump((spec, arch), self._process.stdin)
@@ -235,9 +215,7 @@ class _Compiler:
 
 
 def compile_alone() -> None:
-    """What such a process does: compile the kernels that it is given on stdin, and answer with None
-    or why one cannot be compiled or kept, until the process that waits for the answers ends. That
-    one holds the kernels' locks."""
+    """What such a process does: compile kernels from stdin, answer None or an error."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(sys.argv[1]):  # it ended before it was asked for

@@ -56,14 +56,8 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Kernel:
-    """A kernel on a device.
-
-    Attributes:
-        function: its handle.
-        context: that of the device.
-        threads, shared: of a block.
-        registers: of a thread.
-    """
+    """A kernel on a device: its handle, the device's context, threads and shared memory of a block,
+    registers of a thread."""
 
     def __init__(
         self,
@@ -76,20 +70,11 @@ class Kernel:
         most_shared: int = 0,
         registers: int = 0,
     ) -> None:
-        """Load a cubin.
+        """Load the kernel `name` of a cubin.
 
-        Args:
-            code: the cubin.
-            name: of the kernel in it.
-            device: index, as torch counts.
-            threads: of a block.
-            shared: bytes of dynamic shared memory of a block.
-            most_shared: that a launch may ask for, if more.
-            registers: of a thread, for those who plan launches.
-
-        Raises:
-            DeviceError: no driver, or the device is in error.
-            UnsupportedError: the driver or the GPU does not fit the machine code.
+        most_shared: bytes that a launch may ask for, if more than `shared`. registers: for those
+        who plan launches. DeviceError if there is no driver or the device is in error,
+        UnsupportedError if the driver or the GPU does not fit the machine code.
         """
         cuda = _library()
         self.context = _primary_context(device)
@@ -125,15 +110,11 @@ class Launcher:
         shared: int = 0,
         overlaps: bool = False,
     ) -> None:
-        """Prepare launches.
+        """Prepare launches of a kernel.
 
-        Args:
-            kernel: what to launch.
-            grid: blocks along x, y and z.
-            arguments: all arguments as a struct format, each naturally aligned.
-            shared: bytes of dynamic shared memory of a block, if more than the kernel's.
-            overlaps: whether it may begin before what was launched before it is complete, for which
-                it waits by itself; GPUs from sm_90 on.
+        grid: blocks along x, y and z. arguments: all as a struct format, each naturally aligned.
+        shared: bytes of a block, if more than the kernel's. overlaps: whether it may begin before
+        the launch before it is complete; sm_90 and newer.
         """
         self._kernel, self._grid, self._overlaps = kernel, grid, overlaps
         self._shared = max(shared, kernel.shared)
@@ -146,15 +127,7 @@ class Launcher:
         self._configs: dict[int, Any] = {}  # of each stream, never changed: threads share them
 
     def __call__(self, stream: int, values: Sequence[float | bytes]) -> None:
-        """Launch on a stream of the device, which must be the current one.
-
-        Args:
-            stream: raw handle.
-            values: every argument.
-
-        Raises:
-            DeviceError: the driver refuses.
-        """
+        """Launch on a stream (raw handle) of the current device; DeviceError if refused."""
         config = self._configs.get(stream) or self._configure(stream)
         buffer, size, extra = _local.arguments
         self._pack(buffer, 0, *values)
@@ -178,8 +151,7 @@ class Launcher:
 
 
 def peak_bandwidth(device: int) -> float:
-    """GB/s of a device's memory by its clock and its bus, with two transfers a cycle; 0.0 where the
-    driver does not tell."""
+    """GB/s of a device's memory by clock and bus; 0.0 where the driver does not tell."""
     told = []
     for attribute in (MEMORY_CLOCK_RATE, GLOBAL_MEMORY_BUS_WIDTH):
         value = ctypes.c_int()
@@ -242,7 +214,6 @@ def _primary_context(device: int) -> ctypes.c_void_p:
 
 
 def _check(error: int, task: str, library: Any = None) -> None:
-    """Raise what a driver's error means."""
     if not error:
         return
     library = library or _library()

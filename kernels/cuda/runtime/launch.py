@@ -1,10 +1,9 @@
 """Launch kernels: GPUs and their loaded kernels, and launches that are cached.
 
-A launch is prepared once for all calls of the same shapes, strides, formats and dtypes: that it is
-possible, the kernel, the arguments that stay. The next call like it finds that in a dictionary,
-packs the addresses and launches: no host synchronization; safe in CUDA graphs and from several
-threads. An owner of tensors that stay binds a launch to them (Launch.bind, kvquant/rows/bound.py):
-of all that, what is new is left.
+A launch is prepared once for all calls of the same shapes, strides, formats and dtypes. The next
+call finds it in a dictionary, packs the addresses and launches: no host synchronization; safe in
+CUDA graphs and from several threads. Launch.bind binds it to tensors that stay
+(kvquant/rows/bound.py).
 """
 
 from __future__ import annotations
@@ -51,12 +50,9 @@ RESERVED_SHARED = 1 << 10  # bytes of shared memory that the driver takes for ea
 
 @dataclass(frozen=True)
 class GPU:
-    """What launches need to know of a GPU.
+    """What launches need to know of a GPU: its name, compute capability and SMs.
 
     Attributes:
-        name: as the driver gives it.
-        capability: its compute capability.
-        sm_count: streaming multiprocessors.
         shared_per_sm, shared_per_block: bytes of shared memory, the most that there is.
         bandwidth: GB/s of its memory by clock and bus; 0 if that is not known.
     """
@@ -79,13 +75,7 @@ class GPU:
         return self.capability >= FP8
 
     def blocks_per_sm(self, warps: int, registers: int, shared_bytes: int) -> int:
-        """Blocks that an SM holds at a time; 0 if none fits.
-
-        Args:
-            warps: of a block.
-            registers: of a thread.
-            shared_bytes: dynamic shared memory of a block.
-        """
+        """Blocks that an SM holds, of such warps, registers a thread and dynamic bytes."""
         if shared_bytes > self.shared_per_block:
             return 0
         granted = -(-registers // 8) * 8  # by eights
@@ -108,11 +98,7 @@ GPUS = {
 
 
 def gpu_of(index: int) -> GPU:
-    """The GPU with this index, as torch counts.
-
-    Raises:
-        UnsupportedError: it is too old.
-    """
+    """The GPU with this index, as torch counts; UnsupportedError if it is too old."""
     rehearsed = _rehearsed(index)
     if rehearsed is not None:
         gpu: GPU = rehearsed.gpu
@@ -142,15 +128,9 @@ def gpu_of(index: int) -> GPU:
 
 
 def kernel_of(spec: Spec, index: int, most_shared: int = 0) -> Kernel:
-    """A kernel on a GPU, loaded, and compiled if need be.
+    """A kernel on a GPU, loaded, and compiled if need be; Rehearsed if it was noted only.
 
-    Args:
-        spec: the kernel.
-        index: of the GPU.
-        most_shared: bytes of shared memory that a launch may ask for, if more than the spec's.
-
-    Raises:
-        Rehearsed: it was noted only.
+    most_shared: bytes of shared memory that a launch may ask for, if more than the spec's.
     """
     rehearsed = _rehearsed(index)
     if rehearsed is not None:
@@ -190,11 +170,7 @@ def _rehearsed(index: int) -> rehearsal.Rehearsal | None:
 
 
 class Launch:
-    """A call that is prepared: everything but the addresses of its tensors.
-
-    Attributes:
-        grid: blocks along x, y and z.
-    """
+    """A prepared call: everything but the addresses of its tensors."""
 
     def __init__(
         self,
@@ -208,13 +184,8 @@ class Launch:
     ) -> None:
         """Load the kernel and pack what stays.
 
-        Args:
-            spec: the kernel.
-            index: of the GPU.
-            grid: blocks along x, y and z.
-            constants: the arguments that are no addresses, by name.
-            copied: places of the tensors that the kernel cannot read where they are.
-            overlaps: whether it begins before the launch before it is complete, if the spec may.
+        constants: the arguments that are no addresses, by name. copied: places of the tensors that
+        the kernel cannot read where they are. overlaps: as of Launcher, if the spec may.
         """
         self.grid, self._index, self._copied = grid, index, tuple(copied)
         self._names = addresses_of(spec.arguments)
@@ -239,15 +210,9 @@ class Launch:
         self._launch = Launcher(self._kernel, self.grid, layout, overlaps=self._overlaps)
 
     def bind(self, tensors: Tensors, new: Collection[str]) -> Launch | None:
-        """This launch with tensors that stay: at takes the addresses of the new ones only.
+        """This launch with tensors that stay: `at` takes addresses of the new ones, in order.
 
-        Args:
-            tensors: as in a call.
-            new: the names of those that other launches have elsewhere; at takes them in the order
-                of the kernel's arguments.
-
-        Returns:
-            None if tensors are copied first, which at does not do.
+        new: their names. None if tensors are copied first, which `at` does not do.
         """
         if self._copied:
             return None
@@ -270,14 +235,7 @@ class Launch:
         return bound
 
     def __call__(self, tensors: Tensors) -> None:
-        """Launch on the current stream of the GPU.
-
-        Args:
-            tensors: in the order of their addresses among the kernel's arguments.
-
-        Raises:
-            DeviceError: the driver refuses.
-        """
+        """Launch on the GPU's current stream, with tensors in the kernel's order."""
         if self._copied:
             tensors = with_copies(tensors, self._copied)
         self.at([0 if one is None else one.data_ptr() for one in tensors])
@@ -298,16 +256,12 @@ def cached_launch(
     prepare: Callable[..., Kept | None],
     *arguments: Any,
 ) -> Kept | None:
-    """Find a launch, or prepare it and remember it.
+    """Find a launch, or prepare it and remember it; None if there is nothing to do, or only to
+    rehearse.
 
-    Args:
-        key: all that the check and the launch depend on.
-        check: raises unless the call is possible; called only before a launch is prepared.
-        prepare: gives the launch, or those of a call, from the arguments; None if there is nothing
-            to do.
-
-    Returns:
-        None if there is nothing to do, or it is rehearsed only.
+    key: all that the check and the launch depend on. check raises unless the call is possible,
+    prepare gives the launch; both are called only before it is prepared. UnsupportedError if the
+    GPU is too old, DeviceError if CUDA refuses the launch.
     """
     launch: Kept | None = _launches.get(key)
     if launch is None:

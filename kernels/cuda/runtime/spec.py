@@ -3,9 +3,7 @@
     ("rows", "P")       name and code: P an address, Q bytes, i int32, I uint32, f float32
     ("k", SIDE)         a table: the kernel gets a tuple
 
-All else is derived from the table: the numba types that a kernel is compiled with, the bytes that a
-launch packs, and where a name stands. Nothing here needs numba, so a kernel that lies compiled on
-disk is launched without it.
+numba's types, the packed bytes and the places of names follow from it. Nothing here needs numba.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ def fields_of(table: Table) -> tuple[tuple[str, str], ...]:
 
 
 def addresses_of(table: Table) -> tuple[str, ...]:
-    """The names of the addresses, in their order."""
     return tuple(name for name, code in fields_of(table) if code == "P")
 
 
@@ -43,18 +40,15 @@ def layout_of(table: Table) -> str:
 
 
 class Spec:
-    """What the machine code of a kernel depends on, but for the GPU's architecture.
-
-    A frozen dataclass of plain numbers: equal specs are the same kernel.
+    """What the machine code of a kernel depends on, but for the architecture: a frozen dataclass of
+    numbers.
 
     Attributes:
-        kernel: the function that makes the kernel of a spec, below kernels/cuda. A name and no
-            import: a kernel imports its spec, and numba, which cached machine code does not need.
+        kernel: the name of the function that makes it, below kernels/cuda; it imports numba.
         warps: of a block; a spec without them has `threads`.
-        overlaps: whether a launch may begin before the one before it on the stream is complete; the
-            kernel waits for that by itself, for nothing where the launch has done so.
-        arch_specific: whether the kernel has instructions of one architecture alone (sm_90a), which
-            neither older nor newer GPUs have. Its warpgroups share out the registers of a block.
+        overlaps: whether a launch may begin before the one before it on the stream is complete, for
+            which the kernel waits; sm_90 and newer.
+        arch_specific: whether the kernel has instructions of one architecture alone (sm_90a).
     """
 
     kernel: ClassVar[str]
@@ -64,7 +58,6 @@ class Spec:
 
     @property
     def arguments(self) -> Table:
-        """The kernel's arguments."""
         raise NotImplementedError
 
     def build(self) -> Any:
@@ -74,12 +67,10 @@ class Spec:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return 32 * self.warps
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         return 0
 
     def signature(self) -> tuple[Any, ...]:
@@ -94,14 +85,7 @@ class Spec:
         return tuple(numba_type(code) for _, code in self.arguments)
 
     def pack(self, constants: Mapping[str, float]) -> list[Piece]:
-        """The arguments, those that are no addresses packed.
-
-        Args:
-            constants: these, by name, dotted in a tuple.
-
-        Returns:
-            In turn the place of an address among the addresses, or what stands between two.
-        """
+        """The arguments in turn: places among the addresses, or packed constants."""
         pieces, places = list[Piece](), itertools.count()
         fields = fields_of(self.arguments)
         for are_addresses, run in itertools.groupby(fields, lambda field: field[1] == "P"):

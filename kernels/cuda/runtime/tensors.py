@@ -42,7 +42,6 @@ def is_readable(x: torch.Tensor, unit: int, is_contiguous: bool = False) -> bool
 
 
 def with_copies(tensors: Tensors, copied: Iterable[int]) -> Tensors:
-    """Tensors, those at some places as aligned copies."""
     tensors = list(tensors)
     for i in copied:
         x = tensors[i]
@@ -57,12 +56,8 @@ def aligned_copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_pages(name: str, rows: torch.Tensor, fmt: RowFormat) -> None:
-    """Raise unless a kernel can take pages [num_pages, num_kv_heads, page_size, row_bytes].
-
-    Raises:
-        ConfigError: rows are not aligned.
-        UnsupportedError: there are too many slots.
-    """
+    """Raise unless a kernel can take pages [num_pages, num_kv_heads, page_size, row_bytes]:
+    ConfigError if rows are not aligned, UnsupportedError if there are too many slots."""
     unit = unit_of(fmt)
     if any(n % unit for n in (rows.data_ptr(), *(strides(rows)))):
         raise ConfigError(

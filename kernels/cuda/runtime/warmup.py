@@ -1,10 +1,7 @@
 """Compile what calls will launch before they do, all at a time.
 
-A kernel takes seconds to compile, and one after another would be compiled where it is first needed.
-Which ones will be needed the calls themselves say, rehearsed (kvquant/rehearsal.py) on tensors of
-the same shapes without memory: there is no list that could differ from them. The calls of caches
-are in kvquant/cache/warmup.py, of steps in kvquant/paged/warmup.py, of an engine's in
-kvquant/engine/warmup.py.
+The calls say by themselves which kernels they need: they are rehearsed (kvquant/rehearsal.py) on
+tensors without memory. The warmup.py of cache, paged and engine have the calls.
 """
 
 from __future__ import annotations
@@ -33,11 +30,8 @@ def kernels_of(calls: Iterable[Callable[[], None]], gpu: GPU) -> list[Spec]:
 
 
 def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
-    """Compile the kernels that calls will launch and that are not on the disk, all at a time.
-
-    A line of the log says so. A bar shows the progress on a terminal, and further lines of the log
-    elsewhere, at level INFO. For the CPU this function does nothing.
-    """
+    """Compile the kernels that calls will launch and that are not on the disk; the log says so.
+    Nothing to do for the CPU."""
     if device.type != "cuda":
         return
     from kvquant.text import progress

@@ -1,14 +1,13 @@
-"""Memory of launches whose splits are merged: counters, zero between launches, and partial results.
+"""Memory of launches whose splits are merged: counters, zero between launches, and partial
+results.
 
-Launches of one stream follow one another, so they share a workspace. A launch that is captured into
-a CUDA graph may be replayed beside any other: it has counters of its own, from a slab that was
-zeroed before, and partial results from the graph's memory. Nobody tells when a graph is dropped, so
-it keeps its counters, unless it is captured with a Lease, which gives them back.
+Launches of one stream share a workspace. A launch in a CUDA graph may be replayed beside any other,
+so it has counters of its own from a slab, which it keeps unless it is captured with a Lease, and
+partial results from the graph's memory.
 
-What outlives a call must not come from a graph's memory, which the next graph overwrites. torch
-turns to that not only while it captures: torch.compile(mode="reduce-overhead") also runs a call in
-it beforehand. It goes by the thread and by the stream that is captured. So lasting memory is
-allocated by a thread of its own, on the default stream, which is never captured.
+What outlives a call must not come from a graph's memory. torch.compile(mode="reduce-overhead") uses
+that even before it captures. So a thread of its own allocates lasting memory, on the default
+stream.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ GROWTH = 2  # times a workspace that is too small: those before it take no more 
 class Workspace(NamedTuple):
     """What a launch needs besides its tensors; hold it until the launch is enqueued.
 
-    Attributes:
-        counters: int32, zeros.
-        partial: float32.
-        num_counters, num_partial: how many.
-        counters_address, partial_address: where they lie.
+    counters are num_counters int32 zeros, partial num_partial float32.
     """
 
     counters: torch.Tensor
@@ -59,13 +54,7 @@ class Workspaces:
         self.returned: deque[range] = deque()  # by graphs that may still run
 
     def take(self, stream: int, counters: int, partial: int) -> Workspace:
-        """The workspace of a launch on the device's current stream.
-
-        Args:
-            stream: raw handle of the current stream.
-            counters: how many.
-            partial: how many numbers.
-        """
+        """The workspace of a launch on the device's current stream (raw handle)."""
         # asked where it may be: the default stream is never captured
         if stream and torch.cuda.is_current_stream_capturing():
             return self._for_capture(counters, partial)
@@ -133,7 +122,6 @@ class Workspaces:
 
 
 def workspaces_of(device: torch.device) -> Workspaces:
-    """Those on a GPU, made once."""
     with _lock:
         if device.index not in _workspaces:
             _workspaces[device.index] = Workspaces(device)
@@ -141,11 +129,8 @@ def workspaces_of(device: torch.device) -> Workspaces:
 
 
 class Lease:
-    """The counters of graphs that this thread captures inside of it.
-
-    They are given back when it is dropped, which the graphs must not outlive, and lent again when
-    the next one begins: it waits for the GPU, so that none of the graphs still runs.
-    """
+    """The counters of graphs that this thread captures inside of it. The graphs must not outlive
+    it. The next lease that begins waits for the GPU and lends them again."""
 
     def __init__(self) -> None:
         self.places: list[tuple[Workspaces, range]] = []

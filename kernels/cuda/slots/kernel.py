@@ -6,8 +6,7 @@
                 exact                     | packed_lens before
                 evicted                   | firsts before
 
-The reference: kvquant/rows/slots.py and LayerCache.set_lens. All threads have read the lengths of
-their sequence before one of them writes those after.
+The reference: kvquant/rows/slots.py and LayerCache.set_lens.
 """
 
 from numba import cuda, int32, int64, uint32, uint64
@@ -31,13 +30,11 @@ def length_at(lens, sequence):
 
 @device_function
 def set_length(lens, sequence, length):
-    """lens[sequence] = length."""
     store_global_u32(lens + uint64(4) * uint64(sequence), uint32(length))
 
 
 @device_function
 def set_slot(slots, place, slot):
-    """slots[place] = slot, of int64."""
     bits = uint64(slot)
     low, high = uint32(bits & uint64(0xFFFFFFFF)), uint32(bits >> uint64(32))
     store_global_u32x2(slots + uint64(8) * uint64(place), low, high)
@@ -50,7 +47,6 @@ def row_of(sequence, count, row):
 
 
 def make_slots_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     THREADS, OVERLAPPED = spec.threads, spec.overlapped
 
     # fmt: off

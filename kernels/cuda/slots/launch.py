@@ -37,13 +37,7 @@ PLACE: Table = (
 
 @dataclass(frozen=True)
 class SlotSpec(Spec):
-    """The kernel that places new tokens.
-
-    Attributes:
-        warps: of a block, which has one sequence.
-        overlapped: whether the next launch may begin, and wait for this one by itself; sm_90 and
-            newer.
-    """
+    """The kernel that places new tokens, a block a sequence; overlapped: as of DecodeSpec."""
 
     warps: int = 16
     overlapped: bool = False
@@ -62,18 +56,10 @@ def place_tokens(
 ) -> None:
     """Write slots, and lengths in place, on the current stream.
 
-    Args:
-        lens: ops.slots.Lens of a LayerCache, [batch] int32 each, contiguous.
-        sizes: ops.slots.Sizes of it.
-        new_lens: [batch], int32 or int64, taken as 0 to new_tokens; new_tokens for all when None.
-        new_tokens: new tokens per sequence, 1 or more.
-        overflow: [1], int32: tokens beyond max_seq_len, which get no slots, are added to it.
-        room: [3, batch * new_tokens + batch], int64, contiguous: slots.Slots of the tokens, and
-            behind them seq_lens, packed_lens and, with a window, firsts as they were.
-
-    Raises:
-        UnsupportedError: the GPU is too old.
-        DeviceError: CUDA refuses the launch.
+    lens, sizes: ops.slots.Lens and Sizes of a LayerCache. new_lens: [batch], int32 or int64, taken
+    as 0 to new_tokens; None for all. overflow: [1], int32, counts tokens beyond max_seq_len. room:
+    [3, batch * new_tokens + batch], int64, contiguous: slots.Slots, and behind them seq_lens,
+    packed_lens and, with a window, firsts as they were. Errors: as of cached_launch.
     """
     index, batch = room.get_device(), room.shape[1] // (new_tokens + 1)
     kind = (0, 0) if new_lens is None else (new_lens.stride(0), new_lens.element_size())
@@ -88,8 +74,7 @@ def bind_place(
     new_tokens: int,
     room: torch.Tensor,
 ) -> Launch | None:
-    """Bind place_tokens to a layer, for as many tokens of each of its sequences: the launch takes
-    the address of overflow. Arguments as of place_tokens, room is written every time."""
+    """Bind place_tokens to a layer and a number of tokens; it takes overflow's address."""
     batch, index = room.shape[1] // (new_tokens + 1), room.get_device()
     launch = _find(index, batch, new_tokens, sizes, (0, 0))
     return launch and launch.bind((*lens, None, None, room), {"overflow"})

@@ -1,5 +1,4 @@
-"""The consumers of a block, merged through shared memory: those that took turns on the tiles of the
-same columns. Parts of a unit are merged as in decode/combine.py."""
+"""The consumers of a block that took turns on the same columns, merged through shared memory."""
 
 from numba import cuda, float32, int32, uint32, uint64
 
@@ -21,8 +20,7 @@ UNROLLED = 8  # eights of elements
 
 
 def make_combine_consumers(spec, path, write):
-    """Make two functions: of the consumers, that leaves their outputs in shared memory, and of all
-    threads, that adds and writes them."""
+    """Two functions: consumers leave outputs in shared memory, all threads write them."""
     COLUMNS, RINGS, PARTIES = spec.block_columns, spec.rings_of(path), spec.parties
     FMT, CAUSAL = spec.first.v_format, spec.causal
     COLUMN = 4 * (FMT.head_dim + 4)

@@ -6,12 +6,9 @@
              FULL             FREE
     feeders ──────▶ consumers ──────▶ feeders     barriers of a stage
 
-The decode kernel unpacks a code again for every 16 columns. Here it is expanded once for 64 or 128.
-Consumers take turns, so that one multiplies while the other computes its softmax; or with more than
-64 columns each has columns of its own. The schedule, the columns, the copies of rows and the merge
-of parts are those of mainloop.py.
-
-K rounded to fp16 moves the log-sum-exp: the kernel is taken where the caller does not want it.
+A code is expanded once for 64 or 128 columns. Consumers take turns on tiles, or with more than 64
+columns each has its own. All else is as in decode/mainloop.py. K rounded to fp16 moves the
+log-sum-exp: the kernel serves callers who do not want it.
 
 Source: FlashAttention-3 (https://arxiv.org/abs/2407.08608).
 """
@@ -45,8 +42,7 @@ from .rows import make_feed
 
 
 def make_attend_wide(spec, path, keep, recall):
-    """Make the function that attends to the tokens from `begin` to `end` of a segment; arguments as
-    of mainloop.make_attend."""
+    """The function that attends to a segment's tokens; arguments as of mainloop.make_attend."""
     k, v = spec.rows(path)
     FEEDERS, SUMS, ALIKE = spec.feeders, v.fmt.head_dim // 2, k == v
     LANDINGS, LANDING, TILES = spec.landings_at, spec.landing_bytes, spec.tiles_at

@@ -2,9 +2,8 @@
 
     sums    lane 4g + t of warp w: columns 16w + g and + 8, tokens or elements 8n + 2t and + 1
 
-So P, packed to fp16, is the operand A of its product as it stands. A warp's 16 columns are its own:
-the softmax needs no barrier. It rescales lazily, as in mainloop.py: when a score exceeds the
-reference by 2**15, which fp16 holds.
+So P, packed to fp16, is operand A as it stands, and the softmax needs no barrier. It rescales when
+a score exceeds the reference by 2**15.
 """
 
 from operator import add
@@ -43,8 +42,7 @@ EIGHTS = TOKENS // 8
 
 
 def make_consume(spec, path):
-    """Make the function that works on all tiles of a consumer. It leaves the sums, and of both
-    columns of a lane the reference and the total of P."""
+    """The function that works on all tiles of a consumer: sums, references, totals of P."""
     K_DIM, V_DIM = spec.first.k_format.head_dim, spec.first.v_format.head_dim
     RINGS, STAGES, PARTIES = spec.rings_of(path), spec.stages, spec.parties
     THREADS, CONSUMERS = GROUP * (1 + spec.parties), GROUP * spec.consumers
@@ -108,7 +106,6 @@ def make_consume(spec, path):
 
     @device_function
     def weigh(p, scores, factors, references, totals):
-        """P of a tile, packed, and its sums."""
         for n in range(EIGHTS):
             for h in range(2):
                 x = exp2(scores[4 * n + 2 * h] * factors[h] - references[h])
@@ -133,7 +130,6 @@ def make_consume(spec, path):
 
     @device_function
     def work(scores, p, state, factors, first, shared, stage, of_tile):
-        """Softmax and P V of a tile."""
         sums, references, totals = state
         seen, upto, end, t = of_tile
         if int32(first + int32(TOKENS)) > upto:

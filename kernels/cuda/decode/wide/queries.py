@@ -1,8 +1,5 @@
-"""The queries of a block's columns, by its consumers: a tile of blocks in shared memory.
-
-Thread i has every eighth unit of eight elements of column i / 8. A query is scaled by a power of
-two to 2**14 <= max |q| < 2**15, as in scores.py; its elements stand in the order of K's (rows.py).
-"""
+"""The queries of a block's columns, by its consumers: a tile of blocks in shared memory, scaled as
+in scores.py, elements in the order of K's (rows.py)."""
 
 from numba import cuda, float32, uint32, uint64
 
@@ -27,8 +24,7 @@ FEWEST_EXPONENT = 64  # of the largest element, biased: below as this one
 
 
 def make_load_queries(spec):
-    """Make the function that loads the queries of a block, and leaves the factor of the scores of
-    each column in shared memory."""
+    """The function that loads a block's queries, and leaves the factors of scores."""
     fmt = spec.first.k_format
     COLUMNS, AT_ONCE = spec.block_columns, GROUP * spec.consumers // LANES
     UNITS = fmt.head_dim // 8 // LANES  # of a lane

@@ -6,17 +6,13 @@
         rows ──▶ landings of the warp ──▶ registers ──▶ stage of the block
           cp.async                1024 + code ──▶ code / 2 ──▶ scale * code / 2 + shift / 2
 
-A code in the low bits of the half 1024 is the number 1024 + code, at another bit its multiple. Half
-precision takes 1024 off without rounding, so a number is rounded once, by its last multiply-add.
+A code in the low bits of the half 1024 is 1024 + code. Taking 1024 off does not round, so a number
+is rounded once, by its multiply-add. A number is half of what the row says, because an element may
+be a little beyond 65504; the factors of scores and the merge make up for it. Below 2**-13 fp16 has
+fewer digits.
 
-A number is half of what the row says: the rounding of scale and shift can take an element of a row
-beyond 65504, where fp16 ends. Codes are halved, not scales, which could be too small. What is
-computed with differs from the row's element by 2**-11 of it, or by 2**-24 if that is more, as fp16
-has fewer digits where an element is below 2**-13; and by another 2**-24 where the shift is that
-small. The factors of the scores and the merge of consumers make up for the half.
-
-Elements stay in the order in which codes come out of a word (spec.order_of): queries stand in it,
-too, and the output is put in order when it is written. Rows behind the last one are zeros.
+Elements stay in the order of their words (spec.order_of), queries too; the output is put in order
+when it is written. Rows behind the last one are zeros.
 """
 
 from numba import cuda, int32, uint32
@@ -127,8 +123,7 @@ def make_feed(spec, path, staged):
 
 
 def _make_load_row(staged):
-    """Make the function that loads the header and the codes of a row: all before the first number
-    is stored, as loads do not pass stores."""
+    """The function that loads a row's header and codes, all before the first number is stored."""
     UNITS, FIRST = staged.header_units + staged.chunks, staged.prefix - 16 * staged.header_units
 
     @device_function
@@ -140,8 +135,7 @@ def _make_load_row(staged):
 
 
 def _make_masks(fmt):
-    """Make the function that gives the masks of the pairs of codes, through a shuffle: constants
-    would be moved into registers again for every word."""
+    """The function that gives the masks of pairs, through a shuffle, so in registers."""
     MASKS = () if order_of(fmt) == "as they are" else masks_of(fmt)
     FIRST, SECOND, THIRD, FOURTH = (MASKS + 4 * (0,))[:4]
     COUNT = len(MASKS)
@@ -162,14 +156,12 @@ def _make_masks(fmt):
 
 
 def _make_expand(staged):
-    """Make the function that stores a row as numbers; `at` is the place of its first unit, with the
-    row's swizzle in it."""
+    """The function that stores a row as numbers; `at`: its first unit, with the swizzle in it."""
     units = range(staged.fmt.head_dim // 8)
     return in_turn([_make_put_unit(staged, unit) for unit in units])
 
 
 def _make_put_unit(staged, unit):
-    """Make the function that stores eight elements."""
     fmt = staged.fmt
     PER_WORD = codes_per_word(fmt)
     FIRST = 4 * staged.header_units + 8 * unit // PER_WORD
@@ -215,7 +207,6 @@ def _make_e4m3(first):
 
 
 def _make_pairs(fmt, first, unit):
-    """The same of integer codes."""
     PER_WORD, PER_BYTE = codes_per_word(fmt), 8 // bits_apart(fmt)
     # of each pair its word, and its number in that
     PAIRS = [divmod(4 * unit + i, PER_WORD // 2) for i in range(4)]
@@ -237,8 +228,8 @@ def _make_pairs(fmt, first, unit):
 
 
 def _make_number(word, byte, place, apart):
-    """Make the function to half a pair of codes: 1024 + code * 2**bit, over 2**(bit + 1), less what
-    that makes of 1024."""
+    """The function to half a pair of codes: 1024 + code * 2**bit, over 2**(bit + 1), less
+    1024's."""
     WORD, SHIFT, PLACE, BIT = word, 8 * byte, place, apart * place
     INVERSE, LESS = 0x00010001 * (14 - BIT << 10), 0x00010001 * (24 - BIT << 10 | 0x8000)
 

@@ -65,7 +65,6 @@ class WideSpec(DecodeSpec):
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that multiply."""
         return self.warps // GROUP_WARPS - self.feeders
 
     @property
@@ -79,7 +78,6 @@ class WideSpec(DecodeSpec):
 
     @property
     def steps(self) -> tuple[int, int]:
-        """A tile: tokens of a step."""
         return TOKENS, TOKENS
 
     @property
@@ -89,7 +87,6 @@ class WideSpec(DecodeSpec):
 
     @property
     def tile_bytes(self) -> tuple[int, int]:
-        """An expanded tile of K and of V."""
         k, v = self.first.k_format, self.first.v_format
         return BLOCK * (k.head_dim // 64), BLOCK * (v.head_dim // 64)
 
@@ -100,7 +97,6 @@ class WideSpec(DecodeSpec):
 
     @property
     def landings_at(self) -> int:
-        """Byte at which rows land."""
         return self.tiles_at + self.stages * sum(self.tile_bytes)
 
     @property
@@ -117,7 +113,6 @@ class WideSpec(DecodeSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         copies = self.rings_of(self.first) * self.block_columns
         combined = combine_bytes(self.first.v_format.head_dim, copies)
         tiles = self.factors_at + 4 * self.block_columns
@@ -125,15 +120,8 @@ class WideSpec(DecodeSpec):
 
 
 def widened(spec: DecodeSpec, count: int) -> WideSpec | None:
-    """The kernel for wide groups that does what another one does; None: there is none.
-
-    It takes packed rows of one segment, and no variant. More columns than it has room for are
-    several blocks on a KV head.
-
-    Args:
-        spec: the other kernel.
-        count: columns of a KV head.
-    """
+    """The kernel for wide groups that does what `spec` does, for `count` columns of a KV head; None
+    if there is none. It takes packed rows of one segment, and no variant."""
     formats = spec.first.k_format, spec.first.v_format
     if spec.second is not None or spec.variant or spec.without:
         return None
@@ -163,8 +151,7 @@ def is_expanded(fmt: RowFormat) -> bool:
 
 
 def order_of(fmt: RowFormat) -> str:
-    """How elements come out of their words (device/codes.py): "pairs" of an element and the one
-    half a word behind it, "bytes" of such pairs in half a unit, or "as they are"."""
+    """How elements come out of words (device/codes.py): "pairs", "bytes" or "as they are"."""
     of_integers = fmt.pick(quarters="pairs", planes="", nibbles="pairs", bytes="bytes", elements="")
     return fmt.pick(integers=of_integers, e4m3="as they are", bf16="", fp16="")
 

@@ -1,4 +1,5 @@
-"""A tile of rows from global to a team's shared memory, asked for by all its threads.
+"""A tile of rows from global to a team's shared memory, asked for by all its threads, back to
+back.
 
     dense     rows lie in shared memory as in global memory: thread i copies units i, i + 128 ...
               of a run, which lies in one page
@@ -6,8 +7,7 @@
     ring      the same, each row from its slot; so where it is in a sequence slot
     by row    the same, each row from its page, where pages are smaller than HALF rows
 
-All copies of a tile are asked for back to back, without registers. What lies behind the last token
-becomes zeros, and is not read.
+What lies behind the last token becomes zeros, and is not read.
 """
 
 from numba import int32, uint32, uint64

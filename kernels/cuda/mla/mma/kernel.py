@@ -1,4 +1,5 @@
-"""Decode attention of MLA (multi-head latent attention) on CUDA: a row is read once, for K and V.
+"""Decode attention of MLA (multi-head latent attention) on CUDA: a row is read once, for K and
+V.
 
     row     latent elements (512): K and V    RoPE elements (64): K only
             ├────────────┬────────────┬────────────┬────────────┤├──────┤
@@ -15,20 +16,13 @@
                      ─── the team meets ───
                      its quarter of P V                                      (values.py)
 
-A warp executes some 650 instructions for a tile of 32 tokens and 16 columns (int4-g8+fp8-g4; read
-in SASS): 74 MMAs, 38 of them for q·K, 205 to unpack codes, 6 to ask for rows. With bf16 rows they
-are 350. Codes are unpacked in registers, once for K and once for V: an MMA wants pairs of elements
-for the one, of tokens for the other. Rows that are expanded to 16 bit in shared memory would be
-unpacked once, but written and read besides, 1,024 bytes for 256.
+Codes are unpacked in registers, once for K and once for V: an MMA wants pairs of elements for the
+one, of tokens for the other. Teams of a block are merged in shared memory, splits by a launch
+(../combine.py). Tokens are split by the lengths on the device. A segment is a launch; of several
+queries each sees the first rows (decode/positions.py).
 
-Teams of a block are merged in shared memory, splits by a launch that follows (../combine.py).
-Tokens are split by the lengths on the device, into whole tiles of all teams; a split without tokens
-says so. A segment is a launch, whose splits are some of the parts that are combined. Of several
-queries each sees the first rows of a segment: how many, the lengths of both segments tell (as in
-decode/positions.py).
-
-Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434); the output cut along its elements over warps
-that share scores is FlashMLA's (https://github.com/deepseek-ai/FlashMLA) and FlashInfer's way.
+Sources: DeepSeek-V2 (https://arxiv.org/abs/2405.04434); FlashMLA
+(https://github.com/deepseek-ai/FlashMLA) and FlashInfer cut the output over warps, too.
 """
 
 from operator import add
@@ -72,7 +66,6 @@ from .values import FIRST_POWER, make_accumulate, make_fit_scales, make_put_outp
 
 
 def make_mla_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     TEAMS, STAGES, BLOCKS, COLUMNS = spec.teams, spec.stages, spec.blocks, spec.block_columns
     CAUSAL, LOOKUPS = spec.causal, spec.lookups
     STEP, STAGE, TEAM = TILE * TEAMS, spec.stage_bytes, spec.team_bytes
@@ -244,8 +237,7 @@ def make_mla_kernel(spec):
 
 
 def _make_combine_teams(spec, write):
-    """Make the function that merges the teams of a block and writes a part, or the output if it
-    is all."""
+    """The function that merges a block's teams and writes a part, or the output."""
     TEAMS, BLOCKS, COLUMNS = spec.teams, spec.blocks, spec.block_columns
     HALVES, DIM, OUTPUT = 2 * BLOCKS, spec.latent.head_dim, spec.output_bytes
     BEHIND = spec.behind

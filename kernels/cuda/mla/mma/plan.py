@@ -1,9 +1,7 @@
 """How many teams and stages the blocks of the kernel for few heads have.
 
-An SM has registers for three teams of 16 columns, or two of 32. Three teams are three blocks,
-because small blocks leave fewer SMs idle than one large block. With few tokens for each SM one or
-two teams are faster: fewer parts are merged, and the blocks that combine them find room and start
-early.
+An SM has registers for three teams of 16 columns, or two of 32. Three teams are three blocks, which
+leave fewer SMs idle. With few tokens an SM one or two teams are faster.
 """
 
 from __future__ import annotations
@@ -37,20 +35,16 @@ ONE_OF_32 = 300
 def teams_of(blocks: int, units: int, capacity: int, sm_count: int) -> int:
     """Teams of an SM that are the fastest.
 
-    Args:
-        blocks: 16 columns each that a team has: 1 or 2.
-        units: sequences times blocks of columns.
-        capacity: the most tokens of a sequence.
-        sm_count: of the GPU.
+    blocks: 16 columns each that a team has: 1 or 2. units: sequences times blocks of columns.
+    capacity: the most tokens of a sequence.
     """
     limits = (ONE_OF_16, TWO_OF_16 + PART * 3 * sm_count / units) if blocks == 1 else (ONE_OF_32,)
     return 1 + sum(units * capacity / sm_count > most for most in limits)
 
 
 def shapes_of(spec: MlaSpec, gpu: GPU, teams: int, capacity: int) -> Iterator[MlaSpec]:
-    """The kernels for a segment that fit a GPU, the best first. None has more columns than the
-    spec, nor more than `teams` teams in a block. With three teams three blocks of one come first.
-    """
+    """The kernels for a segment that fit a GPU, the best first, with at most `teams` teams in a
+    block and the spec's columns. With three teams three blocks of one come first."""
     for blocks in range(spec.blocks, 0, -1):
         apart = replace(spec, blocks=blocks, teams=APART[0], stages=APART[1])
         room = gpu.blocks_per_sm(apart.warps, APART_REGISTERS, apart.shared_bytes)

@@ -8,8 +8,7 @@
     RoPE      all of them in shared memory, and the sums of the query over each group, as a high
               and a low fp16 part: what shifts are multiplied by (decode/scores.py)
 
-The order of the elements inside an MMA is that of the codes (device/codes.py). What is multiplied
-in fp16 is scaled by a power of two to 2**14 <= max |q| < 2**15; scores are scaled back.
+Elements have the order of the codes (device/codes.py), fp16 ones the scale of decode/scores.py.
 """
 
 from operator import add
@@ -115,11 +114,8 @@ def norm_of(largest):
 
 
 def make_load_queries(spec):
-    """Make the function that loads the queries of a block, by all its warps together.
-
-    It gives fragments (of the warp's latent elements, where they are in registers) and the factors
-    of the scores, of the latent part and of the RoPE part, of columns g and g + 8 of each block.
-    """
+    """The function that loads a block's queries: fragments of a warp's latents in registers, and
+    factors of the scores of both parts, of columns g and g + 8 of each block."""
     LATENT, ROPE, BLOCKS = spec.latent, spec.rope, spec.blocks
     DIMS = LATENT.head_dim // SLICES
     latent, rope = Part(LATENT, spec.query, DIMS), Part(ROPE, spec.query, ROPE.head_dim)

@@ -9,8 +9,7 @@
               the eight tokens from 8w on: the partial scores of all warps added up, in their order;
               RoPE elements; shifts
 
-Each group has sums of its own, which are multiplied by the scale of a token in float32. The scales
-are kept for P V, in pairs of fp16 (values.py); FlashMLA's, which are float32, times a power.
+Each group has sums of its own, multiplied by a token's scale in float32. Scales are kept for P V.
 """
 
 from numba import cuda, float32, uint32
@@ -149,8 +148,7 @@ def make_partial_scores(spec):
 
 
 def make_own_scores(spec):
-    """Make the function that begins the scores of a warp's eight tokens, in powers of two, with
-    what RoPE elements and shifts give."""
+    """The function that begins the scores of a warp's eight tokens: RoPE, shifts."""
     LATENT, ROPE, BLOCKS, STRIDE = spec.latent, spec.rope, spec.blocks, spec.stride
     START, HEADER = LATENT.row_bytes, ROPE.header_bytes
     CHUNKS, STEPS, IS_EXACT = ROPE.code_bytes // UNIT, spec.rope_steps, ROPE.is_exact

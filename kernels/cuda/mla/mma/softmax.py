@@ -1,9 +1,7 @@
 """Softmax of a tile by the warps of a team, each of its eight tokens.
 
-P counts from a reference, the same for all warps. As long as no score and no scale outgrows it
-(lazily, as in decode/mainloop.py), a tile takes two barriers: partial scores ──▶ P. Where one does,
-a flag beside P says so, and all warps find a new reference and write P again. FlashMLA's scales are
-kept to a limit by each warp for itself (values.py): P has what they leave of fp16's range.
+P counts from a reference that all warps have. A tile takes two barriers, partial scores ──▶ P. If a
+score or scale outgrows the reference, a flag says so, and P is written again.
 
     exchange    partial scores   [blocks, eights of tokens, warps, lanes]  4 floats
                 P                [pairs of eights, blocks, lanes]          a fragment
@@ -44,7 +42,6 @@ NEVER, LOWEST = -3e38, -1e30  # score of a token that is not seen; reference of 
 
 @device_function
 def meet(team):
-    """Wait for all warps of a team."""
     barrier(uint32(team + uint32(1)), uint32(32 * SLICES))
 
 
@@ -64,8 +61,7 @@ def make_mask(spec):
 
 
 def make_softmax(spec):
-    """Make two functions: one writes P of a warp's eight tokens, and the flag; the other, once the
-    team has met, sees to it that all count from the same."""
+    """Two functions: P of a warp's eight tokens and the flag; one reference for all."""
     V, BLOCKS, COLUMNS = spec.latent, spec.blocks, spec.block_columns
     HALVES, HAS_LIMITS = 2 * BLOCKS, spec.has_limits
     SCALES = V.groups if HAS_LIMITS else 1
@@ -85,7 +81,6 @@ def make_softmax(spec):
 
     @device_function
     def put(exchange, scores, references, added, lane, own):
-        """P of a warp's tokens, and its sums."""
         at = exchange + uint32(AT_P) + uint32(16) * lane + uint32(8) * uint32(own & uint32(1))
         at += uint32(FRAGMENT * BLOCKS) * uint32(own >> uint32(1))
         for b in range(BLOCKS):

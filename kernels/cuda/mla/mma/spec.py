@@ -19,8 +19,7 @@ FRAGMENT = 512  # bytes of a fragment of 4 words a lane
 
 
 def _is_read(fmt: RowFormat, part: str) -> bool:
-    """Whether the kernel reads a part of rows: headers and codes are whole units of copies, the
-    codes of latents a quarter for each warp, and a group is as many elements as an MMA, or two."""
+    """Whether the kernel reads a part of rows: whole units of copies, groups of one or two MMAs."""
     least = 2 * UNIT * (SLICES if part == "latents" else 1)
     fits = not (fmt.header_bytes % UNIT or fmt.code_bytes % least)
     return fits and not fmt.group_size % (16 * mmas_of(fmt))
@@ -31,22 +30,17 @@ class MlaSpec(Spec):
     """An MLA decode kernel.
 
     Attributes:
-        latent, rope: the two parts of a row, side by side; both a multiple of 16 bytes long, as are
-            their headers.
+        latent, rope: the two parts of a row, side by side, of whole units of 16 bytes.
         query: "bf16" or "fp16", the codec of the queries and of out.
-        run: rows that lie in one run of memory at least: the page size, or TILE; of pages of fewer
-            than RUN rows each row is looked up.
-        place: how rows are found: "linear", "ring", "slots" (a ring, or sinks alone, in a sequence
-            slot) or "paged".
+        run: rows in one run of memory at least: the page size, or TILE.
+        place: "linear", "ring", "slots" (a ring, or sinks alone, in a sequence slot) or "paged".
         teams: teams of SLICES warps in a block, each with a ring and tiles of its own.
         stages: tiles in a team's ring.
         blocks: 16 columns each that a team has; a column is a head of a query.
         causal: whether a sequence may have several queries, those of its last tokens.
-        overlapped: whether the next launch may begin, and wait for this one by itself; sm_90 and
-            newer.
-        overlaps: as of Spec. The launch before attends to another segment of the call. A block
-            needs no result of that launch. It waits for it as its last act, so that the combining
-            launch, which waits for this one, finds the parts of both.
+        overlapped: whether the next launch may begin, and wait for this one; sm_90 and newer.
+        overlaps: as of Spec. A block waits for the launch before, of another segment, as its last
+            act, so that the combining launch finds the parts of both.
     """
 
     latent: RowFormat
@@ -81,12 +75,10 @@ class MlaSpec(Spec):
 
     @property
     def warps(self) -> int:  # type: ignore[override]
-        """Warps of a block."""
         return SLICES * self.teams
 
     @property
     def block_columns(self) -> int:
-        """Columns of a block."""
         return ROWS * self.blocks
 
     @property
@@ -106,18 +98,15 @@ class MlaSpec(Spec):
 
     @property
     def has_limits(self) -> bool:
-        """Whether P heeds the largest scale: in fp16 P times scale must not overflow. FlashMLA's
-        float32 scales are brought to fp16's range instead (values.py)."""
+        """Whether P heeds the largest scale, so that P times scale fits fp16."""
         return self.has_shifts
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.latent.row_bytes + self.rope.row_bytes
 
     @property
     def by_row(self) -> bool:
-        """Whether each row is looked up."""
         return self.run < RUN
 
     @property
@@ -132,36 +121,30 @@ class MlaSpec(Spec):
 
     @property
     def stride(self) -> int:
-        """Bytes from a row in shared memory to the next: rows of a number of units that is a
-        multiple of 4 are padded by one, as in device/row_layout.py."""
+        """Bytes from a row in shared memory to the next, padded as in device/row_layout.py."""
         return self.row_bytes + UNIT * (self.row_bytes // UNIT % 4 == 0)
 
     @property
     def stage_bytes(self) -> int:
-        """A tile of rows."""
         return TILE * self.stride
 
     @property
     def query_bytes(self) -> int:
-        """What all teams read of the queries: of the latent part where they take too many
-        registers, of the RoPE part, and of the sums that shifts are multiplied by."""
+        """What all teams read of the queries: latents, RoPE parts, sums for shifts."""
         latent = self.latent_steps * SLICES if self.blocks > 1 else 0
         return FRAGMENT * self.blocks * (latent + self.rope_steps + 4)
 
     @property
     def latent_steps(self) -> int:
-        """MMAs along a warp's latent elements."""
         return self.latent.head_dim // (16 * SLICES)
 
     @property
     def rope_steps(self) -> int:
-        """MMAs along the RoPE elements."""
         return self.rope.head_dim // 16
 
     @property
     def exchange_bytes(self) -> int:
-        """What the warps of a team tell each other: partial scores, P, maxima, largest scales and
-        flags; before the first tile sums of the query over 8 groups."""
+        """What the warps of a team exchange (softmax.py)."""
         return self.blocks * (SLICES * SLICES * FRAGMENT + SLICES // 2 * FRAGMENT + 256) + 32
 
     @property
@@ -171,7 +154,6 @@ class MlaSpec(Spec):
 
     @property
     def team_bytes(self) -> int:
-        """Shared memory of a team."""
         return self.stages * self.stage_bytes + self.exchange_bytes
 
     @property

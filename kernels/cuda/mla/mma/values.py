@@ -1,17 +1,14 @@
-"""P V of a tile: 16 columns x a warp's quarter of the latent elements, from the rows that gave K.
+"""P V of a tile: 16 columns x a warp's quarter of the latent elements, from the rows that gave
+K.
 
     A  16 columns x 16 tokens: P, which the team's warps put into shared memory as fragments
     B  16 tokens x 8 elements: ldmatrix transposes, lane (g, t) gets unit g (16 bits: 4 codes of
        INT4, 2 bytes or an element) of 16 bytes, of tokens 2t and 2t + 1
     D  columns g and g + 8, the elements of units 2t and 2t + 1
 
-Scales and shifts are as in decode/values.py: P is multiplied by the scale of a token, once a group;
-one more MMA, whose B is the header, gives the sums of the shifts. Its headroom is the same, too.
-
-FlashMLA's scales are float32, and whoever writes such rows may give them any size. Each warp, which
-has one group of the latents, multiplies them by a power of two of its own, so that they are fp16
-below 2**TOP; one that outgrows it makes the power smaller. Scales down to 2**-19 of the largest so
-far keep all digits of fp16.
+Scales, shifts and headroom are as in decode/values.py. FlashMLA's float32 scales may have any size:
+each warp multiplies those of its group by a power of two, so that they are fp16 below 2**TOP.
+Scales down to 2**-19 of the largest so far keep all digits.
 """
 
 from numba import cuda, float32, int32, uint32
@@ -49,7 +46,6 @@ ABOVE_TOP = 0x5C005C00  # 2**TOP, twice in fp16
 
 
 def sums_of(spec):
-    """Accumulators of a lane for 16 columns."""
     return spec.latent.head_dim // SLICES // 2
 
 
@@ -138,8 +134,7 @@ def make_accumulate(spec):
 
 
 def make_fit_scales(spec):
-    """Make the function that keeps a warp's scales of FlashMLA's rows below 2**TOP: it gives the
-    power of two that they are multiplied by, and where that is a new one corrects the sums."""
+    """The function that keeps scales of FlashMLA's rows below 2**TOP, sums corrected."""
     STRIDE, HEADER, EIGHTS = spec.stride, spec.header_at, TILE // 8
     ROWS, SUMS = TILE // 4, sums_of(spec) * spec.blocks  # of a lane
 
@@ -177,8 +172,7 @@ def make_fit_scales(spec):
 
 
 def make_put_output(spec):
-    """Make the function that writes a warp's quarter of the output to shared memory, float32,
-    times a factor of columns g and g + 8 of each block."""
+    """The function that writes a warp's output, times column factors, to shared memory."""
     V, BLOCKS, SUMS = spec.latent, spec.blocks, sums_of(spec)
     IS_EXACT, FACTOR = V.is_exact, factor_of(V)
     ODD = V.pick(nibbles=FACTOR / 16, bytes=FACTOR, elements=FACTOR)

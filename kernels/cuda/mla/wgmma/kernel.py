@@ -9,15 +9,11 @@
              FREE           FULL             READY           FREE
     values ────────▶ rows ────────▶ scores ─────────▶ values ────────▶ ...    barriers of a stage
 
-Many heads are bound by products, not by bytes: 64 columns are the least that wgmma takes. While the
-values work on a tile, the scores of the next one are under way, and rows of the one after that. A
-warpgroup takes as many registers of the block as its part needs.
+Many heads are bound by products. Warpgroups work on three tiles at a time, with as many registers
+as each part needs. Arguments, and what a block works on, are as in mma/kernel.py.
 
-What a block works on is as in mma/kernel.py, which has fewer columns in a block. So are its
-arguments.
-
-Source: warpgroups with parts of their own are FlashAttention-3's (https://arxiv.org/abs/2407.08608),
-the output cut into halves is FlashMLA's (https://github.com/deepseek-ai/FlashMLA).
+Sources: FlashAttention-3 (https://arxiv.org/abs/2407.08608), FlashMLA
+(https://github.com/deepseek-ai/FlashMLA).
 """
 
 from numba import cuda, int32, uint32, uint64
@@ -47,7 +43,6 @@ from .values import make_add_values
 
 
 def make_wide_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     CAUSAL, OVERLAPPED = spec.causal, spec.overlapped
     find_tokens, find_rows = make_find_tokens(spec, TOKENS), make_find_rows(spec)
     find_places = make_find_places(spec)

@@ -1,9 +1,5 @@
-"""The queries of 64 columns as a tile of blocks in shared memory, by all threads of a block.
-
-Thread i has every eighth unit of eight elements of column i / 8. What is multiplied in fp16 is
-scaled by a power of two to 2**14 <= max |q| < 2**15, latent and RoPE elements alike. The elements
-of a unit are in the order in which codes come out of a word (rows.py).
-"""
+"""The queries of 64 columns as a tile of blocks in shared memory, by all threads of a block. fp16
+ones are scaled as in decode/scores.py; elements have the order of codes (rows.py)."""
 
 from numba import cuda, float32, uint32, uint64
 
@@ -27,8 +23,7 @@ WORDS = 4 * BLOCKS  # of a thread
 
 
 def make_load_queries(spec):
-    """Make the function that loads the queries of a block, and leaves the factor of the scores of
-    each column in shared memory."""
+    """The function that loads a block's queries, and leaves the factors of scores."""
     low, high = HALVES[spec.query]
     AS_IT_IS = operand_of(spec.latent) == "bf16"
     in_order, rope_in_order = map(make_in_order, spec.orders)

@@ -6,19 +6,14 @@
         code ──▶ low bits of an fp16, a subnormal: code * 2**-24 (device/codes.py); or E4M3 ──▶ fp16
              ──▶ times scale, plus shift: one multiply-add, rounded once
 
-A row is multiplied by a power of two, so that its latents and its RoPE elements are below the power
-of two that _top_of gives: then no number overflows, small ones differ down to 2**-19 of the largest
-that could be, and scales, which make up for 2**-24, are fp16, too. What a power did is undone in
-the scores and in P (scores.py).
+A row is multiplied by a power of two, so that its numbers stay below that of _top_of and none
+overflows; scores and P undo it (scores.py).
 
     thread    warp w, lane 8j + r: a quarter j of row 8w + r of each half of the tile, so that eight
               lanes, which store at the same time, have eight rows: no bank conflicts
 
-Behind the last token of the block its row is repeated, for which P is 0: nothing is read that is no
-row, and if it is not finite, the output is not, either.
-
-Codes stay in the order in which they come out of a word: queries stand in it, too, and the output
-is put in order when it is written.
+Behind the last token its row is repeated, with P 0. Codes stay in the order of their word, queries
+too; the output is put in order at the end.
 """
 
 from numba import cuda, float32, int32, uint32, uint64
@@ -115,7 +110,6 @@ def _make_row_at(spec):
 
 
 def _make_copy_rows(spec, find, row_at):
-    """Make put_rows of 16-bit rows."""
     UNITS = spec.row_bytes // UNIT
     STEPS = UNITS // LANES
     wait_for_all = wait_copies[0]
@@ -155,7 +149,6 @@ def _make_copy_rows(spec, find, row_at):
 
 
 def _make_expand_rows(spec, find, row_at):
-    """Make put_rows of packed rows."""
     LATENT, ROPE, BEHIND = spec.latent, spec.rope, spec.behind
     CODES, HEADER = LATENT.code_offset, LATENT.code_bytes if BEHIND else 0
     UNITS = LATENT.code_bytes // UNIT // LANES  # of a lane: every fourth one of a row
@@ -262,8 +255,7 @@ def _make_expand_rows(spec, find, row_at):
                 put_rope_unit(at, four, pair, 0)
 
     def make_put(p):
-        """Make the function that puts a lane's units of a row of a pass into a stage; and, where
-        its registers are to hold a row of the next pass, asks for that."""
+        """The function that puts a lane's units of a row into a stage, and asks for more."""
         first, REUSED = ALL * (p % AHEAD), p + AHEAD < PASSES
 
         @device_function
@@ -360,8 +352,7 @@ def _make_expand_rows(spec, find, row_at):
 
 
 def _make_prefetch_rows(spec, row_at):
-    """Make the function that asks for the rows of a tile that is FAR ahead, to have them in the L2
-    cache when they are read; `pages`: those of a lane's rows there."""
+    """The function that asks for rows of a tile FAR ahead in the L2 cache."""
     STEPS = -(-spec.row_bytes // (LINE * LANES))  # lines that a lane asks for
     LAST = spec.row_bytes - 1
 
@@ -378,15 +369,13 @@ def _make_prefetch_rows(spec, row_at):
 
 
 def _top_of(fmt):
-    """The exponent that numbers stay below. Integers stand in the low bits, so 2**24 * scale must
-    be below 2**16, and with it a number below levels * 2**-8."""
+    """The exponent that numbers stay below: of integers 2**24 * scale must be below 2**16."""
     of_integers = int(fmt.facts.levels).bit_length() - 9
     return fmt.pick(integers=of_integers, e4m3=MOST_TOP, bf16=MOST_TOP, fp16=MOST_TOP)
 
 
 def _make_put_unit(fmt, order):
-    """Make the function that stores the i-th of a lane's units as numbers, in an order of
-    WideMlaSpec; `at` is the place of its first one, with the row's swizzle in it."""
+    """The function that stores a lane's i-th unit; `at`: the first, swizzled."""
     if fmt.is_exact:
         return None
     IS_INT4, AS_IT_IS, unpack = order == "pairs", order == "as they are", make_unpack(fmt)

@@ -2,13 +2,9 @@
 
     sums    lane 4g + t of warp w: columns 16w + g and + 8, tokens 8n + 2t and + 1
 
-Rows of packed latents are multiplied by powers of two (rows.py). So a score is the product
-divided by the power, and P of a token, which multiplies its row as V, is divided by it, too: by the
-exponent, before exp2. The reference that P counts from is that of these quotients; totals are of P
-times the power. It changes lazily, as in mma/softmax.py, for each warp by itself: its columns are
-those of a warp of the values, which then multiplies the output so far by a factor.
-
-P takes the place of the RoPE elements of its tile, once all warps have read them.
+A score is divided by its row's power (rows.py), and P, too, in the exponent. The reference is that
+of these quotients; totals are of P times the power. It changes lazily, for each warp by itself. P
+takes the place of the RoPE elements of its tile.
 """
 
 from operator import add
@@ -118,7 +114,6 @@ def make_score(spec):
 
     @device_function
     def put(sums, notes, at, references, totals, t):
-        """P of a lane's tokens, and its sums."""
         for n in range(EIGHTS):
             one, two = float32(1), float32(1)
             if HAS_POWERS:

@@ -35,11 +35,7 @@ FULL, READY, FREE, OWN, END, DONE = 1, 3, 5, 7, 8, 9
 
 @dataclass(frozen=True)
 class WideMlaSpec(Spec):
-    """An MLA decode kernel for 64 columns a block; sm_90 alone.
-
-    Attributes:
-        latent, rope, query, place, causal, overlapped: as of MlaSpec.
-    """
+    """An MLA decode kernel for 64 columns a block; sm_90 alone; attributes as of MlaSpec."""
 
     latent: RowFormat
     rope: RowFormat
@@ -61,18 +57,15 @@ class WideMlaSpec(Spec):
 
     @property
     def codec(self) -> str:
-        """What is multiplied: "bf16" or "fp16"."""
         return operand_of(self.latent)
 
     @property
     def parts(self) -> tuple[RowFormat, RowFormat]:
-        """The formats of a row."""
         return self.latent, self.rope
 
     @property
     def orders(self) -> tuple[str, str]:
-        """How eight elements of the latent and of the RoPE part come out of their words: as the
-        codes of a word of "pairs" or of "bytes" (device/codes.py), or "as they are"."""
+        """The orders of eight elements of both parts, as in device/codes.py."""
         as_it_is = "as they are"
         of_codes = self.latent.pick(nibbles="pairs", bytes="bytes", elements=as_it_is)
         of_latent = self.latent.pick(integers=of_codes, e4m3=as_it_is, bf16=as_it_is, fp16=as_it_is)
@@ -85,7 +78,6 @@ class WideMlaSpec(Spec):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.latent.row_bytes + self.rope.row_bytes
 
     @property
@@ -95,8 +87,7 @@ class WideMlaSpec(Spec):
 
 
 def is_wide(spec: MlaSpec) -> bool:
-    """Whether there is a kernel for many heads of these rows: of the usual size, and of 16-bit
-    elements of one kind, or packed latents."""
+    """Whether the kernel for many heads reads such rows: usual size, 16-bit or packed."""
     sizes = spec.latent.head_dim, spec.rope.head_dim
     is_one_kind = not spec.latent.is_exact or spec.latent.codec == spec.rope.codec
     return sizes == (LATENT_DIM, ROPE_DIM) and is_one_kind

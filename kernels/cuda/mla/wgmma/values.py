@@ -1,9 +1,6 @@
-"""P V of the tiles of a block, by two warpgroups: 64 columns x a half of the latent elements each.
+"""P V of a block's tiles, by two warpgroups: 64 columns x a half of the latents each.
 
-    sums    lane 4g + t of warp w: columns 16w + g and + 8, elements 8n + 2t and + 1
-
-The output is put in order, from that of the codes (rows.py), on its way through shared memory,
-where the stages were.
+sums    lane 4g + t of warp w: columns 16w + g and + 8, elements 8n + 2t and + 1
 """
 
 from numba import cuda, float32, int32, uint32, uint64
