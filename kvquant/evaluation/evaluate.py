@@ -628,7 +628,7 @@ class _Run:
             fewer than ANSWERS are right: this tests no cache.
         """
         tried: list[list[list[bool]]] = []  # the answers of each trial
-        passed = len(rungs) == 1  # how many
+        passed = int(len(rungs) == 1)  # how many
         for at, prompts in enumerate(rungs if len(rungs) > 1 else ()):
             if passed == at:
                 tried.append(self._asked_exact(f"{name} {length} rung {at}", prompts[:TRIAL]))
@@ -700,13 +700,13 @@ class _Run:
                 ]
         if right:  # the texts of a prompt are alike: together they are one observation
             passed = [one for one in right.values() if share_of(one[0]) >= FAILS]
-            both = [
+            both: list[list[list[bool]]] = [
                 [[*chain(*texts)] for texts in zip(*each, strict=True)]
                 for each in zip(*(passed or right.values()), strict=True)
             ]
-            for name, (exact, *others) in {**right, BOTH: both}.items():
-                share = share_of(exact)
-                pairs = [asdict(paired(exact, one)) for one in others]
+            for name, (exact_right, *others_right) in {**right, BOTH: both}.items():
+                share = share_of(exact_right)
+                pairs = [asdict(paired(exact_right, one)) for one in others_right]
                 told = {"exact": share, "fails": share < FAILS, "caches": pairs}
                 found[f"{name}_answers"] = told
         return found

@@ -2,8 +2,8 @@
 
 Each task makes a sheet: lines of text that hold facts, and questions about them. A bad cache
 confuses a fact with similar ones first. So a key has two words, and other keys share each of them.
-Small models shall answer 4 facts or fewer: their keys share no word, and copy asks for one word,
-behind which SmolLM2-135M loses the line that it has found. The definitions follow
+Small models shall answer 4 facts or fewer: they share no word, and copy asks for one, behind which
+SmolLM2-135M loses the line that it has found. The definitions follow
 RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv 2402.01032:
 
     single       one fact in a text
@@ -203,11 +203,12 @@ GIVEN, FOLLOWING = 3, 4  # words of `copy`
 
 
 def copy(rng: Random, count: int) -> Sheet:
-    """Random words, eight to a line; a question asks for those that follow three given ones, of
-    DISTINCT lines or fewer for the first of them."""
-    told = FOLLOWING if count > DISTINCT else 1
-    lines = [" ".join(rng.choice(NOUNS) for _ in range(8)) for _ in range(count)]
-    all_words = " ".join(lines).split()
+    """Random words, eight to a line; a question asks for those that follow three given ones. Of
+    DISTINCT lines or fewer none share a word, and it asks for the first."""
+    is_easy, size = count <= DISTINCT, 8 * count
+    told = 1 if is_easy else FOLLOWING
+    all_words = rng.sample(NOUNS, size) if is_easy else [rng.choice(NOUNS) for _ in range(size)]
+    lines = [" ".join(all_words[at : at + 8]) for at in range(0, size, 8)]
     given = Counter(zip(all_words, all_words[1:], all_words[2:], strict=False))
     questions = []
     for at, line in enumerate(lines):

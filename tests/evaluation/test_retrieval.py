@@ -94,6 +94,8 @@ def test_lines_that_hold_an_answer_are_named() -> None:
 
 
 def test_few_keys_share_no_word() -> None:
+    copied = " ".join(TASKS["copy"](Random(0), 4).lines).split()
+    assert len(copied) == len(set(copied)) == 32
     for task in ("keys", "overwritten"):
         words = [one for key in told(TASKS[task](Random(0), 4).lines) for one in key.split()]
         assert len(words) == len(set(words))
