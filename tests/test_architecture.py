@@ -198,7 +198,7 @@ def test_the_allowed_imports_make_no_circle() -> None:
     assert_no_circle({name: set(allowed.split()) for name, allowed in ALLOWED.items()})
 
 
-@pytest.mark.parametrize("room", ["cache", "hf", "paged"])
+@pytest.mark.parametrize("room", ["cache", "hf", "paged", "sglang", "vllm"])
 def test_files_of_a_room_make_no_circle(room: str) -> None:
     """Late imports neither, nor those for the type checker."""
     files = {name for name in MODULES if package_of(name) == room}

@@ -35,7 +35,6 @@ import torch
 from ..errors import CheckpointError, ConfigError, shown
 from ..paged.cache import PagedKVCache
 from ..paged.pool import SequenceId
-from ..paged.prefix_tree import Origin
 from ..paged.state import listed
 from ..rows.arguments import check_kind
 from .container import RowsFile, check_values
@@ -166,7 +165,7 @@ def _manifest_of(
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         numbers = tuple(number[page] for page in table)
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
-        namespace = state.pool.origin(sequence_id).namespace
+        namespace = state.pool.namespace(sequence_id)
         sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens, namespace))
     manifest = SequencesManifest(
         **common_keys(SequencesManifest, cache, model, creation),
@@ -230,7 +229,7 @@ def _place(
     ids = [cache.checked_id(names.get(name, name)) for name in saved]
     if len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {shown(ids)}: give each sequence another one")
-    with cache.changing(*ids):
+    with cache.changing:
         _place_rows(cache, file, ids)
         cache.insert_prefixes(ids)
     return list(ids)
@@ -248,7 +247,7 @@ def _place_rows(
             [sequence.packed_len for sequence in sequences],
             [sequence.pages for sequence in sequences],
             [sequence.tokens for sequence in sequences],
-            [Origin(namespace=sequence.namespace) for sequence in sequences],
+            [sequence.namespace for sequence in sequences],
             dropped=[
                 [window.first_seen(sequence.packed_len) for window in cache.state.pool.windows]
                 for sequence in sequences

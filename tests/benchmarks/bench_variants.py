@@ -25,7 +25,7 @@ from kvquant.rows.call import AttentionCall
 from kvquant.rows.reference import reference_over_segments
 
 CASE = Case(*parse_formats("int4-g4", 128), 64, 32, 8, 8192)
-NAMES = "", "soft_cap", "sink_logits", "alibi_slopes", "key_bias", "window", "tree_mask"
+NAMES = "", "soft_cap", "sink_logits", "alibi_slopes", "window", "tree_mask"
 CASES = [(name, 4 if name == "tree_mask" else 1) for name in NAMES] + [("", 4)]
 
 
@@ -37,7 +37,6 @@ def variant_of(name: str, case: Case, device: torch.device) -> AttentionVariant 
         "soft_cap": 1.0,  # scores have size 1
         "sink_logits": torch.randn(heads, device=device) + math.log(case.seq_len),
         "alibi_slopes": 2 ** (-8 / heads * torch.arange(1.0, heads + 1, device=device)),
-        "key_bias": torch.randn(case.batch, case.seq_len, device=device),
         "window": -(-case.seq_len // 2),
         "tree_mask": several.expand(case.batch, -1, -1).contiguous(),
     }
@@ -60,8 +59,8 @@ def error_of(call: AttentionCall) -> float:
     """Of the first sequence."""
     variant = call.variant
     if variant is not None:
-        own = {one: getattr(variant, one) for one in ("key_bias", "tree_mask")}
-        variant = variant._replace(**{k: x if x is None else x[:1] for k, x in own.items()})
+        tree = variant.tree_mask
+        variant = variant if tree is None else variant._replace(tree_mask=tree[:1])
     segments = [take_sequences(one, 0, 1) for one in call.segments]
     wanted, _ = reference_over_segments(call.q[:1], segments, variant=variant)
     return relative_error(attend(call)[0][:1], wanted)

@@ -286,7 +286,6 @@ def test_recent_rows_that_the_packed_format_cannot_hold_are_counted_when_a_file_
         {"variant": AttentionVariant(soft_cap=1e5)},
         {"variant": AttentionVariant(sink_logits=torch.zeros(3))},
         {"variant": AttentionVariant(alibi_slopes=torch.full((4,), torch.nan))},
-        {"variant": AttentionVariant(key_bias=torch.zeros(1, 5))},
         {"sm_scale": torch.nan},
     ],
     ids=str,

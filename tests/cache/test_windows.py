@@ -82,8 +82,6 @@ def test_several_queries_see_each_its_own_window(data: st.DataObject) -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     with pytest.raises(UnsupportedError, match="7 queries a sequence at most, not 8"):
         cache.attend(0, torch.randn(BATCH, 8, 4, DIM))
-    with pytest.raises(UnsupportedError, match="key_bias, which counts tokens from the first"):
-        cache.attend(0, q, variant=AttentionVariant(key_bias=torch.zeros(BATCH, MAX)))
 
 
 def test_queries_of_tokens_whose_window_is_gone_are_refused() -> None:
