@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvquant.html.figure import BLUE, INK, ORANGE, figure, log_axis
 from kvquant.io.plan import CachePlan
+from kvquant.report.figure import BLUE, INK, ORANGE, figure, log_axis
 from kvquant.rows.codec import EXACT_CODECS
 
 LEAST = 1e-7  # of a KL on a log scale, which rounding may leave at 0 or less

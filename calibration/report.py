@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvquant.html import page
-from kvquant.html.page import Section, Table
 from kvquant.io.plan import CachePlan
+from kvquant.report import page
+from kvquant.report.page import Section, Table
 from kvquant.text import Column, count_text, spans
 
 from . import figures

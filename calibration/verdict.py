@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from kvquant.html.page import Verdict
 from kvquant.io.plan import AUTO, CachePlan
 from kvquant.io.plan_store import RUINED, SAFE
+from kvquant.report.page import Verdict
 from kvquant.rows.codec import EXACT_CODECS
 from kvquant.text import count_text
 

@@ -188,7 +188,7 @@ def _show(plan: Any, places: list[Path], is_auto: bool, json_file: Path | None) 
     """Print what was found, and end with NOT_MET if the limit is not met."""
     from ..calibration.report import notes, sections
     from ..calibration.verdict import next_steps, verdict
-    from ..html.page import Section, text
+    from ..report.page import Section, text
 
     said, steps = verdict(plan), next_steps(plan, str(places[0]), is_auto=is_auto)
     written = f"Written to {' and '.join(map(str, places))}"

@@ -21,8 +21,8 @@ from ..calibration.fidelity import Scheme, compare, predict, quantized_copy, rea
 from ..errors import ConfigError, KVQuantError, UnsupportedModelError
 from ..evaluation.evaluate import HELD_OUT
 from ..hf.model import CachedModel
-from ..html.page import Section, Table, text
 from ..io.plan_store import SAFE
+from ..report.page import Section, Table, text
 from ..rows.defaults import DEFAULT, RECENT, SINKS
 from .console import read_text
 

@@ -145,8 +145,8 @@ def evaluate(
     from ..evaluation.evaluate import evaluate as run
     from ..evaluation.report import against_limit, render, render_page
     from ..hf.hybrid import load_decoder
-    from ..html.page import check_libraries
     from ..io.atomic import save_text
+    from ..report.page import check_libraries
     from ..text import paragraph, progress
 
     check_device(device)

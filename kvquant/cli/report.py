@@ -27,9 +27,9 @@ def report(plan: Path, output: Path) -> None:
     check_output(output, plan, endings=HTML)
     from ..calibration.report import render
     from ..calibration.verdict import verdict
-    from ..html.page import check_libraries
     from ..io.atomic import save_text
     from ..io.plan import CachePlan
+    from ..report.page import check_libraries
     from ..text import paragraph
 
     check_libraries("kvquant report")

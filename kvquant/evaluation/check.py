@@ -24,9 +24,9 @@ from kvquant.calibration.verdict import CLOSE, RUIN, SAFE_WORD, judge
 from kvquant.calibration.windows import LEAST_PASSAGES, LEAST_SCORED, spread
 from kvquant.errors import ConfigError, NonFiniteError
 from kvquant.hf.models.configs import CacheLayers, cache_layers, new_cache
-from kvquant.html.page import Section, Table, text
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_store import RUINED, SAFE
+from kvquant.report.page import Section, Table, text
 from kvquant.rows.defaults import RECENT, SINKS, default_format
 from kvquant.rows.quantize import exact_codec
 from kvquant.text import Column, size_text

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from kvquant.html.figure import BLUE, INK, ORANGE, figure, log_axis
+from kvquant.report.figure import BLUE, INK, ORANGE, figure, log_axis
 
 from .generation import WAYS
 

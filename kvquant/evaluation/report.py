@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvquant.html import page
-from kvquant.html.page import Section, Table, Verdict, text
+from kvquant.report import page
+from kvquant.report.page import Section, Table, Verdict, text
 from kvquant.text import Column, count_text
 
 from . import figures

@@ -25,11 +25,11 @@ from kvquant.errors import (  # noqa: E402
     UnsupportedError,
 )
 from kvquant.hf.model import CachedModel  # noqa: E402
-from kvquant.html.page import text as words_of  # noqa: E402
 from kvquant.io.plan import CachePlan  # noqa: E402
 from kvquant.kernels.cuda.runtime.launch import gpu_of  # noqa: E402
 from kvquant.kernels.cuda.runtime.warmup import kernels_of  # noqa: E402
 from kvquant.ops import quantize  # noqa: E402
+from kvquant.report.page import text as words_of  # noqa: E402
 from kvquant.rows.format import RowFormat  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -18,9 +18,9 @@ from kvquant.calibration.windows import Sizes
 from kvquant.errors import ConfigError, UnsupportedError, UnsupportedModelError
 from kvquant.hf.model import CachedModel
 from kvquant.hf.models.latent import heads_of
-from kvquant.html.page import text as words_of
 from kvquant.io.plan import CachePlan
 from kvquant.ops.mla import check_kernels
+from kvquant.report.page import text as words_of
 from kvquant.rows.latent import LatentFormat
 
 pytestmark = pytest.mark.skipif(not hands_latents, reason="needs transformers 5.17")

@@ -19,8 +19,8 @@ from kvquant.calibration.report import notes, sections
 from kvquant.calibration.windows import Sizes, random_tokens
 from kvquant.cli.main import main
 from kvquant.errors import UnsupportedError, UnsupportedModelError
-from kvquant.html.page import text
 from kvquant.io.plan import CachePlan
+from kvquant.report.page import text
 
 pytest.importorskip("transformers")
 from families import CHANGES

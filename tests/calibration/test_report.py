@@ -17,9 +17,9 @@ from kvquant.calibration.report import notes, render, sections
 from kvquant.calibration.verdict import judge, next_steps, paired_error, plus_minus, verdict
 from kvquant.cli.report import report
 from kvquant.errors import ConfigError
-from kvquant.html.page import text
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_store import RUINED, SAFE
+from kvquant.report.page import text
 
 FIGURES = 2
 ROW: dict[str, Any] = {"bits": 4.25, "kl": 0.0002, "kl_error": 3e-5, "top1": 0.99}

@@ -8,7 +8,7 @@ import pytest
 from html_page import HtmlPage, assert_stands_alone
 
 from kvquant.errors import UnsupportedError
-from kvquant.html.page import Page, Section, Table, Verdict, check_libraries, render, text
+from kvquant.report.page import Page, Section, Table, Verdict, check_libraries, render, text
 from kvquant.text import Column
 
 BAD = "<b>{{7*7}}</b>\"onload='x\x1b"

@@ -36,7 +36,7 @@ class Section:
         title: its heading on a page.
         words: sentences, shown first.
         steps: pairs of what to do, and the line to paste for it.
-        drawn: SVG of a figure (kvquant.html.figure.figure), for pages only.
+        drawn: SVG of a figure (kvquant.report.figure.figure), for pages only.
         tables: shown last.
     """
 
