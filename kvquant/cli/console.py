@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -164,28 +164,6 @@ SINK_LEN = click.option("--sink-len", type=WHOLE, default=4, help="First 16-bit 
 RECENT_LEN = click.option("--recent-len", type=WHOLE, default=128, help="Last 16-bit tokens.")
 
 
-class Failure(click.ClickException):
-    """An error that is no wrong use of the command line: one line, exit code 2."""
-
-    exit_code = 2
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
-
-
-class Interrupted(click.ClickException):
-    """An interrupt, with the exit code that shells give it."""
-
-    exit_code = 130
-
-    def __init__(self) -> None:
-        super().__init__("Aborted.")
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Print it."""
-        click.echo(self.message, err=True)
-
-
 class Commands(click.Group):
     """Commands whose foreseen errors are one line, shown by click; others keep their traceback."""
 
@@ -206,14 +184,20 @@ def _shown_errors() -> Iterator[None]:
     try:
         yield
     except KVQuantError as error:
-        raise Failure(str(error)) from error
+        raise _failure(str(error)) from error
     except KeyboardInterrupt:
-        raise Interrupted from None
+        click.echo("Aborted.", err=True)
+        raise click.exceptions.Exit(130) from None  # the exit code that shells give it
     except OSError as error:
         if error.errno == errno.EPIPE:  # the reader has seen enough; click knows what to do
             raise
         what = error.strerror or str(error)
-        raise Failure(f"{what}: {error.filename}" if error.filename else what) from error
+        raise _failure(f"{what}: {error.filename}" if error.filename else what) from error
+
+
+def _failure(message: str) -> click.UsageError:
+    """One line, and exit code 2; without a context no usage is printed."""
+    return click.UsageError(" ".join(message.split()))
 
 
 def given_options(*names: str) -> list[str]:

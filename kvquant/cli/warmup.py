@@ -194,7 +194,9 @@ def _caches(
         if has_latents:
             why = "applies to rows of K and V, these are latent rows: leave it out"
             refuse_options(VARIANT, why)
-            _check_latent(one, exact_codec(of_rows))
+            sample = one(batch=1, max_seq_len=1, device="cpu")
+            assert isinstance(sample, LatentKVCache)
+            sample.check_kernels(exact_codec(of_rows))
         kinds.append((one, num_q_heads))
     return of_rows, kinds
 
@@ -205,12 +207,3 @@ def _check_heads(num_q_heads: int | None, num_kv_heads: int) -> None:
         raise click.UsageError(
             f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads: --q-heads is a multiple"
         )
-
-
-def _check_latent(make: Callable[..., KVCache], query: str) -> None:
-    """Raise UnsupportedError if a cache of latent rows has no kernels."""
-    from ..cache.latent import LatentKVCache
-
-    cache = make(batch=1, max_seq_len=1, device="cpu")
-    assert isinstance(cache, LatentKVCache)
-    cache.check_kernels(query)

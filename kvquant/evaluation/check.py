@@ -1,8 +1,7 @@
-"""Which caches are safe for a model, and how many bytes they take: kvquant check.
+"""kvquant check: which caches are safe for a model, and how many bytes they take.
 
 Each cache is compared with the 16-bit cache on the same passages, with the 16-bit window of KVCache
-and without it, as pages of engines are. The verdicts' limits come from pairs of a KL and the right
-answers of HumanEval that were lost with it: kvquant/evaluation/README.md shows them.
+and without it, as engines keep rows.
 """
 
 from __future__ import annotations
@@ -82,20 +81,17 @@ def check(
     Args:
         model: a CachedModel, or what CachedModel.from_pretrained takes, which is loaded on the CPU
             in float32.
-        plan: a plan of the model, which is compared, too.
+        plan: a plan of the model, compared, too.
         plan_name: what the printed lines give as plan: "auto", or its path.
         memory: bytes for caches; the result then says how many sequences fit.
         text: to compare predictions on; a packaged one when None.
-        samples: passages of the text. More of them make the verdict surer; of fewer than 4 every
-            verdict is "too close to tell".
-        progress: called with the name of the cache that is measured, and with what was done since
-            the last call, in hundredths of all work.
+        samples: passages of the text; of fewer than 4 every verdict is "too close to tell".
+        progress: called with the name of a cache, and hundredths of all work since the last call.
 
     Returns:
-        Plain data that json can write: "rows" has, for each cache, its "formats", "bits" per
-        element of packed rows, "bits_without_window", "bytes" of a sequence by its length,
-        "sequences" in memory, and "window" and "none" with "kl", "kl_error" (nats per token),
-        "top1" (0 to 1) and "verdict".
+        Plain data: "rows" has, for each cache, its "formats", "bits" per element of packed rows,
+        "bytes" of a sequence by its length, "sequences" in memory, and "window" and "none" (without
+        it) with "kl", "kl_error" (nats per token), "top1" (0 to 1) and "verdict".
 
     Raises:
         ConfigError: the text is too short for the samples, or the model has too few positions for
