@@ -35,7 +35,8 @@ from peer_caches import (
     vllm_turboquant,
 )
 from peer_schemes import kivi, kivi_keys, kivi_values
-from public_models import Rows, Sampled, at_most, losses
+from public_models import Rows, Sampled
+from public_tables import at_most, losses
 from tiny_models import tiny_model
 from transformers import AutoTokenizer
 

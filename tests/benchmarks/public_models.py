@@ -52,6 +52,7 @@ import click
 import torch
 from peer_caches import EXACT, PeerReference, Shipped, new_cache, shipped
 from programs import interpreter, passes
+from public_tables import AGAIN, at_most, losses
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -69,7 +70,6 @@ from kvquant.cli.console import COUNT, FILE, NEW_FILE, write_json
 from kvquant.errors import ConfigError, KVQuantError
 from kvquant.evaluation import Sizes, Task
 from kvquant.evaluation.evaluate import HELD_OUT, MARGIN, hash_of
-from kvquant.evaluation.statistics import Paired, paired
 from kvquant.hf.argument import as_argument
 from kvquant.hf.models.configs import cache_layers
 from kvquant.rows.defaults import DEFAULT, RECENT, SINKS
@@ -97,7 +97,6 @@ PUBLIC = {
 WINDOW, NONE = (SINKS, RECENT), (0, 0)
 FORMATS = DEFAULT, "int8", "int4-g4"
 PLANS = "int4-g4", "int4", "int3", "int2"
-AGAIN = "16 bit, kvquant's rows"  # what another order of sums does to 16 bit
 MEASURED = "kl", "kl_error", "top1", "top1_error"
 EXACTS = "16 bit", "peers' 16 bit"
 MEASURES = "kl", "retrieval", "humaneval"
@@ -105,7 +104,6 @@ PLACES = "alone", "behind"
 OTHER = 6000  # tokens of other code
 TEMPERATURE, SEED = 0.7, 0
 BLOCK = 1 << 22  # bytes that are read at a time
-Z = 1.645  # of a one-sided bound of 95 %
 ASKED = (
     "Please provide a self-contained Python script that solves the following problem in a "
     "markdown code block:\n```python\n{}\n```"
@@ -442,35 +440,6 @@ def measure_humaneval(
                     one_key = {**key, "sample": sample, "cache": name, **more}
                     row = rows.measure(one_key, partial(found, prompts, cache, sample))
                     click.echo(f"{said(row)}  {row['passed'].count('1')} of {len(problems)}")
-
-
-def losses(rows: Sequence[Row]) -> Iterator[tuple[Row, Paired]]:
-    """What each cache loses of HumanEval in each place, of the generations that 16 bit has, too.
-
-    16 bit is transformers' own cache, and kvquant's 16-bit rows for generations that it lacks.
-    """
-    groups: dict[str, dict[int, str]] = {}
-    for row in rows:
-        if row["key"]["measure"] == "humaneval":
-            key = {name: one for name, one in row["key"].items() if name != "sample"}
-            groups.setdefault(json.dumps(key), {})[row["key"]["sample"]] = row["passed"]
-    for text, found in groups.items():
-        key = json.loads(text)
-        plain = {name: one for name, one in key.items() if name != "window"}
-        names = ["16 bit"] if key["cache"] == AGAIN else [AGAIN, "16 bit"]
-        exact: dict[int, str] = {}
-        for name in names:  # transformers' own cache where it has the generation
-            exact |= groups.get(json.dumps(plain | {"cache": name}), {})
-        both = sorted(exact.keys() & found.keys())
-        if both and key["cache"] != "16 bit":
-            samples = ([one[at] for at in both] for one in (exact, found))
-            problems = (zip(*one, strict=True) for one in samples)  # of each, its generations
-            yield key, paired(*([[x == "1" for x in each] for each in one] for one in problems))
-
-
-def at_most(pair: Paired) -> float:
-    """The one-sided 95 % bound on the loss, in points."""
-    return 100 * (pair.drop + Z * pair.error)
 
 
 def show_losses(rows: Sequence[Row]) -> None:

@@ -48,10 +48,6 @@ measured and the date:
     code-few                                bench_code.py with a second training of the model: rows
                                             of 2 and 3 bits, KVarN K4V2 and TurboQuant with 3 bits.
                                             We added "second training" to the model's name by hand
-    code-again                              bench_code.py with a third training of the model:
-                                            generated texts. We added "third training" to its name
-                                            by hand. We left out the 4 questions and the passage
-                                            that these runs had, too
     code-sinks, code-latent                 bench_code.py with models of train_code_lm.py --kind
                                             sinks and --kind latent: kvquant's caches alone, with
                                             the default window. We wrote the commit of the run
@@ -59,12 +55,10 @@ measured and the date:
     probe                                   tests/benchmarks/bench_probe.py, a call for each model
     public-NAME                             tests/benchmarks/public_models.py, which writes there
                                             itself. A row has the torch and the device of its run
-    defaults                                bench_defaults.py, which public_models.py has replaced,
-                                            on four models and two texts. We merged the files of six
-                                            runs, named the texts, and left out a pair that was
-                                            measured twice
-    humaneval                               bench_humaneval.py, likewise: the files of four runs,
-                                            two of which ended before plans of 2 and 3 bits
+    defaults                                pairs of formats, of which kvquant/rows/defaults.py
+                                            took the default: bench_defaults.py at commit d73287f9.
+                                            We merged the files of six runs, named the texts, and
+                                            left out a pair that was measured twice
     h200-defaults                           kvquant bench --batch 64 --seq-len 8192 --q-heads 32
                                             --kv-heads 8, with the two default pairs as --format
 
@@ -83,12 +77,21 @@ import datetime
 import json
 import statistics
 import subprocess
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from evaluations import TEST, Evaluations, of_models, read_runs, text_of
+from public_tables import (
+    behind_code,
+    by_context,
+    humaneval,
+    overview,
+    overview_about,
+    read_public,
+    shipped,
+)
 
 from kvquant import KVCache, RowFormat
 from kvquant.io.plan_store import RUINED, SAFE
@@ -146,7 +149,7 @@ def shown() -> dict[str, list[str]]:
     """Tables and sentences by the page that shows them."""
     return {
         "README.md": [
-            *(memory(), public(), SAFE_UP_TO, public_measured(), speed()),
+            *(memory(), *public_overview(), SAFE_UP_TO, speed()),
         ],
         "calibration/FIDELITY.md": fidelity_page(),
         "kernels/FACTS.md": [
@@ -156,7 +159,7 @@ def shown() -> dict[str, list[str]]:
             *(said("heads of 512"), tabled("heads of 512")),
         ],
         "kvquant/bench/README.md": [bench(), *bench_about(), unequal_lengths(), ragged_queries()],
-        "kvquant/evaluation/README.md": [evaluation(), answers()],
+        "kvquant/evaluation/README.md": [evaluation()],
         "kvquant/cache/README.md": [settings()],
         "kvquant/hf/README.md": [
             *(probed(), said("steps"), tabled("steps"), said("captured step")),
@@ -212,11 +215,6 @@ SENTENCES = {
     ),
     "vllm": ("vllm", ENGINES),
     "vllm-32": ("vllm-32", ENGINES),
-    "public models": (
-        "defaults",
-        "{rows[0][scored]:,} tokens of WikiText-2's test text, each behind {rows[0][context]:,} "
-        "others or more, in float32, on one NVIDIA H200 ({day}",
-    ),
 }
 WAYS = {
     "compiled": "`QuantizedCache`, compiled",
@@ -649,32 +647,14 @@ SETTINGS = (
         "`kvquant check` calls it safe for your model",
     ),
 )
-PLAIN = "int8", "int4-g4"
-PUBLIC_CACHES = {  # of README.md: kvquant's, and peers in the form that they ship
-    "default": "the default",
-    "plan int4": '`plan="auto"`',
-    "int8": "`int8`",
-    "int4-g4": "`int4-g4`, no plan",
-    "KIVI-4, residual of 128": "KIVI-4",
-    "TurboQuant of vLLM, 4 bits": "TurboQuant",
-    "llama.cpp q4_0": "llama.cpp `q4_0`",
-}
 SAFE_UP_TO = f"Up to {SAFE} `kvquant check` calls a cache safe"
-CONTEXT, PLACE = 4096, "behind"  # of public_models.py
-PUBLIC = {  # name in results/, and its head_dim
-    "SmolLM2-135M": ("smollm2-135m", 64),
-    "Gemma 3 270M": ("gemma3-270m", 256),
-    "Qwen2.5-Coder-0.5B": ("qwen2.5-coder-0.5b", 64),
-    "Qwen2.5-Coder-1.5B": ("qwen2.5-coder-1.5b", 128),
-}
-ANSWERED = {
-    "16 bit": "16 bit",
-    "default + 4 sinks, 128 recent": "the default",
-    "plan int4 + 4 sinks, 128 recent": "plan, `int4`",
-    "plan int3 + 4 sinks, 128 recent": "plan, `int3`",
-    "default": "the default, without 16-bit tokens",
-    "int4-g4 + 4 sinks, 128 recent": "`int4-g4`",
-}
+
+
+def public_overview() -> list[str]:
+    """README's table of public models, how it was measured, and the loss behind other code."""
+    public = read_public(RESULTS)
+    head, *lines = overview(public)
+    return [table(head, lines), overview_about(public), behind_code(public)]
 
 
 def settings() -> str:
@@ -685,115 +665,6 @@ def settings() -> str:
     ]
     titles = ["setting", "arguments", *(f"bits at {tokens:,} tokens" for tokens in LENGTHS)]
     return table([*titles, "take it when"], rows)
-
-
-def public() -> str:
-    """Public models: bits of rows, KL with the default window and without, HumanEval."""
-    kl, lost, bits_of = measured_public()
-    coders = [name for name in PUBLIC if "Coder" in name]
-    rows = []
-    for cache, title in PUBLIC_CACHES.items():
-        if cache in bits_of:
-            cells = []
-            for name in PUBLIC:
-                found = [kl.get((name, cache, window)) for window in WINDOWS]
-                known = [kl_of({"kl": one}) for one in found if one is not None]
-                cells.append(", ".join(known) or "-")
-            pairs = (lost.get((name, cache)) for name in coders)
-            losses = ("{} / {}".format(*pair) if pair else "-" for pair in pairs)
-            rows.append([title, f"{bits_of[cache]:.2f}", *cells, *losses])
-    titles = (f"HumanEval, {name.rpartition('-')[2]}: lost / won" for name in coders)
-    return table(["cache", "bits, head_dim 128", *PUBLIC, *titles], rows)
-
-
-Public = tuple[
-    dict[tuple[str, str, tuple[int, ...]], float],  # KL by model, cache and window
-    dict[tuple[str, str], tuple[int, int]],  # answers lost and won
-    dict[str, float],  # bits at head_dim 128
-]
-WINDOWS = (4, 128), (0, 0), ()  # peers have their own
-
-
-def public_files() -> dict[str, list[Figures]]:
-    """The rows of public_models.py by model; none where it has not measured all of them."""
-    paths = {name: RESULTS / f"public-{key}.json" for name, (key, _) in PUBLIC.items()}
-    if not all(path.exists() for path in paths.values()):
-        return {}
-    return {name: read(path.stem)["rows"] for name, path in paths.items()}
-
-
-def measured_public() -> Public:
-    """What public_models.py found; until it has measured all models, what others did before."""
-    files = public_files()
-    if not files:
-        return measured_before()
-    kl, lost, bits_of = dict[Any, float](), dict[Any, tuple[int, int]](), dict[str, float]()
-    for name, rows in files.items():
-        passed: dict[tuple[str, int], str] = {}
-        for row in rows:
-            key = row["key"]
-            window = tuple(key.get("window", ()))
-            if key["measure"] == "kl" and key["context"] == CONTEXT:
-                kl[name, key["cache"], window] = row["kl"]
-                if PUBLIC[name][1] == 128:
-                    bits_of.setdefault(key["cache"], row["packed_bits"])
-            elif key["measure"] == "humaneval" and key["place"] == PLACE and window != WINDOWS[1]:
-                passed[key["cache"], key["sample"]] = row["passed"]
-        for (cache, sample), given in passed.items():
-            exact = passed.get(("16 bit", sample))
-            if exact is not None and cache != "16 bit":
-                pairs = Counter(zip(exact, given, strict=True))
-                before = lost.get((name, cache), (0, 0))
-                lost[name, cache] = before[0] + pairs["1", "0"], before[1] + pairs["0", "1"]
-    return kl, lost, bits_of
-
-
-def measured_before() -> Public:
-    """What bench_defaults.py and bench_humaneval.py found: no plan's KL, and no peers."""
-    kl = {}
-    for row in read("defaults")["rows"]:
-        if row["context"] == 1024:
-            formats = row["k"], row["v"]
-            for name, (key, dim) in PUBLIC.items():
-                default = tuple(default_format(side, dim, *row["window"]) for side in "kv")
-                for cache, wanted in (("default", default), *((f, (f, f)) for f in PLAIN)):
-                    if row["model"] == key and formats == wanted:
-                        kl[name, cache, tuple(row["window"])] = row["kl"]
-    lost = {
-        (name, row["cache"].removesuffix(" + 4 sinks, 128 recent")): (row["lost"], row["won"])
-        for row in read("humaneval")["rows"]
-        if row["cache"].endswith("recent")
-        for name, (key, _) in PUBLIC.items()
-        if row["model"] == key
-    }
-    pairs = {"default": [default_format(side, 128, 4, 128) for side in "kv"]}
-    pairs |= {cache: [cache.removeprefix("plan ")] * 2 for cache in ("plan int4", *PLAIN)}
-    bits_of = {
-        cache: sum(RowFormat.parse(one, 128).bits_per_element for one in pair) / 2
-        for cache, pair in pairs.items()
-    }
-    return kl, lost, bits_of
-
-
-def public_measured() -> str:
-    """How the table of public models was measured."""
-    keys = [row["key"] for rows in public_files().values() for row in rows]
-    if not keys:
-        asked = [one for one in read("humaneval")["rows"] if one["cache"] == "16 bit"]
-        solved = {one["model"]: one["passed"] for one in reversed(asked)}
-        few, many = sorted(solved.values())
-        return (
-            f"KL: {said('public models')}). HumanEval: greedy, in bfloat16, with the "
-            f"window; of {asked[0]['problems']} problems 16 bit solved {few} and {many}"
-        )
-    kl = next(one for one in keys if one["measure"] == "kl" and one["context"] == CONTEXT)
-    samples = {one["sample"] for one in keys if one["measure"] == "humaneval"}
-    return (
-        f"KL: {kl['passages']} passages of {kl['scored']} tokens, each behind {CONTEXT:,} others, "
-        "in float32. HumanEval: each problem behind 6,000 tokens of other code, "
-        f"{len(samples)} generations, in bfloat16, with the window. Peers have the form that they "
-        "ship (`tests/benchmarks/public_models.py`)"
-    )
 
 
 def speed() -> str:
@@ -829,33 +700,6 @@ def speed() -> str:
     return table(["what", "rows", "beside", "times as fast"], cells)
 
 
-def answers() -> str:
-    """Right answers of HumanEval, and the KL that kvquant check measures."""
-    models = {name: key for name, (key, _) in PUBLIC.items() if "Coder" in name}
-    rows = []
-    for key, name in ANSWERED.items():
-        cells = []
-        for model in models.values():
-            row = next(
-                (x for x in read("humaneval")["rows"] if (x["model"], x["cache"]) == (model, key)),
-                None,
-            )
-            if row is None:
-                cells += ["-", "-", "-"]
-                continue
-            share = f"{row['passed'] / row['problems']:.1%}".replace("%", " %")
-            cells += [f"{row['kl']:.4f}", share, f"{row['lost']} / {row['won']}"]
-        rows.append([name, *cells])
-    titles = [f"{name}: {what}" for name in models for what in ("KL", "right", "lost / won")]
-    return table(["cache", *titles], rows)
-
-
-def kl_of(mean: Mapping[str, float]) -> str:
-    """Four digits behind the point, or one that counts; in bold where the loss is worth a look."""
-    kl = f"{mean['kl']:.4f}" if mean["kl"] >= 1e-4 else f"{mean['kl']:.5f}"
-    return f"**{kl}**" if mean["kl"] > KL_NOTICE else kl
-
-
 def probed() -> str:
     """What the probe finds of int4-g4, and what these rows cost."""
     found = read("probe")
@@ -869,7 +713,6 @@ def probed() -> str:
 
 
 WINDOWED = 4, 128  # first and last tokens in 16 bit
-CASES = {"the default": "default", "`int8`": "int8", "`int4-g4`": "int4-g4"}
 HOME_MADE = {  # a column of the table, and names in results/: of several trainings the first that
     # ran with a cache counts
     "`llama-recall-5m`": ["llama-recall-5m"],
@@ -902,120 +745,13 @@ ASKED_OF_LATENTS = {
 
 def fidelity_page() -> list[str]:
     """Tables and sentences of calibration/FIDELITY.md."""
+    public = read_public(RESULTS)
+    tables = by_context(public), humaneval(public), shipped(public)
     return [
-        *(said("public models"), cells_about(), public_models(), public_code()),
-        *(answers(), answers_again(), limits(), *shipped()),
-        *(home_made(), counted(), foreign_plans(), oscar(), same_texts()),
+        *(table(*parts) for parts in ((head, lines) for head, *lines in tables)),
+        *(cells_about(), behind_code(public), limits()),
+        *(home_made(), counted()),
     ]
-
-
-def pairs_of_formats(text: str) -> dict[tuple[str, str], dict[Any, Figures]]:
-    """Figures by model and cache, of a text; then by context and window, shortest context first.
-
-    The name is that of a format for K and V, or "default".
-    """
-    found: dict[tuple[str, str], dict[Any, Figures]] = {}
-    for row in read("defaults")["rows"]:
-        (dim,) = (dim for model, dim in PUBLIC.values() if model == row["model"])
-        window = tuple(row["window"])
-        defaults = tuple(default_format(side, dim, *window) for side in "kv")
-        names = ["default"] * ((row["k"], row["v"]) == defaults)
-        names += [row["k"]] * (row["k"] == row["v"])
-        for name in names if row["text"].startswith(text) else []:
-            found.setdefault((row["model"], name), {})[row["context"], window] = row
-    return found
-
-
-def public_models() -> str:
-    """KL and top-1 of public models by context, with the default window and without one."""
-    found, rows = pairs_of_formats("WikiText"), []
-    for name, (model, _) in PUBLIC.items():
-        for title, cache in CASES.items():
-            cases = found[model, cache]
-            contexts = sorted({context for context, _ in cases})
-            places = [(context, window) for window in (WINDOWED, (0, 0)) for context in contexts]
-            bits = [f"{cases[place]['packed_bits']:g}" for place in places[::2]]
-            figures = [cases[place] for place in places]
-            cells = [f"{kl_of(one)} ({100 * one['top1']:.1f})" for one in figures]
-            rows.append([name, title, " / ".join(dict.fromkeys(bits)), *cells])
-    lengths = "1,024", "16,384"
-    titles = [f"{what}, {n}" for what in ("window", "no window") for n in lengths]
-    return table(["model", "cache", "bits", *titles], rows)
-
-
-def public_code() -> str:
-    """KL of the default on source code."""
-    found = pairs_of_formats("scikit-learn")
-    coders = {name: model for name, (model, _) in PUBLIC.items() if "Coder" in name}
-    costs = {
-        name: [found[model, "default"][4096, window]["kl"] for window in (WINDOWED, (0, 0))]
-        for name, model in coders.items()
-    }
-    said = " and ".join(f"{a:.4f} ({b:.4f} without a window)" for a, b in costs.values())
-    return f"On scikit-learn's code, behind 4,096 tokens, the default costs the two Coders {said}."
-
-
-def shipped() -> list[str]:
-    """What other projects' caches cost public models in the form that they ship, beside ours: KL
-    behind the longest context, then HumanEval. Nothing before tests/benchmarks/public_models.py has
-    measured one of them."""
-    scored: dict[str, dict[str, str]] = {}
-    lost: dict[str, dict[str, str]] = {}
-    theirs = 0
-    for name, (model, _) in PUBLIC.items():
-        path = RESULTS / f"public-{model}.json"
-        rows = read(path.stem)["rows"] if path.exists() else []
-        rows = [row for row in rows if row["key"].get("window", [*WINDOWED]) == [*WINDOWED]]
-        theirs += sum("window" not in row["key"] and _is_compared(row) for row in rows)
-        kl = [row for row in rows if row["key"]["measure"] == "kl"]
-        longest = max((row["key"]["context"] for row in kl), default=0)
-        for row in kl:
-            if row["key"]["context"] == longest and _is_compared(row):
-                cell = f"{row['packed_bits']:.3g}: {kl_of(row)} ({100 * row['top1']:.1f})"
-                scored.setdefault(row["key"]["cache"], {})[name] = cell
-        for cache, places in _paired(rows).items():
-            for place, (first, second) in places.items():
-                lost.setdefault(cache, {})[f"{name}, {place}"] = f"{first} / {second}"
-    found = []
-    for cells in (scored, lost) if theirs else ():
-        titles = [*dict.fromkeys(title for row in cells.values() for title in row)]
-        rows_of = [[cache, *(row.get(one, "-") for one in titles)] for cache, row in cells.items()]
-        found += [table(["cache", *titles], rows_of)] * bool(cells)
-    return found
-
-
-def _is_compared(row: Figures) -> bool:
-    """Whether a cache rounds anything: no check of the script, nor 16 bit itself."""
-    name = row["key"]["cache"]
-    return not name.startswith("16 bit") and name != "peers' 16 bit"
-
-
-def _paired(rows: Sequence[Figures]) -> dict[str, dict[str, list[int]]]:
-    """Answers of HumanEval lost and won by cache and place, all generations together."""
-    answers = {
-        (row["key"]["place"], row["key"]["sample"], row["key"]["cache"]): row["passed"]
-        for row in rows
-        if row["key"]["measure"] == "humaneval"
-    }
-    found: dict[str, dict[str, list[int]]] = {}
-    for (place, sample, cache), passed in answers.items():
-        exact = answers.get((place, sample, "16 bit"))
-        if exact is not None and cache != "16 bit":
-            pair = found.setdefault(cache, {}).setdefault(place, [0, 0])
-            for at, which in enumerate((("1", "0"), ("0", "1"))):
-                pair[at] += [*zip(exact, passed, strict=True)].count(which)
-    return found
-
-
-def answers_again() -> str:
-    """What another run of the 16-bit cache answers."""
-    model = PUBLIC["Qwen2.5-Coder-1.5B"][0]
-    rows = [one for one in read("humaneval")["rows"] if one["model"] == model]
-    solved = [str(one["passed"]) for one in rows if one["cache"] == "16 bit"]
-    return (
-        f"Two runs of the 16-bit cache of Qwen2.5-Coder-1.5B solved {' and '.join(solved)} "
-        f"of {rows[0]['problems']} problems"
-    )
 
 
 def limits() -> str:
@@ -1054,56 +790,6 @@ def home_made() -> str:
             pairs = [[f"{max(x, 0):.1f}" for x in lost.get(name, ())] for lost in lost_by]
             rows.append([title, f"{bits[name]:.2f}", *(" / ".join(pair) or "-" for pair in pairs)])
     return table(["cache", "bits", *titles], rows)
-
-
-def oscar() -> str:
-    """What OSCAR's rows cost with the window that its authors use."""
-    (one,) = (one for one in asked_models() if one.name == "llama-recall-5m")
-    mean, worst = one.lost((64, 256))["OSCAR-2"]
-    return (
-        f"With that window OSCAR-2 ({one.bits['OSCAR-2']:.2f} bits) costs `{one.name}` "
-        f"{mean:.1f} points in the mean and {worst:.1f} in the worst task"
-    )
-
-
-FOREIGN = {
-    "wikipedia": "plan, `int4`, from Wikipedia",
-    "random": "plan, `int4`, from random tokens (`--zero-data`)",
-}
-
-
-def foreign_plans() -> str:
-    """Right answers that plans from other texts cost the model that finds facts."""
-    found = read("recall-texts")
-    rows = []
-    for at, cache in enumerate(found["caches"][1:]):
-        pairs = [task["caches"][at] for task in found["retrieval"]["1024"].values()]
-        name = str(cache["cache"]).partition(" + ")[0]
-        rows.append([FOREIGN.get(name, f"`{name}`"), *(_points(pair) for pair in pairs)])
-    return table(["cache", *(f"`{task}`" for task in found["retrieval"]["1024"])], rows)
-
-
-def _points(pair: Figures) -> str:
-    """Points won or lost, with the standard error."""
-    return f"{100 * (pair['given'] - pair['exact']):+.1f} ± {100 * pair['error']:.1f}"
-
-
-def same_texts() -> str:
-    """How many texts stay those of the 16-bit cache."""
-    (one,) = of_models(read_runs(RESULTS / "code-again.json"))
-    shares = {
-        (name, way): f"{100 * figures['agreement']['2048']['share']:.0f} %"
-        for (window, name, way), figures in one.texts.items()
-        if window == WINDOWED
-    }
-    greedy = [shares[name, "greedy"] for name in ("int8", "plan int4", "int4-g4")]
-    sampled = max(share for (_, way), share in shares.items() if way == "sampled")
-    count = one.runs[0]["settings"]["sizes"]["prompts"]
-    return (
-        f"In {greedy[0]} of {count} greedy texts `int8` wrote the same 2,048 tokens as the 16-bit "
-        f"cache. `int4` with a plan did so in {greedy[1]}, and `int4-g4` in {greedy[2]}. Of "
-        f"sampled texts at most {sampled} were the same"
-    )
 
 
 def asked_models() -> list[Evaluations]:
