@@ -84,6 +84,7 @@ from typing import Any
 
 from evaluations import TEST, Evaluations, of_models, read_runs, text_of
 from public_tables import (
+    KL_NOTICE,
     behind_code,
     by_context,
     humaneval,
@@ -97,7 +98,6 @@ from kvquant import KVCache, RowFormat
 from kvquant.io.plan_store import RUINED, SAFE
 from kvquant.rows.defaults import default_format
 
-KL_NOTICE = 0.05  # a KL above it is in bold
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 Figures = Mapping[str, Any]
