@@ -161,36 +161,28 @@ def check_size(
     layers = cache_layers(config)
     exact = exact_codec(config.get_text_config(decoder=True).dtype)
 
-    def nbytes(length: int, choice: Choice) -> int:
+    def sized(choice: Choice) -> dict[str, Any]:
         options = options_of(choice, is_latent=layers.are_latent)
         options.pop("accept_loss", None)  # no model is there to lose anything
-        made = new_cache(config, layers, 1, length, exact_format=exact, device="meta", **options)
-        return made.nbytes
+        options |= {"exact_format": exact, "device": "meta"}
+        made = {str(n): new_cache(config, layers, 1, n, **options).nbytes for n in LENGTHS}
+        fit = None if memory is None else {n: memory // size for n, size in made.items()}
+        return {"bytes": made, "sequences": fit}
 
-    whole = Scheme(exact, exact, is_latent=layers.are_latent)
-    rows = []
-    for rung in ladder_of(layers, plan, plan_name):
-        sizes = {length: nbytes(length, rung.windowed) for length in LENGTHS}
-        rows.append(
-            {
-                "cache": rung.name,
-                "formats": str(rung.windowed).partition(" +")[0],
-                "formats_without_window": str(rung.bare),
-                "bits": _packed_bits(layers, rung.windowed),
-                "bits_without_window": _packed_bits(layers, rung.bare),
-                "bytes": {str(length): size for length, size in sizes.items()},
-                "sequences": _sequences(sizes, memory),
-                "lines": _lines(rung, layers),
-            }
-        )
-    sizes = {length: nbytes(length, whole) for length in LENGTHS}
-    exact_row = {
-        "cache": "16 bit",
-        "bits": 16.0,
-        "bytes": {str(length): size for length, size in sizes.items()},
-        "sequences": _sequences(sizes, memory),
-    }
-    return {"exact": exact_row, "rows": rows, "memory": memory}
+    rows = [
+        {
+            "cache": rung.name,
+            "formats": str(rung.windowed).partition(" +")[0],
+            "formats_without_window": str(rung.bare),
+            "bits": _packed_bits(layers, rung.windowed),
+            "bits_without_window": _packed_bits(layers, rung.bare),
+            "lines": _lines(rung, layers),
+            **sized(rung.windowed),
+        }
+        for rung in ladder_of(layers, plan, plan_name)
+    ]
+    whole = sized(Scheme(exact, exact, is_latent=layers.are_latent))
+    return {"exact": {"cache": "16 bit", "bits": 16.0, **whole}, "rows": rows, "memory": memory}
 
 
 def ladder_of(layers: CacheLayers, plan: CachePlan | None, plan_name: str = "auto") -> list[Rung]:
@@ -239,13 +231,6 @@ def _packed_bits(layers: CacheLayers, choice: Choice) -> float:
     rows = [RowFormat.parse(choice.k_format, dim) for dim in layers.k_dims]
     rows += [RowFormat.parse(choice.v_format, dim) for dim in layers.v_dims]
     return 8 * sum(fmt.row_bytes for fmt in rows) / sum(fmt.head_dim for fmt in rows)
-
-
-def _sequences(sizes: dict[int, int], memory: int | None) -> dict[str, int] | None:
-    """How many sequences of each length memory has room for."""
-    if memory is None:
-        return None
-    return {str(length): memory // size for length, size in sizes.items()}
 
 
 def _lines(rung: Rung, layers: CacheLayers) -> dict[str, str]:
