@@ -13,13 +13,14 @@ from ..ops.attention import attend
 from ..ops.mla import attend_latents
 from ..ops.quantize import quantize_rows
 from ..rows.call import AttentionCall, LatentCall
-from ..rows.format import RowFormat
-from ..rows.latent import AnyFormat, LatentFormat
+from ..rows.format import HEAD_DIMS, RowFormat
+from ..rows.latent import AnyFormat, LatentFormat, parse_any
 from ..rows.quantize import exact_codec
 from ..rows.reference import reference_over_segments
 from ..rows.segment import Segment, latent_segment
 from ..rows.spacing import spaced_len
 
+LATENT_DIM = 576  # of a latent row with 512 latents and 64 RoPE elements
 LATENT_SCALE = 192**-0.5  # K before absorption has 128 + 64 elements
 # relative L2; 16-bit outputs are rounded
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 8e-4}
@@ -91,8 +92,7 @@ class Case:
     @property
     def exact(self) -> Case:
         """The same attention on a plain 16-bit cache."""
-        name = exact_codec(self.dtype)
-        k, v = parse_latents(name) if self.is_latent else parse_formats(name, self.head_dim)
+        k, v = parse_formats(exact_codec(self.dtype), self.head_dim)
         return replace(self, k_format=k, v_format=v)
 
 
@@ -105,45 +105,39 @@ def list_cases(
     num_kv_heads: int | None = None,
     head_dim: int = 128,
     dtype: torch.dtype | None = None,
-    are_latent: bool = False,
 ) -> list[Case]:
     """Make all combinations of formats, batches and lengths.
 
     Args:
-        formats: names; "int8-g4/int4-g4" for K and V apart, "int8-g4+bf16" for latents and their
-            RoPE parts, which have one KV head.
+        formats: names, as parse_formats takes them.
         batches: 64 if none is given.
         seq_lens: tokens; 8192 if none is given.
-        num_q_heads, num_kv_heads: 32 and 8 if none are given.
-        head_dim: elements of a head, but not of latent rows, which have 512 and 64.
+        num_q_heads, num_kv_heads: 32 and 8 if none are given; latent rows have one KV head.
+        head_dim: elements of a row of K.
         dtype: of q; bfloat16 if none is given.
-        are_latent: a name without "+" is one of a LatentFormat, too.
 
     Raises:
         ConfigError: a format does not exist, or the heads do not fit one another.
     """
     cases = []
     for seq_len, batch, name in product(seq_lens or (8192,), batches or (64,), formats):
-        heads = num_q_heads or 32, num_kv_heads or 8
-        k: AnyFormat
-        if are_latent or "+" in name:
-            (k, v), heads = parse_latents(name), (heads[0], 1)
-        else:
-            k, v = parse_formats(name, head_dim)
+        k, v = parse_formats(name, head_dim)
+        heads = num_q_heads or 32, 1 if isinstance(k, LatentFormat) else num_kv_heads or 8
         cases.append(Case(k, v, batch, *heads, seq_len, dtype or torch.bfloat16))
     return cases
 
 
-def parse_formats(name: str, head_dim: int) -> tuple[RowFormat, RowFormat]:
-    """K's and V's format from "int4-g4" or "int8-g4/int4-g4"."""
-    k, slash, v = name.partition("/")
-    return RowFormat.parse(k, head_dim), RowFormat.parse(v if slash else k, head_dim)
+def parse_formats(name: str, head_dim: int) -> tuple[AnyFormat, RowFormat]:
+    """K's and V's format: of "int4-g4", of "int8-g4/int4-g4", or of a latent row and its latents.
 
-
-def parse_latents(name: str) -> tuple[LatentFormat, RowFormat]:
-    """The format of latent rows, 512 elements and 64 of RoPE, and that of their latents."""
-    fmt = LatentFormat.parse(name)
-    return fmt, fmt.latent
+    A head_dim of 576 (512 latents and 64 RoPE elements), 544, 320 or 288 is that of latent rows.
+    With another one "int8-g4+bf16" has 576.
+    """
+    if head_dim in HEAD_DIMS and "+" not in name:
+        k, _, v = name.partition("/")
+        return RowFormat.parse(k, head_dim), RowFormat.parse(v or k, head_dim)
+    fmt = parse_any(name, LATENT_DIM if head_dim in HEAD_DIMS else head_dim)
+    return fmt, fmt.latent if isinstance(fmt, LatentFormat) else fmt
 
 
 @dataclass(frozen=True)

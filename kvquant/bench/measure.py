@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
@@ -46,10 +47,12 @@ def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
     except torch.OutOfMemoryError:  # those rows are larger
         pass
     *alone, us = timer.alone_each([*(calls[0] for calls in peers.values()), ours[0]])
+    if us == math.inf:
+        raise torch.OutOfMemoryError
     in_a_row = timer.in_a_row(ours) if timer.rotation(case.nbytes) else None
     sdpa: dict[str, Any] = {}
-    if peers:
-        best, name = min(zip(alone, peers, strict=True))
+    best, name = min(zip(alone, peers, strict=True), default=(math.inf, ""))
+    if best < math.inf:
         sdpa = {"name": name, "ratio": best / us, "in_a_row_ratio": None}
         row = None
         if timer.rotation(exact.nbytes):

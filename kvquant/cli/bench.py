@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..bench.timer import Machine, Timer
 
 OTHERS = "int4-g4", "int4", "int3", "int2", "int8", "fp8", "bf16"  # beside the default pair
-LATENTS = "int8-g4+bf16", "int4-g8+int8-g4", "int4-g4+bf16", "fp8", "bf16"
+LATENTS = "int8-g4", "int4-g8+int8-g4", "int4-g4", "bf16"
 
 
 @click.command(epilog=FORMATS)
@@ -94,16 +94,15 @@ def bench(
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
-    shape, are_latent = _shape(model, shape)
+    shape = _shape(model, shape)
     cases = list_cases(
-        formats or _formats(int(shape["head_dim"]), are_latent),
+        formats or _formats(int(shape["head_dim"])),
         batches=batches or ((1,) if device == "cpu" else (1, 8, 64)),
         seq_lens=seq_lens,
         num_q_heads=shape["q_heads"],
         num_kv_heads=shape["kv_heads"],
         head_dim=int(shape["head_dim"]),
         dtype=getattr(torch, dtype or "bfloat16"),
-        are_latent=are_latent,
     )
     timer = Timer(seconds or 3.0) if device == "cpu" else GraphTimer(seconds or 0.05)
     machine = describe_machine(timer, __version__)
@@ -120,27 +119,30 @@ def bench(
                 write_json(json_file, {"machine": asdict(machine), "decode": results})
 
 
-def _shape(model: Path | None, given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Heads and head_dim, those of a model's first layer; and whether its rows are latent."""
+def _shape(model: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+    """Heads and head_dim, those of the first layer that a model's cache has."""
     if model is None:
-        return given | {"head_dim": given["head_dim"] or 128}, False
+        return given | {"head_dim": given["head_dim"] or 128}
     refuse_options([*given], "is the model's: leave it out")
     from ..hf.models.configs import cache_layers
     from ..hf.models.loading import load_config
 
     config = load_config(model)
     layers = cache_layers(config)
-    q_heads = config.get_text_config(decoder=True).num_attention_heads
-    sizes = {"q_heads": q_heads, "kv_heads": layers.num_kv_heads, "head_dim": layers.k_dims[0]}
-    return sizes, layers.are_latent
+    return {
+        "q_heads": config.get_text_config(decoder=True).num_attention_heads,
+        "kv_heads": layers.num_kv_heads,
+        "head_dim": layers.k_dims[0] + (layers.v_dims[0] if layers.are_latent else 0),
+    }
 
 
-def _formats(head_dim: int, are_latent: bool) -> Sequence[str]:
+def _formats(head_dim: int) -> Sequence[str]:
     """The default pair of caches, then the others that this head_dim has."""
-    if are_latent:
-        return LATENTS
     from ..rows.defaults import RECENT, SINKS, default_format
+    from ..rows.format import HEAD_DIMS
 
+    if head_dim not in HEAD_DIMS:
+        return LATENTS
     k, v = (default_format(side, head_dim, SINKS, RECENT) for side in "kv")
     if k == v:  # CUDA kernels read few formats at this head_dim
         return k, "bf16"

@@ -24,15 +24,11 @@ class RowsFile(SafetensorsFile, Generic[M]):
     """A file of rows, open for reading, its header and manifest checked.
 
     Args:
-        path: as given to save_cache or save_sequences.
+        path: of the file.
         kinds: the manifests to take: CacheManifest, SequencesManifest, or both.
 
     Attributes:
         contents: the manifest.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: it is damaged, foreign or of another kind.
     """
 
     contents: M
@@ -48,12 +44,7 @@ class RowsFile(SafetensorsFile, Generic[M]):
         self.check_tensors(torch.uint8, {part.name: part.shape for part in parts})
 
     def rows(self, part: Part) -> torch.Tensor:
-        """Read one tensor, uint8, of the shape part.shape.
-
-        Raises:
-            CheckpointError: its checksum is another one, a row would decode to NaN, or would once
-                it is packed.
-        """
+        """Read one tensor, uint8, of the shape part.shape; errors as of read and check_values."""
         rows = self.read(part.name)
         check_values(part.by_token(rows), part)
         return rows

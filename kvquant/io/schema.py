@@ -93,7 +93,7 @@ def parse(text: str | bytes, what: str, *, surrogates: bool = False) -> Any:
     """Read JSON; NaN and Infinity may come, which are no JSON but which Python writes.
 
     Args:
-        text: of it.
+        text: the JSON.
         what: "the manifest" or the like, for the error.
         surrogates: whether strings may hold halves of characters, as odd file names do.
 
@@ -152,8 +152,8 @@ def unsealed(metadata: Mapping[str, str], *kinds: str) -> dict[str, Any]:
                 "this file was written by kvquant before its first release: write it again"
             )
         raise CheckpointError(
-            "kvquant did not write this file; K and V tensors, named layers.0.k, layers.0.v and so "
-            "on, are read by `kvquant quantize --from`"
+            "this file has no manifest of kvquant; `kvquant quantize --from` reads K and V tensors "
+            "that are named layers.0.k, layers.0.v and so on"
         )
     if hashlib.sha256(text.encode()).hexdigest() != metadata.get(f"{KEY}_sha256"):
         raise CheckpointError(

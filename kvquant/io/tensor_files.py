@@ -157,7 +157,7 @@ class SafetensorsFile:
 
     Raises:
         FileNotFoundError: there is no file.
-        CheckpointError: it is no safetensors file, or a damaged one.
+        CheckpointError: the file is no safetensors file, or a damaged one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -18,7 +18,6 @@ import bench_recall
 import results
 from evaluations import Evaluations, of_models, read_runs, tables, text_of, together
 
-from kvquant.calibration.calibrate import Goal, calibrate
 from kvquant.cli.demo import MODEL
 from kvquant.evaluation.evaluate import Sizes
 from kvquant.evaluation.statistics import paired
@@ -70,12 +69,6 @@ def test_what_the_model_cannot_do_is_asked_of_no_cache(tmp_path: Path) -> None:
     assert printed.count("seed 0") == 1
 
 
-def test_no_run_begins_when_time_is_over(tmp_path: Path) -> None:
-    longest = "--window", "4/128"  # over half of 256 tokens: no run
-    printed = measured("--seconds", "0", "--least", "0", *longest, path=tmp_path / "recall.json")
-    assert printed.count("left out, 0 s are over") == 6  # of 3 seeds and 2 windows
-
-
 @pytest.mark.slow
 def test_plans_and_peers_are_made_on_the_spot() -> None:
     model = CachedModel.from_pretrained(MODEL)
@@ -86,24 +79,6 @@ def test_plans_and_peers_are_made_on_the_spot() -> None:
     assert plan.bits == 4.25 and plan.facts["observed_tokens"] <= 1500
     windows = {str(bench_recall.with_window(one, (4, 64))).partition(" + ")[2] for one in found}
     assert windows == {"4 sinks, 64 recent"} and len(found) == 11
-
-
-@pytest.mark.slow
-def test_plans_for_few_bits_share_what_was_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = CachedModel.from_pretrained(MODEL)
-    tokens = bench_recall.sheets(model, 128, 2200)[:2200]
-    goals: list[Goal] = []
-
-    def noted(*args: Any, goal: Goal, **options: Any) -> CachePlan | None:
-        goals.append(goal)
-        return calibrate(*args, goal=goal, **options)
-
-    monkeypatch.setattr(bench_recall, "calibrate", noted)
-    monkeypatch.setattr(bench_recall, "SCORED", 4)
-    found = [*bench_recall.made_plans(model, ["int2", "2.75"], tokens, 128)]
-    assert [str(one) for one in found] == ["plan int2", "plan for 2.75 bits"]
-    assert goals == [Goal(budget=2.75)]
-    assert found[0].plan.bits == 2.25 < found[1].plan.bits <= 2.75
 
 
 def run_of(
@@ -189,21 +164,6 @@ def test_points_are_shown_where_16_bit_can_do_it() -> None:
     assert rows[0][2:] == ["96.0 %"] * 2 and rows[2][2:] == ["-6.0 ± 1.0", "-56.0 ± 1.0"]
     lost = one.lost((0, 0))
     assert lost["c0"] == pytest.approx((21.0, 46.0)) and lost["c1"] == pytest.approx((31.0, 56.0))
-
-
-def test_points_lost_are_of_what_all_caches_were_asked() -> None:
-    few = run_of("m", 256, {"keys": [0.8]}, exact=0.96)
-    few["caches"][1]["cache"] = "c1"  # asked with 256 tokens alone
-    runs = [
-        run_of("m", 128, {"keys": [0.5]}, exact=0.96),
-        run_of("m", 256, {"keys": [0.9], "copy": [0.0]}, exact=0.96),
-        few,
-    ]
-    lost = Evaluations("m", runs).lost((0, 0))
-    assert lost["c0"] == pytest.approx((6.0, 6.0)) and lost["c1"] == pytest.approx((16.0, 16.0))
-    for one in few["retrieval"]["256"]["keys"]["caches"]:
-        one["exact"] = 0.5  # no test: such a cache takes nothing from the others
-    assert set(Evaluations("m", runs).lost((0, 0))) == {"c0"}
 
 
 def test_seeds_are_added_and_repeats_are_not() -> None:

@@ -20,19 +20,19 @@ from kvquant import RowFormat
 from kvquant.bench import measure as measuring
 from kvquant.bench import timer as timer_module
 from kvquant.bench.cases import (
+    LATENT_DIM,
     Case,
     check,
     list_cases,
     make_inputs,
     parse_formats,
-    parse_latents,
     rehearse_case,
 )
 from kvquant.bench.measure import BACKENDS, measure, render_results, torch_calls
 from kvquant.bench.timer import Call, GraphTimer
 from kvquant.cli import bench as command
 from kvquant.cli import main as cli
-from kvquant.errors import KVQuantError
+from kvquant.errors import ConfigError, KVQuantError
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
@@ -44,7 +44,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def latents(name: str, **sizes: Any) -> Case:
-    return Case(*parse_latents(name), 2, 4, 1, 70, **sizes)
+    return Case(*parse_formats(name, LATENT_DIM), 2, 4, 1, 70, **sizes)
 
 
 def test_all_combinations_are_made() -> None:
@@ -57,14 +57,14 @@ def test_all_combinations_are_made() -> None:
     (one,) = list_cases(["int4"])
     assert (one.batch, one.heads, one.seq_len, one.head_dim) == (64, "32:8", 8192, 128)
     assert one.dtype == torch.bfloat16
-    (one,) = list_cases(["fp8"], are_latent=True)
+    (one,) = list_cases(["fp8"], head_dim=576)
     assert one.is_latent and one.head_dim == 576 and one.heads == "32:1"
 
 
 def test_a_call_reads_the_rows_of_all_tokens() -> None:
     assert small("int8/int4-g4").nbytes == 2 * 2 * 70 * (68 + 48)
     assert small("int8/int4-g4").exact.nbytes == 2 * 2 * 70 * 2 * 128
-    fmt, _ = parse_latents("int8-g4")
+    fmt, _ = parse_formats("int8-g4", 576)
     assert latents("int8-g4").nbytes == 2 * 70 * fmt.row_bytes
     assert latents("int8-g4").exact == latents("bf16")
 
@@ -72,6 +72,18 @@ def test_a_call_reads_the_rows_of_all_tokens() -> None:
 def test_formats_are_named_once_or_apart() -> None:
     assert parse_formats("fp8", 128) == (RowFormat("fp8", 1, 128),) * 2
     assert [str(f) for f in parse_formats("int8-g4/int4", 64)] == ["int8-g4", "int4"]
+    for head_dim in (64, 576):
+        k, v = parse_formats("int4-g8+int8-g4", head_dim)
+        assert (str(k), k.head_dim, str(v), v.head_dim) == ("int4-g8+int8-g4", 576, "int4-g8", 512)
+    k, v = parse_formats("int8-g4", 288)  # of a model
+    assert (k.head_dim, v.head_dim) == (288, 256)
+    for name, head_dim, words in (
+        ("int8/int4", 576, "int8/int4"),
+        ("int8", 100, "100"),
+        ("int8+bf17", 64, "bf17"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_formats(name, head_dim)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -174,6 +186,19 @@ def test_torch_attention_that_cannot_run_is_said(
     assert "none runs" in render_results([found])
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_graph_without_room_is_left_out(ours: bool) -> None:
+    def times(call: Any) -> float:
+        return math.inf if (getattr(call, "__name__", "") == "attend") == ours else 10.0
+
+    timer = FakeTimer(times, copies=0)
+    if not ours:
+        assert measure(small(), timer, MACHINE)["sdpa"] == {}
+        return
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(small(), timer, MACHINE)
+
+
 def test_a_16_bit_cache_beyond_memory_leaves_our_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(case: Case, *rest: Any) -> Any:
         if case.name == "bf16":
@@ -248,15 +273,27 @@ def test_a_model_says_the_shape(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "--kv-heads is the model's: leave it out" in done.stderr
 
 
+@pytest.mark.extra("hf")
+def test_a_model_of_latent_rows_says_their_size(tmp_path: Path) -> None:
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 1, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 4, "kv_lora_rank": 256, "qk_rope_head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = "--device", "cpu", "--format", "int4-g8", "--seq-len", 40, "--seconds", 0.01
+    done = run(tmp_path, *given, "--json", path := tmp_path.parent / f"{tmp_path.name}.json")
+    assert done.exit_code == 0, done.output
+    (one,) = json.loads(path.read_text())["decode"]
+    assert (one["num_q_heads"], one["num_kv_heads"], one["head_dim"]) == (4, 1, 288)
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 112, 128, 256])
 def test_default_formats_have_the_default_pair_first(head_dim: int) -> None:
-    names = command._formats(head_dim, False)
+    names = command._formats(head_dim)
     assert names[0] == {64: "int8-g4/int4-g4", 80: "int8", 112: "int8", 128: "int8-g4/int4-g4"}.get(
         head_dim, "int8-g4/int4-g8"
     )
     assert len(names) == len(set(names)) == (2 if head_dim in (80, 112) else 8)
     assert all(parse_formats(name, head_dim) for name in names)
-    assert all(parse_latents(name) for name in command._formats(576, True))
+    assert all(parse_formats(name, 576) for name in command._formats(576))
 
 
 @pytest.mark.extra("cuda")

@@ -111,9 +111,14 @@ def test_a_call_much_slower_than_an_earlier_one_is_timed_roughly(
         return call()
 
     monkeypatch.setattr(GraphTimer, "alone", alone)
+
+    def large() -> float:
+        raise torch.OutOfMemoryError
+
     timer = GraphTimer.__new__(GraphTimer)
-    assert timer.alone_each([lambda: 3.0, lambda: 9.0, lambda: 2.0]) == [3, 9, 2]
-    assert limits == [float("inf"), 6, 6]
+    inf = float("inf")
+    assert timer.alone_each([large, lambda: 3.0, lambda: 9.0, lambda: 2.0]) == [inf, 3, 9, 2]
+    assert limits == [inf, inf, 6, 6]
 
 
 AMD = """processor\t: 0

@@ -18,21 +18,17 @@ import bench_recall
 import train_recall
 from train_recall import (
     KINDS,
-    LARGE,
     TOKENIZER,
-    Sheets,
-    batches,
     loss_of,
     made_model,
     optimizer_of,
-    outliers,
     prepare,
     train,
 )
 from transformers import AutoTokenizer
 
 from kvquant.evaluation.evaluate import Sizes, Task, evaluate
-from kvquant.evaluation.retrieval import TASKS, variables
+from kvquant.evaluation.retrieval import variables
 
 
 @pytest.fixture(scope="module")
@@ -65,33 +61,6 @@ def test_models_compute_in_training_what_transformers_does(kind: str, tokenizer:
             assert float((model(tokens).logits - expected).abs().max()) > 0.01
 
 
-def test_kinds_have_the_shape_that_they_say(tokenizer: Any) -> None:
-    for kind in KINDS:
-        config = made_model(kind, tokenizer, 512, 1, 256).config
-        assert config.num_attention_heads == 8 and config.tie_word_embeddings
-        if kind == "latent":
-            assert (config.kv_lora_rank, config.qk_rope_head_dim) == (256, 64)
-        else:
-            assert (config.num_key_value_heads, config.head_dim) == (2, 128)
-    with pytest.raises(ValueError, match="'other' is no kind of model"):
-        made_model("other", tokenizer, 128, 1, 256)
-
-
-def test_key_biases_have_outliers_that_training_keeps(tokenizer: Any) -> None:
-    torch.manual_seed(0)
-    for _ in range(20):
-        sizes, places = outliers(128).abs().sort(descending=True)
-        assert LARGE[0] <= float(sizes[3]) and float(sizes[4]) < 4
-        assert all(place % 64 >= 56 for place in places[:4].tolist())
-    model = small("biased", tokenizer).train()
-    biases = [layer.self_attn.k_proj.bias for layer in model.model.layers]
-    before = [one.detach().clone() for one in biases]
-    optimizer = optimizer_of(model, (0.9, 0.98), 10.0)  # leaves a tenth of what it decays
-    train(model, optimizer, random_batches(25), 600, (0.01, 0.01), warm=1)
-    for old, new in zip(before, biases, strict=True):
-        assert float((new.detach() - old).abs().max()) < 1
-
-
 def test_training_lowers_the_loss_of_what_counts(tokenizer: Any) -> None:
     model = small("plain", tokenizer).train()
     model.set_attn_implementation("causal")
@@ -108,20 +77,6 @@ def test_training_lowers_the_loss_of_what_counts(tokenizer: Any) -> None:
         assert float(loss_of(model, tokens, counts)) < 0.7 * expected
 
 
-def test_chains_are_short_at_first(tokenizer: Any) -> None:
-    sheets = Sheets(tokenizer, 256, 0, lines=2, grow=1e9, tokens=2048, tasks=["variables"])
-    tokens, counts = next(iter(sheets))
-    assert tokens.shape == counts.shape and tokens.numel() == 2048
-    assert 0.02 < float(counts.mean()) < 0.3
-    assert "chains of 2 lines" in TASKS
-    assert "chains of 3 lines" not in TASKS
-    grown = Sheets(tokenizer, 256, 0, tokens=4096, tasks=["variables"])
-    next(iter(grown))
-    assert {f"chains of {lines} lines" for lines in (2, 3, 4)} < {*TASKS}
-    answers = tokenizer.decode(tokens[counts > 0])
-    assert answers.replace(".", "").replace(" ", "").isdigit()
-
-
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (3, 7)])
 def test_chains_have_the_lines_that_are_asked_for(sizes: tuple[int, int]) -> None:
     sheet = variables(Random(0), 60, sizes)
@@ -129,31 +84,6 @@ def test_chains_have_the_lines_that_are_asked_for(sizes: tuple[int, int]) -> Non
     assert min(counts) == sizes[0] and max(counts) == sizes[1]
     for one in sheet.questions:
         assert sheet.lines[one.lines[0]].endswith(f" = {one.answer}")
-
-
-def test_tasks_without_room_are_left_out_and_nothing_else_is(tokenizer: Any) -> None:
-    def wide(rng: Random, count: int) -> Any:
-        sheet = TASKS["keys"](rng, count)
-        sheet.lines[:] = [f"{one} {'very ' * 60}" for one in sheet.lines]
-        return sheet
-
-    TASKS["wide"] = wide
-    tokens, _ = next(iter(Sheets(tokenizer, 128, 0, tokens=1024, tasks=["wide", "keys"])))
-    assert tokens.shape == (8, 128)
-    with pytest.raises(Exception, match="have no room for the task wide"):
-        next(iter(Sheets(tokenizer, 128, 0, tokens=1024, tasks=["wide"])))
-
-
-def test_an_error_of_a_worker_ends_the_training() -> None:
-    def broken() -> Iterator[int]:
-        yield 1
-        raise OSError("no space")
-
-    given = batches(broken(), 0)
-    assert next(given) == 1
-    with pytest.raises(OSError, match="no space"):
-        for _ in range(10**7):
-            next(given)
 
 
 @pytest.mark.slow

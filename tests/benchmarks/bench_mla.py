@@ -21,7 +21,7 @@ import click
 from measuring import relative_error
 
 from kvquant import __version__
-from kvquant.bench.cases import Case, check, make_inputs, parse_latents, rehearse_case
+from kvquant.bench.cases import LATENT_DIM, Case, check, make_inputs, parse_formats, rehearse_case
 from kvquant.bench.measure import render_machine
 from kvquant.bench.timer import GraphTimer, describe_machine
 from kvquant.cli.console import compile_kernels
@@ -76,7 +76,7 @@ def main(formats: tuple[str, ...]) -> None:
     """Print a line per case."""
     timer = GraphTimer(0.005)
     cases = [
-        Case(*parse_latents(name), batch, heads, 1, tokens)
+        Case(*parse_formats(name, LATENT_DIM), batch, heads, 1, tokens)
         for name in formats
         for batch, tokens, heads in CASES
     ]

@@ -7,8 +7,7 @@ first one stopped, with longer contexts:
     python tests/benchmarks/train_code_lm.py FOLDER --resume --length 8192 --rate 7e-4 \\
         --last 3e-5 --seconds 510
 
-If the machine has several GPUs, write `torchrun --nproc-per-node 4` in place of `python`. Each GPU
-then computes a part of every batch. A batch takes less time, so more batches fit in --seconds.
+At commit d73287f9 this script also trained on several GPUs at once (torchrun).
 
 Of each batch 15 % are sheets of facts: those of train_recall.py, and sheets of Python code
 (code_tasks.py). 10 % are documents that come a second time, after other ones. The rest is source
@@ -36,7 +35,6 @@ import itertools
 import os
 import random
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +43,6 @@ from typing import Any
 import code_tasks
 import numpy as np
 import torch
-import torch.distributed as dist
 from bench_recall import ASKED
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from train_recall import (
@@ -274,51 +271,9 @@ def copy_sources(other: Path, folder: Path) -> None:
         shutil.copy(other / one, folder)
 
 
-def join_ranks() -> tuple[int, int]:
-    """The rank of this process and the number of ranks, which torchrun sets. Only the first rank
-    prints."""
-    rank, count = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
-    if count > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        if torch.cuda.is_available():
-            torch.cuda.set_device(rank)
-        if rank:
-            sys.stdout = open(os.devnull, "w")
-    return rank, count
-
-
-def shared_clock() -> float:
-    """Seconds by the clock of the first rank."""
-    now = torch.tensor(time.monotonic(), dtype=torch.float64)
-    if dist.is_initialized():
-        dist.broadcast(now, 0)
-    return float(now)
-
-
-def share_gradients(model: torch.nn.Module, count: int) -> None:
-    """Give all ranks the mean of their gradients, in each backward pass."""
-
-    def mean_of(weight: torch.Tensor) -> None:
-        assert weight.grad is not None
-        dist.all_reduce(weight.grad.div_(count))
-
-    for one in model.parameters():
-        one.register_post_accumulate_grad_hook(mean_of)
-
-
-def check_alike(model: torch.nn.Module) -> None:
-    """Raise unless all ranks have the same weights."""
-    ours = torch.stack([one.detach().double().sum() for one in model.parameters()])
-    firsts = ours.clone()
-    dist.broadcast(firsts, 0)
-    if not torch.equal(ours, firsts):
-        raise RuntimeError("the ranks have different weights: they did not share all gradients")
-
-
 def main() -> None:
     """Prepare or go on, train and save."""
-    rank, count = join_ranks()
-    begin = shared_clock()
+    begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="plain", help="as of train_recall.py")
@@ -340,19 +295,18 @@ def main() -> None:
     folder, lengths = given.folder, given.length or [1024, 2048]
     if given.sources is not None and (given.resume or given.sources.resolve() == folder.resolve()):
         raise SystemExit("--sources copies into a new FOLDER: leave it out where FOLDER has them")
-    if given.tokens // count < max(lengths):
-        raise SystemExit(f"{given.tokens} --tokens of {count} ranks are less than a row each")
+    if given.tokens < max(lengths):
+        raise SystemExit(f"{given.tokens} --tokens are less than a row")
     torch.manual_seed(given.seed)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if given.sources is not None and not rank:
+    if given.sources is not None:
         copy_sources(given.sources, folder)
-    elif not given.resume and not rank:
+    elif not given.resume:
         prepare(folder, given.packages, tuple(given.held or HELD), given.vocabulary)
         told(begin, "the sources are read")
     # otherwise each of many workers tokenizes its sheets on all cores
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    shared_clock()  # the other ranks wait here for the first one
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = made_model(given.kind, tokenizer, given.width, given.layers, max(lengths), theta=THETA)
     prepare_model(model, device)
@@ -367,19 +321,17 @@ def main() -> None:
     if device == "cuda" and given.kind != "sinks":
         for layer in model.model.layers:  # one graph serves all: it compiles in seconds
             layer.compile(dynamic=False)
-    if count > 1:
-        share_gradients(model, count)
-    seconds = given.seconds - (shared_clock() - begin)
+    seconds = given.seconds - (time.monotonic() - begin)
     edges = np.linspace(given.rate, given.last, len(lengths) + 1).tolist()
     for (at, length), rates in zip(enumerate(lengths), itertools.pairwise(edges), strict=True):
         rows = Rows(
             folder / "tokens.npy",
             tokenizer,
             length,
-            given.seed + at + 100 * given.resume + 1000 * rank,
+            given.seed + at + 100 * given.resume,
             warm=seconds / len(lengths) / 2,
             filler=valid,
-            tokens=given.tokens // count,
+            tokens=given.tokens,
         )
         loader = torch.utils.data.DataLoader(
             rows,
@@ -389,21 +341,8 @@ def main() -> None:
         )
         data = batches(iter(loader), given.seed)
         warm = 50 if at or given.resume else 200
-        train(
-            model,
-            optimizer,
-            data,
-            seconds / len(lengths),
-            rates,
-            warm=warm,
-            clock=shared_clock,
-        )
+        train(model, optimizer, data, seconds / len(lengths), rates, warm=warm)
         told(begin, f"trained at {length} tokens")
-    if count > 1:
-        check_alike(model)
-        dist.destroy_process_group()
-        if rank:
-            return
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, folder / "training.pt")
     model.to(torch.bfloat16).save_pretrained(folder)

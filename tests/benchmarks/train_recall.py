@@ -28,7 +28,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -331,7 +331,6 @@ def train(
     rates: tuple[float, float],
     *,
     warm: int = 200,
-    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Train in place.
 
@@ -343,12 +342,11 @@ def train(
         rates: of learning, at the beginning and in the end; half a cosine leads from one to the
             other.
         warm: steps until the rate is reached.
-        clock: tells seconds. Processes that train together share one, to end at the same step.
     """
     device = model.device
-    start, shown, losses = clock(), 0.0, list[torch.Tensor]()
+    start, shown, losses = time.monotonic(), 0.0, list[torch.Tensor]()
     for tokens, counts in data:
-        spent = clock() - start
+        spent = time.monotonic() - start
         share = spent / seconds
         if share >= 1:
             break

@@ -12,6 +12,7 @@ import pytest
 import torch
 from forged import forge, manifest_of, write
 from safetensors.torch import load_file, save_file
+from saved_kinds import contents
 
 from kvquant import KVCache, LatentKVCache, PagedKVCache, RowFormat
 from kvquant.errors import CheckpointError, ConfigError, ShapeError
@@ -49,26 +50,6 @@ def append_random(cache: KVCache, seed: int, lens: tuple[int, ...]) -> None:
             for fmt in (layer.k_format, layer.v_format)
         )
         cache.append(i, k, v, lens)
-
-
-def contents(cache: KVCache) -> dict[str, Any]:
-    """All that a cache holds: counters, formats, and the rows in use in their order."""
-    held: dict[str, Any] = {
-        "sizes": (cache.num_kv_heads, cache.head_dim, cache.sink_len, cache.recent_len),
-        "exact_format": cache.exact_format,
-        "start_positions": cache.start_positions.tolist(),
-    }
-    for i, layer in enumerate(cache.layers):
-        held[f"{i}.formats"] = (layer.k_format, layer.v_format)
-        held[f"{i}.lens"] = (layer.seq_lens.tolist(), layer.packed_lens.tolist())
-        segments = [s for s in layer.segments_in_order() if s.seq_lens.any()]
-        for number, segment in enumerate(segments):
-            for b, n in enumerate(segment.seq_lens.tolist()):
-                start = 0 if segment.starts is None else int(segment.starts[b])
-                slots = torch.arange(start, start + n) % max(segment.capacity, 1)
-                for side, rows in (("k", segment.k_rows), ("v", segment.v_rows)):
-                    held[f"{i}.{number}.{b}.{side}"] = rows[b][:, slots].numpy().tobytes()
-    return held
 
 
 def assert_continues_alike(first: KVCache, second: KVCache, steps: int = 9) -> None:
@@ -288,10 +269,6 @@ def test_arguments_that_make_no_file_are_refused(tmp_path: Path) -> None:
         for odd_path in (None, b"c.safetensors", 3):
             with pytest.raises(ConfigError, match=r"path is .*: give a string or a Path"):
                 call(odd_path)
-    with pytest.raises(ConfigError, match="creation is not plain data"):
-        save_cache(cache, path, creation={"x": float("nan")})
-    with pytest.raises(ConfigError, match="to_dict"):
-        save_cache(cache, path, model={"x": object()})
     assert not list(tmp_path.iterdir())
 
 
@@ -302,19 +279,14 @@ def test_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     load_cache(path, model={**CONFIG, "torch_dtype": "float16", "_name_or_path": "elsewhere"})
     with pytest.raises(CheckpointError, match=r"to a 'llama' model .* not to this 'qwen2'"):
         load_cache(path, model={**CONFIG, "model_type": "qwen2"})
+    odd: list[Any] = ["llama", [], 5, {"x": object()}]
+    for config in odd:
+        for call in (partial(save_cache, make_cache()), load_cache):
+            with pytest.raises(ConfigError, match=r"pass config\.to_dict\(\)"):
+                call(path, model=config)
     save_cache(make_cache(), path)
     with pytest.raises(CheckpointError, match="does not say which model"):
         load_cache(path, model=CONFIG)
-
-
-@pytest.mark.parametrize("config", ["llama", [], 5])
-def test_a_config_that_is_no_dict_is_refused(tmp_path: Path, config: Any) -> None:
-    path, cache = tmp_path / "x.safetensors", KVCache(1, 1, 1, 64, 32)
-    with pytest.raises(ConfigError, match=r"pass config\.to_dict\(\)"):
-        save_cache(cache, path, model=config)
-    save_cache(cache, path, model={"model_type": "llama"})
-    with pytest.raises(ConfigError, match=r"pass config\.to_dict\(\)"):
-        load_cache(path, model=config)
 
 
 def test_model_identity_ignores_what_does_not_change_keys_and_values() -> None:
@@ -388,14 +360,9 @@ def test_positions_of_64_bits_are_saved_and_loaded(tmp_path: Path, position: int
     loaded = load_cache(tmp_path / "c.safetensors")
     assert loaded.start_positions.tolist() == [position] * 2
     assert loaded.positions.tolist() == [position + 23, position + 9]
-
-
-def test_positions_beyond_64_bits_are_not_saved(tmp_path: Path) -> None:
-    cache = make_cache()
     cache.start_positions.fill_(2**63 - 1 - 22)
     with pytest.raises(CheckpointError, match=r"positions\[0\] is 9223372036854775808"):
         save_cache(cache, tmp_path / "c.safetensors")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_plan_of_another_shape_is_refused(tmp_path: Path) -> None:

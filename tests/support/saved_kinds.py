@@ -55,6 +55,26 @@ def _pages(seed: int) -> PagedKVCache:
     return batch.cache
 
 
+def contents(cache: KVCache) -> dict[str, Any]:
+    """All that a cache holds: counters, formats, and the rows in use in their order."""
+    held: dict[str, Any] = {
+        "sizes": (cache.num_kv_heads, cache.head_dim, cache.sink_len, cache.recent_len),
+        "exact_format": cache.exact_format,
+        "start_positions": cache.start_positions.tolist(),
+    }
+    for i, layer in enumerate(cache.layers):
+        held[f"{i}.formats"] = (layer.k_format, layer.v_format)
+        held[f"{i}.lens"] = (layer.seq_lens.tolist(), layer.packed_lens.tolist())
+        segments = [s for s in layer.segments_in_order() if s.seq_lens.any()]
+        for number, segment in enumerate(segments):
+            for b, n in enumerate(segment.seq_lens.tolist()):
+                start = 0 if segment.starts is None else int(segment.starts[b])
+                slots = torch.arange(start, start + n) % max(segment.capacity, 1)
+                for side, rows in (("k", segment.k_rows), ("v", segment.v_rows)):
+                    held[f"{i}.{number}.{b}.{side}"] = rows[b][:, slots].numpy().tobytes()
+    return held
+
+
 def _shown_cache(cache: KVCache) -> Any:
     rows = [cache.dequantized(layer) for layer in range(cache.num_layers)]
     return cache.seq_lens.tolist(), [[side.tolist() for side in pair] for pair in rows]
