@@ -125,23 +125,6 @@ def optimal_matrix(
     return scaled
 
 
-def steepness(weights: torch.Tensor, covariance: torch.Tensor) -> float:
-    """How unlike directions are: arithmetic over geometric mean of the singular values of W^½ C^½.
-
-    The best matrix, rounded to the nearest code, has a weighted error in proportion to the square
-    of the arithmetic mean. Bits graded by direction take it down to that of the geometric mean
-    (reverse water-filling), and rounding with feedback goes a part of the way.
-
-    Args:
-        weights, covariance: [heads, dim, dim], float64, as of optimal_matrix.
-
-    Returns:
-        The mean over heads; 1 where all singular values are alike.
-    """
-    s = torch.linalg.svdvals(root_product(weights, covariance))
-    return float((s.mean(-1) / s.log().mean(-1).exp()).mean())
-
-
 def root_product(
     weights: torch.Tensor, covariance: torch.Tensor, noise: torch.Tensor | None = None
 ) -> torch.Tensor:

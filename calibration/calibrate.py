@@ -33,8 +33,7 @@ from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
 from kvquant.rows.format import HEAD_DIMS, RowFormat
 from kvquant.rows.latent import LatentFormat
 
-from .bases import steepness
-from .basis_search import BASE_FORMAT, BATCH, STEPS, Chosen, ObservableModel, choose, error_weights
+from .basis_search import BASE_FORMAT, BATCH, STEPS, Chosen, ObservableModel, choose
 from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
 from .format_search import Costs, Side, allocate, worst_layers
 from .layer_selection import HeldLayers, held_layers, renumbered
@@ -452,14 +451,6 @@ def finish(
         "others": [{"layer": layer, "why": why} for layer, why in others.items()],
         **({"latent": True} if first.is_latent else {}),
     }
-    weights = error_weights(held, moments)
-    facts["steepness"] = [
-        {
-            side: steepness(weights[layer][side], moments.layers[layer].covariance(side))
-            for side in "kv"
-        }
-        for layer in sorted(moments.layers)
-    ]
     plan = _assembled(moments, chosen, start, model.exact_format, kept, facts)
     if passages is None:
         limit = {"max_kl": None, "budget": goal.budget, "met": True}

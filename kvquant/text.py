@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from io import StringIO
 
+from rich.align import Align, AlignMethod
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
@@ -48,6 +49,9 @@ class Column:
     title: str
     left: bool = False
     part: int = 0
+
+    def __str__(self) -> str:
+        return self.title.replace("\n", " ")
 
 
 def terminal_width() -> int:
@@ -150,10 +154,10 @@ def _side_by_side(columns: Sequence[Column], sizes: Sequence[int], width: int) -
 def _draw(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> str:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
     for column, size in zip(columns, _sizes(columns, rows), strict=True):
+        side: AlignMethod = "left" if column.left else "right"
         table.add_column(
-            Text(column.title),
-            justify="left" if column.left else "right",
-            vertical="bottom",
+            Align(Text(column.title, justify=side), side, vertical="bottom"),
+            justify=side,
             no_wrap=not column.left,
             overflow="fold",
             min_width=min(WORD, size) if column.left else size,

@@ -18,13 +18,13 @@ from .console import (
     FORMATS,
     HEAD_DIM,
     JSON,
+    MODEL_OR_NONE,
     POSITIVE,
-    SOURCE,
     check_device,
     check_output,
     compile_kernels,
     enough_memory,
-    is_given,
+    refuse_options,
     write_json,
 )
 
@@ -37,7 +37,7 @@ LATENTS = "int8-g4", "int4-g8+int8-g4", "int4-g4", "bf16"
 
 
 @click.command(epilog=FORMATS)
-@click.argument("model", type=SOURCE, required=False)
+@MODEL_OR_NONE
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), help="A GPU by default, if any.")
 @click.option(
     "--format",
@@ -123,9 +123,7 @@ def _shape(model: Path | None, given: dict[str, Any]) -> dict[str, Any]:
     """Heads and head_dim, those of the first layer that a model's cache has."""
     if model is None:
         return given | {"head_dim": given["head_dim"] or 128}
-    for name in given:
-        if is_given(name):
-            raise click.UsageError(f"--{name.replace('_', '-')} is the model's: leave it out")
+    refuse_options([*given], "is the model's: leave it out")
     from ..hf.models.configs import cache_layers
     from ..hf.models.loading import load_config
 

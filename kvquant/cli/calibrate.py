@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,22 +23,23 @@ from .console import (
     NEW_FILE,
     ON_DEVICE,
     POSITIVE,
-    WHOLE,
+    RECENT_LEN,
+    SINK_LEN,
     check_device,
     check_output,
     enough_memory,
-    is_given,
+    given_options,
     read_text,
+    refuse_options,
     warn_of_length,
     write_json,
 )
 
 NOT_MET = 3  # exit code
+# these need a text to score
+SCORING = "held", "max_kl", "windows", "context", "scored", "sink_len", "recent_len"
 # with one of these a plan is another than plan="auto" makes
-PLAN_OPTIONS = (
-    *("text", "held", "max_kl", "budget", "format", "zero_data", "rounding"),
-    *("observed", "length", "windows", "context", "scored", "sink_len", "recent_len"),
-)
+PLAN_OPTIONS = "text", *SCORING, "budget", "format", "zero_data", "rounding", "observed", "length"
 
 
 @click.command(epilog=FORMATS)
@@ -69,38 +71,17 @@ PLAN_OPTIONS = (
     "--rounding",
     type=click.Choice(["feedback", "nearest"]),
     default="feedback",
-    show_default=True,
     help="How append rounds rows; latent rows always to the nearest code.",
 )
-@click.option("--observed", type=COUNT, default=8192, show_default=True, help="Tokens to observe.")
+@click.option("--observed", type=COUNT, default=8192, help="Tokens to observe.")
+@click.option("--length", type=COUNT, default=1024, help="Tokens of a passage to observe.")
+@click.option("--windows", type=COUNT, default=8, help="Passages to score.")
 @click.option(
-    "--length", type=COUNT, default=1024, show_default=True, help="Tokens of a passage to observe."
+    "--context", type=COUNT, default=1024, help="Tokens of a passage before the scored ones."
 )
-@click.option("--windows", type=COUNT, default=8, show_default=True, help="Passages to score.")
-@click.option(
-    "--context",
-    type=COUNT,
-    default=1024,
-    show_default=True,
-    help="Tokens of a passage before the scored ones.",
-)
-@click.option(
-    "--scored", type=COUNT, default=64, show_default=True, help="Tokens of a passage to score."
-)
-@click.option(
-    "--sink-len",
-    type=WHOLE,
-    default=4,
-    show_default=True,
-    help="First tokens that the cache will keep in 16 bit: the plan is measured with them too.",
-)
-@click.option(
-    "--recent-len",
-    type=WHOLE,
-    default=128,
-    show_default=True,
-    help="Last tokens that the cache will keep in 16 bit.",
-)
+@click.option("--scored", type=COUNT, default=64, help="Tokens of a passage to score.")
+@SINK_LEN
+@RECENT_LEN
 @ON_DEVICE
 @DTYPE
 @click.option(
@@ -130,17 +111,13 @@ def calibrate(
 ) -> None:
     """Make a plan for the caches of a model, and measure what it costs.
 
-    The command observes keys, values and queries of the text. For every layer it chooses how rows
-    are stored: offset, rotation or matrix, rounding, clipping, format. Then it predicts held-out
-    passages from the rows of such caches. It compares the predictions with those of the 16-bit
-    cache: KL divergence, share of equal likeliest tokens, perplexity. It prints the table and
-    writes the plan.
+    The command observes keys, values and queries of the text and chooses how each layer stores its
+    rows. Then it predicts held-out passages from such caches and from the 16-bit cache, and
+    compares the predictions.
 
-    Without --text the command reads packaged texts (encyclopedia, code, dialogue). Without options
-    that change the plan it keeps the plan in your cache folder, where plan="auto" finds it.
-
-    With -o, start an interrupted run again and it continues where it stopped. Under torchrun the
-    ranks share the text. The exit code is 3 if --max-kl cannot be met.
+    Without options that change the plan it keeps the plan in your cache folder, where plan="auto"
+    finds it. With -o, start an interrupted run again and it continues where it stopped. Under
+    torchrun the ranks share the text. The exit code is 3 if --max-kl cannot be met.
 
     \b
     Example:
@@ -148,22 +125,12 @@ def calibrate(
       kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt \\
           --context 256 --max-kl 0.01 -o plan.safetensors
     """
-    own = [name for name in PLAN_OPTIONS if is_given(name)]
-    is_auto = not own
+    own = given_options(*PLAN_OPTIONS)
     if output is None and own:
-        raise click.UsageError(
-            f"give -o FILE: with --{own[0].replace('_', '-')} the plan is not kept for plan='auto'"
-        )
+        raise click.UsageError(f"give -o FILE: with {own[0]} the plan is not kept for plan='auto'")
     if text is None and zero_data:
-        unscored = "held", "max_kl", "windows", "context", "scored", "sink_len", "recent_len"
-        for name in unscored:
-            if is_given(name):
-                raise click.UsageError(
-                    f"--{name.replace('_', '-')} needs a text to score: give --text FILE, or leave "
-                    "--zero-data out"
-                )
-    if format and (max_kl or budget):
-        raise click.UsageError("--max-kl and --budget choose formats: leave --format out")
+        why = "needs a text to score: give --text FILE, or leave --zero-data out"
+        refuse_options(SCORING, why)
     rank, ranks = _ranks()
     state = output and output.with_name(f".{output.name}.{rank}.partial")
     if output and state:
@@ -174,11 +141,9 @@ def calibrate(
 
     from ..calibration.calibrate import Goal, Sizes
     from ..calibration.calibrate import calibrate as run
-    from ..calibration.text_report import refusal, render_plan, warnings
-    from ..calibration.verdict import next_steps, verdict
     from ..hf.model import CachedModel
     from ..io.plan_store import keep_plan, make_folder
-    from ..text import paragraph, progress
+    from ..text import progress
 
     if output is None:
         try:
@@ -186,9 +151,8 @@ def calibrate(
         except OSError as error:
             raise click.UsageError(f"give -o FILE: no plan can be kept ({error})") from error
     check_device(device)
-    is_given_any = (max_kl, budget, format) != (None, None, None)
-    goal = Goal(max_kl, budget, format) if is_given_any else None
-    reach = None if is_auto else Sizes(**sizes)
+    goal = Goal(max_kl, budget, format) if (max_kl, budget, format) != (None,) * 3 else None
+    reach = Sizes(**sizes) if own else None
     with _joined(rank, ranks, device) as device, _kept(state):
         reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
         if reach is not None:
@@ -212,93 +176,66 @@ def calibrate(
         if plan is not None and output:
             plan.save(output)
             places.append(output)
-        if plan is not None and is_auto:
+        if plan is not None and not own:
             places.append(keep_plan(plan))
         if state:
             state.unlink(missing_ok=True)
-    if plan is None:
-        return
-    kind, mark, sentence, further = verdict(plan)
-    steps = next_steps(plan, str(places[0]), is_auto=is_auto)
+    if plan is not None:
+        _show(plan, places, not own, json_file)
+
+
+def _show(plan: Any, places: list[Path], is_auto: bool, json_file: Path | None) -> None:
+    """Print what was found, and end with NOT_MET if the limit is not met."""
+    from ..calibration.report import notes, sections
+    from ..calibration.verdict import next_steps, verdict
+    from ..report.page import Section, text
+
+    said, steps = verdict(plan), next_steps(plan, str(places[0]), is_auto=is_auto)
+    written = f"Written to {' and '.join(map(str, places))}"
     try:
-        click.echo(f"{render_plan(plan)}\n")
-        written = " and ".join(map(str, places))
-        words = [f"{_measured(plan.facts)}; written to {written}", f"{mark} {sentence}", *further]
-        for sentences in words:
-            click.echo(paragraph(sentences))
-        for what, line in steps:
-            if len(line) > 76:  # a terminal has 80 columns
-                line = line.replace(" -o ", " \\\n        -o ")
-            click.echo(f"\n{what}:\n    {line}")
+        click.echo(text([*sections(plan), said, written, Section("What to do next", steps=steps)]))
     finally:
-        said = {"kind": kind, "mark": mark, "sentence": sentence, "further": further}
-        write_json(json_file, {"verdict": said, "next": [line for _, line in steps], **plan.facts})
-    for warning in warnings(plan):
-        click.echo(f"Warning: {warning}", err=True)
-    problem = refusal(plan)
-    if problem:
-        click.echo(f"Not met: {problem}", err=True)
-        sys.exit(NOT_MET)
-
-
-def _measured(facts: object) -> str:
-    """How much text stands behind the figures."""
-    from ..text import count_text
-
-    assert isinstance(facts, dict)
-    measured = facts["measured"]
-    observed = "random tokens" if facts["zero_data"] else "tokens"
-    words = f"{facts['observed_tokens']} {observed} observed"
-    if measured:
-        words += (
-            f", {measured['scored']} scored after {measured['context']} tokens of context in "
-            f"{count_text(measured['passages'], 'passage')}"
+        figures = {"verdict": vars(said), "next": [line for _, line in steps], **plan.facts}
+        write_json(json_file, figures)
+    for note in notes(plan):
+        click.echo(f"Warning: {note}", err=True)
+    limit = plan.facts["limit"]
+    if not limit["met"]:
+        click.echo(
+            f"Not met: the limit of {limit['max_kl']:g} nats per token. The best plan has a KL of "
+            f"{plan.facts['measured']['kl']:.4g} at {plan.bits:.2f} bits per element. Allow more, "
+            "or keep some tokens in 16 bit (sink_len, recent_len)",
+            err=True,
         )
-    return words
+        sys.exit(NOT_MET)
 
 
 @contextmanager
 def _kept(state: Path | None) -> Iterator[None]:
-    """Say where the sums are that a run leaves which does not come to its end."""
-    if state is None:
-        yield
-        return
-    before = _stamp(state)
+    """Name the file with which an interrupted run goes on."""
     try:
         yield
     except BaseException as error:
-        # who is refused will be again, and what lies there may be of another run
-        is_refused = isinstance(error, KVQuantError)
-        if (now := _stamp(state)) and (now != before or not is_refused):
-            which = "one with the same text and sizes" if is_refused else "the same command"
-            click.echo(f"What was observed is kept in {state}: {which} goes on from it", err=True)
+        # a run that is refused will be refused again
+        if state and state.exists() and not isinstance(error, KVQuantError):
+            words = "the same command goes on from it"
+            click.echo(f"What was observed is kept in {state}: {words}", err=True)
         raise
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes where a file is written anew; None if there is none."""
-    try:
-        facts = path.stat()
-    except OSError:
-        return None
-    return facts.st_ino, facts.st_mtime_ns
-
-
 def _ranks() -> tuple[int, int]:
-    """Which of how many processes this is, as torchrun says in the environment."""
-    ranks = _from_environment("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
-    return (_from_environment("RANK", 0, ranks) if ranks > 1 else 0), ranks
-
-
-def _from_environment(name: str, least: int, limit: int = 1 << 20) -> int:
-    """A number below a limit that torchrun sets."""
-    text = os.environ.get(name, "")
-    if text.isascii() and text.isdecimal() and len(text) < 8 and least <= int(text) < limit:
-        return int(text)
-    raise ConfigError(
-        f"{name} is {text!r:.40} in the environment, not a number from {least} to {limit - 1}: "
-        "unset WORLD_SIZE, or start all processes by torchrun"
-    )
+    """This process's rank and the number of processes, as torchrun sets them."""
+    try:
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        rank = int(os.environ["RANK"]) if ranks != 1 else 0
+        if not 0 <= rank < ranks:
+            raise ValueError(f"RANK is {rank}, WORLD_SIZE {ranks}")
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"the environment names no rank ({error}): unset WORLD_SIZE, or start all processes by "
+            "torchrun"
+        ) from None
+    return rank, ranks
 
 
 @contextmanager
@@ -310,7 +247,7 @@ def _joined(rank: int, ranks: int, device: str) -> Iterator[str]:
     import torch
 
     if device == "cuda":
-        device = f"cuda:{_from_environment('LOCAL_RANK', 0)}"
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         check_device(device)
     try:
         torch.distributed.init_process_group(

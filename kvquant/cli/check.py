@@ -30,9 +30,7 @@ from .console import (
     help="A plan's file to compare, or auto: a kept plan, or a new one. A kept plan by default.",
 )
 @click.option("--text", type=FILE, help="Text to compare predictions on; a packaged one if absent.")
-@click.option(
-    "--samples", type=COUNT, default=8, show_default=True, help="Passages of the text, from 4 on."
-)
+@click.option("--samples", type=COUNT, default=8, help="Passages of the text, from 4 on.")
 @ON_DEVICE
 @DTYPE
 @JSON
@@ -50,8 +48,8 @@ def check(
 ) -> None:
     """Say which caches are safe for a model, and how many bytes they take.
 
-    The command compares the model's predictions from quantized caches with those from its 16-bit
-    cache, with the 16-bit window and without it, and prints the lines to paste.
+    The command compares predictions from quantized caches with those from the 16-bit cache, with
+    the 16-bit window and without it, and prints the lines to paste.
 
     \b
     Example:

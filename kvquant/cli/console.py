@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -75,48 +75,43 @@ FORMATS = f"FORMAT is one of {', '.join(NAMES)}."  # epilog of commands that tak
 
 
 class Format(click.Choice[str]):
-    """A row format, which the epilog lists."""
+    """A row format, or two with a separator: "/" of K and V, "+" of a latent row's parts."""
+
+    def __init__(self, separators: str = "") -> None:
+        super().__init__(NAMES)
+        self.separators = separators
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """See click.Choice."""
         return "FORMAT"
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """Name ours where the name is another project's; see click.Choice."""
+        """Name the nearest of ours; see click.Choice."""
         message = super().get_invalid_choice_message(value, ctx)
         return message.removesuffix(".") + nearest(str(value))
 
-
-class Pair(Format):
-    """A format, or two: of K and V apart (int8-g4/int4-g4), or of a latent row's two parts.
-
-    Args:
-        separators: one, or each of the two that may stand between formats.
-    """
-
-    def __init__(self, separators: str) -> None:
-        super().__init__(NAMES)
-        self.separators = separators
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check each of them; see click.Choice."""
+        """Check each format; see click.Choice."""
         separator = self._separator_of(str(value))
-        names = str(value).split(separator)
+        names = str(value).split(separator or None)
         if len(names) > 2:
             allowed = " or ".join(["FORMAT", *(f"FORMAT{one}FORMAT" for one in self.separators)])
             self.fail(f"{value!r:.80} is not {allowed}", param, ctx)
-        return separator.join(super(Pair, self).convert(name, param, ctx) for name in names)
+        checked = [super(Format, self).convert(name, param, ctx) for name in names or [value]]
+        return separator.join(checked)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Complete the last of them; see click.Choice."""
-        first, separator, last = incomplete.rpartition(self._separator_of(incomplete))
+        """Complete the last format; see click.Choice."""
+        separator = self._separator_of(incomplete)
+        first, _, last = incomplete.rpartition(separator) if separator else ("", "", incomplete)
         items = super().shell_complete(ctx, param, last)
-        return [CompletionItem(f"{first}{separator}{item.value}") for item in items]
+        before = first + separator
+        return [CompletionItem(f"{before}{item.value}") for item in items]
 
     def _separator_of(self, text: str) -> str:
-        return next((one for one in self.separators if one in text), self.separators[0])
+        return next((one for one in self.separators if one in text), "")
 
 
 class Positive(click.FloatRange):
@@ -145,51 +140,28 @@ class Device(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
-NEW_FILE, SOURCE = Name(), Source()
+NEW_FILE, SOURCE, POSITIVE = Name(), Source(), Positive()
 PLAN = PlanFile(exists=True, dir_okay=False, path_type=Path)
 DEVICE = Device(["cpu", "cuda"])
-FORMAT, POSITIVE = Format(NAMES), Positive()
-PAIR, LATENT, EITHER = Pair("/"), Pair("+"), Pair("/+")  # of latent rows: see LatentFormat
+FORMAT, PAIR, LATENT, EITHER = Format(), Format("/"), Format("+"), Format("/+")
+HTML = ".html", ".htm"
 
-# options that several commands have
+# arguments and options of several commands
+MODEL = click.argument("model", type=SOURCE)
+MODEL_OR_NONE = click.argument("model", type=SOURCE, required=False)
 OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
 JSON = click.option(
     "--json", "json_file", type=NEW_FILE, help="Write the figures to this file too."
 )
-# what a command decodes with: its model, where it runs, and in which dtype
-MODEL = click.argument("model", type=SOURCE)
-ON_DEVICE = click.option(
-    "--device", type=DEVICE, default="cpu", show_default=True, help="Or cuda:N."
-)
+ON_DEVICE = click.option("--device", type=DEVICE, default="cpu", help="Or cuda:N.")
 DTYPE = click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
     default="float32",
-    show_default=True,
     help="Of weights and arithmetic; 16 bit for large models.",
 )
-
-
-class Failure(click.ClickException):
-    """An error that is no wrong use of the command line: one line, exit code 2."""
-
-    exit_code = 2
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
-
-
-class Interrupted(click.ClickException):
-    """An interrupt, with the exit code that shells give it."""
-
-    exit_code = 130
-
-    def __init__(self) -> None:
-        super().__init__("Aborted.")
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Print it."""
-        click.echo(self.message, err=True)
+SINK_LEN = click.option("--sink-len", type=WHOLE, default=4, help="First 16-bit tokens.")
+RECENT_LEN = click.option("--recent-len", type=WHOLE, default=128, help="Last 16-bit tokens.")
 
 
 class Commands(click.Group):
@@ -212,25 +184,39 @@ def _shown_errors() -> Iterator[None]:
     try:
         yield
     except KVQuantError as error:
-        raise Failure(str(error)) from error
+        raise _failure(str(error)) from error
     except KeyboardInterrupt:
-        raise Interrupted from None
+        click.echo("Aborted.", err=True)
+        raise click.exceptions.Exit(130) from None  # the exit code that shells give it
     except OSError as error:
         if error.errno == errno.EPIPE:  # the reader has seen enough; click knows what to do
             raise
         what = error.strerror or str(error)
-        raise Failure(f"{what}: {error.filename}" if error.filename else what) from error
+        raise _failure(f"{what}: {error.filename}" if error.filename else what) from error
 
 
-def is_given(option: str) -> bool:
-    """Whether an option of the command that runs was given, be it with its default."""
-    source = click.get_current_context().get_parameter_source(option)
-    return source not in (None, ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+def _failure(message: str) -> click.UsageError:
+    """One line, and exit code 2; without a context no usage is printed."""
+    return click.UsageError(" ".join(message.split()))
+
+
+def given_options(*names: str) -> list[str]:
+    """Those of the running command's parameters that the user gave, as --options."""
+    context = click.get_current_context()
+    unset = (None, ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+    found = {one.name: one.opts[-1] for one in context.command.params}
+    return [found[name] for name in names if context.get_parameter_source(name) not in unset]
+
+
+def refuse_options(names: Sequence[str], why: str) -> None:
+    """Raise UsageError if one of these options of the running command was given."""
+    for option in given_options(*names):
+        raise click.UsageError(f"{option} {why}")
 
 
 @contextmanager
 def enough_memory(options: str) -> Iterator[None]:
-    """Turn errors about memory that cannot be had into one that says which options to change."""
+    """Turn out-of-memory errors into one that names the options to lower."""
     words = ("can't allocate", "out of memory", "not enough memory", "calculation overflow")
     try:
         yield
@@ -245,14 +231,7 @@ def enough_memory(options: str) -> Iterator[None]:
 
 
 def compile_kernels(kernels: Sequence[Spec], arch: str) -> int:
-    """Compile CUDA kernels that are not on the disk, and show how far that is.
-
-    Returns:
-        How many there were.
-
-    Raises:
-        ConfigError: they cannot be kept.
-    """
+    """Compile CUDA kernels that are not on the disk, and return how many these were."""
     from ..kernels.cuda.runtime.compile import missing
     from ..kernels.cuda.runtime.compile_pool import compile_all
     from ..text import progress
@@ -272,49 +251,42 @@ def compile_kernels(kernels: Sequence[Spec], arch: str) -> int:
 def check_output(
     path: Path | None, *inputs: Path | None, endings: tuple[str, ...] = (".safetensors",)
 ) -> None:
-    """Raise before a long run whose result could not be written, or would destroy what is there.
+    """Raise ConfigError, before a long run, if a file cannot be written or must not be replaced.
 
     Args:
-        path: to be written; nothing is checked when None.
-        inputs: files and folders that the run reads; of a folder everything in it.
+        path: the file; None is fine.
+        inputs: files and folders that the run reads.
         endings: that the name may have.
-
-    Raises:
-        ConfigError: the name has another ending, or there is no place for such a file, or it is a
-            device, an input or part of one, or in the folder of a model.
     """
     if path is None:
         return
     if path.suffix not in endings:
         raise ConfigError(f"{path} cannot be written: name it NAME{' or NAME'.join(endings)}")
-    folder = path.absolute().parent
-    if not folder.is_dir():
+    if not path.absolute().parent.is_dir():
         raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
     from ..io.atomic import check_writable, target_of
 
     try:
         target = target_of(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-    for given in filter(None, inputs):
-        inside = list(given.iterdir()) if given.is_dir() else []
-        if Path(os.path.realpath(given)) in target.parents:
-            raise ConfigError(f"{path} is in {given}, which is read: write to another folder")
-        if any(_is_same(file, target) for file in (given, *inside)):
-            raise ConfigError(f"{path} is read: give another name to write to")
-    if _holds_model(target.parent):
-        raise ConfigError(
-            f"{path} cannot be written: {path.parent} holds a model, which is left as it is; name "
-            "a file in another folder"
-        )
-    try:
+        for given in filter(None, inputs):
+            read = Path(os.path.realpath(given))
+            if read in target.parents:
+                raise ConfigError(f"{path} is in {given}, which is read: write to another folder")
+            files = [read, *read.iterdir()] if read.is_dir() else [read]
+            if any(_is_same(file, target) for file in files):
+                raise ConfigError(f"{path} is read: give another name to write to")
+        if _holds_model(target.parent):
+            raise ConfigError(
+                f"{path} cannot be written: {path.parent} holds a model, which is left as it is; "
+                "name a file in another folder"
+            )
         check_writable(target)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _is_same(given: Path, path: Path) -> bool:
-    if os.path.realpath(given) == str(path):  # be it there or not
+    if os.path.realpath(given) == str(path):
         return True
     return given.exists() and path.exists() and os.path.samefile(given, path)
 
@@ -351,11 +323,7 @@ def write_json(path: Path | None, data: object) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file.
-
-    Raises:
-        ConfigError: it is not UTF-8, or longer than MAX_TEXT.
-    """
+    """The text of a UTF-8 file; ConfigError if it is not UTF-8, or longer than MAX_TEXT."""
     with open(path, "rb") as file:
         data = file.read(MAX_TEXT + 1)
     if len(data) > MAX_TEXT:
@@ -367,14 +335,7 @@ def read_text(path: Path) -> str:
 
 
 def check_device(name: str) -> None:
-    """Raise unless there is a device.
-
-    Args:
-        name: that DEVICE took.
-
-    Raises:
-        DeviceError: torch finds no such GPU.
-    """
+    """Raise DeviceError if torch finds no such GPU."""
     if name == "cpu":
         return
     import torch
@@ -387,7 +348,7 @@ def check_device(name: str) -> None:
 
 
 def warn_of_length(max_positions: int | None, what: str, length: int) -> None:
-    """Say on stderr if a text is longer than a model was made for."""
+    """Warn on stderr of a text that is longer than the model was made for."""
     if max_positions is not None and length > max_positions:
         click.echo(
             f"Warning: {what} has {length} tokens, the model was made for {max_positions}", err=True

@@ -1,16 +1,13 @@
-"""The demo: a language model reads a text, its cache is quantized, and decoding goes on from it.
+"""The demo: a model reads passages, its cache is quantized, and decoding goes on from there.
 
-Several passages of the text are one batch. For each cache the same prompt is quantized, the
-passages' next tokens are decoded one by one from the quantized cache and compared with the 16-bit
-cache, and the first passage is continued freely. Then steps of all caches are timed in turn,
-together with the model as transformers runs it (DynamicCache, SDPA), until their ratios are stable.
+All caches are compared with the 16-bit cache on the same tokens. Then steps of all caches are timed
+in turn, together with the model as transformers runs it (DynamicCache, SDPA).
 """
 
 from __future__ import annotations
 
 import copy
 import statistics
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,12 +18,12 @@ import torch
 
 from ..cache.contiguous import KVCache
 from ..calibration.fidelity import Scheme, compare, predict, quantized_copy, read_prompt
-from ..calibration.text_report import KL_NOTICE
 from ..errors import ConfigError, KVQuantError, UnsupportedModelError
 from ..evaluation.evaluate import HELD_OUT
 from ..hf.model import CachedModel
+from ..io.plan_store import SAFE
+from ..report.page import Section, Table, text
 from ..rows.defaults import DEFAULT, RECENT, SINKS
-from ..text import Column, render_table, terminal_width
 from .console import read_text
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "llama-demo-5m"
@@ -34,21 +31,14 @@ TEXT = HELD_OUT
 DEFAULT_CACHE, SMALL = (Scheme(fmt, fmt, SINKS, RECENT) for fmt in (DEFAULT, "int4-g4"))
 SCHEMES = DEFAULT_CACHE, SMALL, *(Scheme(fmt, fmt) for fmt in ("int8", "int4-g4", "int4"))
 STAGES = len(SCHEMES) + 5  # calls of report
-SIZES = {
-    True: (3072, 128),
-    False: (1024, 64),
-}  # context and scored: of the bundled model, of others
-ROUNDS = 20  # timed steps of each; then as many again until the ratios are stable
-MOST_ROUNDS = 200
+# context and scored, of the bundled model and of others
+SIZES = {True: (3072, 128), False: (1024, 64)}
+ROUNDS, MOST_ROUNDS = 20, 200  # timed steps of each cache: as many again until times are stable
 MOST_SECONDS = 40.0  # of timing; an idle machine takes a few
-STABLE = 0.05  # how far the ratios of the first and of the second half of all rounds may differ
-BUSY = 0.2  # of a step's time: a wider spread of its middle half tells of other work
+BUSY = 0.1  # of a step's time: a wider spread of the middle half means that other work runs
 PASSAGES = 4
 WORDS_SHOWN = 40  # of the prompt, before the continuations
-COLUMNS = (
-    Column("cache", left=True),
-    *map(Column, ("bits", "MiB", "smaller", "KL", "top-1 %", "ms", "±", "speed")),
-)
+TITLES = "bits", "MiB", "smaller", "KL", "top-1 %", "ms", "±", "speed"
 WARNING = (
     "Warning: this machine is busy with other work, so times and speeds are not reliable. Run "
     "`kvquant demo` again when it is idle; bits and KL hold all the same."
@@ -71,23 +61,15 @@ def run_demo(
     Args:
         source: a model, as of CachedModel.from_pretrained; the bundled one when None.
         text_file: what it reads; the packaged text when None.
-        context: tokens of each passage's prompt; fewer for a short text or a model of few
-            positions. 3,072 of the bundled model, 1,024 of another one, when None.
-        scored: tokens of each passage that are decoded and compared; 128 and 64 when None.
+        context: tokens of each passage's prompt; SIZES when None, and fewer for a short text.
+        scored: tokens of each passage that are decoded and compared; SIZES when None.
         continued: tokens of the free continuation.
         report: called with the name of each stage when it begins.
 
     Returns:
-        Plain data: "model", "text", "passages", "context", "scored", "prompt" (the first
-        passage's), "default" (its formats of K and V) and "caches", each with "name", "bits",
-        "nbytes", "kl", "top1", "perplexity", "ms_per_step", "ms_spread" (half the distance from the
-        first to the third quartile) and, but for transformers' own, "continuation". "left_out" has
-        the caches that the model cannot have, and why. "rounds" is how often each was timed,
-        "is_stable" whether the ratios were then the same in both halves of the rounds.
-
-    Raises:
-        ConfigError: the bundled model is not there, or the text is too short.
-        UnsupportedModelError: the model keeps latent rows.
+        Plain data. "caches" has a row for each cache; "ms_spread" is half the distance between the
+        quartiles of its times. "left_out" has the caches that the model cannot have, and why.
+        "rounds" is how often each step was timed, "is_stable" whether the times are reliable.
     """
     if source is None and not MODEL.exists():
         raise ConfigError(
@@ -131,10 +113,10 @@ def run_demo(
             continue
         if scheme is DEFAULT_CACHE:
             default = f"K {cache.layers[0].k_format}, V {cache.layers[0].v_format}"
-        text = _continue(model, cache, int(windows[0, context]), continued)
+        words = _continue(model, cache, int(windows[0, context]), continued)
         row = _row(name, compare(expected, predict(model, cache, fed), targets))
         bits = 16 * cache.nbytes / exact.nbytes
-        caches.append(row | {"nbytes": cache.nbytes, "bits": bits, "continuation": text})
+        caches.append(row | {"nbytes": cache.nbytes, "bits": bits, "continuation": words})
         starts.append(partial(lambda one: partial(model.step, one.fork(), last), cache))
 
     report("timing")
@@ -156,14 +138,8 @@ def run_demo(
     }
 
 
-def render_demo(result: dict[str, Any], width: int | None = None) -> str:
-    """The result as text: the table, then the continuations one after the other.
-
-    Args:
-        result: from run_demo.
-        width: columns to fit in; the terminal's, up to 100, when None.
-    """
-    width = width or min(terminal_width(), 100)
+def render_demo(result: dict[str, Any]) -> str:
+    """The result of run_demo as text: the table, the continuations, and what to take."""
     caches = result["caches"]
     plain, sixteen = caches[:2]
     rows = [
@@ -186,50 +162,43 @@ def render_demo(result: dict[str, Any], width: int | None = None) -> str:
         "cache:"
     )
     legend = (
-        f"Default: {result['default']}.",
-        f"Window: the first {SINKS} and last {RECENT} tokens stay in 16 bit; the longer the "
-        "context, the less they weigh.",
-        "Bits, MiB, smaller (than bf16): everything that the cache allocates.",
+        f"Default: {result['default']}. Window: the first {SINKS} and last {RECENT} tokens stay in "
+        "16 bit; the longer the context, the less they weigh. Bits, MiB, smaller (than bf16): "
+        "everything that the cache allocates.",
         "KL (nats per token, 0 is no change) and top-1: predictions against those with the 16-bit "
         f"cache, over {result['passages'] * result['scored']} tokens.",
         "ms: a decode step of the whole model for all passages in float32, the median of "
-        f"{result['rounds']} that took turns; half of them lie within ±.",
-        "Speed: against transformers' own cache (DynamicCache, SDPA), which keeps float32.",
+        f"{result['rounds']} that took turns; half of them lie within ±. Speed: against "
+        "transformers' own cache (DynamicCache, SDPA), which keeps float32.",
     )
-    lines = [textwrap.fill(one, width, subsequent_indent="  ") for one in legend]
-    parts = [textwrap.fill(about, width), render_table(COLUMNS, rows, width), "\n".join(lines)]
-    parts += [
-        textwrap.fill(f"Without {name}: {why}", width) for name, why in result["left_out"].items()
-    ]
-    if not result["is_stable"]:
-        parts.append(textwrap.fill(WARNING, width))
     words = " ".join(result["prompt"].split()[-WORDS_SHOWN:])
-    parts.append(textwrap.fill(f"The first passage ends: … {words}", width))
-    continued = [row for row in caches if "continuation" in row]
-    parts.append("and is continued, likeliest token by likeliest token, from a cache of")
-    for row in continued:
-        text = " ".join(row["continuation"].split())
-        indent = " " * 4
-        parts.append(
-            f"  {row['name']}\n"
-            + textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
-        )
-    parts.append(textwrap.fill(advice(caches), width))
-    return "\n\n".join(parts)
+    continued = [
+        f"{row['name']}: {' '.join(row['continuation'].split())}"
+        for row in caches
+        if "continuation" in row
+    ]
+    return text(
+        [
+            Section("", about, tables=[Table("", [["cache", *TITLES], *rows])]),
+            *legend,
+            *(f"Without {name}: {why}" for name, why in result["left_out"].items()),
+            *([] if result["is_stable"] else [WARNING]),
+            f"The first passage ends: … {words}",
+            "and is continued, likeliest token by likeliest token, from a cache of",
+            *continued,
+            advice(caches),
+        ]
+    )
 
 
 def advice(caches: Sequence[dict[str, Any]]) -> str:
-    """One sentence on what to take, by the KL of the default and of 4 bits, both with a window.
-
-    Args:
-        caches: as run_demo returns them.
-    """
+    """One sentence on what to take, by the KL of the default and of 4 bits, both with a window."""
     good, bad = list[str](), list[str]()
     for row in caches:
         if row["name"] in (_name(DEFAULT_CACHE), _name(SMALL)):
             smaller = caches[1]["nbytes"] / row["nbytes"]
             told = f"{row['name']} ({smaller:.1f} times smaller, KL {row['kl']:.4f})"
-            (good if row["kl"] <= KL_NOTICE else bad).append(told)
+            (good if row["kl"] <= SAFE else bad).append(told)
     taken = ", or ".join(good) or "none of these"
     refused = f"; do not take {' or '.join(bad)}" if bad else ""
     return (
@@ -278,12 +247,8 @@ def _row(name: str, compared: tuple[float, float, float]) -> dict[str, Any]:
 
 
 def _time(starts: Sequence[Start]) -> list[list[float]]:
-    """Milliseconds of each step, run in turn so that all meet the same machine.
-
-    Args:
-        starts: each gives a step, which adds a token to a copy of a cache. Copies are made anew
-            after ROUNDS steps, so that later rounds read as many tokens.
-    """
+    """Milliseconds of each step, in turn, so that all meet the same machine; after ROUNDS steps
+    they begin anew from copies of the caches."""
     taken: list[list[float]] = [[] for _ in starts]
     end = time.perf_counter() + MOST_SECONDS
     while True:
@@ -298,24 +263,7 @@ def _time(starts: Sequence[Start]) -> list[list[float]]:
 
 
 def _is_stable(taken: Sequence[Sequence[float]]) -> bool:
-    """Whether both halves of the rounds give the same ratios, and single steps much the same time.
-
-    Args:
-        taken: milliseconds of the same rounds, for each step.
-    """
-    half = len(taken[0]) // 2
-    if not half:
-        return False
-    first, second = (
-        [statistics.median(part) for part in parts]
-        for parts in (
-            [times[:half] for times in taken],
-            [times[half:] for times in taken],
-        )
-    )
-    ratios = [one / other for one, other in zip(first, second, strict=True)]
-    spreads = [_spread(times) / statistics.median(times) for times in taken]
-    return max(ratios) <= (1 + STABLE) * min(ratios) and max(spreads) <= BUSY
+    return all(_spread(times) <= BUSY * statistics.median(times) for times in taken)
 
 
 def _spread(times: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ from .console import (
     DTYPE,
     FILE,
     FORMATS,
+    HTML,
     JSON,
     MODEL,
     NEW_FILE,
@@ -38,15 +39,11 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     "caches",
     multiple=True,
     default=("default",),
-    show_default=True,
     help="K[/V][,sinks=N][,recent=N], K and V each a FORMAT; in place of K/V: default, a plan's "
     "file, or auto for the model's plan. Repeat it for more caches.",
 )
 @click.option(
-    "--tasks",
-    default="kl,retrieval",
-    show_default=True,
-    help="Tasks, with commas: kl, retrieval, generation.",
+    "--tasks", default="kl,retrieval", help="Tasks, with commas: kl, retrieval, generation."
 )
 @click.option("--retrieval", help="Retrieval tasks, with commas; six by default.")
 @click.option(
@@ -62,7 +59,6 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     type=WHOLE,
     multiple=True,
     default=(4, 16, 64, 0),
-    show_default=True,
     help="Facts in a retrieval prompt, 0 for as many as fit. Each task takes the largest number "
     "that the 16-bit cache can answer.",
 )
@@ -76,27 +72,13 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     help='Prompts for generation, JSON lines: {"prompt": "...", "answer": "..."}.',
 )
 @click.option("--pattern", help="Regular expression: its last match in a text is the answer.")
+@click.option("--samples", type=COUNT, default=4, help="Prompts, or passages, of a task.")
 @click.option(
-    "--samples", type=COUNT, default=4, show_default=True, help="Prompts, or passages, of a task."
+    "--questions", type=COUNT, default=8, help="Questions to a retrieval prompt, at most."
 )
-@click.option(
-    "--questions",
-    type=COUNT,
-    default=8,
-    show_default=True,
-    help="Questions to a retrieval prompt, at most.",
-)
-@click.option(
-    "--scored",
-    type=COUNT,
-    default=128,
-    show_default=True,
-    help="Tokens of a passage that kl compares.",
-)
-@click.option(
-    "--new-tokens", type=COUNT, default=128, show_default=True, help="Tokens of a generated text."
-)
-@click.option("--batch", type=COUNT, default=2, show_default=True, help="Prompts decoded together.")
+@click.option("--scored", type=COUNT, default=128, help="Tokens of a passage that kl compares.")
+@click.option("--new-tokens", type=COUNT, default=128, help="Tokens of a generated text.")
+@click.option("--batch", type=COUNT, default=2, help="Prompts decoded together.")
 @click.option("--chunk", type=COUNT, help="Read prompts in chunks of so many tokens.")
 @click.option(
     "--prompts-from-rows", is_flag=True, help="With --chunk: chunks attend to packed rows."
@@ -112,13 +94,7 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     help="Count the tokens that prompt lookup drafts and the model accepts.",
 )
 @click.option("--max-drop", type=POSITIVE, help="Points of accuracy that a cache may lose.")
-@click.option(
-    "--seed",
-    type=WHOLE,
-    default=0,
-    show_default=True,
-    help="Seed of retrieval prompts and sampled texts.",
-)
+@click.option("--seed", type=WHOLE, default=0, help="Seed of retrieval prompts and sampled texts.")
 @ON_DEVICE
 @DTYPE
 @JSON
@@ -129,37 +105,30 @@ def evaluate(
     caches: tuple[str, ...],
     tasks: str,
     retrieval: str | None,
-    lengths: tuple[int, ...],
-    facts: tuple[int, ...],
     text: Path | None,
     examples: Path | None,
     pattern: str | None,
     samples: int,
-    questions: int,
-    scored: int,
-    new_tokens: int,
-    batch: int,
     chunk: int | None,
     prompts_from_rows: bool,
     chat: bool | None,
     draft: bool,
     max_drop: float | None,
-    seed: int,
     device: str,
     dtype: str,
     json_file: Path | None,
     report: Path | None,
+    **sizes: Any,
 ) -> None:
     """Compare what a model does with quantized caches and with its 16-bit cache.
 
-    The model reads each prompt once. The command quantizes the 16-bit keys and values into each
-    cache, and every task decodes from there: predictions of a held-out text (kl), freely running
-    texts (generation), and questions about facts among similar ones (retrieval). Where the model
-    fails a retrieval task in 16 bit, the tables say "not asked". With --json, start an interrupted
-    run again and it continues where it stopped.
+    Each task decodes from caches of the same prompts: predictions of a held-out text (kl), freely
+    running texts (generation), and questions about facts among similar ones (retrieval). Where the
+    model fails a task in 16 bit, the tables say "not asked". With --json, start an interrupted run
+    again and it continues where it stopped.
 
     With --max-drop the exit code is 3 if a cache loses more than so many points and two standard
-    errors. It is 4 if there are too few samples to know.
+    errors, and 4 if there are too few samples to know.
 
     \b
     Example:
@@ -167,18 +136,17 @@ def evaluate(
           --length 512 --samples 4 --json evaluation.json --report evaluation.html
     """
     check_output(json_file, model, text, examples, endings=(".json",))
-    check_output(report, model, text, examples, endings=(".html", ".htm"))
+    check_output(report, model, text, examples, endings=HTML)
     state = None if json_file is None else json_file.with_name(f".{json_file.name}.partial")
     import torch
 
     from ..evaluation.decoding import Reading
     from ..evaluation.evaluate import Sizes, Task
     from ..evaluation.evaluate import evaluate as run
-    from ..evaluation.html_report import render as render_page
-    from ..evaluation.report import against_limit, render
+    from ..evaluation.report import against_limit, render, render_page
     from ..hf.hybrid import load_decoder
-    from ..html.page import check_libraries
     from ..io.atomic import save_text
+    from ..report.page import check_libraries
     from ..text import paragraph, progress
 
     check_device(device)
@@ -187,7 +155,7 @@ def evaluate(
     options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat, "draft": draft}
     options |= {} if retrieval is None else {"retrieval": _names(retrieval)}
     options |= {} if pattern is None else {"pattern": pattern}
-    sizes = Sizes(lengths, samples, questions, facts, samples, scored, new_tokens, batch, seed)
+    reach = Sizes(prompts=samples, passages=samples, **sizes)
     task, reading = Task(**options), Reading(chunk, prompts_from_rows)
     reader = load_decoder(model, dtype=getattr(torch, dtype), device=device)
     given = [] if examples is None else _examples(examples, reader, chat)
@@ -210,7 +178,7 @@ def evaluate(
             reader,
             caches,
             task=task,
-            sizes=sizes,
+            sizes=reach,
             text=None if text is None else read_text(text),
             examples=given,
             reading=reading,
@@ -265,8 +233,9 @@ def _prompt_tokens(prompt: str, reader: Any, chat: bool | None) -> list[int]:
     from ..evaluation.prompts import has_chat, in_chat
 
     tokenizer = reader.tokenizer
-    if not has_chat(tokenizer, chat):
-        ids: list[int] = reader.encode(prompt)
-        return ids
-    tokens: list[int] = tokenizer(in_chat(tokenizer, prompt), add_special_tokens=False)["input_ids"]
+    tokens: list[int]
+    if has_chat(tokenizer, chat):
+        tokens = tokenizer(in_chat(tokenizer, prompt), add_special_tokens=False)["input_ids"]
+    else:
+        tokens = reader.encode(prompt)
     return tokens

@@ -19,16 +19,18 @@ from .console import (
     FORMATS,
     JSON,
     LATENT,
+    MODEL_OR_NONE,
     OUTPUT,
     PLAN,
-    SOURCE,
-    WHOLE,
+    RECENT_LEN,
+    SINK_LEN,
     Commands,
     check_output,
     enough_memory,
-    is_given,
+    given_options,
     json_text,
     read_text,
+    refuse_options,
     warn_of_length,
     write_json,
 )
@@ -40,10 +42,12 @@ if TYPE_CHECKING:
     from ..cache.contiguous import KVCache
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+)
 @click.version_option(__version__, prog_name="kvquant")
 def main() -> None:
-    """Quantized KV caches: make them, look into them, export them, measure them.
+    """Make, inspect, export and measure quantized KV caches.
 
     \b
     Example:
@@ -54,7 +58,7 @@ def main() -> None:
 
 
 @main.command(epilog=FORMATS)
-@click.argument("model", type=SOURCE, required=False)
+@MODEL_OR_NONE
 @click.option("--prompt", type=FILE, help="Text that the model reads.")
 @click.option("--tokens", type=COUNT, help="Read so many of its tokens; all by default.")
 @click.option("--from", "raw", type=FILE, help="16-bit K and V of another program instead.")
@@ -67,12 +71,10 @@ def main() -> None:
 )
 @click.option("--k-format", type=FORMAT, help="Of K, where it differs.")
 @click.option("--v-format", type=FORMAT, help="Of V, where it differs.")
-@click.option("--sink-len", type=WHOLE, default=4, show_default=True, help="First 16-bit tokens.")
-@click.option(
-    "--recent-len", type=WHOLE, default=128, show_default=True, help="Last 16-bit tokens."
-)
+@SINK_LEN
+@RECENT_LEN
 @click.option("--max-seq-len", type=COUNT, help="Room for tokens; those of the prompt by default.")
-@click.option("--chunk", type=COUNT, default=512, show_default=True, help="Tokens read at a time.")
+@click.option("--chunk", type=COUNT, default=512, help="Tokens read at a time.")
 @click.option("--accept-loss", is_flag=True, help="Go on where K rows of few bits ruin MODEL.")
 @OUTPUT
 @enough_memory("--chunk or --max-seq-len")
@@ -94,12 +96,11 @@ def quantize(
 ) -> None:
     """Make a quantized cache of a text or of raw tensors.
 
-    MODEL reads the text of --prompt: the folder of a Hugging Face model, a GGUF file, or a name on
-    the Hugging Face hub. With --from, keys and values come from a safetensors file of tensors
-    layers.0.k, layers.0.v, layers.1.k and so on, [batch, num_kv_heads, tokens, head_dim]. The cache
-    is written to one safetensors file, which replaces an old one when it is whole. Of a model with
-    latent attention (DeepSeek V2, V3) it has latent rows in --format, int8-g4 by default: int4-g8
-    has RoPE parts of 16 bit, int4-g8+int8-g4 has those in int8-g4.
+    MODEL (a folder, a GGUF file, or a name on the Hugging Face hub) reads the text of --prompt.
+    With --from, keys and values come from a safetensors file of tensors layers.0.k, layers.0.v,
+    layers.1.k and so on, [batch, num_kv_heads, tokens, head_dim]. A model with latent attention
+    (DeepSeek V2, V3) has latent rows in --format, int8-g4 by default: int4-g8 has RoPE parts of 16
+    bit, int4-g8+int8-g4 has them in int8-g4.
 
     \b
     Example:
@@ -116,22 +117,14 @@ def quantize(
         )
     if both and k_format and v_format:
         raise click.UsageError("--k-format and --v-format leave nothing to --format: leave one out")
-    for name in ("chunk", "tokens", "accept_loss"):
-        if raw and is_given(name):
-            raise click.UsageError(
-                f"--{name.replace('_', '-')} is for MODEL, which reads: leave it out with --from"
-            )
     if raw:
+        reading = "chunk", "tokens", "accept_loss"
+        refuse_options(reading, "is for MODEL, which reads: leave it out with --from")
         _check_of_heads(both, raw)
     check_output(output, model, prompt, raw, plan if isinstance(plan, Path) else None)
-    options: dict[str, Any] = {"sink_len": sink_len, "recent_len": recent_len}
-    if plan is not None:
-        from ..io.plan import CachePlan
-
-        options["plan"] = CachePlan.load(plan) if isinstance(plan, Path) else plan
-    else:
-        given = {"k_format": k_format or both, "v_format": v_format or both}
-        options |= {name: fmt for name, fmt in given.items() if fmt}
+    options: dict[str, Any] = {"k_format": k_format or both, "v_format": v_format or both}
+    options = {name: value for name, value in {**options, "plan": plan}.items() if value}
+    options |= {"sink_len": sink_len, "recent_len": recent_len}
     if raw is not None:
         from ..io.export import quantize_raw
 
@@ -188,9 +181,7 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @enough_memory("cache")
 def inspect(file: Path, as_json: bool) -> None:
-    """Tell what a cache file holds, and what looks wrong.
-
-    FILE is what `kvquant quantize` or save_cache wrote, or save_sequences of a paged cache.
+    """Show what a file of a cache or of sequences holds, and what looks wrong.
 
     \b
     Example:
@@ -204,7 +195,7 @@ def inspect(file: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("model", type=SOURCE, required=False)
+@MODEL_OR_NONE
 @click.option("--text", type=FILE, help="What it reads; a packaged text by default.")
 @click.option("--context", type=COUNT, help="Tokens of a prompt; 1024, or 3072 without MODEL.")
 @JSON
@@ -214,9 +205,8 @@ def demo(
 ) -> None:
     """Let a model decode from caches of several formats.
 
-    MODEL is the folder of a Hugging Face model, a GGUF file, or a name on the Hugging Face hub.
-    Without it the demo takes a small model of the checkout. A model of 135 million parameters takes
-    up to three minutes on two cores; a larger model takes longer.
+    MODEL is a folder, a GGUF file, or a name on the Hugging Face hub; without it, a small model of
+    the checkout. 135 million parameters take up to three minutes on two cores.
 
     \b
     Example:
@@ -236,17 +226,13 @@ def demo(
         write_json(json_file, result)
 
 
-main.add_command(bench)
-main.add_command(calibrate)
-main.add_command(check)
-main.add_command(evaluate)
-main.add_command(report)
-main.add_command(warmup)
+for command in (bench, calibrate, check, evaluate, report, warmup):
+    main.add_command(command)
 
 
 def _of_latents(options: dict[str, Any], fmt: str | None) -> dict[str, Any]:
-    """The options of a cache of latent rows, which have one format."""
-    if any(map(is_given, ("k_format", "v_format", "accept_loss"))):
+    """The options of a cache of latent rows."""
+    if given_options("k_format", "v_format", "accept_loss"):
         raise click.UsageError(
             "this model keeps latent rows, not K and V: give --format or --plan, and none of "
             "--k-format, --v-format and --accept-loss"
@@ -256,7 +242,7 @@ def _of_latents(options: dict[str, Any], fmt: str | None) -> dict[str, Any]:
 
 
 def _check_of_heads(fmt: str | None, source: Path) -> None:
-    """Raise where --format has the two parts of a latent row, and there are keys and values."""
+    """Refuse the format of a latent row for keys and values."""
     if fmt and "+" in fmt:
         raise click.UsageError(
             f"--format {fmt} is of latent rows, and {source} has K and V: give one FORMAT, or "

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ..errors import CheckpointError, KVQuantError
-from .console import FILE, NEW_FILE, check_output, enough_memory
+from .console import FILE, HTML, NEW_FILE, check_output, enough_memory
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -15,27 +15,27 @@ from .console import FILE, NEW_FILE, check_output, enough_memory
 @click.option("-o", "--output", type=NEW_FILE, required=True, help="HTML file to write.")
 @enough_memory("plan")
 def report(plan: Path, output: Path) -> None:
-    """Tell what a plan decided and what it costs, as one HTML page.
+    """Show what a plan decided and what it costs, as one HTML page.
 
-    PLAN is a file of kvquant calibrate. The page needs no other files and no network; it is drawn
-    by matplotlib, which comes with the report extra.
+    PLAN is a file of kvquant calibrate. The page needs no other files and no network. matplotlib
+    draws it: install the report extra.
 
     \b
     Example:
       kvquant report plan.safetensors -o report.html
     """
-    check_output(output, plan, endings=(".html", ".htm"))
-    from ..calibration.html_report import render
+    check_output(output, plan, endings=HTML)
+    from ..calibration.report import render
     from ..calibration.verdict import verdict
-    from ..html.page import check_libraries
     from ..io.atomic import save_text
     from ..io.plan import CachePlan
+    from ..report.page import check_libraries
     from ..text import paragraph
 
     check_libraries("kvquant report")
     found = CachePlan.load(plan)
     try:
-        page = render(found, plan.name)
+        page, said = render(found, plan.name), verdict(found)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         if isinstance(error, KVQuantError):
             raise
@@ -44,5 +44,5 @@ def report(plan: Path, output: Path) -> None:
             "calibrate again"
         ) from error
     save_text(output, page)
-    _, mark, sentence, _ = verdict(found)
-    click.echo(f"{paragraph(f'{mark} {sentence}')}\n{output}: {len(page.encode()) / 1e3:.0f} kB")
+    click.echo(paragraph(f"{said.mark} {said.sentence}"))
+    click.echo(f"{output}: {len(page.encode()) / 1e3:.0f} kB")

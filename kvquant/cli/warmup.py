@@ -16,10 +16,12 @@ from .console import (
     FILE,
     FORMATS,
     HEAD_DIM,
+    RECENT_LEN,
+    SINK_LEN,
     SOURCE,
-    WHOLE,
     compile_kernels,
-    is_given,
+    given_options,
+    refuse_options,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 PROMPTS = 64, 2048  # tokens of a sequence: in a plan's basis few and many take different kernels
-OF_MODEL = "head_dim", "q_heads", "kv_heads"
+OF_ROWS = "head_dim", "kv_heads"
 VARIANT = "soft_cap", "sink_logits"
 Kind = tuple[Callable[..., "KVCache"], "int | None"]  # what makes a cache; its query heads
 
@@ -47,28 +49,20 @@ Kind = tuple[Callable[..., "KVCache"], "int | None"]  # what makes a cache; its 
     "and V, or FORMAT+FORMAT, of latents and RoPE parts: 512 and 64 elements without a model.",
 )
 @click.option("--arch", type=click.Choice(ARCHS), help="Of the GPU; that of this machine's.")
-@click.option(
-    "--batch", "batches", type=COUNT, multiple=True, default=(1, 8, 64), show_default=True
-)
-@click.option("--max-seq-len", type=COUNT, default=8192, show_default=True, help="Of the caches.")
-@click.option("--sink-len", type=WHOLE, default=4, show_default=True, help="First 16-bit tokens.")
-@click.option(
-    "--recent-len", type=WHOLE, default=128, show_default=True, help="Last 16-bit tokens."
-)
+@click.option("--batch", "batches", type=COUNT, multiple=True, default=(1, 8, 64))
+@click.option("--max-seq-len", type=COUNT, default=8192, help="Of the caches.")
+@SINK_LEN
+@RECENT_LEN
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16"]),
     help="Of the model; its own, or bfloat16.",
 )
 @click.option(
-    "--q-heads",
-    type=COUNT,
-    default=32,
-    show_default=True,
-    help="Without a model; of latent rows 16 and 128.",
+    "--q-heads", type=COUNT, default=32, help="Without a model; of latent rows 16 and 128."
 )
-@click.option("--kv-heads", type=COUNT, default=8, show_default=True, help="Without a model.")
-@click.option("--head-dim", type=HEAD_DIM, default=128, show_default=True, help="Without a model.")
+@click.option("--kv-heads", type=COUNT, default=8, help="Without a model.")
+@click.option("--head-dim", type=HEAD_DIM, default=128, help="Without a model.")
 @click.option("--soft-cap", is_flag=True, help="The attention has a soft cap (Gemma 2).")
 @click.option("--sink-logits", is_flag=True, help="The attention has sink logits (gpt-oss).")
 def warmup(
@@ -81,9 +75,9 @@ def warmup(
 ) -> None:
     """Compile the CUDA kernels of caches ahead of time.
 
-    Without it the first append of a new kind of cache compiles them, in seconds. All cores of this
-    machine are used, and no GPU is needed: give --arch then. Kernels are kept in the user's cache
-    folder, or KVQUANT_CACHE_DIR, and may be copied to machines with the same packages.
+    Without it the first append of a new kind of cache compiles them, in seconds. On a machine
+    without a GPU give --arch. Kernels are kept in the user's cache folder, or KVQUANT_CACHE_DIR,
+    and may be copied to machines with the same packages.
 
     \b
     Example:
@@ -92,16 +86,12 @@ def warmup(
     """
     if plan is not None and formats:
         raise click.UsageError("--plan says the formats: leave --format out")
-    for name in OF_MODEL:
-        why = ""
-        if model is not None:
-            why = "is the model's"
-        elif plan is not None and name != "q_heads":
-            why = "is the plan's"
-        elif formats and all("+" in one for one in formats) and name != "q_heads":
-            why = "is of K and V, and these are latent rows"
-        if why and is_given(name):
-            raise click.UsageError(f"--{name.replace('_', '-')} {why}: leave it out")
+    if model is not None:
+        refuse_options((*OF_ROWS, "q_heads"), "is the model's: leave it out")
+    elif plan is not None:
+        refuse_options(OF_ROWS, "is the plan's: leave it out")
+    elif formats and all("+" in one for one in formats):
+        refuse_options(OF_ROWS, "is of K and V, and these are latent rows: leave it out")
     from ..cache.warmup import Calls
     from ..kernels.cuda.runtime.warmup import kernels_of
 
@@ -160,7 +150,7 @@ def _gpu(arch: str | None) -> GPU:
 def _caches(
     model: Path | None, plan: Path | None, formats: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[torch.dtype, list[Kind]]:
-    """The model's dtype, and the caches: what makes one, given batch, and its query heads."""
+    """The dtype, and for each cache what makes it, given batch, and its query heads."""
     import torch
 
     from ..cache.contiguous import KVCache
@@ -187,7 +177,7 @@ def _caches(
         has_latents = is_latent or (model is None and "+" in name)
         kind = LatentKVCache if has_latents else KVCache
         # of a model they are known, of a plan and of latent rows likely
-        is_open = model is not None or ((has_latents or loaded) and not is_given("q_heads"))
+        is_open = model is not None or ((has_latents or loaded) and not given_options("q_heads"))
         num_q_heads = None if is_open else options["q_heads"]
         if loaded is not None:
             one = partial(make or kind.from_plan, plan=loaded)
@@ -202,29 +192,18 @@ def _caches(
             _check_heads(num_q_heads, options["kv_heads"])
         one = partial(one, **given)
         if has_latents:
-            for option in VARIANT:
-                if options[option]:
-                    flag = option.replace("_", "-")
-                    raise click.UsageError(
-                        f"--{flag} applies to rows of K and V, these are latent rows: leave it out"
-                    )
-            _check_latent(one, exact_codec(of_rows))
+            why = "applies to rows of K and V, these are latent rows: leave it out"
+            refuse_options(VARIANT, why)
+            sample = one(batch=1, max_seq_len=1, device="cpu")
+            assert isinstance(sample, LatentKVCache)
+            sample.check_kernels(exact_codec(of_rows))
         kinds.append((one, num_q_heads))
     return of_rows, kinds
 
 
 def _check_heads(num_q_heads: int | None, num_kv_heads: int) -> None:
-    """Raise UsageError unless query heads can share KV heads alike."""
+    """Refuse query heads that cannot share KV heads evenly."""
     if num_q_heads is not None and num_q_heads % num_kv_heads:
         raise click.UsageError(
             f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads: --q-heads is a multiple"
         )
-
-
-def _check_latent(make: Callable[..., KVCache], query: str) -> None:
-    """Raise UnsupportedError unless there are kernels for caches of latent rows."""
-    from ..cache.latent import LatentKVCache
-
-    cache = make(batch=1, max_seq_len=1, device="cpu")
-    assert isinstance(cache, LatentKVCache)
-    cache.check_kernels(query)

@@ -7,7 +7,7 @@ kvquant.evaluate compares caches. This package has its settings:
     Reading   how prompts come into caches: at once, in chunks, from packed rows
     Example   a prompt of your own, with its answer if it has one
 
-kvquant.evaluation.report makes tables of the result, kvquant.evaluation.html_report a page.
+kvquant.evaluation.report shows the result as text and as a page.
 """
 
 from .decoding import Reading

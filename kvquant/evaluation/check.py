@@ -1,8 +1,7 @@
-"""Which caches are safe for a model, and how many bytes they take: kvquant check.
+"""kvquant check: which caches are safe for a model, and how many bytes they take.
 
 Each cache is compared with the 16-bit cache on the same passages, with the 16-bit window of KVCache
-and without it, as pages of engines are. The verdicts' limits come from pairs of a KL and the right
-answers of HumanEval that were lost with it: kvquant/evaluation/README.md shows them.
+and without it, as engines keep rows.
 """
 
 from __future__ import annotations
@@ -20,20 +19,23 @@ import torch
 
 from kvquant.calibration.fidelity import Fidelity, Planned, Scheme, options_of
 from kvquant.calibration.single_pass import BATCH, reference_of
+from kvquant.calibration.verdict import CLOSE, RUIN, SAFE_WORD, judge
 from kvquant.calibration.windows import LEAST_PASSAGES, LEAST_SCORED, spread
 from kvquant.errors import ConfigError, NonFiniteError
 from kvquant.hf.models.configs import CacheLayers, cache_layers, new_cache
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_store import RUINED, SAFE
+from kvquant.report.page import Section, Table, text
 from kvquant.rows.defaults import RECENT, SINKS, default_format
 from kvquant.rows.quantize import exact_codec
-from kvquant.text import Column, paragraph, render_table, size_text
+from kvquant.text import Column, size_text
 
 from .caches import parse_cache
 from .evaluate import HELD_OUT
 
+LEFT = "cache", "rows", "verdict"
+VERDICTS = "cache", "rows", "bits", "KL", "error", "same token", "verdict"
 LENGTHS = 4096, 32768  # tokens of the sequences whose bytes are told
-SAFE_WORD, SMALL, RUIN, CLOSE = "safe", "small loss", "do not use", "too close to tell"
 CONTEXT, SCORED, SAMPLES = 1024, 64, 8
 # a shorter prompt would have more tokens in 16 bit than in packed rows, which alone lose anything
 LEAST_CONTEXT = 2 * (SINKS + RECENT)
@@ -79,20 +81,17 @@ def check(
     Args:
         model: a CachedModel, or what CachedModel.from_pretrained takes, which is loaded on the CPU
             in float32.
-        plan: a plan of the model, which is compared, too.
+        plan: a plan of the model, compared, too.
         plan_name: what the printed lines give as plan: "auto", or its path.
         memory: bytes for caches; the result then says how many sequences fit.
         text: to compare predictions on; a packaged one when None.
-        samples: passages of the text. More of them make the verdict surer; of fewer than 4 every
-            verdict is "too close to tell".
-        progress: called with the name of the cache that is measured, and with what was done since
-            the last call, in hundredths of all work.
+        samples: passages of the text; of fewer than 4 every verdict is "too close to tell".
+        progress: called with the name of a cache, and hundredths of all work since the last call.
 
     Returns:
-        Plain data that json can write: "rows" has, for each cache, its "formats", "bits" per
-        element of packed rows, "bits_without_window", "bytes" of a sequence by its length,
-        "sequences" in memory, and "window" and "none" with "kl", "kl_error" (nats per token),
-        "top1" (0 to 1) and "verdict".
+        Plain data: "rows" has, for each cache, its "formats", "bits" per element of packed rows,
+        "bytes" of a sequence by its length, "sequences" in memory, and "window" and "none" (without
+        it) with "kl", "kl_error" (nats per token), "top1" (0 to 1) and "verdict".
 
     Raises:
         ConfigError: the text is too short for the samples, or the model has too few positions for
@@ -162,36 +161,28 @@ def check_size(
     layers = cache_layers(config)
     exact = exact_codec(config.get_text_config(decoder=True).dtype)
 
-    def nbytes(length: int, choice: Choice) -> int:
+    def sized(choice: Choice) -> dict[str, Any]:
         options = options_of(choice, is_latent=layers.are_latent)
         options.pop("accept_loss", None)  # no model is there to lose anything
-        made = new_cache(config, layers, 1, length, exact_format=exact, device="meta", **options)
-        return made.nbytes
+        options |= {"exact_format": exact, "device": "meta"}
+        made = {str(n): new_cache(config, layers, 1, n, **options).nbytes for n in LENGTHS}
+        fit = None if memory is None else {n: memory // size for n, size in made.items()}
+        return {"bytes": made, "sequences": fit}
 
-    whole = Scheme(exact, exact, is_latent=layers.are_latent)
-    rows = []
-    for rung in ladder_of(layers, plan, plan_name):
-        sizes = {length: nbytes(length, rung.windowed) for length in LENGTHS}
-        rows.append(
-            {
-                "cache": rung.name,
-                "formats": str(rung.windowed).partition(" +")[0],
-                "formats_without_window": str(rung.bare),
-                "bits": _packed_bits(layers, rung.windowed),
-                "bits_without_window": _packed_bits(layers, rung.bare),
-                "bytes": {str(length): size for length, size in sizes.items()},
-                "sequences": _sequences(sizes, memory),
-                "lines": _lines(rung, layers),
-            }
-        )
-    sizes = {length: nbytes(length, whole) for length in LENGTHS}
-    exact_row = {
-        "cache": "16 bit",
-        "bits": 16.0,
-        "bytes": {str(length): size for length, size in sizes.items()},
-        "sequences": _sequences(sizes, memory),
-    }
-    return {"exact": exact_row, "rows": rows, "memory": memory}
+    rows = [
+        {
+            "cache": rung.name,
+            "formats": str(rung.windowed).partition(" +")[0],
+            "formats_without_window": str(rung.bare),
+            "bits": _packed_bits(layers, rung.windowed),
+            "bits_without_window": _packed_bits(layers, rung.bare),
+            "lines": _lines(rung, layers),
+            **sized(rung.windowed),
+        }
+        for rung in ladder_of(layers, plan, plan_name)
+    ]
+    whole = sized(Scheme(exact, exact, is_latent=layers.are_latent))
+    return {"exact": {"cache": "16 bit", "bits": 16.0, **whole}, "rows": rows, "memory": memory}
 
 
 def ladder_of(layers: CacheLayers, plan: CachePlan | None, plan_name: str = "auto") -> list[Rung]:
@@ -242,13 +233,6 @@ def _packed_bits(layers: CacheLayers, choice: Choice) -> float:
     return 8 * sum(fmt.row_bytes for fmt in rows) / sum(fmt.head_dim for fmt in rows)
 
 
-def _sequences(sizes: dict[int, int], memory: int | None) -> dict[str, int] | None:
-    """How many sequences of each length memory has room for."""
-    if memory is None:
-        return None
-    return {str(length): memory // size for length, size in sizes.items()}
-
-
 def _lines(rung: Rung, layers: CacheLayers) -> dict[str, str]:
     """What to paste for a cache."""
     settings = json.dumps({"kvquant": rung.settings})
@@ -276,29 +260,13 @@ def _facts(measure: Callable[[], Fidelity], passages: int) -> dict[str, Any]:
 
 
 def verdict(kl: float, error: float | None, passages: int) -> str:
-    """The verdict on a KL, in nats per token.
-
-    Args:
-        kl: of all passages.
-        error: its standard error; None of a single passage.
-        passages: how many; of fewer than ENOUGH the error itself is a guess.
+    """The verdict on a KL, in nats per token; CLOSE of fewer than ENOUGH passages.
 
     Example:
         >>> verdict(0.001, 0.0002, 8)
         'safe'
-        >>> verdict(0.64, 0.01, 8)
-        'do not use'
-        >>> verdict(0.001, None, 1)
-        'too close to tell'
     """
-    if error is None or passages < ENOUGH:
-        return CLOSE
-    margin = 2 * error
-    if not kl < RUINED - margin:  # NaN too
-        return RUIN if not kl < RUINED + margin else CLOSE
-    if kl <= SAFE - margin:
-        return SAFE_WORD
-    return SMALL if kl > SAFE + margin else CLOSE
+    return CLOSE if passages < ENOUGH else judge(kl, error)
 
 
 def best(found: dict[str, Any], place: str) -> dict[str, Any] | None:
@@ -344,45 +312,38 @@ def render(found: dict[str, Any]) -> str:
         f"Bits of an element in packed rows, and bytes of a sequence with its first {SINKS} and "
         f"last {RECENT} tokens in 16 bit:"
     )
-    parts = [f"{paragraph(head)}\n{render_table(columns, cells)}"]
+    sizes = Section("", tables=[Table("", [columns, *cells], head)])
     if "passages" not in found:
-        return "\n\n".join(parts)
+        return text([sizes])
+    told: list[Section | str] = [sizes]
     for place, head in (
         ("window", "With these tokens in 16 bit, as in KVCache and QuantizedCache by default:"),
         ("none", "Without 16-bit tokens, as in vLLM and SGLang:"),
     ):
-        columns = [Column(t) for t in ("bits", "KL", "error", "same token")]
-        columns = [Column("cache", left=True), Column("rows", left=True), *columns]
-        columns.append(Column("verdict", left=True))
-        verdicts = [_row(row, place) for row in rows]
-        parts.append(f"{paragraph(head)}\n{render_table(columns, verdicts)}")
-        chosen = best(found, place)
-        if chosen is None:
-            if any(row[place]["verdict"] == CLOSE for row in rows):
-                continue  # more passages may tell: see below
-            parts.append("Nothing here is safe. Make a plan: kvquant calibrate MODEL")
-            continue
-        wanted = ("vLLM",) if place == "none" else ("QuantizedCache", "your own loop")
-        for name in wanted:
-            if line := chosen["lines"].get(name):
-                if len(line) > 76:  # a terminal has 80 columns
-                    line = line.replace(", k_format", ",\n        k_format")
-                parts.append(f"{chosen['cache']} is safe. In {name}:\n    {line}")
+        titles = [Column(t, left=t in LEFT) for t in VERDICTS]
+        steps, chosen = [], best(found, place)
+        if chosen is not None:
+            wanted = ("vLLM",) if place == "none" else ("QuantizedCache", "your own loop")
+            steps = [
+                (f"{chosen['cache']} is safe. In {name}", chosen["lines"][name])
+                for name in wanted
+                if name in chosen["lines"]
+            ]
+        verdicts = Table("", [titles, *(_row(row, place) for row in rows)], head)
+        told += [Section("", tables=[verdicts]), Section("", steps=steps)]
+        if chosen is None and all(row[place]["verdict"] != CLOSE for row in rows):
+            told.append("Nothing here is safe. Make a plan: kvquant calibrate MODEL")
     if any(row[place]["verdict"] == CLOSE for row in rows for place in ("window", "none")):
-        more = (
+        told.append(
             f"Too close to tell: give {max(found['passages'] + 1, ENOUGH)} --samples or more, and "
             "a longer --text if that one is too short"
         )
-        parts.append(paragraph(more))
-    parts.append(
-        paragraph(
-            "KL: how far the predictions of the next token are from those with the 16-bit cache, "
-            f"in nats a token; 0 is no change. Safe: up to {SAFE}. Do not use: from {RUINED} on. "
-            f"Measured on {found['scored']} tokens after {found['context']} others, in "
-            f"{found['seconds']:.0f} s."
-        )
+    told.append(
+        "KL: how far the predictions of the next token are from those with the 16-bit cache, in "
+        f"nats a token; 0 is no change. Safe: up to {SAFE}. Do not use: from {RUINED} on. Measured "
+        f"on {found['scored']} tokens after {found['context']} others, in {found['seconds']:.0f} s."
     )
-    return "\n\n".join(parts)
+    return text(told)
 
 
 def _row(row: dict[str, Any], place: str) -> Sequence[str]:

@@ -6,26 +6,32 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from kvquant.html.figure import BLUE, INK, ORANGE, figure, log_axis
+from kvquant.report.figure import BLUE, INK, ORANGE, figure, log_axis
 
 from .generation import WAYS
-from .report import NO_TEST, POINTS, place_of
+
+POINTS = 100.0  # of accuracy: a share of 1
+NO_TEST = "not a test"  # of the cache: the model fails in 16 bit
 
 COLOURS = BLUE, ORANGE, "#2f9e62", "#9b6bd3", "#d1495b", "#1f9aa8", "#a8763e", "#d16ba5"
 MARKERS = "osD^vPX"
-COLUMNS = 4  # panels beside each other on a wide page; half as many on a narrow one
+COLUMNS = 4  # panels of tasks beside each other
 LEAST_KL = 1e-7  # on a log axis; rounding may give 0 or less
 
 
-def _panels(count: int, narrow: bool) -> tuple[int, int]:
-    """Rows and columns of panels."""
-    columns = min(count, COLUMNS // 2 if narrow else COLUMNS)
-    return -(-count // columns), columns
+def place_of(length: str) -> str:
+    """After how many tokens a text was generated; 0 means prompts of your own."""
+    return f"after {int(length):,} tokens" if length != "0" else "after the prompts"
+
+
+def _rows(count: int, columns: int) -> int:
+    return -(-count // columns)
 
 
 def _axes(sheet: Any, count: int, columns: int, **options: Any) -> list[Any]:
-    """Axes of a grid, those behind the last panel left empty."""
-    grid = sheet.subplots(-(-count // columns), columns, squeeze=False, **options).flatten()
+    """Axes of a grid of as many columns at most."""
+    shape = _rows(count, columns), min(count, columns)
+    grid = sheet.subplots(*shape, squeeze=False, **options).flatten()
     for axes in grid[count:]:
         axes.set_visible(False)
     return list(grid[:count])
@@ -38,18 +44,17 @@ def _looks(found: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(name, {"color": colour, "marker": marker}) for name, colour, marker in looks]
 
 
-def _legend(sheet: Any, axes: Sequence[Any], narrow: bool) -> None:
+def _legend(sheet: Any, axes: Sequence[Any]) -> None:
     """One legend below all panels: what each label means, once."""
     known: dict[str, Any] = {}
     for one in axes:
         handles, labels = one.get_legend_handles_labels()
         known |= dict(zip(labels, handles, strict=True))
-    columns = 1 if narrow else 3
-    sheet.legend(known.values(), known.keys(), loc="outside lower center", ncols=columns)
+    sheet.legend(known.values(), known.keys(), loc="outside lower center", ncols=3)
 
 
-def _legend_height(found: Mapping[str, Any], narrow: bool) -> float:
-    return 0.2 * -(-len(found["caches"]) // (1 if narrow else 3)) + 0.15
+def _legend_height(found: Mapping[str, Any]) -> float:
+    return 0.2 * _rows(len(found["caches"]), 3) + 0.15
 
 
 def _tasks(found: Mapping[str, Any]) -> list[str]:
@@ -57,17 +62,11 @@ def _tasks(found: Mapping[str, Any]) -> list[str]:
     return list(next(iter(found["retrieval"].values())))
 
 
-def _accuracy_height(found: Mapping[str, Any], narrow: bool) -> float:
-    rows, _ = _panels(len(_tasks(found)), narrow)
-    return 2.1 * rows + _legend_height(found, narrow)
-
-
-@figure(_accuracy_height)
-def accuracy(sheet: Any, found: Mapping[str, Any], narrow: bool) -> None:
+@figure(lambda found: 2.1 * _rows(len(_tasks(found)), COLUMNS) + _legend_height(found))
+def accuracy(sheet: Any, found: Mapping[str, Any]) -> None:
     """Right answers against the length of contexts: a panel for each retrieval task."""
     tasks, lengths = _tasks(found), sorted(found["retrieval"], key=int)
-    _, columns = _panels(len(tasks), narrow)
-    panels = _axes(sheet, len(tasks), columns, sharex=True, sharey=True)
+    panels = _axes(sheet, len(tasks), COLUMNS, sharex=True, sharey=True)
     looks, spread = _looks(found), 0.25 if len(lengths) > 1 else 0.6
     for place, (axes, task) in enumerate(zip(panels, tasks, strict=True)):
         cells = [found["retrieval"][length][task] for length in lengths]
@@ -100,30 +99,19 @@ def accuracy(sheet: Any, found: Mapping[str, Any], narrow: bool) -> None:
         axes.set_xlim(-0.5, len(lengths) - 0.5)
         axes.set_ylim(0, 104)
         axes.grid(axis="y")
-        if place % columns == 0:
+        if place % COLUMNS == 0:
             axes.set_ylabel("right answers, %")
-        if place + columns >= len(tasks):
+        if place + COLUMNS >= len(tasks):
             axes.tick_params(labelbottom=True)
             axes.set_xlabel("tokens of context")
-    _legend(sheet, panels, narrow)
+    _legend(sheet, panels)
 
 
-def _divergence_height(found: Mapping[str, Any], narrow: bool) -> float:
-    columns = _divergence_columns(found, narrow)
-    rows = -(-len(found["kl"]) // columns)
-    return rows * (0.8 + (0.36 if narrow else 0.26) * (len(found["caches"]) - 1)) + 0.4
-
-
-def _divergence_columns(found: Mapping[str, Any], narrow: bool) -> int:
-    return 1 if narrow else min(len(found["kl"]), COLUMNS // 2)
-
-
-@figure(_divergence_height)
-def divergence(sheet: Any, found: Mapping[str, Any], narrow: bool) -> None:
+@figure(lambda found: _rows(len(found["kl"]), 2) * (0.54 + 0.26 * len(found["caches"])) + 0.4)
+def divergence(sheet: Any, found: Mapping[str, Any]) -> None:
     """Mean KL with its error, and the KL that 99.9 % of the tokens stay below."""
     lengths, looks = sorted(found["kl"], key=int), _looks(found)
-    columns = _divergence_columns(found, narrow)
-    panels = _axes(sheet, len(lengths), columns, sharex=True, sharey=True)
+    panels = _axes(sheet, len(lengths), 2, sharex=True, sharey=True)
     for place, (axes, length) in enumerate(zip(panels, lengths, strict=True)):
         for y, (one, (_, look)) in enumerate(zip(found["kl"][length], looks, strict=True)):
             mean, tail = (max(one[name], LEAST_KL) for name in ("kl", "kl_tail"))
@@ -131,13 +119,12 @@ def divergence(sheet: Any, found: Mapping[str, Any], narrow: bool) -> None:
             error = one["kl_error"] or 0.0
             axes.errorbar(mean, y, xerr=[[min(error, 0.9 * mean)], [error]], capsize=3, **look)
             axes.plot(tail, y, markerfacecolor="none", **look)
-        names = [name.replace(" + ", "\n+ ") if narrow else name for name, _ in looks]
-        axes.set_yticks(range(len(looks)), names)
+        axes.set_yticks(range(len(looks)), [name for name, _ in looks])
         axes.set_ylim(len(looks) - 0.5, -0.5)
         log_axis(axes, "x")
-        axes.set_title(f"behind {int(length):,} tokens")
+        axes.set_title(place_of(length))
         axes.grid(axis="x")
-        if place + columns >= len(lengths):
+        if place + 2 >= len(lengths):
             axes.tick_params(labelbottom=True)
             axes.set_xlabel("KL, nats a token")
     # what the marks of all caches mean
@@ -146,17 +133,13 @@ def divergence(sheet: Any, found: Mapping[str, Any], narrow: bool) -> None:
     sheet.legend(loc="outside lower center", ncols=2)
 
 
-def _agreement_height(found: Mapping[str, Any], narrow: bool) -> float:
-    return (5.0 if narrow else 2.6) * len(found["generation"]) + _legend_height(found, narrow)
-
-
-@figure(_agreement_height)
-def agreement(sheet: Any, found: Mapping[str, Any], narrow: bool) -> None:
+@figure(lambda found: 2.6 * len(found["generation"]) + _legend_height(found))
+def agreement(sheet: Any, found: Mapping[str, Any]) -> None:
     """The share of texts that are still the 16-bit cache's, token by token."""
     ways = [
         (length, way, task[way]) for length, task in found["generation"].items() for way in WAYS
     ]
-    panels = _axes(sheet, len(ways), 1 if narrow else 2, sharey=True)
+    panels = _axes(sheet, len(ways), 2, sharey=True)
     for axes, (length, way, rows) in zip(panels, ways, strict=True):
         for one, (name, look) in zip(rows, _looks(found), strict=True):
             count, counts = one["prompts"], [int(number) for number in one["agreement"]]
@@ -180,6 +163,6 @@ def agreement(sheet: Any, found: Mapping[str, Any], narrow: bool) -> None:
         axes.set_xlabel("tokens of text")
         axes.set_ylim(0, 104)
         axes.grid(axis="y")
-    for axes in panels if narrow else panels[::2]:
+    for axes in panels[::2]:
         axes.set_ylabel("same as with 16 bit, %")
-    _legend(sheet, panels, narrow)
+    _legend(sheet, panels)

@@ -1,51 +1,125 @@
-"""The tables of an evaluation, a verdict on each cache, and the comparison with --max-drop."""
+"""The report of an evaluation: sections for the terminal and for the page of --report."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvquant.text import Column, count_text, paragraph, render_table
+from kvquant.report import page
+from kvquant.report.page import Section, Table, Verdict, text
+from kvquant.text import Column, count_text
 
+from . import figures
 from .check import ENOUGH as PASSAGES
 from .check import verdict
+from .figures import NO_TEST, POINTS, place_of
 from .generation import BOTH, WAYS
 
-ENOUGH = 3.0  # the limit must be so many times the standard error
-POINTS = 100.0  # of accuracy: a share of 1
-NO_TEST = "not a test"  # of the cache: the model fails in 16 bit
 NOT_ASKED = "not asked"  # because the model fails in 16 bit
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A table of a task; a row is a cache, the 16-bit cache first.
-
-    Attributes:
-        kind: "costs", "kl", "generation" or "retrieval".
-        title: a few words that tell tables of a kind from one another.
-        head: one or two sentences on how to read it.
-        columns: the titles.
-        rows: a cell for each column.
-    """
-
-    kind: str
-    title: str
-    head: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[str]]
+ENOUGH = 3.0  # the limit must be so many times the standard error
+MOST = 4  # reasons of a verdict that a page shows, beside the first
+MARKS = {
+    "met": ("good", "Within the limit."),
+    "exceeded": ("bad", "Limit exceeded."),
+    "unknown": ("notice", "Not known."),
+}
+# a task's title, its figure, and how to read the figure
+TASKS = {
+    "kl": (
+        "Predictions",
+        figures.divergence,
+        "KL divergence of the next token's distribution from the one with a 16-bit cache. Filled "
+        "marks: the mean, with its standard error. Hollow marks: 99.9 % of the tokens stay below. "
+        "Further left is better.",
+    ),
+    "generation": (
+        "Texts",
+        figures.agreement,
+        "How many texts are still those of the 16-bit cache, token by token. Greedy texts part at "
+        "the first near-tie; sampled ones use the same random numbers for every cache. Bars: "
+        "standard errors.",
+    ),
+    "retrieval": (
+        "Finding facts among others",
+        figures.accuracy,
+        "Right answers against the length of the context. A cache that loses nothing lies on the "
+        "dashed line, the 16-bit cache. Bars: standard errors of the difference to it. Where 16 "
+        "bit answers too little, the model fails the task, and the figure shows no cache.",
+    ),
+}
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """All tables, then a verdict on each cache. Last come sentences on layers that no cache holds,
-    on prompts that lay in 16 bit, and on tasks that the model fails with its 16-bit cache."""
-    parts = [
-        f"{paragraph(one.head)}\n{render_table(one.columns, one.rows)}" for one in tables(found)
-    ]
-    told = [*verdicts(found), *found.get("notes", []), *failures(found)]
-    return "\n\n".join([*parts, *map(paragraph, told)])
+    """All tables, then a verdict on each cache and notes, for a terminal."""
+    return text([*sections(found), *notes(found)])
+
+
+def render_page(
+    found: Mapping[str, Any], names: Mapping[str, str], limit: float | None = None
+) -> str:
+    """The HTML page; UnsupportedError if matplotlib or jinja2 is not installed.
+
+    Args:
+        found: what evaluate returned.
+        names: of the inputs: "model", and "text" and "prompts" if they were files.
+        limit: points of accuracy that a cache may lose, for a verdict.
+    """
+    page.check_libraries("this page")
+    settings, name, judged = found["settings"], names["model"], None
+    if limit is not None:
+        result, reasons = against_limit(found, limit)
+        met = f"No cache loses more than {limit:g} points of a task, beyond two standard errors."
+        first, *others = reasons or [met]
+        if len(others) > MOST:
+            others = [*others[:MOST], f"{len(others) - MOST} more: see the tables."]
+        judged = Verdict(*MARKS[result], first, others)
+    of_text = names.get("text", f"given, hash {settings['text']}")
+    of_text = "packaged, held_out.txt" if settings["text"] == "packaged" else of_text
+    rows = [["setting", "value"], *map(list, {**names, "text": of_text}.items())]
+    for part in ("sizes", "task", "reading"):
+        rows += [[key, _words(value)] for key, value in settings[part].items()]
+    return page.render(
+        page.Page(
+            f"kvquant evaluate: {name}",
+            f"What {name} loses with quantized caches",
+            f"{settings['model']} · {settings['dtype'].removeprefix('torch.')} · seed "
+            f"{settings['sizes']['seed']} · text: {of_text}",
+            judged,
+            notes(found),
+            [*sections(found, drawn=True), Section("Settings", tables=[Table("Settings", rows)])],
+        )
+    )
+
+
+def sections(found: Mapping[str, Any], *, drawn: bool = False) -> Iterator[Section]:
+    """What caches take, and a section for each task, with a figure if drawn.
+
+    Where the model fails a task with its 16-bit cache, the cells of the other caches have
+    NOT_ASKED, or NO_TEST if they were asked, too.
+    """
+    names = [one["cache"] for one in found["caches"]]
+    yield Section("What each cache takes", tables=[_costs(found["caches"])])
+    window = max(one["recent_len"] for one in found["caches"])
+    for kind, (title, draw, how) in TASKS.items():
+        shown: list[Table] = []
+        for length, task in found.get(kind, {}).items():
+            if kind == "kl":
+                shown.append(_kl(length, names, task))
+            elif kind == "generation":
+                shown += _generation(length, names, task)
+            else:
+                shown.append(_retrieval(length, names, task, window))
+        if shown and drawn:
+            yield Section(title, how, (), draw(found), shown)
+        elif shown:
+            yield Section(title, tables=shown)
+
+
+def notes(found: Mapping[str, Any]) -> list[str]:
+    """A verdict on each cache; then layers that no cache holds, prompts that lay in 16 bit, and
+    tasks that the model fails with its 16-bit cache."""
+    return [*verdicts(found), *found.get("notes", []), *failures(found)]
 
 
 def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
@@ -77,31 +151,7 @@ def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"{one['cache']}: {'; '.join(told)}."
 
 
-def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
-    """The tables of all tasks. Where the model fails a task with its 16-bit cache, the cells of the
-    other caches have NOT_ASKED, or NO_TEST if they were asked, too."""
-    names = [one["cache"] for one in found["caches"]]
-    yield _costs(found["caches"])
-    for length, rows in found.get("kl", {}).items():
-        yield _kl(length, names, rows)
-    for length, task in found.get("generation", {}).items():
-        yield from _generation(length, names, task)
-    window = max(one["recent_len"] for one in found["caches"])
-    for length, tasks in found.get("retrieval", {}).items():
-        least = min(one["least_distance"] for one in tasks.values())
-        head = (
-            f"Right answers in contexts of {int(length):,} tokens: in the first row in %, in the "
-            "others the change in points ± its standard error. Below a task's name stands how many "
-            f"facts its context has. No answer is among the tokens in 16 bit: each ends {least} "
-            f"tokens or more before the end of its context, and {least - window} or more before "
-            "the last tokens in 16 bit:"
-        )
-        title = f"contexts of {int(length):,} tokens"
-        named = [(f"{name}\n{one['facts']} facts", one) for name, one in tasks.items()]
-        yield Shown("retrieval", title, head, *_accuracy(names, named))
-
-
-def _costs(caches: Sequence[Mapping[str, Any]]) -> Shown:
+def _costs(caches: Sequence[Mapping[str, Any]]) -> Table:
     columns = (
         Column("cache", left=True),
         *map(Column, ("bits", "bytes\na token", "tokens\na GiB")),
@@ -119,10 +169,10 @@ def _costs(caches: Sequence[Mapping[str, Any]]) -> Shown:
         "What a cache of the longest context takes. Sinks and recent: its first and last tokens, "
         "which stay in 16 bit and count in bits and bytes; in longer contexts they weigh less:"
     )
-    return Shown("costs", "caches", head, columns, rows)
+    return Table("Table: caches", [columns, *rows], head, is_open=True)
 
 
-def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Shown:
+def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = (
         Column("cache", left=True),
         *map(Column, ("KL, nats\na token", "±", "first\nquarter", "last\nquarter")),
@@ -146,15 +196,23 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
         f"Predictions of {rows[0]['tokens']:,} tokens in {passages}, "
         f"decoded after {int(length):,} tokens, compared with those of the 16-bit cache:"
     )
-    return Shown("kl", place_of(length), head, columns, cells)
+    return Table(f"Table: {place_of(length)}", [columns, *cells], head)
 
 
-def place_of(length: str) -> str:
-    """After how many tokens a text was generated; 0 means prompts of your own."""
-    return f"after {int(length):,} tokens" if length != "0" else "after the prompts"
+def _retrieval(length: str, names: Sequence[str], tasks: Mapping[str, Any], window: int) -> Table:
+    least = min(one["least_distance"] for one in tasks.values())
+    head = (
+        f"Right answers in contexts of {int(length):,} tokens: in the first row in %, in the "
+        "others the change in points ± its standard error. Below a task's name stands how many "
+        f"facts its context has. No answer is among the tokens in 16 bit: each ends {least} "
+        f"tokens or more before the end of its context, and {least - window} or more before "
+        "the last tokens in 16 bit:"
+    )
+    named = [(f"{name}\n{one['facts']} facts", one) for name, one in tasks.items()]
+    return Table(f"Table: contexts of {int(length):,} tokens", _accuracy(names, named), head)
 
 
-def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> Iterator[Shown]:
+def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> Iterator[Table]:
     for way in WAYS:
         rows = task[way]
         counts = list(rows[0]["agreement"])
@@ -171,26 +229,20 @@ def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> I
             shares = [f"{POINTS * share['share']:.0f} %" for share in one["agreement"].values()]
             cells.append([name, "never" if median is None else str(median), *shares])
         head = f"{way.capitalize()} texts {place_of(length)}, of {_counted(rows[0], 'prompt')}:"
-        yield Shown("generation", f"{way}, {place_of(length)}", head, columns, cells)
+        yield Table(f"Table: {way}, {place_of(length)}", [columns, *cells], head)
         answers = task.get(f"{way}_answers")
         if answers is not None:
             head = (
                 f"Right answers in {way} texts {place_of(length)}, in %, and the change in points:"
             )
             accuracy = _accuracy(names, [("right", answers)])
-            yield Shown("generation", f"answers, {way}, {place_of(length)}", head, *accuracy)
+            yield Table(f"Table: answers, {way}, {place_of(length)}", accuracy, head)
     if "drafts" in task:
         yield _drafts(length, names, task["drafts"])
 
 
-def _drafts(length: str, names: Sequence[str], rows: Sequence[Mapping[str, int]]) -> Shown:
-    titles = (
-        "tokens\nwritten",
-        "tokens\ndrafted",
-        "tokens\naccepted",
-        "accepted\n%",
-        "tokens\na step",
-    )
+def _drafts(length: str, names: Sequence[str], rows: Sequence[Mapping[str, int]]) -> Table:
+    titles = ("written", "drafted", "accepted")
     cells = [
         [
             name,
@@ -203,19 +255,21 @@ def _drafts(length: str, names: Sequence[str], rows: Sequence[Mapping[str, int]]
         for name, one in zip(names, rows, strict=True)
     ]
     head = f"Greedy texts {place_of(length)} with drafts that are looked up in prompt and text:"
-    columns = Column("cache", left=True), *map(Column, titles)
-    return Shown("generation", f"prompt lookup, {place_of(length)}", head, columns, cells)
+    columns = Column("cache", left=True), *(Column(f"tokens\n{title}") for title in titles)
+    columns = *columns, Column("accepted\n%"), Column("tokens\na step")
+    return Table(f"Table: prompt lookup, {place_of(length)}", [columns, *cells], head)
 
 
 def _accuracy(
     names: Sequence[str], tasks: Sequence[tuple[str, Mapping[str, Any]]]
-) -> tuple[Sequence[Column], list[list[str]]]:
+) -> list[Sequence[str | Column]]:
     columns = [Column("cache", left=True)]
     columns += [Column(name, part=part) for part, (name, _) in enumerate(tasks, 1)]
-    cells = [["16 bit", *(f"{POINTS * task['exact']:.1f}" for _, task in tasks)]]
+    cells: list[Sequence[str | Column]] = [columns]
+    cells.append(["16 bit", *(f"{POINTS * task['exact']:.1f}" for _, task in tasks)])
     for at, name in enumerate(names[1:]):
         cells.append([name, *(_points(task, at) for _, task in tasks)])
-    return columns, cells
+    return cells
 
 
 def _points(task: Mapping[str, Any], at: int) -> str:
@@ -312,3 +366,9 @@ def _tested(
             if (answers := task.get(f"{way}_answers")) and not answers["fails"]:
                 for name, one in zip(names, answers["caches"], strict=True):
                     yield f"{way} answers", name, one
+
+
+def _words(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_words, value))
+    return "default" if value is None else f"{value:,}" if type(value) is int else str(value)

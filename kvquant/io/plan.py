@@ -57,7 +57,6 @@ class CachePlan:
         layers          L objects {"k": side, "v": side, "kept": null or why this layer stays in 16
                         bit}; a side is {"format": "int4", "basis": "none" | "hadamard" | "matrix",
                         "rounding": "nearest" | "feedback"}
-        steepness       L objects {"k": number, "v": number} of calibration/bases.py; may be absent
         bits            per element of K and V, of the packed rows, headers included
         observed_tokens, steps, candidates (formats), zero_data (true: no text was observed)
         measured        null, or figures of the plan on held-out text against the 16-bit cache:

@@ -98,13 +98,6 @@ class _Sensitivity(msgspec.Struct):
     kl: float
 
 
-class _Steepness(msgspec.Struct):
-    """How unlike the directions of one layer's rows are."""
-
-    k: Annotated[float, Meta(ge=0)]
-    v: Annotated[float, Meta(ge=0)]
-
-
 class _Other(msgspec.Struct):
     """A layer of the model that the cache has none of."""
 
@@ -131,7 +124,6 @@ class _Facts(msgspec.Struct):
     places: tuple[Length, ...] = ()
     others: tuple[_Other, ...] = ()
     latent: bool = False
-    steepness: tuple[_Steepness, ...] = ()
     windowed: _Windowed | None = None
 
 
@@ -184,8 +176,6 @@ def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
         raise CheckpointError(
             f"limit.met is {given.limit.met}: the KL is {given.measured.kl}, the limit {most}"
         )
-    if len(given.steepness) not in (0, layers):
-        raise CheckpointError(f"steepness is of {len(given.steepness)} layers, there are {layers}")
     places = given.places or range(layers)
     others = [other.layer for other in given.others]
     if len(places) != layers or len({*places, *others}) != layers + len(others):

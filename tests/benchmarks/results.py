@@ -84,6 +84,7 @@ from typing import Any
 
 from evaluations import TEST, Evaluations, of_models, read_runs, text_of
 from public_tables import (
+    KL_NOTICE,
     behind_code,
     by_context,
     humaneval,
@@ -94,7 +95,6 @@ from public_tables import (
 )
 
 from kvquant import KVCache, RowFormat
-from kvquant.calibration.text_report import KL_NOTICE
 from kvquant.io.plan_store import RUINED, SAFE
 from kvquant.rows.defaults import default_format
 

@@ -10,7 +10,6 @@ from kvquant.calibration.bases import (
     output_moment,
     regularized,
     spreading,
-    steepness,
 )
 from kvquant.calibration.moments import LayerMoments
 from kvquant.rows.format import HEAD_DIMS
@@ -47,35 +46,6 @@ def test_the_optimal_matrix_reaches_the_bound_and_keeps_the_size_of_rows() -> No
     size = b.diagonal(dim1=-2, dim2=-1).sum(-1)
     torch.testing.assert_close(variance.sum(-1), size, rtol=0.01, atol=0)
     torch.testing.assert_close(variance, variance.mean(-1, keepdim=True).expand_as(variance))
-
-
-def with_spectrum(singular: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """W and C, neither of them diagonal, whose W^½ C^½ has these singular values."""
-    torch.manual_seed(3)
-    one, other = (torch.linalg.qr(torch.randn(HEADS, DIM, DIM).double())[0] for _ in range(2))
-    values = torch.linspace(1, 2, DIM).double()
-    weights = one @ (values[:, None] * one.mT)
-    inverse_root = one @ (values.rsqrt()[:, None] * one.mT)
-    product = other @ (singular.square()[..., None] * other.mT)
-    return weights, inverse_root @ product @ inverse_root
-
-
-def test_steepness_is_that_of_a_known_spectrum() -> None:
-    """But for the ridge, a thousandth of the mean of each moment."""
-    assert steepness(*with_spectrum(torch.full((HEADS, DIM), 3.0).double())) == pytest.approx(
-        1, abs=1e-3
-    )
-    halves = torch.tensor([1.0, 9.0]).double().repeat_interleave(DIM // 2).expand(HEADS, -1)
-    assert steepness(*with_spectrum(halves)) == pytest.approx(5 / 3, rel=0.02)
-    steep = torch.stack([halves[0], 2 * torch.ones(DIM).double()])
-    assert steepness(*with_spectrum(steep)) == pytest.approx((5 / 3 + 1) / 2, rel=0.02)
-    weights, spread = with_spectrum(halves)
-    assert steepness(5 * weights, 7 * spread) == pytest.approx(steepness(weights, spread))
-
-
-def test_rows_that_are_all_alike_have_a_steepness() -> None:
-    nothing = torch.zeros(HEADS, DIM, DIM).double()
-    assert steepness(torch.eye(DIM).double().expand(HEADS, -1, -1), nothing) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)

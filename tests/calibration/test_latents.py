@@ -12,15 +12,15 @@ from slow_cases import mark_slow
 
 from kvquant.calibration.basis_search import error_weights
 from kvquant.calibration.calibrate import Goal, calibrate
-from kvquant.calibration.html_report import render
 from kvquant.calibration.moments import Moments
-from kvquant.calibration.text_report import render_plan, warnings
+from kvquant.calibration.report import render, sections
 from kvquant.calibration.windows import Sizes
 from kvquant.errors import ConfigError, UnsupportedError, UnsupportedModelError
 from kvquant.hf.model import CachedModel
 from kvquant.hf.models.latent import heads_of
 from kvquant.io.plan import CachePlan
 from kvquant.ops.mla import check_kernels
+from kvquant.report.page import text as words_of
 from kvquant.rows.latent import LatentFormat
 
 pytestmark = pytest.mark.skipif(not hands_latents, reason="needs transformers 5.17")
@@ -184,9 +184,10 @@ def test_a_plan_of_latents_is_saved_told_and_used(
         for one in (plan, again)
     ]
     assert torch.equal(*found)
-    assert "layers 0-1: latents int4-g8, RoPE parts bf16" in render_plan(plan)
-    assert any(told.startswith("int4-g4 rows without a plan: KL") for told in warnings(plan))
-    assert "RoPE parts error" in page and "int4-g4 rows as they are" in page
+    *_, head, _, row = (line.split() for line in words_of(sections(plan)).splitlines())
+    assert head == ["layers", "latents", "RoPE", "parts"]
+    assert row[:2] == ["0-1", "int4-g8,"] and "bf16" in row
+    assert "RoPE parts" in page
 
 
 def test_parts_in_16_bit_are_stored_as_they_come(plan: CachePlan, page: str) -> None:
@@ -210,7 +211,9 @@ def test_a_float16_model_is_compared_in_rows_that_its_plan_has(model: CachedMode
     assert {row["format"] for row in found.facts["comparison"]} == {
         f"{name}+fp16" for name in ("int4-g4", "int4-g8", "int8-g4", "fp8-g4")
     }
-    rows = [line for line in render_plan(found).splitlines() if line.startswith("int4-g8+fp16")]
+    rows = [
+        line for line in words_of(sections(found)).splitlines() if line.startswith("int4-g8+fp16")
+    ]
     assert len(rows) == 1  # the plan itself has a row of its own
 
 

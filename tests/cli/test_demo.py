@@ -57,8 +57,8 @@ def test_bytes_are_those_of_the_tokens(result: dict[str, Any]) -> None:
 
 
 def test_the_report_shows_table_and_continuations(result: dict[str, Any]) -> None:
-    text = demo.render_demo(result, width=90)
-    assert max(map(len, text.splitlines())) <= 100
+    text = demo.render_demo(result)
+    assert max(map(len, text.splitlines())) <= 80
     for row in result["caches"]:
         assert sum(line.strip().startswith(row["name"]) for line in text.splitlines()) >= 1
     assert "1.00x" in text
@@ -66,7 +66,7 @@ def test_the_report_shows_table_and_continuations(result: dict[str, Any]) -> Non
     assert "Default: K int8-g4, V int4-g4." in " ".join(text.split())
     assert " ".join(words[:3]) in text
     assert "Warning: this machine is busy" in text
-    assert "Warning" not in demo.render_demo(result | {"is_stable": True}, width=90)
+    assert "Warning" not in demo.render_demo(result | {"is_stable": True})
     last = " ".join(text.split("\n\n")[-1].split())
     assert last == demo.advice(result["caches"])
 
@@ -96,8 +96,8 @@ def test_an_idle_machine_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo._spread([1, 2, 3, 4, 5]) == 1
 
 
-def test_rounds_go_on_until_the_ratios_are_stable(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = 3 * demo.ROUNDS // 4  # the first step is slow at first, while the other is not
+def test_rounds_go_on_until_times_are_stable(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = 3 * demo.ROUNDS // 5  # the first step is slow at first, while the other is not
     clock = Clock(monkeypatch, lambda i: 7.0 if i < late else 5.0, lambda i: 10.0)
     taken = demo._time(clock.starts)
     assert len(taken[0]) > demo.ROUNDS and demo._is_stable(taken)
@@ -105,12 +105,12 @@ def test_rounds_go_on_until_the_ratios_are_stable(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("other", "most"), [(lambda i: 10.0 + i / 4, 200), (lambda i: (5.0, 15.0)[i % 2], 200)]
+    ("other", "most"), [(lambda i: 10.0 + i, 200), (lambda i: (5.0, 15.0)[i % 2], 200)]
 )
 def test_a_busy_machine_is_told(
     other: Callable[[int], float], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ratios that drift, and times that jump, however long it is timed."""
+    """Times that drift, and times that jump, however long they are taken."""
     monkeypatch.setattr(demo, "MOST_SECONDS", 1e9)
     clock = Clock(monkeypatch, lambda i: 5.0, other)
     taken = demo._time(clock.starts)
@@ -177,7 +177,7 @@ def test_models_with_sliding_windows_are_served(
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = demo.run_demo(tmp_path, continued=2)
     caches = {row["name"]: row for row in result["caches"]}
-    assert result["rounds"] == 2 and caches["bf16"]["kl"] == 0.0
+    assert result["rounds"] == 1 and caches["bf16"]["kl"] == 0.0
     assert caches["transformers"]["kl"] < 1e-3
 
 

@@ -15,15 +15,12 @@ from tiny_models import tiny_model
 
 from kvquant import ConfigError, KVCache, RowFormat
 from kvquant.calibration.fidelity import Reference
+from kvquant.calibration.verdict import CLOSE, RUIN, SAFE_WORD, SMALL
 from kvquant.calibration.windows import spread
 from kvquant.cli.main import main
 from kvquant.evaluation.caches import parse_cache
 from kvquant.evaluation.check import (
-    CLOSE,
     ENOUGH,
-    RUIN,
-    SAFE_WORD,
-    SMALL,
     best,
     check,
     check_size,

@@ -216,7 +216,6 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "one place": (set_in("places", value=[0, 1, 1]), "do not say where 3 layers are"),
     "taken": (set_in("others", value=[{"layer": 2, "why": ""}]), "do not say where 3 layers are"),
     "negative": (set_in("places", value=[0, 1, -1]), r"places\[2\] is -1"),
-    "steepness": (set_in("steepness", value=[{"k": 1, "v": 2}]), "steepness is of 1 layers, there"),
     "blamed": (set_in("blamed", value=[3]), "layer 3 is named, there are 3"),
     "not met": (set_in("limit", "met", value=False), "limit is not met, and max_kl or blamed is"),
     "met": (set_in("measured", "kl", value=0.02), "limit.met is True: the KL is 0.02"),

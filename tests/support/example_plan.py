@@ -9,6 +9,7 @@ import torch
 from kvquant.io.plan import CachePlan
 
 STEPS = ["plain", "offset", "hadamard", "matrix", "clip", "feedback"]
+ERRORS: dict[str, Any] = {"kl_error": 0.0002, "top1_error": 0.003, "kl_passages": []}
 FORMATS = {"int4": 4.25, "int4-g4": 5.0, "int8": 8.25}
 
 
@@ -67,9 +68,14 @@ def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -
             "exact_perplexity": 15.025,
             "context": 2048,
             "scored": 8192,
-            "sink_len": 4,
-            "recent_len": 128,
+            "passages": 8,
+            "sink_len": 0,
+            "recent_len": 0,
+            "in_one_pass": None,
+            **ERRORS,
         },
+        "windowed": None,
+        "others": [],
         "limit": {"max_kl": max_kl, "budget": None, "met": met},
         "blamed": [] if met else [1, 0],
         "sensitivity": [
@@ -86,6 +92,7 @@ def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -
                 "kl": (0.0066 if plan else 2.318) * 4.25**6 / bits**6,
                 "top1": 0.954 if plan else 0.3625,
                 "perplexity": 15.1 if plan else 161.0,
+                **ERRORS,
             }
             for plan in (False, True)
             for name, bits in FORMATS.items()

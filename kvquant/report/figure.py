@@ -1,8 +1,7 @@
 """Figures as SVG elements of a page, in the page's light or dark colours.
 
-Matplotlib draws text and axes in two marked colours, and the page's CSS variables replace them in
-the SVG. Draw data in mid-tones with enough contrast on both backgrounds. A figure must be readable
-without colour, too.
+CSS variables of the page replace two colours, INK and RULE. Draw data in mid-tones, seen on both
+backgrounds, and make figures readable without colour, too.
 """
 
 from __future__ import annotations
@@ -36,43 +35,33 @@ STYLE = {
     "ytick.minor.size": 0,
     "legend.frameon": False,
 }
-WIDTH, NARROW = 9.4, 4.4  # inches; the page scales figures to its own width, or that of a phone
-Draw: TypeAlias = Callable[[Any, Any, bool], None]  # on a matplotlib figure, of what, narrow or not
-Drawn: TypeAlias = tuple[str, str]  # SVG elements: wide, and narrow for a phone
+WIDTH = 9.4  # inches; a page scales figures to its own width, and a phone scrolls them
+Draw: TypeAlias = Callable[[Any, Any], None]  # on a matplotlib figure, of what
 
 
-def figure(height: Callable[[Any, bool], float]) -> Callable[[Draw], Callable[[Any], Drawn]]:
-    """Make a decorator that turns a drawing function into one that returns SVG.
+def figure(height: Callable[[Any], float]) -> Callable[[Draw], Callable[[Any], str]]:
+    """Decorate a function (matplotlib figure, subject): it then takes the subject alone and returns
+    an SVG element.
 
     Args:
-        height: gives the height in inches; its arguments are the subject and whether the figure is
-            narrow.
-
-    Returns:
-        A decorator of functions (matplotlib figure, subject, narrow). The decorated function takes
-        the subject alone and returns the wide and the narrow SVG.
+        height: of a subject's figure, in inches.
     """
 
-    def decorate(draw: Draw) -> Callable[[Any], Drawn]:
-        def svg(subject: Any, narrow: bool) -> str:
+    def decorate(draw: Draw) -> Callable[[Any], str]:
+        @wraps(draw)
+        def svg(subject: Any) -> str:
             import matplotlib
             from matplotlib.figure import Figure
 
-            name = f"{draw.__name__}-narrow" if narrow else draw.__name__
-            size = NARROW if narrow else WIDTH, height(subject, narrow)
             # the salt makes ids that differ from those of the other figures
-            with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
-                sheet = Figure(figsize=size, layout="constrained")
-                draw(sheet, subject, narrow)
+            with matplotlib.rc_context(STYLE | {"svg.hashsalt": draw.__name__}):
+                sheet = Figure(figsize=(WIDTH, height(subject)), layout="constrained")
+                draw(sheet, subject)
                 text = io.StringIO()
                 sheet.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-            return _inline(text.getvalue(), name)
+            return _inline(text.getvalue(), draw.__name__)
 
-        @wraps(draw)
-        def both(subject: Any) -> Drawn:
-            return svg(subject, False), svg(subject, True)
-
-        return both
+        return svg
 
     return decorate
 

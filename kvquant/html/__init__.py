@@ -1,1 +1,0 @@
-"""HTML pages that need no other files: figures, tables and words of one look."""

@@ -1,0 +1,1 @@
+"""Reports of what was measured: text for a terminal, and HTML pages that need no other files."""
