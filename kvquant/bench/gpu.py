@@ -316,7 +316,7 @@ def flex_call(
     Returns:
         A call that gives [batch, num_q_heads, q_len, head_dim].
     """
-    cap, sinks, slopes, window, bias, tree, _ = variant or PLAIN
+    cap, sinks, slopes, window, tree, _ = variant or PLAIN
     batch, _, q_len, _ = q.shape
     capacity = k.shape[2]
     first = capacity - q_len  # of the tokens that have queries
@@ -325,8 +325,7 @@ def flex_call(
         s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, place: torch.Tensor
     ) -> torch.Tensor:
         s = s if cap is None else cap * torch.tanh(s / cap)
-        s = s if slopes is None else s + slopes[h] * (place - first - i)
-        return s if bias is None else s + bias[b, place]
+        return s if slopes is None else s + slopes[h] * (place - first - i)
 
     def is_seen(b: torch.Tensor, _h: object, i: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         if tree is not None:
@@ -336,7 +335,7 @@ def flex_call(
     blocks = None
     if variant is None or window is not None or tree is not None:
         blocks = create_block_mask(is_seen, batch, None, q_len, capacity, device=q.device)
-    changes = any(x is not None for x in (cap, slopes, bias))
+    changes = any(x is not None for x in (cap, slopes))
     options: dict[str, Any] = {
         "score_mod": score if changes else None,
         "block_mask": blocks,

@@ -117,7 +117,7 @@ def test_a_call_without_memory_has_changed_nothing(case: tuple[str, int], tmp_pa
         cache = batch.cache
         before(batch, tmp_path)
         seen = state(cache)
-        here = [i for i in cache.ids if not cache.swap_space.is_arriving(i)]
+        here = [i for i in cache.ids if i not in cache.swap_space._arriving]
         rows = {i: [x.nan_to_num() for x in values(cache, i)] for i in here}
         try:
             with NoMemory(steps * fails):
