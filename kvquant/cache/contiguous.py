@@ -354,8 +354,8 @@ class KVCache(NoShallowCopy):
         The axes are in another order than those of new K and V, [batch, num_kv_heads, new_tokens,
         head_dim]: in q tokens come before heads.
 
-        Every query sees the rows as they are now: of several, one sees tokens in their packed
-        format that were still 16-bit rows when its own token came; in_step shows them in 16 bit.
+        With several queries, an early one may read packed rows of tokens that were still in 16 bit
+        at its own step; with in_step it reads them in 16 bit.
 
         Args:
             layer: index of the layer; append these tokens' K and V to it first.
@@ -596,10 +596,10 @@ class KVCache(NoShallowCopy):
     def crop(self, seq_lens: int | Counts) -> None:
         """Drop the last tokens of each sequence.
 
-        If those that a sequence has had most are rollback_len more or fewer, the cache goes on bit
-        for bit as one that never saw the cropped tokens: recent_len tokens are read in 16 bit
-        again. Beyond, and from those that came by a file, what has been packed stays packed, and
-        the recent window fills again with the next tokens.
+        Removing at most rollback_len tokens, counted from the longest the sequence has been,
+        restores the cache bit for bit: recent_len tokens are read in 16 bit again. Of more tokens,
+        and of those of a file, packed rows stay packed, and the recent window fills again with the
+        next tokens.
 
         Args:
             seq_lens: tokens to keep: one number for all (shorter sequences stay as they are), or

@@ -61,68 +61,57 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvquant")
         model.generate(**inputs, **QuantizedCache(model).argument)
 
-    The rows are a KVCache, made when the first tokens come: for the sequences, the device and the
-    16-bit dtype of their keys. It grows as they do, to twice its room at a time. Of a model whose
-    layers lie on several devices (device_map) each layer's rows lie where the layer does.
+    Rows: a KVCache, made when the first tokens come, for their sequences, device and 16-bit dtype.
+    It grows as they do, to twice its room at a time. With a device_map each layer's rows lie where
+    the layer does. A model with multi-head latent attention (DeepSeek V2, V3) gets a LatentKVCache.
+    transformers keeps layers that no KVCache holds (linear attention, other numbers of KV heads)
+    and states beside attention, in 16 bit and outside of kv and its files: see describe().
 
-    Prompts may be padded, on the left (generate) or on the right: give their attention_mask. The
-    padding is not stored, and each sequence gets what it would get alone. get_seq_length counts
-    columns, with padding, as transformers does; kv.seq_lens counts tokens. In a step of one token
-    each sequence gets one. On CUDA nothing is read in a step: call check() at times. It raises what
-    came with NaN, and what a mask or position_ids in a step have contradicted.
+    Padding: prompts may be padded, on the left (generate) or on the right: give attention_mask. The
+    cache stores no padding. get_seq_length counts columns, as transformers does; kv.seq_lens counts
+    tokens.
 
-    It is for inference: no gradient flows through a cache, and backward through a step raises. A
-    call of the model that fails in attention is taken back; one that fails elsewhere is taken back
-    by the next, which raises. Until then layers hold different lengths, which kv.check() tells;
-    crop(0) keeps what all layers have. One that fails after the attention of the last layer leaves
-    its tokens, as in transformers' own caches: crop them.
+    Errors: on CUDA a step of one token reads nothing. Call check() at times: it raises for NaN, and
+    for a mask or position_ids that contradict the cache. A call that fails in attention is taken
+    back at once, one that fails elsewhere by the next call, which raises; crop(0) does so, too.
+    Layers that transformers keeps cannot forget: reset() then. After the attention of the last
+    layer a failed call leaves its tokens: crop them. No gradient flows: backward raises.
 
-    Of a model with multi-head latent attention (DeepSeek V2, V3) it is a LatentKVCache, whose rows
-    are as fmt says, or a plan.
+    Positions count from 0, alike for all sequences. Where those of the cache differ (padding,
+    sequences cropped apart), give position_ids, as generate does. With LongRoPE (Phi-3) a text may
+    not cross original_max_position_embeddings; read a longer prompt in one call.
 
-    A layer that no KVCache holds (linear attention, other numbers of KV heads) is kept as
-    transformers keeps it, in 16 bit, and so is a state beside attention: describe() tells which and
-    why. What has reached them is not taken back when a call fails: reset() then. They are not in
-    kv, so not in its files.
+    A cache belongs to one text: call reset() before another. For generate, a shorter text, or other
+    ids than generate has put there, raises. Where others have put the ids (a file, your own loop) a
+    longer different text goes unnoticed and gives wrong output.
 
-    Models count the positions of all sequences alike, from 0: where those of the cache are others
-    (padding, sequences cropped apart, start_positions), give position_ids, as generate does. A text
-    may not cross original_max_position_embeddings of a model with LongRoPE (Phi-3): all keys in the
-    cache would have to be turned anew. A longer prompt is read in one call.
-
-    A cache belongs to one text: call reset() before another one. generate raises ConfigError for a
-    text that is shorter than the cache, or has other ids than those that generate has put into it.
-    Ids that others have put there (a file, a loop of one's own) are not known: another text behind
-    them gives wrong output. transformers has a QuantizedCache of its own (backend=,
-    nbits=): take this one by `from kvquant import QuantizedCache`.
+    transformers has another QuantizedCache (backend=, nbits=): import this one from kvquant.
 
     Args:
-        source: a model of transformers that attends by "kvquant" (with dequantize in any way), or
-            its config, or a KVCache (of load_cache, or CachedModel.new_cache), which has its own
-            formats and lengths, and grows as well. A KVCache whose sequences are padded, when it
-            is saved, goes on with ids that are padded on the left to the longest.
+        source: a model of transformers that attends by "kvquant" (with dequantize in any way), its
+            config, or a KVCache (of load_cache, or CachedModel.new_cache) with formats and lengths
+            of its own. A KVCache of unequal lengths goes on with ids padded on the left to the
+            longest.
         k_format, v_format, sink_len, recent_len: as of KVCache.
-        plan: of `kvquant calibrate`, for this model, or the path of its file: it says the
-            formats. "auto" takes the plan that is kept for the model's weights, or makes one in a
-            minute or so, and keeps it; source must be the model. False is no plan.
+        plan: of `kvquant calibrate`, for this model, or the path of its file: it says the formats.
+            "auto" takes the kept plan of the model's weights, or makes and keeps one in a minute or
+            so; source must be the model. False is no plan.
         fmt: of latent rows, in place of k_format and v_format; as of LatentKVCache.
         exact_format: "bf16" or "fp16", the 16-bit rows; what fits the dtype of the keys when None.
-        max_seq_len: tokens that a sequence has room for, from the beginning: more are refused, and
-            no memory is allocated later. It grows when None. A KVCache gets this room at once;
-            kv.max_seq_len is what it has.
-        placed: the caller gives the model position_ids, those of the cache, in every call; they are
-            not looked at then. It is needed where a model does not show them to attention (Llama 4,
-            Granite 4 hybrids, Persimmon) and the cache is not told the model.
+        max_seq_len: tokens that a sequence has room for, from the beginning; more are refused.
+            None: the cache grows.
+        placed: the caller gives position_ids in every call, and the cache does not check them. A
+            model that does not show them to attention (Llama 4, Granite 4 hybrids, Persimmon) needs
+            this where the cache does not know the model.
         drafts: up to 16 tokens behind others in one call are drafted ones: each attends to the rows
-            of the cache, its own among them, as it would alone (KVCache.step). Else, and where
-            they are more, they are a chunk of a prompt, whose tokens meet each other in 16 bit.
-        dequantize: the model gets the keys and values of the whole text in 16 bit, one layer's at a
-            time, and attends to them in its own way: for models that do not attend through
-            transformers' attention interface (Falcon, BLOOM, MPT), and for other attention
-            implementations than "kvquant". It saves memory, and steps take longer than with a
-            16-bit cache. Padding is kept like tokens, and layers with a window keep all tokens.
-        model: that will call, where source is a KVCache: generate can then draft with it (prompt
-            lookup, an assistant), and placed is needed by no model.
+            of the cache as it would alone (KVCache.step). Other calls of several tokens are chunks
+            of a prompt, whose tokens meet each other in 16 bit.
+        dequantize: the model gets keys and values of the whole text in 16 bit, one layer at a time,
+            and attends in its own way: for models that do not attend through transformers'
+            interface (Falcon, BLOOM, MPT). It saves memory; steps take longer than with a 16-bit
+            cache. Padding is kept like tokens, and layers with a window keep all tokens.
+        model: that will call, where source is a KVCache: generate can then draft with it, and no
+            model needs placed.
         accept_loss: make the cache where K rows of 4 bits or fewer, without a plan, ruin the model,
             which else raises: kvquant/hf/README.md, "A probe of K rows".
 

@@ -94,12 +94,12 @@ class Call:
         """
         self.check_ready()
         if at != self.due:
-            due = "none" if self.due == places else f"place {self.due}"
+            due = "none" if self.due == places else f"layer {self.due}"
             raise ShapeError(
-                f"layer {layer} of the model comes where {due} of the cache's {places} is due: "
-                "each is appended once in a call of the model, so give a cache of its layers "
-                "(QuantizedCache(model)). If a call has failed before, what it appended is taken "
-                "back now: call again"
+                f"layer {layer} of the model came, and the cache waits for {due} of its {places} "
+                "layers: the model called a layer twice, or skipped one. Give "
+                "QuantizedCache(model). If a call has failed before, its tokens are taken back "
+                "now: call again"
             )
 
     def check_ready(self) -> None:

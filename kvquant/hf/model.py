@@ -74,15 +74,13 @@ log = logging.getLogger("kvquant")
 class CachedModel:
     """A Hugging Face decoder that keeps its keys and values in a KVCache.
 
-    The model stays as it is: its attention implementation, and whether it trains, are set for the
-    time of each call. Threads may share it, each with caches of its own. On CUDA the queries and
-    the outputs of attention of a float32 model are rounded to bfloat16 in each step: the kernel
-    there takes and gives 16 bit.
+    Each call sets the model's attention implementation, and evaluation mode, and sets them back.
+    Threads may share it, each with caches of its own. On CUDA, attention of a float32 model takes
+    and gives bfloat16 in each step.
 
-    A model may be spread over ranks (tp_plan, torchrun): each process calls the same methods with
-    the same tokens, its caches hold the KV heads of its rank, and all get the same logits. Each
-    saves a file of its own. An error that one rank alone raises leaves the others waiting, as ever
-    with torch.distributed.
+    Ranks (tp_plan, torchrun): each process calls the same methods with the same tokens; its caches
+    hold the KV heads of its rank, and each saves a file of its own. An error on one rank alone
+    leaves the others waiting.
 
     Args:
         model: a causal language model that attends through transformers' attention interface.
@@ -145,20 +143,16 @@ class CachedModel:
             folder: what save_pretrained wrote; a GGUF file, whose weights are dequantized (the
                 extra gguf); or a name on the hub, OWNER/NAME, of which the safetensors, the config
                 and the tokenizer are downloaded, unless the hub's cache folder has them.
-            dtype: of weights and arithmetic. float32 is the faster one on CPUs without bfloat16
-                units, and keeps rounding noise out of measurements of the cache; on CUDA not that
-                of queries and attention's outputs, see CachedModel. 16 bit takes half the memory.
-                16-bit rows of caches have this dtype; with float32, that which the model was saved
-                in.
+            dtype: of weights and arithmetic. float32 is faster on CPUs without bfloat16 units; 16
+                bit takes half the memory. 16-bit rows of caches have this dtype; with float32, that
+                of the saved model.
             device: where to run; the CPU when None.
             tp_plan: "auto", or as transformers' DistributedConfig has it, in each process of
-                torchrun: which weights are spread over them. Each process has a GPU of its own
-                then, which transformers chooses, or all are on the CPU; give no device.
+                torchrun: which weights are spread over them. transformers chooses the devices.
 
         Raises:
-            ConfigError: no such folder, file, name or device, no network, no model that
-                transformers can load, or one whose weights are missing in part; a tp_plan with a
-                device, or in one process.
+            ConfigError: no such folder, file, name or device, no network, a model that transformers
+                cannot load, or lacks weights; a tp_plan with a device, or in one process.
             UnsupportedError: a GGUF file, and the extra gguf is not installed.
             DeviceError: the device is not here, or no kernels serve it.
             UnsupportedModelError: as CachedModel.
@@ -228,20 +222,14 @@ class CachedModel:
     ) -> KVCache:
         """Make an empty KVCache of this model's layers.
 
-        It has those that own keys and values, in order; a layer that attends to those of another
-        one has no place. Their head_dim may differ, their number of KV heads may not. Of a model
-        with multi-head latent attention (DeepSeek V2, V3) it is a LatentKVCache.
+        It holds the layers that own keys and values, in order. Their head_dim may differ, their
+        number of KV heads may not. Of a model with multi-head latent attention (DeepSeek V2, V3) it
+        is a LatentKVCache.
 
         Args:
             batch: sequences.
             max_seq_len: tokens that each has room for.
-            plan: of `kvquant calibrate`, for this model, or the path of its file: it says the
-                formats. "auto" takes the plan that is kept for the model's weights, or makes one
-                in a minute or so, and keeps it. False is no plan.
-            fmt: of latent rows, as in LatentKVCache, in place of k_format and v_format; not with a
-                plan.
-            accept_loss: make the cache where K rows of 4 bits or fewer, without a plan, ruin the
-                model, which else raises: kvquant/hf/README.md, "A probe of K rows".
+            plan, fmt, accept_loss: as of QuantizedCache.
             options: of KVCache: k_format, v_format (not with a plan), sink_len, recent_len,
                 exact_format.
 
@@ -270,10 +258,9 @@ class CachedModel:
     def fold_values(self, plan: Plan) -> CachePlan:
         """Move the plan's bases of V from caches into the model's weights, in place.
 
-        The value and output projections of each layer change so that the model computes what it did
-        before, with any cache, but for rounding: weights are rounded to their dtype once more. The
-        values that it hands to a cache are then in the plan's basis already, so that a decode step
-        has no product with it left. Projections without a bias get one where the plan has offsets.
+        The value and output projections of each layer change. The model computes what it did
+        before, with any cache, but for one rounding of its weights; a decode step no longer
+        multiplies by the basis. Projections get a bias where the plan has offsets.
 
         Args:
             plan: as in new_cache.
@@ -319,23 +306,20 @@ class CachedModel:
         chunk: int | None = None,
         progress: Progress | None = None,
     ) -> torch.Tensor:
-        """Read tokens into a cache in chunks, quantizing as they come.
+        """Read a text, or with append more of it, into a cache in chunks.
 
-        They are a text from its beginning, or with append what follows on what the cache holds.
-
-        A call that raises is taken back, as far as the windows of a cache that has some still hold
-        what was there: to the last whole chunk at least.
+        A call that raises is taken back; with windows at least to the last whole chunk.
 
         Args:
             cache: from new_cache, empty; with append what it holds already is the past.
             tokens: [batch, new_tokens], whole numbers; padding, if any, last.
             lens: [batch], whole numbers: tokens of each sequence that are no padding, 1 or more;
                 all when None.
-            append: go on with the texts of the cache: a second turn, what follows on a prefix that
-                was saved, the next part of a prompt. The cache may be empty still.
-            chunk: tokens of each sequence computed at a time: the more, the faster, and the more
-                memory activations take. 16,384 of all sequences together when None; all at once
-                where rotary embeddings depend on the length of the text, and it is beyond it.
+            append: go on with the texts of the cache: a second turn, what follows a saved prefix,
+                the next part of a prompt. The cache may be empty.
+            chunk: tokens of each sequence computed at a time: more are faster, and activations take
+                more memory. None: 16,384 of all sequences together; all at once where rotary
+                embeddings depend on the length of the text, and it is beyond it.
             progress: called with the number of tokens done after each chunk.
 
         Returns:
@@ -344,11 +328,9 @@ class CachedModel:
         Raises:
             ShapeError: tokens or lens do not fit the cache, or not into it, or the cache not the
                 model; or a position beyond the model's position embeddings.
-            ConfigError: the cache holds tokens, and append is not given; tokens or lens that are
-                no whole numbers, or not in the vocabulary (not looked at on CUDA but in debug mode,
-                see kvquant.debug).
-            NonFiniteError: keys or values that the formats cannot hold, now or in an append
-                before, see KVCache.check.
+            ConfigError: the cache holds tokens, and append is not given; tokens or lens are no
+                whole numbers, or not in the vocabulary (on CUDA looked at in debug mode only).
+            NonFiniteError: keys or values that the formats cannot hold, see KVCache.check.
             UnsupportedModelError: attention that KVCache cannot compute, with the layer.
         """
         check_kind("cache", cache, KVCache, _GIVE_CACHE)
@@ -412,10 +394,9 @@ class CachedModel:
             num_tokens: how many are to come.
 
         Returns:
-            On CUDA a CapturedStep, where there are tokens enough for the time of making it, the
-            model's step can be captured, and memory is left for it; else step, from Python (the log
-            tells why, at INFO).
-            Logits last until the next call; call cache.check() when all are through.
+            On CUDA a CapturedStep, if there are 8 tokens or more, the model's step can be captured,
+            and memory is left; else step, from Python (the log says why, at INFO). Logits last
+            until the next call; call cache.check() at the end.
 
         Raises:
             As prefill.
@@ -590,11 +571,10 @@ class CachedModel:
 
         Args:
             tokens: [batch, new_tokens], whole numbers.
-            observer: called with the layer, queries [batch, num_q_heads, new_tokens, head_dim] and
+            observer: called with the layer, queries [batch, num_q_heads, new_tokens, head_dim],
                 keys [batch, num_kv_heads, new_tokens, head_dim] (after RoPE), values of that shape,
-                and sm_scale. A layer that attends to the keys of another one is shown with those.
-                One with latent attention is shown with latents [batch, 1, new_tokens, latent_dim]
-                as keys, RoPE parts as values, and absorbed queries, [..., latent_dim + rope_dim].
+                and sm_scale. Latent attention: latents [batch, 1, new_tokens, latent_dim] as keys,
+                RoPE parts as values, absorbed queries [..., latent_dim + rope_dim].
             begin: where the tokens begin, as a share of the model's positions, 0 to below 1.
                 Positions that the model has learned always begin at 0.
 

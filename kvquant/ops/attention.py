@@ -147,8 +147,8 @@ def decode_attention(
     Returns:
         out [batch, num_q_heads, head_dim of v_format], [batch, q_len, num_q_heads, head_dim of
         v_format] or [total, num_q_heads, head_dim of v_format], as q, the dtype of q; with
-        return_lse also lse of that shape without its last axis, float32, base e. A query that sees
-        no token, and what is no query, gives zeros and lse -inf. On the CPU a head with a score
+        return_lse also lse of that shape without its last axis, float32, base e. Padding, and
+        queries that see no token, give zeros and lse -inf. On the CPU a head with a score
         that float32 cannot hold, as of an infinite query, gives NaN, out and lse. NaN in a row
         reaches the queries that see it; on CUDA, in a row of V, all of its sequence. Neither out
         nor lse has a gradient.

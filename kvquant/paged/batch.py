@@ -641,33 +641,29 @@ class _Step:
 class PagedBatch(StepBatch):
     """Places of a batch, given to other sequences or lengths before each step.
 
-    append and attend read lengths, pages and slots from tensors on the device, so a CUDA graph that
-    has captured them is replayed for every step. Unused places have length 0, and unused tokens no
-    slots: capture in an empty step, with q, k and v of the size that is to be replayed.
+    append and attend read lengths, pages and slots from tensors on the device, so one CUDA graph
+    serves every step. Unused places have length 0, and unused tokens no slots: capture in an empty
+    step, with q, k and v of the size that is to be replayed.
 
         with batch.extend([]), torch.cuda.graph(graph):
             ...  # in every layer batch.append, batch.attend
         with batch.extend(ids, tokens=tokens):
             graph.replay()
 
-    A step with new tokens appends to every layer once. What is appended by Python is known, and a
-    layer that was left out, or comes twice, is an error; a replay or compiled code is not seen: a
-    layer that a graph of this batch has captured may have been written by it, and in a step in
-    which compiled code has appended any layer may.
+    A step with new tokens appends to every layer once: a layer that Python leaves out, or appends
+    to twice, is an error. What a replay or compiled code appends is not seen.
 
     Args:
         cache: the cache.
         max_batch: sequences of a step.
         max_tokens: new tokens of a step; max_batch when None.
-        shared_prefix: whether pages that sequences have in common are read once for all of them
-            (kvquant/ops/shared_prefix.py). None: in each step in which this pays, but for code that
-            is captured in a CUDA graph or compiled: that reads them once in every step or in none,
-            so say True.
+        shared_prefix: whether to read pages that sequences share once for all of them. None: where
+            this pays; but captured or compiled code reads them once only with True.
 
     Attributes:
-        step_variant: the AttentionVariant of the steps that will come, None for plain attention.
-            On CUDA the first append compiles the kernels of these steps. A first call of step sets
-            it. Of its tensors only shapes and dtypes count.
+        step_variant: the AttentionVariant of later steps, whose kernels the first append compiles
+            on CUDA; None for plain attention. A first call of step sets it. Of its tensors only
+            shapes and dtypes count.
 
     Raises:
         ConfigError: a size that is not possible.
@@ -716,9 +712,8 @@ class PagedBatch(StepBatch):
     ) -> None:
         """Append the step's tokens, k and v of [num_tokens, num_kv_heads, head_dim], to a layer.
 
-        The tokens of all sequences follow one another, without an axis of sequences. Tokens come
-        before heads. What has the heads first is refused, but not where num_tokens equals
-        num_kv_heads: there both orders have the same shape.
+        The tokens of all sequences follow one another; tokens come before heads. Heads first are
+        refused, except where num_tokens equals num_kv_heads: both orders have the same shape then.
 
         Args:
             layer: index of the layer.
@@ -762,9 +757,8 @@ class PagedBatch(StepBatch):
     ) -> torch.Tensor | State:
         """Append k and v [num_tokens, heads, dim], and attend with q of each sequence.
 
-        K and V have no axis of sequences, and q has one, unless q_indptr is given. The result is
-        that of append and attend, bit for bit. With a plan, on CUDA and with one new token of each
-        sequence, step is faster: one launch brings the queries and the new rows into the basis.
+        The result is that of append and attend, bit for bit. With a plan, on CUDA and with one new
+        token of each sequence, step is faster.
 
         Args:
             layer: index of the layer.
@@ -850,40 +844,33 @@ class PagedBatch(StepBatch):
         """Attend with q of each sequence: its last token's, or those of its new tokens.
 
         One query belongs to the last token of a sequence. Several queries are those of the step's
-        new tokens, each of which sees the tokens before it and itself (new_lens are their q_lens,
-        so a CUDA graph serves steps with any counts of them). Every query sees the rows as they are
-        now: tokens that left the recent window in this step are packed for all of them.
+        new tokens; each sees the tokens before it and itself. An early one may read packed rows of
+        tokens that were still in 16 bit at its own step.
 
         Ragged queries, of chunks of prompts and decode steps in one call, follow one another as the
         tokens of append do: give `q_indptr=batch.q_indptr`.
 
         Args:
             layer: index of the layer; append the step's K and V to it first.
-            q: [batch, num_q_heads, head_dim], a row for each sequence at least: the query of its
-                last token. Or [batch, q_len, num_q_heads, head_dim]: those of its new tokens, in
-                the first rows of its q_len; what stands in the others is not read. Or with q_indptr
-                [total, num_q_heads, head_dim].
-            q_indptr: [batch + 1], int32, as in decode_attention: which rows of q belong to
-                which sequence; one entry more than the step has sequences, or more entries, up to
-                max_batch + 1. `batch.q_indptr` has those of the step's new tokens. Rows of q
-                behind the last sequence's are not read. The values of q_indptr are read on the
-                device, so a CUDA graph serves steps with any counts of tokens up to the rows of
-                q. With q_indptr each sequence reads a shared prefix by itself. A layer with a
-                window takes batch.q_indptr alone, or its first entries: what older queries would
-                see is gone.
-            variant: see AttentionVariant. A layer's own window needs none. Shared prefixes are not
-                read once there, nor with a window or ALiBi, which count each sequence's
-                own positions; with a soft cap, score offsets or a tree only where shared_prefix is
-                True.
+            q: [batch, num_q_heads, head_dim], at least a row for each sequence: the query of its
+                last token. Or [batch, q_len, num_q_heads, head_dim]: those of its new tokens, then
+                padding. Or with q_indptr [total, num_q_heads, head_dim].
+            q_indptr: [batch + 1 to max_batch + 1], int32, as in decode_attention: which rows of q
+                belong to which sequence. `batch.q_indptr` has those of the step's new tokens. A
+                CUDA graph serves any counts of tokens up to the rows of q. Each sequence reads a
+                shared prefix by itself. A layer with a window takes batch.q_indptr alone, or its
+                first entries: what older queries would see is gone.
+            variant: see AttentionVariant. A layer's own window needs none. With a window or ALiBi
+                each sequence reads a shared prefix by itself; with a soft cap, score offsets or a
+                tree too, unless shared_prefix is True.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
         Returns:
             As decode_attention; zeros for places without a sequence, and rows without a query.
 
         Raises:
-            As decode_attention; ShapeError if there are fewer rows than sequences, or than new
-            tokens of one, or no sequence of the step has a token; ConfigError outside of a step,
-            and where it is known that the step's tokens were not appended to the layer.
+            As decode_attention. ShapeError: there are fewer rows than sequences or new tokens, or
+            no sequence has a token. ConfigError: outside of a step, or before the append.
         """
         options = sm_scale, num_splits, return_lse, backend
         seen = self._seen_by(layer, q, q_indptr, variant)

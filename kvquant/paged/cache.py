@@ -73,10 +73,10 @@ if TYPE_CHECKING:
 class PagedKVCache(NotCopied):
     """Keys and values of many sequences that come, fork, end and share their beginnings.
 
-    All memory is allocated when the cache is made. Packed rows lie in pages that sequences share by
-    reference counts; a shared last page is copied before it is written. 16-bit rows (the sinks and
-    the recent window, 16 bit) lie in sequence slots; every live sequence has one. What a row is,
-    and when it is quantized, is as in KVCache. PagedBatch appends and attends:
+    The cache allocates all memory when it is made. Packed rows lie in pages that sequences share; a
+    shared last page is copied before it is written. 16-bit rows (sinks and recent window) lie in
+    sequence slots, one for each sequence. Rows are quantized as in KVCache. PagedBatch appends and
+    attends:
 
         present = cache.allocate("a", tokens)  # so many are known from other sequences
         with batch.extend(["a"], len(tokens) - present, tokens[present:]):
@@ -103,19 +103,17 @@ class PagedKVCache(NotCopied):
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
-        rollback_len: tokens that left the recent window last, whose 16-bit rows are kept, so that
-            truncate can take back as many new ones. When None these are those of a sequence's last
-            step if it had 2 to 16 tokens (and at most recent_len), as a step of drafted tokens has.
-            With a number they are kept in every step, which costs each step two copies; with 0 in
-            none.
+        rollback_len: how many tokens truncate can take back exactly. The cache keeps the 16-bit
+            rows of so many tokens that left the recent window last, by two copies in each step. 0
+            keeps none. None keeps those of a sequence's last step, if it had 2 to 16 tokens (and at
+            most recent_len), as a step of drafted tokens has.
         device: where all tensors lie. On "meta" a cache takes no memory and no sequences: nbytes
             says how many bytes it would take.
         bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
-        windows: of each layer, how many tokens, the last ones, attention sees; None for all. Layers
-            with the same window have pages of their own. They keep the last window + 64 +
-            recent_len tokens of a sequence; the pages before these are free for others. There are
-            as many pages as max_num_seqs sequences and a step of chunk_len new tokens need, and
-            at most num_pages.
+        windows: of each layer, how many of the last tokens attention sees; None for all. Layers
+            with the same window have pages of their own, as many as max_num_seqs sequences and a
+            step of chunk_len new tokens need, at most num_pages. They keep the last window + 64 +
+            recent_len tokens of a sequence.
         chunk_len: new tokens of a step, of all its sequences together, for which layers with a
             window have pages. Give a longer prompt in several steps.
 
@@ -232,12 +230,10 @@ class PagedKVCache(NotCopied):
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:
-            plan: of the model whose keys and values will come, or the path of its file;
-                CachePlan.check_model tells whether it is. Layer i is the model's layer
-                plan.places[i].
+            plan: of the model whose keys and values will come (see CachePlan.check_model), or the
+                path of its file. Layer i is the model's layer plan.places[i].
             num_pages: as in PagedKVCache.
-            options: the others of PagedKVCache, but for formats and bases. A plan does not hold
-                windows: give windows=.
+            options: the others of PagedKVCache, but for formats and bases. A plan has no windows.
 
         Raises:
             ConfigError: a size that is not possible, or an option that the plan decides.
@@ -260,27 +256,22 @@ class PagedKVCache(NotCopied):
     ) -> Self:
         """Make an empty cache with the layers, KV heads and windows of a model of transformers.
 
-        The cache holds the layers that have keys and values of their own, in the model's order. It
-        does not hold a layer that attends to another layer's keys and values. On a rank of a model
-        with a tp_plan it has the rank's heads.
+        The cache holds the layers that have keys and values of their own, in the model's order. On
+        a rank of a model with a tp_plan it has the rank's heads.
 
         Args:
             model: the model, or its config.
             num_pages, max_seq_len: as in the class.
-            plan: a plan of this model, with formats and bases, or the path of its file; "auto" as
-                of QuantizedCache.
-            options: the other options of the class, except sizes. Unless device and exact_format
-                are given, the cache has the model's device and 16-bit dtype.
-            accept_loss: as of QuantizedCache.
+            plan, accept_loss: as of QuantizedCache.
+            options: the other options of the class, except sizes. device and exact_format are the
+                model's unless given.
 
         Raises:
-            AccuracyError: as of QuantizedCache, where model is no config.
-            ConfigError: model is neither a model of transformers nor a config, or an option is not
-                possible; or the model needs the other class (LatentPagedKVCache for latent
-                attention), which the message names.
-            CheckpointError: the plan was made for another model.
-            UnsupportedModelError: a layer keeps something else than keys and values of tokens,
-                layers differ in their number of KV heads, or they are on several devices.
+            AccuracyError, CheckpointError: as of QuantizedCache.
+            ConfigError: model is no model of transformers and no config, it needs the other class
+                (LatentPagedKVCache for latent attention), or an option is not possible.
+            UnsupportedModelError: a layer keeps something else than keys and values of tokens, or
+                layers differ in their KV heads or their devices.
 
         Example:
             >>> import transformers
@@ -312,19 +303,17 @@ class PagedKVCache(NotCopied):
         """Make an empty cache whose tensors take at most so many bytes.
 
         Sequence slots come first: max_num_seqs of them, or with seq_len as many as there can be
-        sequences of that length; and in layers with a window the pages that these hold. The pages
-        of layers that see all tokens get the rest. `token_capacity` tells how many tokens fit.
+        sequences of that length. Pages of layers with a window follow; pages of the other layers
+        get the rest. `token_capacity` says how many tokens fit.
 
         Args:
-            nbytes: bytes of all tensors, as cache.nbytes counts them. PagedBatch, the model and
-                attention's own buffers take more.
-            shape: num_layers, num_kv_heads and head_dim, as in PagedKVCache; num_layers in
-                LatentPagedKVCache; nothing with a model or a plan.
-            model: a model or its config, as in for_model.
+            nbytes: bytes of cache.nbytes. PagedBatch, model and attention take more.
+            shape: num_layers, num_kv_heads and head_dim (LatentPagedKVCache: num_layers); nothing
+                with a model or a plan.
+            model: as in for_model.
             plan: as in for_model with a model, else as in from_plan.
-            seq_len: tokens of a sequence that is read and written to its end; not with
-                max_num_seqs.
-            options: the other options of PagedKVCache, for_model or from_plan, except num_pages.
+            seq_len: tokens of each sequence; not with max_num_seqs.
+            options: the others of PagedKVCache, for_model or from_plan, except num_pages.
 
         Raises:
             ConfigError: not even one page and the sequence slots fit, or an option is not possible.
@@ -421,9 +410,8 @@ class PagedKVCache(NotCopied):
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that a sequence can still take. Cached pages of past prefixes count, and pages that
-        allocate reserved do not. Where layers have windows: pages of the layers that see the most.
-        """
+        """Pages that a sequence can still take, cached ones included, reserved ones not; of the
+        layers that see the most."""
         self._let_go()
         return self.state.num_free_pages
 
@@ -440,8 +428,7 @@ class PagedKVCache(NotCopied):
 
     @property
     def token_capacity(self) -> int:
-        """Tokens that there is room for, in as many sequences as there are sequence slots: those in
-        pages of the layers that see the most, and those in 16 bit. Prefixes let more in."""
+        """Tokens that fit, if all sequence slots are in use and no prefix is shared."""
         split = self.state.split
         of_slot = split.sink_len + split.recent_len
         return self._num_pages * split.page_size + len(self.state.lengths) * of_slot
@@ -480,36 +467,32 @@ class PagedKVCache(NotCopied):
     ) -> int:
         """Begin a sequence with the rows that are there for a prefix of its tokens, if any.
 
-        With room the sequence begins only if there are pages for so many tokens. These pages are
-        reserved: no other sequence takes them. The reservation ends when the sequence is freed or
-        swapped out. It does not include the copy of a page that a fork shares.
+        With room the sequence begins only if there are pages for so many tokens, and reserves them
+        until it is freed or swapped out. A copy of a page that a fork shares is not included.
 
-        Whole pages are found, and with them the sinks; the recent window of the new sequence is
-        empty and fills with its next tokens. The last of the tokens is never present, because its
-        output is wanted.
+        Whole pages are found, and the sinks; the recent window is empty and fills with the next
+        tokens. The last of the tokens is never present: its output is wanted.
 
-        The cache takes rows of equal tokens for equal. Where rows depend on more than the tokens,
-        give a namespace: a LoRA adapter, images behind placeholder tokens, embeddings in place of
-        tokens. Give one for each tenant, too, if no tenant may learn from `present`, or from the
-        time to the first token, what others have asked.
+        Rows of equal tokens count as equal. Where rows depend on more (a LoRA adapter, images
+        behind placeholder tokens, embeddings), or where no tenant may learn from `present` or from
+        the time to the first token what others have asked, give a namespace.
 
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with.
-            room: tokens to reserve pages for, those that are present included: len(tokens) for the
-                prompt, and more for the answer. In layers with a window the pages that a sequence
-                holds between steps are reserved. None reserves nothing.
-            namespace: a string, such as the adapter's name and a hash of the images. Only rows of
-                sequences of the same namespace are found, and only such sequences find the rows of
-                this one. Forks, swaps and files keep the namespace. None: the sequence shares rows
-                with the others that have no namespace.
+            room: tokens to reserve pages for, present ones included: len(tokens) for the prompt,
+                and more for the answer. Layers with a window reserve what a sequence holds between
+                steps. None reserves nothing.
+            namespace: a string, such as the adapter's name and a hash of the images. Sequences find
+                rows of their own namespace only. Forks, swaps and files keep it. None is the
+                namespace of all sequences without one.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
 
         Raises:
-            OutOfPagesError: no sequence slot is free, there are fewer pages than room needs, or
-                taking the prefix's cached pages would leave too few for reservations of others.
+            OutOfPagesError: no sequence slot is free, or there are fewer pages than room needs and
+                others have reserved.
             ShapeError: room is over max_seq_len.
             ConfigError: the id is in use, tokens or room are not whole numbers, or namespace is
                 neither a string nor None.
@@ -558,12 +541,9 @@ class PagedKVCache(NotCopied):
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence.
 
-        Rows that have been packed stay packed, but for those that rollback_len keeps in 16 bit: a
-        step that is taken back, as a whole or in part, leaves the sequence as if the tokens had
-        never come, of up to rollback_len tokens. Without rollback_len this holds for a sequence's
-        last step of 2 to 16 tokens, without a recent window for any. What is
-        kept is not swapped nor saved, nor found by allocate; a page that was copied because it was
-        shared stays the sequence's own.
+        Taking back up to rollback_len tokens leaves the sequence as if they had never come; without
+        rollback_len, the last step if it had 2 to 16 tokens. Of more tokens, packed rows stay
+        packed. Swaps and files do not hold the rows that this needs.
 
         Raises:
             ShapeError: a length below 0 or over the present one, or pages that a window would show
@@ -619,8 +599,8 @@ class PagedKVCache(NotCopied):
     def swap_out(self, sequence_id: SequenceId) -> None:
         """Move a sequence to host memory (pinned, on CUDA), on a stream beside the current one.
 
-        The host waits for nothing: the sequence's pages, but for those that others share, and its
-        sequence slot are free when the copy is done, which later calls find out.
+        The host does not wait. Later calls find out when the copy is done; then the sequence slot
+        and the pages that no other sequence has are free.
 
         Raises:
             ConfigError: the sequence does not live.
@@ -652,10 +632,8 @@ class PagedKVCache(NotCopied):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the values of a sequence in the order of its tokens; the host waits.
 
-        Of a layer with a window, the tokens in it.
-
-        In a step, append to the layer first: the new tokens are among them. So a prompt that
-        begins with rows that were present attends to them.
+        Of a layer with a window, the tokens in it. In a step, after append, the new tokens are
+        among them: so a prompt attends to rows that were present.
 
         Returns:
             K [num_kv_heads, length, head_dim] and V of that shape, dtype; length is at most the

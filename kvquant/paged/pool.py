@@ -28,13 +28,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
-from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
+from ..errors import OutOfPagesError, shown
 from .prefix_tree import (
     PrefixNode,
     PrefixRoot,
     PrefixTree,
-    token_ids,
-    whole_number,
 )
 from .window_pages import WindowPages, seen_by
 
@@ -86,9 +84,8 @@ class PagePool:
     """Pages of a fixed size, shared by sequences that are known by their ids.
 
     A call costs time in proportion to the pages it touches and the sequences with reserved pages.
-    One that raises has changed nothing: OutOfPagesError if more pages are needed than can be taken,
-    ConfigError if an id is unknown, in use or given twice or tokens are no integers, ShapeError if
-    a count or a length does not fit.
+    OutOfPagesError says that more pages are needed than can be taken; nothing has changed then.
+    All else is checked by PagedState: ids, tokens, counts and lengths.
 
     Args:
         num_pages: pages in the pool.
@@ -108,12 +105,6 @@ class PagePool:
         num_roots: int = 1,
         windows: Sequence[WindowPages] = (),
     ) -> None:
-        sizes = {"num_pages": num_pages, "page_size": page_size, "num_roots": num_roots}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ConfigError(f"{name} {value} is too small: use 1 or more")
-        if root_len < 0:
-            raise ConfigError(f"root_len {root_len} is too small: use 0 or more")
         self.num_pages, self.page_size, self.root_len = num_pages, page_size, root_len
         self.windows = list(windows)
         self._references = [0] * num_pages
@@ -136,15 +127,15 @@ class PagePool:
 
     def block_table(self, sequence_id: SequenceId) -> tuple[int, ...]:
         """The pages of a sequence in the order of its tokens."""
-        return tuple(self._get(sequence_id).pages)
+        return tuple(self._sequences[sequence_id].pages)
 
     def dropped(self, sequence_id: SequenceId) -> list[int]:
         """How many of the first pages of a sequence are seen no more, in each window."""
-        return list(self._get(sequence_id).dropped)
+        return list(self._sequences[sequence_id].dropped)
 
     def drop(self, sequence_id: SequenceId, counts: Sequence[int]) -> None:
         """Let a sequence see its first pages no more: so many, full ones, in each window."""
-        sequence = self._get(sequence_id)
+        sequence = self._sequences[sequence_id]
         for at, (window, count) in enumerate(zip(self.windows, counts, strict=True)):
             first = sequence.dropped[at]
             sequence.dropped[at] = max(first, count)
@@ -160,11 +151,11 @@ class PagePool:
 
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence in its pages."""
-        return self._get(sequence_id).length
+        return self._sequences[sequence_id].length
 
     def match_prefix(self, tokens: Sequence[int], namespace: str | None = None) -> int:
         """How many tokens after the root are in pages of the tree: a multiple of page_size."""
-        return len(self._match(token_ids(tokens), namespace)) * self.page_size
+        return len(self._match(tokens, namespace)) * self.page_size
 
     def allocate(
         self,
@@ -182,14 +173,12 @@ class PagePool:
                 sequence takes these pages.
             namespace: of the sequence: only pages of the same one are found.
         """
-        self._check_new(sequence_id)
-        known = token_ids(tokens)
-        pages = self._match(known, namespace)
+        pages = self._match(tokens, namespace)
         length = len(pages) * self.page_size
         dropped = [window.first_seen(length) for window in self.windows]
         promised = -(-room // self.page_size)
         self._check_room(sequence_id, pages, dropped, max(promised - len(pages), 0))
-        root = self._tree.acquire(self._tree.root_key(namespace, known)) if pages else None
+        root = self._tree.acquire(self._tree.root_key(namespace, tokens)) if pages else None
         for page in pages:
             self._cached.pop(page, None)
             self._references[page] += 1
@@ -214,7 +203,7 @@ class PagePool:
             The pages taken, and the copies to make before the tokens are written.
         """
         self.settle()  # a step that could not be ended has left some
-        sequences = self._to_append(sequence_ids, counts)
+        sequences = [self._sequences[i] for i in sequence_ids]
         needed, ends = self._needed(sequences, counts)
         if needed:
             names = ", ".join(map(repr, sequence_ids))
@@ -233,7 +222,7 @@ class PagePool:
 
     def can_append(self, sequence_ids: Sequence[SequenceId], counts: Sequence[int]) -> bool:
         """Whether append would find pages."""
-        needed, ends = self._needed(self._to_append(sequence_ids, counts), counts)
+        needed, ends = self._needed([self._sequences[i] for i in sequence_ids], counts)
         return not needed or needed <= min(self.num_left(ends))
 
     def insert(self, sequence_id: SequenceId, tokens: Sequence[int]) -> int | None:
@@ -250,7 +239,7 @@ class PagePool:
             The place of the root if nothing is kept there until now: what belongs to it, keep
             there; if that fails, call lose.
         """
-        sequence = self._get(sequence_id)
+        sequence = self._sequences[sequence_id]
         full = min(len(tokens) - self.root_len, sequence.length) // self.page_size
         if full > sequence.in_tree:
             self._insert_pages(sequence, tokens, full)
@@ -272,8 +261,7 @@ class PagePool:
         OutOfPagesError is raised if that would take frames that are reserved: those that two
         sequences see are not free when the one leaves them for whose room they count.
         """
-        parent = self._get(parent_id)
-        self._check_new(child_id)
+        parent = self._sequences[parent_id]
         if parent.room:
             seen = [set(parent.pages[first:]) for first in parent.dropped]
             needs = f"sequence {shown(child_id)} would share pages of {shown(parent_id)}"
@@ -306,14 +294,7 @@ class PagePool:
         Returns:
             The page of this pool for each page of the other one.
         """
-        for sequence_id in tables:
-            self._check_new(sequence_id)
         numbers = {number for table in tables.values() for number in table}
-        if numbers != set(range(len(numbers))) or any(
-            -(-length // self.page_size) != len(table) or len(set(table)) != len(table)
-            for table, length in zip(tables.values(), lengths, strict=True)
-        ):
-            raise ShapeError("the tables do not fit the lengths, or pages are not counted from 0")
         firsts = [list(of_one) for of_one in dropped] or [[0] * len(self.windows) for _ in tables]
         in_sight = [
             seen_by(
@@ -340,25 +321,21 @@ class PagePool:
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
         """Know a sequence by another id, without what is reserved for it."""
-        sequence = self._get(sequence_id)
-        self._check_new(new_id)
+        sequence = self._sequences[sequence_id]
         sequence.room = 0
         self._sequences[new_id] = sequence
         del self._sequences[sequence_id]
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence."""
-        sequence, length = self._get(sequence_id), whole_number("length", length)
-        if not 0 <= length <= sequence.length:
-            has = f"sequence {shown(sequence_id)} has {sequence.length} tokens"
-            raise ShapeError(f"{has}: it cannot be truncated to {length}")
+        sequence = self._sequences[sequence_id]
         sequence.length = length
         sequence.in_tree = min(sequence.in_tree, length // self.page_size)
         self._release(sequence, -(-length // self.page_size))
 
     def free(self, sequence_id: SequenceId) -> None:
         """End a sequence; its pages in the tree stay cached."""
-        self._release(self._get(sequence_id), 0)
+        self._release(self._sequences[sequence_id], 0)
         del self._sequences[sequence_id]
 
     def forget_all(self) -> None:
@@ -370,19 +347,7 @@ class PagePool:
 
     def namespace(self, sequence_id: SequenceId) -> str | None:
         """The namespace of a sequence."""
-        return self._get(sequence_id).namespace
-
-    def _get(self, sequence_id: SequenceId) -> _Sequence:
-        try:
-            return self._sequences[sequence_id]
-        except (KeyError, TypeError):
-            raise ConfigError(
-                f"no sequence {shown(sequence_id)}: allocate or fork it first"
-            ) from None
-
-    def _check_new(self, sequence_id: SequenceId) -> None:
-        if sequence_id in self._sequences:
-            raise ConfigError(f"sequence {shown(sequence_id)} exists: free it or use another id")
+        return self._sequences[sequence_id].namespace
 
     def num_left(
         self, ends: Mapping[int, int] | None = None, shared: Sequence[set[int]] = ()
@@ -438,13 +403,6 @@ class PagePool:
         advice = "" if short == [0] else ", or append fewer tokens in one step"
         raise OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences{advice}")
 
-    def _in_sight(self) -> list[Counter[int]]:
-        """By how many sequences each page is seen, in each window."""
-        return [
-            seen_by(sequence.pages[sequence.dropped[at] :] for sequence in self._sequences.values())
-            for at in range(len(self.windows))
-        ]
-
     def _is_found(self, page: int) -> bool:
         return self._tree.node_of_page[page] is not None
 
@@ -480,15 +438,6 @@ class PagePool:
     def _has_rows(self, page: int) -> bool:
         """Whether a page has rows in all layers."""
         return all(window.frames[page] >= 0 for window in self.windows)
-
-    def _to_append(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> list[_Sequence]:
-        if len(set(ids)) < len(ids):
-            raise ConfigError(f"sequences {list(ids)} name one twice: name each once")
-        if len(counts) != len(ids):
-            raise ShapeError(f"{len(counts)} counts for {len(ids)} sequences: give one for each")
-        if counts and min(counts) < 0:
-            raise ShapeError(f"a count of {min(counts)} tokens is negative: use 0 or more")
-        return [self._get(sequence_id) for sequence_id in ids]
 
     def _needed(
         self, sequences: Iterable[_Sequence], counts: Iterable[int]

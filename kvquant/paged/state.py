@@ -89,10 +89,8 @@ class GroupSize(NamedTuple):
 class PagedState(NotCopied):
     """Sequence slots, lengths, pages and known tokens of the sequences of a paged cache.
 
-    A call that raises has changed nothing.
-
-    Layers that see as many tokens are a group. What a page of the pool is to the layers that see
-    all, a frame is to those with a window (window_pages.py): `places` tells which.
+    A call that refuses has changed nothing. Layers with the same window are a group; their rows lie
+    in frames, not in the pool's pages (window_pages.py), see `places`.
 
     Args:
         sizes: of the groups, that which sees the most first.
@@ -106,8 +104,8 @@ class PagedState(NotCopied):
         pool: the pages; the length of a sequence there is its packed tokens.
         lengths: [max_num_seqs], the tokens of the sequence in each sequence slot.
         packed_lens: [max_num_seqs], how many of them are packed.
-        exact_firsts: [max_num_seqs], the first token behind the sinks that could be in 16 bit: of
-            those from here on the 16-bit rows are in the ring, or kept.
+        exact_firsts: [max_num_seqs], the first token behind the sinks whose 16-bit row is in the
+            ring, or kept.
         tables: [max_num_seqs, max_pages] int32, the pages of each; undefined after the last in use.
         groups: of each group its frames; None of layers that see all, which have every page.
         failed: sequences of steps that have failed; only free takes them.
@@ -475,6 +473,8 @@ class PagedState(NotCopied):
     def _to_extend(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> tuple[Ints, Ints]:
         """Sequence slots and counts of a step, checked but for the pages."""
         seq_slots = np.array([self.seq_slot(sequence_id) for sequence_id in ids], np.int64)
+        if len(set(ids)) < len(ids):
+            raise ConfigError(f"sequences {shown(ids)} name one twice: name each once")
         try:
             new: NDArray[np.int64] = np.array(token_ids(counts), np.int64)
         except ConfigError:

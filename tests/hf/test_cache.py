@@ -485,7 +485,7 @@ def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
     past = QuantizedCache(cache)
     for _ in range(2):
         attend(past, 0)
-        with pytest.raises(ShapeError, match=r"layer 0 of the model comes where place 1 .* is due"):
+        with pytest.raises(ShapeError, match=r"layer 0 of the model came, .* for layer 1 of its"):
             past.update(k, k, 0)
         attend(past, 0)
         attend(past, 1)
@@ -493,7 +493,7 @@ def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
     attend(past, 0)  # and the call fails: another cache is told, and so is the next call
     with pytest.raises(ShapeError, match="layers hold different lengths"):
         QuantizedCache(cache)
-    with pytest.raises(ShapeError, match=r"comes where place 1 .* taken back now: call again"):
+    with pytest.raises(ShapeError, match=r"waits for layer 1 .* taken back now: call again"):
         past.update(k, k, 0)
     assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
     attend(past, 0)
@@ -525,7 +525,7 @@ def test_a_model_of_one_layer_that_appends_twice_is_noticed(
         lambda: model.model(text, **caching(QuantizedCache(cache))),
     ]
     for call in calls:
-        with pytest.raises(ShapeError, match="layer 0 of the model comes where none of"):
+        with pytest.raises(ShapeError, match="and the cache waits for none of its"):
             call()
     assert cache.seq_lens.tolist() == [4]
 

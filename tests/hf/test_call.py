@@ -51,9 +51,9 @@ WAYS: dict[str, list[str]] = {
     COMPLETE: ["hand in graph", "end graph"],
     TORN: ["ask", "tear"],
 }
-TURN = "layer 9 of the model comes where {} of the cache's 3 is due"
-LATE, OUT, TORN_ERROR = "did not attend", TURN.format("place 1"), "reset\\(\\) the cache"
-NOT_YET, ALL = TURN.format("place 0"), TURN.format("none")
+TURN = "layer 9 of the model came, and the cache waits for {} of its 3 layers"
+LATE, OUT, TORN_ERROR = "did not attend", TURN.format("layer 1"), "reset\\(\\) the cache"
+NOT_YET, ALL = TURN.format("layer 0"), TURN.format("none")
 UNHANDED = "no layer has handed tokens"
 # state -> the next one by each event of EVENTS, in order; other texts are of the error, which
 # leaves the state as it was

@@ -64,6 +64,14 @@ def check_window(layers: WindowPages, seen: Counter[int], in_tree: set[int]) -> 
     sure(frames == list(range(layers.num_frames)), f"{name}: a frame is lost, or has two")
 
 
+def _in_sight(pool: PagePool) -> list[Counter[int]]:
+    """By how many sequences each page is seen, in each window."""
+    return [
+        seen_by(sequence.pages[sequence.dropped[at] :] for sequence in pool._sequences.values())
+        for at in range(len(pool.windows))
+    ]
+
+
 def check_pool(pool: PagePool) -> None:
     """Every page is in one state, and its uses are the sequences that have it."""
     uses = seen_by(sequence.pages for sequence in pool._sequences.values())
@@ -78,7 +86,7 @@ def check_pool(pool: PagePool) -> None:
         cached = page in pool._cached and not is_twin
         sure(uses[page] or cached, f"page {page} is in the tree, but free or a cached twin")
     sure(pool._cached.keys() <= in_tree, "a page is cached outside the tree")
-    for window, seen in zip(pool.windows, pool._in_sight(), strict=True):
+    for window, seen in zip(pool.windows, _in_sight(pool), strict=True):
         check_window(window, seen + Counter(pool._sources), in_tree)
     sure(pool.num_left()[0] >= 0, "more pages are reserved than can be taken")
     roots = Counter(id(s.root) for s in pool._sequences.values() if s.root is not None)

@@ -50,7 +50,7 @@ SERVED = (
 class Turn:
     """Rotary embeddings whose angles depend on how long the text is.
 
-    Keys in a cache have been turned, and cannot follow.
+    Packed keys cannot be rotated again.
 
     Attributes:
         kind: rope_type.

@@ -119,9 +119,7 @@ AttentionInterface.register(OBSERVED, _observed_attention)
 AttentionMaskInterface.register(OBSERVED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
-def observe(
-    model: Any, tokens: torch.Tensor, observer: Observer | None, first: int = 0
-) -> None:
+def observe(model: Any, tokens: torch.Tensor, observer: Observer | None, first: int = 0) -> None:
     """Run a model over tokens with exact attention, and show what its layers attend with.
 
     Args:

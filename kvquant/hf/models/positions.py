@@ -50,7 +50,7 @@ def positions_of(model: Any) -> int | None:
 def check_turn(
     turn: Turn, starts: list[int], lens: list[int], counts: list[int], columns: int
 ) -> None:
-    """Raise if a call's keys, or those of the past, would have to be turned otherwise.
+    """Raise if the model would rotate a call's keys, or those of the past, in another way.
 
     Args:
         turn: of the model.
@@ -69,10 +69,10 @@ def check_turn(
     )
     if not fits:
         raise UnsupportedModelError(
-            f"this model turns keys by the length of the text (rope_type {turn.kind!r}), those in "
-            f"the cache too, if it has more than {limit} positions: stay below, or read a longer "
-            "prompt in one call, without shorter ones beside it"
-            + (", and no token after it" if turn.again else "")
+            f"this model's RoPE (rope_type {turn.kind!r}) depends on the length of the text: "
+            f"beyond {limit} positions it rotates cached keys again, and packed rows cannot be "
+            "rotated. Stay below, or read a longer prompt in one call, without shorter ones "
+            "beside it" + (", and no token after it" if turn.again else "")
         )
 
 
