@@ -40,8 +40,8 @@ FORMATS += [f"{codec}-g{groups}" for codec in FORMATS[4:] for groups in (2, 4, 8
 LATENT_FORMATS = [*FORMATS, *(f"{name}+int8-g4" for name in FORMATS)]
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 BLANK = {"version", "format", "writer", "sha256", "shapes"}  # magic, and what the tensors tell
-INT4 = {"k_format": "int4-g4", "v_format": "int4-g4"}
-PAIRS = {"default": {"k_format": "int8-g4", "v_format": "int4-g4"}, "int4-g4": INT4}
+INT4: dict[str, Any] = {"k_format": "int4-g4", "v_format": "int4-g4"}
+PAIRS = {"default": {**INT4, "k_format": "int8-g4"}, "int4-g4": INT4}
 Golden = Iterator[tuple[str, Any]]
 
 
@@ -126,7 +126,7 @@ def fill(name: str, cache: Any) -> Golden:
             if at == 2 and i == layers[-1]:
                 cache.crop([302, 200])
         return
-    batch = (kv.LatentPagedBatch if is_latent else kv.PagedBatch)(cache, 4, 300)
+    batch: Any = (kv.LatentPagedBatch if is_latent else kv.PagedBatch)(cache, 4, 300)
     for ids, count in (("a", 150), ("c", 60), ("abc", 1), ("ab", 3)):
         first = cache.allocate(ids, range(count)) if len(ids) == 1 else 0
         if ids == "abc":
@@ -149,7 +149,7 @@ def content(path: Path) -> Golden:
                 yield f"manifest {key}", json.dumps(facts[key], sort_keys=True)
 
 
-def command(out: Path, *words: str | Path) -> Golden:
+def command(out: Path, *words: Any) -> Golden:
     """What a command of kvquant writes, or its exit status."""
     from kvquant.cli.main import main
 

@@ -121,7 +121,8 @@ def mutants_of(text: str, family: str, file: str) -> Iterator[Mutant]:
         starts.append(starts[-1] + len(line))
     for statement, within, arguments in statements(ast.parse(text), "", []):
         found: list[tuple[Any, str, str]] = []
-        if isinstance(statement, DELETED) and not is_said(statement):
+        is_bare = isinstance(statement, ast.Return) and statement.value is None
+        if isinstance(statement, DELETED) and not is_bare and not is_said(statement):
             found.append((statement, "deleted", "pass"))
         if not isinstance(statement, ast.Raise):
             for place, node in enumerate(expressions(statement)):
@@ -183,9 +184,9 @@ def run(
             return "timeout", ""
         finally:
             shutil.rmtree(tree / "cache" / "plans", ignore_errors=True)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", out, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", out, re.MULTILINE)
     if failed or process.returncode not in (0, 5):  # 5: every test was deselected
-        return "caught", failed[1] if failed else out[-300:]
+        return "caught", failed[1] if failed else ""
     return "survived", ""
 
 
@@ -230,8 +231,9 @@ def main(
                 result, test = run(python, copy, tests, limit, more)
             finally:
                 path.write_bytes(whole)
-            if result == "caught" and run(python, copy, [test], limit, more)[0] != "survived":
-                raise click.ClickException(f"without the mutant, too, this fails: {test}")
+            again = [test] if test else tests[:1]
+            if result == "caught" and run(python, copy, again, limit, more)[0] != "survived":
+                raise click.ClickException(f"fails without the mutant, too: {again[0]}")
             was = whole[mutant.start : mutant.stop].decode()
             row = mutant._asdict() | {"was": was, "result": result, "test": test}
             rows.append(row | {"seconds": round(time.monotonic() - start)})
