@@ -313,10 +313,11 @@ def differences(old: dict[str, Any], new: dict[str, Any], slack: float) -> Golde
 def main(task: str, file: Path, models: Any, only_times: bool, slack: float, allow: Any) -> None:
     """Record golden values in FILE, or compare with those in it."""
     torch.set_num_threads(1)
-    old: dict[str, Any] = {"models": {"demo": str(DEMO)}, "plans": {}, "values": {}}
+    old: dict[str, Any] = {"models": {"demo": ""}, "plans": {}, "values": {}}
     if task == "compare" or only_times:
         old = torch.load(file)
-    models, values = old["models"] | dict(models), old["values"]
+    models = old["models"] | {"demo": str(DEMO)} | dict(models)
+    values = old["values"]
     if only_times:
         new = dict(named("times", times(kv.CachedModel.from_pretrained(DEMO))))
         kept = {name: x for name, x in values.items() if name not in new}
