@@ -274,7 +274,8 @@ def collect(models: dict[str, str], plans: dict[str, Any]) -> Golden:
         if name == "demo" or name not in plans:
             made = made_plan(model)
             plans.setdefault(name, made)
-            yield from ((f"calibrate/{name}/{key}", sha(x)) for key, x in made[1].items())
+        if name == "demo":  # plans of other models are not made again
+            yield from ((f"calibrate/demo/{key}", sha(x)) for key, x in made[1].items())
         plan, sizes = lasting(*plans[name]), (200, 40) if name == "demo" else (64, 8)
         yield from named(f"logits/{name}", logits(model, plan, *sizes))
         if name == "demo":
