@@ -28,7 +28,6 @@ from kvquant.hf.models.loading import tokenizer_of
 from kvquant.hf.switch import linears
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
-from kvquant.io.plan_file import FORMAT, LATENT_VERSION, VERSION
 from kvquant.rows.arguments import check_kind, check_size
 from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
 from kvquant.rows.format import HEAD_DIMS, RowFormat
@@ -523,8 +522,6 @@ def _assembled(
         layers.append(entry)
     clips = next(iter(chosen[order[0]].values())).clips
     whole = {
-        "format": FORMAT,
-        "version": LATENT_VERSION if facts.get("latent") else VERSION,
         **facts,
         "layers": layers,
         "steps": [*STEPS, "feedback", "clip"],

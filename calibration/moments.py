@@ -6,9 +6,9 @@ float64, so that long texts do not drown new tokens and large offsets do not dro
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,13 +16,11 @@ import torch
 from msgspec import Meta
 
 from kvquant.errors import CheckpointError, UnsupportedError, warn
-from kvquant.io.schema import Count, Digest, Length, Object, checked, parse
-from kvquant.io.shards import save_safetensors
-from kvquant.io.tensor_files import SafetensorsFile, TensorSource, sealed, unsealed
+from kvquant.io.schema import MOMENTS, Count, Length, Object, checked, sealed
+from kvquant.io.tensor_files import SafetensorsFile, TensorSource, save_safetensors
 
 _SUMS = ("q_outer", "r_outer", "k_sum", "k_outer", "v_sum", "v_outer")
 _LEAST, _GREATEST = ("k_min", "v_min"), ("k_max", "v_max")
-_SAVED = "kvquant_moments"  # the entry of a file's metadata
 
 
 class LayerMoments:
@@ -197,12 +195,8 @@ class Moments:
             for name, tensor in moments.tensors.items()
         }
         ratios = {str(layer): at.q_heads_per_kv_head for layer, at in self.layers.items()}
-
-        def metadata(digests: Mapping[str, str]) -> dict[str, str]:
-            facts = {"key": key, "done": self.done, "ratios": ratios, "sha256": dict(digests)}
-            return sealed(_SAVED, json.dumps(facts))
-
-        save_safetensors(path, sources, metadata)
+        facts = {"format": MOMENTS, "key": key, "done": self.done, "ratios": ratios}
+        save_safetensors(path, sources, partial(sealed, facts))
 
     @classmethod
     def load(cls, path: Path, key: str) -> Moments | None:
@@ -227,8 +221,7 @@ class Moments:
     def _read(cls, path: Path, key: str) -> Moments:
         found = cls()
         with SafetensorsFile(path) as file:
-            text = unsealed(_SAVED, file.metadata)
-            facts = checked(parse(text, "what it says of itself"), _Facts, "what it says of itself")
+            facts = checked(file.manifest(MOMENTS), _Facts, "the manifest")
             if facts.key != key:
                 raise CheckpointError(f"{path} is of other weights, text or options")
             found.done = facts.done
@@ -240,22 +233,25 @@ class Moments:
                 is_latent = f"{layer}.r_outer" in file.shapes
                 shape = k[0] * ratio, k[0], k[1], v[1]
                 sums = LayerMoments(*shape, device="meta", is_latent=is_latent)
-                for name, tensor in sums.tensors.items():
-                    whole = f"{layer}.{name}"
-                    is_such = file.dtypes.get(whole) == tensor.dtype and whole in facts.sha256
-                    if not is_such or file.shapes[whole] != tensor.shape:
-                        raise CheckpointError(f"{path}: tensor {whole!r} is missing or of no use")
-                    sums.tensors[name] = file.read(whole, facts.sha256[whole])
                 found.layers[layer] = sums
-            if len(file.shapes) != sum(len(at.tensors) for at in found.layers.values()):
-                raise CheckpointError(f"{path} has other tensors than sums")
+            file.check_tensors(
+                torch.float64,
+                {
+                    f"{layer}.{name}": tuple(tensor.shape)
+                    for layer, sums in found.layers.items()
+                    for name, tensor in sums.tensors.items()
+                },
+            )
+            for layer, sums in found.layers.items():
+                sums.tensors = {name: file.read(f"{layer}.{name}") for name in sums.tensors}
         return found
 
 
 class _Facts(Object):
     """What a file of sums says of itself."""
 
+    format: str
+    version: int
     key: str
     done: Length
     ratios: dict[Annotated[str, Meta(pattern=r"\A(0|[1-9][0-9]{0,3})\Z")], Count]
-    sha256: dict[str, Digest]

@@ -2,7 +2,7 @@
 Calibration scores on the last quarter of the text (FILE: 15,000 tokens or more), left out here:
     python examples/train_mla.py FOLDER --text FILE --device cuda
     kvquant calibrate FOLDER --text FILE --context 384 -o plan.safetensors
---latents 512: rows as of the large models (tests/benchmarks/fidelity_latents.py measures their KL).
+--latents 512: rows as of the large models.
 """
 
 import argparse

@@ -68,13 +68,7 @@ class ShapeError(KVQuantError, ValueError):
 
 
 class NonFiniteError(KVQuantError, ValueError):
-    """NaN, Inf or values beyond what the format can hold.
-
-    Attributes:
-        sequences: ids of the sequences that hold such rows, where PagedKVCache.check raises it.
-    """
-
-    sequences: tuple[object, ...] = ()
+    """NaN, Inf or values beyond what the format can hold."""
 
 
 class AccuracyError(KVQuantError, ValueError):

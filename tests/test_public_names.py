@@ -49,7 +49,7 @@ PUBLIC = [
 # import * takes them where the hf extra is installed
 WITH_HF = ["CachedModel", "CapturedStep", "QuantizedCache", "calibrate", "evaluate"]
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
-PLAN = Path(__file__).parent / "data" / "plan-v2.safetensors"
+PLAN = Path(__file__).parent / "data" / "plan.safetensors"
 RECORDS = ["Rope", "RowTransform", "Slots"]  # arguments of append_rows, where examples show them
 ERRORS = [name for name, value in vars(errors).items() if inspect.isclass(value)]
 

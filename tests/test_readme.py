@@ -19,7 +19,7 @@ from slow_cases import mark_slow
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 import results
 
-from kvquant.bench import cpu
+from kvquant.bench.timer import Timer
 from kvquant.cli.main import main
 from kvquant.kernels.cuda.runtime import compile as compile_cuda
 
@@ -116,7 +116,7 @@ def test_the_commands_run_one_after_the_other(
         monkeypatch.setattr(demo, "SIZES", {True: (64, 8), False: (64, 8)})
         less_of_each = partial(demo.run_demo, scored=8, continued=8)
         monkeypatch.setattr(demo, "run_demo", less_of_each)
-        monkeypatch.setattr(cpu, "read_bandwidth", lambda: 1.0)
+        monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1.0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     # it would take a minute; imported later, compile_pool would keep the stand-in for good
@@ -269,8 +269,8 @@ def test_a_file_that_is_kept_has_commit_and_date(
     assert kept["commit"] == "0123abc" and kept["date"] == "2026-11-26T01:01:39+00:00"
     assert kept["decode"] == [1]
     written.write_text('{"commit": "of the run", "caches": {}}')  # what a script tells counts
-    results.keep("fidelity", written)
-    kept = results.read("fidelity")
+    results.keep("recall", written)
+    kept = results.read("recall")
     assert kept["commit"] == "of the run" and kept["date"].startswith("20")
 
 

@@ -49,11 +49,9 @@ TILE_BYTES = 9 * 8
 
 # what it hands on: of a variant and a segment; 0 for what is not in use
 (
-    SCORE_OFFSETS,  # [batch, query heads of all queries] float32, as CAP, SLOPES and BIAS in log2
+    SCORE_OFFSETS,  # [batch, query heads of all queries] float32, as CAP and SLOPES in log2
     CAP,  # [1] float32
     SLOPES,  # [query heads of all queries] float32
-    BIAS,  # [batch, tokens] float32
-    BIAS_STRIDE,  # in bytes
     WINDOW,
     TREE,  # [batch, q_len] int64, a bit for each of the last tokens that a query sees
     Q_LEN,
@@ -63,7 +61,7 @@ TILE_BYTES = 9 * 8
     SINKS,
     NUM_Q_HEADS,  # of all queries
     HEADS_PER_QUERY,  # on a KV head
-) = range(14)
+) = range(12)
 
 
 @functools.cache
@@ -90,9 +88,9 @@ def make_change_kernel():
                 at = scores + 4 * LANES * block
                 store(at, soft_capped(load(at), load_float(cap)))
 
-        slopes, bias = argument(fields, SLOPES), argument(fields, BIAS)
+        slopes = argument(fields, SLOPES)
         window, tree = argument(fields, WINDOW), argument(fields, TREE)
-        if slopes == 0 and bias == 0 and window == 0 and tree == 0:
+        if slopes == 0 and window == 0 and tree == 0:
             return
         of_heads = stack_floats(OF_HEADS)
         positions = of_heads + 4 * LANES
@@ -111,15 +109,12 @@ def make_change_kernel():
         for token in range(count):
             row, at = first + token, scores + 4 * LANES * (token // tokens)
             position = row + (first_sink if row < argument(fields, SINKS) else first_other)
-            added = np.float32(0)
-            if bias != 0:
-                added = load_float(bias + b * argument(fields, BIAS_STRIDE) + 4 * position)
             for h in range(heads):
                 place = at + 4 * (token % tokens * heads + h)
                 query = argument(positions, h)
                 slope = load_float(of_heads + 4 * h)
-                score = load_float(place) + slope * np.float32(position - query) + added
-                if (window != 0 and position <= query - window) or added == -np.inf:
+                score = load_float(place) + slope * np.float32(position - query)
+                if window != 0 and position <= query - window:
                     score = np.float32(-np.inf)
                 if tree != 0 and position >= first_query:
                     word = argument(words, query - first_query)
@@ -144,11 +139,9 @@ class Change:
         if slopes is not None:
             slopes = (slopes * LOG2E).view(1, num_kv_heads, 1, -1)
             slopes = slopes.expand(1, num_kv_heads, q_len, -1).contiguous()
-        cap = bias = tree = None
+        cap = tree = None
         if variant.soft_cap is not None:
             cap = torch.tensor([variant.soft_cap * LOG2E], dtype=torch.float32, device="cpu")
-        if variant.key_bias is not None:
-            bias = (variant.key_bias * LOG2E).contiguous()
         if variant.tree_mask is not None:
             bits = torch.arange(q_len, device="cpu")
             tree = (variant.tree_mask.long() << bits).sum(-1)
@@ -157,7 +150,7 @@ class Change:
             first_seen = first_query.long() - (variant.window - 1)  # int32 may be too small for it
             self.firsts = rows_before(segments, first_seen[:, None])[..., 0].int().contiguous()
         positions = first_positions(segments).contiguous()
-        self._kept = offsets, cap, slopes, bias, tree, first_query, positions
+        self._kept = offsets, cap, slopes, tree, first_query, positions
 
         def place(tensor):
             return 0 if tensor is None else tensor.data_ptr()
@@ -168,8 +161,6 @@ class Change:
                     place(offsets),
                     place(cap),
                     place(slopes),
-                    place(bias),
-                    0 if bias is None else 4 * bias.stride(0),
                     variant.window or 0,
                     place(tree),
                     q_len,

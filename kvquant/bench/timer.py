@@ -1,9 +1,9 @@
-"""A stopwatch for calls on a GPU: replays of CUDA graphs, and the limits they show.
+"""Stopwatches: of a GPU, by replays of CUDA graphs, and of a CPU, by calls that take turns.
 
-A call has two times on the GPU. Alone: a graph of one call, the L2 cache overwritten before each
+A call has two times on a GPU. Alone: a graph of one call, the L2 cache overwritten before each
 replay, with events around the replay only; launch and cold start are in it. In a row: a graph of
 many calls, each on inputs of its own, together several times larger than the L2 cache; time per
-call. Eager: many calls from Python, without a graph; where the GPU is faster, the host's time.
+call. On a CPU a call has the first time only.
 """
 
 from __future__ import annotations
@@ -11,58 +11,85 @@ from __future__ import annotations
 import ctypes
 import datetime
 import math
+import platform
+import re
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 import torch
 
 MIN_CALLS = 12  # in a row
-MAX_REPLAYS = 200  # of a graph, or calls of a loop
-LOOPS = 5  # of calls from Python
+MAX_REPLAYS = 200  # of a graph
 MAX_COPIES = 1024  # of inputs; caches too small for that stay in L2, and are timed alone only
 L2_TIMES = 4  # all inputs against L2; with twice its size a fifth of the reads would still hit it
+GIVE_UP = 2.0  # a call this much slower than the fastest before it is not timed to the end
+CPUINFO = Path("/proc/cpuinfo")
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPU and its limits, as measured: GB/s, and microseconds of an empty graph's replay."""
+    """What was measured, what ran on it and when, and its memory's bandwidth as measured, GB/s.
 
-    gpu: str
-    driver: str
+    Attributes:
+        device: name of the GPU or the processor.
+        backend: "CUDA 13.0", or "2 threads".
+    """
+
+    device: str
+    backend: str
     torch: str
     kvquant: str
     date: str
-    num_sms: int
-    l2_bytes: int
     read_gb_per_s: float
-    empty_graph_us: float
 
 
-class Timer(Protocol):
-    """Takes times in microseconds of calls on tensors of its device."""
+class Timer:
+    """Times calls on the CPU, in microseconds.
 
-    device: torch.device
+    Args:
+        seconds: about how long calls are timed together.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, seconds: float = 3.0) -> None:
+        self.seconds = seconds
 
     def rotation(self, nbytes: int) -> int:
-        """Inputs of this size that outgrow the L2 cache together; 0 if too many."""
+        """Inputs of this size that outgrow the L2 cache of a GPU together; 0 if too many."""
+        return 0
 
     def alone(self, call: Call, limit: float = math.inf) -> float:
-        """Median of single calls, L2 cold; one that takes longer than limit is timed roughly."""
+        """Median of single calls; a GPU's timer times one that takes longer than limit roughly."""
+        return self.alone_each([call])[0]
+
+    def alone_each(self, calls: Sequence[Call]) -> list[float]:
+        """The same of several calls, which take turns, so that all see the same machine."""
+        times: list[list[float]] = [[] for _ in calls]
+        end = time.perf_counter() + self.seconds
+        while not times[0] or time.perf_counter() < end:
+            for call, taken in zip(calls, times, strict=True):
+                start = time.perf_counter()
+                call()
+                taken.append(time.perf_counter() - start)
+        return [1e6 * statistics.median(taken) for taken in times]
 
     def in_a_row(self, calls: Sequence[Call]) -> float:
-        """Per call, one after the other."""
+        """Per call, one after the other; for GPUs."""
+        raise NotImplementedError
 
-    def eager(self, calls: Sequence[Call]) -> float:
-        """Per call, one after the other from Python, without a graph."""
+    def read_bandwidth(self) -> float:
+        """GB/s at which torch sums 1 GiB of float32."""
+        x = torch.zeros(1 << 28, dtype=torch.float32, device=self.device)
+        return x.nbytes / self.alone(x.sum) / 1e3
 
 
-class GraphTimer:
+class GraphTimer(Timer):
     """Times calls on the current device by replays of CUDA graphs.
 
     Args:
@@ -86,22 +113,17 @@ class GraphTimer:
         """See Timer."""
         return self._median(capture([call]), limit)
 
+    def alone_each(self, calls: Sequence[Call]) -> list[float]:
+        """See Timer; one much slower than an earlier one is timed roughly."""
+        found: list[float] = []
+        for call in calls:
+            found.append(self.alone(call, GIVE_UP * min(found, default=math.inf)))
+        return found
+
     def in_a_row(self, calls: Sequence[Call]) -> float:
         """See Timer."""
         many = [calls[i % len(calls)] for i in range(max(MIN_CALLS, len(calls)))]
         return self._median(capture(many)) / len(many)
-
-    def eager(self, calls: Sequence[Call]) -> float:
-        """See Timer."""
-        first = self._loop(calls, MIN_CALLS)
-        count = min(max(int(self.microseconds / LOOPS / max(first, 1.0)), MIN_CALLS), MAX_REPLAYS)
-        return statistics.median(self._loop(calls, count) for _ in range(LOOPS))
-
-    def empty(self) -> float:
-        """Microseconds of an empty graph's replay."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            return self._median(capture([]))
 
     def read_bandwidth(self) -> float:
         """GB/s at which torch sums 4 GiB of float32, or what fits of it."""
@@ -133,14 +155,6 @@ class GraphTimer:
         torch.cuda.synchronize()
         return [1e3 * start.elapsed_time(end) for start, end in spans]
 
-    def _loop(self, calls: Sequence[Call], count: int) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for i in range(count):
-            calls[i % len(calls)]()
-        torch.cuda.synchronize()
-        return 1e6 * (time.perf_counter() - start) / count
-
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     """A graph of calls, each of which runs once before."""
@@ -154,19 +168,34 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def describe_machine(timer: GraphTimer, version: str) -> Machine:
-    """Measure the limits of the timer's GPU and name what else matters."""
-    properties = torch.cuda.get_device_properties(timer.device)
-    cuda = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
+def describe_machine(timer: Timer, version: str) -> Machine:
+    """Measure the bandwidth of the timer's device and name what else matters."""
+    if timer.device.type == "cuda":
+        device, cuda = torch.cuda.get_device_properties(timer.device).name, ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
+        backend = f"CUDA {cuda.value // 1000}.{cuda.value % 1000 // 10}"
+    else:
+        device, backend = processor_name(), f"{torch.get_num_threads()} threads"
     return Machine(
-        gpu=properties.name,
-        driver=f"CUDA {cuda.value // 1000}.{cuda.value % 1000 // 10}",
+        device=device,
+        backend=backend,
         torch=torch.__version__,
         kvquant=version,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        num_sms=properties.multi_processor_count,
-        l2_bytes=timer.l2_bytes,
         read_gb_per_s=timer.read_bandwidth(),
-        empty_graph_us=timer.empty(),
     )
+
+
+def processor_name() -> str:
+    """The processor's name in /proc/cpuinfo; the architecture where it has none (Arm).
+
+    Virtual machines cut names short, so the family and the model follow.
+
+    Example:
+        AMD EPYC (family 25, model 17)
+    """
+    text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
+    facts = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
+    name = facts.get("model name") or platform.machine()
+    of = " (family {cpu family}, model {model})" if "cpu family" in facts else ""
+    return name + of.format(**facts)

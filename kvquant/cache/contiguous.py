@@ -362,8 +362,7 @@ class KVCache(NoShallowCopy):
             q: as above; queries in the order of Hugging Face, [batch, num_q_heads, q_len,
                 head_dim], are given as q.transpose(1, 2).
             q_lens: [batch], int32, as in decode_attention.
-            variant: see AttentionVariant. A layer's own window needs none. Where a layer has one,
-                positions count from the first token that it holds, so without key_bias.
+            variant: see AttentionVariant. A layer's own window needs none.
             in_step: let all queries see the rows as the first of them saw them: see step.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
@@ -375,8 +374,8 @@ class KVCache(NoShallowCopy):
             dropped by reset or crop. A sequence without tokens is no error and gives zeros: its
             count of new tokens was 0, or select took it. A CUDA graph or torch.compile that has
             appended, or that records this call, is not looked at. Where a layer has a
-            window: UnsupportedError for more than 513 queries and for key_bias, ShapeError for
-            queries that see what it no longer holds.
+            window: UnsupportedError for more than 513 queries, ShapeError for queries that see
+            what it no longer holds.
 
         Example:
             >>> import torch
@@ -394,14 +393,12 @@ class KVCache(NoShallowCopy):
         at.check_filled(layer)
         segments = at.segments()
         is_plain = variant is None is q_lens  # with q_lens rows of q may be padding
-        if variant is not None:
-            at.check_bias(variant)
         if at.window is not None or in_step:
             check_flag("in_step", in_step)
             if q_lens is not None:
                 check_tensors(q_lens=q_lens)
             q_len = q.shape[1] if isinstance(q, torch.Tensor) and q.ndim == 4 else 1
-            at.check_seen(layer, q_len, variant)
+            at.check_seen(layer, q_len)
             segments, variant = at.seen_by(layer, q_len, q_lens, variant, in_step=in_step)
         call = AttentionCall(
             q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend
@@ -531,7 +528,7 @@ class KVCache(NoShallowCopy):
         bound = at.bound.find(q, k, v) if can_bind else None
         if bound is None:  # else such a step was taken before
             check_tensors(q=q, k=k, v=v)
-            at.check_seen(layer, at.check_step(q, k), variant)
+            at.check_seen(layer, at.check_step(q, k))
             at.check_query(q)
             at.check_variant(q, variant)
         if bound is None or not (sm_scale is None is num_splits and type(return_lse) is bool):

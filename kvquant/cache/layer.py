@@ -56,7 +56,6 @@ from ..rows.slots import Slots, SlotsCall, Split
 from ..rows.spacing import spaced_len
 from ..rows.variant import (
     AttentionVariant,
-    check_bias_len,
     check_variant,
     check_variant_values,
     names_of,
@@ -332,15 +331,10 @@ class LayerCache:
         if not debug.is_recorded(self.seq_lens):
             raise ShapeError(f"layer {layer} holds no tokens: append to it first")
 
-    def check_seen(self, layer: int, q_len: int, variant: AttentionVariant | None) -> None:
+    def check_seen(self, layer: int, q_len: int) -> None:
         """Raise UnsupportedError if the last q_len tokens cannot attend so; see seen_by."""
         if self.window is None or self.window >= self.max_seq_len:
             return
-        if "key_bias" in names_of(variant):
-            raise UnsupportedError(
-                f"layer {layer} keeps the last tokens of a window only: key_bias, which counts "
-                "tokens from the first, is not possible"
-            )
         if q_len > SPARE + 1:
             raise UnsupportedError(
                 f"layer {layer} sees the last {self.window} tokens and keeps {SPARE} before them: "
@@ -354,18 +348,7 @@ class LayerCache:
         assert variant is not None
         check_variant(q, variant)
         if debug.may_read(q):
-            check_variant_values(q, self.segments(), None, variant)
-        self.check_bias(variant, q.shape[1] if q.ndim == 4 else 1)
-
-    def check_bias(self, variant: AttentionVariant | None, new_tokens: int = 0) -> None:
-        """Raise ShapeError if key_bias is known to be too short once new tokens have come."""
-        if debug.is_recorded(self.seq_lens) or "key_bias" not in names_of(variant):
-            return
-        assert variant is not None and variant.key_bias is not None
-        check_tensors(key_bias=variant.key_bias)
-        if self.longest is not None and variant.key_bias.ndim == 2:
-            self._tighten(variant.key_bias.shape[1] - new_tokens)
-            check_bias_len(variant.key_bias, self.longest + new_tokens)
+            check_variant_values(q, None, variant)
 
     def _tighten(self, most: int) -> None:
         """Read the lengths if one may be over most: longest is an upper bound."""

@@ -155,7 +155,7 @@ def evaluate(
     The model reads each prompt once. The command quantizes the 16-bit keys and values into each
     cache, and every task decodes from there: predictions of a held-out text (kl), freely running
     texts (generation), and questions about facts among similar ones (retrieval). Where the model
-    fails a retrieval task in 16 bit, the tables say "not a test". With --json, start an interrupted
+    fails a retrieval task in 16 bit, the tables say "not asked". With --json, start an interrupted
     run again and it continues where it stopped.
 
     With --max-drop the exit code is 3 if a cache loses more than so many points and two standard
@@ -246,7 +246,7 @@ def _examples(path: Path, reader: Any, chat: bool | None) -> list[Any]:
     for number, line in enumerate(read_text(path).split("\n"), 1):  # strings may hold U+2028
         if not line.strip():
             continue
-        one = parse(line, f"{path}, line {number},", nan=True)
+        one = parse(line, f"{path}, line {number},")
         prompt = one.get("prompt") if isinstance(one, Mapping) else None
         answer = one.get("answer") if isinstance(one, Mapping) else None
         if not isinstance(prompt, str) or not prompt or not isinstance(answer, str | None):

@@ -19,7 +19,6 @@ from .console import (
     FORMATS,
     JSON,
     LATENT,
-    NEW_FILE,
     OUTPUT,
     PLAN,
     SOURCE,
@@ -39,8 +38,6 @@ from .warmup import warmup
 
 if TYPE_CHECKING:
     from ..cache.contiguous import KVCache
-
-CACHE = NEW_FILE  # its shards may be there alone
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -158,7 +155,7 @@ def quantize(
 
 
 @main.command()
-@click.argument("cache", type=CACHE)
+@click.argument("cache", type=FILE)
 @click.option(
     "--to",
     type=click.Choice(["bf16", "fp16", "fbgemm", "xformers", "flashmla"]),
@@ -179,7 +176,7 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
     from ..io.export import export_cache
     from ..text import paragraph, size_text
 
-    check_output(output, plan, *_files_of(cache))
+    check_output(output, plan, cache)
     notes = export_cache(load_cache(cache, plan=plan), output, to)
     click.echo(f"{output}: {to}, {size_text(output.stat().st_size)}")
     for note in notes:
@@ -187,7 +184,7 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
 
 
 @main.command()
-@click.argument("file", type=CACHE)
+@click.argument("file", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @enough_memory("cache")
 def inspect(file: Path, as_json: bool) -> None:
@@ -245,17 +242,6 @@ main.add_command(check)
 main.add_command(evaluate)
 main.add_command(report)
 main.add_command(warmup)
-
-
-def _files_of(cache: Path) -> list[Path]:
-    """A cache file, its index and its shards, as far as they are there."""
-    from ..io.shards import index_path, shard_pattern
-
-    whole = cache.with_name(cache.name.removesuffix(".index.json"))
-    index = index_path(whole)
-    beside = cache.parent.iterdir() if cache.parent.is_dir() else ()
-    shards = [path for path in beside if shard_pattern(index).fullmatch(path.name)]
-    return [whole, index, *shards]
 
 
 def _of_latents(options: dict[str, Any], fmt: str | None) -> dict[str, Any]:

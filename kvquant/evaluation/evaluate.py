@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,12 @@ from kvquant.version import __version__
 from . import divergence, generation
 from .caches import parse_cache
 from .decoding import Choice, Reading, ask_all, check_simulated
-from .generation import WAYS, Sampling
+from .generation import BOTH, WAYS, Sampling
 from .models import notes
 from .prompts import Prompt, Writer
 from .records import Records
-from .retrieval import TASKS, frequent
-from .statistics import FAILS, chosen, paired
+from .retrieval import TASKS
+from .statistics import FAILS, chosen, paired, share_of
 
 if TYPE_CHECKING:
     from kvquant.hf.model import CachedModel
@@ -59,8 +60,10 @@ class Sizes:
             or less if the model has fewer positions.
         prompts: how many prompts each retrieval task has, and generation.
         questions: how many questions a retrieval prompt has, at most.
-        facts: how many facts a retrieval prompt has; 0 for as many as fit. Of several numbers each
-            task takes the largest that the 16-bit cache can answer.
+        facts: how many facts a retrieval prompt has; 0 for as many as fit. The 16-bit cache tries
+            several numbers from the fewest on, as the largest, as many as fit; each task takes the
+            last number before the first that fails. A model that knows sheets of facts and no text
+            may answer more facts than that: give (0,).
         passages: how many passages of the text kl has.
         scored: how many tokens of a passage kl compares.
         new_tokens: how many tokens of text generation adds to a prompt.
@@ -386,7 +389,6 @@ class _Run:
         """The prompts of a task with each number of facts that fits, the fewest first."""
         seeds = [f"{self.sizes.seed} {name} {at}" for at in range(self.sizes.prompts)]
         facts = sorted(self.sizes.facts, key=lambda one: one or math.inf)  # 0: as many as fit
-        facts = [0] if TASKS[name] is frequent else facts  # a text's words would count, too
         found, why = [], ConfigError("no facts")
         for count in facts:
             try:
@@ -534,11 +536,11 @@ class _Run:
     @cached_property
     def parts(self) -> int:
         """How often progress is called: for each batch of a task once for each cache, and for each
-        trial of a search that takes the most of them."""
+        number of facts to try, also where the search ends before it."""
         kinds = self.task.kinds
         rungs = [one for tasks in self.written.values() for one in tasks.values()]
         counts = [self.sizes.prompts] * len(rungs)
-        trials = sum(map(_most_trials, rungs))
+        trials = sum(len(one) for one in rungs if len(one) > 1)
         if "kl" in kinds:
             counts += map(self._passages, self.lengths)
         if "generation" in kinds:  # of the user's prompts each is alone
@@ -577,23 +579,25 @@ class _Run:
         found = {}
         for name, rungs in self.written[length].items():
             what = f"retrieval, {name}"
-            prompts, can_answer = self._hardest(name, length, rungs)
+            prompts, failed = self._hardest(name, length, rungs)
             answers: list[list[list[bool]]] = [[] for _ in self.costs]
             for batch in self._batches(len(prompts)):
 
-                def measure(batch: range = batch, prompts: Any = prompts) -> Any:
-                    part = prompts[batch.start : batch.stop]
+                def measure(batch: range = batch, own: Any = (prompts, failed)) -> Any:
+                    if own[1]:
+                        return [[] for _ in self.costs]
+                    part = own[0][batch.start : batch.stop]
                     return ask_all(self.model, part, self.choices, self.reading)
 
                 parts = self._measured(what, f"{name} {length} {batch.start}", measure)
                 for whole, part in zip(answers, parts, strict=True):
                     whole += part
-            exact, *others = answers
+            exact, *others = [failed] if failed else answers
             pairs = [paired(exact, one) for one in others]
             distances = [one.distance for each in prompts for one in each.asked]
             found[name] = {
-                "exact": pairs[0].exact,
-                "fails": pairs[0].exact < (FAILS if can_answer else ANSWERS),
+                "exact": share_of(exact),
+                "fails": bool(failed) or share_of(exact) < FAILS,
                 "least_distance": min(distances),
                 "facts": min(one.facts for one in prompts),
                 "caches": [asdict(one) for one in pairs],
@@ -611,37 +615,42 @@ class _Run:
 
     def _hardest(
         self, name: str, length: int, rungs: list[list[Prompt]]
-    ) -> tuple[list[Prompt], bool]:
+    ) -> tuple[list[Prompt], list[list[bool]]]:
         """The most facts among which the 16-bit cache finds ANSWERS of TRIAL prompts' answers.
 
         Args:
             name: of the task.
             length: of the contexts.
-            rungs: prompts with ever more facts.
+            rungs: prompts with ever more facts; those behind the first that fails are not tried.
 
         Returns:
-            The prompts, and whether it does; those with the fewest facts where it never does.
+            The prompts; and where 16 bit fails among the fewest facts, its answers there, of which
+            fewer than ANSWERS are right: this tests no cache.
         """
-        what = f"retrieval, {name}"
-        low, high = 0, len(rungs)  # it answers all below low, and none from high on
-        for _ in range(_most_trials(rungs)):  # progress counts those that are not needed, too
-            if low < high:
-                middle = (low + high) // 2
-                trial = rungs[middle][:TRIAL]
+        tried: list[list[list[bool]]] = []  # the answers of each trial
+        passed = int(len(rungs) == 1)  # how many
+        for at, prompts in enumerate(rungs if len(rungs) > 1 else ()):
+            if passed == at:
+                tried.append(self._asked_exact(f"{name} {length} rung {at}", prompts[:TRIAL]))
+                passed += share_of(tried[at]) >= ANSWERS
+            self.progress(f"retrieval, {name}", self.parts)
+        if passed:
+            return rungs[passed - 1], []
+        # two prompts may be harder than the others
+        rest = self._asked_exact(f"{name} {length} rung 0 rest", rungs[0][TRIAL:])
+        answers = [*tried[0], *rest]
+        return rungs[0], answers if share_of(answers) < ANSWERS else []
 
-                def measure(trial: list[Prompt] = trial) -> Any:
-                    batches = [trial[one.start : one.stop] for one in self._batches(len(trial))]
-                    parts = [ask_all(self.model, one, (), self.reading) for one in batches]
-                    return [[each for (found,) in parts for each in found]]
+    def _asked_exact(self, name: str, prompts: list[Prompt]) -> list[list[bool]]:
+        """[prompts][questions], right or not: the 16-bit cache alone; name as in Records.get."""
 
-                (found,) = self.records.get(f"{name} {length} rung {middle}", measure)
-                right = [one for each in found for one in each]
-                if sum(right) >= ANSWERS * len(right):
-                    low = middle + 1
-                else:
-                    high = middle
-            self.progress(what, self.parts)
-        return rungs[max(low - 1, 0)], low > 0 or len(rungs) == 1
+        def measure() -> Any:
+            batches = [prompts[one.start : one.stop] for one in self._batches(len(prompts))]
+            parts = [ask_all(self.model, one, (), self.reading) for one in batches]
+            return [[each for (found,) in parts for each in found]]
+
+        found: list[list[bool]] = self.records.get(name, measure)[0]
+        return found
 
     def _generation(self, length: int) -> dict[str, Any]:
         if self.examples:
@@ -665,6 +674,7 @@ class _Run:
 
             parts.append(self._measured("generation", f"generation {length} {place}", measure))
         found: dict[str, Any] = {}
+        right: dict[str, list[list[list[bool]]]] = {}
         for at, way in enumerate(WAYS):
             texts = [
                 [generation.ended(one, self.ends) for part in parts for one in part[cache][at]]
@@ -680,7 +690,7 @@ class _Run:
                     asdict(generation.looked_up(contexts, each, self.ends)) for each in texts
                 ]
             if any(one.answer is not None for one in prompts):
-                right = [
+                right[way] = [
                     [
                         [self._is_right(one, text)]
                         for one, text in zip(prompts, each, strict=True)
@@ -688,10 +698,17 @@ class _Run:
                     ]
                     for each in texts
                 ]
-                pairs = [asdict(paired(right[0], one)) for one in right[1:]]
-                share = pairs[0]["exact"]
+        if right:  # the texts of a prompt are alike: together they are one observation
+            passed = [one for one in right.values() if share_of(one[0]) >= FAILS]
+            both: list[list[list[bool]]] = [
+                [[*chain(*texts)] for texts in zip(*each, strict=True)]
+                for each in zip(*(passed or right.values()), strict=True)
+            ]
+            for name, (exact_right, *others_right) in {**right, BOTH: both}.items():
+                share = share_of(exact_right)
+                pairs = [asdict(paired(exact_right, one)) for one in others_right]
                 told = {"exact": share, "fails": share < FAILS, "caches": pairs}
-                found[f"{way}_answers"] = told
+                found[f"{name}_answers"] = told
         return found
 
     def _is_right(self, example: Example, text: Sequence[int]) -> bool:
@@ -699,11 +716,6 @@ class _Run:
         text = [token for token in text if token not in self.ends]
         found = generation.answer_of(self.model.decode(text), self.task.pattern)
         return found.strip() == example.answer.strip()
-
-
-def _most_trials(rungs: Sequence[object]) -> int:
-    """How many trials bisection needs at most among numbers of facts; none for a single one."""
-    return len(rungs).bit_length() if len(rungs) > 1 else 0
 
 
 def free_bytes(device: torch.device) -> int | None:

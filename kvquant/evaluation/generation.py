@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvquant.hf.model import CachedModel
 
 WAYS = ("greedy", "sampled")  # of choosing the next token
+BOTH = "all"  # answers in the texts of all WAYS
 AGREEMENT = (32, 128, 512, 2048)  # numbers of tokens after which texts are compared
 NGRAM = 3  # the last so many tokens are what prompt lookup searches
 DRAFTED = 10  # tokens of a draft, at most

@@ -138,11 +138,14 @@ class Writer:
 
         Raises:
             ConfigError: so many facts leave less than half of the context to the filler, or make no
-                question, or not even LEAST facts fit beyond the window.
+                question, or the sheet wants to stand alone, or not even LEAST facts fit beyond the
+                window.
         """
         make, count = TASKS[task], facts or self._count_of(task)
         while True:
             sheet = make(Random(seed), count)
+            if facts and sheet.is_alone:
+                raise ConfigError(f"{task} counts the words of a text, too: give 0 --facts")
             lines = self._lines(sheet.lines)
             tail = [token for one in self._lines(sheet.examples) for token in one]
             used = sum(map(len, lines))
@@ -193,7 +196,8 @@ class Writer:
         fill = (self._filler * (1 + missing // len(self._filler)))[:missing]
         cuts = [missing] * len(lines)
         if among:
-            most = missing - self._window + len(tail)  # what stands behind it lies in the window
+            # what stands behind it lies in the window
+            most = max(missing - self._window + len(tail), 0)
             ends = [at for at, one in enumerate(fill[:most], 1) if one in self._stops]
             places = ends or range(1, most)
             if not places:

@@ -11,11 +11,12 @@ from kvquant.text import Column, count_text, paragraph, render_table
 
 from .check import ENOUGH as PASSAGES
 from .check import verdict
-from .generation import WAYS
+from .generation import BOTH, WAYS
 
 ENOUGH = 3.0  # the limit must be so many times the standard error
 POINTS = 100.0  # of accuracy: a share of 1
 NO_TEST = "not a test"  # of the cache: the model fails in 16 bit
+NOT_ASKED = "not asked"  # because the model fails in 16 bit
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
             if row["passages"] < PASSAGES:
                 word = f"too few passages for a verdict, give {PASSAGES} --samples or more"
             told.append(f"KL {max(row['kl'], 0.0):.4f} {place_of(length)}: {word}")
-        pairs = [pair for _, name, pair in _tested(found) if name == one["cache"]]
+        pairs = [pair for _, name, pair in _tested(found, (BOTH,)) if name == one["cache"]]
         if answers := sum(pair["answers"] for pair in pairs):
             drop = sum(pair["drop"] * pair["answers"] for pair in pairs) / answers
             error = math.hypot(*(pair["error"] * pair["answers"] for pair in pairs)) / answers
@@ -78,7 +79,7 @@ def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
 
 def tables(found: Mapping[str, Any]) -> Iterator[Shown]:
     """The tables of all tasks. Where the model fails a task with its 16-bit cache, the cells of the
-    other caches have NO_TEST."""
+    other caches have NOT_ASKED, or NO_TEST if they were asked, too."""
     names = [one["cache"] for one in found["caches"]]
     yield _costs(found["caches"])
     for length, rows in found.get("kl", {}).items():
@@ -220,7 +221,7 @@ def _accuracy(
 def _points(task: Mapping[str, Any], at: int) -> str:
     """What a cache changes, of the task's caches that at this place."""
     if task["fails"]:
-        return NO_TEST
+        return NO_TEST if task["caches"] else NOT_ASKED
     one = task["caches"][at]
     return f"{0.0 - POINTS * one['drop']:+.1f} ± {POINTS * one['error']:.1f}"
 
@@ -255,10 +256,11 @@ def failures(found: Mapping[str, Any]) -> list[str]:
         failed = [
             f"{name} ({POINTS * one['exact']:.0f} % right)" for name, one in tasks if one["fails"]
         ]
+        asked = all(one["caches"] for _, one in tasks)
         if failed:
             sentences.append(
                 f"With its 16-bit cache the model fails {', '.join(failed)} {where}: this is not a "
-                "test of the cache."
+                f"test of the cache{'' if asked else ', so no other cache was asked'}."
             )
     return sentences
 
@@ -295,7 +297,9 @@ def against_limit(found: Mapping[str, Any], limit: float) -> tuple[str, list[str
     return ("unknown", wide) if wide else ("met", [])
 
 
-def _tested(found: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def _tested(
+    found: Mapping[str, Any], ways: Sequence[str] = WAYS
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """The task, the cache and the paired answers of all tasks that test caches."""
     names = [one["cache"] for one in found["caches"]][1:]
     for length, tasks in found.get("retrieval", {}).items():
@@ -304,7 +308,7 @@ def _tested(found: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, A
                 for name, one in zip(names, each["caches"], strict=True):
                     yield f"{task}, {int(length):,} tokens", name, one
     for task in found.get("generation", {}).values():
-        for way in WAYS:
+        for way in ways:
             if (answers := task.get(f"{way}_answers")) and not answers["fails"]:
                 for name, one in zip(names, answers["caches"], strict=True):
                     yield f"{way} answers", name, one

@@ -2,7 +2,8 @@
 
 Each task makes a sheet: lines of text that hold facts, and questions about them. A bad cache
 confuses a fact with similar ones first. So a key has two words, and other keys share each of them.
-The keys of 4 facts or fewer share none, so that small models can answer. The definitions follow
+Small models shall answer 4 facts or fewer: they share no word, and copy asks for one, behind which
+SmolLM2-135M loses the line that it has found. The definitions follow
 RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv 2402.01032:
 
     single       one fact in a text
@@ -13,7 +14,7 @@ RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv
     variables    the number at the end of a chain x1 = 417, x5 = x1, ... of 3 to 7 lines, which
                  stand among the lines of other chains
     phonebook    the number of seven digits of a name of two words
-    copy         the words that follow three given ones in a text of random words
+    copy         the four words that follow three given ones in a text of random words
     frequent     the most frequent word of a text
     tools        a tool call in JSON, whose two arguments stand in one of many records
 
@@ -54,11 +55,13 @@ class Sheet:
         questions: to choose from. The writer of prompts asks none whose lines lie in the 16-bit
             window.
         examples: answered questions for the end of the context, which show how to answer.
+        is_alone: whether the sentences of a text among the lines would change the answers.
     """
 
     lines: list[str]
     questions: list[Question]
     examples: tuple[str, ...] = ()
+    is_alone: bool = False
 
 
 DISTINCT = 4
@@ -200,14 +203,17 @@ GIVEN, FOLLOWING = 3, 4  # words of `copy`
 
 
 def copy(rng: Random, count: int) -> Sheet:
-    """Random words, eight to a line; a question asks for those that follow three given ones."""
-    lines = [" ".join(rng.choice(NOUNS) for _ in range(8)) for _ in range(count)]
-    all_words = " ".join(lines).split()
+    """Random words, eight to a line; a question asks for those that follow three given ones. Of
+    DISTINCT lines or fewer none share a word, and it asks for the first."""
+    is_easy, size = count <= DISTINCT, 8 * count
+    told = 1 if is_easy else FOLLOWING
+    all_words = rng.sample(NOUNS, size) if is_easy else [rng.choice(NOUNS) for _ in range(size)]
+    lines = [" ".join(all_words[at : at + 8]) for at in range(0, size, 8)]
     given = Counter(zip(all_words, all_words[1:], all_words[2:], strict=False))
     questions = []
     for at, line in enumerate(lines):
         words = line.split()
-        begun, answer = " ".join(words[:GIVEN]), " ".join(words[GIVEN : GIVEN + FOLLOWING])
+        begun, answer = " ".join(words[:GIVEN]), " ".join(words[GIVEN : GIVEN + told])
         if given[words[0], words[1], words[2]] == 1:
             questions.append(Question(begun, answer, (at,)))
     return Sheet(lines, questions)
@@ -226,7 +232,7 @@ def frequent(rng: Random, count: int) -> Sheet:
         words[: 4 * told] = [ranked[0]] * (4 * told)
     lines = [" ".join(words[8 * at : 8 * at + 8]) for at in range(count)]
     begun = "Of all words above the most frequent one is"
-    return Sheet(lines, [Question(begun, ranked[0], (told - 1,))])
+    return Sheet(lines, [Question(begun, ranked[0], (told - 1,))], is_alone=True)
 
 
 def tools(rng: Random, count: int) -> Sheet:

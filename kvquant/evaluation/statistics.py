@@ -56,6 +56,16 @@ def paired(exact: Sequence[Sequence[bool]], given: Sequence[Sequence[bool]]) -> 
     return Paired(right, ours, drop, error, lost, won, count, len(pairs))
 
 
+def share_of(answers: Sequence[Sequence[bool]]) -> float:
+    """The share of right answers, of [prompts][questions].
+
+    Example:
+        >>> share_of([[True, False], [True, True]])
+        0.75
+    """
+    return sum(map(sum, answers)) / sum(map(len, answers))
+
+
 def chosen(
     answers: Sequence[Sequence[bool]], kinds: Sequence[Sequence[int]], kind: int
 ) -> list[list[bool]]:

@@ -53,7 +53,6 @@ from .models.observe import Observer, observe, output_weights, shared_layers
 from .models.positions import positions_of
 from .models.probe import check_accuracy
 from .plans import plan_of_model
-from .sampling import Sampler
 from .switch import attending, plain_implementation
 
 if TYPE_CHECKING:
@@ -442,16 +441,11 @@ class CachedModel:
         num_tokens: int,
         *,
         eos_token_id: int | Sequence[int] | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        on_tokens: Callable[[torch.Tensor], object] | None = None,
+        choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Continue each sequence up to an end token, by stepper: greedily, or with a temperature by
-        sampling.
+        """Continue each sequence up to an end token, by stepper.
 
-        A call that raises has added nothing, also where on_tokens raises. A text that ends before
+        A call that raises has added nothing, also where choose raises. A text that ends before
         others leaves no more in the cache than it has alone. (It takes part in the steps of the
         others. What it appends is cropped, every rollback_len tokens.)
 
@@ -462,11 +456,9 @@ class CachedModel:
             num_tokens: the most tokens to add, 1 or more.
             eos_token_id: the token that ends a text, or several; end_tokens when None. With () no
                 text ends before num_tokens, and on CUDA no step waits for the GPU.
-            temperature: see Sampler (sampling.py), as top_k, top_p and seed. A temperature that
-                the model's generation_config names is not taken.
-            top_k, top_p, seed: as there.
-            on_tokens: called with each column of the result, [batch] int64 on the CPU, once it is
-                chosen. The put of a TextStreamer of transformers will do for one sequence.
+            choose: takes the logits of a step, [batch, vocabulary], and gives the next token of
+                each sequence, [batch] int64: to sample, or to show tokens as they come. The
+                likeliest tokens when None. Ranks (tp_plan) must choose alike.
 
         Returns:
             [batch, at most num_tokens], int64: up to the longest text. Behind its end a shorter
@@ -475,7 +467,7 @@ class CachedModel:
 
         Raises:
             ConfigError: a sequence of the cache is empty, so the logits are of another one; or an
-                end token, an option of sampling or a callback that is not possible.
+                end token or tokens of choose that are not possible, or choose is no function.
             Else as prefill.
 
         Example:
@@ -485,11 +477,12 @@ class CachedModel:
             >>> model = CachedModel.from_pretrained(MODEL)
             >>> cache = model.new_cache(batch=1, max_seq_len=64)
             >>> logits = model.prefill(cache, torch.tensor([model.encode("The city of Manila")]))
-            >>> shown = []
-            >>> options = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 1}
-            >>> ids = model.generate(cache, logits, 20, **options, on_tokens=shown.append)
-            >>> torch.equal(ids, torch.stack(shown, dim=1))
-            True
+            >>> def sample(logits):
+            ...     likely = logits.topk(50).values[:, -1:]
+            ...     scores = (logits / 0.8).masked_fill(logits < likely, -torch.inf)
+            ...     return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+            >>> model.generate(cache, logits, 20, choose=sample).shape
+            torch.Size([1, 20])
         """
         num_tokens = check_size("num_tokens", num_tokens, at_least=1)
         check_kind("cache", cache, KVCache, _GIVE_CACHE)
@@ -500,15 +493,9 @@ class CachedModel:
                 "or step"
             )
         ends = self._ends(eos_token_id).to(logits.device)
-        if temperature is not None and seed is None and self._ranks > 1:
+        if choose is not None and not callable(choose):
             raise ConfigError(
-                f"this model is spread over {self._ranks} ranks (tp_plan), and without a seed each "
-                "would draw other tokens: give all of them the same seed"
-            )
-        choose = Sampler(cache.batch, temperature, top_k, top_p, seed)
-        if on_tokens is not None and not callable(on_tokens):
-            raise ConfigError(
-                f"on_tokens is of type {name_of_kind(on_tokens)}: give a function of a tensor"
+                f"choose is of type {name_of_kind(choose)}: give a function of a tensor"
             )
         self._check_room(
             cache, torch.full((cache.batch,), num_tokens - 1, dtype=torch.int64, device="cpu")
@@ -529,10 +516,11 @@ class CachedModel:
         with cache.attempt(num_tokens):
             while len(columns) < num_tokens:
                 logits = step(columns[-1]) if columns else logits
-                column = choose(logits)
+                if choose is None:
+                    column = logits.argmax(-1)
+                else:
+                    self.check_tokens(column := choose(logits), (cache.batch,))
                 columns.append(torch.where(is_over, columns[-1], column) if columns else column)
-                if on_tokens is not None:
-                    on_tokens(columns[-1].cpu())
                 if not len(ends):
                     continue
                 lens += ~is_over.cpu()
@@ -544,7 +532,6 @@ class CachedModel:
             if len(ends):
                 self._drop_behind(cache, lens)
             cache.check()
-            choose.check()
         return torch.stack(columns, dim=1)
 
     def _ends(self, eos_token_id: int | Sequence[int] | None) -> torch.Tensor:

@@ -1,15 +1,12 @@
-"""Files that are written whole or not at all, by one process at a time.
+"""Files that are written whole or not at all.
 
-    with writing(path) as place, place.replaced() as file:
+    with replacing(path) as file:
         file.write(...)
 
-What is written stands beside its place as .NAME.XXXXXXXX.kvquant.tmp until it is whole and on the
-disk, and then takes its place by a rename: whoever opens NAME finds the old file or the new one. A
-killed process leaves such a file, which the next one that writes to NAME removes.
-
-Who writes holds the lock of NAME, .NAME.kvquant.lock, an empty file, and takes it away when done.
-Where flock fails (some network file systems have none) the file is written without a lock, and a
-warning says so.
+The new file is .NAME.XXXXXXXX.kvquant.tmp beside NAME until it is whole and on the disk. Then a
+rename puts it in place: whoever opens NAME finds the old file or the new one. Of two writers the
+last one wins. A killed process leaves its .tmp file; the next writer of NAME removes it. Writers
+hold a lock (flock) on their .tmp file, so a file without a lock belongs to a killed process.
 """
 
 from __future__ import annotations
@@ -24,173 +21,80 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from filelock import FileLock
+from ..errors import ConfigError
 
-from ..errors import ConfigError, warn
+try:
+    import fcntl
+except ImportError:  # Windows: what killed processes left stays
+    fcntl = None  # type: ignore[assignment]
 
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-}
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
-_ACL = "system.posix_acl_access"
-
-
-class Place:
-    """Where a file, or several of one name, are written; see writing.
-
-    Attributes:
-        path: the name that is locked, no link.
-        is_locked: whether no other process writes here.
-        written: the paths whose new files stand in their places.
-    """
-
-    def __init__(self, path: Path, is_locked: bool) -> None:
-        self.path, self.is_locked = path, is_locked
-        self.written: set[Path] = set()
-
-    @contextmanager
-    def replaced(self, path: Path | None = None, like: Path | None = None) -> Iterator[IO[bytes]]:
-        """Give a new file, which takes the place of path (by default that of the name) at the end.
-
-        It has the mode, and as far as that is allowed the owner, of the file that stands there;
-        else it is made as new files are. After an exception what stood there is as before, unless
-        the disk cannot say whether the new name will last: then the new file stands there, and the
-        error says so.
-
-        Args:
-            path: what to replace; links are followed.
-            like: another file whose mode to take where there is none at path.
-
-        Raises:
-            ConfigError: what stands there is no file, but a folder, a device or the like.
-            OSError: the file cannot be written; the error names it.
-        """
-        path = self.path if path is None else path
-        target = target_of(path)
-        temporary = _temporary(target, self.path.name)
-        try:
-            with _new_file(temporary, target if target.exists() else like) as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException as error:
-            with suppress(OSError):  # the first error is the one that is raised
-                temporary.unlink()
-            if isinstance(error, OSError) and not _names_another(error, temporary):
-                raise named(error, target) from error
-            raise
-        self.written.add(path)
-        try:
-            sync_folder(target.parent)
-        except OSError as error:
-            told = "the file is written, but may not outlast a crash of the system"
-            raise named(error, target, told) from error
-
-    def remove_leftovers(self) -> None:
-        """Remove what killed processes left here of files that they did not finish."""
-        ours = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{8}}\.kvquant\.tmp")
-        with suppress(OSError), os.scandir(self.path.parent) as entries:
-            for entry in entries:
-                if ours.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                    with suppress(OSError):  # what stays is only space
-                        os.unlink(entry.path)
 
 
 @contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[Place]:
-    """Write to a name while no other process does; one that does is waited for.
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Give a new file, which replaces the one at path when the block ends.
+
+    The new file has the mode and, where the system allows it, the owner of the old one. After an
+    exception the old file is as before. One error is an exception: if the disk fails after the
+    rename, the new file is in place, and the error says so.
 
     Args:
         path: of the file; links are followed.
 
     Raises:
-        ConfigError: what stands there, or at the place of the lock, is not what belongs there.
-        OSError: there is no such folder.
+        ConfigError: at path is a folder, a device or the like.
+        OSError: the file cannot be written; the error names it.
     """
     target = target_of(as_path(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
-    # fallback_to_soft: a soft lock is a file with text, which stays where its process is killed
-    name = target.with_name(f".{target.name}.kvquant.lock")
-    lock = FileLock(name, poll_interval=0.02, fallback_to_soft=False)
-    was_there = _check_lock(name, target)
-    problem: OSError | None = None
+    _remove_leftovers(target)
+    temporary = target
     try:
-        lock.acquire()
+        temporary, file = _new_file(target, target if target.exists() else None)
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if fcntl is None:  # Windows renames no open file
+                file.close()
+            os.replace(temporary, target)
+    except BaseException as error:
+        if temporary != target:
+            with suppress(OSError):  # the first error is the one to raise
+                temporary.unlink()
+        if isinstance(error, OSError) and not _names_another(error):
+            raise named(error, target) from error
+        raise
+    try:
+        _sync_folder(target.parent)
     except OSError as error:
-        problem = error
-        if not was_there:  # else another process may hold it
-            with suppress(OSError):
-                os.unlink(name)
-    try:
-        place = Place(target, problem is None)
-        if place.is_locked:
-            place.remove_leftovers()
-        yield place
-    finally:
-        if problem is None:
-            try:
-                with suppress(OSError):  # while it is held: who waits looks whether it is there
-                    os.unlink(name)
-            finally:
-                lock.release()
-    if problem is not None:
-        warn(
-            f"{path} was written without a lock ({problem}): let one process at a time write to it"
-        )
-
-
-def _check_lock(lock: Path, target: Path) -> bool:
-    """Whether the file of a lock is there; ConfigError if what is there is none of ours."""
-    try:
-        found = os.lstat(lock)
-    except OSError:  # there is none, or what opens it tells why
-        return False
-    if not stat.S_ISREG(found.st_mode) or found.st_size:
-        raise ConfigError(
-            f"{lock} is not the lock of {target.name}, an empty file that is made while it is "
-            "written: move it away"
-        )
-    return True
+        words = "the file is written, but may not outlast a crash of the system"
+        raise named(error, target, words) from error
 
 
 def save_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a UTF-8 text file, whole or not at all.
-
-    Raises:
-        ConfigError: what stands there is no file, but a folder, a device or the like.
-        OSError: the file cannot be written.
-    """
-    with writing(path) as place, place.replaced() as file:
+    """Write a UTF-8 text file, whole or not at all; errors as of replacing."""
+    with replacing(path) as file:
         file.write(text.encode())
 
 
 def check_writable(path: Path) -> None:
-    """Try whether a file can be written, by an empty one beside it; links are followed.
-
-    Raises:
-        ConfigError: what stands there is no file, but a folder, a device or the like.
-        OSError: the file cannot be written.
-    """
-    target = target_of(path)
-    temporary = _temporary(target, target.name)
-    _new_file(temporary, None).close()
-    temporary.unlink(missing_ok=True)  # another writer may have taken it for a leftover
+    """Raise what replacing would raise for a path, by writing an empty file beside it."""
+    temporary, file = _new_file(target_of(path), None)
+    file.close()
+    temporary.unlink(missing_ok=True)  # another writer may have removed it
 
 
-def named(error: OSError, path: str | Path, told: str = "") -> OSError:
+def named(error: OSError, path: str | Path, words: str = "") -> OSError:
     """The same error about a file, with more words if there are any."""
-    words = error.strerror or str(error)
-    return OSError(error.errno, f"{words} ({told})" if told else words, str(path))
+    text = error.strerror or str(error)
+    return OSError(error.errno, f"{text} ({words})" if words else text, str(path))
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """A path that may have come as text; ConfigError if it is none, or names no file."""
+    """A path from a string or a path; ConfigError for other types, and without a file name."""
     try:
         found = Path(path)
     except TypeError:
@@ -201,10 +105,10 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 
 def target_of(path: Path) -> Path:
-    """The file that is meant by path, links followed.
+    """The file at a path, links followed.
 
     Raises:
-        ConfigError: what stands there is no file, or none can have this name.
+        ConfigError: at path is no file, or no file can have this name.
     """
     with suppress(FileNotFoundError):
         try:
@@ -212,27 +116,29 @@ def target_of(path: Path) -> Path:
         except ValueError as error:  # NUL, or half a character
             raise ConfigError(f"{str(path)!r} cannot be written: {error}") from None
         if not stat.S_ISREG(mode):
-            kind = _KINDS.get(stat.S_IFMT(mode), "no file")
-            raise ConfigError(f"{path} cannot be written, it is {kind}: give the name of a file")
+            what = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or the like"
+            raise ConfigError(f"{path} cannot be written, it is {what}: give the name of a file")
     return Path(os.path.realpath(path))
 
 
-def token() -> str:
-    """Eight hexadecimal digits that nobody else has drawn."""
-    return secrets.token_hex(4)
+def _remove_leftovers(target: Path) -> None:
+    """Remove the .tmp files of killed processes, on which nobody holds a lock."""
+    ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.kvquant\.tmp")
+    with suppress(OSError), os.scandir(target.parent) as entries:
+        for entry in entries:
+            if fcntl and ours.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with suppress(OSError), open(entry.path, "r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(entry.path)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last, where the system can.
-
-    Raises:
-        OSError: the disk failed.
-    """
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder last, where the system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # a folder may be written to and not read
+    except PermissionError:  # a folder may be writable and not readable
         return
     try:
         os.fsync(descriptor)
@@ -243,33 +149,38 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _names_another(error: OSError, path: Path) -> bool:
+def _names_another(error: OSError) -> bool:
     """Whether an error is about another file; of a descriptor's the name is its number."""
-    return isinstance(error.filename, str) and error.filename != str(path)
+    return isinstance(error.filename, str) and not error.filename.endswith(".kvquant.tmp")
 
 
-def _temporary(target: Path, name: str) -> Path:
-    """A new name beside a file, which remove_leftovers of the place `name` knows."""
-    return target.with_name(f".{name}.{token()}.kvquant.tmp")
-
-
-def _new_file(path: Path, like: Path | None) -> IO[bytes]:
-    """Open a new file, with the mode and the owner of another one."""
+def _new_file(target: Path, old: Path | None) -> tuple[Path, IO[bytes]]:
+    """Open and lock a new file beside target, with the mode and the owner of an old one."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    old = None if like is None else os.stat(like)
-    descriptor = os.open(path, flags, 0o666 if old is None else 0o600)
-    try:
-        if old is not None and like is not None and hasattr(os, "fchmod"):
-            _take_rights(descriptor, like, old)
-        return open(descriptor, "wb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+    while True:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.kvquant.tmp")
+        descriptor = os.open(temporary, flags, 0o600 if old else 0o666)
+        try:
+            if fcntl:
+                with suppress(OSError):  # some network file systems have no locks
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not os.fstat(descriptor).st_nlink:  # another writer removed it before the lock
+                os.close(descriptor)
+                continue
+            if old and hasattr(os, "fchmod"):
+                _take_rights(descriptor, old)
+            return temporary, open(descriptor, "wb")
+        except BaseException:
+            os.close(descriptor)
+            with suppress(OSError):
+                temporary.unlink()
+            raise
 
 
-def _take_rights(descriptor: int, like: Path, old: os.stat_result) -> None:
-    """Give a file the owner, the mode and the access list of another one; never more rights."""
-    mode, own = stat.S_IMODE(old.st_mode) & 0o777, os.fstat(descriptor)
+def _take_rights(descriptor: int, like: Path) -> None:
+    """Give a file the owner and the mode of another one; never more rights."""
+    old, own = os.stat(like), os.fstat(descriptor)
+    mode = stat.S_IMODE(old.st_mode) & 0o777
     if (own.st_uid, own.st_gid) != (old.st_uid, old.st_gid):
         try:
             os.chown(descriptor, old.st_uid, old.st_gid)
@@ -277,12 +188,8 @@ def _take_rights(descriptor: int, like: Path, old: os.stat_result) -> None:
             try:
                 os.chown(descriptor, -1, old.st_gid)
             except OSError:
-                mode &= ~0o070  # what the old group might do is not for the new one
-    try:
-        acl = os.getxattr(like, _ACL)
-    except (OSError, AttributeError):  # it has none
-        os.chmod(descriptor, mode)
-        return
-    os.chmod(descriptor, mode & ~0o070)  # with a list the group's bits are those of its mask
-    with suppress(OSError):
-        os.setxattr(descriptor, _ACL, acl)
+                mode &= ~0o070  # the rights of the old group are not for the new one
+    with suppress(OSError, AttributeError):
+        os.getxattr(like, "system.posix_acl_access")
+        mode &= ~0o070  # these bits are the mask of a list of users, not the rights of the group
+    os.chmod(descriptor, mode)

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -60,11 +61,9 @@ from ..rows.codec import FP8_DS_MLA, FP16_MAX
 from ..rows.format import HEAD_DIMS, RowFormat
 from ..rows.latent import LatentFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, exact_codec, is_nan_row
-from .atomic import as_path
 from .checkpoint import common_lens
-from .schema import INT32, MAX_LAYERS, MAX_SEQUENCES
-from .shards import MANIFEST, save_safetensors
-from .tensor_files import SafetensorsFile, TensorSource, naming
+from .schema import INT32, KEY, MAX_LAYERS, MAX_SEQUENCES
+from .tensor_files import SafetensorsFile, TensorSource, save_safetensors
 
 TARGETS = ("bf16", "fp16", "fbgemm", "xformers")  # of keys and values
 LATENT_TARGETS = ("bf16", "fp16", "flashmla")
@@ -74,52 +73,35 @@ MOST_HEADS = 128  # that keys and values of a model have
 MAX_SCALE = {"int4": FP16_MAX / 512, "fp8": FP16_MAX / 448}
 
 
-class RawFile:
+class RawFile(SafetensorsFile):
     """The raw K and V tensors of another program, open for reading; the module documents them.
 
     Args:
         path: a safetensors file.
 
     Attributes:
-        path: as given.
         num_layers: layers.
         k_shapes, v_shapes: of each layer [batch, num_kv_heads, tokens, head_dim].
         dtype: of the first layer's K.
         seq_lens: [batch] int32, tokens in use.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: it is damaged, or its tensors are not those that are asked for.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = as_path(path)
-        self._file = SafetensorsFile(self.path, wait=True)
-        try:
-            with naming(self.path):
-                self._check()
-        except BaseException:
-            self._file.close()
-            raise
-
-    def __enter__(self) -> RawFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read K and V of a layer.
-
-        Raises:
-            CheckpointError: the file was written to since it was opened.
-        """
-        k, v = (self._file.read(f"layers.{layer}.{side}") for side in "kv")
-        self._file.check_unchanged()  # it has no checksums
+        """Read K and V of a layer; CheckpointError if the file has changed since it was opened."""
+        k, v = (self._read(f"layers.{layer}.{side}") for side in "kv")
         return k, v
 
+    def _read(self, name: str) -> torch.Tensor:
+        """Read a tensor; the file has no checksums, but it has a time of its last change."""
+        found, now = self.read(name), os.fstat(self._file.fileno())
+        if (now.st_mtime_ns, now.st_size) != (self._opened.st_mtime_ns, self._opened.st_size):
+            raise CheckpointError(
+                f"{self.path} is being written to: read it when the writer is done"
+            )
+        return found
+
     def _check(self) -> None:
-        shapes, dtypes = self._file.shapes, self._file.dtypes
+        shapes, dtypes = self.shapes, self.dtypes
         self.num_layers = sum(name.startswith("layers.") for name in shapes) // 2
         expected = [f"layers.{i}.{side}" for i in range(self.num_layers) for side in "kv"]
         if not expected or shapes.keys() - {"seq_lens"} != set(expected):
@@ -128,7 +110,7 @@ class RawFile:
                     "the file has latents and RoPE parts, which are not read back: let a model "
                     "make latent rows (`kvquant quantize MODEL --prompt FILE`)"
                 )
-            if MANIFEST in self._file.metadata:
+            if KEY in self.metadata:
                 raise CheckpointError(
                     "this is a kvquant cache, of rows: `kvquant export FILE --to bf16 -o OUT` "
                     "makes K and V tensors of it"
@@ -180,8 +162,7 @@ class RawFile:
                 f"seq_lens is {dtypes['seq_lens']} {list(shapes['seq_lens'])!s:.80}: use int32 "
                 f"[{batch}]"
             )
-        given = self._file.read("seq_lens")
-        self._file.check_unchanged()
+        given = self._read("seq_lens")
         if bool(((given < 0) | (given > tokens)).any()):
             raise CheckpointError(
                 f"seq_lens is {given.tolist()!s:.80}: use numbers from 0 to {tokens}"
@@ -199,21 +180,17 @@ def quantize_raw(
     exact_format: str | None = None,
     max_seq_len: int | None = None,
 ) -> KVCache:
-    """Make a cache from the raw K and V tensors of another program.
+    """Make a cache on the CPU from the raw K and V tensors of another program.
 
     Args:
-        path: a safetensors file.
+        path: of a safetensors file.
         k_format, v_format, sink_len, recent_len: as in KVCache.
         exact_format: "bf16" or "fp16"; that of the tensors when None (bf16 for float32).
         max_seq_len: capacity of a sequence, in tokens; those of the tensors when None.
 
-    Returns:
-        A cache on the CPU.
-
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it is damaged, its tensors are not those that are asked for, or it is
-            written to at the same time.
+        CheckpointError: it is damaged, has other tensors, or is written to at the same time.
         ConfigError: a format or a size that does not exist.
         ShapeError: a sequence is longer than max_seq_len.
         NonFiniteError: NaN, Inf or a value that one of the formats cannot hold, with its place.
@@ -252,10 +229,9 @@ def quantize_raw(
 def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[str]:
     """Write a cache for another program; the module documents the tensors.
 
-    "bf16" and "fp16" write values. "fbgemm" and "xformers", of latent rows "flashmla", write the
-    packed rows byte for byte; the 16-bit rows of a cache (sinks, recent tokens) are quantized for
-    this export, for the first time, and stand at their places in the order of the tokens. Start
-    positions are not written.
+    "bf16" and "fp16" write values. "fbgemm", "xformers" and "flashmla" write the packed rows byte
+    for byte; this export quantizes the 16-bit rows (sinks, recent tokens). Start positions are not
+    written.
 
     Args:
         cache: whose layers all hold the same tokens; a LatentKVCache, too.
@@ -267,25 +243,21 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
 
     Raises:
         ConfigError: `to` does not exist.
-        UnsupportedError: the other program has no layout for these formats or this kind of rows,
-            or a layer has a window.
+        UnsupportedError: the other program has no layout for such rows, or a layer has a window.
         NonFiniteError: a value or a scale is too large for the other program.
         ShapeError: the layers hold different numbers of tokens.
         OSError: the file cannot be written.
     """
     check_kind("cache", cache, KVCache, "give a KVCache")
-    targets: tuple[str, ...] = TARGETS
-    others: tuple[str, ...] = LATENT_TARGETS
-    if isinstance(cache, LatentKVCache):
-        targets, others = LATENT_TARGETS, TARGETS
-    if to in others and to not in targets:
-        kinds = "keys and values", "latent rows"
-        held, wanted = reversed(kinds) if cache.latent else kinds
+    kinds = {False: TARGETS, True: LATENT_TARGETS}
+    possible = ", ".join(kinds[cache.latent])
+    if to not in (*TARGETS, *LATENT_TARGETS):
+        raise ConfigError(f"cannot export to {to!r}: use {possible}")
+    if to not in kinds[cache.latent]:
+        held, wanted = ("latent rows", "keys and values")[:: 1 if cache.latent else -1]
         raise UnsupportedError(
-            f"{to} is a layout of {wanted}, and the cache holds {held}: use {', '.join(targets)}"
+            f"{to} is a layout of {wanted}, and the cache holds {held}: use {possible}"
         )
-    if to not in targets:
-        raise ConfigError(f"cannot export to {to!r}: use {', '.join(targets)}")
     seq_lens = common_lens(cache, "export")
     for i, layer in enumerate(cache.layers):
         if layer.window is not None:
@@ -312,41 +284,50 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
     return notes
 
 
+def _padded(
+    batch: int, shape: tuple[int, ...], dtype: torch.dtype, rows_of: Callable[[int], torch.Tensor]
+) -> Callable[[], Iterator[torch.Tensor]]:
+    """Makes the iterator over the values of each sequence, zeros after them."""
+
+    def chunks() -> Iterator[torch.Tensor]:
+        for b in range(batch):
+            out = torch.zeros(shape, dtype=dtype, device="cpu")
+            values = rows_of(b)
+            out[tuple(map(slice, values.shape))] = values.cpu()
+            yield out
+
+    return chunks
+
+
 def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
     """Raw tensors, dequantized one sequence at a time."""
-    longest, bases = int(cache.seq_lens.max()), cache.bases
+    longest = int(cache.seq_lens.max())
     tensors = {}
     for i, layer in enumerate(cache.layers):
         for side, fmt in (("k", layer.k_format), ("v", layer.v_format)):
-
-            def chunks(
-                i: int = i, side: str = side, fmt: RowFormat = fmt
-            ) -> Iterator[torch.Tensor]:
-                for b in range(cache.batch):
-                    shape = cache.num_kv_heads, longest, fmt.head_dim
-                    out = torch.zeros(shape, dtype=dtype, device="cpu")
-                    parts = [
-                        dequantize_rows(rows, stored) for rows, stored in _rows(cache, i, side, b)
-                    ]
-                    whole = torch.cat(parts, dim=1)
-                    if bases:
-                        whole = getattr(bases[i], side).decode(whole[None])[0]
-                    values = whole.to(dtype)
-                    if not bool(values.isfinite().all()):
-                        head, token, element = (~values.isfinite()).nonzero()[0].tolist()
-                        value = whole[head, token, element].item()
-                        where = f"layer {i}, {side.upper()}, sequence {b}, token {token}"
-                        if value != value:
-                            raise _is_nan(f"{where}, KV head {head}")
-                        is_fp16 = dtype == torch.float16
-                        how = "fp16: export to bf16" if is_fp16 else "bf16"
-                        raise NonFiniteError(f"{where}: {value:g} is too large for {how}")
-                    out[:, : values.shape[1]] = values.cpu()
-                    yield out
-
-            shape = (cache.batch, cache.num_kv_heads, longest, fmt.head_dim)
-            tensors[f"layers.{i}.{side}"] = TensorSource(dtype, shape, chunks)
+            shape = cache.num_kv_heads, longest, fmt.head_dim
+            values = _padded(cache.batch, shape, dtype, partial(_values_of, cache, dtype, i, side))
+            tensors[f"layers.{i}.{side}"] = TensorSource(dtype, (cache.batch, *shape), values)
     return tensors
+
+
+def _values_of(
+    cache: KVCache, dtype: torch.dtype, layer: int, side: str, sequence: int
+) -> torch.Tensor:
+    """K or V of a sequence, [num_kv_heads, tokens, head_dim]."""
+    rows = _rows(cache, layer, side, sequence)
+    whole = torch.cat([dequantize_rows(part, stored) for part, stored in rows], dim=1)
+    if cache.bases:
+        whole = getattr(cache.bases[layer], side).decode(whole[None])[0]
+    values = whole.to(dtype)
+    if not bool(values.isfinite().all()):
+        head, token, element = (~values.isfinite()).nonzero()[0].tolist()
+        value, where = whole[head, token, element].item(), _where(layer, side, sequence, token)
+        if value != value:
+            raise _is_nan(f"{where}, KV head {head}")
+        how = "fp16: export to bf16" if dtype == torch.float16 else "bf16"
+        raise NonFiniteError(f"{where}: {value:g} is too large for {how}")
+    return values
 
 
 def _packed(cache: KVCache, to: str) -> tuple[dict[str, TensorSource], list[str]]:
@@ -357,38 +338,31 @@ def _packed(cache: KVCache, to: str) -> tuple[dict[str, TensorSource], list[str]
         fmt = layer.k_format
         _check_exportable(i, fmt, layer.v_format, to)
         external = to == "xformers" and fmt.codec == "fp8"
-        # the bytes of a row that a tensor takes, and the dtype that it takes them as
-        places = {"cache": (fmt.header_bytes if external else 0, fmt.row_bytes)}
+        # the bytes of a row that a tensor takes
+        places = {"cache": slice(fmt.header_bytes if external else 0, fmt.row_bytes)}
         if external:
-            places["scale_shift"] = (0, fmt.header_bytes)
+            places["scale_shift"] = slice(0, fmt.header_bytes)
         dtype = torch.int32 if to == "xformers" else torch.uint8
-        for name, (start, stop) in places.items():
+        for name, place in places.items():
+            words = (place.stop - place.start) // dtype.itemsize
+            shape: tuple[int, ...] = (cache.batch, longest, cache.num_kv_heads)
+            shape += (words,) if name == "cache" else ()
             for side in "kv":
-                shape: tuple[int, ...] = (cache.batch, longest, cache.num_kv_heads)
-                if name == "cache":
-                    shape += ((stop - start) // dtype.itemsize,)
-                tensors[f"layers.{i}.{name}_{side.upper()}"] = TensorSource(
-                    dtype, shape, _packed_chunks(cache, i, side, to, longest, start, stop)
-                )
+                rows = partial(_rows_for, cache, to, place, i, side)
+                size = longest, cache.num_kv_heads, place.stop - place.start
+                chunks = _padded(cache.batch, size, torch.uint8, rows)
+                tensors[f"layers.{i}.{name}_{side.upper()}"] = TensorSource(dtype, shape, chunks)
     return tensors, _notes(cache, to, longest)
 
 
-def _packed_chunks(
-    cache: KVCache, layer: int, side: str, to: str, longest: int, start: int, stop: int
-) -> Callable[[], Iterator[torch.Tensor]]:
-    """Makes the iterator over bytes start to stop of all rows: [longest, num_kv_heads, bytes]."""
+def _rows_for(
+    cache: KVCache, to: str, place: slice, layer: int, side: str, sequence: int
+) -> torch.Tensor:
+    """Some bytes of all rows of a sequence, [tokens, num_kv_heads, bytes]."""
     fmt = cache.layers[layer].k_format
-
-    def chunks() -> Iterator[torch.Tensor]:
-        for b in range(cache.batch):
-            rows = _packed_rows(cache, layer, side, b, fmt)
-            _check_scales(rows, fmt, to, _where(layer, side, b))
-            shape = longest, cache.num_kv_heads, stop - start
-            out = torch.zeros(shape, dtype=torch.uint8, device="cpu")
-            out[: len(rows)] = rows[..., start:stop]
-            yield out
-
-    return chunks
+    rows = _packed_rows(cache, layer, side, sequence, fmt)
+    _check_scales(rows, fmt, to, layer, side, sequence)
+    return rows[..., place]
 
 
 def _packed_rows(
@@ -403,12 +377,12 @@ def _packed_rows(
     is_nan = is_nan_row(found, fmt)
     if bool(is_nan.any()):
         token, head = is_nan.nonzero()[0].tolist()
-        raise _is_nan(f"{_where(layer, side, sequence)}, token {token}, KV head {head}")
+        raise _is_nan(f"{_where(layer, side, sequence, token)}, KV head {head}")
     return found
 
 
-def _where(layer: int, side: str, sequence: int) -> str:
-    return f"layer {layer}, {side.upper()}, sequence {sequence}"
+def _where(layer: int, side: str, sequence: int, token: int) -> str:
+    return f"layer {layer}, {side.upper()}, sequence {sequence}, token {token}"
 
 
 def _without_heads(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
@@ -433,14 +407,11 @@ def _latent_pages(cache: LatentKVCache) -> dict[str, TensorSource]:
                 "or export to bf16"
             )
 
-        def chunks(i: int = i, fmt: LatentFormat = fmt) -> Iterator[torch.Tensor]:
-            for b in range(cache.batch):
-                sides = zip("kv", fmt.parts, strict=True)
-                parts = [_packed_rows(cache, i, side, b, part) for side, part in sides]
-                out = torch.zeros(count * PAGE, 1, fmt.row_bytes, dtype=torch.uint8, device="cpu")
-                out[: len(parts[0])] = torch.cat(parts, dim=-1)
-                yield out
+        def rows(b: int, i: int = i, fmt: LatentFormat = fmt) -> torch.Tensor:
+            sides = zip("kv", fmt.parts, strict=True)
+            return torch.cat([_packed_rows(cache, i, side, b, part) for side, part in sides], -1)
 
+        chunks = _padded(cache.batch, (count * PAGE, 1, fmt.row_bytes), torch.uint8, rows)
         shape = cache.batch * count, PAGE, 1, fmt.row_bytes
         tensors[f"layers.{i}.kv"] = TensorSource(torch.uint8, shape, chunks)
     pages = torch.arange(cache.batch * count, dtype=torch.int32, device="cpu")
@@ -480,7 +451,9 @@ def _is_nan(where: str) -> NonFiniteError:
     )
 
 
-def _check_scales(rows: torch.Tensor, fmt: RowFormat, to: str, where: str) -> None:
+def _check_scales(
+    rows: torch.Tensor, fmt: RowFormat, to: str, layer: int, side: str, sequence: int
+) -> None:
     """Raise if the other project's fp16 arithmetic overflows on rows [tokens, heads, row_bytes]."""
     if to == "fbgemm" and fmt.codec == "fp8":
         return  # read in float32
@@ -488,9 +461,10 @@ def _check_scales(rows: torch.Tensor, fmt: RowFormat, to: str, where: str) -> No
     limit = MAX_SCALE[fmt.codec]
     if bool((scales > limit).any()):
         token, head, group = (scales > limit).nonzero()[0].tolist()
+        where, scale = _where(layer, side, sequence, token), scales[token, head, group].item()
         raise NonFiniteError(
-            f"{where}, token {token}, KV head {head}: scale {scales[token, head, group].item():g} "
-            f"is over {limit:g}, where {to}'s fp16 arithmetic overflows: export to bf16"
+            f"{where}, KV head {head}: scale {scale:g} is over {limit:g}, where {to}'s "
+            "fp16 arithmetic overflows: export to bf16"
         )
 
 

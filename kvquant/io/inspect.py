@@ -11,6 +11,7 @@ import msgspec
 from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from ..text import Column, count_text, number, paragraph, printable, render_table, size_text, spans
+from .checkpoint import empty_cache
 from .container import RowsFile
 from .manifest import CacheManifest, Manifest, SequencesManifest
 from .row_stats import describe_side, totals, warnings
@@ -28,34 +29,28 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a file of rows, check all of it, and say what it holds.
 
     Args:
-        path: what was given to save_cache or save_sequences, or the index of a cache's shards.
+        path: as given to save_cache or save_sequences.
 
     Returns:
         Plain data that json can write. "kind" is "cache", or "pages" for a file of save_sequences.
-        Of every layer, for "k" and "v":
-        "scale": the least, the median and the greatest scale of the packed rows, and how many are 0
-        and how many subnormal; "shift": the least and the greatest; both None for 16-bit rows;
-        "step": the root mean square of the scales over the typical standard deviation of a channel
-        (integer codes only); "offset": the largest mean of a channel over that deviation. Channels
-        are looked at over at most 4096 packed tokens; both are None where there are fewer than 16.
 
-        Where it is "latent", "k" are the latents and "v" the RoPE parts, and every layer has
-        "format", the name of its LatentFormat. Of a cache every layer has "window", the last tokens
-        that it sees (None: all), and of sequences, if any layer sees fewer than all.
+        Every layer has for "k" and "v" (latents and RoPE parts where it is "latent"): "scale", the
+        least, median and greatest scale of packed rows and how many are 0 and subnormal; "shift",
+        the least and greatest; "step", the root mean square of the scales of integer codes over the
+        median standard deviation of a channel; "offset", the largest mean of a channel over that
+        deviation. Each is None where it has no meaning; step and offset need 16 packed tokens.
+        "window" is how many last tokens the layer sees, None for all.
 
-        Of sequences: "sequences": of each its id, length, how many tokens are "packed" and how many
-        "exact" (16 bit), its "pages", how many of them are "shared" with others of the file, of how
-        many first tokens the ids are "known", and its "namespace" or None. "pages": all in the
-        file, each once; "shared_pages" of them are of several sequences, "page_uses" is what they
-        would be without sharing. "bytes" counts the rows of the file, the unused ones of last pages
-        too; "bytes_in_16_bit" those in use.
+        Of sequences: "sequences" has of each its length, tokens that are "packed" and "exact" (16
+        bit), "pages", "shared" ones, "known" ids, "namespace". "pages" counts each page once,
+        "page_uses" once for each sequence. "bytes" counts unused rows of last pages, too.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged or foreign.
     """
     with RowsFile[Manifest](path, SequencesManifest, CacheManifest) as file:
-        manifest = file.manifest
+        manifest = file.contents
         layers: list[dict[str, Any]] = [
             {"layer": i}
             | {
@@ -68,7 +63,6 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
             "path": str(file.path),
             "kind": "cache" if isinstance(manifest, CacheManifest) else "pages",
             "version": manifest.version,
-            "files": file.num_files,
             "file_bytes": file.num_bytes,
             "model": manifest.model and msgspec.to_builtins(manifest.model),
             "creation": dict(manifest.creation),
@@ -107,13 +101,12 @@ def render(description: dict[str, Any]) -> str:
     d = description
     is_cache = d["kind"] == "cache"
     what = "cache" if is_cache else "sequences of a paged cache"
-    files = f" in {count_text(d['files'], 'file')}" if is_cache else ""
     sequences = d["batch"] if is_cache else len(d["sequences"])
     heads = [] if d["latent"] else [count_text(d["num_kv_heads"], "KV head")]
     shape = count_text(d["num_layers"], "layer"), *heads, count_text(sequences, "sequence")
     lines = [
         f"{printable(d['path'])}: kvquant {what}, version {d['version']}, "
-        f"{size_text(d['file_bytes'])}{files}",
+        f"{size_text(d['file_bytes'])}",
         *_origin_lines(d),
         f"  shape      {', '.join(shape)}",
         *(_cache_lines(d) if is_cache else _pages_lines(d)),
@@ -131,7 +124,7 @@ def _describe_side(
     file: RowsFile[Manifest], layer: int, side: str, fmt: RowFormat
 ) -> dict[str, Any]:
     """K or V of one layer; every tensor is read, for its checksum."""
-    manifest, num_bytes, packed = file.manifest, 0, None
+    manifest, num_bytes, packed = file.contents, 0, None
     tokens: dict[str, int] = {}
     for kind in manifest.KINDS:
         count, part = 0, manifest.parts.get(f"layers.{layer}.{side}_{kind}")
@@ -147,13 +140,13 @@ def _describe_side(
 
 def _describe_cache(manifest: CacheManifest) -> dict[str, Any]:
     return {
-        "batch": manifest.batch,
+        "batch": len(manifest.seq_lens),
         "max_seq_len": manifest.max_seq_len,
         "rollback_len": manifest.rollback_len,
         "seq_lens": list(manifest.seq_lens),
         "start_positions": list(manifest.start_positions),
         "positions": list(manifest.positions),
-        "memory_bytes": manifest.cache_bytes(manifest.max_seq_len),
+        "memory_bytes": empty_cache(manifest, manifest.max_seq_len, "meta").nbytes,
     }
 
 

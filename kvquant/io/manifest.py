@@ -7,66 +7,51 @@ are the keys of the JSON, which checkpoint.py and sequences.py document: these o
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import islice, starmap
-from pathlib import Path
+from itertools import starmap
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
-import torch
 from msgspec import Meta
-from msgspec.structs import replace
 
 from ..cache.contiguous import KVCache
-from ..cache.layer import ROLLBACK, Rooms, packed_row_bytes, rooms_of
+from ..cache.latent import LatentKVCache
+from ..cache.layer import ROLLBACK
 from ..errors import CheckpointError, ConfigError
 from ..paged.cache import PagedKVCache
+from ..paged.latent import LatentPagedKVCache
 from ..paged.state import MAX_ID_BITS
 from ..paged.window_pages import first_seen
-from ..rows.basis import fingerprints
+from ..rows.basis import LayerBasis, fingerprints
 from ..rows.codec import one_of
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
 from ..rows.segment import PAGE_SIZES
+from ..version import __version__
 from .model_id import check_identity, model_identity
 from .parts import ExactPart, PagePart, Part
 from .schema import (
+    CACHE,
     MAX_LAYERS,
     MAX_SEQUENCES,
+    SEQUENCES,
+    VERSION,
     Count,
-    Digest,
     ExactCodec,
+    Fingerprints,
     FormatName,
     Length,
     ModelName,
     Object,
     Wide,
-    check_transforms,
     checked,
-    manifest_object,
     plain_data,
 )
-from .shards import MANIFEST
-from .tensor_files import NO_DIGEST
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-WINDOWS_VERSION = 2  # of caches with sliding windows; all else is as in version 1
-ROLLBACK_VERSION = 3  # of caches with another rollback_len than 64; all else is as in version 2
-LATENT_VERSION = 4  # of caches of latent rows; all else is as in version 3
-LATENT_BASES_VERSION = 5  # of those whose rows are in bases; all else is as in version 4
-LISTS_VERSION = 2  # of sequences whose pages and tokens stand in tensors; all else is the same
-LATENT_PAGES_VERSION = 3  # of sequences of latent rows; all else is as in version 2
-WINDOW_PAGES_VERSION = 4  # of sequences of layers with windows; all else is as in version 2
-NAMESPACES_VERSION = 5  # of sequences with namespaces, latent rows and windows; else as version 2
-MANY = 1 << 16  # numbers of pages and tokens, above which they do
-LISTS = {"pages": torch.int32, "tokens": torch.int64}  # what SavedSequence lists
-
-Read = Callable[[str, torch.dtype, int, str], list[int]]
 
 
 class LayerEntry(Object, dict=True):
@@ -89,22 +74,22 @@ class CacheLayer(LayerEntry, dict=True, omit_defaults=True):
 
 
 class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
-    """What the manifests of all files of rows have in common: the keys of the JSON.
+    """The keys that the manifests of all files of rows have.
 
     Attributes:
-        format: FORMAT.
-        version: of the file.
-        writer: the program that wrote it, for people.
+        format, version: FORMAT and 1.
+        writer: the program that wrote the file, for people.
+        num_kv_heads: KV heads of every layer.
+        sink_len, recent_len: first and last tokens of each sequence in 16 bit.
+        exact_format: "bf16" or "fp16", of the 16-bit rows.
+        layers: of each the formats of k and v, {"format": short name, "head_dim": elements}.
         model: model_identity of the model that the rows belong to; None if it is not known.
         creation: how the rows came about, for people.
-        transforms: the fingerprints of each layer's bases; empty without bases.
-        sha256: of each tensor.
-        latent: whether K and V of each layer are the parts of latent rows.
+        transforms: the fingerprints {"k", "v"} of each layer's bases; empty without bases.
+        latent: True if k are latents and v RoPE parts, of one KV head; else left out.
     """
 
-    KEY: ClassVar[str]  # of a file's metadata, where the manifest stands
     FORMAT: ClassVar[str]
-    VERSIONS: ClassVar[tuple[int, ...]]
     KINDS: ClassVar[tuple[str, ...]]  # of the parts of a layer's K or V
 
     format: str
@@ -114,12 +99,32 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
     sink_len: Length
     recent_len: Length
     exact_format: ExactCodec
-    layers: Annotated[tuple[LayerEntry, ...], Meta(max_length=MAX_LAYERS)]
+    layers: Annotated[tuple[LayerEntry, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     model: ModelName | None
     creation: dict[str, Any]
-    transforms: Any
-    sha256: dict[str, Digest]
+    transforms: tuple[Fingerprints, ...]
     latent: bool = False
+
+    @classmethod
+    def read(cls, top: dict[str, Any]) -> Self:
+        """Read the JSON object of a manifest; CheckpointError unless all values are possible."""
+        manifest = checked(top, cls, "the manifest")
+        if manifest.transforms and len(manifest.transforms) != len(manifest.layers):
+            raise CheckpointError(
+                f"{len(manifest.transforms)} transforms for {len(manifest.layers)} layers"
+            )
+        for i, layer in enumerate(manifest.layers):
+            for side in "kv":
+                getattr(layer, side).row_format(f"layers[{i}].{side}")
+        manifest._check_formats()
+        manifest._check()
+        return manifest
+
+    def plain(self) -> dict[str, Any]:
+        """The JSON object of this manifest; CheckpointError if read() would not take it."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        self.read(found)
+        return found
 
     @property
     def formats(self) -> tuple[tuple[RowFormat, RowFormat], ...]:
@@ -128,69 +133,41 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """The tensors of rows of the file by name, in their order; empty ones have none."""
+        """The tensors of the file by name, in their order; empty ones are left out."""
         raise NotImplementedError
-
-    @cached_property
-    def lists(self) -> dict[str, list[int]]:
-        """The tensors of the file that hold numbers and no rows."""
-        return {}
-
-    def to_json(self, digests: Mapping[str, str], writer: str) -> str:
-        """The manifest as it stands in a file."""
-        plain = msgspec.to_builtins(replace(self, sha256=dict(digests), writer=writer))
-        return json.dumps(plain, separators=(",", ":"), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str, read: Read = lambda *_: []) -> Self:
-        """Read a manifest, and check every value.
-
-        Args:
-            text: of the manifest.
-            read: gives the numbers of a tensor of `lists` by its name, dtype, how many it must
-                have, and its SHA-256.
-
-        Raises:
-            CheckpointError: the manifest is not one that this version writes.
-        """
-        manifest = cls._parsed(manifest_object(text, cls.FORMAT, cls.VERSIONS), read)
-        check_transforms(manifest.transforms, len(manifest.layers))
-        for i, layer in enumerate(manifest.layers):
-            for side in "kv":
-                getattr(layer, side).row_format(f"layers[{i}].{side}")
-        manifest._check()
-        listed = manifest.parts.keys() | manifest.lists.keys()
-        if manifest.sha256.keys() != listed:
-            name = min(manifest.sha256.keys() ^ listed)
-            raise CheckpointError(
-                f"sha256 does not name the tensors that the lengths ask for: see {name!r:.80}"
-            )
-        return manifest
-
-    @classmethod
-    def _parsed(cls, top: dict[str, Any], read: Read) -> Self:
-        """The manifest of a JSON object, each value checked by itself."""
-        return checked(top, cls, "the manifest")
 
     def _check(self) -> None:
         """Raise CheckpointError unless the values fit one another."""
         raise NotImplementedError
 
-    def check_model(self, path: Path, model: Mapping[str, Any] | None) -> None:
-        """Raise CheckpointError unless the file belongs to a model, given by its config, or None.
+    def check_bases(self, bases: Sequence[LayerBasis] | None, how: str) -> None:
+        """Raise CheckpointError unless the rows are stored in these bases; `how` to use a plan."""
+        saved, ours = self.transforms, tuple(Fingerprints(**x) for x in fingerprints(bases))
+        if bases is None or not saved:
+            if saved:
+                raise CheckpointError(f"its rows are stored in the bases of a plan: {how}")
+            if ours:
+                raise CheckpointError("its rows are stored without a plan: use none")
+            return
+        # zeros of other shapes have the same fingerprint
+        shapes = [(self.num_kv_heads, fmt.head_dim) for pair in self.formats for fmt in pair]
+        theirs = [tuple(side.offset.shape) for basis in bases for side in basis]
+        if saved != ours or shapes != theirs:
+            same = [x == y for x, y in zip(saved, ours, strict=False)]
+            where = f" (layer {same.index(False)} differs)" if False in same else ""
+            raise CheckpointError(f"its rows are stored in the bases of another plan{where}: {how}")
 
-        Raises:
-            ConfigError: the config is no dict, or holds what JSON cannot.
-        """
+    def check_model(self, model: Mapping[str, Any] | None) -> None:
+        """Raise CheckpointError unless the file belongs to the model of a config; None: to any."""
         if model is None:
             return
         if self.model is None:
             raise CheckpointError(
-                f"{path} does not say which model it belongs to: save it with model=config, or "
+                "the file does not say which model it belongs to: save it with model=config, or "
                 "load it with model=None if you know that it fits"
             )
         saved, advice = msgspec.to_builtins(self.model), "take the cache that was made with it"
-        check_identity(saved, model, f"{path} belongs to", "to", advice)
+        check_identity(saved, model, "the file belongs to", "to", advice)
 
     def _check_formats(self) -> None:
         """Raise CheckpointError unless there are caches of such rows."""
@@ -204,11 +181,6 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
         if len(sizes) > 1 or self.num_kv_heads != 1:
             raise CheckpointError("latent rows are of one size, and of one KV head")
 
-    def check_readable(self) -> None:
-        """Raise CheckpointError if from_json would not read what to_json writes."""
-        digests = dict.fromkeys((*self.parts, *self.lists), NO_DIGEST)
-        self.from_json(self.to_json(digests, ""), lambda name, *_: self.lists[name])
-
 
 def common_keys(
     kind: type[Manifest],
@@ -216,55 +188,35 @@ def common_keys(
     model: Mapping[str, Any] | None,
     creation: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The keys that all manifests have, of a cache that is saved; all but the layers.
-
-    Raises:
-        ConfigError: model or creation is not plain data.
-    """
+    """The keys of a cache's manifest that all manifests have, but for the layers."""
     return {
         "format": kind.FORMAT,
-        "writer": "",
+        "version": VERSION,
+        "writer": f"kvquant {__version__}",
         "num_kv_heads": cache.num_kv_heads,
         "sink_len": cache.sink_len,
         "recent_len": cache.recent_len,
         "exact_format": cache.exact_format,
         "model": None if model is None else ModelName(**model_identity(model)),
         "creation": plain_data(creation, "creation"),
-        "transforms": fingerprints(cache.bases),
-        "sha256": {},
+        "transforms": tuple(Fingerprints(**each) for each in fingerprints(cache.bases)),
+        "latent": isinstance(cache, LatentKVCache | LatentPagedKVCache),
     }
 
 
 class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
     """All of a KVCache but its rows; attributes as there."""
 
-    KEY = MANIFEST
-    FORMAT = "kvquant-cache"
-    VERSIONS = 1, WINDOWS_VERSION, ROLLBACK_VERSION, LATENT_VERSION, LATENT_BASES_VERSION
+    FORMAT = CACHE
     KINDS = ("sinks", "packed", "recent")
 
     head_dim: Count
     max_seq_len: Length
-    seq_lens: Annotated[tuple[Length, ...], Meta(max_length=MAX_SEQUENCES)]
+    seq_lens: Annotated[tuple[Length, ...], Meta(min_length=1, max_length=MAX_SEQUENCES)]
     start_positions: tuple[Wide, ...]
     positions: tuple[Wide, ...]
-    layers: Annotated[tuple[CacheLayer, ...], Meta(max_length=MAX_LAYERS)]
+    layers: Annotated[tuple[CacheLayer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     rollback_len: Length = ROLLBACK
-
-    @property
-    def batch(self) -> int:
-        """Sequences."""
-        return len(self.seq_lens)
-
-    @property
-    def first_version(self) -> int:
-        """The first version that has all that there is in the file."""
-        if self.latent:
-            return LATENT_BASES_VERSION if self.transforms else LATENT_VERSION
-        if self.rollback_len != ROLLBACK:
-            return ROLLBACK_VERSION
-        has_windows = any(entry.window is not None for entry in self.layers)
-        return WINDOWS_VERSION if has_windows else 1
 
     @cached_property
     def parts(self) -> dict[str, Part]:
@@ -298,29 +250,7 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
             for kind, count, start in zip(self.KINDS, counts, firsts, strict=True)
         }
 
-    def rooms(self, max_seq_len: int) -> list[Rooms]:
-        """Capacity of a sequence in rows of each kind, by layer, in a cache of max_seq_len."""
-        sizes = max_seq_len, self.sink_len, self.recent_len
-        found = []
-        for entry in self.layers:
-            row_bytes = packed_row_bytes(*entry.formats, latent=self.latent)
-            found.append(rooms_of(*sizes, entry.window, self.rollback_len, row_bytes))
-        return found
-
-    def cache_bytes(self, max_seq_len: int) -> int:
-        """Bytes of the rows of a cache of max_seq_len."""
-        each = zip(self.rooms(max_seq_len), self.layers, strict=True)
-        total = sum(rooms.bytes_of(*entry.formats, self.exact_format) for rooms, entry in each)
-        return total * self.batch * self.num_kv_heads
-
     def _check(self) -> None:
-        if self.version != self.first_version:
-            raise CheckpointError(
-                f"the file has version {self.version}, what it says is of {self.first_version}"
-            )
-        if not self.batch or not self.layers:
-            raise CheckpointError("seq_lens and layers must not be empty")
-        self._check_formats()
         if self.latent and any(entry.window is not None for entry in self.layers):
             raise CheckpointError("latent rows have no windows")
         if self.latent and self.head_dim != self.formats[0][0].head_dim:
@@ -328,7 +258,7 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
                 f"head_dim is {self.head_dim}: that of latent rows is their latent_dim"
             )
         ends = tuple(map(sum, zip(self.start_positions, self.seq_lens, strict=False)))
-        if len(self.start_positions) != self.batch or self.positions != ends:
+        if len(self.start_positions) != len(self.seq_lens) or self.positions != ends:
             raise CheckpointError("start_positions, seq_lens and positions do not fit one another")
         if max(self.seq_lens) > self.max_seq_len:
             raise CheckpointError(
@@ -336,10 +266,10 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
             )
         seq_lens = np.array(self.seq_lens)
         for i, entry in enumerate(self.layers):
-            if len(entry.packed_lens) != self.batch:
+            if len(entry.packed_lens) != len(self.seq_lens):
                 raise CheckpointError(
                     f"layers[{i}].packed_lens has {len(entry.packed_lens)} numbers for "
-                    f"{self.batch} sequences"
+                    f"{len(self.seq_lens)} sequences"
                 )
             most = np.maximum(seq_lens - (self.sink_len if entry.window is None else 0), 0)
             recent_len = min(self.recent_len, entry.window or self.recent_len)
@@ -364,61 +294,15 @@ class SavedSequence(Object, omit_defaults=True):
     namespace: str | None = None
 
 
-class _Counted(Object, omit_defaults=True):
-    """A sequence of a file from version 2 on: how many of its tokens are known."""
+class SequencesManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
+    """All of the sequences but their rows; attributes as in PagedKVCache."""
 
-    id: str | int
-    length: Length
-    packed_len: Length
-    known: Length
-    namespace: str | None = None
-
-
-class _PagedManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
-    """The manifest of sequences, but for the sequences."""
-
-    page_size: Length
-    windows: Annotated[tuple[Count | None, ...], Meta(max_length=MAX_LAYERS)] = ()
-
-
-class _CountedManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=True):
-    """The versions from 2 on, as they stand in a file."""
-
-    sequences: Annotated[tuple[_Counted, ...], Meta(max_length=MAX_SEQUENCES)]
-
-
-class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=True):
-    """All of the sequences but their rows; attributes as in PagedKVCache.
-
-    From LISTS_VERSION on pages and tokens stand in tensors.
-    """
-
-    KEY = "kvquant_pages"
-    FORMAT = "kvquant-pages"
-    VERSIONS = 1, LISTS_VERSION, LATENT_PAGES_VERSION, WINDOW_PAGES_VERSION, NAMESPACES_VERSION
+    FORMAT = SEQUENCES
     KINDS = ("pages", "exact")
 
-    sequences: Annotated[tuple[SavedSequence, ...], Meta(max_length=MAX_SEQUENCES)]
-
-    @property
-    def first_version(self) -> int:
-        """The first version that has all that there is in the file."""
-        if any(sequence.namespace is not None for sequence in self.sequences):
-            return NAMESPACES_VERSION
-        if self.latent:
-            return LATENT_PAGES_VERSION
-        return WINDOW_PAGES_VERSION if any(self.windows) else 1
-
-    @cached_property
-    def lists(self) -> dict[str, list[int]]:
-        """The tensors of the file that hold numbers of all sequences, one after another."""
-        if self.version < LISTS_VERSION:
-            return {}
-        found = {
-            f"sequences.{name}": [n for sequence in self.sequences for n in getattr(sequence, name)]
-            for name in LISTS
-        }
-        return {name: numbers for name, numbers in found.items() if numbers}
+    page_size: Length
+    sequences: Annotated[tuple[SavedSequence, ...], Meta(min_length=1, max_length=MAX_SEQUENCES)]
+    windows: Annotated[tuple[Count | None, ...], Meta(max_length=MAX_LAYERS)] = ()
 
     @cached_property
     def used(self) -> dict[int, tuple[int, int, int]]:
@@ -469,44 +353,13 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
                         found[part.name] = part
         return found
 
-    def to_json(self, digests: Mapping[str, str], writer: str) -> str:
-        """See Manifest.to_json."""
-        if self.version < LISTS_VERSION:
-            return super().to_json(digests, writer)
-        each = self.sequences
-        counted = tuple(
-            _Counted(x.id, x.length, x.packed_len, len(x.tokens), x.namespace) for x in each
-        )
-        keys = {name: getattr(self, name) for name in self.__struct_fields__}
-        return _CountedManifest(**keys | {"sequences": counted}).to_json(digests, writer)
-
-    @classmethod
-    def _parsed(cls, top: dict[str, Any], read: Read) -> Self:
-        if top["version"] == 1:
-            manifest = super()._parsed(top, read)
-            _check_page_size(manifest)
-        else:
-            try:
-                counted = checked(top, _CountedManifest, "the manifest")
-            except CheckpointError as error:
-                version = top["version"]
-                raise CheckpointError(f"the file has version {version}, and {error}") from None
-            _check_page_size(counted)
-            keys = {name: getattr(counted, name) for name in cls.__struct_fields__}
-            manifest = cls(**keys | {"sequences": _with_lists(counted, read)})
-        version, first = manifest.version, manifest.first_version
-        if version != first and (version, first) != (LISTS_VERSION, 1):
-            raise CheckpointError(f"the file has version {version}, what it says is of {first}")
-        return manifest
-
     def _check(self) -> None:
-        if not self.formats or not self.sequences:
-            raise CheckpointError("layers and sequences must not be empty")
+        if self.page_size not in PAGE_SIZES:
+            raise CheckpointError(f"page_size is {self.page_size}: it must be {one_of(PAGE_SIZES)}")
         if self.windows and len(self.windows) != len(self.layers):
             raise CheckpointError(f"{len(self.windows)} windows for {len(self.layers)} layers")
         if self.latent and any(self.windows):
             raise CheckpointError("latent rows have no windows")
-        self._check_formats()
         for i, sequence in enumerate(self.sequences):
             if isinstance(sequence.id, int) and sequence.id.bit_length() > MAX_ID_BITS:
                 raise CheckpointError(
@@ -541,34 +394,3 @@ class SequencesManifest(_PagedManifest, kw_only=True, dict=True, omit_defaults=T
                 last = page
         if list(self.used) != list(range(len(self.used))):
             raise CheckpointError("the pages are not counted from 0 without gaps")
-
-
-def _check_page_size(manifest: _PagedManifest) -> None:
-    if manifest.page_size not in PAGE_SIZES:
-        raise CheckpointError(f"page_size is {manifest.page_size}: it must be {one_of(PAGE_SIZES)}")
-
-
-def _with_lists(given: _CountedManifest, read: Read) -> tuple[SavedSequence, ...]:
-    """The sequences of a manifest from version 2 on with what its tensors list."""
-    counts = {
-        "pages": [-(-sequence.packed_len // given.page_size) for sequence in given.sequences],
-        "tokens": [sequence.known for sequence in given.sequences],
-    }
-    lists: dict[str, Iterator[int]] = {}
-    for name, dtype in LISTS.items():
-        key, count = f"sequences.{name}", sum(counts[name])
-        numbers = read(key, dtype, count, given.sha256.get(key, "")) if count else []
-        lists[name] = iter(numbers)
-        if name == "pages" and min(numbers, default=0) < 0:
-            raise CheckpointError(f"{key} has {min(numbers)}: pages are 0 and more")
-    return tuple(
-        SavedSequence(
-            sequence.id,
-            sequence.length,
-            sequence.packed_len,
-            tuple(islice(lists["pages"], counts["pages"][i])),
-            tuple(islice(lists["tokens"], counts["tokens"][i])),
-            sequence.namespace,
-        )
-        for i, sequence in enumerate(given.sequences)
-    )

@@ -39,18 +39,15 @@ _VOLATILE = {
 
 
 def model_identity(config: Mapping[str, Any]) -> dict[str, str]:
-    """Name a model by its config, so that a cache is not continued by another one.
-
-    Left out are keys that do not change keys and values (the library's version, dtype, paths, token
-    ids and the like, and every key that starts with "_") and keys whose value is None.
+    """Name a model by its config, so that no other model continues its cache.
 
     Args:
-        config: the model's config as a dict (config.to_dict() in transformers). config_dict of a
-            CachedModel also has the weights' fingerprint, as "_weights".
+        config: as a dict: config.to_dict() in transformers, or config_dict of a CachedModel, which
+            also has the fingerprint of the weights as "_weights".
 
     Returns:
-        "type", the config's model_type ("unknown" without one), and "sha256", that of the config as
-        JSON with sorted keys; and "weights", the fingerprint, if the config has it.
+        "type", the config's model_type ("unknown" without one); "sha256" of the config as JSON,
+        without keys that do not change keys and values; and "weights" if the config has them.
 
     Raises:
         ConfigError: the config is no dict, or holds what JSON cannot.
@@ -78,15 +75,13 @@ def check_identity(
 ) -> None:
     """Raise CheckpointError unless model_identity of a config is what was saved.
 
-    Weights are compared where both sides know theirs: older files and engines do not. Where they
-    are in float16 a difference is warned of only, for it may be that of rounding.
+    Weights are compared where both sides know theirs; engines do not. A difference of weights in
+    float16 is a warning only: it may be that of rounding.
 
     Args:
         saved: a model_identity.
         config: as of model_identity.
-        what: "the plan was made for", for the error.
-        to: its preposition.
-        advice: what to do.
+        what, to, advice: "the plan was made for", "for" and what to do, for the error.
     """
     given = model_identity(config)
     for key, name in (("sha256", "config"), ("weights", "weights")):

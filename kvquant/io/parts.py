@@ -14,18 +14,15 @@ from ..rows.format import RowFormat
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of K or of V of one layer in one kind of segment: one tensor of the file.
+    """One tensor of a file: rows of "k" or "v" of one layer.
 
     Attributes:
-        layer: index of the layer.
-        side: "k" or "v".
         kind: "sinks", "packed" or "recent"; of sequences "pages" or "exact".
         fmt: format of the rows.
-        num_kv_heads: KV heads.
         counts: rows of each sequence.
-        firsts: the token that the first row of each sequence holds.
-        packed_as: what 16-bit rows will be quantized to, from these 16 bits; None if they stay.
-        sink_len: tokens of each sequence, the first ones, whose rows stay in any case.
+        firsts: the token of the first row of each sequence.
+        packed_as: the format that 16-bit rows are packed in later; None if they stay.
+        sink_len: first tokens of each sequence, whose rows stay.
     """
 
     layer: int
@@ -79,12 +76,12 @@ class Part:
 
 @dataclass(frozen=True)
 class PagePart(Part):
-    """The pages of K or V of one layer: counts and firsts of each page.
+    """The pages of "k" or "v" of one layer; counts and firsts are of each page.
 
     Attributes:
-        owners: the first sequence that uses each page.
-        used: rows of each page that hold a token, the first ones.
-        numbers: of the pages, among those of the file.
+        owners: the first sequence of each page.
+        used: how many rows of each page, the first ones, hold a token.
+        numbers: of the pages in the file.
     """
 
     owners: tuple[int, ...] = ()
@@ -113,8 +110,7 @@ class PagePart(Part):
 
 @dataclass(frozen=True)
 class ExactPart(Part):
-    """The 16-bit rows of K or V of one layer: of each sequence its sinks, then its recent tokens;
-    `packed_lens` tokens are between them."""
+    """16-bit rows of one layer: of each sequence sinks, then recent tokens, packed_lens between."""
 
     packed_lens: tuple[int, ...] = ()
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -18,90 +18,59 @@ from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from .atomic import as_path
 from .model_id import check_identity
-from .plan_file import (
-    FACTS,
-    FORMAT,
-    LATENT_VERSION,
-    VERSION,
-    check_facts,
-    check_pair,
-    check_values,
-    read_facts,
-)
-from .schema import parse
-from .shards import save_safetensors
-from .tensor_files import SafetensorsFile, TensorSource, naming, sealed
+from .plan_file import check_facts, check_pair, check_values, read_facts
+from .schema import PLAN, parse, sealed
+from .tensor_files import SafetensorsFile, TensorSource, naming, save_safetensors
 
 
 @dataclass(frozen=True, eq=False)
 class CachePlan:
     """How a model's keys and values are kept: formats, transforms, and what they cost, measured.
 
-    A plan file is safetensors: the tensors below, and two entries of metadata: "kvquant", which is
-    JSON, the facts and "sha256" and "shapes" of every tensor; and "kvquant_sha256", its checksum,
-    which files of version 1 have not, nor "shapes". Layers L, KV heads H, head_dim D; all tensors
-    are float32. "k" stands for "v" too. Errors are weighted, K's by the queries that meet the head
-    (root of E[(q·e)^2] over E[(q·(k - mean))^2]), V's by the output projection: 0.02 is 2 % of the
-    spread.
+    A plan's file has the tensors below and, as its manifest, the facts and the "shapes" of the
+    tensors. Layers L, KV heads H, head_dim D; all tensors are float32. "k" stands for "v" too.
+    Errors are weighted: K's by the queries that meet the head (root of E[(q·e)^2] over
+    E[(q·(k - mean))^2]), V's by the output projection. 0.02 is 2 % of the spread.
 
-    Transforms, what a cache needs (rows/basis.py, rows/quantize.py):
+    Transforms, which a cache needs (rows/basis.py, rows/quantize.py):
         k.offset          [L, H, D]     subtracted from every row (zeros: none)
         k.matrix          [L, H, D, D]  M, for layers whose basis is "matrix" (identity for others);
                                         there where any layer has one
         k.clip.FORMAT     [L, H]        share of the range that rows of FORMAT keep, 1 or less
         k.feedback        [L, H, D, D]  L of error feedback, for the rounding "feedback"
 
-    Statistics, for people; all but k.mean may be absent; what there is of K there is of V:
+    Statistics, for people; all but k.mean may be absent:
         k.mean, k.std, k.min, k.max, k.absmax    [L, H, D]  of each channel, K after RoPE
-        k.stored.std                             [L, H, D]  of the rows that are stored
-        k.error.STEP        [L, H]  of "int4" rows after each of facts["steps"]: "plain", "offset",
-                                    "hadamard" (with offset), "matrix" (with offset and Hadamard),
-                                    each with nearest rounding and full range; then of the basis
-                                    chosen with "feedback" (if that was better), and "clip" on top
-        k.format_error.FORMAT, k.format_error_plain.FORMAT   [L, H]  of every candidate format, as
-                                    the plan does it, and as a cache without a plan does it
-        scores.NAME         statistics of scores, in plans of kvquant 0.1; query heads Q, bins B:
-                            min, max, mean, std [L, Q]; phi, phi_overflow [L]; edges [B + 1] and
-                            histogram [L, B]
+        k.stored.std                             [L, H, D]  of the stored rows
+        k.error.STEP        [L, H]  of "int4" rows after each of facts["steps"]
+        k.format_error.FORMAT, k.format_error_plain.FORMAT   [L, H]  of every candidate format, with
+                                    the plan's transforms and without
 
-    A plan of latent rows (of multi-head latent attention) has one KV head: "k" is the latent and
-    "v" the RoPE part, of another D. Errors of latents are weighted by both, the queries that meet
-    them and what W_UV and the output projection make of them. Steps are those of rows of the first
-    candidate, and rounding is "nearest". A side in 16 bit is stored as it comes: its basis is for
-    with_formats, and costs a step nothing.
+    A plan of latent rows (multi-head latent attention) has one KV head: "k" is the latent and "v"
+    the RoPE part, of another D. Rounding is "nearest". A side in 16 bit is stored as it comes.
 
-    facts, plain data:
-        format "kvquant-plan", version 2; 3 of latent rows
-        latent          true: of latent rows; left out of all others
-        model           {"type", "sha256", "weights"}: model_identity of the config; plans of older
-                        versions have no "weights"
+    facts, plain data; what may be absent or null says so:
+        latent          true: of latent rows; else absent
+        model           {"type", "sha256", "weights"}: model_identity of the config
         places          L numbers: the layer of the model at each index of the cache
-        others          [{"layer", "why"}]: layers of the model that the cache has none of
+        others          [{"layer", "why"}]: layers of the model without a cache
         layers          L objects {"k": side, "v": side, "kept": null or why this layer stays in 16
                         bit}; a side is {"format": "int4", "basis": "none" | "hadamard" | "matrix",
                         "rounding": "nearest" | "feedback"}
-        steepness       L objects {"k": number, "v": number}, of steepness in calibration/bases.py;
-                        for people, not in older plans
+        steepness       L objects {"k": number, "v": number} of calibration/bases.py; may be absent
         bits            per element of K and V, of the packed rows, headers included
         observed_tokens, steps, candidates (formats), zero_data (true: no text was observed)
-        measured        {"kl", "top1", "perplexity", "exact_perplexity", "context", "scored",
-                        "sink_len", "recent_len"} or null: the whole plan, decoding token by token
-                        on held-out text, against the 16-bit cache; kl in nats per token, top1 a
-                        share, scored in tokens, of "passages"; "kl_error", "top1_error": standard
-                        errors, null or not there where they are not known; "kl_passages": the KL of
-                        each passage, not in older plans; "in_one_pass": null, or
-                        why the model could not decode from a KVCache
-        windowed        null, or the same figures with the first "sink_len" and last "recent_len"
-                        tokens in 16 bit, and the "bits" of such caches; not in older plans
+        measured        null, or figures of the plan on held-out text against the 16-bit cache:
+                        {"kl" (nats per token), "top1" (a share), "perplexity", "exact_perplexity",
+                        "context", "scored" (tokens), "sink_len", "recent_len"}, and if known
+                        "passages", "kl_passages", standard errors "kl_error" and "top1_error", and
+                        "in_one_pass", why the model could not decode from a KVCache
+        windowed        null, or these figures with first and last tokens in 16 bit, and "bits"
         limit           {"max_kl": number or null, "budget": bits or null, "met": bool}
-        blamed          layers that cost the most, where the limit is not met and not all layers
-                        stay in 16 bit; else empty
-        sensitivity     [{"layer", "k_format", "v_format", "kl"}]: only K or only V of this layer
-                        quantized, all else in 16 bit: two for each layer where formats were to be
-                        chosen, else none
+        blamed          layers that cost the most, where the limit is not met
+        sensitivity     [{"layer", "k_format", "v_format", "kl"}]: one side of one layer quantized
         comparison      [{"format", "plan": bool, "bits", "kl", "top1", "perplexity"}]: one format
-                        for all, with and without the plan's transforms, on the same held-out text;
-                        "kl_error" and "top1_error" as above
+                        for all layers, with and without the plan's transforms
         settings        how it was measured
 
     Attributes:
@@ -133,11 +102,11 @@ class CachePlan:
     def load(
         cls, path: str | os.PathLike[str], *, model: Mapping[str, Any] | None = None
     ) -> CachePlan:
-        """Read a plan, checked.
+        """Read a plan, and check it.
 
         Args:
-            path: the file.
-            model: the config, as a dict, of the model that is to use it; None to take any plan.
+            path: of the file.
+            model: the config, as a dict, of the model that uses the plan; None to take any plan.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -146,11 +115,11 @@ class CachePlan:
         path = as_path(path)
         kinds = CheckpointError, ConfigError, ShapeError
         with naming(path, kinds), SafetensorsFile(path) as file:
-            facts, digests = read_facts(file)
+            facts = read_facts(file)
             bits = check_facts(facts, file.shapes)
             if not abs(facts["bits"] - bits) <= 1e-6:  # NaN is not
                 raise CheckpointError(f"bits is {facts['bits']}: the formats have {bits}")
-            plan = cls(facts, {name: file.read(name, digests[name]) for name in file.shapes})
+            plan = cls(facts, {name: file.read(name) for name in file.shapes})
             check_values(facts, plan.tensors)
             _ = plan.layers  # every matrix has an inverse
         if model is not None:
@@ -167,14 +136,9 @@ class CachePlan:
         """
         tensors = {name: tensor.float().contiguous() for name, tensor in self.tensors.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        version = LATENT_VERSION if self.is_latent else VERSION
-        facts = {**self.facts, "format": FORMAT, "version": version, "bits": 0, "shapes": shapes}
-
-        def metadata(digests: Mapping[str, str]) -> dict[str, str]:
-            return sealed(FACTS, json.dumps({**facts, "sha256": dict(digests)}, sort_keys=True))
-
+        facts = {**self.facts, "bits": 0}
         try:
-            written = parse(metadata({})[FACTS], "the plan", nan=True)
+            written = parse(json.dumps(facts), "the plan")
         except TypeError as error:
             raise ConfigError(f"the facts of the plan are not plain data ({error})") from None
         try:
@@ -184,20 +148,17 @@ class CachePlan:
         except (ConfigError, ShapeError) as error:
             raise CheckpointError(str(error)) from None
         sources = {name: TensorSource.of(tensor) for name, tensor in tensors.items()}
-        save_safetensors(path, sources, metadata)
+        save_safetensors(
+            path, sources, partial(sealed, {**facts, "format": PLAN, "shapes": shapes})
+        )
 
     def check_model(self, config: Mapping[str, Any], name: str = "the plan") -> None:
-        """Raise unless the plan was made for the model of this config.
-
-        Raises:
-            CheckpointError: it was made for another one.
-        """
+        """Raise CheckpointError unless the plan was made for the model of this config."""
         what = f"{name} was made for"
         check_identity(self.facts["model"], config, what, "for", "calibrate this model")
 
     def check_of_heads(self, what: str) -> None:
-        """Raise ConfigError if the plan is of latent rows, and what takes it has keys and values of
-        heads."""
+        """Raise ConfigError if the plan is of latent rows; `what` takes K and V of heads."""
         if self.is_latent:
             raise ConfigError(
                 f"the plan is of latent rows, and {what} has keys and values of heads: give it to "
@@ -205,16 +166,12 @@ class CachePlan:
             )
 
     def with_formats(self, k_format: str, v_format: str | None = None) -> CachePlan:
-        """The same transforms with one format for all layers that are quantized.
+        """The same transforms with one format for all quantized layers; not measured.
 
         Args:
-            k_format: short name of K's format; one of facts["candidates"] has clip ratios, another
-                format keeps the whole range. Of latent rows that of the latent, or of both parts
-                ("int4-g8+int8-g4").
-            v_format: of V's; K's when None. Of RoPE parts what LatentFormat has them in when None.
-
-        Returns:
-            A plan whose "measured" is null.
+            k_format: short name of K's format; only facts["candidates"] have clip ratios. Of latent
+                rows that of the latent, or of both parts ("int4-g8+int8-g4").
+            v_format: of V; K's when None. Of RoPE parts that of LatentFormat when None.
         """
         if self.is_latent and v_format is None:
             rope_dim = self.tensors["v.offset"].shape[2]
@@ -231,14 +188,11 @@ class CachePlan:
         )
 
     def with_layer_formats(self, formats: Mapping[tuple[int, str], str]) -> CachePlan:
-        """The same transforms with other formats for some layers and sides ("k" or "v").
-
-        Returns:
-            A plan whose "measured" is null.
+        """The same transforms with other formats by (layer, "k" or "v"); not measured.
 
         Raises:
-            ConfigError: a layer, a side or a format that does not exist, or a packed one for a
-                layer that has to stay in 16 bit.
+            ConfigError: a layer, a side or a format does not exist, or a format is packed and its
+                layer has to stay in 16 bit.
         """
         places = {(i, side) for i in range(self.num_layers) for side in "kv"}
         if not isinstance(formats, Mapping) or not formats.keys() <= places:
@@ -271,8 +225,6 @@ class CachePlan:
     def without_v_bases(self) -> CachePlan:
         """The same plan for a model whose values come in its bases: CachedModel.fold_values.
 
-        Formats, clip ratios and feedback are of the rows that are stored, and stay.
-
         Raises:
             ConfigError: the plan is of latent rows, which have no V.
         """
@@ -286,13 +238,7 @@ class CachePlan:
         return CachePlan({**self.facts, "layers": layers}, tensors)
 
     def of_heads(self, heads: Sequence[int]) -> CachePlan:
-        """The plan of some KV heads, such as a rank has of each layer (tensor parallelism).
-
-        Args:
-            heads: of all KV heads of the model, which ones, in order.
-
-        Returns:
-            A plan of so many KV heads; without the statistics of scores, which are of query heads.
+        """The plan of some KV heads, in this order, as a rank needs it (tensor parallelism).
 
         Raises:
             ConfigError: the plan has no such heads.
@@ -313,16 +259,12 @@ class CachePlan:
                 f"heads are {shown(heads)}: give some of 0 to {self.num_kv_heads - 1}, the KV "
                 "heads of the plan"
             )
-        tensors = {
-            name: tensor[:, list(map(int, heads))]
-            for name, tensor in self.tensors.items()
-            if not name.startswith("scores.")
-        }
+        tensors = {name: tensor[:, list(map(int, heads))] for name, tensor in self.tensors.items()}
         return CachePlan(self.facts, tensors)
 
     @property
     def is_latent(self) -> bool:
-        """Whether it is of latent rows, k of the latents and v of the RoPE parts."""
+        """Whether k are latents and v RoPE parts."""
         return bool(self.facts.get("latent"))
 
     @property
@@ -380,14 +322,11 @@ class CachePlan:
 
     @cached_property
     def _unclipped(self) -> dict[tuple[int, str], Basis]:
-        """Bases without clip ratios, which are those of a format; plans of other formats have the
-        same ones: to make them takes longer than a cache."""
+        """Bases without clip ratios; plans of other formats share them, for they take long."""
         return {}
 
     def has_basis(self, layer: int, side: str) -> bool:
-        """Whether "k" or "v" of a layer is stored in what the plan has for it; parts of latent rows
-        in 16 bit are stored as they come."""
-        # K and V of heads keep their bases: caches of kvquant 0.1 are in them
+        """Whether a side of a layer has a basis; 16-bit parts of latent rows have none."""
         name = self.facts["layers"][layer][side]["format"]
         dim = self.tensors[f"{side}.offset"].shape[2]
         return not (self.is_latent and RowFormat.parse(name, dim).is_exact)
@@ -424,11 +363,11 @@ ModelPlan = Plan | Literal[False] | None  # there False and None are no plan
 
 
 def as_plan(plan: Plan) -> CachePlan:
-    """The plan that was given, or, of a path, the plan that CachePlan.load reads there.
+    """A given plan, or the plan of the file at a given path.
 
     Raises:
-        ConfigError: it is neither a plan nor a path; or it is "auto", and no model is there.
-        FileNotFoundError, CheckpointError: as CachePlan.load.
+        ConfigError: plan is neither; or it is "auto", which needs a model.
+        FileNotFoundError, CheckpointError: as of CachePlan.load.
     """
     if isinstance(plan, str) and plan == AUTO:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The file of a CachePlan: its facts as JSON, and what must hold of them and of the tensors.
+"""The manifest of a CachePlan's file: what must hold of the facts and of the tensors.
 
 CachePlan documents both.
 """
@@ -17,16 +17,8 @@ from msgspec import Meta
 from ..errors import CheckpointError
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
-from .schema import INT64, MAX_LAYERS, Digest, Length, ModelName, checked, parse
-from .shards import MANIFEST
-from .tensor_files import SafetensorsFile, unsealed
-
-FORMAT, VERSION, UNSEALED_VERSION = "kvquant-plan", 2, 1
-LATENT_VERSION = 3  # of plans of latent rows; all else is as in version 2
-FACTS = "kvquant"  # the metadata entry
-# 0 and 1, but for rounding
-_LEAST = {"kl": -1e-3, "perplexity": 0.999, "exact_perplexity": 0.999}
-_LEAST |= {"kl_error": 0.0, "top1_error": 0.0}
+from .schema import INT64, MAX_LAYERS, PLAN, Length, ModelName, checked
+from .tensor_files import SafetensorsFile
 
 
 class _Side(msgspec.Struct):
@@ -143,46 +135,17 @@ class _Facts(msgspec.Struct):
     windowed: _Windowed | None = None
 
 
-def read_facts(file: SafetensorsFile) -> tuple[dict[str, Any], dict[str, str]]:
-    """The facts of a file, and the checksums of its tensors."""
-    text, seal = file.metadata.get(FACTS), f"{FACTS}_sha256"
-    facts = parse(text, "the plan", nan=True) if text is not None else None
-    if type(facts) is not dict or facts.get("format") != FORMAT:
-        found = "a cache (`kvquant inspect` shows it), " if MANIFEST in file.metadata else ""
-        raise CheckpointError(f"this is {found}no plan of `kvquant calibrate`")
-    version = facts.get("version")
-    if type(version) is not int or not UNSEALED_VERSION <= version <= LATENT_VERSION:
-        raise CheckpointError(
-            f"the plan has version {version!r:.40}, this kvquant reads {UNSEALED_VERSION} to "
-            f"{LATENT_VERSION}: calibrate again, or take the kvquant that wrote it"
-        )
-    if bool(facts.get("latent")) != (version == LATENT_VERSION):
-        raise CheckpointError(f"the plan is not of version {version}, as it says: see latent")
-    if version >= VERSION or seal in file.metadata:
-        unsealed(FACTS, file.metadata, "the plan")
-    shapes = facts.pop("shapes", None)
-    if version >= VERSION:
-        given = checked(shapes, dict[str, tuple[Length, ...]], "shapes")
-        if given != file.shapes or file.metadata.keys() != {FACTS, seal}:
-            raise CheckpointError("the tensors or metadata are not those that were sealed")
-    elif shapes is not None:
-        raise CheckpointError(f"the plan is not of version {UNSEALED_VERSION}, as it says")
-    digests = checked(facts.pop("sha256", None), dict[str, Digest], "sha256")
-    if digests.keys() != file.shapes.keys():
-        name = min(digests.keys() ^ file.shapes.keys())
-        raise CheckpointError(f"tensor {name!r:.80} is missing, or should not be there")
-    for name, dtype in file.dtypes.items():
-        if dtype != torch.float32:
-            raise CheckpointError(f"tensor {name!r:.80} is {dtype}: it must be torch.float32")
-    return facts, digests
+def read_facts(file: SafetensorsFile) -> dict[str, Any]:
+    """The facts of a file, whose tensors have the names, shapes and dtype of its manifest."""
+    facts = file.manifest(PLAN)
+    del facts["format"], facts["version"]
+    shapes = checked(facts.pop("shapes", None), dict[str, tuple[Length, ...]], "shapes")
+    file.check_tensors(torch.float32, shapes)
+    return facts
 
 
 def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Raise CheckpointError unless facts are those of a plan, and fit one another and tensors.
-
-    Returns:
-        Bits per element of the packed rows.
-    """
+    """Bits per element of the packed rows; CheckpointError unless facts fit tensors of shapes."""
     given = checked(dict(facts), _Facts, "the plan")
     layers, heads = len(given.layers), shapes.get("k.offset", (0, 0))[1:2]
     offsets = [shapes.get(f"{side}.offset", ()) for side in "kv"]
@@ -210,14 +173,6 @@ def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
                 )
             if layer.kept is not None and not (fmt.is_exact and plain):
                 raise CheckpointError(f"layers[{i}] is kept in 16 bit, and is {side!s:.120}")
-    named = [name for row in given.sensitivity for name in (row.k_format, row.v_format)]
-    for name in (*given.candidates, *named):
-        RowFormat.parse(name, offsets[0][2])
-    for row in given.comparison:
-        if given.latent:
-            LatentFormat.parse(row.format, offsets[0][2], offsets[1][2])
-        else:
-            RowFormat.parse(row.format, offsets[0][2])
     listed = [*given.blamed, *(row.layer for row in given.sensitivity)]
     if max(listed, default=0) >= layers:
         raise CheckpointError(f"layer {max(listed)} is named, there are {layers}")
@@ -229,12 +184,6 @@ def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
         raise CheckpointError(
             f"limit.met is {given.limit.met}: the KL is {given.measured.kl}, the limit {most}"
         )
-    if given.measured:
-        _check_figures("measured", given.measured)
-    for i, row in enumerate(given.comparison):
-        _check_figures(f"comparison[{i}]", row)
-    for i, alone in enumerate(given.sensitivity):
-        _check_figures(f"sensitivity[{i}]", alone)
     if len(given.steepness) not in (0, layers):
         raise CheckpointError(f"steepness is of {len(given.steepness)} layers, there are {layers}")
     places = given.places or range(layers)
@@ -253,8 +202,7 @@ def check_pair(is_latent: bool, k: RowFormat, v: RowFormat) -> None:
 
 
 def check_values(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise CheckpointError unless the values of tensors are possible; facts and shapes have been
-    checked."""
+    """Raise CheckpointError unless the values of tensors are possible; facts are checked."""
     for name, tensor in tensors.items():
         if ".error." not in name and "_error" not in name and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"tensor {name!r:.80} has values that are not finite")
@@ -272,16 +220,6 @@ def check_values(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
                     f"layers[{i}].{side}.{kind} is {entry[side][kind]!r}, and tensor "
                     f"{side}.{name} has something for it"
                 )
-
-
-def _check_figures(place: str, row: _Figures | _Sensitivity) -> None:
-    """Raise CheckpointError if a figure is less than it can be; a broken format has NaN."""
-    for name, least in _LEAST.items():
-        value = getattr(row, name, None)
-        if value is not None and value < least:
-            raise CheckpointError(
-                f"{place}.{name} is {value}: it cannot be negative, nor a perplexity below 1"
-            )
 
 
 def _check_shapes(given: _Facts, shapes: Mapping[str, tuple[int, ...]], heads: int) -> None:
@@ -308,11 +246,3 @@ def _check_shapes(given: _Facts, shapes: Mapping[str, tuple[int, ...]], heads: i
                 )
             if what not in ("matrix", "feedback") and f"{other}.{what}" not in shapes:
                 raise CheckpointError(f"tensor {f'{other}.{what}'!r:.80} is missing")
-    per_query = (layers, *shapes.get("scores.min", (0, 0))[1:2])
-    bins = shapes.get("scores.histogram", (0, 0))[1:2]
-    scores = dict.fromkeys((f"scores.{name}" for name in ("min", "max", "mean", "std")), per_query)
-    scores |= {"scores.phi": (layers,), "scores.phi_overflow": (layers,)}
-    binned = {"scores.histogram": (layers, *bins), "scores.edges": tuple(n + 1 for n in bins)}
-    for group in (scores, binned):
-        if shapes.keys() & group and any(shapes.get(name) != group[name] for name in group):
-            raise CheckpointError(f"tensors {', '.join(group)} are missing or do not fit")

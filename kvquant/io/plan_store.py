@@ -21,10 +21,7 @@ log = logging.getLogger("kvquant")
 
 
 def place_of(identity: Mapping[str, str]) -> Path:
-    """The file of a plan, whether or not it is there.
-
-    Args:
-        identity: model_identity of the model, with the fingerprint of its weights.
+    """Where the plan of a model stands, by its model_identity with the fingerprint of its weights.
 
     Raises:
         OSError: the user has no folder for cached files.
@@ -52,14 +49,7 @@ def make_folder() -> None:
 
 
 def keep_plan(plan: CachePlan) -> Path:
-    """Keep a plan of weights that it names; an older one is replaced.
-
-    Returns:
-        Its file.
-
-    Raises:
-        OSError: the folder or the file cannot be written.
-    """
+    """Write a plan to its place, and return it; OSError where that is not possible."""
     path = place_of(plan.facts["model"])
     make_folder()
     plan.save(path)
@@ -69,8 +59,8 @@ def keep_plan(plan: CachePlan) -> Path:
 def costs_too_much(plan: CachePlan) -> str:
     """Why "auto" does not take a plan; "" if it does.
 
-    A plan may cost SAFE with the 16-bit window, or without it where it was not measured with it.
-    Engines keep no such window: without it a plan may cost RUINED.
+    With the 16-bit window, if the plan was measured with it, the limit is SAFE. Engines keep no
+    window: without it the limit is RUINED.
     """
     bare = plan.facts["measured"]["kl"]
     used = (plan.facts.get("windowed") or plan.facts["measured"])["kl"]

@@ -40,9 +40,9 @@ def describe_side(
     Args:
         fmt: of the packed rows.
         num_kv_heads: KV heads.
-        tokens: by where they are; those at "packed" are in fmt, all others in 16 bit.
+        tokens: counts by place; those at "packed" are in fmt, all others in 16 bit.
         num_bytes: of the rows.
-        packed: [tokens, num_kv_heads, row_bytes], the packed rows; None where there are none.
+        packed: [tokens, num_kv_heads, row_bytes], or None without packed rows.
     """
     per_token = num_kv_heads * fmt.head_dim
     found = _NOT_FOUND if packed is None else _NOT_FOUND | _describe_packed(packed, fmt)

@@ -1,9 +1,19 @@
-"""JSON that anybody may have written: read strictly, and checked against a schema by msgspec."""
+"""JSON that anybody may have written, and the manifest of every file that kvquant writes.
+
+Each file of kvquant is a safetensors file, whose metadata has two strings:
+
+    kvquant_file          the manifest, a JSON object
+    kvquant_file_sha256   the SHA-256 of the manifest's UTF-8 bytes, hexadecimal digits
+
+Every manifest has "format", one of KINDS; "version", 1; and "sha256", the SHA-256 of each tensor.
+From the first release on, later versions of kvquant read the files of earlier ones. Files that
+kvquant wrote before it have other metadata and are refused.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from reprlib import Repr
@@ -26,6 +36,17 @@ _DIGITS = r"\A[0-9a-f]{64}\Z"
 Digest = Annotated[str, Meta(pattern=_DIGITS)]
 ExactCodec = Annotated[str, Meta(pattern=r"\A(bf16|fp16)\Z")]
 T = TypeVar("T")
+CACHE, SEQUENCES, PLAN, MOMENTS = (
+    f"kvquant.{kind}" for kind in ("cache", "sequences", "plan", "moments")
+)
+KINDS = {  # the formats of files; what a reader of another kind says of them
+    CACHE: "a kvquant cache: load_cache reads it, `kvquant inspect` shows it",
+    SEQUENCES: "a file of sequences of a paged cache: load_sequences reads it",
+    PLAN: "a plan, not a cache: CachePlan.load reads it, `kvquant report` shows it",
+    MOMENTS: "a file of an interrupted calibration: `kvquant calibrate` reads it",
+}
+KEY, VERSION = "kvquant_file", 1
+_BEFORE = {"kvquant", "kvquant_cache", "kvquant_pages", "kvquant_moments"}
 _SHORT = Repr()  # of values that may be long or deep
 _SHORT.maxstring = _SHORT.maxlong = 80
 
@@ -68,24 +89,22 @@ class Fingerprints(Object):
     v: Digest
 
 
-def parse(text: str | bytes, what: str, *, nan: bool = False, surrogates: bool = False) -> Any:
-    """Read JSON.
+def parse(text: str | bytes, what: str, *, surrogates: bool = False) -> Any:
+    """Read JSON; NaN and Infinity may come, which are no JSON but which Python writes.
 
     Args:
         text: of it.
         what: "the manifest" or the like, for the error.
-        nan: whether NaN and Infinity may come, which are no JSON but which Python writes.
         surrogates: whether strings may hold halves of characters, as odd file names do.
 
     Raises:
-        CheckpointError: it is none, an object has a key twice, or there are more than MAX_LISTS
-            lists and objects.
+        CheckpointError: text is no JSON, an object has a key twice, or there are more than
+            MAX_LISTS lists and objects.
     """
-    options: dict[str, Any] = {"parse_constant": _refuse, "parse_float": _finite}
     try:
         text = text if isinstance(text, str) else text.decode()
         check_lists(text)
-        value = json.loads(text, object_pairs_hook=_object, **({} if nan else options))
+        value = json.loads(text, object_pairs_hook=_object)
         if not surrogates and re.search(r"\\u[dD][89a-fA-F]", text):
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -100,12 +119,7 @@ def check_lists(text: str) -> None:
 
 
 def checked(value: Any, schema: type[T], what: str) -> T:
-    """Give a JSON value the types of a schema.
-
-    Args:
-        value: as parse gives it.
-        schema: what msgspec.convert takes.
-        what: "the manifest" or the like, for the error.
+    """Give a JSON value the types of a schema; `what` it is, for the error.
 
     Raises:
         CheckpointError: it does not fit; where, what came, and what may come.
@@ -118,45 +132,51 @@ def checked(value: Any, schema: type[T], what: str) -> T:
         raise CheckpointError(f"{what} has half a character in it ({error})") from None
 
 
-def manifest_object(text: str, file_format: str, versions: tuple[int, ...]) -> dict[str, Any]:
-    """Read the object of a manifest of one of the versions.
+def sealed(manifest: Mapping[str, Any], digests: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of a file: its manifest, with the SHA-256 of each tensor, and the checksum."""
+    top = {**manifest, "version": VERSION, "sha256": dict(digests)}
+    text = json.dumps(top, separators=(",", ":"), sort_keys=True)
+    return {KEY: text, f"{KEY}_sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def unsealed(metadata: Mapping[str, str], *kinds: str) -> dict[str, Any]:
+    """The manifest of a file of one of these KINDS; its other values are not checked.
 
     Raises:
-        CheckpointError: it is another one.
+        CheckpointError: the file is of another kind or version, or its manifest is damaged.
     """
-    top = parse(text, "the manifest", surrogates=True)
-    if type(top) is not dict or top.get("format") != file_format:
-        raise CheckpointError(f"the manifest is not that of a {file_format} file")
-    version = top.get("version")
-    if type(version) is not int or version not in versions:
-        *others, last = map(str, versions)
+    text = metadata.get(KEY)
+    if text is None:
+        if metadata.keys() & _BEFORE or metadata.get("format") == "kvquant-cache-shard":
+            raise CheckpointError(
+                "this file was written by kvquant before its first release: write it again"
+            )
         raise CheckpointError(
-            f"the file has version {version!r:.40}, this kvquant reads "
-            f"{', '.join(others)} and {last}: take the kvquant that wrote it, or save it anew"
+            "kvquant did not write this file; K and V tensors, named layers.0.k, layers.0.v and so "
+            "on, are read by `kvquant quantize --from`"
         )
-    return top
-
-
-def check_transforms(value: Any, num_layers: int) -> None:
-    """Raise CheckpointError unless this is what a manifest says of the bases of its rows: {"k",
-    "v"} for each layer, or nothing."""
-    try:
-        found = checked(value, tuple[Fingerprints, ...], "transforms")
-        if found and len(found) != num_layers:
-            raise CheckpointError(f"{len(found)} transforms for {num_layers} layers")
-    except CheckpointError as error:
+    if hashlib.sha256(text.encode()).hexdigest() != metadata.get(f"{KEY}_sha256"):
         raise CheckpointError(
-            f"the rows were transformed by {_SHORT.repr(value):.80}, which this kvquant does not "
-            f"know: take a newer one ({error})"
-        ) from None
+            "the manifest is damaged (its checksum differs): take another copy of the file"
+        )
+    # pages show the text of plans, and have whole characters
+    top = parse(text, "the manifest", surrogates=PLAN not in kinds)
+    found = top.get("format") if type(top) is dict else None
+    if type(found) is not str or found not in KINDS:
+        raise CheckpointError(f"the manifest has no format of kvquant, but {_SHORT.repr(found)}")
+    if found not in kinds:
+        raise CheckpointError(f"this is {KINDS[found]}")
+    version = top.get("version")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(
+            f"the file has version {version!r:.40}, this kvquant reads {VERSION}: take the kvquant "
+            "that wrote it"
+        )
+    return dict(top)
 
 
 def plain_data(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
-    """A copy of a dict as it will be read from a file.
-
-    Raises:
-        ConfigError: it is not made of strings, finite numbers, lists and dicts.
-    """
+    """A copy of a dict; ConfigError unless it has only strings, finite numbers, lists, dicts."""
     try:
         text = json.dumps(dict(value or {}), allow_nan=False)
         copied = parse(text, what, surrogates=True)
@@ -187,14 +207,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("an object has a key twice")
     return found
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is none")
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"{digits:.40} is too large")
-    return number

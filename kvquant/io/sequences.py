@@ -1,26 +1,10 @@
 """Sequences of a paged cache as a file: save_sequences, load_sequences, and the format.
 
-The file is a safetensors file. Its metadata has two strings:
+Beside the keys of every file of rows (manifest.py) a manifest of "kvquant.sequences" has
 
-    kvquant_pages          the manifest, JSON
-    kvquant_pages_sha256   the SHA-256 of the manifest's UTF-8 bytes, hexadecimal digits
-
-The manifest is an object with exactly these keys; every number is whole:
-
-    format         "kvquant-pages"
-    version        1; 2 where there are many pages and tokens; 3 with latent; 4 with windows; 5 with
-                   a namespace, with or without latent and windows
-    writer         the program that wrote the file, for people
-    num_kv_heads   KV heads of every layer
     page_size      tokens of a page
-    sink_len       first tokens of each sequence in 16 bit
-    recent_len     last tokens of each sequence in 16 bit
-    exact_format   "bf16" or "fp16": the 16-bit rows
-    latent         true: of a LatentPagedKVCache, whose latents are k and whose RoPE parts are v of
-                   one KV head; left out of all others
     windows        of each layer, how many tokens, the last ones, attention sees; null for all; left
                    out where every layer sees all
-    layers         one object per layer: k, v: {"format": a short name, "head_dim": elements}
     sequences      one object per sequence:
         id            a string or a number
         length        its tokens
@@ -28,10 +12,6 @@ The manifest is an object with exactly these keys; every number is whole:
         pages         their pages, in the order of the tokens; sequences may share the first ones
         tokens        the ids of its first tokens, as far as they are known, of 64 bits
         namespace     a string: with whom it may share rows; left out without one
-    model          null, or model_identity: {"type", "sha256"} and, if known, "weights"
-    creation       any object: how the sequences came about
-    transforms     [], or the fingerprints of the bases of each layer: as in checkpoint.py
-    sha256         for every tensor the SHA-256 of its bytes
 
 The tensors, of layer I and of K and V each, uint8; one without rows is left out:
 
@@ -40,16 +20,6 @@ The tensors, of layer I and of K and V each, uint8; one without rows is left out
                        each those from the window before its last full page's end on
     layers.I.k_exact   [16-bit rows of all sequences, num_kv_heads, row_bytes]: sequence after
                        sequence, its sinks and then its recent tokens, in their order
-
-Row bytes are those of kvquant/rows/format.py.
-
-From version 2 on pages and tokens stand in tensors, those of all sequences one after another, and
-a sequence has in their place
-
-        known         how many of its tokens are known
-
-    sequences.pages    [pages of all sequences], int32; left out without any
-    sequences.tokens   [known tokens of all sequences], int64; left out without any
 """
 
 from __future__ import annotations
@@ -64,29 +34,16 @@ import torch
 
 from ..errors import CheckpointError, ConfigError, shown
 from ..paged.cache import PagedKVCache
-from ..paged.latent import LatentPagedKVCache
 from ..paged.pool import SequenceId
-from ..paged.prefix_tree import Origin
 from ..paged.state import listed
 from ..rows.arguments import check_kind
-from ..rows.basis import fingerprints
-from .atomic import as_path
-from .container import RowsFile, check_values, seal
-from .manifest import (
-    LISTS,
-    LISTS_VERSION,
-    MANY,
-    LayerEntry,
-    SavedSequence,
-    SequencesManifest,
-    common_keys,
-)
+from .container import RowsFile, check_values
+from .manifest import LayerEntry, SavedSequence, SequencesManifest, common_keys
 from .parts import PagePart, Part
-from .schema import FormatName
-from .shards import check_name, save_safetensors
-from .tensor_files import TensorSource
+from .schema import FormatName, sealed
+from .tensor_files import TensorSource, check_name, save_safetensors
 
-_CHUNK = 64  # pages that are copied to the host at a time
+_CHUNK = 64  # pages to copy to the host at a time
 
 
 def save_sequences(
@@ -97,16 +54,16 @@ def save_sequences(
     model: Mapping[str, Any] | None = None,
     creation: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write sequences to a file, in one step: after a crash there is the old file or the new one.
+    """Write sequences to a file: after a crash the old file or the new one is there, whole.
 
-    Pages that several of them share are written once.
+    The file has each page once, also those that several sequences share.
 
     Args:
-        cache: where they live.
-        ids: the sequences, at least one.
+        cache: of the sequences.
+        ids: at least one sequence.
         path: NAME.safetensors, in a folder that exists.
         model: the model's config as a dict; load_sequences then refuses another model.
-        creation: how they came about, to be read by people: strings, numbers, lists, dicts.
+        creation: how the sequences came about, for people: strings, numbers, lists, dicts.
 
     Returns:
         The file.
@@ -114,8 +71,8 @@ def save_sequences(
     Raises:
         ConfigError: a sequence does not live or is given twice, model or creation is not plain
             data, or path has another ending.
-        CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
-            packed with, or what the file says of the sequences is too long.
+        CheckpointError: the file could not be loaded: a row holds NaN or a value that its packed
+            format cannot hold, or the manifest is too long.
         OSError: the file cannot be written.
 
     Example:
@@ -135,11 +92,7 @@ def save_sequences(
         name: TensorSource(torch.uint8, part.shape, _reader(cache, manifest, part, pages))
         for name, part in manifest.parts.items()
     }
-    for name, numbers in manifest.lists.items():
-        dtype = LISTS[name.removeprefix("sequences.")]
-        sources[name] = TensorSource.of(torch.tensor(numbers, dtype=dtype, device="cpu"))
-    manifest.check_readable()
-    save_safetensors(path, sources, lambda digests: seal(manifest, digests))
+    save_safetensors(path, sources, partial(sealed, manifest.plain()))
     return path
 
 
@@ -152,20 +105,18 @@ def load_sequences(
 ) -> list[SequenceId]:
     """Read all sequences of a file into a running cache, bit for bit as they were saved.
 
-    Every value and every byte is checked first. Pages that the sequences shared they share again,
-    and full pages whose tokens are known are found by sequences that are allocated later: by those
-    of anybody whose tokens and namespace are the same. The file alone says which namespaces its
-    sequences have (a file without them loads as None), and whether the rows are those of these
-    tokens. So load files only of those who may answer for all that use the cache, and read
-    `cache.namespace` of what was loaded.
+    The call checks every value and every byte first. Sequences share the pages that they shared
+    before. Later sequences with the same tokens and namespace share full pages of known tokens.
+
+    Load only files that you trust: nothing but the file says which tokens its rows belong to, and
+    which namespaces its sequences have. `cache.namespace` tells what was loaded.
 
     Args:
-        cache: with the same layers, heads, formats, page_size, sink_len and recent_len, and made
-            from the same plan if there was one. With the same windows, if the file has any; a file
-            without them can be read into a cache with windows.
-        path: what was given to save_sequences.
-        ids: new ids for saved ones, by these; those that are not named keep theirs.
-        model: the config, as a dict, of the model that is to continue; None to take any file.
+        cache: with the same layers, heads, formats, page_size, sink_len, recent_len and plan, and
+            with the same windows if the file has any.
+        path: of the file.
+        ids: new ids by saved ones; other sequences keep theirs.
+        model: the config, as a dict, of the model that continues; None to take any file.
 
     Returns:
         The ids, in the order in which they were saved.
@@ -188,11 +139,10 @@ def load_sequences(
     check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; load_cache reads a KVCache")
     if ids is not None:
         check_kind("ids", ids, Mapping, "give a dict of new ids by saved ones")
-    path = as_path(path)
     with RowsFile(path, SequencesManifest) as file:
-        _check_cache(cache, file.manifest)
-        file.manifest.check_model(path, model)
-        for part in file.manifest.parts.values():
+        _check_cache(cache, file.contents)
+        file.contents.check_model(model)
+        for part in file.contents.parts.values():
             file.rows(part)  # all are looked at before the first is used
         return _place(cache, file, ids or {})
 
@@ -215,10 +165,8 @@ def _manifest_of(
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         numbers = tuple(number[page] for page in table)
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
-        namespace = state.pool.origin(sequence_id).namespace
+        namespace = state.pool.namespace(sequence_id)
         sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens, namespace))
-    latent, windows = isinstance(cache, LatentPagedKVCache), tuple(cache.windows)
-    count = sum(len(sequence.pages) + len(sequence.tokens) for sequence in sequences)
     manifest = SequencesManifest(
         **common_keys(SequencesManifest, cache, model, creation),
         page_size=state.split.page_size,
@@ -227,12 +175,8 @@ def _manifest_of(
             for rows in cache.rows.layers
         ),
         sequences=tuple(sequences),
-        version=1,
-        latent=latent,
-        windows=windows if any(windows) else (),
+        windows=tuple(cache.windows) if any(cache.windows) else (),
     )
-    least = LISTS_VERSION if count > MANY else 1
-    manifest.version = max(manifest.first_version, least)
     return manifest, pages
 
 
@@ -276,7 +220,7 @@ def _place(
     cache: PagedKVCache, file: RowsFile[SequencesManifest], names: Mapping[Any, SequenceId]
 ) -> list[SequenceId]:
     """Give the sequences of a checked file pages and sequence slots, and copy their rows."""
-    sequences = file.manifest.sequences
+    sequences = file.contents.sequences
     saved = [sequence.id for sequence in sequences]
     known = set(saved)
     unknown = [name for name in names if name not in known]
@@ -285,7 +229,7 @@ def _place(
     ids = [cache.checked_id(names.get(name, name)) for name in saved]
     if len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {shown(ids)}: give each sequence another one")
-    with cache.changing(*ids):
+    with cache.changing:
         _place_rows(cache, file, ids)
         cache.insert_prefixes(ids)
     return list(ids)
@@ -295,7 +239,7 @@ def _place_rows(
     cache: PagedKVCache, file: RowsFile[SequencesManifest], ids: Sequence[SequenceId]
 ) -> None:
     """Begin the sequences of a file by these ids, with their rows."""
-    manifest, sequences = file.manifest, file.manifest.sequences
+    manifest, sequences = file.contents, file.contents.sequences
     with cache.swap_space.hinting():
         pages = cache.state.place(
             ids,
@@ -303,7 +247,7 @@ def _place_rows(
             [sequence.packed_len for sequence in sequences],
             [sequence.pages for sequence in sequences],
             [sequence.tokens for sequence in sequences],
-            [Origin(namespace=sequence.namespace) for sequence in sequences],
+            [sequence.namespace for sequence in sequences],
             dropped=[
                 [window.first_seen(sequence.packed_len) for window in cache.state.pool.windows]
                 for sequence in sequences
@@ -340,59 +284,27 @@ def _exact_rows(cache: PagedKVCache, sequence: SavedSequence) -> torch.Tensor:
 
 def _check_cache(cache: PagedKVCache, manifest: SequencesManifest) -> None:
     """Raise unless the rows of a file can stand in a cache."""
-    split = cache.state.split
-    formats = tuple((rows.k_format, rows.v_format) for rows in cache.rows.layers)
-    each = {
-        "latent": (manifest.latent, isinstance(cache, LatentPagedKVCache)),
-        "num_kv_heads": (manifest.num_kv_heads, cache.num_kv_heads),
-        "page_size": (manifest.page_size, split.page_size),
-        "sink_len": (manifest.sink_len, cache.sink_len),
-        "recent_len": (manifest.recent_len, cache.recent_len),
-        "exact_format": (manifest.exact_format, cache.exact_format),
-        "layers": (len(manifest.formats), cache.num_layers),
-        "windows": (list(manifest.windows), cache.windows if manifest.windows else []),
-    }
-    for name, (saved, ours) in each.items():
-        if saved != ours:
+    ours = common_keys(SequencesManifest, cache, None, None)
+    names = "latent", "num_kv_heads", "sink_len", "recent_len", "exact_format"
+    each = {name: (getattr(manifest, name), ours[name]) for name in names}
+    each["page_size"] = manifest.page_size, cache.state.split.page_size
+    each["num_layers"] = len(manifest.formats), cache.num_layers
+    each["windows"] = list(manifest.windows), cache.windows if manifest.windows else []
+    for i, (pair, rows) in enumerate(zip(manifest.formats, cache.rows.layers, strict=False)):
+        both = pair, (rows.k_format, rows.v_format)
+        saved, own = (" and ".join(map(str, formats)) for formats in both)
+        each[f"layer {i}"] = saved, own
+    for name, (saved, own) in each.items():
+        if saved != own:
             raise CheckpointError(
-                f"{name} is {saved} in the file and {ours} in the cache: make a cache like the one "
+                f"{name} is {saved} in the file and {own} in the cache: make a cache like the one "
                 "that was saved"
             )
-    _check_bases(cache, manifest)
-    for layer, (saved_formats, ours_formats) in enumerate(
-        zip(manifest.formats, formats, strict=True)
-    ):
-        if saved_formats != ours_formats:
-            saved, ours = (" and ".join(map(str, pair)) for pair in (saved_formats, ours_formats))
-            raise CheckpointError(
-                f"the formats of layer {layer} are {saved} in the file and {ours} in the cache: "
-                "make a cache like the one that was saved"
-            )
+    how = f"make the cache with {type(cache).__name__}.from_plan and the plan of the rows"
+    manifest.check_bases(cache.bases, how)
     longest = max(sequence.length for sequence in manifest.sequences)
     if longest > cache.max_seq_len:
         raise CheckpointError(
             f"a sequence has {longest} tokens, max_seq_len is {cache.max_seq_len}: make a cache "
             "for longer ones"
         )
-
-
-def _check_bases(cache: PagedKVCache, manifest: SequencesManifest) -> None:
-    """Raise unless the rows of a file are stored in the bases of a cache."""
-    saved, ours = manifest.transforms, fingerprints(cache.bases)
-    how = f"{type(cache).__name__}.from_plan"
-    if saved and not ours:
-        raise CheckpointError(
-            "its rows are stored in the bases of a plan, and the cache has none: make one with "
-            f"{how} and the plan that they were made with"
-        )
-    if ours and not saved:
-        raise CheckpointError(
-            "its rows are stored without a plan, and the cache was made from one: make a cache "
-            "without a plan, or save the sequences anew from a cache with this one"
-        )
-    for layer, (theirs, own) in enumerate(zip(saved, ours, strict=True)):
-        if theirs != own:
-            raise CheckpointError(
-                f"its rows are stored in the bases of another plan (layer {layer} differs): make "
-                f"the cache with {how} and the plan that they were made with"
-            )

@@ -1,7 +1,7 @@
-"""Safetensors files: written tensor by tensor, read through one descriptor into memory of our own.
+"""Safetensors files: written tensor by tensor, read through one descriptor, never mapped.
 
-Nothing is mapped, and a file is opened once: what was read stays what it was, whatever becomes of
-the file, and header and tensors belong together when another file takes its place meanwhile.
+So tensors do not change with the file after they were read, and header and tensors belong together
+even if another file takes its place meanwhile.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ import json
 import os
 import stat
 import struct
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from msgspec import Meta
 
 from ..cache.memory import available_memory
-from ..errors import CheckpointError
-from .atomic import as_path, named
-from .schema import INT64, Object, check_lists, checked, parse
+from ..errors import CheckpointError, ConfigError
+from .atomic import as_path, named, replacing
+from .schema import INT64, Digest, Object, check_lists, checked, parse, unsealed
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -51,21 +53,13 @@ MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 NO_DIGEST = "0" * 64  # stands for a checksum that is not known yet
 _CHUNK = 8 << 20  # bytes that are read and hashed at a time
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}
-_TICK = 20_000_000  # nanoseconds by which the clock of a file system may be behind
-_WAITS = 200  # of a quarter of a tick, for a file that changes
 
 _Size = Annotated[int, Meta(ge=0, le=INT64)]
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to be written without being held in memory as a whole.
-
-    Attributes:
-        dtype: of the tensor.
-        shape: of the tensor.
-        chunks: makes the iterator over its bytes in order, as tensors of any shape and device.
-    """
+    """A tensor to write; chunks gives its bytes in order, as tensors of any shape and device."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -85,75 +79,56 @@ class TensorSource:
 Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
 
 
-def write_safetensors(
-    file: IO[bytes], tensors: Mapping[str, TensorSource], metadata: Metadata
-) -> dict[str, str]:
-    """Write tensors to a new file, wide elements first, so that all of them are aligned.
+def save_safetensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, TensorSource], metadata: Metadata
+) -> None:
+    """Write tensors to a safetensors file, whole or not at all.
 
     Args:
-        file: an empty one.
+        path: of the file.
         tensors: by name.
         metadata: makes the file's metadata from the SHA-256 of every tensor, always of one length.
 
-    Returns:
-        The SHA-256 of every tensor, in hexadecimal digits.
-
     Raises:
         CheckpointError: the header would be too long to be read again.
+        ConfigError, OSError: as of replacing.
     """
+    # wide elements first, so that all tensors are aligned
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     digests = dict.fromkeys(tensors, NO_DIGEST)
-    header_bytes = file.write(_header(tensors, metadata(digests)))
-    for name, tensor in tensors.items():
-        start, digest = file.tell(), hashlib.sha256()
-        for chunk in tensor.chunks():
-            data = _bytes(chunk.cpu())
-            digest.update(data)
-            file.write(data)
-        assert file.tell() - start == tensor.nbytes, name
-        digests[name] = digest.hexdigest()
-    header = _header(tensors, metadata(digests))
-    assert len(header) == header_bytes
-    file.seek(0)
-    file.write(header)
-    return digests
+    with replacing(path) as file:
+        header_bytes = file.write(_header(tensors, metadata(digests)))
+        for name, tensor in tensors.items():
+            start, digest = file.tell(), hashlib.sha256()
+            for chunk in tensor.chunks():
+                data = _bytes(chunk.cpu())
+                digest.update(data)
+                file.write(data)
+            assert file.tell() - start == tensor.nbytes, name
+            digests[name] = digest.hexdigest()
+        header = _header(tensors, metadata(digests))
+        assert len(header) == header_bytes
+        file.seek(0)
+        file.write(header)
+
+
+def check_name(path: str | os.PathLike[str]) -> Path:
+    """The path of a file to write; ConfigError unless it is NAME.safetensors."""
+    path = as_path(path)
+    if path.suffix != ".safetensors":
+        raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
+    return path
 
 
 @contextmanager
 def naming(path: Path, kinds: tuple[type[Exception], ...] = (CheckpointError,)) -> Iterator[None]:
-    """Let a CheckpointError begin with the name of the file that it is about.
-
-    Args:
-        path: of the file.
-        kinds: errors that become a CheckpointError: what is wrong stands in the file.
-    """
+    """Make errors of these kinds a CheckpointError that begins with the name of the file."""
     try:
         yield
     except kinds as error:
         if isinstance(error, CheckpointError) and str(error).startswith(str(path)):
             raise
         raise CheckpointError(f"{path}: {error}") from None
-
-
-def sealed(key: str, text: str) -> dict[str, str]:
-    """A text with its checksum, as two entries of a file's metadata."""
-    return {key: text, f"{key}_sha256": hashlib.sha256(text.encode()).hexdigest()}
-
-
-def unsealed(key: str, metadata: Mapping[str, str], what: str = "the manifest") -> str:
-    """The text that sealed() was given; `what` it is, for the error.
-
-    Raises:
-        CheckpointError: there is none, or its checksum is another one.
-    """
-    text = metadata.get(key)
-    if text is None:
-        raise CheckpointError("it does not say that kvquant wrote it")
-    if hashlib.sha256(text.encode()).hexdigest() != metadata.get(f"{key}_sha256"):
-        raise CheckpointError(
-            f"{what} is damaged (its checksum differs): take another copy of the file"
-        )
-    return text
 
 
 class _Entry(Object):
@@ -167,31 +142,31 @@ class _Entry(Object):
 class SafetensorsFile:
     """A safetensors file, open for reading, its header checked.
 
+    A CheckpointError that leaves a `with` block of it begins with the name of the file.
+
     Args:
         path: of the file.
-        wait: for files without checksums: wait until the clock is past the time of its last
-            change, so that check_unchanged sees every later one. That takes some milliseconds; of
-            a file that somebody keeps writing to, a second.
 
     Attributes:
         path: as given.
         metadata: strings.
         shapes: of each tensor by its name.
         dtypes: of each tensor by its name.
+        digests: SHA-256 of each tensor by its name; empty before manifest() has read them.
         num_bytes: of the whole file.
 
     Raises:
         FileNotFoundError: there is no file.
-        CheckpointError: it is no safetensors file, or a damaged one; with wait, it is written to
-            all the time.
+        CheckpointError: it is no safetensors file, or a damaged one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, wait: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = as_path(path)
+        self.digests: dict[str, str] = {}
         self._file = open_file(self.path)
         try:
-            self._changed = self._settled() if wait else os.fstat(self._file.fileno())
-            self.num_bytes = self._changed.st_size
+            self._opened = os.fstat(self._file.fileno())
+            self.num_bytes = self._opened.st_size
             try:
                 self._read_header()
             except CheckpointError as error:
@@ -199,31 +174,54 @@ class SafetensorsFile:
                     f"{self.path} is no safetensors file, or a damaged one ({error}): write it "
                     "again or take another copy"
                 ) from None
+            with naming(self.path):
+                self._check()
         except BaseException:
             self._file.close()
             raise
 
-    def __enter__(self) -> SafetensorsFile:
+    def _check(self) -> None:
+        """Raise CheckpointError if the file is not what a subclass reads."""
+
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file; what was read stays."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._file.close()
+        if isinstance(error, CheckpointError):
+            with naming(self.path):
+                raise error
 
-    def read(self, name: str, digest: str | None = None) -> torch.Tensor:
-        """Read a tensor to the CPU.
-
-        Args:
-            name: one of shapes.
-            digest: its SHA-256 in hexadecimal digits; not looked at when None.
+    def manifest(self, *kinds: str) -> dict[str, Any]:
+        """The manifest of a file of one of these KINDS, without the checksums.
 
         Raises:
-            CheckpointError: the bytes have another checksum, the file is shorter than it was, or
-                there is not enough memory.
+            CheckpointError: the file is of another kind or version, or its manifest is damaged or
+                is not of exactly the file's tensors.
         """
+        top = unsealed(self.metadata, *kinds)
+        self.digests = checked(top.pop("sha256", None), dict[str, Digest], "sha256")
+        _check_names(self.shapes, self.digests)
+        return top
+
+    def check_tensors(self, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CheckpointError unless the file has tensors of these shapes and no others."""
+        _check_names(self.shapes, shapes)
+        for name, shape in shapes.items():
+            if (self.dtypes[name], self.shapes[name]) != (dtype, shape):
+                raise CheckpointError(
+                    f"tensor {name!r:.80} is {self.dtypes[name]} {list(self.shapes[name])!s:.80}: "
+                    f"it must be {dtype} {list(shape)!s:.80}"
+                )
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read a tensor to the CPU.
+
+        Raises:
+            CheckpointError: the bytes have another checksum than in digests, the file was cut
+                short, or the tensor is larger than the memory.
+        """
+        digest = self.digests.get(name)
         shape, dtype = self.shapes[name], self.dtypes[name]
         num_bytes = prod(shape) * dtype.itemsize
         available = available_memory() if num_bytes > 1 << 28 else None
@@ -251,29 +249,6 @@ class SafetensorsFile:
                 "file"
             )
         return tensor
-
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if the file was written to since it was opened."""
-        now = os.fstat(self._file.fileno())
-        before = self._changed.st_mtime_ns, self._changed.st_size
-        if (now.st_mtime_ns, now.st_size) != before:
-            raise self._was_written_to()
-
-    def fileno(self) -> int:
-        """The descriptor."""
-        return int(self._file.fileno())
-
-    def _settled(self) -> os.stat_result:
-        """What the system says of the file, once its clock is past the last change."""
-        for _ in range(_WAITS):
-            facts = os.fstat(self._file.fileno())
-            if not 0 <= time.time_ns() - facts.st_mtime_ns < _TICK:
-                return facts
-            time.sleep(_TICK / 4e9)
-        raise self._was_written_to()
-
-    def _was_written_to(self) -> CheckpointError:
-        return CheckpointError(f"{self.path} is being written to: read it when the writer is done")
 
     def _read_header(self) -> None:
         head = bytearray(8)
@@ -344,13 +319,21 @@ def open_file(path: Path) -> Any:
     raise CheckpointError(f"{path} is not a file: give the file itself")
 
 
-def sha256(tensor: torch.Tensor) -> str:
-    """The SHA-256 of a CPU tensor's bytes, in hexadecimal digits."""
-    return hashlib.sha256(_bytes(tensor)).hexdigest()
+def _check_names(found: Collection[str], wanted: Collection[str]) -> None:
+    """Raise CheckpointError unless there are tensors of these names and no others."""
+    odd = set(found) ^ set(wanted)
+    if odd:
+        name = min(odd)
+        problem = "is missing" if name in wanted else "should not be there"
+        raise CheckpointError(f"tensor {name!r:.80} {problem}: take another copy of the file")
 
 
 def _header(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) -> bytes:
-    """The length and the JSON that open a safetensors file, padded so that tensors are aligned."""
+    """The length and the JSON at the head of a file, padded so that tensors are aligned.
+
+    Raises:
+        CheckpointError: readers would refuse it.
+    """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
@@ -360,24 +343,18 @@ def _header(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) ->
             "shape": tensor.shape,
             "data_offsets": [start, end],
         }
-    text = header_text(entries, "the header")
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
-def header_text(entries: Mapping[str, Any], what: str) -> bytes:
-    """What stands at the head of a file, as JSON; CheckpointError if it could not be read again."""
-    text = json.dumps(entries, separators=(",", ":"))
+    text = json.dumps(entries, separators=(",", ":")).encode()
     try:
         if len(text) > MAX_HEADER_BYTES - 8:
             raise ValueError(f"it has {len(text)} bytes, readers take {MAX_HEADER_BYTES}")
-        check_lists(text)
+        check_lists(text.decode())
     except ValueError as error:
         raise CheckpointError(
-            f"{what} could not be read again ({error}): save less at a time, or describe it in "
+            f"the header could not be read again ({error}): save less at a time, or describe it in "
             "fewer words"
         ) from None
-    return text.encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -46,7 +46,6 @@ from ..rows.variant import (
     check_variant,
     check_variant_values,
     in_use,
-    mark_unbiased,
 )
 from .dispatch import WRONG_TYPES, kernels_for, torch_op
 from .transform import missing_scores, restore_result, transform_query
@@ -66,7 +65,7 @@ ATTEND_SEGMENTS = (
     "str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, "
     "int v_head_dim, float? sm_scale, bool return_lse, SymInt? num_splits, str? backend, "
     "Tensor? q_lens, Tensor? q_indptr, bool padded, float? soft_cap, Tensor? sink_logits, "
-    "Tensor? alibi_slopes, SymInt? window, Tensor? key_bias, Tensor? tree_mask, "
+    "Tensor? alibi_slopes, SymInt? window, Tensor? tree_mask, "
     "Tensor? score_offsets) -> Tensor[]"
 )
 
@@ -264,15 +263,12 @@ def attend(
         check_flag("return_lse", return_lse)
     try:
         if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
-            found = _cuda_kernel()(call, _check_cuda)
-            if variant is not None and variant.key_bias is not None:
-                mark_unbiased(*found, segments, variant.key_bias, call.q_indptr)
-            return found
+            return _cuda_kernel()(call, _check_cuda)
         return _attend_checked(call)
     except WRONG_TYPES:
         check_types(q, segments, q_lens, call.q_indptr)
         if variant is not None:
-            check_variant(q, variant, call.q_indptr)
+            check_variant(q, variant)
         raise
 
 
@@ -344,7 +340,7 @@ def _attend_checked(call: AttentionCall) -> Result:
         if call.q_indptr is not None:
             check_indptr_values(q, call.q_indptr, padded=call.padded)
         if variant is not None:
-            check_variant_values(q, segments, q_lens, variant)
+            check_variant_values(q, q_lens, variant)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
     call = call._replace(q=q.detach() if q.requires_grad else q, sm_scale=sm_scale)
     if backend == "cuda":
@@ -394,7 +390,7 @@ def _check(call: AttentionCall) -> AttentionCall:
         check_num_splits(num_splits)
     check_segments(q, made, q_lens, call.q_indptr)
     if variant is not None:
-        check_variant(q, variant, call.q_indptr)
+        check_variant(q, variant)
     return call._replace(segments=made)
 
 
@@ -496,7 +492,7 @@ def _attend_fake(*args: Any) -> list[torch.Tensor]:
     check_segments(q, call.segments, call.q_lens, call.q_indptr)
     variant = in_use(call.variant)
     if variant is not None:
-        check_variant(q, variant, call.q_indptr)
+        check_variant(q, variant)
     out = q.new_empty(*q.shape[:-1], call.segments[0].v_format.head_dim)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     return [out, lse] if call.return_lse else [out]

@@ -115,8 +115,8 @@ def attend_shared(
             mode only; see kvquant.debug).
         ConfigError: members are not int64, or the prefix is a ring.
         DeviceError: members lie on another device than q.
-        UnsupportedError: the variant has window, alibi_slopes or key_bias, which count positions:
-            attend to whole sequences.
+        UnsupportedError: the variant has window or alibi_slopes, which count positions: attend to
+            whole sequences.
         As decode_attention.
     """
     q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend, *_ = call
@@ -133,7 +133,7 @@ def attend_shared(
         raise
     if members is not None:
         _check_members(members, q)
-    variant = _check_variant(variant, q, segments, q_lens) or PLAIN
+    variant = _check_variant(variant, q, q_lens) or PLAIN
     sinks, variant, is_whole = variant.sink_logits, variant._replace(sink_logits=None), False
     given, given_scale = q, sm_scale
     if basis is not None:
@@ -191,10 +191,7 @@ def attend_shared(
 
 
 def _check_variant(
-    variant: AttentionVariant | None,
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    q_lens: torch.Tensor | None,
+    variant: AttentionVariant | None, q: torch.Tensor, q_lens: torch.Tensor | None
 ) -> AttentionVariant | None:
     """The variant, None if it changes nothing; raise unless all of a prefix is read alike."""
     variant = in_use(variant)
@@ -208,7 +205,7 @@ def _check_variant(
         )
     check_variant(q, variant)
     if debug.may_read(q):
-        check_variant_values(q, segments, q_lens, variant)
+        check_variant_values(q, q_lens, variant)
     return variant
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -123,8 +122,7 @@ class StepBatch(NotCopied):
         nowhere = [name for name in others if not name.startswith("block_table")]
         for name in (*Slots._fields, *nowhere, *(shared_prefix is not False) * ["members"]):
             self._staged.tensors[name].fill_(-1)
-        self._step: Step | None = None
-        self._is_entered = False  # whether a step's block is: what compiled code can look at
+        self._is_open = False  # whether a step is: what compiled code can look at
         self._on_cuda = cache.device.type == "cuda"
         self._is_cold = self._on_cuda  # nothing was appended yet
         self.step_variant: AttentionVariant | None = None
@@ -182,16 +180,12 @@ class StepBatch(NotCopied):
         ids: Sequence[SequenceId],
         counts: int | Sequence[int] = 1,
         tokens: Sequence[int] | None = None,
-    ) -> _OpenStep:
-        """Begin a step: grow sequences by new tokens, whose rows are written inside a with block.
+    ) -> _Step:
+        """Make a step that grows sequences by new tokens; write their rows inside its with block.
 
-        At the end of the block full pages count as written, and new sequences may find them. If the
-        block raises, or ends and a layer was not appended to, the sequences are cut back to what
-        certainly stands in all layers: their old length or, if tokens were to leave the recent
-        window and rollback_len does not keep them, the tokens packed before. A step whose block is
-        never entered has not been: the next call that changes the cache undoes it, and any call
-        once what extend has returned is dropped. So it is with a block that an interrupt (Ctrl-C)
-        has left without ending the step: while its traceback is kept, the step is open.
+        The step begins at `with`. At the end of the block full pages count as written, and new
+        sequences may find them. If the block raises, or leaves a layer out, the sequences with new
+        tokens have failed: free(id) them, every other call refuses them.
 
         Args:
             ids: the sequences; they take the first places of the batch in this order.
@@ -199,16 +193,23 @@ class StepBatch(NotCopied):
             tokens: the ids of all new tokens, sequence after sequence; None if they are not known,
                 then no page is found by others from here on.
 
-        Returns:
-            The step, for `with`; the tensors are set already.
-
         Raises:
+            At `with`, and the sequences are as they were:
             OutOfPagesError: there are not enough pages for all.
             ShapeError: more sequences or tokens than the batch has places for, counts that do not
                 fit, or a sequence would outgrow max_seq_len.
-            ConfigError: a sequence does not live or is given twice, or the last step was not ended;
-                at the end of the block, that a layer was not appended to.
+            ConfigError: a sequence does not live or is given twice, or a step is open; at the end
+                of the block, that a layer was not appended to.
         """
+        return _Step(self, ids, counts, tokens)
+
+    def _begin(
+        self,
+        ids: Sequence[SequenceId],
+        counts: int | Sequence[int],
+        tokens: Sequence[int] | None,
+    ) -> None:
+        """Grow the sequences of a step, and set the tensors."""
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 "a step cannot begin while a graph is captured: write `with batch.extend([]), "
@@ -216,15 +217,16 @@ class StepBatch(NotCopied):
             )
         ids = listed(ids)
         counts = for_each(ids, counts)
-        if len(ids) > self.max_batch or sum(counts) > self.max_tokens:
+        total, most_new = sum(counts), max(counts, default=0)
+        if len(ids) > self.max_batch or total > self.max_tokens:
             raise ShapeError(
-                f"{len(ids)} sequences and {sum(counts)} tokens: the batch has places for "
+                f"{len(ids)} sequences and {total} tokens: the batch has places for "
                 f"{self.max_batch} and {self.max_tokens}"
             )
-        most, most_new = self._captured, max(counts, default=0)
-        if len(ids) > most[0] or sum(counts) > most[1] or most_new > most[2]:
+        most = self._captured
+        if len(ids) > most[0] or total > most[1] or most_new > most[2]:
             raise ShapeError(
-                f"{len(ids)} sequences and {sum(counts)} tokens, {most_new} of one: a CUDA graph "
+                f"{len(ids)} sequences and {total} tokens, {most_new} of one: a CUDA graph "
                 f"of this batch has captured {most[0]} and {most[1]}, {most[2]} of one. Use "
                 "another PagedBatch for larger steps"
             )
@@ -232,13 +234,11 @@ class StepBatch(NotCopied):
         try:
             self._set(step)
         except BaseException:
-            self.cache.end_step(written=False, begun=False)
+            self.cache.end_step(written=False)
             raise
-        self._step, self._num_ids, self._num_tokens = step, len(ids), len(step.slots[0].packed)
+        self._num_ids, self._num_tokens = len(ids), len(step.slots[0].packed)
         self._most_new, self._appended, self._is_compiled = most_new, set(), False
-        opened = _OpenStep(self, step)
-        self.cache.hold_step(opened)
-        return opened
+        self._is_open = True
 
     def _append(
         self,
@@ -255,7 +255,7 @@ class StepBatch(NotCopied):
         if rope is None and queries is None and not compiling:
             write = self._bound[layer].find(k, v)
             if write and self._num_tokens <= k.shape[0] and layer not in self._appended:
-                self.check_open()
+                self._check_open()
                 write.at((self.cache.bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
                 self._appended.add(layer)
                 return None
@@ -277,7 +277,7 @@ class StepBatch(NotCopied):
             if variant is not None:
                 self.step_variant = moved(variant, "meta")
             warm_up_batch(self, k, rope, self._num_ids)
-        self.check_open()
+        self._check_open()
         if compiling:
             self._is_compiled = True
         elif is_fixed:
@@ -372,7 +372,7 @@ class StepBatch(NotCopied):
         elif q.ndim == 4:
             q_lens, q_len = self.new_lens[:batch], q.shape[1]
         parts = self._segments_of(layer, batch, compiling)
-        self.check_open()
+        self._check_open()
         if q_indptr is not None and self._is_ragged_cold and not compiling:
             self._is_ragged_cold = False
             warm_up_ragged(self, q, variant)
@@ -413,13 +413,9 @@ class StepBatch(NotCopied):
         """
         raise NotImplementedError
 
-    def check_open(self, step: Step | None = None) -> None:
-        """Raise ConfigError unless a step of this batch is open, and this one if any is given."""
-        if torch.compiler.is_compiling():  # a graph that knew the step would be made anew for each
-            is_open = self._is_entered
-        else:
-            is_open = self.cache.is_open(self._step if step is None else step)
-        if not is_open:
+    def _check_open(self) -> None:
+        """Raise ConfigError unless a step of this batch is open."""
+        if not self._is_open:
             raise ConfigError(
                 "no step of this batch is open: append and attend inside `with batch.extend(...):`"
             )
@@ -451,7 +447,7 @@ class StepBatch(NotCopied):
         if missing:
             raise ConfigError(
                 f"the step ends, and layers {missing!s:.80} were not appended to: append "
-                "to every layer inside its block. The sequences were cut back, read their length"
+                "to every layer inside its block. Its sequences have failed: free them"
             )
 
     @staticmethod
@@ -622,25 +618,18 @@ def _copy_pages(
         target[place, :count] = tables[seq_slot, first : first + count]
 
 
-class _OpenStep:
-    """A step whose rows are being written."""
+class _Step:
+    """A step, which is open inside its with block; see StepBatch.extend."""
 
-    def __init__(self, batch: StepBatch, step: Step) -> None:
-        self._batch, self._step = batch, step
+    def __init__(self, batch: StepBatch, *given: Any) -> None:
+        self._batch, self._given = batch, given
 
     def __enter__(self) -> None:
-        self._batch.cache.enter_step(self._step)
-        self._batch._is_entered = True
+        self._batch._begin(*self._given)
 
-    def __exit__(
-        self,
-        error: type[BaseException] | None,
-        _value: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         batch, written = self._batch, False
-        batch._is_entered = False
-        batch.check_open(self._step)
+        batch._is_open = False
         try:
             if error is None:
                 batch.check_complete()
@@ -814,7 +803,7 @@ class PagedBatch(StepBatch):
         if not (is_plain and type(return_lse) is bool and self._takes(q)):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
-                check_variant(q, variant, q_indptr)
+                check_variant(q, variant)
         check_query_dtype(q)
         seen = self._seen_by(layer, q, q_indptr, variant, in_step=True)
         at = self.cache.rows.layers[layer]
@@ -824,7 +813,7 @@ class PagedBatch(StepBatch):
         if q_indptr is not None and debug.may_read(q_indptr):
             check_indptr_values(q, q_indptr, padded=True)
         if variant is not None and names_of(variant) and debug.may_read(q):
-            check_variant_values(q, seen[0].whole, seen[1], variant)
+            check_variant_values(q, seen[1], variant)
         basis, given = at.basis, None
         one_each = q.ndim == 3 and len(q) == len(k)
         if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
@@ -883,7 +872,7 @@ class PagedBatch(StepBatch):
                 window takes batch.q_indptr alone, or its first entries: what older queries would
                 see is gone.
             variant: see AttentionVariant. A layer's own window needs none. Shared prefixes are not
-                read once there, nor with a window, ALiBi or key_bias, which count each sequence's
+                read once there, nor with a window or ALiBi, which count each sequence's
                 own positions; with a soft cap, score offsets or a tree only where shared_prefix is
                 True.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..cache.checks import (
     Formats,
@@ -25,7 +21,7 @@ from ..cache.checks import (
 )
 from ..cache.copying import NotCopied
 from ..cache.memory import check_room
-from ..errors import ConfigError, NonFiniteError, shown
+from ..errors import ConfigError, KVQuantError, shown
 from ..ops.dispatch import check_cuda_codecs, check_cuda_pages
 from ..rows.arguments import check_device, check_flag, check_size
 from ..rows.basis import LayerBasis
@@ -35,7 +31,7 @@ from ..rows.quantize import check_dtype
 from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
 from .pool import SequenceId
-from .prefix_tree import Origin, whole_number
+from .prefix_tree import whole_number
 from .state import (
     PagedState,
     Step,
@@ -46,7 +42,7 @@ from .state import (
     plain_id,
     plain_namespace,
 )
-from .storage import PagedRows, nan_rows
+from .storage import PagedRows
 from .swap import Swapped, SwapSpace
 
 SEQ_SLOTS = 16  # 304 MiB of 16-bit rows with 32 layers of 8 KV heads of 128
@@ -86,9 +82,10 @@ class PagedKVCache(NotCopied):
         with batch.extend(["a"], len(tokens) - present, tokens[present:]):
             ...  # in every layer batch.append, and batch.attend for one token each
 
-    Ids are strings or whole numbers. A call that raises has changed nothing; after a step whose
-    block raised, read `length`. Work on tensors is on the current stream, the same one for all
-    calls; a cache belongs to one thread.
+    Ids are strings or whole numbers. A call that raises has changed nothing. A step whose block
+    raises leaves its sequences failed: free them. After an interrupt (Ctrl-C) of a call of the
+    cache itself, make another cache. Work on tensors is on the current stream, the same one for
+    all calls; a cache belongs to one thread.
 
     Args:
         num_layers: layers with attention.
@@ -228,10 +225,7 @@ class PagedKVCache(NotCopied):
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.swap_space = SwapSpace(self.state, self.rows)
         self._step: Step | None = None  # whose rows are being written
-        self._entered = False  # whether its block is
-        self._holder: Callable[[], object | None] = _nobody  # who can end it, if that is there yet
-        self._bad_before = self.bad_rows  # what was counted before it
-        self._pending: tuple[SequenceId, ...] | None = None  # see changing
+        self.changing = _Change()
 
     @classmethod
     def from_plan(cls, plan: Plan, num_pages: int, **options: Unpack[PlanOptions]) -> PagedKVCache:
@@ -459,7 +453,6 @@ class PagedKVCache(NotCopied):
 
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence, swapped out or not."""
-        self._drop_lost_step()
         swapped = self.swap_space.find(sequence_id)
         return (
             swapped.length if swapped else int(self.state.lengths[self.state.seq_slot(sequence_id)])
@@ -467,8 +460,11 @@ class PagedKVCache(NotCopied):
 
     def namespace(self, sequence_id: SequenceId) -> str | None:
         """The namespace of a sequence, swapped out or not; None if it has none."""
-        self._drop_lost_step()
-        return self._known(sequence_id)[1].namespace
+        swapped = self.swap_space.find(sequence_id)
+        if swapped is not None:
+            return swapped.namespace
+        self.state.seq_slot(sequence_id)
+        return self.state.pool.namespace(sequence_id)
 
     def match_prefix(self, tokens: Sequence[int], *, namespace: str | None = None) -> int:
         """How many of the tokens allocate would find present in a namespace."""
@@ -486,8 +482,7 @@ class PagedKVCache(NotCopied):
 
         With room the sequence begins only if there are pages for so many tokens. These pages are
         reserved: no other sequence takes them. The reservation ends when the sequence is freed or
-        swapped out, or when the cache recovers from an interrupt (Ctrl-C). It does not include the
-        copy of a page that a fork shares.
+        swapped out. It does not include the copy of a page that a fork shares.
 
         Whole pages are found, and with them the sinks; the recent window of the new sequence is
         empty and fills with its next tokens. The last of the tokens is never present, because its
@@ -536,7 +531,7 @@ class PagedKVCache(NotCopied):
         check_holds(self.device)
         sequence_id, namespace = self.checked_id(sequence_id), plain_namespace(namespace)
         room = 0 if room is None else check_size("room", room)
-        with self.changing(sequence_id):
+        with self.changing:
             with self.swap_space.hinting():
                 seq_slot, present, place = self.state.allocate(sequence_id, tokens, room, namespace)
             with self.state.or_free([sequence_id]):
@@ -554,7 +549,7 @@ class PagedKVCache(NotCopied):
         """
         child_id = self.checked_id(child_id)
         self.prepare([parent_id])
-        with self.changing(child_id):
+        with self.changing:
             with self.swap_space.hinting():
                 seq_slots = self.state.fork(parent_id, child_id)
             with self.state.or_free([child_id]):
@@ -576,124 +571,38 @@ class PagedKVCache(NotCopied):
             ConfigError: the sequence does not live, or length is not a whole number.
         """
         self.prepare([sequence_id])
-        with self.changing():
+        with self.changing:
             tokens = self.state.truncate(sequence_id, length)
             self.rows.copy_originals(tokens, back=True)
             self.state.unpack(sequence_id, tokens)
 
-    def free(self, sequence_id: SequenceId, *, forget: bool = False) -> None:
-        """End a sequence, swapped out or not; its full pages are found until they are needed.
-
-        With forget, what it had is found no longer: its pages and its sinks, but for those that
-        others have too, and of these no rows that decode to NaN. To know them the host then waits
-        and reads the rows of the others, if there are any.
+    def free(self, sequence_id: SequenceId) -> None:
+        """End a sequence, swapped out, failed or neither; others find its full pages until the
+        pages are needed.
 
         Raises:
             ConfigError: there is no such sequence.
         """
-        check_flag("forget", forget)
         self._check_closed()
-        if not forget:
-            self._end(sequence_id)
-            return
-        self.finish_swaps()
-        tokens, origin = self._known(sequence_id)
-        tokens, sharers = list(tokens), self._sharers(sequence_id)
-        self._hide(self._bad([sequence_id, *sharers]) if sharers else {})
-        self._end(sequence_id)
-        others = (swapped.origin for swapped in self.swap_space.swapped.values())
-        with self.changing():
-            self.state.pool.forget(tokens, origin, is_shared=origin in others)
-        self._keep_sinks_again()
-
-    def _end(self, sequence_id: SequenceId) -> None:
+        self.state.failed = {other for other in self.state.failed if other != sequence_id}
         if self.swap_space.find(sequence_id) is not None:
             del self.swap_space.swapped[sequence_id]
-        else:
-            self.prepare([sequence_id])
-            with self.changing(sequence_id):
-                self.state.free(sequence_id)
+            return
+        self.prepare([sequence_id])
+        with self.changing:
+            self.state.free(sequence_id)
 
-    def _known(self, sequence_id: SequenceId) -> tuple[list[int], Origin]:
-        """The known tokens of a sequence, and where its sinks came from."""
-        swapped = self.swap_space.find(sequence_id)
-        if swapped is not None:
-            return swapped.tokens, swapped.origin
-        return self.state.tokens(sequence_id), self.state.pool.origin(sequence_id)
+    def forget_prefixes(self) -> None:
+        """Let no sequence begin with rows that the cache holds now; sequences keep theirs.
 
-    def _sharers(self, sequence_id: SequenceId) -> list[SequenceId]:
-        """The other sequences that may have rows of one."""
-        (tokens, origin), table = self._known(sequence_id), self._first_page(sequence_id)
-        end, found = self.state.split.sink_len + self.state.split.page_size, []
-        for other in (*self.ids, *self.swapped_ids):
-            (theirs, source), page = self._known(other), self._first_page(other)
-            if page is None or table is None:  # one is swapped out: what it had is not known
-                known = min(len(tokens), len(theirs), end)
-                alike = source.namespace == origin.namespace and tokens[:known] == theirs[:known]
-                shares = known > 0 and alike
-            else:
-                shares = page == table != ()
-            if other != sequence_id and (shares or source.shares(origin)):
-                found.append(other)
-        return found
-
-    def _first_page(self, sequence_id: SequenceId) -> tuple[int, ...] | None:
-        """The first page of a sequence, if it has one; None if it is swapped out."""
-        if self.swap_space.find(sequence_id) is not None:
-            return None
-        return self.state.pool.block_table(sequence_id)[:1]
-
-    def _bad(self, ids: Iterable[SequenceId]) -> dict[SequenceId, NDArray[np.bool_]]:
-        """Those of some sequences that hold rows that decode to NaN, and which tokens these are."""
-        state, split, found = self.state, self.state.split, {}
-        here = [i for i in ids if self.swap_space.find(i) is None]
-        self._await(here)
-        seq_slots = [state.seq_slot(i) for i in here]
-        for i, seq_slot, exact in zip(
-            here, seq_slots, self.rows.nan_in_seq_slots(seq_slots), strict=True
-        ):
-            table = state.pool.block_table(i)
-            packed = self.rows.nan_in_pages(
-                [
-                    [-1] * first + state.places(group, table[first:])
-                    for group, first in enumerate(state.dropped(i))
-                ]
-            )
-            lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
-            found[i] = split.by_token(packed, exact, *lens)
-        for i in ids:
-            swapped = self.swap_space.find(i)
-            if swapped is not None:
-                swapped.wait()
-                pages = split.num_pages(swapped.packed_len)
-                packed = np.zeros((pages, split.page_size), np.bool_)
-                for group, rows in zip(self.rows.groups, swapped.pages, strict=True):
-                    seen = nan_rows(group.sides, rows)
-                    packed[pages - len(seen) :] |= seen
-                exact = nan_rows(self.rows.exact, [rows[:, None] for rows in swapped.exact])[0]
-                found[i] = split.by_token(packed, exact, swapped.length, swapped.packed_len)
-        return {i: bad for i, bad in found.items() if bad.any()}
-
-    def _hide(self, bad: Mapping[SequenceId, NDArray[np.bool_]]) -> None:
-        """Let nothing of these tokens be found by others."""
-        with self.changing():
-            for sequence_id, tokens in bad.items():
-                swapped = self.swap_space.find(sequence_id)
-                if swapped is None:
-                    self.state.hide(sequence_id, tokens)
-                    continue
-                first = int(tokens.argmax())
-                del swapped.tokens[first:]
-                if first < self.state.split.sink_len:
-                    self.state.pool.forget_origin(swapped.origin)
-
-    def _keep_sinks_again(self) -> None:
-        """Keep sinks of other sequences where those that were kept are forgotten."""
-        with suppress(MemoryError, RuntimeError):  # the next that fills a page keeps its sinks
-            with self.changing():
-                self.insert_prefixes(
-                    [i for i in self.state.ids if not self.swap_space.is_arriving(i)]
-                )
+        Call it where the rows of tokens are no longer what the model would compute: after new
+        weights, say.
+        """
+        self._check_closed()
+        with self.changing:
+            self.state.forget_all()
+            for swapped in self.swap_space.swapped.values():
+                swapped.tokens.clear()
 
     def can_append(self, ids: Sequence[SequenceId], counts: int | Sequence[int] = 1) -> bool:
         """Whether there are pages for PagedBatch.extend with these sequences and counts.
@@ -717,7 +626,7 @@ class PagedKVCache(NotCopied):
             ConfigError: the sequence does not live.
         """
         self.prepare([sequence_id])
-        with self.changing():
+        with self.changing:
             self.swap_space.swap_out(sequence_id)
         self._let_go()
 
@@ -730,13 +639,12 @@ class PagedKVCache(NotCopied):
         """
         self._check_closed()
         self._let_go()
-        with self.changing():
+        with self.changing:
             self.swap_space.swap_in(sequence_id)
 
     def finish_swaps(self) -> None:
         """Let the host wait until all that was swapped out has left its pages and its slot."""
-        self._drop_step()
-        with self.changing():
+        with self.changing:
             self.swap_space.finish()
 
     def dequantized(
@@ -772,20 +680,19 @@ class PagedKVCache(NotCopied):
     ) -> Step:
         """Grow sequences, whose new rows are then to be written, for PagedBatch.extend."""
         self.prepare(ids)
-        step = None
-        with self.changing():
+        with self.changing:
             try:
                 with self.swap_space.hinting():
                     step = self.state.extend(ids, counts, tokens)
-                self.rows.copy_pages(self._in_groups(step.copies))
+                if step.copies:
+                    self.rows.copy_pages(self._in_groups(step.copies))
                 self.rows.copy_originals(step.leaving)
-                if any(counts):
-                    self._bad_before = self.bad_rows.clone()
-            except BaseException:
-                if step is not None:
-                    self.state.take_back(step)
+            except KVQuantError:  # refused: nothing has changed
                 raise
-            self._holder, self._entered, self._step = _nobody, False, step
+            except Exception:
+                self._fail(ids, counts)
+                raise
+            self._step = step
         return step
 
     def _in_groups(self, copies: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -797,79 +704,20 @@ class PagedKVCache(NotCopied):
             for group in range(len(self.rows.groups))
         ]
 
-    def hold_step(self, holder: object) -> None:
-        """The step that was begun last is undone once its holder is there no more."""
-        self._holder = weakref.ref(holder)
-
-    def enter_step(self, step: Step) -> None:
-        """Enter the block of the step that was begun last."""
-        if self._step is not step or self._entered:
-            raise ConfigError(
-                "no step of this batch is open: a step has one block, `with batch.extend(...):`, "
-                "and is undone if the cache is changed before the block is entered"
-            )
-        self._entered = True
-
-    def is_open(self, step: Step | None) -> bool:
-        """Whether a step's block has been entered, and not left."""
-        return self._entered and step is not None and self._step is step
-
-    def end_step(self, *, written: bool, begun: bool = True) -> None:
-        """Let others find the filled pages, or cut the sequences back, by nothing if not begun."""
-        step = self._step
-        assert step is not None
-        try:
-            with self.changing():
-                if written:
-                    self.insert_prefixes(self.state.to_insert(step))
-                elif not begun:
-                    self.state.take_back(step)
-                else:
-                    self.rows.copy_originals(self.state.kept(step), back=True)
-                    self.state.roll_back(step)
-                    if step.counts.any():  # rows that are no more
-                        self.bad_rows.copy_(self._bad_before)
-        except Exception:
-            self._step = None
-            raise
-        self._step = None  # after an interrupt it is there until all of it is undone
-        with self.changing():  # of a step that is undone all pages are needed
+    def end_step(self, *, written: bool) -> None:
+        """Let others find the filled pages; or, if rows are missing, fail what has grown."""
+        with self.changing:
+            step, self._step = self._step, None
+            assert step is not None
+            if not written:
+                self._fail(step.ids, step.counts)
+                return
+            self.insert_prefixes(self.state.to_insert(step))
             self.state.drop_pages(step)
 
-    @contextmanager
-    def changing(self, *new: SequenceId) -> Iterator[None]:
-        """Change the bookkeeping: after an interrupt (Ctrl-C) nothing has been changed.
-
-        If another interrupt comes meanwhile, the next call does the rest. Prefixes are found no
-        more then, until they are written again.
-
-        Args:
-            new: sequences that are begun, and are no more after an interrupt; or are ended.
-        """
-        if self._pending is not None:
-            self._recover()
-        self.state.begin_change()
-        self.swap_space.begin_change()
-        self._pending = new
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, Exception):
-                self._pending = None  # undone where it was raised
-            else:
-                self._recover()
-            raise
-        self._pending = None
-
-    def _recover(self) -> None:
-        """Make the bookkeeping whole after a change that was interrupted."""
-        assert self._pending is not None
-        step, begun = self._step, self._entered
-        self.swap_space.recover(self._pending, step, begun=begun)
-        if step is not None and begun:
-            self.bad_rows.copy_(self._bad_before)
-        self._step = None
-        self._pending = None
+    def _fail(self, ids: Iterable[SequenceId], counts: Iterable[int]) -> None:
+        """Mark the sequences of a step whose new rows may not be there."""
+        self.state.failed.update(i for i, new in zip(ids, counts, strict=True) if new)
 
     def insert_prefixes(self, ids: Sequence[SequenceId]) -> None:
         """Let others find the full pages of sequences whose rows are written."""
@@ -890,52 +738,30 @@ class PagedKVCache(NotCopied):
     def _await(self, ids: Sequence[SequenceId]) -> None:
         """Make ready to read sequences; ConfigError if one does not live."""
         check_holds(self.device)
+        self.changing.check()
         self._let_go()
         self.swap_space.check_here(ids)
         arrived = self.swap_space.await_rows(ids)
         if arrived:
-            with self.changing():
+            with self.changing:
                 self.insert_prefixes(arrived)
 
     def check(self) -> None:
         """Raise if rows were appended since the last check that decode to NaN, as KVCache.check.
 
-        Reads the counter, so it waits for the GPU once, and sets it back. If there are such rows,
-        it looks for them in all that the cache holds, names the sequences that have them, and lets
-        no later sequence begin with them. Inside a step it raises, and does no more.
+        Reads the counter, so it waits for the GPU once, and sets it back. The outputs of sequences
+        that have such rows are NaN: free these. No later sequence begins with them: what the cache
+        holds is forgotten (forget_prefixes). Inside a step check raises, and does no more.
 
         Raises:
-            NonFiniteError: rows came with values that their formats cannot hold, in any layer. Its
-                `sequences` are the ids of those that have them.
+            NonFiniteError: rows came with values that their formats cannot hold, in any layer.
         """
         check_holds(self.device)
         counts = self.bad_rows.tolist()
-        if not any(counts):
-            return
-        self._drop_step()
-        if self._step is not None:
-            check_bad_rows(counts, "call check after the step to learn in which sequences")
-        self.finish_swaps()
-        pool, bad = self.state.pool, self._bad([*self.ids, *self.swapped_ids])
-        in_tree, kept = np.array(pool.pages_in_tree, np.int64), np.array(pool.kept, np.int64)
-        in_groups = range(len(self.rows.groups))
-        places = [self.state.places(group, in_tree.tolist()) for group in in_groups]
-        in_tree = in_tree[self.rows.nan_in_pages(places).any(1)]
-        kept = kept[self.rows.nan_in_sinks(kept.tolist()).any(1)]
-        with self.changing():
-            pool.hide(in_tree.tolist())
-            for place in kept.tolist():
-                pool.lose(place)
-        self._hide(bad)
-        self.bad_rows.zero_()  # last: after an interrupt the next check looks again
-        self._keep_sinks_again()
-        names = ", ".join(map(repr, bad))
-        advice = f"sequences {names:.400} have them, end these by free(id, forget=True)"
-        try:
-            check_bad_rows(counts, advice if bad else "no sequence has them any more")
-        except NonFiniteError as error:
-            error.sequences = tuple(bad)
-            raise
+        if any(counts) and self._step is None:
+            self.forget_prefixes()
+            self.bad_rows.zero_()
+        check_bad_rows(counts, "free the sequences whose outputs are NaN")
 
     def like(
         self, layers: Sequence[int], num_pages: int, max_num_seqs: int, device: torch.device | str
@@ -976,28 +802,16 @@ class PagedKVCache(NotCopied):
         check_layer(layer, self.num_layers)
 
     def _check_closed(self) -> None:
-        self._drop_step()
         if self._step is not None:
-            raise ConfigError("a step is open, leave its block first: `with batch.extend(...)`")
-
-    def _drop_step(self) -> None:
-        """Undo a step whose block was not entered: somebody has called extend without `with`."""
-        self._drop_lost_step()
-        if self._step is not None and not self._entered:
-            self.end_step(written=False, begun=False)
-
-    def _drop_lost_step(self) -> None:
-        """Undo what an interrupt has left, and a step that nobody can enter or end any more."""
-        if self._pending is not None:
-            self._recover()
-        if self._step is not None and self._holder() is None:
-            self.end_step(written=False, begun=self._entered)
+            raise ConfigError(
+                "a step is open, leave its block first: `with batch.extend(...)`. If an interrupt "
+                "(Ctrl-C) has left it open, make another cache"
+            )
 
     def _let_go(self) -> None:
         """Free the pages and sequence slots of sequences that have left."""
-        self._drop_lost_step()
-        if self.swap_space.swapping_out and (self._step is None or self._entered):
-            with self.changing():  # else a step may be undone, and these with it
+        if self.swap_space.swapping_out:
+            with self.changing:
                 self.swap_space.reclaim()
 
     def checked_id(self, sequence_id: SequenceId) -> SequenceId:
@@ -1021,5 +835,21 @@ def _most(fits: Callable[[int], bool]) -> int:
     return bisect.bisect_left(range(1, end), True, key=lambda n: not fits(n))
 
 
-def _nobody() -> None:
-    """Who holds a step that was just begun."""
+class _Change:
+    """A change of the bookkeeping, as a with block. An interrupt in it ends the use of the cache,
+    because the change is then done in part."""
+
+    def __init__(self) -> None:
+        self._is_torn = False
+
+    def check(self) -> None:
+        """Raise ConfigError if an interrupt has stopped a change."""
+        if self._is_torn:
+            raise ConfigError(
+                "an interrupt (Ctrl-C) has stopped a call that changed this cache: make another one"
+            )
+
+    __enter__ = check
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._is_torn = error is not None and not issubclass(error, Exception)

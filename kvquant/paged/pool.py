@@ -30,7 +30,6 @@ from typing import NamedTuple, TypeAlias
 
 from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
 from .prefix_tree import (
-    Origin,
     PrefixNode,
     PrefixRoot,
     PrefixTree,
@@ -78,7 +77,7 @@ class _Sequence:
     length: int
     in_tree: int
     root: PrefixRoot | None
-    origin: Origin
+    namespace: str | None
     dropped: list[int]
     room: int = 0
 
@@ -148,7 +147,7 @@ class PagePool:
         sequence = self._get(sequence_id)
         for at, (window, count) in enumerate(zip(self.windows, counts, strict=True)):
             first = sequence.dropped[at]
-            sequence.dropped[at] = max(first, count)  # first: an interrupt may follow
+            sequence.dropped[at] = max(first, count)
             for page in sequence.pages[first:count]:
                 window.leave(page, is_found=self._is_found(page))
 
@@ -196,9 +195,7 @@ class PagePool:
             self._references[page] += 1
         for window, first in zip(self.windows, dropped, strict=True):
             window.see(pages[first:])
-        origin = root.origin if root is not None else None
-        origin = origin or Origin(namespace=namespace)
-        sequence = _Sequence(pages, length, len(pages), root, origin, dropped, promised)
+        sequence = _Sequence(pages, length, len(pages), root, namespace, dropped, promised)
         self._sequences[sequence_id] = sequence
         return Prefix(length, None if root is None else root.place)
 
@@ -206,14 +203,12 @@ class PagePool:
         self,
         sequence_ids: Sequence[SequenceId],
         counts: Sequence[int],
-        growth: Growth | None = None,
     ) -> Growth:
         """Make room for counts[i] tokens at the end of each sequence, or of none.
 
         Args:
             sequence_ids: the sequences.
             counts: new tokens of each.
-            growth: an empty one, to be filled; it knows every copy before a table has it.
 
         Returns:
             The pages taken, and the copies to make before the tokens are written.
@@ -225,7 +220,7 @@ class PagePool:
             names = ", ".join(map(repr, sequence_ids))
             needs = f"sequences {names:.200} need {needed} more pages for {sum(counts)} tokens"
             self._check_free(needs, [needed] * (1 + len(self.windows)), self.num_left(ends))
-        growth, size = growth or Growth([], []), self.page_size
+        growth, size = Growth([], []), self.page_size
         for place, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             pages = sequence.pages
             if count and sequence.length % size:
@@ -260,16 +255,16 @@ class PagePool:
         if full > sequence.in_tree:
             self._insert_pages(sequence, tokens, full)
         root = sequence.root
-        if root is None or root.origin is not None or sequence.origin.forgotten:
+        if root is None or root.is_kept:
             return None
-        root.origin = sequence.origin
+        root.is_kept = True
         return root.place
 
     def lose(self, place: int) -> None:
         """Nothing is kept at the place of a root any more: under it no page is found."""
         for root in self._tree.roots.values():
             if root.place == place:
-                root.origin = None
+                root.is_kept = False
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
         """Begin a sequence with the tokens of another; they share all pages.
@@ -296,7 +291,7 @@ class PagePool:
         self,
         tables: Mapping[SequenceId, Sequence[int]],
         lengths: Sequence[int],
-        origins: Sequence[Origin] = (),
+        namespaces: Sequence[str | None] = (),
         dropped: Sequence[Sequence[int]] = (),
     ) -> list[int]:
         """Begin sequences that share pages with one another as they did in another pool.
@@ -304,8 +299,7 @@ class PagePool:
         Args:
             tables: by their ids, the pages that they had, numbered from 0 without gaps.
             lengths: tokens of each in its pages.
-            origins: where what belongs to their roots came from, and so their namespaces; of their
-                own, without a namespace, if empty.
+            namespaces: of the sequences; none if empty.
             dropped: of each, how many of its first pages it sees no more in each window; none if
                 empty.
 
@@ -336,14 +330,12 @@ class PagePool:
         for window, seen in zip(self.windows, in_sight, strict=True):
             for number, count in seen.items():
                 window.take(pages[number], count)
-        each = zip(
-            tables.items(), lengths, origins or [Origin() for _ in tables], firsts, strict=True
-        )
-        for (sequence_id, table), length, origin, first in each:
+        each = zip(tables.items(), lengths, namespaces or [None] * len(tables), firsts, strict=True)
+        for (sequence_id, table), length, namespace, first in each:
             own = [pages[number] for number in table]
             for page in own:
                 self._references[page] += 1
-            self._sequences[sequence_id] = _Sequence(own, length, 0, None, origin, first)
+            self._sequences[sequence_id] = _Sequence(own, length, 0, None, namespace, first)
         return pages
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
@@ -364,118 +356,21 @@ class PagePool:
         sequence.in_tree = min(sequence.in_tree, length // self.page_size)
         self._release(sequence, -(-length // self.page_size))
 
-    def take_back(
-        self, ids: Sequence[SequenceId], lengths: Sequence[int], copies: Iterable[tuple[int, int]]
-    ) -> None:
-        """Undo the last append: its sequences, their lengths before it, its copies."""
-        sources = {target: source for source, target in copies}
-        for sequence_id, length in zip(ids, lengths, strict=True):
-            self.truncate(sequence_id, length)
-            pages = self._get(sequence_id).pages
-            target = pages[-1] if pages else -1
-            if target in sources:
-                self._references[target], pages[-1] = 0, sources[target]
-                self._references[pages[-1]] += 1
-                self._free.append(target)
-                for window in self.windows:  # which see the source all the time
-                    window.leave(target, is_found=False)
-        self._sources = []
-
     def free(self, sequence_id: SequenceId) -> None:
         """End a sequence; its pages in the tree stay cached."""
         self._release(self._get(sequence_id), 0)
         del self._sequences[sequence_id]
 
-    def forget(self, tokens: Sequence[int], origin: Origin, *, is_shared: bool = False) -> None:
-        """Let nothing of a sequence that has ended be found, but for what others have too.
-
-        Args:
-            tokens: its first tokens, those of the root included, as far as they were known.
-            origin: of what belonged to its root.
-            is_shared: whether a sequence that is not here has that, too.
-        """
-        named = origin.namespace, tokens
-        for node in (*self._tree.cut(*named), *reversed(self._tree.way(*named))):
-            for page in [page for page in node.pages if page in self._cached]:
-                self._drop(page)
-        here = self._sequences.values()
-        if not is_shared and not any(other.origin is origin for other in here):
-            self.forget_origin(origin)
-
-    @property
-    def pages_in_tree(self) -> list[int]:
-        """Pages that can be found."""
-        return [page for page, node in enumerate(self._tree.node_of_page) if node is not None]
-
-    @property
-    def kept(self) -> list[int]:
-        """Places of roots where something is kept."""
-        roots = self._tree.roots.values()
-        return [root.place for root in roots if root.origin is not None]
-
-    def hide(self, pages: Iterable[int]) -> None:
-        """Let pages be found no longer, nor those that follow them.
-
-        Sequences that have them keep them. Publish must not be given their tokens from now on.
-        """
-        for page in pages:
-            self._drop(page)
-        for sequence in self._sequences.values():
-            while (
-                sequence.in_tree
-                and not self._tree.node_of_page[sequence.pages[sequence.in_tree - 1]]
-            ):
-                sequence.in_tree -= 1
-
-    def forget_origin(self, origin: Origin) -> None:
-        """Let what belongs to roots and came from there be kept for nobody."""
-        origin.forgotten = self.root_len > 0
-        for root in self._tree.roots.values():
-            if origin.forgotten and root.origin is origin:
-                root.origin = None
-
-    def renew(self, sequence_id: SequenceId) -> None:
-        """What belongs to the root of a sequence is written anew, from some token on."""
-        sequence = self._get(sequence_id)
-        sequence.origin = sequence.origin.renewed()
-
-    def origin(self, sequence_id: SequenceId) -> Origin:
-        """Where what belongs to the root of a sequence came from."""
-        return self._get(sequence_id).origin
-
-    def rebuild(
-        self,
-        lengths: Mapping[SequenceId, int],
-        renamed: Mapping[SequenceId, SequenceId],
-        copies: Iterable[tuple[int, int]],
-    ) -> None:
-        """Count pages anew, after a call that was interrupted; none is found by its tokens.
-
-        Args:
-            lengths: of the sequences that live on, not above those of their tables.
-            renamed: their ids by those that they may still have.
-            copies: of an append that has not been.
-        """
-        for old, new in renamed.items():
-            if old in self._sequences:
-                self._sequences[new] = self._sequences[old]
-                del self._sequences[old]
-        sources = {target: source for source, target in copies}
-        kept = {sequence_id: self._sequences[sequence_id] for sequence_id in lengths}
-        for sequence_id, sequence in kept.items():
-            sequence.length, sequence.in_tree, sequence.root = lengths[sequence_id], 0, None
-            sequence.room = 0  # others may have what was cut
-            pages = sequence.pages[: -(-sequence.length // self.page_size)]
-            sequence.pages = [*pages[:-1], *(sources.get(page, page) for page in pages[-1:])]
-            sequence.dropped = [min(first, len(sequence.pages)) for first in sequence.dropped]
-        self._sequences, self._sources = kept, []
-        uses = seen_by(sequence.pages for sequence in kept.values())
-        self._references = [uses[page] for page in range(self.num_pages)]
-        self._free = [page for page in reversed(range(self.num_pages)) if not uses[page]]
-        self._cached = OrderedDict()
+    def forget_all(self) -> None:
+        """Let nobody find a page, nor what is kept for a root; sequences keep their pages."""
+        self._uncache(range(self.num_pages))
         self._tree = PrefixTree(*self._tree_sizes)
-        for window, seen in zip(self.windows, self._in_sight(), strict=True):
-            window.rebuild(seen)
+        for sequence in self._sequences.values():
+            sequence.in_tree, sequence.root = 0, None
+
+    def namespace(self, sequence_id: SequenceId) -> str | None:
+        """The namespace of a sequence."""
+        return self._get(sequence_id).namespace
 
     def _get(self, sequence_id: SequenceId) -> _Sequence:
         try:
@@ -668,7 +563,7 @@ class PagePool:
         """Put the first `full` pages of a sequence into the tree, if there is a root for it."""
         size, first = self.page_size, self.root_len
         if sequence.root is None:
-            key = self._tree.root_key(sequence.origin.namespace, tokens)
+            key = self._tree.root_key(sequence.namespace, tokens)
             sequence.root = self._tree.acquire(key)
             if sequence.root is None:
                 sequence.root, reclaimed = self._tree.add_root(key)

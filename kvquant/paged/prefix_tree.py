@@ -54,29 +54,6 @@ class PrefixNode:
 
 
 @dataclass(eq=False, slots=True)
-class Origin:
-    """Where the rows of a root came from: one for all sequences that have these very rows.
-
-    Attributes:
-        forgotten: whether they are not to be kept for others.
-        source: where the first of them may have come from, if others were written after a fork.
-        namespace: of the sequences; only those of the same one may begin with their rows.
-    """
-
-    forgotten: bool = False
-    source: Origin | None = None
-    namespace: str | None = None
-
-    def renewed(self) -> Origin:
-        """That of rows of which the last ones are written anew."""
-        return Origin(source=self.source or self, namespace=self.namespace)
-
-    def shares(self, other: Origin) -> bool:
-        """Whether rows of one may be those of another."""
-        return (self.source or self) is (other.source or other)
-
-
-@dataclass(eq=False, slots=True)
 class PrefixRoot(PrefixNode):
     """The first tokens of sequences of a namespace, with which their prefixes begin.
 
@@ -84,13 +61,13 @@ class PrefixRoot(PrefixNode):
         namespace: of the sequences.
         place: from 0 to num_roots - 1, where what belongs to these tokens is kept.
         uses: sequences that stand under it; without any it may be given up.
-        origin: of what is kept there; None if nothing is, then no page is found.
+        is_kept: whether it is kept there; else no page is found.
     """
 
     namespace: str | None = None
     place: int = 0
     uses: int = 0
-    origin: Origin | None = None
+    is_kept: bool = False
 
 
 class PrefixTree:
@@ -123,7 +100,7 @@ class PrefixTree:
     def known_way(self, namespace: str | None, tokens: Sequence[int]) -> list[PrefixNode]:
         """As way, where what belongs to the root is kept; else there is none."""
         root = self.roots.get(self.root_key(namespace, tokens))
-        return [] if root is None or root.origin is None else self.way(namespace, tokens)
+        return [] if root is None or not root.is_kept else self.way(namespace, tokens)
 
     def chain(self, last: int) -> list[int]:
         """The pages up to this one, each after the one that it follows."""
@@ -143,15 +120,6 @@ class PrefixTree:
                 break
             found.append(node)
         return found
-
-    def cut(self, namespace: str | None, tokens: Sequence[int]) -> list[PrefixNode]:
-        """The nodes of full pages of which the last tokens, too few for a page, are the first."""
-        way = self.way(namespace, tokens)
-        rest = tuple(tokens[self.root_len + len(way) * self.page_size :])
-        last = way[-1] if way else self.roots.get(self.root_key(namespace, tokens))
-        if last is None or not 0 < len(rest) < self.page_size:
-            return []
-        return [node for key, node in last.children.items() if key[: len(rest)] == rest]
 
     def acquire(self, key: RootKey) -> PrefixRoot | None:
         """Use a known root, until it is released as often as it was acquired."""

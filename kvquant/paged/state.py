@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from ..cache.copying import NotCopied
 from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
 from ..rows.arguments import check_kind, is_whole
 from ..rows.slots import Ints, Split, TokenSlots, token_slots
-from .pool import Growth, PagePool, SequenceId
-from .prefix_tree import Origin, token_ids, whole_number
+from .pool import PagePool, SequenceId
+from .prefix_tree import token_ids, whole_number
 from .window_pages import WindowPages, held_pages
 
 MAX_ID_BITS = 1024  # of an id that is a number
@@ -59,7 +59,7 @@ class Step:
         ids: the sequences, in the order of the batch.
         counts: new tokens of each.
         seq_slots: [batch], their slots.
-        lengths, packed_lens: [batch], before the step.
+        packed_lens: [batch], before the step.
         copies: (source, target) pages to copy before anything is written.
         slots: where the new tokens go, sequence after sequence, in the layers of each group.
         leaving: tokens whose 16-bit rows are to be kept before they are overwritten.
@@ -68,7 +68,6 @@ class Step:
     ids: tuple[SequenceId, ...]
     counts: Ints
     seq_slots: Ints
-    lengths: Ints
     packed_lens: Ints
     copies: list[tuple[int, int]]
     slots: tuple[TokenSlots, ...]
@@ -85,16 +84,6 @@ class GroupSize(NamedTuple):
 
     window: int | None
     num_pages: int
-
-
-class _Growing(NamedTuple):
-    """Sequences that an extend is about to grow, as they were; and the copies of pages since."""
-
-    ids: Sequence[SequenceId]
-    seq_slots: Ints
-    lengths: Ints
-    packed_lens: Ints
-    copies: list[tuple[int, int]]
 
 
 class PagedState(NotCopied):
@@ -121,6 +110,7 @@ class PagedState(NotCopied):
             those from here on the 16-bit rows are in the ring, or kept.
         tables: [max_num_seqs, max_pages] int32, the pages of each; undefined after the last in use.
         groups: of each group its frames; None of layers that see all, which have every page.
+        failed: sequences of steps that have failed; only free takes them.
     """
 
     def __init__(
@@ -154,11 +144,11 @@ class PagedState(NotCopied):
         self._tokens: list[list[int]] = [[] for _ in range(max_num_seqs)]  # as far as known
         self._seq_slots: dict[SequenceId, int] = {}
         self._free_seq_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._growing: _Growing | None = None  # by the change that is under way
+        self.failed: set[SequenceId] = set()
 
     @property
     def ids(self) -> list[SequenceId]:
-        """The live sequences."""
+        """All sequences."""
         return list(self._seq_slots)
 
     @property
@@ -184,11 +174,17 @@ class PagedState(NotCopied):
     def seq_slot(self, sequence_id: SequenceId) -> int:
         """The slot of a sequence."""
         try:
-            return self._seq_slots[sequence_id]
+            found = self._seq_slots[sequence_id]
         except (KeyError, TypeError):  # what cannot be hashed is no id
             raise ConfigError(
                 f"no sequence {shown(sequence_id)}: allocate or fork it first"
             ) from None
+        if sequence_id in self.failed:
+            raise ConfigError(
+                f"a step of sequence {shown(sequence_id)} has failed, and some of its rows were "
+                "not written: free it, then allocate it again"
+            )
+        return found
 
     def tokens(self, sequence_id: SequenceId) -> list[int]:
         """The first tokens of a sequence, as far as they are known."""
@@ -229,7 +225,7 @@ class PagedState(NotCopied):
         packed_lens: Sequence[int],
         tables: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
-        origins: Sequence[Origin] = (),
+        namespaces: Sequence[str | None] = (),
         dropped: Sequence[Sequence[int]] = (),
     ) -> list[int]:
         """Begin sequences as they were in another cache; see PagePool.place.
@@ -238,7 +234,7 @@ class PagedState(NotCopied):
         """
         self._check_seq_slots(ids)
         by_id = dict(zip(ids, tables, strict=True))
-        pages = self.pool.place(by_id, packed_lens, origins, dropped)
+        pages = self.pool.place(by_id, packed_lens, namespaces, dropped)
         each = zip(ids, lengths, packed_lens, tokens, strict=True)
         for sequence_id, length, packed, known in each:
             self._assign_slot(sequence_id, length, packed, list(known))
@@ -332,53 +328,6 @@ class PagedState(NotCopied):
         self._seq_slots[new_id] = self._seq_slots[sequence_id]
         del self._seq_slots[sequence_id]
 
-    def begin_change(self) -> None:
-        """Tell recover what is to be undone: nothing yet."""
-        self._growing = None
-
-    def recover(
-        self,
-        dropped: Collection[SequenceId],
-        renamed: Mapping[SequenceId, SequenceId],
-        step: Step | None,
-        *,
-        begun: bool,
-    ) -> None:
-        """Make the bookkeeping whole after a change that was interrupted; again, if this was too.
-
-        Args:
-            dropped: sequences that are no more.
-            renamed: new ids of others.
-            step: that was under way, and is undone.
-            begun: whether rows of it may have been written.
-        """
-        for old, new in renamed.items():
-            if old in self._seq_slots:
-                self._seq_slots[new] = self._seq_slots[old]
-                del self._seq_slots[old]
-        growing, copies = self._growing or step, list[tuple[int, int]]()
-        if growing is not None and (self._growing is not None or not begun):
-            self.lengths[growing.seq_slots] = growing.lengths
-            self.packed_lens[growing.seq_slots] = growing.packed_lens
-            copies = growing.copies
-        elif step is not None:
-            self.lengths[step.seq_slots] = self._sure(step)
-        most = np.maximum(self.lengths - self.split.sink_len, 0)
-        self.packed_lens = np.minimum(self.packed_lens, most)
-        seq_slots = {i: seq_slot for i, seq_slot in self._seq_slots.items() if i not in dropped}
-        packed_lens = {i: int(self.packed_lens[seq_slot]) for i, seq_slot in seq_slots.items()}
-        self.pool.rebuild(packed_lens, renamed, copies)
-        used = set(seq_slots.values())
-        self._free_seq_slots = [i for i in reversed(range(len(self.lengths))) if i not in used]
-        self._seq_slots = seq_slots
-        self.lengths[self._free_seq_slots] = self.packed_lens[self._free_seq_slots] = 0
-        self.exact_firsts = self.packed_lens.copy()  # which rows were kept is not known
-        for seq_slot, tokens in enumerate(self._tokens):
-            del tokens[int(self.lengths[seq_slot]) :]
-        for sequence_id, seq_slot in seq_slots.items():
-            table = self.pool.block_table(sequence_id)
-            self.tables[seq_slot, : len(table)] = table
-
     def can_append(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> bool:
         """Whether there are pages for a step."""
         seq_slots, new = self._to_extend(ids, counts)
@@ -395,34 +344,26 @@ class PagedState(NotCopied):
             tokens: the ids of all new tokens, sequence after sequence; None if not known.
 
         Returns:
-            What is to be done, then to be given to insert or to roll_back.
+            What is to be done. If it fails, add the ids to `failed`.
         """
         seq_slots, new = self._to_extend(ids, counts)
         known = None if tokens is None else token_ids(tokens)
         if known is not None and len(known) != new.sum():
             raise ShapeError(f"{len(known)} tokens for counts that add up to {new.sum()}")
         lengths, packed_lens = self.lengths[seq_slots], self.packed_lens[seq_slots]
-        packed_counts, growth = self._packed_counts(seq_slots, new).tolist(), Growth([], [])
-        self._growing = _Growing(ids, seq_slots, lengths, packed_lens, growth.copies)
-        self.pool.append(ids, packed_counts, growth)
-        try:
-            if growth.entries:
-                place, at, page = np.array(growth.entries).T
-                self.tables[seq_slots[place], at] = page
-            self.lengths[seq_slots] += new
-            self.packed_lens[seq_slots] = self.split.packed_lens(lengths + new, packed_lens)
-            leaving = self._let_leave(seq_slots, lengths, packed_lens, new)
-            for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
-                self.pool.renew(ids[i])  # its sinks are its own, from here on at the least
-            if known is not None:
-                self._learn(seq_slots.tolist(), lengths.tolist(), new.tolist(), known)
-            slots = token_slots(self.split, seq_slots, lengths, packed_lens, new, self.tables)
-            each = tuple(self._in_group(slots, group) for group in self.groups)
-        except BaseException:  # no memory, or an interrupt
-            self.take_back(self._growing)
-            raise
-        copies = growth.copies
-        return Step(tuple(ids), new, seq_slots, lengths, packed_lens, copies, each, leaving)
+        packed_counts = self._packed_counts(seq_slots, new).tolist()
+        growth = self.pool.append(ids, packed_counts)
+        if growth.entries:
+            place, at, page = np.array(growth.entries).T
+            self.tables[seq_slots[place], at] = page
+        self.lengths[seq_slots] += new
+        self.packed_lens[seq_slots] = self.split.packed_lens(lengths + new, packed_lens)
+        leaving = self._let_leave(seq_slots, lengths, packed_lens, new)
+        if known is not None:
+            self._learn(seq_slots.tolist(), lengths.tolist(), new.tolist(), known)
+        slots = token_slots(self.split, seq_slots, lengths, packed_lens, new, self.tables)
+        each = tuple(self._in_group(slots, group) for group in self.groups)
+        return Step(tuple(ids), new, seq_slots, packed_lens, growth.copies, each, leaving)
 
     def _in_group(self, slots: TokenSlots, group: WindowPages | None) -> TokenSlots:
         """Slots of pages of the pool as those of a group's rows."""
@@ -496,72 +437,14 @@ class PagedState(NotCopied):
 
     @property
     def _outside_pages(self) -> int:
-        """Tokens of a sequence in 16 bit: a step that fails may cut the recent ones."""
+        """Tokens of a sequence in 16 bit, at most."""
         return self.split.sink_len + self.split.recent_len
 
-    def hide(self, sequence_id: SequenceId, bad: NDArray[np.bool_]) -> None:
-        """Let no other sequence begin with rows of a sequence that decode to NaN.
-
-        Args:
-            sequence_id: the sequence.
-            bad: which of its tokens have such rows; one at least.
-        """
-        first, sinks = int(bad.argmax()), self.split.sink_len
-        del self.tokens(sequence_id)[first:]  # so that it will not be published from there on
-        table = self.pool.block_table(sequence_id)
-        full = (np.flatnonzero(bad[sinks:]) // self.split.page_size).tolist()
-        self.pool.hide([table[at] for at in dict.fromkeys(full) if at < len(table)])
-        if first < sinks:
-            self.pool.forget_origin(self.pool.origin(sequence_id))
-
-    def take_back(self, step: Step | _Growing) -> None:
-        """Undo a step of which nothing was written, the copies of pages included."""
-        self.pool.take_back(step.ids, step.packed_lens.tolist(), step.copies)
-        self.lengths[step.seq_slots], self.packed_lens[step.seq_slots] = (
-            step.lengths,
-            step.packed_lens,
-        )
-        each = zip(step.ids, step.seq_slots.tolist(), step.lengths.tolist(), strict=True)
-        for sequence_id, seq_slot, length in each:
-            table = self.pool.block_table(sequence_id)
-            self.tables[seq_slot, : len(table)] = table
-            del self._tokens[seq_slot][length:]
-        firsts = self.exact_firsts[step.seq_slots]  # rows kept before may be overwritten
-        self.exact_firsts[step.seq_slots] = np.minimum(firsts, step.packed_lens)
-
-    def kept(self, step: Step) -> RingTokens:
-        """Tokens that left in a step, of sequences that can be as they were before it."""
-        seq_slots, indices = step.leaving
-        kept = np.isin(seq_slots, step.seq_slots[self._is_kept(step)])
-        return RingTokens(seq_slots[kept], indices[kept])
-
-    def _is_kept(self, step: Step) -> NDArray[np.bool_]:
-        """Which sequences of a step have the 16-bit rows of all tokens that left in it."""
-        kept: NDArray[np.bool_] = self.exact_firsts[step.seq_slots] <= step.packed_lens
-        return kept & (self.rollback_len > 0)
-
-    def roll_back(self, step: Step) -> None:
-        """Cut the sequences of a step that may have been carried out in part.
-
-        A sequence keeps what certainly stands in all layers: all tokens it had, or, if some of them
-        were to leave the recent window, those that had left it before. What was kept has been put
-        back: then it is as it was.
-        """
-        kept = self._is_kept(step)
-        lengths = np.where(kept, step.lengths, self._sure(step))
-        for i, length, is_kept in zip(step.ids, lengths.tolist(), kept.tolist(), strict=True):
-            tokens = self._cut(i, length)
-            if is_kept:
-                self.unpack(i, tokens)
-
-    def _sure(self, step: Step) -> Ints:
-        """Tokens of the sequences of a step that certainly stand in all layers.
-
-        The same again where some were cut already.
-        """
-        same = self.packed_lens[step.seq_slots] == step.packed_lens
-        sure = np.minimum(step.lengths, self.split.sink_len + step.packed_lens)
-        return np.minimum(self.lengths[step.seq_slots], np.where(same, step.lengths, sure))
+    def forget_all(self) -> None:
+        """Let no sequence begin with rows that are here now, or publish them later."""
+        for tokens in self._tokens:
+            tokens.clear()
+        self.pool.forget_all()
 
     def _check_seq_slots(self, ids: Sequence[SequenceId]) -> None:
         for sequence_id in ids:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..cache.copying import NotCopied
 from ..cache.memory import check_room
@@ -16,13 +14,11 @@ from ..ops.quantize import dequantize_segment
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.kind import KEY_VALUE, KeyValue
-from ..rows.latent import AnyFormat, parts_of
-from ..rows.quantize import full_precision, is_nan_row, nan_bytes
+from ..rows.latent import AnyFormat
+from ..rows.quantize import full_precision
 from ..rows.segment import Segment
 from ..rows.slots import Split
 from .state import RingTokens
-
-_CHUNK = 256  # pages whose rows are looked through at a time
 
 
 class LayerRows(NamedTuple):
@@ -235,36 +231,6 @@ class PagedRows(NotCopied):
             )
         return k, v
 
-    def nan_in_pages(self, places: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
-        """Which rows of pages decode to NaN in some layer and head: [pages, page_size].
-
-        Args:
-            places: of each group where its rows of these pages are; -1 where they are gone.
-        """
-        found = []
-        for group, of_one in zip(self.groups, places, strict=True):
-            there = np.array(of_one, np.int64)
-            of_group = np.zeros((len(there), self.split.page_size), np.bool_)
-            of_group[there >= 0] = self._nan_in(group.sides, there[there >= 0].tolist())
-            found.append(of_group)
-        bad: NDArray[np.bool_] = np.logical_or.reduce(found)
-        return bad
-
-    def nan_in_seq_slots(self, seq_slots: Sequence[int]) -> NDArray[np.bool_]:
-        """The same of the 16-bit rows of sequence slots: [sequence slots, exact_len]."""
-        return self._nan_in(self.exact, seq_slots)
-
-    def nan_in_sinks(self, places: Sequence[int]) -> NDArray[np.bool_]:
-        """The same of the sinks that are kept at places: [places, sink_len]."""
-        return self._nan_in(self._sinks, places)
-
-    def _nan_in(self, sides: Sequence[RowStacks], units: Sequence[int]) -> NDArray[np.bool_]:
-        found = []
-        for start in range(0, max(len(units), 1), _CHUNK):
-            index = to_device(units[start : start + _CHUNK], self.device)
-            found.append(nan_rows(sides, stacks_of(sides), index))
-        return np.concatenate(found)
-
     def copy_pages(self, pairs: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Copy whole pages, (source, target) each, in each group; no source is a target."""
         for group, of_one in zip(self.groups, pairs, strict=True):
@@ -313,31 +279,6 @@ class PagedRows(NotCopied):
             for stack, kept in zip(exact.stacks, sinks.stacks, strict=True)
             if sink_len
         ]
-
-
-def nan_rows(
-    sides: Sequence[RowStacks], rows: Sequence[torch.Tensor], units: torch.Tensor | None = None
-) -> NDArray[np.bool_]:
-    """Which rows decode to NaN in some layer and head; the host waits.
-
-    Args:
-        sides: of K and of V.
-        rows: of every stack, [layers, units, num_kv_heads, unit_len, row_bytes].
-        units: [any number], those to look at; all when None.
-
-    Returns:
-        [units, unit_len].
-    """
-    formats, found = [fmt for side in sides for fmt in side.formats], []
-    for stack, fmt in zip(rows, formats, strict=True):
-        for part in parts_of(fmt):
-            row, stack = stack[..., : part.row_bytes], stack[..., part.row_bytes :]
-            telling = row[..., nan_bytes(part)]
-            if units is not None:
-                telling = telling.index_select(1, units)
-            found.append(is_nan_row(telling, part).any(2).any(0).cpu().numpy())
-    bad: NDArray[np.bool_] = np.logical_or.reduce(found)
-    return bad
 
 
 def stacks_of(sides: Iterable[RowStacks]) -> list[torch.Tensor]:

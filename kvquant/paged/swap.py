@@ -22,8 +22,7 @@ from ..cache.copying import NotCopied
 from ..cache.row_stacks import to_device
 from ..errors import ConfigError, OutOfPagesError, shown
 from .pool import SequenceId
-from .prefix_tree import Origin
-from .state import PagedState, Step
+from .state import PagedState
 from .storage import PagedRows, stacks_of
 
 
@@ -34,7 +33,7 @@ class Swapped:
     Attributes:
         length, packed_len: its tokens, and how many of them are packed.
         tokens: its first tokens, as far as they are known.
-        origin: where its sinks came from.
+        namespace: of the sequence.
         dropped: in each window, how many of its first pages it sees no more.
         pages: of each group, for every stack the pages that it sees, [layers, pages, num_kv_heads,
             page_size, row_bytes].
@@ -45,7 +44,7 @@ class Swapped:
     length: int
     packed_len: int
     tokens: list[int]
-    origin: Origin
+    namespace: str | None
     dropped: list[int]
     pages: list[list[torch.Tensor]]
     exact: list[torch.Tensor]
@@ -85,7 +84,6 @@ class SwapSpace(NotCopied):
         self.swapping_out: list[Swapped] = []
         self._side: torch.cuda.Stream | None = None
         self._arriving: dict[SequenceId, torch.cuda.Event | None] = {}
-        self._moving: tuple[SequenceId, Swapped, bool] | None = None  # see recover
 
     def find(self, sequence_id: SequenceId) -> Swapped | None:
         """A sequence that is swapped out."""
@@ -94,39 +92,12 @@ class SwapSpace(NotCopied):
         except TypeError:  # what cannot be hashed is no id
             return None
 
-    def is_arriving(self, sequence_id: SequenceId) -> bool:
-        """Whether a sequence was brought back and nothing has touched it since."""
-        return sequence_id in self._arriving
-
     def check_here(self, ids: Iterable[SequenceId]) -> None:
         """Raise ConfigError unless sequences live and are not swapped out."""
         for sequence_id in ids:
             if self.find(sequence_id) is not None:
                 raise ConfigError(f"sequence {shown(sequence_id)} is swapped out: swap it in first")
             self._state.seq_slot(sequence_id)
-
-    def begin_change(self) -> None:
-        """Tell recover what is to be undone: nothing yet."""
-        self._moving = None
-
-    def recover(self, dropped: Iterable[SequenceId], step: Step | None, *, begun: bool) -> None:
-        """Make all of it whole after a change that was interrupted; see PagedState.recover."""
-        gone, renamed = set(dropped), dict[SequenceId, SequenceId]()
-        if self._moving is not None:
-            sequence_id, swapped, stays = self._moving
-            if stays:  # it has never left
-                renamed[swapped] = sequence_id
-                self.swapping_out = [other for other in self.swapping_out if other is not swapped]
-                self.swapped.pop(sequence_id, None)
-            else:
-                gone.add(sequence_id)
-                self.swapped[sequence_id] = swapped
-        unnamed = (i for i in self._state.ids if isinstance(i, Swapped) and i not in renamed)
-        gone |= {swapped for swapped in unnamed if swapped not in self.swapping_out}
-        self._state.recover(gone, renamed, step, begun=begun)
-        here = set(self._state.ids)
-        self.swapping_out = [swapped for swapped in self.swapping_out if swapped in here]
-        self._arriving = {i: event for i, event in self._arriving.items() if i in here}
 
     def reclaim(self) -> None:
         """Free the pages and slots of sequences whose copy is done."""
@@ -148,9 +119,8 @@ class SwapSpace(NotCopied):
         tables = [state.places(group, table[first:]) for group, first in firsts]
         pages, exact, done = self.copy_out(tables, seq_slot)
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
-        known = state.tokens(sequence_id), state.pool.origin(sequence_id)
+        known = state.tokens(sequence_id), state.pool.namespace(sequence_id)
         swapped = Swapped(*lens, *known, dropped, pages, exact, done)
-        self._moving = sequence_id, swapped, True
         state.rename(sequence_id, swapped)
         self.swapped[sequence_id] = swapped
         self.swapping_out.append(swapped)
@@ -162,7 +132,6 @@ class SwapSpace(NotCopied):
             raise ConfigError(
                 f"sequence {shown(sequence_id)} is not swapped out: it cannot be brought"
             )
-        self._moving = sequence_id, swapped, swapped in self.swapping_out
         if swapped in self.swapping_out:  # its rows are still where they were
             self.swapping_out.remove(swapped)
             self._state.rename(swapped, sequence_id)
@@ -175,7 +144,7 @@ class SwapSpace(NotCopied):
                     [swapped.packed_len],
                     [table],
                     [swapped.tokens],
-                    [swapped.origin],
+                    [swapped.namespace],
                     [swapped.dropped],
                 )
             with self._state.or_free([sequence_id]):

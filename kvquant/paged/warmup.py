@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ class BatchCalls:
         ragged = itertools.product(self._totals(), self._q_heads((1,)), (0,), (True,))
         calls = prompt, *plain, *ragged, *self._sharing(batch)
         for count, heads, members, is_ragged in calls:
-            with suppress(KVQuantError), batch.extend(range(min(count, most))):
+            ids = range(min(count, most))
+            with _failing(cache, ids), batch.extend(ids):
                 for layer, at in enumerate(cache.rows.layers):
                     shape = count, cache.num_kv_heads
                     k, v = new_rows(shape, at.k_format, at.v_format, self.dtype)
@@ -125,6 +126,17 @@ class BatchCalls:
         dim, interleaved = self.rotary_dim
         cos, sin = torch.empty(2, count, dim // 2, dtype=torch.float32, device="meta")
         return {"rope": Rope(cos, sin, interleaved)}
+
+
+@contextmanager
+def _failing(cache: PagedKVCache, ids: Iterable[int]) -> Iterator[None]:
+    """Begin sequences anew whose step is not possible."""
+    try:
+        yield
+    except KVQuantError:
+        for name in ids:
+            cache.free(name)
+            cache.allocate(name)
 
 
 def likely_batches(batch: Batch, num_ids: int) -> tuple[int, ...]:

@@ -97,18 +97,6 @@ class WindowPages:
             self._free.append(int(self.frames[page]))
             self.frames[page] = -1
 
-    def rebuild(self, seen: Counter[int]) -> None:
-        """Count anew, after a call that was interrupted; seen: by how many sequences each page is.
-
-        Pages that nobody sees have no frames then.
-        """
-        self._seen = [seen[page] for page in range(len(self.frames))]
-        self._num_shared = sum(count > 1 for count in self._seen)
-        self.frames[np.array(self._seen) == 0] = -1
-        used = set(self.frames.tolist())
-        self._free = [frame for frame in reversed(range(self.num_frames)) if frame not in used]
-        self._kept = OrderedDict()
-
 
 def first_seen(length: int, window: int, page_size: int) -> int:
     """How many of its first pages a sequence need not see, with so many tokens in pages.

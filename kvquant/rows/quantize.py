@@ -344,12 +344,8 @@ def is_nan_row(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
         [...], bool.
     """
     dtype = fmt.pick(pairs=torch.float16, scales=torch.float32, **EXACT_DTYPES)
-    return _viewed(rows[..., nan_bytes(fmt)], dtype).isnan()[..., 0]
-
-
-def nan_bytes(fmt: RowFormat) -> slice:
-    """Which bytes of a row is_nan_row looks at; it takes rows of these alone, too."""
-    return fmt.pick(pairs=slice(2), scales=slice(-4, None), none=slice(2))
+    first = fmt.pick(pairs=slice(2), scales=slice(-4, None), none=slice(2))
+    return _viewed(rows[..., first], dtype).isnan()[..., 0]
 
 
 def exact_codec(dtype: torch.dtype | None) -> str:

@@ -84,8 +84,6 @@ def attend_to_pieces(
         own = variant
         if own is not None and own.score_offsets is not None:
             own = own._replace(score_offsets=own.score_offsets[rows])
-        if own is not None and own.key_bias is not None:
-            own = own._replace(key_bias=own.key_bias[sequences])
         shorter = _without_last(segments, sequences, behind)
         padded = call._replace(q=q[rows], segments=shorter, variant=own, q_indptr=None)
         out[rows], lse[rows] = attend(padded)

@@ -116,8 +116,8 @@ def reference_attention(
     if q_indptr is not None:
         check_indptr_values(q, q_indptr)
     if (variant := in_use(variant)) is not None:
-        check_variant(q, variant, q_indptr)
-        check_variant_values(q, [segment], q_lens, variant)
+        check_variant(q, variant)
+        check_variant_values(q, q_lens, variant)
     scale = None if sm_scale is None else check_scale(sm_scale)
     out, lse = reference_over_segments(q.detach(), [segment], scale, q_lens, variant, q_indptr)
     return (out, lse) if return_lse else out
@@ -195,8 +195,6 @@ def _is_seen(
         seen = (row < 0) | variant.tree_mask[b, i, :count][row.clamp(min=0)]
     if variant.window is not None:
         seen &= positions > at - variant.window
-    if variant.key_bias is not None:
-        seen &= variant.key_bias[b, positions] != -torch.inf
     return seen
 
 
@@ -215,6 +213,4 @@ def _changed(
         scores = variant.soft_cap * (scores / variant.soft_cap).tanh()
     if variant.alibi_slopes is not None:
         scores = scores + variant.alibi_slopes[:, None].double() * (positions - at)
-    if variant.key_bias is not None:
-        scores = scores + variant.key_bias[b, positions]
     return scores

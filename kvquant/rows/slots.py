@@ -18,7 +18,7 @@ A negative slot is none. Everything is computed where the lengths are, without w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -176,19 +176,6 @@ class Split(NamedTuple):
         recent = np.arange(packed_len, max(length - self.sink_len, 0))
         ring = self.sink_len + self.ring_row(recent)
         return np.concatenate([np.arange(min(length, self.sink_len)), ring])
-
-    def by_token(
-        self, packed: NDArray[Any], exact: NDArray[Any], length: int, packed_len: int
-    ) -> NDArray[Any]:
-        """What is known of the rows of a sequence, in the order of its tokens: [length].
-
-        Args:
-            packed: of the rows of its pages, [pages, page_size].
-            exact: of the rows of its sequence slot, [exact_len].
-            length, packed_len: tokens, and how many of them are packed.
-        """
-        kept, sinks = exact[self.exact_rows(length, packed_len)], min(length, self.sink_len)
-        return np.concatenate([kept[:sinks], packed.reshape(-1)[:packed_len], kept[sinks:]])
 
     def packed_lens(self, lengths: Lens, before: Lens) -> Lens:
         """Packed tokens of sequences that have grown: what has left the window behind the sinks.

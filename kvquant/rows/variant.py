@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -12,8 +11,6 @@ import torch
 from .. import debug
 from ..errors import ConfigError, DeviceError, ShapeError, shown
 from .arguments import check_kind, check_readable, check_size, check_tensors
-from .indptr import sequences_of_rows
-from .segment import Segment
 
 MOST_TREE = 64  # queries of a sequence with a tree mask: a word of bits each
 MOST_CAP = 10_000  # models have 30 to 50
@@ -23,7 +20,7 @@ class AttentionVariant(NamedTuple):
     """What a model changes in plain attention. None leaves a thing as it is.
 
     The score of a query and a token is `sm_scale * q·k`. What is given changes it in the order
-    score_offsets, soft_cap, alibi_slopes, key_bias; what is hidden then has no part in the softmax.
+    score_offsets, soft_cap, alibi_slopes; what is hidden then has no part in the softmax.
     Positions count the tokens of a sequence over all its segments, from 0.
 
     Kernels may multiply the V of a hidden token by 0, so NaN there reaches queries that do not see
@@ -38,10 +35,6 @@ class AttentionVariant(NamedTuple):
         alibi_slopes: [num_q_heads], float32: adds slope * (position of the token - position of the
             query).
         window: a query sees this many tokens up to its own, the last ones.
-        key_bias: [batch, tokens], float32: added to the score of each token, by its position; -inf
-            hides it. As many tokens as the longest sequence has, or more: where the host does not
-            know how many those are (on CUDA, outside of debug mode), a sequence with more tokens
-            gives NaN, out and lse.
         tree_mask: [batch, q_len, q_len], bool: which of the sequence's last q_lens tokens each
             query sees, in place of those up to its own; all tokens before them are seen. A query
             has the position of its row, and sees nothing if that is before the first token. Only
@@ -79,7 +72,6 @@ class AttentionVariant(NamedTuple):
     sink_logits: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     window: int | None = None
-    key_bias: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
     score_offsets: torch.Tensor | None = None
 
@@ -126,9 +118,7 @@ def within(variant: AttentionVariant | None, window: int) -> AttentionVariant:
     return variant._replace(window=shown)
 
 
-def check_variant(
-    q: torch.Tensor, variant: AttentionVariant, q_indptr: torch.Tensor | None = None
-) -> None:
+def check_variant(q: torch.Tensor, variant: AttentionVariant) -> None:
     """Raise unless queries, as check_segments has taken them, can attend so; the values in the
     tensors are not read.
 
@@ -145,19 +135,15 @@ def check_variant(
             )
     if variant.window is not None and not isinstance(variant.window, torch.SymInt):
         check_size("window", variant.window, at_least=1)  # the call has a number, a trace has none
-    batch, heads = q.shape[0], q.shape[-2]
-    if q_indptr is not None:
-        batch = q_indptr.shape[0] - 1
     if variant.tree_mask is not None and (q.ndim != 4 or q.shape[1] > MOST_TREE):
         raise ShapeError(
             f"a tree_mask is given with q {list(q.shape)}: it needs q [batch, q_len, num_q_heads, "
             f"head_dim] with a q_len of {MOST_TREE} at most"
         )
-    tree = (batch, q.shape[1], q.shape[1])
+    tree, heads = (q.shape[0], q.shape[1], q.shape[1]), q.shape[-2]
     for name, shape in (
         ("sink_logits", (heads,)),
         ("alibi_slopes", (heads,)),
-        ("key_bias", None),
         ("tree_mask", tree),
         ("score_offsets", q.shape[:-1]),
     ):
@@ -168,35 +154,20 @@ def check_variant(
         dtype = torch.bool if name == "tree_mask" else torch.float32
         if given.dtype != dtype:
             raise ConfigError(f"{name} is {given.dtype}: use {dtype}")
-        if shape is None:
-            if given.ndim != 2 or given.shape[0] != batch:
-                raise ShapeError(f"{name} is {list(given.shape)}: it must be [{batch}, tokens]")
-        elif given.shape != shape:
+        if given.shape != shape:
             raise ShapeError(f"{name} is {list(given.shape)}: it must be {list(shape)}")
         if given.device != q.device:
             raise DeviceError(f"q is on {q.device}, {name} on {given.device}")
 
 
-def check_bias_len(bias: torch.Tensor, longest: int) -> None:
-    """Raise ShapeError unless there is a bias for each token of the longest sequence."""
-    if bias.shape[1] < longest:
-        raise ShapeError(
-            f"key_bias is {list(bias.shape)}: the longest sequence has {longest} tokens, each of "
-            "which needs one"
-        )
-
-
 def check_variant_values(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    q_lens: torch.Tensor | None,
-    variant: AttentionVariant,
+    q: torch.Tensor, q_lens: torch.Tensor | None, variant: AttentionVariant
 ) -> None:
     """Raise unless the values of a variant are possible; not while a CUDA graph is captured.
 
     Raises:
-        ConfigError: slopes that are not finite, a logit or a bias that is NaN or +inf.
-        ShapeError: key_bias has fewer tokens than a sequence, or a query of a tree sees none of it.
+        ConfigError: slopes that are not finite, or a logit that is NaN or +inf.
+        ShapeError: a query of a tree sees none of it.
     """
     if debug.is_recorded(q):
         return
@@ -206,13 +177,6 @@ def check_variant_values(
         raise ConfigError("alibi_slopes must be finite")
     if (sinks := variant.sink_logits) is not None and not bool((sinks < math.inf).all()):
         raise ConfigError("sink_logits must be finite, or -inf for a head without a sink")
-    if (bias := variant.key_bias) is not None:
-        lens = torch.stack([segment.seq_lens for segment in segments]).sum(0)
-        longest = int(lens.max()) if len(lens) else 0
-        check_bias_len(bias, longest)
-        in_use = torch.arange(bias.shape[1], device=bias.device) < lens[:, None]
-        if not bool(((bias < math.inf) | ~in_use).all()):
-            raise ConfigError("key_bias must be finite, or -inf for a token that is hidden")
     if (tree := variant.tree_mask) is not None:
         counts = tree.shape[1] if q_lens is None else q_lens[:, None]
         is_query = torch.arange(tree.shape[1], device=tree.device).expand(tree.shape[:2]) < counts
@@ -222,33 +186,6 @@ def check_variant_values(
             raise ShapeError(
                 f"query {row} of sequence {sequence} sees no token of the tree: let it see itself"
             )
-
-
-def mark_unbiased(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    segments: Sequence[Segment],
-    bias: torch.Tensor,
-    q_indptr: torch.Tensor | None = None,
-) -> None:
-    """Turn results of sequences with more tokens than biases into NaN; lengths are not read.
-
-    Args:
-        out: [batch, ..., head_dim], or with q_indptr [total, ..., head_dim]; changed in place.
-        lse: out without its last axis, changed in place.
-        segments: all that was attended to.
-        bias: key_bias of a variant.
-        q_indptr: of ragged queries.
-    """
-    if bias.shape[1] >= sum(segment.capacity for segment in segments):
-        return
-    too_long = torch.stack([segment.seq_lens for segment in segments]).sum(0) > bias.shape[1]
-    if q_indptr is not None:  # rows behind the last sequence's see nothing
-        too_long = torch.nn.functional.pad(too_long, (0, 1))
-        too_long = too_long[sequences_of_rows(q_indptr, len(out))]
-    for found in (out, lse):
-        if found is not None:
-            found.masked_fill_(too_long.view(-1, *[1] * (found.ndim - 1)), torch.nan)
 
 
 def add_sinks(

@@ -17,8 +17,8 @@ from ..engine.hooks import hook
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import warm_up_layers
 from ..errors import UnsupportedError
+from .environment import settings
 from .layers import calls_of, has_windows, rows_of_layers, with_sinks
-from .plugin import settings
 from .pool import RowsPool, pages_of
 
 

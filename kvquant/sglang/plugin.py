@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from ..engine.hooks import check_further, check_version, hook
-from ..engine.settings import Settings, with_kept_plan
-from ..errors import ConfigError, UnsupportedError, shown
+from ..engine.settings import with_kept_plan
+from ..errors import ConfigError, UnsupportedError
+from .environment import VARIABLE, given, settings
 
 NAME = "kvquant"  # of the attention backend
-VARIABLE = "KVQUANT_SGLANG"  # of the environment: JSON of Settings.parse
-DEFAULT = "{}"
 POOL_CLASS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
 SIZES = "sglang.srt.model_executor.pool_configurator."
 CELL_SIZE = SIZES + "DefaultPoolConfigurator._compute_cell_size"
@@ -43,25 +41,6 @@ def register() -> None:
     HookRegistry.register(WINDOW_SIZES, _window_sizes, HookType.AROUND)
 
 
-@lru_cache
-def settings() -> Settings:
-    """The settings in the environment variable.
-
-    Raises:
-        ConfigError: the variable holds no JSON, or settings that Settings.parse refuses.
-    """
-    return Settings.parse(_given(), VARIABLE)
-
-
-def _given() -> Any:
-    """What the environment variable says; ConfigError if it holds no JSON."""
-    text = os.environ.get(VARIABLE, DEFAULT)
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ConfigError(f"{VARIABLE} is {shown(text)}: give JSON, such as {DEFAULT}") from None
-
-
 @hook("sglang")
 def _make_backend(runner: Any) -> Any:
     check_version("sglang")
@@ -81,18 +60,18 @@ def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
     """
     from sglang.srt.arg_groups import model_hook
 
-    given = model_hook.attention_backends_of
-    if NAME in given(server_args):
-        os.environ[VARIABLE] = json.dumps(with_kept_plan(_given(), server_args.model_path))
+    backends_of = model_hook.attention_backends_of
+    if NAME in backends_of(server_args):
+        os.environ[VARIABLE] = json.dumps(with_kept_plan(given(), server_args.model_path))
 
     def counted(view: Any) -> tuple[str, ...]:
-        return tuple("triton" if name == NAME else name for name in given(view))
+        return tuple("triton" if name == NAME else name for name in backends_of(view))
 
     model_hook.attention_backends_of = counted
     try:
         previous(server_args)
     finally:
-        model_hook.attention_backends_of = given
+        model_hook.attention_backends_of = backends_of
 
 
 def _is_asked(configurator: Any, args: tuple[object, ...], more: dict[str, object]) -> bool:

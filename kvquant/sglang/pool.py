@@ -14,7 +14,7 @@ import torch
 
 from ..engine.contract import UNIT, PageLayout, Pages
 from ..errors import UnsupportedError, missing_extra
-from .plugin import settings
+from .environment import settings
 
 try:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

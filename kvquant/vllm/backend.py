@@ -52,7 +52,7 @@ from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES, RUN
 from ..rows.variant import AttentionVariant, names_of
-from . import plugin
+from .entries import OURS, PLUGIN
 from .flash import causal_attention_of
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
@@ -204,7 +204,7 @@ def bind(kind: type[Backend], settings: Any, name: str, request: Request) -> typ
     """
     asked = settings.parse(json.loads(request.given), 'additional_config["kvquant"]')
     known = {"request": request, "settings": asked, "name": name}
-    known |= {"__module__": plugin.__name__, "__qualname__": name}  # else of its metaclass: "abc"
+    known |= {"__module__": PLUGIN, "__qualname__": name}  # else of its metaclass: "abc"
     return type(kind.__name__, (kind,), known)
 
 
@@ -520,7 +520,7 @@ class KVQuantImpl(AttentionImpl[Step]):
             vllm_config: of the engine.
             queries: the most that a decoding sequence has: 1, and its drafted tokens.
         """
-        settings = backend_of(plugin.OURS[0], request_of(vllm_config)).settings
+        settings = backend_of(OURS[0], request_of(vllm_config)).settings
         layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
         variant = self.variant(torch.device("cpu"))
         bases: list[Any] = [None]

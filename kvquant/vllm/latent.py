@@ -42,7 +42,6 @@ from ..engine.settings import LatentSettings
 from ..engine.step import Step, describe_step
 from ..engine.warmup import warm_up_layers
 from ..errors import KVQuantError, UnsupportedError
-from . import plugin
 from .backend import (
     Request,
     RowsBackend,
@@ -56,6 +55,7 @@ from .backend import (
     request_of,
     tell_rows,
 )
+from .entries import OURS
 
 # elements of a latent and of its RoPE part, by their sum: the sizes that vLLM's metadata takes too
 LATENT_AND_ROPE = {576: (512, 64), 320: (256, 64)}
@@ -212,7 +212,7 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
 
     def probable_calls(self, vllm_config: VllmConfig, queries: int) -> Iterator[LatentCalls]:
         """As KVQuantImpl.probable_calls."""
-        settings = latent_backend_of(plugin.OURS[0], request_of(vllm_config)).settings
+        settings = latent_backend_of(OURS[0], request_of(vllm_config)).settings
         fmt = settings.layout(self.kv_lora_rank, self.qk_rope_head_dim)
         bases: list[Any] = [None]
         if settings.plan is not None and not self.is_draft:

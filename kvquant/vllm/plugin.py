@@ -12,10 +12,8 @@ from typing import Any
 
 from ..engine.hooks import check_version, hook
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
+from .entries import LATENT, OURS
 
-# of vLLM's registry: its CPU platform knows CPU_ATTN and those for latent attention
-LATENT = ("CPU_MLA", "AMX_MLA")
-OURS = ("CUSTOM", "CPU_ATTN", *LATENT)
 # Models whose K and V differ in head_dim (MiMo-V2) take one of these, whatever is asked for.
 DIFFKV = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
 SPARSE = ("SPARSE", "DSV4", "MSA")  # in names of backends where an indexer chooses tokens

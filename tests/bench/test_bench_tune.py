@@ -15,8 +15,7 @@ import torch
 from click.testing import CliRunner
 from fake_timer import H200, MACHINE, FakeTimer, small
 
-from kvquant.bench.cases import FORMATS, Case, rehearse_case
-from kvquant.bench.gpu import Times
+from kvquant.bench.cases import Case, rehearse_case
 from kvquant.bench.timer import Call
 from kvquant.errors import ConfigError
 from kvquant.kernels.cuda.decode.plan import Plan
@@ -28,7 +27,8 @@ from kvquant.text import Column, render_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_tune
-from bench_tune import KERNELS, PLANS
+from bench_tune import FORMATS, KERNELS, PLANS
+from measuring import Times
 
 
 @pytest.fixture

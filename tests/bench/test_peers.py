@@ -113,7 +113,7 @@ def test_json_says_what_was_measured_and_where(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    machine = Machine("a GPU", "CUDA 13.0", "2.11", "0.1", "2026", 132, 60 << 20, 4350.0, 4.7)
+    machine = Machine("a GPU", "CUDA 13.0", "2.11", "0.1", "2026", 4350.0)
     compiled: list[object] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(peers, "GraphTimer", FakeTimer)
@@ -126,7 +126,7 @@ def test_json_says_what_was_measured_and_where(
     monkeypatch.setattr(sys, "argv", ["peers.py", *given, "--json", str(file)])
     peers.main()
     found = json.loads(file.read_text())
-    assert found["machine"]["gpu"] == "a GPU" and found["commit"] == "0123abc"
+    assert found["machine"]["device"] == "a GPU" and found["commit"] == "0123abc"
     assert compiled == []
     assert [(one["shape"], one["project"], one["cache"]) for one in found["peers"]] == [
         ("4:2x8x2", "torch", "BF16"),

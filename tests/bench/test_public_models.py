@@ -27,13 +27,16 @@ from peer_caches import (
     PeerLayer,
     PeerReference,
     Shipped,
+    ggml,
     llama_cpp,
     new_cache,
     saw_int4,
     shipped,
+    vllm_turboquant,
 )
 from peer_schemes import kivi, kivi_keys, kivi_values
-from public_models import Rows, Sampled, at_most, losses
+from public_models import Rows, Sampled
+from public_tables import at_most, losses
 from tiny_models import tiny_model
 from transformers import AutoTokenizer
 
@@ -51,6 +54,11 @@ PROBLEM = {
     "prompt": "from typing import List\n\n\ndef double(x: int) -> int:\n    '''Twice.'''\n",
     "entry_point": "double",
     "test": "def check(f):\n    assert f(3) == 6\n",
+}
+SLIDING: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 40,
 }
 RIGHT = "def double(x):\n    return 2 * x"
 
@@ -131,9 +139,9 @@ def test_padded_sequences_are_rounded_as_alone() -> None:
                 assert torch.equal(both[own, :, start:], one)
 
 
-def test_outer_layers_stay_and_bits_count_what_stays() -> None:
+def test_exact_layers_stay_and_bits_count_what_stays() -> None:
     x = 3 * torch.randn(1, 2, 8, 64).bfloat16().float()
-    peer = Shipped("one", 4.0, rounding, layers=6, outer=2)
+    peer = Shipped("one", 4.0, rounding, layers=6, exact=frozenset((0, 1, 4, 5)))
     stays = [bool(torch.equal(peer.apply(layer, x, x)[0], x)) for layer in range(6)]
     assert stays == [True, True, False, False, True, True]
     assert peer.bits == (4 * 16 + 2 * 4) / 6
@@ -142,10 +150,13 @@ def test_outer_layers_stay_and_bits_count_what_stays() -> None:
     ) / (2 * 100)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3Text"])
 def test_a_cache_that_rounds_nothing_gives_the_16_bit_logits(
-    model: CachedModel, tokens: torch.Tensor
+    kind: str, tokens: torch.Tensor
 ) -> None:
-    plain, ours = None, new_cache(EXACT, 2, torch.float32)
+    """Of sliding windows, too: the cache keeps all tokens, and the mask hides them."""
+    model = tiny_model(kind, **(SLIDING if kind == "Gemma3Text" else {}))
+    ours = new_cache(EXACT, model.config.num_hidden_layers, torch.float32)
     found = [model.plain(part, ours) for part in (tokens[:, :90], tokens[:, 90:91])]
     plain = model.plain(tokens[:, :91])
     assert torch.allclose(found[1], plain, atol=1e-4)  # the order of sums is another
@@ -182,21 +193,45 @@ def test_all_peers_measure_and_evaluate(model: CachedModel, tokens: torch.Tensor
     assert len(kl) == 10 and all(0 <= one < 5 for one in kl.values())
     assert 0 < kl["llama.cpp q8_0"] < kl["llama.cpp q4_0"]
     # all two layers are the outer ones
-    assert kl["TurboQuant, 4 bits, 4 layers in 16 bit"] == 0
+    assert kl["TurboQuant of vLLM, 4 bits"] == 0
 
 
-def test_llama_cpp_and_saw_round_as_written() -> None:
+def test_caches_without_a_window_round_as_written() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 1, 50, 64)
-    for (name, bits, read), most in (
-        (llama_cpp(8), 0.02),
-        (llama_cpp(4), 0.3),
-        (saw_int4(64), 0.4),
+    for (name, bits, read), packed, most in (
+        (llama_cpp(8), 8.5, 0.02),
+        (llama_cpp(4), 4.5, 0.3),
+        (saw_int4(64), 5, 0.4),
+        (vllm_turboquant(4, 64), 4.375, 0.4),
     ):
         for found in read(0, x, x):
             # half a step of a block, and a half-precision scale, in an orthonormal basis
             assert 0 < float((found - x).square().mean().sqrt()) < most, name
-        assert bits == {"llama.cpp q8_0": 8.5, "llama.cpp q4_0": 4.5, "SAW-INT4": 4.5}[name]
+        assert bits == packed, name
+    values = vllm_turboquant(3, 64)[2](0, x, x)[1]  # not rotated: 8 levels a row, the ends kept
+    assert all(len(row.unique()) <= 8 for row in values[0, 0])
+    assert torch.allclose(values.amax(-1), x.amax(-1), atol=1e-2)
+
+
+def test_blocks_of_ggml_have_its_codes() -> None:
+    """The scale is exact here: 2 of q4_0, whose largest element is -16, and 1 of q8_0."""
+    x = torch.zeros(32)
+    x[:6] = torch.tensor([-16, 3, -3, 16, 0.9, -1])
+    assert ggml(x, 4)[:6].tolist() == [-16, 4, -2, 14, 0, 0]
+    x[:6] = torch.tensor([127, 0.5, -0.5, 2.5, -2.5, 0.4])
+    assert ggml(x, 8)[:6].tolist() == [127, 1, -1, 3, -3, 0]
+
+
+def test_sliding_layers_stay_where_a_project_leaves_them(tokens: torch.Tensor) -> None:
+    sliding = tiny_model("Gemma3Text", **SLIDING)
+    every = {one.name: one for one in shipped(sliding, tokens)}
+    assert every["KVarN K4V2, 128 sinks"].exact == {0, 2, 4}
+    assert every["TurboQuant of vLLM, 3 bits"].exact == {0, 1, 2, 4, 5}
+    assert not every["llama.cpp q4_0"].exact
+    reference = PeerReference(sliding, tokens[:, :180], 170)
+    kl = {name: reference.measure(one)["kl"] or 0.0 for name, one in every.items()}
+    assert 0 < kl["llama.cpp q8_0"] < kl["llama.cpp q4_0"]
 
 
 def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
@@ -404,7 +439,8 @@ def test_humaneval_asks_every_cache_and_goes_on(
     monkeypatch.setattr(public_models.Subject, "peers", [ours, same])
     path = tmp_path / "found.json"
     given = f"smollm2-135m --folder {MODEL} --json {path} --device cpu --measure humaneval "
-    given += f"--run-programs {data} --network-is-off --new-tokens 40 --samples 1 --place behind"
+    given += f"--run-programs {data} --network-is-off --new-tokens 40 --place behind "
+    given += "--sample 0 --sample 1"
     for _ in range(2):
         done = CliRunner().invoke(public_models.main, given.split(), catch_exceptions=False)
         assert done.exit_code == 0, done.output

@@ -22,7 +22,7 @@ from measuring import relative_error
 
 from kvquant import __version__
 from kvquant.bench.cases import Case, check, make_inputs, parse_latents, rehearse_case
-from kvquant.bench.report import render_machine
+from kvquant.bench.measure import render_machine
 from kvquant.bench.timer import GraphTimer, describe_machine
 from kvquant.cli.console import compile_kernels
 from kvquant.kernels.cuda.mla import launch

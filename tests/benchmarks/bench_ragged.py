@@ -18,8 +18,6 @@ measures, and prints two tables:
                          "apart" is a call for each number of queries, one after another. "to apart"
                          is the time of "ragged" divided by that of "apart". All are compared with a
                          call for each sequence.
-
-kvquant bench --ragged measures one query of each sequence without a prefix.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ tables mean. --from prints a file's tables. The files in results/ came from thes
                     code-biased --length 1000 --length 1984 --window 4/128 --window 0/0
     code-sinks,     the same training with --kind sinks (190 s) and --kind latent (120 s);
     code-latent     bench_code.py --window 4/128 --length 1984 --no-peers --seeds 2, six tasks
-    code-again      bench_code.py third --length 4096 --prompts 4 --questions 1 --passages 1
                     --seeds 1 --no-peers --format int8 --format int4-g4 --plan int4 --texts 24
 """
 

@@ -30,7 +30,7 @@ from measuring import relative_error
 
 from kvquant import RowFormat, __version__, dequantize_rows, quantize_rows
 from kvquant.bench.cases import Case, Inputs, make_inputs
-from kvquant.bench.report import render_machine
+from kvquant.bench.measure import render_machine
 from kvquant.bench.timer import GraphTimer, capture, describe_machine
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.plan import Plan, fit, plan, price, with_workers

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 import click
 import torch
+from measuring import Times, check_and_time, figures_of
 
 from kvquant import __version__
 from kvquant.bench.cases import Case, list_cases, rehearse_case
-from kvquant.bench.gpu import Times, check_and_time, rotated_inputs
-from kvquant.bench.report import case_figures, render_machine, time_figures
+from kvquant.bench.measure import case_figures, render_machine, rotated_inputs
 from kvquant.bench.timer import GraphTimer, Machine, Timer, describe_machine
 from kvquant.cli.console import COUNT, HEAD_DIM, JSON, PAIR, check_output, write_json
 from kvquant.errors import ConfigError
@@ -56,6 +56,7 @@ from kvquant.rows.format import RowFormat
 from kvquant.text import Column, progress, render_table
 
 T = TypeVar("T")
+FORMATS = "int4-g4", "int4", "int8-g4", "fp8", "bf16"
 # shapes of the default table of plans
 TABLE: dict[str, Any] = {
     "batches": (1, 8, 32, 64, 128, 256, 512),
@@ -308,7 +309,7 @@ def choice_figures(choice: Choice, machine: Machine) -> dict[str, Any]:
     """A choice of a plan as plain data."""
     found = {**case_figures(choice.case), "measured": choice.measured}
     for name, (one, times) in (("formula", choice.formula), ("fastest", choice.fastest)):
-        found[name] = asdict(one) | time_figures(choice.case, times, machine)
+        found[name] = asdict(one) | figures_of(choice.case, times, machine)
     return found
 
 
@@ -316,7 +317,7 @@ def ablation_figures(ablation: Ablation, machine: Machine) -> dict[str, Any]:
     """An ablation of the kernel as plain data."""
     case = ablation.case
     found = {**case_figures(case), "kernel": ablation.name, **asdict(ablation.plan)}
-    return found | time_figures(case, ablation.times, machine)
+    return found | figures_of(case, ablation.times, machine)
 
 
 @click.command()
@@ -346,8 +347,7 @@ def main(
     check_output(json_file, endings=(".json",))
     if not any(sizes[name] for name in TABLE):
         sizes |= ABLATED if ablate else TABLE
-    if ablate:
-        formats = formats or ABLATED_FORMATS
+    formats = formats or (ABLATED_FORMATS if ablate else FORMATS)
     cases = list_cases(formats, dtype=getattr(torch, dtype) if dtype else None, **sizes)
     timer = GraphTimer(0.01 if quick else 0.05)
     machine = describe_machine(timer, __version__)

@@ -10,16 +10,15 @@ FlashInfer and vLLM are not needed. "drafted": every sequence has that many toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import click
 import torch
 from measuring import begin, relative_error
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
-from kvquant import RowFormat
-from kvquant.bench.cases import Case
-from kvquant.bench.gpu import Peer, best_sdpa
-from kvquant.bench.timer import GraphTimer
+from kvquant.bench.measure import BACKENDS, running
+from kvquant.bench.timer import Call, GraphTimer
 from kvquant.engine.contract import LayerRows, NewTokens
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import Step, append, attend, describe_step
@@ -29,8 +28,6 @@ TOKENS, PAGE, HEAD_DIM, SCALE, FEW = 8192, 64, 128, 128**-0.5, 2
 # sequences, query heads, KV heads, drafted tokens
 CASES = (64, 32, 8, 0), (64, 8, 1, 0), (256, 8, 1, 0), (64, 32, 8, 3), (8, 32, 8, 0)
 FORMATS = "int4-g4", "int8", "bf16"
-EXACT = RowFormat.parse("bf16", HEAD_DIM)
-Call = Callable[[], object]
 
 
 def make_step(batch: int, new: int) -> tuple[Step, torch.Tensor]:
@@ -113,6 +110,38 @@ def our_time(
     return timer.in_a_row(calls), error
 
 
+def torch_time(
+    timer: GraphTimer, batch: int, heads: tuple[int, int], new: int
+) -> tuple[float, str]:
+    """Microseconds of the fastest of torch's attention kernels on 16-bit K and V, and its name."""
+    num_q_heads, num_kv_heads = heads
+    nbytes = 2 * 2 * batch * num_kv_heads * TOKENS * HEAD_DIM
+    calls: dict[str, list[Call]] = {}
+    for _ in range(timer.rotation(nbytes) or 1):
+        k, v = torch.randn(2, batch, num_kv_heads, TOKENS, HEAD_DIM, device="cuda").bfloat16()
+        q = torch.randn(batch, num_q_heads, new, HEAD_DIM, device="cuda").bfloat16()
+        forms = {"enable_gqa": (q, causal_lower_right(new, TOKENS) if new > 1 else None)}
+        if new == 1:  # the query heads of a KV head as its queries
+            forms["folded"] = q.view(batch, num_kv_heads, -1, HEAD_DIM), None
+        for name, backend in BACKENDS.items():
+            for form, (queries, mask) in forms.items():
+
+                def run(
+                    backend: SDPBackend = backend,
+                    queries: torch.Tensor = queries,
+                    mask: torch.Tensor | None = mask,
+                    rows: tuple[torch.Tensor, torch.Tensor] = (k, v),
+                    grouped: bool = form == "enable_gqa",
+                ) -> None:
+                    with sdpa_kernel(backend):
+                        scaled_dot_product_attention(
+                            queries, *rows, attn_mask=mask, enable_gqa=grouped
+                        )
+
+                calls.setdefault(f"{name}, {form}", []).append(run)
+    return min((timer.in_a_row(one), name) for name, one in running(calls).items())
+
+
 @click.command()
 @click.option("--format", "names", multiple=True, default=FORMATS, show_default=True)
 def main(names: tuple[str, ...]) -> None:
@@ -122,9 +151,7 @@ def main(names: tuple[str, ...]) -> None:
     for batch, num_q_heads, num_kv_heads, drafted in CASES:
         heads, new = (num_q_heads, num_kv_heads), 1 + drafted
         torch.cuda.empty_cache()
-        peer = best_sdpa(Case(EXACT, EXACT, batch, *heads, TOKENS, q_len=new), timer)
-        assert isinstance(peer, Peer) and peer.times.in_a_row is not None, peer
-        theirs, their_us = peer.in_a_row_name, peer.times.in_a_row
+        their_us, theirs = torch_time(timer, batch, heads, new)
         for name in names:
             torch.cuda.empty_cache()
             us, error = our_time(timer, name, batch, heads, new)

@@ -5,20 +5,44 @@ together, and which layers are left out. A cache holds 16-bit values and puts th
 their place as tokens leave, generated ones too. The prompt is read with exact attention, as in
 kvquant; what follows it reads the rounded values.
 
-    KIVI        groups of 32; the keys of up to 128 tokens stay in 16 bit until they are 128 and
-                leave together; the values of the last 128 tokens beside the newest stay
-    TurboQuant  vLLM's form: every token at once; the first and the last two layers in 16 bit
-    OSCAR       the first 64 and the last 256 tokens in 16 bit
-    KVarN       a tile of 128 tokens leaves when it is full
-    SAW-INT4    arXiv 2604.19157: K in a Hadamard basis, V as it comes; 4 bits from the least to the
-                greatest of a token's head, fp16 pairs; every token at once
-    llama.cpp   q8_0 and q4_0, blocks of 32 with an fp16 scale, behind a Hadamard rotation: of K
-                over the largest power of two, of V over blocks of 64; every token at once
-    vLLM fp8    e4m3 with a scale of 1; every token at once
+The facts were read in 2026-11 in the repositories named. Bits are counted as in memory:
+
+    KIVI        jy-yuan/KIVI, models/llama_kivi.py: groups of 32; the keys of up to 128 tokens stay
+                in 16 bit until they are 128 and leave together, for what comes next; the values of
+                the last 128 tokens beside the newest stay. 128 is the default of
+                utils/process_args.py, for groups too; example.py has 32 of both. The paper's
+                setting: not checked
+    TurboQuant  vLLM, quantization/turboquant/config.py, ops/triton_turboquant_store.py,
+                backends/turboquant_attn.py; presets "4bit_nc" and "3bit_nc". K: Hadamard over the
+                head, codebook, fp16 norm. V: no rotation, from the least to the greatest of a
+                token's head, fp16 pairs. Every token at once; the first and the last two layers in
+                16 bit, and those with a sliding window, which it does not take (vllm#54599). vLLM's
+                codebook is that of a normal distribution, here it is of the coordinate's own one
+    OSCAR       FutureMLS-Lab/OSCAR, rotation/eval_oscar_gpqa.sh: the first 64 and the last 256
+                tokens in 16 bit; scales and zeros in float32 (fp16 values here; its README counts
+                16 bits of them: 2.28). Its recipes in rotation/run now have other windows for some
+                models (Qwen3-8B: 128 and 2,048) and a codebook there: not here
+    KVarN       the README of huawei-csl/KVarN; its backend was read in ytwang13/KVarN-FP, a fork
+                (kvarn/config.py, backends/kvarn_attn.py): the first 128 tokens stay in 16 bit; a
+                tile of 128 tokens leaves when it is full, for what comes next. Layers with a
+                sliding window stay in 16 bit (vllm#46812; vllm/platforms/cuda.py in copies)
+    SAW-INT4    togethercomputer/saw-int4 and its fork of SGLang, branch jinda_rotation_fast
+                (fused_hadamard_int4_kv.py, memory_pool.py): K in a Hadamard basis, rounded to
+                bfloat16 there, in blocks of 128 as its README runs it (16 when no size is given), V
+                as it comes; 4 bits from the least to the greatest of a token's head; scale and zero
+                in float32 (OSCAR's README counts 16 bits of them: 4.25); every token at once. The
+                commit that it names and the paper, arXiv 2604.19157: not checked
+    llama.cpp   q8_0 and q4_0 of ggml/src/ggml-quants.c, blocks of 32 with an fp16 scale, behind a
+                Hadamard rotation (llama.cpp#21038; src/llama-kv-cache.cpp was read in copies): for
+                every quantized type, if head_dim is a multiple of 64; of K over the largest power
+                of two that divides it, of V over blocks of 64; every token at once
+    vLLM fp8    vLLM's page quantized_kvcache: e4m3 with scales of 1 where the checkpoint has none;
+                every token at once. Queries, which FlashAttention 3 rounds too, are exact here
 
 Batches may be padded on the left: `starts` says how much. Tokens are counted from each sequence's
 own first one, so a sequence forms the groups that it would form alone. Padding takes part in none.
-Layers with a sliding window keep all tokens too; the model's mask hides them.
+Layers with a sliding window keep all tokens too; the model's mask hides them. Where nothing above
+says otherwise they are rounded as the others are: for llama.cpp and SAW-INT4 not checked.
 """
 
 from __future__ import annotations
@@ -28,13 +52,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peer_schemes import FP16, Pair, Read, kivi, kvarn, oscar, rounded, turboquant
+from peer_schemes import FP16, Pair, Read, codebook, from_codebook, kivi, kvarn, oscar, rounded
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvquant.calibration.fidelity import compare_passages, standard_errors
 from kvquant.hf.model import CachedModel
 from kvquant.rows.quantize import EXACT_DTYPES
-from kvquant.rows.rotation import rotate
+from kvquant.rows.rotation import block_size, rotate
 
 PREFILL = 4096  # tokens that are read at a time
 BATCH = 8  # passages that are decoded together
@@ -63,7 +87,7 @@ class Shipped:
         keys, values: when they leave.
         sinks: first tokens that stay in 16 bit.
         layers: of the model.
-        outer: so many of the first, and of the last, layers stay in 16 bit.
+        exact: these layers stay in 16 bit.
         sink_len, recent_len: none, for evaluate: apply itself knows which tokens stay.
     """
 
@@ -74,7 +98,7 @@ class Shipped:
     values: Leave = Leave()
     sinks: int = 0
     layers: int = 0
-    outer: int = 0
+    exact: frozenset[int] = frozenset()
     sink_len = recent_len = 0
 
     def __str__(self) -> str:
@@ -83,7 +107,7 @@ class Shipped:
     @property
     def bits(self) -> float:
         """Of an element of K and V, the layers in 16 bit included, tokens in 16 bit not."""
-        share = 2 * self.outer / max(self.layers, 1)
+        share = len(self.exact) / max(self.layers, 1)
         return self.packed_bits + (FP16 - self.packed_bits) * share
 
     def stored_bits(self, tokens: int) -> float:
@@ -118,7 +142,6 @@ class PeerLayer(DynamicLayer):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no types
         self.peer, self.layer, self.exact = peer, layer, exact
-        self.is_exact = peer.outer > max(min(layer, peer.layers - 1 - layer), 0)
         self.starts = list(starts)
         self.done: dict[tuple[int, int], int] = {}  # by rule and sequence: what has left
 
@@ -135,7 +158,7 @@ class PeerLayer(DynamicLayer):
 
     def settle(self) -> None:
         """Round what has left; `update` has made tensors of its own."""
-        if self.is_exact:
+        if self.layer in self.peer.exact:
             return
         peer = self.peer
         both = peer.keys == peer.values
@@ -239,37 +262,56 @@ def one_by_one(side: Callable[[str, torch.Tensor], torch.Tensor]) -> Read:
     return lambda layer, keys, values: (side("k", keys), side("v", values))
 
 
-def saw_int4(head_dim: int) -> tuple[str, float, Read]:
-    """SAW-INT4's name, bits and reading."""
+def turned(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Rotate blocks of so many elements by a Hadamard matrix; undoes itself."""
+    return rotate(x.unflatten(-1, (-1, size))).flatten(-2)
+
+
+def vllm_turboquant(bits: int, head_dim: int) -> tuple[str, float, Read]:
+    """The name, bits and reading of TurboQuant in vLLM."""
+    levels = codebook(bits, head_dim).float()
 
     def side(which: str, x: torch.Tensor) -> torch.Tensor:
-        return rotate(rounded(rotate(x), 4, -1)) if which == "k" else rounded(x, 4, -1)
+        return rotate(from_codebook(rotate(x), levels)) if which == "k" else rounded(x, bits, -1)
 
-    return "SAW-INT4", 4 + 2 * FP16 / head_dim, one_by_one(side)
+    return f"TurboQuant of vLLM, {bits} bits", bits + 1.5 * FP16 / head_dim, one_by_one(side)
+
+
+def saw_int4(head_dim: int) -> tuple[str, float, Read]:
+    """SAW-INT4's name, bits and reading."""
+    size = min(head_dim, 128)
+
+    def side(which: str, x: torch.Tensor) -> torch.Tensor:
+        x = turned(x.bfloat16(), size).float() if which == "k" else x
+        found = rounded(x, 4, -1, torch.float)
+        return turned(found, size) if which == "k" else found
+
+    return "SAW-INT4", 4 + 4 * FP16 / head_dim, one_by_one(side)
+
+
+def ggml(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """q4_0 or q8_0: codes from the float32 scale, which is stored in fp16."""
+    parts = x.unflatten(-1, (-1, 32))
+    largest = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))
+    # q4_0 gives the largest element, whatever its sign, the code -8
+    scale = largest / -8 if bits == 4 else largest.abs() / 127
+    x = parts / torch.where(scale != 0, scale, 1)
+    away = (x.abs() + 0.5).floor().copysign(x)  # roundf: halves go away from zero
+    codes = (x + 0.5).floor().clamp(max=7) if bits == 4 else away
+    return torch.flatten(codes * scale.half().float(), -2)
 
 
 def llama_cpp(bits: int) -> tuple[str, float, Read]:
-    """llama.cpp's q8_0 or q4_0: the same of either."""
-    most = 2 ** (bits - 1) - 1
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        parts = x.unflatten(-1, (-1, 32))
-        largest = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))
-        # q4_0 gives the largest element, whatever its sign, the code -8
-        scale = largest / -8 if bits == 4 else largest.abs() / 127
-        codes = (parts / torch.where(scale != 0, scale, 1) + 0.5).floor().clamp(max=most)
-        found: torch.Tensor = (codes * scale.half().float()).flatten(-2)
-        return found
+    """llama.cpp's q8_0 or q4_0, of heads of a multiple of 64: the same of either."""
 
     def side(which: str, x: torch.Tensor) -> torch.Tensor:
-        turned = rotate(x) if which == "k" else rotate(x.unflatten(-1, (-1, 64))).flatten(-2)
-        found = block(turned)
-        return rotate(found) if which == "k" else rotate(found.unflatten(-1, (-1, 64))).flatten(-2)
+        size = block_size(x.shape[-1]) if which == "k" else 64
+        return turned(ggml(turned(x, size), bits), size)
 
     return f"llama.cpp q{bits}_0", bits + FP16 / 32, one_by_one(side)
 
 
-def fp8(x: torch.Tensor) -> torch.Tensor:
+def fp8(_: str, x: torch.Tensor) -> torch.Tensor:
     """Round to e4m3; what goes beyond it becomes the greatest."""
     most = torch.finfo(torch.float8_e4m3fn).max
     return x.clamp(-most, most).to(torch.float8_e4m3fn).float()
@@ -284,22 +326,25 @@ def shipped(model: CachedModel, windows: torch.Tensor) -> list[Shipped]:
     """
     exact = model.exact_format
     head_dim = model.new_cache(1, 1, k_format=exact, v_format=exact).head_dim
-    layers = model.model.config.get_text_config(decoder=True).num_hidden_layers
-    full = Leave(0, 128)
+    config = model.model.config.get_text_config(decoder=True)
+    layers = config.num_hidden_layers
+    kinds = enumerate(getattr(config, "layer_types", None) or ())
+    sliding = frozenset(layer for layer, kind in kinds if kind == "sliding_attention")
+    outer = sliding | {0, 1, layers - 2, layers - 1}
+    full = Leave(1, 128)
     found = []
     for bits in (4, 2):
         one = kivi(bits, 32, head_dim)
         name = f"KIVI-{bits}, residual of 128"
-        found.append(Shipped(name, one.bits, one.read, Leave(1, 128), Leave(129), 0, layers))
+        found.append(Shipped(name, one.bits, one.read, full, Leave(129), 0, layers))
     for bits in (4, 3):
-        one = turboquant(bits, head_dim)
-        name = f"TurboQuant, {bits} bits, 4 layers in 16 bit"
-        found.append(Shipped(name, one.bits, one.read, layers=layers, outer=2))
+        found.append(Shipped(*vllm_turboquant(bits, head_dim), layers=layers, exact=outer))
     one = oscar(model, windows, head_dim)
     name = "OSCAR-2, 64 sinks, 256 recent"
-    found.append(Shipped(name, one.bits, one.read, Leave(256), Leave(256), 64, layers))
+    packed = one.bits + 2 * FP16 / head_dim
+    found.append(Shipped(name, packed, one.read, Leave(256), Leave(256), 64, layers))
     one = kvarn(4, 2, head_dim)
-    found.append(Shipped(f"{one.name}, tiles of 128", one.bits, one.read, full, full, 0, layers))
-    for plain in (saw_int4(head_dim), llama_cpp(8), llama_cpp(4)):
-        found.append(Shipped(*plain, layers=layers))
-    return [*found, Shipped("vLLM fp8", 8.0, one_by_one(lambda _, x: fp8(x)), layers=layers)]
+    name = f"{one.name}, 128 sinks"
+    found.append(Shipped(name, one.bits, one.read, full, full, 128, layers, sliding))
+    fixed = saw_int4(head_dim), llama_cpp(8), llama_cpp(4), ("vLLM fp8", 8.0, one_by_one(fp8))
+    return [*found, *(Shipped(*plain, layers=layers) for plain in fixed)]

@@ -5,29 +5,35 @@ Simulated): the prompt's tokens between the first and the last ones are read as 
 bit, and so are all that are decoded behind the prompt. Bits are of an element of K and V, codes and
 all scales; a last group or tile with fewer tokens is counted as a whole one.
 
-    KIVI        arXiv 2402.02750: K per channel in groups of tokens, V per token in groups of
-                channels; fp16 scale and minimum. 32 is the paper's group, 128 that of equal bits.
+    KIVI        arXiv 2402.02750 and its repository (quant/new_pack.py): K per channel in groups of
+                tokens, V per token in groups of channels; scale and minimum in the model's fp16. 32
+                is the group of its example.py, 128 that of utils/process_args.py.
                 A real cache holds the keys of the group that is filling in 16 bit; here they are
                 quantized as they stand
     TurboQuant  arXiv 2504.19874, its quantizer for the squared error: a random rotation, and the
                 best scalar codebook for coordinates of a random direction; the norm in fp16, of
-                what was read, too (vLLM's "nc"). K and V alike, in all layers
+                what was read, too (vLLM's "nc"). K and V alike, in all layers. vLLM's form, which
+                rounds V in another way, is in peer_caches.py
     OSCAR       arXiv 2605.17757 and its repository: K in the eigenvectors of the queries' second
                 moment, V in those of values weighted by their scores, both times a Hadamard matrix;
                 magnitudes above a quantile of the row are clipped (.96 of K, .92 of V), then 2 bits
                 from the least to the greatest, fp16 pairs, one group a row. Its permutation moves
                 elements between groups, of which there is one. One rotation for each KV head, not
                 for each layer: better by OSCAR#20
-    KVarN       arXiv 2606.03458 and its repository, K 4 bits and V 2: a Hadamard rotation; tiles of
-                128 tokens, whose tokens and channels are scaled in turn to a standard deviation of
-                1; then from the least to the greatest, K per channel, V per token. fp16 scales;
-                those of tokens and channels are at least e^-.3, as in its code
+    KVarN       arXiv 2606.03458 and its repository, K 4 bits and V 2 (its README's preset): a
+                Hadamard rotation; tiles of 128 tokens, whose tokens and channels are scaled in turn
+                to a standard deviation of 1; then from the least to the greatest, K per channel, V
+                per token. Its files kvarn/config.py, ops/kvarn_store.py and
+                ops/triton_kvarn_sinkhorn.py, read in a fork (ytwang13/KVarN-FP): all scales and
+                minimums fp16; 8 passes (16 in the first release); the deviation divides by n - 1;
+                scales of tokens and channels are at least e^-.3. The padding of its records at 256
+                elements a head is not counted
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,9 +45,9 @@ from kvquant.rows.rotation import rotate
 
 FP16 = 16
 OSCAR_CLIP = {"k": 0.96, "v": 0.92}
-TILE, ROUNDS = 128, 16  # of KVarN: tokens, and passes over both axes
-LEAST_STD, GREATEST_STD = 1e-3, 1e3
-LEAST_LOG, GREATEST_LOG = -0.3, 10.0  # of its scales, natural logarithms
+TILE, ROUNDS = 128, 8  # of KVarN: tokens, and passes over both axes
+STDS = 1e-3, 1e3
+LOGS = -0.3, 10.0  # least and greatest of its scales, natural logarithms
 Pair = tuple[torch.Tensor, torch.Tensor]
 Read = Callable[[int, torch.Tensor, torch.Tensor], Pair]
 
@@ -75,16 +81,16 @@ class PeerCache:
         return k.to(keys.dtype), v.to(values.dtype)
 
 
-def rounded(x: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+def rounded(x: torch.Tensor, bits: int, dim: int, kept: torch.dtype = torch.half) -> torch.Tensor:
     """Round the elements along an axis to 2^bits levels from their least to their greatest.
 
-    The least one and the distance of levels are fp16.
+    The least one and the distance of levels are kept in fp16, or another dtype.
     """
     if not x.numel():
         return x
     least, greatest = x.aminmax(dim=dim, keepdim=True)
     most = 2**bits - 1
-    least, scale = least.half().to(x), ((greatest - least) / most).half().to(x)
+    least, scale = least.to(kept).to(x), ((greatest - least) / most).to(kept).to(x)
     steps = ((x - least) / torch.where(scale > 0, scale, 1)).round().clamp(0, most)
     found: torch.Tensor = steps * scale + least
     return found
@@ -141,6 +147,14 @@ def codebook(bits: int, dim: int) -> torch.Tensor:
     return levels
 
 
+def from_codebook(x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    """Rows as their norm, fp16, and the nearest level of each coordinate of their direction."""
+    known, norm = levels.to(x.device), x.norm(dim=-1, keepdim=True)
+    unit = x / torch.where(norm > 0, norm, 1)
+    found = known[torch.bucketize(unit, (known[1:] + known[:-1]) / 2)]
+    return torch.mul(norm.half().float(), found / found.norm(dim=-1, keepdim=True))
+
+
 def turboquant(bits: int, head_dim: int) -> PeerCache:
     """TurboQuant with a rotation that is drawn once."""
     drawn = torch.randn(
@@ -149,18 +163,11 @@ def turboquant(bits: int, head_dim: int) -> PeerCache:
     rotation, levels = torch.linalg.qr(drawn)[0].float(), codebook(bits, head_dim).float()
 
     def read_side(x: torch.Tensor) -> torch.Tensor:
-        turn, known = rotation.to(x.device), levels.to(x.device)
-        norm = x.norm(dim=-1, keepdim=True)
-        unit = x / torch.where(norm > 0, norm, 1) @ turn
-        found = known[torch.bucketize(unit, (known[1:] + known[:-1]) / 2)]
-        unit = found / found.norm(dim=-1, keepdim=True)
-        restored: torch.Tensor = norm.half().float() * unit @ turn.T
-        return restored
+        turn = rotation.to(x.device)
+        return torch.matmul(from_codebook(x @ turn, levels), turn.T)
 
-    def read(layer: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        return read_side(keys), read_side(values)
-
-    return PeerCache(f"TurboQuant, {bits} bits", bits + FP16 / head_dim, read)
+    name = f"TurboQuant, {bits} bits"
+    return PeerCache(name, bits + FP16 / head_dim, lambda _, k, v: (read_side(k), read_side(v)))
 
 
 def oscar(model: CachedModel, windows: torch.Tensor, head_dim: int) -> PeerCache:
@@ -178,8 +185,7 @@ def oscar(model: CachedModel, windows: torch.Tensor, head_dim: int) -> PeerCache
         y = x @ turn  # [batch, num_kv_heads, tokens, head_dim]
         place = math.ceil(OSCAR_CLIP[side] * y.shape[-1])
         most = y.abs().kthvalue(place, dim=-1, keepdim=True).values
-        found = rounded(y.clamp(-most, most), 2, dim=-1)
-        return found @ turn.transpose(-1, -2)
+        return rounded(y.clamp(-most, most), 2, dim=-1) @ turn.mT
 
     def read(layer: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         return read_side("k", layer, keys), read_side("v", layer, values)
@@ -221,17 +227,10 @@ def _turned(moment: torch.Tensor) -> torch.Tensor:
 def kvarn(k_bits: int, v_bits: int, head_dim: int) -> PeerCache:
     """KVarN with tiles of 128 tokens."""
 
-    def key_tile(tile: torch.Tensor) -> torch.Tensor:  # [..., tokens, channels]
-        return balanced_rounded(tile.mT, k_bits).mT
-
-    def value_tile(tile: torch.Tensor) -> torch.Tensor:
-        return balanced_rounded(tile, v_bits)
-
     def read(layer: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        return (
-            rotate(in_tiles(rotate(keys), TILE, key_tile)),
-            rotate(in_tiles(rotate(values), TILE, value_tile)),
-        )
+        k = in_tiles(rotate(keys), TILE, lambda tile: balanced_rounded(tile.mT, k_bits).mT)
+        v = in_tiles(rotate(values), TILE, lambda tile: balanced_rounded(tile, v_bits))
+        return rotate(k), rotate(v)
 
     of_k = k_bits + 2 * FP16 / TILE + FP16 / head_dim
     of_v = v_bits + 2 * FP16 / head_dim + FP16 / TILE
@@ -263,8 +262,8 @@ def balance(tile: torch.Tensor) -> Pair:
     least = _unevenness(now)
     for _ in range(ROUNDS):
         for at, dim in ((1, -2), (0, -1)):
-            std = now.std(dim=dim, keepdim=True, correction=0).clamp(LEAST_STD, GREATEST_STD)
-            logs[at] = (logs[at] + std.log()).clamp(LEAST_LOG, GREATEST_LOG)
+            std = now.std(dim=dim, keepdim=True, correction=min(1, now.shape[dim] - 1))
+            logs[at] = (logs[at] + std.clamp(*STDS).log()).clamp(*LOGS)
             now = tile / logs[1].exp() / logs[0].exp()
         found = _unevenness(now)
         better = found <= least
@@ -291,10 +290,6 @@ def peers(model: CachedModel, windows: torch.Tensor) -> list[PeerCache]:
     """
     cache = model.new_cache(1, 1, k_format=model.exact_format, v_format=model.exact_format)
     dim = cache.head_dim
-    made: Iterable[PeerCache] = (
-        *(kivi(bits, group, dim) for bits in (4, 2) for group in (32, 128)),
-        *(turboquant(bits, dim) for bits in (4, 3)),
-        kvarn(4, 2, dim),
-        oscar(model, windows, dim),
-    )
-    return [*made]
+    made = [kivi(bits, group, dim) for bits in (4, 2) for group in (32, 128)]
+    made += [turboquant(bits, dim) for bits in (4, 3)]
+    return [*made, kvarn(4, 2, dim), oscar(model, windows, dim)]

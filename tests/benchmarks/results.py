@@ -7,13 +7,12 @@
 Each file in results/ is what a script of the repository wrote with --json, with the commit that was
 measured and the date:
 
-    h200-decode, h200-mla, h200-variants    kvquant bench, with --mla, with --variants
-    h200-more                               the cases of four such calls, one after another, with
-                                            --format int4-g4, int3 and int2, --exact, --page-size
-    h200-wide                               kvquant bench --wide
+    h200-decode, h200-more, h200-wide,      kvquant bench before commit d73287f9, whose options
+    h200-mla, h200-variants, h200-lengths   --wide, --mla, --variants, --ragged, --exact and
+                                            --page-size it has lost. Today --q-heads, --format and
+                                            --batch say the cases; bench_variants.py and
+                                            bench_ragged.py measure the others
     h200-ragged                             tests/benchmarks/bench_ragged.py --queries
-    h200-lengths                            kvquant bench --ragged
-    h200-uneven                             tests/benchmarks/bench_uneven.py
     h200-512                                kvquant bench --head-dim 512 --q-heads 16 --kv-heads 4
                                             --format int4-g4 --format int8
     h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
@@ -38,8 +37,6 @@ measured and the date:
                                             "tokens" tells the memory of graphs
     sglang-answers                          tests/support/sglang_compared.py: its compared.json,
                                             merged from two calls
-    fidelity, few-bits                      tests/benchmarks/fidelity.py; the second of plans from
-                                            kvquant calibrate --budget 3.25, named MODEL-3
     recall, recall-few, code, kinds         tests/benchmarks/bench_recall.py, the same with rows of
                                             2 and 3 bits, bench_code.py, the same with models of
                                             other kinds (train_code_lm.py --kind)
@@ -51,10 +48,6 @@ measured and the date:
     code-few                                bench_code.py with a second training of the model: rows
                                             of 2 and 3 bits, KVarN K4V2 and TurboQuant with 3 bits.
                                             We added "second training" to the model's name by hand
-    code-again                              bench_code.py with a third training of the model:
-                                            generated texts. We added "third training" to its name
-                                            by hand. We left out the 4 questions and the passage
-                                            that these runs had, too
     code-sinks, code-latent                 bench_code.py with models of train_code_lm.py --kind
                                             sinks and --kind latent: kvquant's caches alone, with
                                             the default window. We wrote the commit of the run
@@ -62,19 +55,16 @@ measured and the date:
     probe                                   tests/benchmarks/bench_probe.py, a call for each model
     public-NAME                             tests/benchmarks/public_models.py, which writes there
                                             itself. A row has the torch and the device of its run
-    defaults                                bench_defaults.py, which public_models.py has replaced,
-                                            on four models and two texts. We merged the files of six
-                                            runs, named the texts, and left out a pair that was
-                                            measured twice
-    humaneval                               bench_humaneval.py, likewise: the files of four runs,
-                                            two of which ended before plans of 2 and 3 bits
+    defaults                                pairs of formats, of which kvquant/rows/defaults.py
+                                            took the default: bench_defaults.py at commit d73287f9.
+                                            We merged the files of six runs, named the texts, and
+                                            left out a pair that was measured twice
     h200-defaults                           kvquant bench --batch 64 --seq-len 8192 --q-heads 32
                                             --kv-heads 8, with the two default pairs as --format
-    row-formats, row-bases, row-graded      tests/benchmarks/bench_formats.py, bench_bases.py,
-                                            bench_graded.py
 
 zen4-decode is the one of two runs, one after the other, whose ratios to torch are less favourable.
-Its record of the machine was added by hand: the command did not write one yet.
+Its record of the machine was added by hand: the command did not write one yet. A script brought it
+and xeon-decode into the form that the command writes now. Of torch's calls the fastest was kept.
 
 tests/test_readme.py compares the READMEs with the tables and sentences made here. To change a
 figure, measure again: keep the file, print the tables and put them into the pages.
@@ -85,20 +75,25 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 import statistics
 import subprocess
-import textwrap
-from collections import ChainMap, Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from evaluations import TEST, Evaluations, of_models, read_runs, text_of
+from public_tables import (
+    behind_code,
+    by_context,
+    humaneval,
+    overview,
+    overview_about,
+    read_public,
+    shipped,
+)
 
 from kvquant import KVCache, RowFormat
-from kvquant.bench import cpu
-from kvquant.bench.cases import ROOM
 from kvquant.calibration.text_report import KL_NOTICE
 from kvquant.io.plan_store import RUINED, SAFE
 from kvquant.rows.defaults import default_format
@@ -154,41 +149,114 @@ def shown() -> dict[str, list[str]]:
     """Tables and sentences by the page that shows them."""
     return {
         "README.md": [
-            *(memory(), public(), SAFE_UP_TO, public_measured(), speed()),
-        ],
-        "calibration/README.md": [
-            *(fidelity_about(), fidelity(CACHES)),
-            *(fidelity_about("few-bits"), fidelity(FEW_BITS, "few-bits")),
+            *(memory(), *public_overview(), SAFE_UP_TO, speed()),
         ],
         "calibration/FIDELITY.md": fidelity_page(),
         "kernels/FACTS.md": [
-            *(peers(), ran("variants"), variants()),
-            *(ran("mla", "torch 2.11, one run of "), latent_rows(), latent_peers()),
-            *(gpu_about("h200-small"), few_sequences()),
-            *(gpu_about("h200-512"), heads_of_512()),
+            *(peers(), said("variants"), variants()),
+            *(said("latent rows"), latent_rows(), latent_peers()),
+            *(said("few sequences"), few_sequences()),
+            *(said("heads of 512"), tabled("heads of 512")),
         ],
-        "kvquant/bench/README.md": [
-            *(cpu_about(), cpu_decode(), cpu_rows(), xeon(), gpu_about(), decode_cases()),
-            *(gpu_about("h200-defaults"), default_times()),
-            *(gains(), gpu_about("h200-more"), few_bits_times(), page_times()),
-            *(gpu_about("h200-wide"), wide_groups(), ragged_queries()),
-            *(gpu_about("h200-lengths"), unequal_lengths()),
-            *(gpu_about("h200-uneven"), spare_capacity()),
-        ],
-        "kvquant/evaluation/README.md": [evaluation(), answers()],
+        "kvquant/bench/README.md": [bench(), *bench_about(), unequal_lengths(), ragged_queries()],
+        "kvquant/evaluation/README.md": [evaluation()],
         "kvquant/cache/README.md": [settings()],
         "kvquant/hf/README.md": [
-            probed(),
-            steps_about(),
-            steps(),
-            captured_step(),
-            *latent_steps(),
+            *(probed(), said("steps"), tabled("steps"), said("captured step")),
+            *(said("latent steps"), tabled("latent steps")),
         ],
         "kvquant/hf/decode_step.svg": step_labels(),
         "kvquant/lmcache/README.md": [DEFAULT_ROOM],
         "kvquant/sglang/README.md": [answers_of_sglang(), served_by_sglang()],
         "kvquant/vllm/README.md": [room(), room("int4", "int4"), DEFAULT_ROOM, *served()],
     }
+
+
+# sentences of pages: the file, and a format string of its figures (see facts)
+GPU = "{gpu}, {day}, torch {release}, peak of plain reads {read_gb_per_s:,.0f} GB/s"
+ENGINES = (
+    "one {gpu}, {day}, vLLM {vllm}, torch {release}, {layers} layers of a Llama 3 8B with random "
+    "weights, {context:,} tokens in each sequence"
+)
+SENTENCES = {
+    "variants": (
+        "h200-variants",
+        "H200, {day}, `kvquant bench --variants` (`results/h200-variants.json`)",
+    ),
+    "latent rows": (
+        "h200-mla",
+        "H200, {day}, torch 2.11, one run of `kvquant bench --mla` (`results/h200-mla.json`)",
+    ),
+    "few sequences": ("h200-small", GPU),
+    "heads of 512": ("h200-512", GPU),
+    "steps": (
+        "h200-step",
+        "a Llama of {layers} layers as wide as an 8B, random weights, BF16, `{format}` rows, batch "
+        "{cases[0][batch]}, one {gpu}, {day}, transformers {transformers}, torch {release}",
+    ),
+    "latent steps": (
+        "h200-latent-step",
+        "{layers} layers of DeepSeek V3 without experts, random weights, BF16, `{format}` rows, "
+        "batch {cases[0][batch]}, {cases[0][tokens]:,} tokens, one {gpu}, {day}, transformers "
+        "{transformers}, torch {release}",
+    ),
+    "captured step": (
+        "h200-captured",
+        "With {layers} layers, batch {cases[0][batch]} and {cases[0][tokens]:,} tokens "
+        "`CapturedStep` takes {cases[0][ms][captured]:.2f} ms, with `compile=True` "
+        "{cases[0][ms][captured, compiled]:.2f} ms, and a compiled `QuantizedCache` "
+        "{cases[0][ms][compiled]:.2f} ms ({gpu}, {day})",
+    ),
+    "saturated": (
+        "vllm-load",
+        "FLASH_ATTN in bf16 answers {engines[flash][saturated][0][requests]} requests that come at "
+        "once in {engines[flash][saturated][0][seconds]:.1f} s, which is "
+        "{engines[flash][saturated][0][requests_per_s]:.1f} a second",
+    ),
+    "vllm": ("vllm", ENGINES),
+    "vllm-32": ("vllm-32", ENGINES),
+}
+WAYS = {
+    "compiled": "`QuantizedCache`, compiled",
+    "captured": "`CapturedStep`",
+    "eager": "from Python",
+    "DynamicCache": "`DynamicCache`",
+    "StaticCache, compiled": "`StaticCache`, compiled",
+}
+MS = {title: f"{{ms[{name}]:.1f}}" for name, title in WAYS.items()}
+# tables of pages: the file, the list of its rows, and a format string for each column
+TABLES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "heads of 512": (
+        "h200-512",
+        "decode",
+        {
+            "rows": "`{k_format}`",
+            "one call: us": "{us:.1f}",
+            "in a row: us": "{in_a_row_us:.1f}",
+            "GB/s": "{in_a_row_gb_per_s:,.0f}",
+            "of the read peak": "{in_a_row_roof_percent:.0f} %",
+            "16 bit: ratio": "{sdpa[in_a_row_ratio]:.2f}",
+        },
+    ),
+    "steps": ("h200-step", "cases", {"tokens": "{tokens:,}"} | MS),
+    "latent steps": ("h200-latent-step", "cases", MS),
+}
+
+
+def said(key: str) -> str:
+    """One of SENTENCES. Besides a file's figures its string may name those of the machine and the
+    settings, the day, and torch's version without its build (release)."""
+    name, form = SENTENCES[key]
+    found = read(name)
+    inner = {**found.get("settings", {}), **found.get("machine", {}), **found}
+    dated = found.get("machine", {}) if "date" in found.get("machine", {}) else found
+    return form.format(**inner, day=day(dated), release=release({"torch": "", **inner}))
+
+
+def tabled(key: str) -> str:
+    """One of TABLES."""
+    name, rows, columns = TABLES[key]
+    return formatted(columns, read(name)[rows])
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -215,128 +283,91 @@ def int4_cases() -> dict[tuple[int, int, int], Figures]:
     }
 
 
-def decode_cases() -> str:
-    """All cases, of all formats."""
-    rows = [
-        [f"`{one['k_format']}`", *cells(one), f"{one['error']:.1e}"]
-        for one in read("h200-decode")["decode"]
-    ]
-    return table(["format", *TITLES, "error"], rows)
+SHOWN = {(1, 1024), (1, 8192), (64, 8192), (64, 32768)}
+# what the page of `kvquant bench` shows: the file, and what is true of its rows
+BENCHED: tuple[tuple[str, Callable[[Figures], bool]], ...] = (
+    ("h200-defaults", lambda one: True),
+    ("h200-decode", lambda one: one["num_q_heads"] == 32 and shape(one)[::2] in SHOWN),
+    ("h200-decode", lambda one: one["batch"] == 256 and one["k_format"] in ("fp8", "bf16")),
+    ("h200-more", lambda one: one["num_q_heads"] == 32 and one["k_format"] in ("int3", "int2")),
+    ("h200-wide", lambda one: one["num_q_heads"] == 64),
+    ("zen4-decode", lambda one: one["k_format"] in ("int4-g4", "int8", "bf16")),
+    ("xeon-decode", lambda one: one["k_format"] == "int4-g4"),
+)
+DEVICES = {"h200": "H200", "zen4": "Zen 4", "xeon": "Xeon, AMX"}
+BENCH = {
+    "where": "{where}",
+    "rows": "{rows}",
+    "sequences x tokens, heads": "{batch} x {seq_len:,}, {num_q_heads}:{num_kv_heads}",
+    "us": "{us:,.1f}",
+    "ratio": "{sdpa[ratio]:.2f}",
+    "in a row: us": "{row}",
+    "ratio in a row": "{row_ratio}",
+    "peak": "{peak:.0f} %",
+}
 
 
-TITLES = [
-    *("batch", "heads", "tokens", "one call: us", "one call, 16 bit: us", "one call: ratio"),
-    *("in a row: us", "GB/s", "of the read peak", "in a row, 16 bit: us", "in a row: ratio"),
-]
+def bench() -> str:
+    """The measured cases of `kvquant bench`."""
+    rows: dict[object, Figures] = {}
+    for name, wanted in BENCHED:
+        for one in filter(wanted, cases(name)):
+            k, v = one["k_format"], one["v_format"]
+            row = {"row": "-", "row_ratio": "-", "peak": one["roof_percent"]}
+            if one["in_a_row_us"]:
+                row["row"] = f"{one['in_a_row_us']:,.1f}"
+                row["row_ratio"] = f"{one['sdpa']['in_a_row_ratio']:.2f}"
+                row["peak"] = one["in_a_row_roof_percent"]
+            row["rows"] = f"`{k}`" if k == v else f"`{k}/{v}`"
+            row["where"] = DEVICES[name.partition("-")[0]]
+            rows.setdefault(json.dumps(one), {**one, **row})
+    return formatted(BENCH, rows.values())
 
 
-def cells(case: Figures) -> list[str]:
-    """A row of the table above."""
-    peer = of_peer(case)
-    return [
-        *(f"{case['batch']}", f"{case['num_q_heads']}:{case['num_kv_heads']}"),
-        *(f"{case['seq_len']:,}", f"{case['us']:.1f}", f"{peer['us']:.1f}"),
-        *(f"{peer['ratio']:.2f}", f"{case['in_a_row_us']:.1f}"),
-        *(f"{case['in_a_row_gb_per_s']:,.0f}", f"{case['in_a_row_roof_percent']:.0f} %"),
-        *(f"{peer['in_a_row_us']:.1f}", f"{peer['in_a_row_ratio']:.2f}"),
-    ]
-
-
-def few_bits_times() -> str:
-    """Rows of 2 and 3 bits beside INT4 of the same shape and window."""
-    cases = [one for one in read("h200-more")["decode"] if not one["page_size"]]
-    usual: dict[Any, Figures] = {}
-    rows = []
-    for one in cases:
-        window = one["sink_len"], one["recent_len"]
-        int4 = usual.setdefault((shape(one), window), one)
-        assert int4["k_format"] == "int4-g4"
-        rows.append(
-            [
-                *(f"`{one['k_format']}`", f"{one['batch']}"),
-                *(f"{one['num_q_heads']}:{one['num_kv_heads']}", "{} + {}".format(*window)),
-                *(f"{one['nbytes'] / 1e6:.0f}", f"{one['us']:.1f}", f"{one['in_a_row_us']:.1f}"),
-                f"{one['in_a_row_us'] / int4['in_a_row_us']:.2f}",
-                f"{of_peer(one)['in_a_row_ratio']:.2f}",
-            ]
-        )
-    titles = ["rows", "batch", "heads", "tokens in 16 bit", "MB", "one call: us", "in a row: us"]
-    return table([*titles, "to `int4-g4`", "16 bit: ratio"], rows)
-
-
-def heads_of_512() -> str:
-    """Heads of 512 elements: 64 sequences of 8,192 tokens, 16:4 heads."""
-    rows = [
-        [
-            *(f"`{one['k_format']}`", f"{one['us']:.1f}", f"{one['in_a_row_us']:.1f}"),
-            *(f"{one['in_a_row_gb_per_s']:,.0f}", f"{one['in_a_row_roof_percent']:.0f} %"),
-            f"{of_peer(one)['in_a_row_ratio']:.2f}",
+def bench_about() -> list[str]:
+    """Where, when and with what the cases ran."""
+    by_device: dict[str, list[Figures]] = {}
+    for name in dict.fromkeys(name for name, _ in BENCHED):
+        machine = read(name)["machine"]
+        where = machine.get("gpu") or f"{machine['device']}, {machine['backend']}"
+        by_device.setdefault(where, []).append(machine)
+    found = []
+    for where, machines in by_device.items():
+        spans = [
+            " to ".join(dict.fromkeys(form.format(end(values)) for end in (min, max)))
+            for form, values in (
+                ("{}", [day(one) for one in machines]),
+                ("{:,.0f}", [one["read_gb_per_s"] for one in machines]),
+            )
         ]
-        for one in read("h200-512")["decode"]
-    ]
-    titles = ["rows", "one call: us", "in a row: us", "GB/s", "of the read peak", "16 bit: ratio"]
-    return table(titles, rows)
+        found.append(f"{where}, {spans[0]}, torch {release(machines[0])}: {spans[1]} GB/s")
+    return found
 
 
-def wide_groups() -> str:
-    """Many query heads on a KV head: 64 sequences of 8,192 tokens."""
-    cases = read("h200-wide")["wide"]
-    rows = [
-        [
-            *(f"{one['num_q_heads']}:{one['num_kv_heads']}", f"{one['us']:.1f}"),
-            *(f"{of_peer(one)['us']:.1f}", f"{of_peer(one)['ratio']:.2f}"),
-            *(f"{one['in_a_row_us']:.1f}", f"{of_peer(one)['in_a_row_us']:.1f}"),
-            f"{of_peer(one)['in_a_row_ratio']:.2f}",
-        ]
-        for one in cases
-    ]
-    titles = ["heads", "one call: us", "torch, 16 bit", "ratio", "in a row: us", "torch, 16 bit"]
-    return table([*titles, "ratio"], rows)
+def cases(name: str) -> list[Figures]:
+    """The cases of a file that `kvquant bench` wrote."""
+    return next(one for one in read(name).values() if isinstance(one, list))
 
 
-def ragged_queries() -> str:
-    """Ragged queries in one call, padded, and in a call for each number of queries."""
-    rows = [
-        [
-            *(name, f"{one['ragged']:,.0f}", f"{one['padded']:,.0f}" if "padded" in one else "-"),
-            *(f"{one['apart']:,.0f}", f"{one['ragged'] / one['apart']:.2f}"),
-        ]
-        for name, one in read("h200-ragged").items()
-        if isinstance(one, dict)
-    ]
-    return table(["new tokens", "ragged", "padded", "apart", "ragged to apart"], rows)
+def formatted(columns: Mapping[str, str], rows: Iterable[Figures]) -> str:
+    """A table whose columns are format strings of a row's figures."""
+    return table([*columns], ([form.format(**one) for form in columns.values()] for one in rows))
 
 
 def unequal_lengths() -> str:
-    """`kvquant bench --ragged`: sequences of unequal lengths beside as many tokens evenly."""
-    figures = read("h200-lengths")
-    rows = []
-    for one in figures["ragged"]:
-        lens = Counter(one["lens"])
-        name = ", ".join(f"{n} x {length:,}" for length, n in sorted(lens.items(), reverse=True))
-        if len(lens) > 2:
-            name = f"{one['batch']} of {min(lens)} to {max(lens):,}"
-        us, even, torch = one["us"], one["even"]["us"], one["sdpa"]
-        at_peak = one["nbytes"] / figures["machine"]["read_gb_per_s"] / 1e3
-        cells = f"{us:.1f}", f"{even:.1f}", f"{us / even:.2f}", f"{at_peak:.1f}"
-        rows.append([name, *cells, f"{torch['us']:,.0f} ({torch['name'].partition(',')[0]})"])
-    titles = ["sequences x tokens", "us", "evenly, us", "us / evenly"]
-    titles += ["bytes at peak, us", "torch, 16 bit, us"]
-    return table(titles, rows)
+    """What sequences of unequal lengths cost."""
+    found = [one["us"] / one["even"]["us"] for one in cases("h200-lengths")]
+    return f"take {min(found):.2f} to {max(found):.2f} times as long as as many tokens evenly"
 
 
-def spare_capacity() -> str:
-    """Sequences shorter than their capacity, beside as many tokens without spare capacity."""
-    figures = read("h200-uneven")
-    (times,) = figures["us"].values()
-    rows = []
-    for name, us in times.items():
-        lengths, _, room = name.partition(", room for ")
-        if int(room) != ROOM:  # those are in unequal_lengths
-            named = [re.sub(r"\d+", lambda m: f"{int(m[0]):,}", text) for text in (lengths, room)]
-            cells = f"{us['now']:.1f}", f"{us['evenly']:.1f}", f"{us['now'] / us['evenly']:.2f}"
-            rows.append([*named, *cells])
-    return table(["sequences x tokens", "capacity", "us", "evenly, us", "us / evenly"], rows)
+def ragged_queries() -> str:
+    """What unequal numbers of queries cost."""
+    found = [
+        one["ragged"] / one["apart"]
+        for one in read("h200-ragged").values()
+        if isinstance(one, dict)
+    ]
+    return f"takes {min(found):.2f} to {max(found):.2f} times as long as a call for each number"
 
 
 def few_sequences() -> str:
@@ -358,101 +389,6 @@ def few_sequences() -> str:
     return table([*titles, "fastest other", "in a row", "empty kernel, in a row"], rows)
 
 
-def page_times() -> str:
-    """Pages of several sizes."""
-    rows = [
-        [f"{one['page_size']}", f"{one['us']:.1f}", f"{one['in_a_row_us']:.1f}"]
-        for one in read("h200-more")["decode"]
-        if one["page_size"]
-    ]
-    return table(["tokens of a page", "one call: us", "in a row: us"], rows)
-
-
-def gains() -> str:
-    """How much faster INT4 is with many rows."""
-    many = [
-        of_peer(one)
-        for one in int4_cases().values()
-        if one["batch"] * one["seq_len"] * one["num_kv_heads"] >= 10**6
-    ]
-    least, most = (
-        [f"{end(one[key] for one in many):.1f}" for key in ("in_a_row_ratio", "ratio")]
-        for end in (min, max)
-    )
-    return (
-        f"INT4 is {least[0]} to {most[0]} times as fast as 16 bit in a row, and {least[1]} to "
-        f"{most[1]} times in single calls"
-    )
-
-
-def cpu_about() -> str:
-    """Where and when it was measured."""
-    machine = read("zen4-decode")["machine"]
-    return (
-        f"`kvquant bench --device cpu` measured this on {machine['threads']} cores of an "
-        f"{machine['cpu']}, Zen 4 with AVX-512, on {day(machine)} with torch {release(machine)}. "
-        f"The memory there reads {machine['read_gb_per_s']:.0f} GB/s"
-    )
-
-
-def xeon() -> str:
-    """How much faster INT4 is on a CPU with matrix units."""
-    found = read("xeon-decode")
-    machine, case = found["machine"], found["decode"][0]
-    assert case["format"] == "int4-g4"
-    return (
-        f"On {machine['threads']} cores of an {machine['cpu']} with AMX, {day(machine)}, torch "
-        f"{release(machine)}, `int4-g4` took {case['ms']:.2f} ms: {case['sdpa_ratio']:.1f} times "
-        f"as fast as torch's fastest SDPA, {case['matmul_ratio']:.1f} times as fast as two matmuls"
-    )
-
-
-def gpu_about(name: str = "h200-decode") -> str:
-    """Where and when decode was measured on a GPU."""
-    machine = read(name)["machine"]
-    return (
-        f"{machine['gpu']}, {day(machine)}, torch {release(machine)}, peak of plain reads "
-        f"{machine['read_gb_per_s']:,.0f} GB/s"
-    )
-
-
-def steps_about() -> str:
-    """Where and when whole models were measured."""
-    found = read("h200-step")
-    (batch,) = {case["batch"] for case in found["cases"]}
-    return (
-        f"a Llama of {found['layers']} layers as wide as an 8B, random weights, BF16, "
-        f"`{found['format']}` rows, batch {batch}, one {found['gpu']}, {day(found)}, transformers "
-        f"{found['transformers']}, torch {release(found)}"
-    )
-
-
-def latent_steps() -> list[str]:
-    """A decode step of layers with latent attention: where it was measured, and milliseconds."""
-    found = read("h200-latent-step")
-    (case,) = found["cases"]
-    about = (
-        f"{found['layers']} layers of DeepSeek V3 without experts, random weights, BF16, "
-        f"`{found['format']}` rows, batch {case['batch']}, {case['tokens']:,} tokens, one "
-        f"{found['gpu']}, {day(found)}, transformers {found['transformers']}, torch "
-        f"{release(found)}"
-    )
-    cells = [f"{case['ms'][name]:.1f}" for name in WAYS]
-    return [about, table([*WAYS.values()], [cells])]
-
-
-def captured_step() -> str:
-    """The time of a captured step, and of one that torch.compile compiled first."""
-    found = read("h200-captured")
-    (case,) = found["cases"]
-    ms = {name: f"{taken:.2f} ms" for name, taken in case["ms"].items()}
-    return (
-        f"With {found['layers']} layers, batch {case['batch']} and {case['tokens']:,} tokens "
-        f"`CapturedStep` takes {ms['captured']}, with `compile=True` {ms['captured, compiled']}, "
-        f"and a compiled `QuantizedCache` {ms['compiled']} ({found['gpu']}, {day(found)})"
-    )
-
-
 def evaluation() -> str:
     """How long kvquant evaluate takes with a model as wide as one of 8B."""
     found = read("h200-evaluate")
@@ -463,12 +399,6 @@ def evaluation() -> str:
     )
 
 
-def ran(mode: str, what: str = "") -> str:
-    """When a mode of kvquant bench ran on a GPU."""
-    name = f"h200-{mode}"
-    return f"H200, {day(read(name))}, {what}`kvquant bench --{mode}` (`results/{name}.json`)"
-
-
 def day(figures: Figures) -> str:
     """When it was measured: 2026-11-25."""
     return str(figures["date"])[:10]
@@ -477,16 +407,6 @@ def day(figures: Figures) -> str:
 def release(figures: Figures) -> str:
     """torch's version without its build: 2.11.0."""
     return str(figures["torch"]).partition("+")[0]
-
-
-def cpu_decode() -> str:
-    """What `kvquant bench --device cpu` printed of decode attention."""
-    return textwrap.indent(cpu.render_decode(read("zen4-decode")["decode"]), "    ")
-
-
-def cpu_rows() -> str:
-    """What it printed of rows."""
-    return textwrap.indent(cpu.render_rows(read("zen4-decode")["rows"]), "    ")
 
 
 def bits(fmt: str | None, tokens: int) -> float:
@@ -514,22 +434,6 @@ DEFAULT_ROOM = room(*(default_format(side, 128) for side in "kv"))
 
 
 LENGTHS = 4096, 32768
-WAYS = {
-    "compiled": "`QuantizedCache`, compiled",
-    "captured": "`CapturedStep`",
-    "eager": "from Python",
-    "DynamicCache": "`DynamicCache`",
-    "StaticCache, compiled": "`StaticCache`, compiled",
-}
-
-
-def steps() -> str:
-    """A decode step of a whole model."""
-    rows = [
-        [f"{case['tokens']:,}", *(f"{case['ms'][name]:.1f}" for name in WAYS)]
-        for case in read("h200-step")["cases"]
-    ]
-    return table(["tokens", *WAYS.values()], rows)
 
 
 def step_labels() -> list[str]:
@@ -556,24 +460,6 @@ def latent_rows() -> str:
         rows.append([*cells, f"{of_peer(cases['bf16'])['us']:.1f}"])
     titles = ["batch, tokens, heads", *(f"`{name}`" for name in names), "torch on 16 bit"]
     return table(titles, rows)
-
-
-VARIANTS = {
-    "soft_cap": "soft cap",
-    "sink_logits": "sink logits",
-    "alibi_slopes": "ALiBi",
-    "key_bias": "key bias",
-    "window": "window 4,096",
-    "tree_mask": "tree mask, 4 queries",
-}
-
-
-def variants() -> str:
-    """What each field of AttentionVariant costs, calls in a row."""
-    cases = read("h200-variants")["variants"]
-    plain = {one["q_len"]: one["in_a_row_us"] for one in cases if not one["variant"]}
-    ratios = {one["variant"]: one["in_a_row_us"] / plain[one["q_len"]] for one in cases}
-    return table([*VARIANTS.values()], [[f"{ratios[name]:.2f}" for name in VARIANTS]])
 
 
 def fastest(cases: Iterable[Figures]) -> str:
@@ -642,12 +528,12 @@ def served() -> list[str]:
     for name in ("vllm", "vllm-32"):
         if (RESULTS / f"{name}.json").exists():  # nobody has measured 32 layers yet
             figures = read(name)
-            found += [engines_about(figures), throughput(figures)]
+            found += [said(name), throughput(figures)]
     figures = read("vllm-load")
     return [
         *found,
         again(read("vllm-again")),
-        saturated(figures),
+        said("saturated"),
         under_load(figures),
     ]
 
@@ -660,25 +546,6 @@ def again(figures: Figures) -> str:
     )
     told = [f"{min(rates):,.0f} to {max(rates):,.0f}" for rates in (ours, theirs)]
     return f"kvquant decoded {told[0]} tokens a second, and FLASH_ATTN in bf16 {told[1]}"
-
-
-def saturated(figures: Figures) -> str:
-    """The rate at which FLASH_ATTN in bf16 answers requests that all come at once."""
-    (found,) = figures["engines"]["flash"]["saturated"]
-    return (
-        f"FLASH_ATTN in bf16 answers {found['requests']} requests that come at once in "
-        f"{found['seconds']:.1f} s, which is {found['requests_per_s']:.1f} a second"
-    )
-
-
-def engines_about(figures: Figures) -> str:
-    """Where, when and with what engines were measured."""
-    machine, settings = figures["machine"], figures["settings"]
-    return (
-        f"one {machine['gpu']}, {day(machine)}, vLLM {machine['vllm']}, torch {release(machine)}, "
-        f"{settings['layers']} layers of a Llama 3 8B with random weights, "
-        f"{settings['context']:,} tokens in each sequence"
-    )
 
 
 def spread(runs: Sequence[Figures], key: str) -> str:
@@ -717,7 +584,7 @@ def under_load(figures: Figures) -> str:
     return table([*titles, "between tokens, ms: p50", "p99"], rows)
 
 
-SGLANG_ENGINES = {  # rows and pages, by the names of sglang_compared.py
+SGLANG = {  # rows and pages, by the names of sglang_compared.py
     "own": ("SGLang's own, bf16", 1),
     "bf16": ("`bf16`", 1),
     "int8": ("`int8`", 1),
@@ -732,11 +599,24 @@ SGLANG_ENGINES = {  # rows and pages, by the names of sglang_compared.py
 def answers_of_sglang() -> str:
     """KL of SGLang's engines to transformers in float32."""
     engines = read("sglang-answers")["engines"]
-    rows = []
-    for name, (title, page) in SGLANG_ENGINES.items():
-        kls = (f"{engines[name][kind]:.4f}" for kind in ("generated", "prompts"))
-        rows.append([title, str(page), *kls])
-    return table(["rows", "tokens of a page", "generated", "prompts"], rows)
+    kl = {"generated": "{generated:.4f}", "prompts": "{prompts:.4f}"}
+    rows = [{"rows": one, "page": page, **engines[name]} for name, (one, page) in SGLANG.items()]
+    return formatted({"rows": "{rows}", "tokens of a page": "{page}"} | kl, rows)
+
+
+def variants() -> str:
+    """What each field of AttentionVariant costs, calls in a row."""
+    cases = read("h200-variants")["variants"]
+    plain = {one["q_len"]: one["in_a_row_us"] for one in cases if not one["variant"]}
+    names = {"alibi_slopes": "ALiBi", "window": "window 4,096", "tree_mask": "tree mask, 4 queries"}
+    ratios = {
+        names.get(one["variant"], one["variant"].replace("_", " ")): (
+            f"{one['in_a_row_us'] / plain[one['q_len']]:.2f}"
+        )
+        for one in cases
+        if one["variant"]
+    }
+    return table([*ratios], [[*ratios.values()]])
 
 
 def served_by_sglang() -> str:
@@ -755,33 +635,6 @@ def served_by_sglang() -> str:
     return table(["engine", "tokens/s", "prompts: tokens/s"], rows)
 
 
-CACHES = {
-    "int4-g4": "plain `int4-g4`",
-    "int8": "plain `int8`",
-    "int8-g4": "plain `int8-g4`",
-    "plan {}": "plan, `int4`",
-    "plan {}, int4-g4": "plan, `int4-g4`",
-    "plan {}, int8": "plan, `int8`",
-    "int4-g4 + 4 sinks, 128 recent": "`int4-g4` with the default 16-bit window",
-    "int8 + 4 sinks, 128 recent": "`int8` with it",
-    "plan {} + 4 sinks, 128 recent": "plan, `int4`, with it",
-    "plan {}, int4-g4 + 4 sinks, 128 recent": "plan, `int4-g4`, with it",
-    "KIVI, last 128 in 16 bit": "KIVI's scheme, the last 128 tokens in 16 bit",
-}
-FEW_BITS = {
-    "plan {}-3, int2": "plan, `int2`",
-    "plan {}-3, int3": "plan, `int3`",
-    "plan {}-3": "plan, `--budget 3.25`",
-    "plan {}-3, int4": "plan, `int4`",
-    "plan {}-3, int2 + 4 sinks, 128 recent": "plan, `int2`, with the default 16-bit window",
-    "plan {}-3, int3 + 4 sinks, 128 recent": "plan, `int3`, with it",
-    "plan {}-3 + 4 sinks, 128 recent": "plan, `--budget 3.25`, with it",
-    "plan {}-3, int4 + 4 sinks, 128 recent": "plan, `int4`, with it",
-}
-MODELS = {
-    "llama-demo-5m": "Llama type",
-    "qwen2-biased-10m": "Qwen2 type, biased keys",
-}
 SETTINGS = (
     ("the default", None, "none", "you start: nothing to prepare"),
     ("plan, `int4`", "int4", '`plan="auto"`', "memory is short: a plan takes minutes, once"),
@@ -794,32 +647,14 @@ SETTINGS = (
         "`kvquant check` calls it safe for your model",
     ),
 )
-PLAIN = "int8", "int4-g4"
-PUBLIC_CACHES = {  # of README.md: kvquant's, and peers in the form that they ship
-    "default": "the default",
-    "plan int4": '`plan="auto"`',
-    "int8": "`int8`",
-    "int4-g4": "`int4-g4`, no plan",
-    "KIVI-4, residual of 128": "KIVI-4",
-    "TurboQuant, 4 bits, 4 layers in 16 bit": "TurboQuant",
-    "llama.cpp q4_0": "llama.cpp `q4_0`",
-}
 SAFE_UP_TO = f"Up to {SAFE} `kvquant check` calls a cache safe"
-CONTEXT, PLACE = 4096, "behind"  # of public_models.py
-PUBLIC = {  # name in results/, and its head_dim
-    "SmolLM2-135M": ("smollm2-135m", 64),
-    "Gemma 3 270M": ("gemma3-270m", 256),
-    "Qwen2.5-Coder-0.5B": ("qwen2.5-coder-0.5b", 64),
-    "Qwen2.5-Coder-1.5B": ("qwen2.5-coder-1.5b", 128),
-}
-ANSWERED = {
-    "16 bit": "16 bit",
-    "default + 4 sinks, 128 recent": "the default",
-    "plan int4 + 4 sinks, 128 recent": "plan, `int4`",
-    "plan int3 + 4 sinks, 128 recent": "plan, `int3`",
-    "default": "the default, without 16-bit tokens",
-    "int4-g4 + 4 sinks, 128 recent": "`int4-g4`",
-}
+
+
+def public_overview() -> list[str]:
+    """README's table of public models, how it was measured, and the loss behind other code."""
+    public = read_public(RESULTS)
+    head, *lines = overview(public)
+    return [table(head, lines), overview_about(public), behind_code(public)]
 
 
 def settings() -> str:
@@ -832,143 +667,23 @@ def settings() -> str:
     return table([*titles, "take it when"], rows)
 
 
-def public() -> str:
-    """Public models: bits of rows, KL with the default window and without, HumanEval."""
-    kl, lost, bits_of = measured_public()
-    coders = [name for name in PUBLIC if "Coder" in name]
-    rows = []
-    for cache, title in PUBLIC_CACHES.items():
-        if cache in bits_of:
-            cells = []
-            for name in PUBLIC:
-                found = [kl.get((name, cache, window)) for window in WINDOWS]
-                known = [kl_of({"kl": one}) for one in found if one is not None]
-                cells.append(", ".join(known) or "-")
-            pairs = (lost.get((name, cache)) for name in coders)
-            losses = ("{} / {}".format(*pair) if pair else "-" for pair in pairs)
-            rows.append([title, f"{bits_of[cache]:.2f}", *cells, *losses])
-    titles = (f"HumanEval, {name.rpartition('-')[2]}: lost / won" for name in coders)
-    return table(["cache", "bits, head_dim 128", *PUBLIC, *titles], rows)
-
-
-Public = tuple[
-    dict[tuple[str, str, tuple[int, ...]], float],  # KL by model, cache and window
-    dict[tuple[str, str], tuple[int, int]],  # answers lost and won
-    dict[str, float],  # bits at head_dim 128
-]
-WINDOWS = (4, 128), (0, 0), ()  # peers have their own
-
-
-def public_files() -> dict[str, list[Figures]]:
-    """The rows of public_models.py by model; none where it has not measured all of them."""
-    paths = {name: RESULTS / f"public-{key}.json" for name, (key, _) in PUBLIC.items()}
-    if not all(path.exists() for path in paths.values()):
-        return {}
-    return {name: read(path.stem)["rows"] for name, path in paths.items()}
-
-
-def measured_public() -> Public:
-    """What public_models.py found; until it has measured all models, what others did before."""
-    files = public_files()
-    if not files:
-        return measured_before()
-    kl, lost, bits_of = dict[Any, float](), dict[Any, tuple[int, int]](), dict[str, float]()
-    for name, rows in files.items():
-        passed: dict[tuple[str, int], str] = {}
-        for row in rows:
-            key = row["key"]
-            window = tuple(key.get("window", ()))
-            if key["measure"] == "kl" and key["context"] == CONTEXT:
-                kl[name, key["cache"], window] = row["kl"]
-                if PUBLIC[name][1] == 128:
-                    bits_of.setdefault(key["cache"], row["packed_bits"])
-            elif key["measure"] == "humaneval" and key["place"] == PLACE and window != WINDOWS[1]:
-                passed[key["cache"], key["sample"]] = row["passed"]
-        for (cache, sample), given in passed.items():
-            exact = passed.get(("16 bit", sample))
-            if exact is not None and cache != "16 bit":
-                pairs = Counter(zip(exact, given, strict=True))
-                before = lost.get((name, cache), (0, 0))
-                lost[name, cache] = before[0] + pairs["1", "0"], before[1] + pairs["0", "1"]
-    return kl, lost, bits_of
-
-
-def measured_before() -> Public:
-    """What bench_defaults.py and bench_humaneval.py found: no plan's KL, and no peers."""
-    kl = {}
-    for row in read("defaults")["rows"]:
-        if row["context"] == 1024:
-            formats = row["k"], row["v"]
-            for name, (key, dim) in PUBLIC.items():
-                default = tuple(default_format(side, dim, *row["window"]) for side in "kv")
-                for cache, wanted in (("default", default), *((f, (f, f)) for f in PLAIN)):
-                    if row["model"] == key and formats == wanted:
-                        kl[name, cache, tuple(row["window"])] = row["kl"]
-    lost = {
-        (name, row["cache"].removesuffix(" + 4 sinks, 128 recent")): (row["lost"], row["won"])
-        for row in read("humaneval")["rows"]
-        if row["cache"].endswith("recent")
-        for name, (key, _) in PUBLIC.items()
-        if row["model"] == key
-    }
-    pairs = {"default": [default_format(side, 128, 4, 128) for side in "kv"]}
-    pairs |= {cache: [cache.removeprefix("plan ")] * 2 for cache in ("plan int4", *PLAIN)}
-    bits_of = {
-        cache: sum(RowFormat.parse(one, 128).bits_per_element for one in pair) / 2
-        for cache, pair in pairs.items()
-    }
-    return kl, lost, bits_of
-
-
-def public_about() -> str:
-    """What was scored on public models, and when."""
-    found = read("defaults")
-    row = found["rows"][0]
-    return (
-        f"{row['scored']:,} tokens of WikiText-2's test text, each behind {row['context']:,} "
-        f"others or more, in float32, on one NVIDIA H200 ({day(found)}, "
-        "`tests/benchmarks/public_models.py`)"
-    )
-
-
-def public_measured() -> str:
-    """How the table of public models was measured."""
-    keys = [row["key"] for rows in public_files().values() for row in rows]
-    if not keys:
-        asked = [one for one in read("humaneval")["rows"] if one["cache"] == "16 bit"]
-        solved = {one["model"]: one["passed"] for one in reversed(asked)}
-        few, many = sorted(solved.values())
-        return (
-            f"KL: {public_about().rpartition(', `')[0]}). HumanEval: greedy, in bfloat16, with the "
-            f"window; of {asked[0]['problems']} problems 16 bit solved {few} and {many}"
-        )
-    kl = next(one for one in keys if one["measure"] == "kl" and one["context"] == CONTEXT)
-    samples = {one["sample"] for one in keys if one["measure"] == "humaneval"}
-    return (
-        f"KL: {kl['passages']} passages of {kl['scored']} tokens, each behind {CONTEXT:,} others, "
-        "in float32. HumanEval: each problem behind 6,000 tokens of other code, "
-        f"{len(samples)} generations, in bfloat16, with the window. Peers have the form that they "
-        "ship (`tests/benchmarks/public_models.py`)"
-    )
-
-
 def speed() -> str:
     """How many times as fast as named peers."""
-    cases, steps = int4_cases(), read("h200-step")["cases"][-1]
+    of_shape, steps = int4_cases(), read("h200-step")["cases"][-1]
     (default,) = [one for one in read("h200-defaults")["decode"] if one["k_format"] == "int8-g4"]
     found = []
     many = "64 sequences of 8,192 tokens"
     for rows, case, what in (
         ("default", default, many),
-        ("`int4-g4`", cases[64, 32, 8192], many),
-        ("`int4-g4`", cases[1, 32, 1024], "1 sequence of 1,024 tokens"),
+        ("`int4-g4`", of_shape[64, 32, 8192], many),
+        ("`int4-g4`", of_shape[1, 32, 1024], "1 sequence of 1,024 tokens"),
     ):
         assert "cudnn" in of_peer(case)["name"]
         peer = "cuDNN in torch, 16 bit"
         found.append((f"attention, {what}, H200", rows, peer, of_peer(case)["ratio"]))
     for name, where in (("zen4", "2 cores, AMD Zen 4"), ("xeon", "2 cores, Intel Xeon with AMX")):
-        ratio = read(f"{name}-decode")["decode"][0]["sdpa_ratio"]
-        found.append((f"attention, {where}", "`int4-g4`", "torch's fastest SDPA", ratio))
+        ratio = of_peer(cases(f"{name}-decode")[0])["ratio"]
+        found.append((f"attention, {where}", "`int4-g4`", "torch's fastest attention", ratio))
     what = f"model step, {steps['batch']} sequences of {steps['tokens']:,} tokens, H200"
     ratio = steps["ms"]["DynamicCache"] / steps["ms"]["compiled"]
     found.append((what, "`int4-g4`", "transformers' `DynamicCache`", ratio))
@@ -985,71 +700,6 @@ def speed() -> str:
     return table(["what", "rows", "beside", "times as fast"], cells)
 
 
-def answers() -> str:
-    """Right answers of HumanEval, and the KL that kvquant check measures."""
-    models = {name: key for name, (key, _) in PUBLIC.items() if "Coder" in name}
-    rows = []
-    for key, name in ANSWERED.items():
-        cells = []
-        for model in models.values():
-            row = next(
-                (x for x in read("humaneval")["rows"] if (x["model"], x["cache"]) == (model, key)),
-                None,
-            )
-            if row is None:
-                cells += ["-", "-", "-"]
-                continue
-            share = f"{row['passed'] / row['problems']:.1%}".replace("%", " %")
-            cells += [f"{row['kl']:.4f}", share, f"{row['lost']} / {row['won']}"]
-        rows.append([name, *cells])
-    titles = [f"{name}: {what}" for name in models for what in ("KL", "right", "lost / won")]
-    return table(["cache", *titles], rows)
-
-
-def default_times() -> str:
-    """Decode attention with the default pairs at 64 sequences of 8,192 tokens, on an H200."""
-    rows = []
-    for case, what in zip(read("h200-defaults")["decode"], ("kept beside", "none"), strict=True):
-        cells = []
-        for which in ("", "in_a_row_"):
-            cells += [f"{case[which + 'us']:.0f}", f"{case[which + 'roof_percent']:.0f} %"]
-        rows.append([f"K `{case['k_format']}`, V `{case['v_format']}`", what, *cells])
-    titles = ["one call: us", "of the read peak", "in a row: us", "of the read peak"]
-    return table(["default rows", "16-bit tokens", *titles], rows)
-
-
-def mean_of(model: str, key: str, name: str = "fidelity") -> dict[str, float]:
-    """Mean figures of a cache of a model, at a context of 2,048 tokens."""
-    parts = read(name)["caches"][f"{model}, context 2048"][key.format(model)]
-    return {one: statistics.fmean(part[one] for part in parts) for one in parts[0]}
-
-
-def kl_of(mean: Mapping[str, float]) -> str:
-    """Four digits behind the point, or one that counts; in bold where the loss is worth a look."""
-    kl = f"{mean['kl']:.4f}" if mean["kl"] >= 1e-4 else f"{mean['kl']:.5f}"
-    return f"**{kl}**" if mean["kl"] > KL_NOTICE else kl
-
-
-def fidelity_about(name: str = "fidelity") -> str:
-    """What was scored, and when."""
-    found = read(name)
-    tokens, scored = (found["settings"][name] for name in ("tokens", "scored"))
-    return (
-        f"{tokens:,} tokens of WikiText-2's test text were decoded one by one, each behind "
-        f"{2048 - scored:,} to 2,047 others ({day(found)}, `tests/benchmarks/fidelity.py`)"
-    )
-
-
-def fidelity(caches: Mapping[str, str], name: str = "fidelity") -> str:
-    """Bits, KL and top-1 agreement of caches of two models."""
-    rows = []
-    for key, shown_as in caches.items():
-        means = [mean_of(model, key, name) for model in MODELS]
-        found = [f"{kl_of(mean)} ({100 * mean['top1']:.1f} %)" for mean in means]
-        rows.append([shown_as, f"{means[-1]['bits']:.2f}", *found])
-    return table(["cache", "bits per element", *MODELS.values()], rows)
-
-
 def probed() -> str:
     """What the probe finds of int4-g4, and what these rows cost."""
     found = read("probe")
@@ -1063,7 +713,6 @@ def probed() -> str:
 
 
 WINDOWED = 4, 128  # first and last tokens in 16 bit
-CASES = {"the default": "default", "`int8`": "int8", "`int4-g4`": "int4-g4"}
 HOME_MADE = {  # a column of the table, and names in results/: of several trainings the first that
     # ran with a cache counts
     "`llama-recall-5m`": ["llama-recall-5m"],
@@ -1096,121 +745,13 @@ ASKED_OF_LATENTS = {
 
 def fidelity_page() -> list[str]:
     """Tables and sentences of calibration/FIDELITY.md."""
+    public = read_public(RESULTS)
+    tables = by_context(public), humaneval(public), shipped(public)
     return [
-        *(public_about().rpartition(", `")[0], cells_about(), public_models(), public_code()),
-        *(answers(), answers_again(), limits(), *shipped()),
-        *(home_made(), counted(), foreign_plans(), oscar(), same_texts()),
-        *(declined_choices(), declined_bases(), declined_grades()),
+        *(table(*parts) for parts in ((head, lines) for head, *lines in tables)),
+        *(cells_about(), behind_code(public), limits()),
+        *(home_made(), counted()),
     ]
-
-
-def pairs_of_formats(text: str) -> dict[tuple[str, str], dict[Any, Figures]]:
-    """Figures by model and cache, of a text; then by context and window, shortest context first.
-
-    The name is that of a format for K and V, or "default".
-    """
-    found: dict[tuple[str, str], dict[Any, Figures]] = {}
-    for row in read("defaults")["rows"]:
-        (dim,) = (dim for model, dim in PUBLIC.values() if model == row["model"])
-        window = tuple(row["window"])
-        defaults = tuple(default_format(side, dim, *window) for side in "kv")
-        names = ["default"] * ((row["k"], row["v"]) == defaults)
-        names += [row["k"]] * (row["k"] == row["v"])
-        for name in names if row["text"].startswith(text) else []:
-            found.setdefault((row["model"], name), {})[row["context"], window] = row
-    return found
-
-
-def public_models() -> str:
-    """KL and top-1 of public models by context, with the default window and without one."""
-    found, rows = pairs_of_formats("WikiText"), []
-    for name, (model, _) in PUBLIC.items():
-        for title, cache in CASES.items():
-            cases = found[model, cache]
-            contexts = sorted({context for context, _ in cases})
-            places = [(context, window) for window in (WINDOWED, (0, 0)) for context in contexts]
-            bits = [f"{cases[place]['packed_bits']:g}" for place in places[::2]]
-            figures = [cases[place] for place in places]
-            cells = [f"{kl_of(one)} ({100 * one['top1']:.1f})" for one in figures]
-            rows.append([name, title, " / ".join(dict.fromkeys(bits)), *cells])
-    lengths = "1,024", "16,384"
-    titles = [f"{what}, {n}" for what in ("window", "no window") for n in lengths]
-    return table(["model", "cache", "bits", *titles], rows)
-
-
-def public_code() -> str:
-    """KL of the default on source code."""
-    found = pairs_of_formats("scikit-learn")
-    coders = {name: model for name, (model, _) in PUBLIC.items() if "Coder" in name}
-    costs = {
-        name: [found[model, "default"][4096, window]["kl"] for window in (WINDOWED, (0, 0))]
-        for name, model in coders.items()
-    }
-    said = " and ".join(f"{a:.4f} ({b:.4f} without a window)" for a, b in costs.values())
-    return f"On scikit-learn's code, behind 4,096 tokens, the default costs the two Coders {said}."
-
-
-def shipped() -> list[str]:
-    """What other projects' caches cost public models in the form that they ship, beside ours: KL
-    behind the longest context, then HumanEval. Nothing before tests/benchmarks/public_models.py has
-    measured one of them."""
-    scored: dict[str, dict[str, str]] = {}
-    lost: dict[str, dict[str, str]] = {}
-    theirs = 0
-    for name, (model, _) in PUBLIC.items():
-        path = RESULTS / f"public-{model}.json"
-        rows = read(path.stem)["rows"] if path.exists() else []
-        rows = [row for row in rows if row["key"].get("window", [*WINDOWED]) == [*WINDOWED]]
-        theirs += sum("window" not in row["key"] and _is_compared(row) for row in rows)
-        kl = [row for row in rows if row["key"]["measure"] == "kl"]
-        longest = max((row["key"]["context"] for row in kl), default=0)
-        for row in kl:
-            if row["key"]["context"] == longest and _is_compared(row):
-                cell = f"{row['packed_bits']:.3g}: {kl_of(row)} ({100 * row['top1']:.1f})"
-                scored.setdefault(row["key"]["cache"], {})[name] = cell
-        for cache, places in _paired(rows).items():
-            for place, (first, second) in places.items():
-                lost.setdefault(cache, {})[f"{name}, {place}"] = f"{first} / {second}"
-    found = []
-    for cells in (scored, lost) if theirs else ():
-        titles = [*dict.fromkeys(title for row in cells.values() for title in row)]
-        rows_of = [[cache, *(row.get(one, "-") for one in titles)] for cache, row in cells.items()]
-        found += [table(["cache", *titles], rows_of)] * bool(cells)
-    return found
-
-
-def _is_compared(row: Figures) -> bool:
-    """Whether a cache rounds anything: no check of the script, nor 16 bit itself."""
-    name = row["key"]["cache"]
-    return not name.startswith("16 bit") and name != "peers' 16 bit"
-
-
-def _paired(rows: Sequence[Figures]) -> dict[str, dict[str, list[int]]]:
-    """Answers of HumanEval lost and won by cache and place, all generations together."""
-    answers = {
-        (row["key"]["place"], row["key"]["sample"], row["key"]["cache"]): row["passed"]
-        for row in rows
-        if row["key"]["measure"] == "humaneval"
-    }
-    found: dict[str, dict[str, list[int]]] = {}
-    for (place, sample, cache), passed in answers.items():
-        exact = answers.get((place, sample, "16 bit"))
-        if exact is not None and cache != "16 bit":
-            pair = found.setdefault(cache, {}).setdefault(place, [0, 0])
-            for at, which in enumerate((("1", "0"), ("0", "1"))):
-                pair[at] += [*zip(exact, passed, strict=True)].count(which)
-    return found
-
-
-def answers_again() -> str:
-    """What another run of the 16-bit cache answers."""
-    model = PUBLIC["Qwen2.5-Coder-1.5B"][0]
-    rows = [one for one in read("humaneval")["rows"] if one["model"] == model]
-    solved = [str(one["passed"]) for one in rows if one["cache"] == "16 bit"]
-    return (
-        f"Two runs of the 16-bit cache of Qwen2.5-Coder-1.5B solved {' and '.join(solved)} "
-        f"of {rows[0]['problems']} problems"
-    )
 
 
 def limits() -> str:
@@ -1249,94 +790,6 @@ def home_made() -> str:
             pairs = [[f"{max(x, 0):.1f}" for x in lost.get(name, ())] for lost in lost_by]
             rows.append([title, f"{bits[name]:.2f}", *(" / ".join(pair) or "-" for pair in pairs)])
     return table(["cache", "bits", *titles], rows)
-
-
-def oscar() -> str:
-    """What OSCAR's rows cost with the window that its authors use."""
-    (one,) = (one for one in asked_models() if one.name == "llama-recall-5m")
-    mean, worst = one.lost((64, 256))["OSCAR-2"]
-    return (
-        f"With that window OSCAR-2 ({one.bits['OSCAR-2']:.2f} bits) costs `{one.name}` "
-        f"{mean:.1f} points in the mean and {worst:.1f} in the worst task"
-    )
-
-
-FOREIGN = {
-    "wikipedia": "plan, `int4`, from Wikipedia",
-    "random": "plan, `int4`, from random tokens (`--zero-data`)",
-}
-
-
-def foreign_plans() -> str:
-    """Right answers that plans from other texts cost the model that finds facts."""
-    found = read("recall-texts")
-    rows = []
-    for at, cache in enumerate(found["caches"][1:]):
-        pairs = [task["caches"][at] for task in found["retrieval"]["1024"].values()]
-        name = str(cache["cache"]).partition(" + ")[0]
-        rows.append([FOREIGN.get(name, f"`{name}`"), *(_points(pair) for pair in pairs)])
-    return table(["cache", *(f"`{task}`" for task in found["retrieval"]["1024"])], rows)
-
-
-def _points(pair: Figures) -> str:
-    """Points won or lost, with the standard error."""
-    return f"{100 * (pair['given'] - pair['exact']):+.1f} ± {100 * pair['error']:.1f}"
-
-
-def same_texts() -> str:
-    """How many texts stay those of the 16-bit cache."""
-    (one,) = of_models(read_runs(RESULTS / "code-again.json"))
-    shares = {
-        (name, way): f"{100 * figures['agreement']['2048']['share']:.0f} %"
-        for (window, name, way), figures in one.texts.items()
-        if window == WINDOWED
-    }
-    greedy = [shares[name, "greedy"] for name in ("int8", "plan int4", "int4-g4")]
-    sampled = max(share for (_, way), share in shares.items() if way == "sampled")
-    count = one.runs[0]["settings"]["sizes"]["prompts"]
-    return (
-        f"In {greedy[0]} of {count} greedy texts `int8` wrote the same 2,048 tokens as the 16-bit "
-        f"cache. `int4` with a plan did so in {greedy[1]}, and `int4-g4` in {greedy[2]}. Of "
-        f"sampled texts at most {sampled} were the same"
-    )
-
-
-def declined_choices() -> str:
-    """Whether a search of all formats finds better ones than step by step."""
-    budgets = read("row-formats")["models"]["llama-demo-5m"]["budgets"]
-    pairs = [
-        f"{one['allocate']['kl']:.4f} and {one['exhaustive']['kl']:.4f} at {bits} bits"
-        for bits, one in budgets.items()
-    ]
-    return f"Their KL by steps and by search is {', and '.join(pairs)}"
-
-
-def declined_bases() -> str:
-    """The KL in OSCAR's bases by that in the plan's."""
-    rows = [one for each in read("row-bases")["models"].values() for one in each["bases"]]
-
-    def span(basis: str, side: str) -> str:
-        found = [one for one in rows if one["basis"] == basis and one["side"] == side]
-        factors = [one["kl"] / one["of"] for one in found]
-        return f"{min(factors):.2f} to {max(factors):.2f}"
-
-    return (
-        f"multiplies the KL of K by {span('oscar', 'k')} and that of V by {span('oscar', 'v')}. "
-        f"Its weights of values multiply the KL of V by {span('weighted', 'v')}"
-    )
-
-
-def declined_grades() -> str:
-    """The KL of both sides with graded rows by that with the plan's."""
-    models = read("row-graded")["models"]
-    bits = RowFormat.parse("int3", 128).bits_per_element
-    found = [
-        f"{row['kl']['chosen']['kl'] / row['kl']['chosen']['of']:.2f} on `{name}`"
-        for name, figures in models.items()
-        for row in figures["rows"]
-        if row["format"] == "int3"
-    ]
-    return f"At {bits:g} bits they multiply the KL by {', '.join(found)}"
 
 
 def asked_models() -> list[Evaluations]:

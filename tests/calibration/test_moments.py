@@ -1,22 +1,17 @@
 """Running second moments."""
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import moment_ranks
 import pytest
 import torch
+from forged import Edit, forge
 from moment_ranks import SCALE, sample
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from kvquant.calibration.moments import LayerMoments, Moments
 from kvquant.errors import UnsupportedError
-from kvquant.io.tensor_files import sealed, sha256
 
 
 def moments(parts: int, seed: int = 0) -> Moments:
@@ -70,17 +65,6 @@ def test_sums_go_on_from_a_file(tmp_path: Path) -> None:
     assert {tensor.device for tensor in again.layers[3].tensors.values()} == {k.device}
 
 
-def reseal(path: Path, edit: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> None:
-    """Edit a file of sums and make its checksums fit."""
-    with safe_open(path, "pt") as file:
-        facts = json.loads(file.metadata()["kvquant_moments"])
-    tensors = load_file(path)
-    edit(facts, tensors)
-    if type(facts) is dict and type(facts.get("sha256")) is dict:
-        facts["sha256"] = {name: sha256(tensor) for name, tensor in tensors.items()}
-    save_file(tensors, path, sealed("kvquant_moments", json.dumps(facts)))
-
-
 @pytest.mark.parametrize(
     "edit",
     [
@@ -101,12 +85,10 @@ def reseal(path: Path, edit: Callable[[dict[str, Any], dict[str, torch.Tensor]],
     ],
     ids="negative word none layer ratio digits twice layers lost more odd shape sum type".split(),
 )
-def test_odd_sums_are_begun_anew(
-    tmp_path: Path, edit: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
-) -> None:
+def test_odd_sums_are_begun_anew(tmp_path: Path, edit: Edit) -> None:
     path = tmp_path / "sums"
     moments(2).save(path, "mine")
-    reseal(path, edit)
+    forge(path, edit)
     with pytest.warns(RuntimeWarning, match="Observing begins anew"):
         assert Moments.load(path, "mine") is None
 

@@ -262,7 +262,7 @@ def test_a_cache_of_a_plan_is_made_inspected_and_exported(tmp_path: Path, prompt
     ok("export", cache, "--to", "bf16", "--plan", plan, "-o", out)
     assert load_file(out)["layers.0.k"].dtype == torch.bfloat16
     result = run("export", cache, "--to", "bf16", "-o", out)
-    assert result.exit_code == 2 and "was made with a plan" in result.stderr
+    assert result.exit_code == 2 and "in the bases of a plan" in result.stderr
     assert "(--plan FILE)" in result.stderr
     result = run("export", cache, "--to", "fbgemm", "--plan", plan, "-o", out)
     assert "which fbgemm does not know" in result.stderr
@@ -291,7 +291,7 @@ BAD = [  # the command, and the error
     ("nope", "No such command"),
     ("inspect --nope", "No such option"),
     (READ, "Missing option '-o'"),
-    ("inspect nope.safetensors", "No such file or directory: nope.safetensors"),
+    ("inspect nope.safetensors", "File 'nope.safetensors' does not exist"),
     ("quantize {tmp}/nope --prompt {prompt} -o x.safetensors", "does not exist"),
     ("quantize {model} -o x.safetensors", "give either MODEL and --prompt"),
     ("quantize {model} --from {raw} -o x.safetensors", "give either MODEL and --prompt"),
@@ -339,7 +339,7 @@ BAD = [  # the command, and the error
     (f"calibrate {{model}} --text {{prompt}} --max-kl nan {OUT}", "nan is not a finite number"),
     (f"calibrate {{model}} --text {{prompt}} --budget -1 {OUT}", "-1.0 is not in the range x>0"),
     (f"{TAKE} -o {{tmp}}/nope/x.safetensors", "is not a folder"),
-    ("inspect ''", "the name is empty"),
+    ("inspect ''", "File '' does not exist"),
     (f"{TAKE} -o ''", "the name is empty"),
     ("inspect {prompt}", "is no safetensors file"),
     ("inspect {raw}", "raw.safetensors"),
@@ -374,11 +374,7 @@ BAD = [  # the command, and the error
     ("calibrate {model} --text {prompt} --held {raw} -o {raw}", "raw.safetensors is read"),
     (f"calibrate {{model}} --text {{partial}} {OUT}", ".x.safetensors.0.partial is read"),
     (f"{READ} --plan {{raw}} -o {{raw}}", "raw.safetensors is read"),
-    ("export {tmp}/c.safetensors --to bf16 --plan {raw} -o {raw}", "raw.safetensors is read"),
-    (
-        "export {tmp}/c.safetensors --to bf16 -o {tmp}/c-01234567-00001-of-00002.safetensors",
-        "c-01234567-00001-of-00002.safetensors is read",
-    ),
+    ("export {prompt} --to bf16 --plan {raw} -o {raw}", "raw.safetensors is read"),
     (
         f"{READ} -o {{model}}/model.safetensors",
         "model.safetensors is in {model}, which is read: write to another folder",
@@ -395,7 +391,10 @@ BAD = [  # the command, and the error
     ),
     ("demo --text {prompt} --json {prompt}", "name it NAME.json"),
     (f"{TAKE} -o {{tmp}}/full.safetensors", "full.safetensors cannot be written, it is a device"),
-    ("bench --json {tmp}/pipe.json", "pipe.json cannot be written, it is a pipe"),
+    (
+        "bench --json {tmp}/pipe.json",
+        "pipe.json cannot be written, it is a device, a pipe or the like",
+    ),
     (
         f"{READ} -o {{tmp}}/loop.safetensors",
         "loop.safetensors cannot be written: Too many levels of symbolic links",
@@ -447,7 +446,6 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
     partial = tmp_path / ".x.safetensors.0.partial"
     if "{partial}" in command:
         partial.write_text("a text")
-    (tmp_path / "c-01234567-00001-of-00002.safetensors").write_text("a shard")
     (tmp_path / "link.json").symlink_to(MODEL / "config.json")
     (tmp_path / "full.safetensors").symlink_to("/dev/full")
     (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
@@ -485,39 +483,37 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
     ids=["python", "torch", "overflow"],
 )
 def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvquant.bench import cpu as bench
+    from kvquant.bench import measure
+    from kvquant.bench.timer import Timer
 
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(bench, "read_bandwidth", lambda: 1.0)
-    monkeypatch.setattr(bench, "bench_decode", fail)
+    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1.0)
+    monkeypatch.setattr(measure, "measure", fail)
     result = run("bench", "--device", "cpu", "--seq-len", 2_000_000_000)
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1] == (
         "Error: these sizes take more memory than there is: use a smaller --seq-len or --batch"
     )
-    monkeypatch.setattr(bench, "read_bandwidth", lambda: 1 / 0)
+    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1 / 0)
     assert isinstance(run("bench", "--device", "cpu").exception, ZeroDivisionError)
 
 
 def test_a_bench_of_k_and_v_of_unlike_formats(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from kvquant.bench import cpu as bench
+    from kvquant.bench.timer import Timer
 
-    monkeypatch.setattr(bench, "read_bandwidth", lambda: 1.0)
-    monkeypatch.setattr(bench, "bench_rows", lambda name, **_: {"format": name})
-    monkeypatch.setattr(bench, "render_rows", lambda rows: "")
-    monkeypatch.setattr(bench, "time_in_turn", lambda calls, *_: [1.0 for _ in calls])
+    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1.0)
+    monkeypatch.setattr(Timer, "alone_each", lambda timer, calls: [1000.0 for _ in calls])
     path = tmp_path / "x.json"
     given = ("--format", "int8/int4-g4", "--format", "int8", "--head-dim", 128, "--seq-len", 16)
     ok("bench", "--device", "cpu", *given, "--json", path)
     figures = json.loads(path.read_text())
-    assert figures["machine"]["read_gb_per_s"] == 1 and figures["machine"]["cpu"]
+    assert figures["machine"]["read_gb_per_s"] == 1 and figures["machine"]["device"]
     assert figures["machine"]["kvquant"] == __version__
-    assert [row["format"] for row in figures["decode"]] == ["int8/int4-g4", "int8"]
-    assert [row["format"] for row in figures["rows"]] == ["int8", "int4-g4"]
+    assert [row["name"] for row in figures["decode"]] == ["int8/int4-g4", "int8"]
     sizes = [row["gb_per_s"] * 1e6 for row in figures["decode"]]
     assert sizes == pytest.approx([8 * 16 * (132 + 80), 8 * 16 * (132 + 132)])
 

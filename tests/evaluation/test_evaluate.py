@@ -20,7 +20,7 @@ from kvquant.cli.main import main
 from kvquant.errors import ConfigError
 from kvquant.evaluation.decoding import Reading
 from kvquant.evaluation.evaluate import HELD_OUT, Example, Sizes, Task, evaluate
-from kvquant.evaluation.report import render
+from kvquant.evaluation.report import against_limit, render, verdicts
 from kvquant.evaluation.retrieval import TASKS
 from kvquant.hf.model import CachedModel
 
@@ -88,10 +88,10 @@ def test_what_is_asked_for_lies_beyond_the_window(found: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("answered", "facts", "tried"),
     [
-        ((4, 8, 16), 16, [8, 16]),
-        ((4, 8), 8, [8, 16]),
-        ((4,), 4, [8, 4]),
-        ((), 4, [8, 4]),
+        ((4, 8, 16), 16, [4, 8, 16]),
+        ((4, 8), 8, [4, 8, 16]),
+        ((4, 16), 4, [4, 8]),  # more facts than the first number that fails are not tried
+        ((), 4, [4, 4]),  # two prompts, and the third
     ],
 )
 def test_a_task_takes_the_most_facts_that_16_bit_answers(
@@ -122,25 +122,46 @@ def test_a_task_takes_the_most_facts_that_16_bit_answers(
         progress=lambda _, parts: told.append(parts),
     )["retrieval"]["640"]["phonebook"]
     assert found["facts"] == facts and found["fails"] == (not answered)
-    assert asked == [*((one, 0) for one in tried), (facts, 1), (facts, 1)]
-    assert len(told) == told[0] == 2 + 2 * 2  # two trials, two batches of two caches
+    assert asked == [*((one, 0) for one in tried), *[(facts, 1)] * (2 if answered else 0)]
+    assert len(told) == told[0] == 3 + 2 * 2  # three trials, two batches of two caches
 
 
-@pytest.mark.parametrize(("share", "fails"), [(4, False), (3, True)])
+@pytest.mark.parametrize(("share", "fails"), [(7, False), (6, True)])
 def test_all_questions_decide_where_no_trial_was_passed(
     model: CachedModel, share: int, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of five, with the fewest facts: two prompts may be harder than the others."""
+    """With the fewest facts: two prompts may be harder than the others. No cache is asked a task
+    that the 16-bit cache fails."""
+    asked, told = list[int](), list[int]()
 
     def ask(_: Any, prompts: Any, choices: Any, __: Any) -> Any:
-        right = [at < (share if choices else 1) for at in range(5)]
-        return iter([[right for _ in prompts]] * (1 + len(choices)))
+        """Two prompts of the trial, one of which is wrong; then of eight: 7 of 10 or 8 of 10."""
+        right = [[True], [False]] if not asked else [[at < share for at in range(8)], []]
+        asked.append(len(choices))
+        if choices:
+            right = [[True] * 3 + [False]] * 2
+        return iter([right] * (1 + len(choices)))
 
     monkeypatch.setattr("kvquant.evaluation.evaluate.ask_all", ask)
-    task = Task(("retrieval",), retrieval=("phonebook",))
-    found = evaluate(model, ["int8,recent=0"], task=task, sizes=Sizes((640,), facts=(4, 8)))
+    found = evaluate(
+        model,
+        ["int8,recent=0", "int8,recent=16"],
+        task=Task(("retrieval",), retrieval=("phonebook",)),
+        sizes=Sizes((640,), facts=(4, 8)),
+        progress=lambda _, parts: told.append(parts),
+    )
     row = found["retrieval"]["640"]["phonebook"]
-    assert (row["facts"], row["exact"], row["fails"]) == (4, share / 5, fails)
+    share_of_all = (1 + share) / 10
+    assert (share_of_all < 0.8) == fails
+    assert (row["facts"], row["fails"]) == (4, fails)
+    assert row["exact"] == (share_of_all if fails else 0.75)
+    assert asked == [0, 0, *[2] * (0 if fails else 2)]
+    assert len(row["caches"]) == (0 if fails else 2)
+    assert {*told} == {len(told)} == {2 + 2 * 3}
+    assert {len(one) for one in found["seconds"].values()} == {3}
+    shown = " ".join(render(found).split())
+    assert ("so no other cache was asked." in shown) == fails
+    assert shown.count("not asked") == (2 if fails else 0)
 
 
 @pytest.mark.parametrize("facts", [(4, 0), (4, 8, 16, 0)])
@@ -365,6 +386,22 @@ def test_prompts_with_answers_are_scored(model: CachedModel) -> None:
     (pair,) = answers["caches"]
     assert answers["exact"] == pair["exact"] == 0.5 and not answers["fails"]
     assert pair["exact"] == 0.5 and pair["drop"] == 0 and pair["answers"] == 2
+
+
+def test_greedy_and_sampled_texts_of_a_prompt_are_one_observation(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are lost, of one prompt of two: that is no surer than one lost answer of two."""
+    right = iter([True, True, True, False] * 2)  # 16 bit, then the cache; greedy, then sampled
+    monkeypatch.setattr("kvquant.evaluation.evaluate._Run._is_right", lambda *_: next(right))
+    examples = [Example(model.encode(text), "yes") for text in ("The city of", "The year of")]
+    sizes = Sizes(new_tokens=2)
+    caches, kind = ["int8,sinks=0,recent=0"], Task(kinds=("generation",))
+    found = evaluate(model, caches, task=kind, sizes=sizes, examples=examples)
+    (told,) = verdicts(found)
+    assert "of 4 answers 2 lost and 0 won (-50.0 ± 50.0 points): no clear loss" in told
+    verdict, reasons = against_limit(found, 50.0)
+    assert verdict == "unknown" and len(reasons) == 2  # of each way
 
 
 @pytest.mark.parametrize(

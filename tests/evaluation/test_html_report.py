@@ -125,6 +125,10 @@ def test_a_task_that_16_bit_fails_is_marked(page: str) -> None:
     assert "fails `copy` among 9 facts (20 % right) in contexts of 2,048 tokens: this is" in text
     long = text[text.index("Table: contexts of 2,048 tokens") :]
     assert long.count("not a test") == 2  # a cell of each cache
+    alone = an_evaluation()
+    alone["retrieval"]["2048"]["copy"]["caches"] = []  # as of a task that only 16 bit was asked
+    told = words(render(alone, {"model": ""}))
+    assert told.count("not asked") == 2 and "so no other cache was asked." in told
     for svg in accuracy(an_evaluation()):
         assert svg in page and svg.count("not a test") == 1  # in the panel of copy
     passes = an_evaluation(retrieval={"512": {"keys": answers(1.0, 1.0, 1.0)}})

@@ -1,4 +1,4 @@
-"""CachedModel.generate: texts that end, tokens that are drawn, callbacks (5 s)."""
+"""CachedModel.generate: texts that end, tokens that the caller chooses (5 s)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import torch
 from kvquant import KVCache
 from kvquant.cache import contiguous
 from kvquant.cache import layer as layers
-from kvquant.cli.demo import MODEL
-from kvquant.errors import ConfigError, NonFiniteError
+from kvquant.errors import ConfigError
 
-transformers = pytest.importorskip("transformers")
-from hf_cases import random_module, tiny, tokens  # noqa: E402
+pytest.importorskip("transformers")
+from hf_cases import random_module, tiny, tokens
 
-from kvquant.hf import model as models  # noqa: E402
-from kvquant.hf.hybrid import HybridModel  # noqa: E402
-from kvquant.hf.model import CachedModel  # noqa: E402
-from kvquant.hf.sampling import Sampler  # noqa: E402
+from kvquant.hf import model as models
+from kvquant.hf.hybrid import HybridModel
+from kvquant.hf.model import CachedModel
 
 FREE: dict[str, Any] = {"eos_token_id": ()}  # no text ends
 
@@ -127,141 +125,47 @@ def test_a_hybrid_fills_texts_up_that_have_ended() -> None:
     assert cache.seq_lens.tolist() == [6 + count - 1] * 2
 
 
-# Sampling
-
-SCORES = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
-WARPED = {
-    "temperature": ({"temperature": 0.5}, 6),
-    "top_k": ({"temperature": 1.0, "top_k": 2}, 2),
-    "top_p": ({"temperature": 2.0, "top_p": 0.6}, 3),
-    "both": ({"temperature": 1.5, "top_k": 4, "top_p": 0.5}, 2),
-    "all": ({"temperature": 1.0, "top_k": 99, "top_p": 1.0}, 6),
-}
+# Tokens that the caller chooses
 
 
-def sampler(batch: int, **options: Any) -> Sampler:
-    given = dict.fromkeys(("temperature", "top_k", "top_p", "seed")) | options
-    return Sampler(batch, **given)
-
-
-@pytest.mark.parametrize("case", WARPED)
-def test_tokens_are_drawn_as_often_as_they_are_likely(case: str) -> None:
-    options, kept = WARPED[case]
-    count = 4000
-    drawn = sampler(count, seed=3, **options)(SCORES.expand(count, -1))
-    wanted = (SCORES / options["temperature"])[:kept].softmax(0)
-    shares = torch.bincount(drawn, minlength=6) / count
-    assert not shares[kept:].any()
-    # five standard deviations of a share
-    assert ((shares[:kept] - wanted).abs() <= 5 * (wanted * (1 - wanted) / count).sqrt()).all()
-
-
-@pytest.mark.parametrize("one", [{"top_k": 1}, {"top_p": 1e-6}])
-def test_one_token_is_left_and_chosen(one: dict[str, Any]) -> None:
-    choose = sampler(3, temperature=100.0, seed=0, **one)
-    assert choose(torch.stack([SCORES, SCORES.flip(0), SCORES])).tolist() == [0, 5, 0]
-
-
-def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
-    scores = torch.zeros(3, 1000)
-
-    def texts(batch: int, **options: Any) -> list[list[int]]:
-        choose = sampler(batch, temperature=1.0, **options)
-        return torch.stack([choose(scores[:batch]) for _ in range(8)], 1).tolist()
-
-    assert texts(3, seed=5)[:2] == texts(2, seed=5) != texts(2, seed=6)
-    of_two = [*map(tuple, texts(3, seed=5)), *map(tuple, texts(3, seed=6))]
-    assert len({*of_two}) == 6  # no text of a seed is one of the next
-    torch.manual_seed(1)
-    first, second = texts(2), texts(2)
-    assert first != second
-    torch.manual_seed(1)
-    assert texts(2) == first
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_give_a_token_and_then_an_error(value: float) -> None:
-    choose, scores = sampler(3, temperature=1.0, seed=0), torch.zeros(3, 6)
-    choose(scores)
-    choose.check()
-    scores[1, 2] = value
-    assert 0 <= int(choose(scores)[1]) < 6
-    choose(torch.zeros(3, 6))
-    with pytest.raises(NonFiniteError, match=r"logits for the sequences \[1\] hold NaN or Inf"):
-        choose.check()
-
-
-def test_a_tiny_temperature_takes_the_likeliest_token() -> None:
-    choose = sampler(1, temperature=1e-30, seed=0)
-    assert int(choose(torch.tensor([[1.0, 50.0, 3.0, 2.0]]))) == 1
-    choose.check()
-
-
-def test_sampled_texts_can_be_had_again(model: CachedModel) -> None:
-    options: dict[str, Any] = FREE | {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
-    found = [model.generate(*read(model), 20, **options, seed=seed) for seed in (1, 1, 2)]
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-    assert not torch.equal(found[0], free_texts(model, 20))
-
-
-# Callbacks
-
-
-def test_columns_are_shown_as_they_come(model: CachedModel) -> None:
+def test_tokens_are_those_that_are_chosen(model: CachedModel) -> None:
     cache, logits = read(model)
-    shown: list[torch.Tensor] = []
     lens: list[int] = []
 
-    def show(column: torch.Tensor) -> None:
-        shown.append(column)
+    def second(scores: torch.Tensor) -> torch.Tensor:
         lens.append(int(cache.seq_lens[0]))
+        return scores.topk(2).indices[:, 1]
 
-    found = model.generate(cache, logits, 6, **FREE, on_tokens=show)
-    assert torch.equal(torch.stack(shown, 1), found)
+    found = model.generate(cache, logits, 6, **FREE, choose=second)
     assert lens == [12, 13, 14, 15, 16, 17]  # each before the next step
+    wanted, scores = read(model)
+    for column in found.T:
+        assert torch.equal(column, second(scores))
+        scores = model.step(wanted, column)
+    assert not torch.equal(found, free_texts(model, 6))
 
 
-def test_a_streamer_of_transformers_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    model = CachedModel.from_pretrained(MODEL)
-    streamer = transformers.TextStreamer(model.tokenizer)
-    cache = model.new_cache(1, 64)
-    logits = model.prefill(cache, torch.tensor([model.encode("The city of Manila")]))
-    found = model.generate(cache, logits, 12, on_tokens=streamer.put)
-    streamer.end()
-    assert capsys.readouterr().out.strip() == model.decode(found[0]).strip()
-
-
-def test_a_callback_that_raises_adds_nothing(model: CachedModel) -> None:
+def test_a_choice_that_raises_adds_nothing(model: CachedModel) -> None:
     cache, logits = read(model)
 
-    def stop(column: torch.Tensor) -> None:
+    def stop(scores: torch.Tensor) -> torch.Tensor:
         if cache.seq_lens[0] == 15:
             raise KeyboardInterrupt
+        return scores.argmax(-1)
 
     with pytest.raises(KeyboardInterrupt):
-        model.generate(cache, logits, 10, **FREE, on_tokens=stop)
+        model.generate(cache, logits, 10, **FREE, choose=stop)
     assert cache.seq_lens.tolist() == [12, 7]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "cold": ({"temperature": 0}, "temperature 0 is not possible: use a number above 0, or leave"),
-    "hot": ({"temperature": float("inf")}, "temperature inf is not possible"),
-    "flag": ({"temperature": True}, "temperature True is not possible"),
-    "text": ({"temperature": "1"}, "temperature '1' is not possible"),
-    "no token": ({"temperature": 1.0, "top_k": 0}, "top_k 0 is not possible: use a whole number"),
-    "half": ({"temperature": 1.0, "top_k": 1.5}, "top_k 1.5 is not possible"),
-    "none": ({"temperature": 1.0, "top_p": 0.0}, "top_p 0.0 .* above 0 and at most 1, or leave it"),
-    "too many": ({"temperature": 1.0, "top_p": 1.1}, "top_p 1.1 is not possible"),
-    "minus": ({"temperature": 1.0, "seed": -1}, "seed -1 is not possible: use a whole number from"),
-    "part": ({"temperature": 1.0, "seed": 0.5}, "seed 0.5 is not possible"),
-    "k alone": ({"top_k": 5}, "top_k is 5, but without temperature the likeliest token is chosen"),
-    "p alone": ({"top_p": 0.5}, "top_p is 0.5, but without temperature"),
-    "seed alone": ({"seed": 0}, "seed is 0, but without temperature"),
     "beyond": ({"eos_token_id": [2, 256]}, "eos_token_id 256 is not in the vocabulary"),
     "below": ({"eos_token_id": -1}, "eos_token_id -1 is not in the vocabulary"),
     "word": ({"eos_token_id": "</s>"}, "eos_token_id is '</s>': use whole numbers"),
     "yes": ({"eos_token_id": True}, "eos_token_id is torch.bool: use whole numbers"),
-    "no function": ({"on_tokens": []}, "on_tokens is of type list: give a function of a tensor"),
+    "no function": ({"choose": []}, "choose is of type list: give a function of a tensor"),
+    "no ids": ({"choose": lambda x: x[:, 0]}, "tokens are torch.float32: give token ids as int64"),
+    "no token": ({"choose": lambda x: x.argmax(-1) + 256}, "is not in the vocabulary"),
 }
 
 
@@ -272,13 +176,3 @@ def test_options_that_are_not_possible_add_nothing(case: str, model: CachedModel
     with pytest.raises(ConfigError, match=message):
         model.generate(cache, logits, 5, **options)
     assert cache.seq_lens.tolist() == [12, 7]
-
-
-def test_ranks_draw_the_same_tokens_by_a_seed(
-    model: CachedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CachedModel, "_ranks", 2)
-    cache, logits = read(model)
-    with pytest.raises(ConfigError, match=r"2 ranks .* give all of them the same seed"):
-        model.generate(cache, logits, 5, temperature=1.0)
-    assert model.generate(cache, logits, 5, **FREE, temperature=1.0, seed=1).shape == (2, 5)

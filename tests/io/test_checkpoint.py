@@ -1,9 +1,7 @@
-"""Saved and loaded caches: round trips, shards, refusals."""
+"""Saved and loaded caches: round trips, golden files, refusals."""
 
 from __future__ import annotations
 
-import json
-import os
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from forged import forge, manifest_of, write
 from safetensors.torch import load_file, save_file
 
 from kvquant import KVCache, LatentKVCache, PagedKVCache, RowFormat
@@ -22,10 +20,10 @@ from kvquant.io.export import export_cache, quantize_raw
 from kvquant.io.inspect import describe
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
-from kvquant.io.tensor_files import sealed, sha256
+from kvquant.io.sequences import load_sequences
 
 CONFIG = {"model_type": "llama", "hidden_size": 256, "rope_parameters": {"rope_theta": 10000.0}}
-GOLDEN = Path(__file__).parents[1] / "data" / "cache-v1.safetensors"
+DATA = Path(__file__).parents[1] / "data"
 ROWS: dict[str, Any] = {"k_format": "int4-g4", "v_format": "int4-g4"}
 
 
@@ -85,15 +83,6 @@ def assert_continues_alike(first: KVCache, second: KVCache, steps: int = 9) -> N
         assert contents(first) == contents(second)
 
 
-def rewrite_manifest(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Edit the manifest of a file and seal it anew, as a hostile writer would."""
-    tensors = load_file(path)
-    with safe_open(path, framework="pt") as file:
-        manifest = json.loads(file.metadata()["kvquant_cache"])
-    edit(manifest)
-    save_file(tensors, path, sealed("kvquant_cache", json.dumps(manifest)))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -111,25 +100,16 @@ def rewrite_manifest(path: Path, edit: Callable[[dict[str, Any]], None]) -> None
         pytest.param({"lens": (0, 40, 1, 7, 8, 9)}, id="ragged"),
     ],
 )
-@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
 def test_loaded_cache_is_the_saved_one_and_continues(
-    tmp_path: Path, options: dict[str, Any], max_shard_bytes: int
+    tmp_path: Path, options: dict[str, Any]
 ) -> None:
     cache = make_cache(max_seq_len=56 if "lens" in options else 40, **options)
-    written = save_cache(cache, tmp_path / "c.safetensors", max_shard_bytes=max_shard_bytes)
-    assert sorted(written) == sorted(tmp_path.iterdir())
+    assert save_cache(cache, tmp_path / "c.safetensors") == tmp_path / "c.safetensors"
     loaded = load_cache(tmp_path / "c.safetensors")
     assert contents(loaded) == contents(cache)
     assert loaded.max_seq_len == cache.max_seq_len
     assert loaded.nbytes == cache.nbytes
     assert_continues_alike(loaded, cache)
-
-
-def test_a_shard_takes_tensors_up_to_its_limit(tmp_path: Path) -> None:
-    (whole,) = save_cache(make_cache(), tmp_path / "c.safetensors")
-    size = sum(tensor.nbytes for tensor in load_file(whole).values())
-    for limit, files in ((size, 1), (size - 1, 3)):  # two shards and their index
-        assert len(save_cache(make_cache(), whole, max_shard_bytes=limit)) == files
 
 
 def test_cropped_caches_keep_what_is_packed(tmp_path: Path) -> None:
@@ -179,8 +159,7 @@ def test_file_is_plain_safetensors_and_holds_used_tokens_only(tmp_path: Path) ->
         "layers.1.v_packed": [16, 2, 68],
         "layers.1.v_recent": [12, 2, 128],
     }
-    with safe_open(path, framework="pt") as file:
-        manifest = json.loads(file.metadata()["kvquant_cache"])
+    manifest = manifest_of(path)
     assert manifest["creation"] == {"prompt": "a.txt"}
     assert manifest["positions"] == [23, 109]
     # the ring is written in the order of the tokens, not of its slots
@@ -188,132 +167,97 @@ def test_file_is_plain_safetensors_and_holds_used_tokens_only(tmp_path: Path) ->
     assert tensors["layers.1.k_recent"].view(torch.bfloat16)[:6].transpose(0, 1).equal(k[0, :, 17:])
 
 
-def test_golden_file_of_version_1_still_loads() -> None:
-    cache = load_cache(GOLDEN, model=CONFIG)
-    values = (torch.arange(11)[:, None] + torch.arange(64) / 4 - 8.0).expand(2, 2, 11, 64)
-    fresh = KVCache(
-        *(2, 2, 2, 64, 16),
-        k_format=["int4-g4", "int8"],
-        v_format=["int4", "int8"],
-        sink_len=2,
-        recent_len=3,
-    )
-    fresh.start_positions.copy_(torch.tensor([0, 7]))
+def ramp(tokens: int, *shape: int) -> torch.Tensor:
+    """Values of golden files: token + element / 4 - 8."""
+    return (torch.arange(tokens)[:, None] + torch.arange(64) / 4 - 8.0).expand(*shape, tokens, 64)
+
+
+def golden_cache() -> KVCache:
+    formats: dict[str, Any] = {"k_format": ["int4-g4", "int8"], "v_format": ["int4", "int8"]}
+    cache = KVCache(2, 2, 2, 64, 16, sink_len=2, recent_len=3, **formats)
+    cache.start_positions.copy_(torch.tensor([0, 7]))
     for layer in range(2):
-        fresh.append(layer, values, -values, [11, 5])
-    assert contents(cache) == contents(fresh)
-    k, v = cache.dequantized(0)
-    assert (k[0] - values[0]).abs().max() < 0.15 and (v[0] + values[0]).abs().max() < 0.55
-    assert k[1, :, :5].equal(values[1, :, :5]) and v[1, :, :5].equal(-values[1, :, :5])
+        cache.append(layer, ramp(11, 2, 2), -ramp(11, 2, 2), [11, 5])
+    return cache
 
 
-def test_golden_file_of_version_2_still_loads() -> None:
-    path = GOLDEN.with_name("cache-v2.safetensors")
-    cache = load_cache(path, model={"model_type": "llama"})
-    values = (torch.arange(40)[:, None] + torch.arange(64) / 4 - 8.0).expand(2, 1, 40, 64)
+def golden_windows() -> KVCache:
     options: dict[str, Any] = {"k_format": "int8-g2", "v_format": ["fp8", "int4"], "sink_len": 1}
-    fresh = KVCache(2, 2, 1, 64, 48, recent_len=3, windows=[8, None], **options)
+    cache = KVCache(2, 2, 1, 64, 48, recent_len=3, windows=[8, None], **options)
     for layer in range(2):
-        fresh.append(layer, values, -values, [40, 11])
-    for layer in range(2):
-        for ours, theirs in zip(cache.dequantized(layer), fresh.dequantized(layer), strict=True):
-            assert torch.equal(ours, theirs)
-    assert cache.windows == [8, None]
+        cache.append(layer, ramp(40, 2, 1), -ramp(40, 2, 1), [40, 11])
+    return cache
 
 
-def test_golden_file_of_version_3_still_loads() -> None:
-    cache = load_cache(GOLDEN.with_name("cache-v3.safetensors"), model={"model_type": "llama"})
-    values = (torch.arange(20)[:, None] + torch.arange(64) / 4 - 8.0).expand(1, 1, 20, 64)
-    fresh = KVCache(1, 1, 1, 64, 48, k_format="int8", sink_len=1, recent_len=3, rollback_len=5)
-    fresh.append(0, values, -values)
-    assert contents(cache) == contents(fresh)
-    assert cache.rollback_len == 5 and cache.nbytes == fresh.nbytes
+def golden_rollback() -> KVCache:
+    cache = KVCache(1, 1, 1, 64, 48, k_format="int8", sink_len=1, recent_len=3, rollback_len=5)
+    cache.append(0, ramp(20, 1, 1), -ramp(20, 1, 1))
+    return cache
 
 
-def test_golden_file_of_version_4_still_loads() -> None:
-    cache = load_cache(
-        GOLDEN.with_name("cache-v4.safetensors"), model={"model_type": "deepseek_v3"}
-    )
-    steps = torch.arange(12)[:, None] / 4
-    latent = (steps + torch.arange(256) / 64 - 2.0).expand(1, 1, 12, 256)
-    rope = (steps - torch.arange(32) / 8).expand(1, 1, 12, 32)
+LATENT = (torch.arange(12)[:, None] / 4 + torch.arange(256) / 64 - 2.0).expand(1, 1, 12, 256)
+ROPE = (torch.arange(12)[:, None] / 4 - torch.arange(32) / 8).expand(1, 1, 12, 32)
+
+
+def golden_latent() -> KVCache:
     dims = {"latent_dim": 256, "rope_dim": 32}
     options: dict[str, Any] = {"sink_len": 1, "recent_len": 3, "rollback_len": 5, **dims}
-    fresh = LatentKVCache(2, 1, 32, fmt=["int4-g8+fp8-g4", "int8-g4"], **options)
+    cache = LatentKVCache(2, 1, 32, fmt=["int4-g8+fp8-g4", "int8-g4"], **options)
     for layer in range(2):
-        fresh.append(layer, latent, rope)
-    assert isinstance(cache, LatentKVCache) and cache.formats == fresh.formats
-    assert contents(cache) == contents(fresh)
-    for ours, wanted in zip(cache.dequantized(0), (latent, rope), strict=True):
-        assert (ours - wanted).abs().max() < 0.05
+        cache.append(layer, LATENT, ROPE)
+    return cache
 
 
-def test_golden_file_of_version_5_still_loads() -> None:
-    plan = CachePlan.load(GOLDEN.with_name("plan-v3.safetensors"))
+@pytest.mark.parametrize(
+    "name, model, make",
+    [
+        ("cache", CONFIG, golden_cache),
+        ("cache-windows", {"model_type": "llama"}, golden_windows),
+        ("cache-rollback", {"model_type": "llama"}, golden_rollback),
+        ("cache-latent", {"model_type": "deepseek_v3"}, golden_latent),
+    ],
+)
+def test_golden_files_still_load(
+    name: str, model: dict[str, Any], make: Callable[[], KVCache]
+) -> None:
+    cache, fresh = load_cache(DATA / f"{name}.safetensors", model=model), make()
+    assert type(cache) is type(fresh) and contents(cache) == contents(fresh)
+    assert (cache.rollback_len, cache.windows) == (fresh.rollback_len, fresh.windows)
+    for layer in range(cache.num_layers):
+        for ours, theirs in zip(cache.dequantized(layer), fresh.dequantized(layer), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_the_golden_file_of_a_plan_of_latent_rows_still_loads() -> None:
+    plan, path = CachePlan.load(DATA / "plan-latent.safetensors"), DATA / "cache-latent-plan"
     cache = load_cache(
-        GOLDEN.with_name("cache-v5.safetensors"), model={"model_type": "deepseek_v3"}, plan=plan
+        path.with_suffix(".safetensors"), model={"model_type": "deepseek_v3"}, plan=plan
     )
-    steps = torch.arange(12)[:, None] / 4
-    latent = (steps + torch.arange(256) / 64 - 2.0).expand(1, 1, 12, 256)
-    rope = (steps - torch.arange(32) / 8).expand(1, 1, 12, 32)
     assert isinstance(cache, LatentKVCache) and [*map(str, cache.formats)] == ["int4-g8+int8-g4"]
     assert cache.bases is not None and cache.bases[0].v.kind == "matrix"
-    for ours, wanted in zip(cache.dequantized(0), (latent, rope), strict=True):
+    for ours, wanted in zip(cache.dequantized(0), (LATENT, ROPE), strict=True):
         assert (ours - wanted).abs().max() < 0.05
 
 
-def test_saving_replaces_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "c.safetensors"
-    caches = [make_cache(seed) for seed in range(6)]
-    (tmp_path / "other-00000000-00001-of-00002.safetensors").touch()
-    for cache, limit in zip(caches, [4000, 2000, 1 << 30, 1 << 30, 3000, 1 << 30], strict=True):
-        written = save_cache(cache, path, max_shard_bytes=limit)
-        assert len(written) == 1 if limit == 1 << 30 else len(written) > 2
-        assert len(list(tmp_path.iterdir())) == len(written) + 1
-        assert contents(load_cache(path)) == contents(cache)
-        assert contents(load_cache(written[-1])) == contents(cache)
-
-
-@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
-@pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_failed_save_leaves_the_old_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, max_shard_bytes: int
-) -> None:
-    path = tmp_path / "c.safetensors"
-    cache = make_cache()
-    written = save_cache(cache, path, max_shard_bytes=max_shard_bytes)
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, failing, fail)
-    with pytest.raises(OSError, match="No space"):
-        save_cache(make_cache(1), path, max_shard_bytes=max_shard_bytes)
-    assert sorted(tmp_path.iterdir()) == sorted(written)
-    assert contents(load_cache(path)) == contents(cache)
-
-
-@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
+@pytest.mark.parametrize("key", ["kvquant_cache", "kvquant_pages", "kvquant", "kvquant_moments"])
 @pytest.mark.parametrize(
-    "foreign",
+    "read",
     [
-        '{"metadata": {"total_size": 9}, "weight_map": {"x": "model-00001-of-00002.safetensors"}}',
-        "",
+        load_cache,
+        CachePlan.load,
+        describe,
+        partial(load_sequences, PagedKVCache(1, 1, 64, 1)),
     ],
-    ids=["transformers", "empty"],
+    ids=["load_cache", "plan", "describe", "load_sequences"],
 )
-def test_index_of_another_program_is_left_alone(
-    tmp_path: Path, foreign: str, max_shard_bytes: int
+def test_files_of_before_the_first_release_are_refused(
+    tmp_path: Path, key: str, read: Callable[[Path], object]
 ) -> None:
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(foreign)
-    with pytest.raises(ConfigError, match=r"index\.json is not an index of kvquant: choose"):
-        save_cache(make_cache(), tmp_path / "model.safetensors", max_shard_bytes=max_shard_bytes)
-    assert [index.read_text(), list(tmp_path.iterdir())] == [foreign, [index]]
-
-    (file,) = save_cache(make_cache(), tmp_path / "c.safetensors")
-    file.rename(tmp_path / "model.safetensors")  # a file beside it is found all the same
-    assert contents(load_cache(tmp_path / "model.safetensors")) == contents(make_cache())
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(1)}, path, {key: "{}", f"{key}_sha256": "0" * 64})
+    with pytest.raises(CheckpointError, match="before its first release: write it again") as caught:
+        read(path)
+    assert str(caught.value).startswith(str(path))
 
 
 def test_layers_in_the_middle_of_a_step_are_not_saved(tmp_path: Path) -> None:
@@ -330,11 +274,6 @@ def test_arguments_that_make_no_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     with pytest.raises(ConfigError, match=r"NAME\.safetensors"):
         save_cache(cache, tmp_path / "c.bin")
-    with pytest.raises(ConfigError, match="max_shard_bytes 0"):
-        save_cache(cache, path, max_shard_bytes=0)
-    for odd in (True, 1.5, "4"):
-        with pytest.raises(ConfigError, match=r"max_shard_bytes .* use a whole number from 1"):
-            save_cache(cache, path, max_shard_bytes=odd)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"type PagedKVCache: give a KVCache, .* save_sequences"):
         save_cache(PagedKVCache(1, 1, 64, 1), path)  # type: ignore[arg-type]
     calls: list[Callable[[Any], object]] = [
@@ -387,56 +326,6 @@ def test_model_identity_ignores_what_does_not_change_keys_and_values() -> None:
     assert model_identity(nested)["sha256"] != model_identity(other)["sha256"]
 
 
-def set_in(*keys: str | int) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
-    """Makes edits of the manifest that put a value at a place."""
-
-    def with_value(value: Any) -> Callable[[dict[str, Any]], None]:
-        def edit(manifest: dict[str, Any]) -> None:
-            at: Any = manifest
-            for key in keys[:-1]:
-                at = at[key]
-            at[keys[-1]] = value
-
-        return edit
-
-    return with_value
-
-
-@pytest.mark.parametrize(
-    "edit, message",
-    [
-        pytest.param(
-            set_in("version")(6), "version 6, this kvquant reads 1, 2, 3, 4 and 5", id="version"
-        ),
-        pytest.param(set_in("version")(2), "version 2, what it says is of 1", id="other version"),
-        pytest.param(set_in("format")("x"), "not that of a kvquant-cache", id="format"),
-        pytest.param(set_in("transforms")([{"rotate": 1}]), "transformed by", id="transform"),
-        pytest.param(set_in("more")(1), "another key.* unknown field more", id="unknown-key"),
-        pytest.param(lambda m: m.pop("model"), "lacks one.* field model", id="missing-key"),
-        pytest.param(set_in("max_seq_len")(2**31 - 1), "GiB, more than there is", id="huge"),
-        pytest.param(set_in("max_seq_len")(2**40), "must be int <= 2147483647", id="beyond-int32"),
-        pytest.param(set_in("max_seq_len")(20), "23 tokens, max_seq_len is 20", id="too-long"),
-        pytest.param(set_in("recent_len")(True), "recent_len is True", id="bool"),
-        pytest.param(set_in("seq_lens")([24, 9]), "do not fit", id="lengths"),
-        pytest.param(set_in("seq_lens", 0)(-1), r"seq_lens\[0\] is -1: .* int >= 0", id="negative"),
-        pytest.param(set_in("layers", 0, "packed_lens", 0)(2), "packed_lens has 2", id="packed"),
-        pytest.param(set_in("layers", 1, "v", "head_dim")(128), "ask for U8", id="shape"),
-        pytest.param(set_in("layers", 1, "k", "format")("int5"), "int5", id="codec"),
-        pytest.param(set_in("num_kv_heads")(2**31 - 1), "ask for U8|GiB", id="heads"),
-        pytest.param(set_in("sha256", "layers.0.k_packed")("0" * 64), "damaged", id="digest"),
-    ],
-)
-def test_manifest_that_does_not_fit_is_refused(
-    tmp_path: Path, edit: Callable[[dict[str, Any]], None], message: str
-) -> None:
-    path = tmp_path / "c.safetensors"
-    save_cache(make_cache(), path)
-    rewrite_manifest(path, edit)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        load_cache(path)
-    assert str(caught.value).startswith(str(path))
-
-
 def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     nan, negative = (list(struct.pack("<e", x)) for x in (float("nan"), -1.0))
@@ -450,12 +339,12 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
         save_cache(make_cache(lens=(23, 10)), path)
         tensors = load_file(path)
         tensors[name][row, 1, byte : byte + 2] = torch.tensor(value, dtype=torch.uint8)
-        digest = sha256(tensors[name])
-        with safe_open(path, framework="pt") as file:
-            save_file(tensors, path, file.metadata())
+        top = manifest_of(path)
+        write(path, top, tensors)
         with pytest.raises(CheckpointError, match="checksum differs"):
             load_cache(path)
-        rewrite_manifest(path, set_in("sha256", name)(digest))
+        del top["sha256"]
+        write(path, top, tensors)
         with pytest.raises(CheckpointError, match=message):
             load_cache(path)
 
@@ -486,13 +375,7 @@ def test_rows_that_cannot_be_packed_are_refused(tmp_path: Path, value: float) ->
         save_cache(cache, bad)
     assert not bad.exists()
     save_cache(load_cache(path), bad)
-    tensors = load_file(bad)
-    put(tensors["layers.1.k_recent"][7, 0], value)
-    digest = sha256(tensors["layers.1.k_recent"])
-    with safe_open(bad, framework="pt") as file:
-        metadata = file.metadata()
-    save_file(tensors, bad, metadata)
-    rewrite_manifest(bad, set_in("sha256", "layers.1.k_recent")(digest))
+    forge(bad, lambda _, tensors: put(tensors["layers.1.k_recent"][7, 0], value))
     with pytest.raises(CheckpointError, match=message):
         load_cache(bad)
 
@@ -526,27 +409,8 @@ def test_a_plan_of_another_shape_is_refused(tmp_path: Path) -> None:
 
     save_cache(KVCache.from_plan(plan(2, 64), 1, 8), path)
     load_cache(path, plan=plan(2, 64))
-    with pytest.raises(CheckpointError, match=r"has \[2, 64\] heads .* the plan \[1, 128\]"):
+    with pytest.raises(CheckpointError, match="in the bases of another plan: load it"):
         load_cache(path, plan=plan(1, 128))
-
-
-@pytest.mark.parametrize(
-    "edit, message",
-    [
-        (lambda m: m.update(layers=m["layers"][:1] * 4097), "layers .* length <= 4096"),
-        (lambda m: m.update(creation={"a": [[]] * (1 << 20)}), "more than 1048576 lists"),
-        (lambda m: m.update(seq_lens=[0] * (1 + (1 << 20))), "seq_lens .* length <= 1048576"),
-    ],
-    ids=["layers", "lists", "sequences"],
-)
-def test_manifests_that_cost_much_are_refused(
-    tmp_path: Path, edit: Callable[[dict[str, Any]], None], message: str
-) -> None:
-    path = tmp_path / "c.safetensors"
-    save_cache(make_cache(), path)
-    rewrite_manifest(path, edit)
-    with pytest.raises(CheckpointError, match=message):
-        load_cache(path)
 
 
 def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
@@ -562,10 +426,9 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
 @pytest.mark.parametrize("limit", ["schema.MAX_LISTS", "tensor_files.MAX_HEADER_BYTES"])
 def test_what_is_saved_at_a_limit_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, max_shard_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     path, cache = tmp_path / "c.safetensors", make_cache()
     save_cache(cache, path)
@@ -573,7 +436,7 @@ def test_what_is_saved_at_a_limit_is_loaded(
     for most in range(12, 62, 2) if "LISTS" in limit else range(1500, 6500, 250):
         monkeypatch.setattr(f"kvquant.io.{limit}", most)
         try:
-            save_cache(cache, path, max_shard_bytes=max_shard_bytes)
+            save_cache(cache, path)
             saved.append(True)
         except (CheckpointError, ConfigError):
             saved.append(False)
@@ -590,23 +453,9 @@ def test_fp8_codes_that_are_nan_are_refused_when_saving(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("size", [0, 3, 8, 100, -1], ids=str)
-def test_truncated_files_are_refused(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "c.safetensors"
-    save_cache(make_cache(), path)
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(CheckpointError, match="damaged one"):
-        load_cache(path)
-
-
 def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_cache(tmp_path / "c.safetensors")
-    with pytest.raises(CheckpointError, match="not a file"):
-        load_cache(tmp_path)
-    (tmp_path / "text").write_text("hello, world; this is not a cache at all")
-    with pytest.raises(CheckpointError, match="no safetensors file"):
-        load_cache(tmp_path / "text")
     save_file({"layers.0.k": torch.zeros(1, 1, 1, 64)}, tmp_path / "raw")
     with pytest.raises(CheckpointError, match="quantize --from"):
         load_cache(tmp_path / "raw")
@@ -621,82 +470,7 @@ def test_room_beyond_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("kvquant.cache.memory.available_memory", lambda: None)  # it cannot be told
     monkeypatch.setattr(torch, "zeros", fail)
-    with pytest.raises(CheckpointError, match=r"GiB, more than there is: pass a smaller"):
+    with pytest.raises(CheckpointError, match=r"GiB, more than there is: use a smaller"):
         load_cache(path, max_seq_len=2**31 - 1)
     with pytest.raises(ConfigError, match="use a whole number from 0 to 2147483647"):
         load_cache(path, max_seq_len=2**31)
-
-
-def test_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "c.safetensors"
-    for change, message in (("drop", "k_sinks' is missing"), ("add", "x' should not be there")):
-        save_cache(make_cache(), path)
-        tensors = load_file(path)
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        if change == "drop":
-            del tensors["layers.0.k_sinks"]
-        else:
-            tensors["x"] = torch.zeros(1)
-        save_file(tensors, path, metadata)
-        with pytest.raises(CheckpointError, match=message):
-            load_cache(path)
-
-
-def test_more_shards_than_can_be_opened_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, cache = tmp_path / "c.safetensors", make_cache()
-    with monkeypatch.context() as patch:
-        patch.setattr("kvquant.io.checkpoint.MAX_SHARDS", 11)
-        with pytest.raises(ConfigError, match="would make 12 shards, 11 are possible"):
-            save_cache(cache, path, max_shard_bytes=1)
-    assert not list(tmp_path.iterdir())
-    save_cache(cache, path, max_shard_bytes=1)
-    opened, count = os.open, 0
-
-    def limited(*given: Any, **named: Any) -> int:
-        nonlocal count
-        count += 1
-        if count > 9:
-            raise OSError(24, "Too many open files")
-        return opened(*given, **named)
-
-    monkeypatch.setattr(os, "open", limited)
-    with pytest.raises(CheckpointError, match=r"allow it more \(ulimit -n\)"):
-        load_cache(path)
-
-
-def test_damaged_sets_of_shards_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "c.safetensors"
-    first, second, *_, index = save_cache(make_cache(), path, max_shard_bytes=4000)
-    good = {file: file.read_bytes() for file in (first, second, index)}
-
-    def refused(message: str) -> None:
-        with pytest.raises(CheckpointError, match=message):
-            load_cache(path)
-        for file, data in good.items():
-            file.write_bytes(data)
-
-    first.unlink()
-    refused(f"shard {first.name} is missing")
-    first.write_bytes(good[second])
-    refused("should not be in shard")
-    first.write_bytes(good[first][:-1])
-    refused("damaged one")
-    first.write_bytes(good[first][:-1] + b"\0")
-    refused("checksum differs")
-    for text in (b"", b"[]", b"{}", b'{"metadata": 1, "weight_map": []}', b"\xff", b"[" * 100_000):
-        index.write_bytes(text)
-        refused("no index of shards")
-    index.write_bytes(good[index].replace(first.name.encode(), b"../" + first.name.encode()))
-    refused("which is no shard of it")
-    index.write_bytes(
-        good[index]
-        .replace(b'"weight_map":{', b'"weight_map":{"x":"NAME",')
-        .replace(b"NAME", first.name.encode())
-    )
-    refused("tensor 'x' is missing")
-    index.write_bytes(good[index].replace(b"seq_lens", b"seq_lenz"))
-    refused("manifest is damaged")
-    load_cache(path)

@@ -1,4 +1,4 @@
-"""Mutated cache files, over 9,000 with the slow ones: each is refused or is the original.
+"""Mutated cache files, over 7,000 with the slow ones: each is refused or is the original.
 
 A hostile writer, who seals what it wrote, may get a cache accepted, but one that hangs together.
 """
@@ -70,16 +70,6 @@ def flip_bits(data: bytearray, rng: random.Random) -> None:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
 
 
-def flip_header_bits(data: bytearray, rng: random.Random) -> None:
-    data[rng.randrange(header_end(data))] ^= 1 << rng.randrange(8)
-
-
-def change_bytes(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(len(data))
-    for i in range(start, min(start + rng.choice((1, 1, 4, 100)), len(data))):
-        data[i] = rng.randrange(256)
-
-
 def change_digits(data: bytearray, rng: random.Random) -> None:
     """Numbers in the header: offsets, shapes, lengths, digests."""
     places = [i for i in range(8, header_end(data)) if chr(data[i]).isdigit()]
@@ -132,16 +122,16 @@ def swap_tensors(data: bytearray, rng: random.Random) -> None:
 def edit_manifest(data: bytearray, rng: random.Random) -> None:
     """One value of the manifest changes, its checksum does not."""
     header = json.loads(data[8 : header_end(data)])
-    manifest = json.loads(header["__metadata__"]["kvquant_cache"])
+    manifest = json.loads(header["__metadata__"]["kvquant_file"])
     mutate_json(manifest, rng)
-    header["__metadata__"]["kvquant_cache"] = dump(manifest)
+    header["__metadata__"]["kvquant_file"] = dump(manifest)
     replace_header(data, header)
 
 
 def edit_and_seal_manifest(data: bytearray, rng: random.Random) -> None:
     """Values of the manifest change, and its checksum with them."""
     header = json.loads(data[8 : header_end(data)])
-    manifest = json.loads(header["__metadata__"]["kvquant_cache"])
+    manifest = json.loads(header["__metadata__"]["kvquant_file"])
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         mutate_json(manifest, rng)
     seal(header, manifest)
@@ -152,7 +142,7 @@ def edit_and_seal_tensor(data: bytearray, rng: random.Random) -> None:
     """Bytes of a tensor change, and both checksums with them: headers become NaN or negative."""
     end = header_end(data)
     header = json.loads(data[8:end])
-    manifest = json.loads(header["__metadata__"]["kvquant_cache"])
+    manifest = json.loads(header["__metadata__"]["kvquant_file"])
     name = rng.choice([name for name in header if name != "__metadata__"])
     start, stop = (end + offset for offset in header[name]["data_offsets"])
     row_bytes = header[name]["shape"][2]
@@ -202,7 +192,7 @@ def dump(value: Any) -> str:
 def seal(header: dict[str, Any], manifest: Any) -> None:
     text = dump(manifest)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    header["__metadata__"] = {"kvquant_cache": text, "kvquant_cache_sha256": digest}
+    header["__metadata__"] = {"kvquant_file": text, "kvquant_file_sha256": digest}
 
 
 def replace_header(data: bytearray, header: dict[str, Any]) -> None:
@@ -212,8 +202,6 @@ def replace_header(data: bytearray, header: dict[str, Any]) -> None:
 
 RUNS: dict[Mutation, int] = {
     flip_bits: 1200,
-    flip_header_bits: 900,
-    change_bytes: 600,
     change_digits: 600,
     truncate: 600,
     insert: 600,
@@ -279,32 +267,3 @@ def test_sealed_mutations_are_refused_or_hang_together(
             if k.shape[2] < cache.max_seq_len:
                 cache.append(layer, one, one[..., : v.shape[3]])
     assert accepted  # the row stays readable if only codes change
-
-
-@SHARES
-@pytest.mark.parametrize("mutate", [flip_bits, change_bytes, truncate, insert, delete])
-def test_mutated_shards_are_refused_or_harmless(
-    tmp_path: Path, mutate: Mutation, share: int
-) -> None:
-    path = tmp_path / "c.safetensors"
-    cache = make_cache()
-    written = save_cache(cache, path, max_shard_bytes=4000)
-    originals, expected = {file: file.read_bytes() for file in written}, contents(cache)
-    rng = random.Random(mutate.__name__)
-    for run in range(200 // share):
-        file = written[-1] if run % 2 else rng.choice(written[:-1])
-        data = bytearray(originals[file])
-        if file.suffix == ".json":  # has no header: lend it one for the mutations that look for it
-            data = bytearray(struct.pack("<Q", len(data))) + data
-            mutate(data, rng)
-            data = data[8:]
-        else:
-            mutate(data, rng)
-        file.write_bytes(data)
-        try:
-            loaded = load_cache(path)
-        except CheckpointError:
-            pass
-        else:
-            assert contents(loaded) == expected, f"run {run} was accepted with other contents"
-        file.write_bytes(originals[file])

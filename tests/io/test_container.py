@@ -20,8 +20,7 @@ from kvquant.paged.batch import PagedBatch
 def cache_file(tmp_path: Path) -> Path:
     cache = KVCache(1, 1, 2, 64, 40, sink_len=2, recent_len=4)
     cache.append(0, *torch.randn(2, 1, 2, 20, 64))
-    (path,) = save_cache(cache, tmp_path / "cache.safetensors")
-    return path
+    return save_cache(cache, tmp_path / "cache.safetensors")
 
 
 @pytest.fixture
@@ -38,24 +37,23 @@ def test_a_reader_of_both_kinds_takes_each_as_what_it_is(
     kinds = {cache_file: CacheManifest, sequences_file: SequencesManifest}
     for path, kind in kinds.items():
         with RowsFile[Manifest](path, SequencesManifest, CacheManifest) as file:
-            assert type(file.manifest) is kind
-            assert (file.path, file.num_files) == (path, 1)
+            assert type(file.contents) is kind and file.path == path
             assert file.num_bytes == path.stat().st_size
-            for part in file.manifest.parts.values():
+            for part in file.contents.parts.values():
                 assert file.rows(part).shape == part.shape
 
 
 def test_files_of_the_other_kind_are_refused(cache_file: Path, sequences_file: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"caches of save_cache are read by load_cache"):
+    with pytest.raises(CheckpointError, match=r"this is a kvquant cache: load_cache reads it"):
         RowsFile(cache_file, SequencesManifest)
-    with pytest.raises(CheckpointError, match=r"read them by kvquant\.load_sequences"):
+    with pytest.raises(CheckpointError, match=r"a paged cache: load_sequences reads it"):
         RowsFile(sequences_file, CacheManifest)
 
 
 def test_pages_give_the_rows_in_use(sequences_file: Path) -> None:
     with RowsFile(sequences_file, SequencesManifest) as file:
-        (sequence,) = file.manifest.sequences
-        pages = [part for part in file.manifest.parts.values() if isinstance(part, PagePart)]
+        (sequence,) = file.contents.sequences
+        pages = [part for part in file.contents.parts.values() if isinstance(part, PagePart)]
         for part in pages:
             rows = file.rows(part)
             assert rows.shape[:3] == (len(sequence.pages), HEADS, PAGE)

@@ -254,8 +254,8 @@ def two_segments(return_lse: bool, pages: bool) -> tuple[Any, ...]:
 def several_queries(return_lse: bool, pages: bool) -> tuple[Any, ...]:
     _, *arguments = one_segment(return_lse, pages)[: -len(PLAIN) - 3]
     q_lens = torch.tensor([2, 0, 1], dtype=torch.int32)
-    tree, key_bias = torch.ones(3, 2, 2, dtype=torch.bool), torch.zeros(3, 100)
-    variant = 50.0, torch.ones(4), -torch.ones(4), 7, key_bias, tree, torch.ones(3, 2, 4)
+    tree = torch.ones(3, 2, 2, dtype=torch.bool)
+    variant = 50.0, torch.ones(4), -torch.ones(4), 7, tree, torch.ones(3, 2, 4)
     return (torch.randn(3, 2, 4, 64), *arguments, q_lens, None, False, *variant)
 
 

@@ -11,12 +11,9 @@ from segment_cases import HEADS, assert_close, lens, packed, segments_of
 from variant_cases import FIELDS, by_hand, variant_with
 
 from kvquant import AttentionVariant, KVCache, RowFormat, decode_attention, reference_attention
-from kvquant.cache import contiguous
 from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.reference import reference_over_segments
-from kvquant.rows.segment import Segment
-from kvquant.rows.variant import mark_unbiased
 
 BACKENDS = ("cpu", "reference")
 COUNTS, QUERIES = (40, 3, 0, 17), (3, 3, 2, 1)
@@ -30,7 +27,7 @@ BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
 @pytest.mark.parametrize("kind", ["pages", "ring", "cache"])
 def test_every_field_is_its_formula(kind: str, names: tuple[str, ...]) -> None:
     segments, keys, values = segments_of(kind, COUNTS, 64)
-    variant = variant_with(names, 4, 3, 4, 40)
+    variant = variant_with(names, 4, 3, 4)
     q = torch.randn(4, 3, 4, 64)
     for b, count in enumerate(QUERIES):
         q[b, count:] = torch.nan
@@ -47,7 +44,7 @@ def test_many_queries_and_tokens(kind: str, names: tuple[str, ...]) -> None:
     """Tiles, blocks of heads and splits; tokens before all windows are NaN, whole pages if any."""
     counts, queries = (180, 70, 11, 2), (12, 3, 12, 9)
     segments, _, _ = segments_of(kind, counts, 64)
-    variant = variant_with(names, 4, 12, 4, 180)
+    variant = variant_with(names, 4, 12, 4)
     if variant.window is not None:
         variant = variant._replace(window=40)
     q = torch.randn(4, 12, 4, 64)
@@ -80,7 +77,7 @@ def test_a_window_over_all_tokens_hides_none(window: int, kind: str, backend: st
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_query_is_the_same_with_an_axis_and_without(backend: str) -> None:
     segments, keys, values = segments_of("cache", COUNTS, 64)
-    variant = variant_with([name for name in FIELDS if name != "tree_mask"], 4, 1, 4, 40)
+    variant = variant_with([name for name in FIELDS if name != "tree_mask"], 4, 1, 4)
     assert variant.score_offsets is not None
     q = torch.randn(4, 4, 64)
     options: dict[str, Any] = {"return_lse": True, "backend": backend}
@@ -96,7 +93,7 @@ def test_one_query_is_the_same_with_an_axis_and_without(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["none", "matrix"])
 @pytest.mark.parametrize(
-    "names", [("soft_cap",), ("key_bias", "tree_mask", "window"), FIELDS], ids=len
+    "names", [("soft_cap",), ("score_offsets", "tree_mask", "window"), FIELDS], ids=len
 )
 def test_rows_in_a_basis_give_what_the_values_give(
     names: tuple[str, ...], kind: str, backend: str
@@ -107,9 +104,7 @@ def test_rows_in_a_basis_give_what_the_values_give(
     cache = KVCache(1, 4, HEADS, 64, 100, sink_len=2, recent_len=8, bases=[basis])
     k, v = torch.randn(2, 4, HEADS, 40, 64)
     cache.append(0, k, v, COUNTS)
-    q, variant = torch.randn(4, 3, 4, 64), variant_with(names, 4, 3, 4, 40)
-    if variant.key_bias is not None:
-        variant.key_bias[3, 5:] = -torch.inf  # all that its query sees
+    q, variant = torch.randn(4, 3, 4, 64), variant_with(names, 4, 3, 4)
     expected = by_hand(q, *cache.dequantized(0), COUNTS, QUERIES, variant)
     options: dict[str, Any] = {"q_lens": lens(*QUERIES), "basis": basis, "backend": backend}
     given = q, cache.segments(0)
@@ -122,7 +117,7 @@ def test_rows_in_a_basis_give_what_the_values_give(
 def test_torch_compile_takes_them(names: tuple[str, ...]) -> None:
     rows = packed(2, HEADS, 30)
     given = torch.randn(2, 3, 4, 64), rows, rows, lens(30, 9)
-    options = {**BOTH, "variant": variant_with(names, 2, 3, 4, 30), "backend": BACKENDS[-1]}
+    options = {**BOTH, "variant": variant_with(names, 2, 3, 4), "backend": BACKENDS[-1]}
     compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
     assert torch.equal(compiled(*given, **options), decode_attention(*given, **options))
 
@@ -137,10 +132,10 @@ def test_a_compiled_call_takes_another_window() -> None:
         assert torch.equal(compiled(*given, **options), decode_attention(*given, **options))
 
 
-@pytest.mark.parametrize("name", ["sink_logits", "alibi_slopes", "key_bias", "score_offsets"])
+@pytest.mark.parametrize("name", ["sink_logits", "alibi_slopes", "score_offsets"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_model_has_learned_leads_to_no_gradient(name: str, backend: str) -> None:
-    rows, plain = packed(2, HEADS, 30), variant_with((name,), 2, 1, 4, 30)
+    rows, plain = packed(2, HEADS, 30), variant_with((name,), 2, 1, 4)
     learned: Any = torch.nn.Parameter(getattr(plain, name))
     q = torch.randn(2, 1, 4, 64)
     options: dict[str, Any] = {**BOTH, "return_lse": True, "backend": backend}
@@ -171,15 +166,12 @@ PADDED_TREE[1, 0, :2] = False  # sequence 1 has two queries; this one sees the p
         ({"alibi_slopes": torch.full((4,), torch.inf)}, ConfigError, "alibi_slopes must be finite"),
         ({"alibi_slopes": torch.zeros(4).to("meta")}, DeviceError, "alibi_slopes on meta"),
         ({"alibi_slopes": [1.0] * 4}, ConfigError, "alibi_slopes is of type list"),
-        ({"key_bias": torch.zeros(1, 8)}, ShapeError, "key_bias is [1, 8]: it must be [2, tokens]"),
-        ({"key_bias": torch.zeros(2, 7)}, ShapeError, "the longest sequence has 8 tokens"),
-        ({"key_bias": torch.full((2, 8), torch.inf)}, ConfigError, "key_bias must be finite"),
         ({"tree_mask": torch.ones(2, 3, 2).bool()}, ShapeError, "tree_mask is [2, 3, 2]"),
         ({"tree_mask": torch.zeros(2, 3, 3).bool()}, ShapeError, "query 0 of sequence 0 sees no"),
         ({"tree_mask": PADDED_TREE}, ShapeError, "query 0 of sequence 1 sees no token of the tree"),
         ({"score_offsets": torch.zeros(2, 4)}, ShapeError, "it must be [2, 3, 4]"),
     ],
-    ids=[f"case{i}" for i in range(17)],
+    ids=[f"case{i}" for i in range(14)],
 )
 def test_what_does_not_fit_is_refused(
     change: dict[str, Any], error: type[Exception], message: str, backend: str | None
@@ -209,48 +201,3 @@ def test_what_is_no_variant_is_refused() -> None:
     tree = AttentionVariant(tree_mask=torch.ones(1, 1, 1).bool())
     with pytest.raises(ShapeError, match=r"a tree_mask is given with q \[1, 4, 64\]: it needs q"):
         decode_attention(*given, variant=tree, **BOTH)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_where_lengths_are_not_read_a_bias_that_is_too_short_gives_nan(
-    q_len: int, device: str
-) -> None:
-    """Of the sequences that have more tokens; on the CPU only what finds them is called."""
-    rows, seq_lens = packed(3, HEADS, 40).to(device), lens(7, 5, 0).to(device)
-    q = torch.randn(3, q_len, 4, 64, device=device).bfloat16()
-    bias = torch.zeros(3, 40, device=device)
-    given = (q if q_len > 1 else q[:, 0]), rows, rows, seq_lens
-    options: dict[str, Any] = {**BOTH, "return_lse": True}
-    whole = decode_attention(*given, **options, variant=AttentionVariant(key_bias=bias))
-    for count, spoiled in ((5, [True, False, False]), (7, [False] * 3), (1, [True, True, False])):
-        short = bias[:, :count]
-        if device == "cpu":
-            found = whole[0].clone(), whole[1].clone()
-            mark_unbiased(*found, [Segment(rows, rows, seq_lens, INT4, INT4)], short)
-        else:
-            found = decode_attention(*given, **options, variant=AttentionVariant(key_bias=short))
-        for one, expected in zip(found, whole, strict=True):
-            for b, wrong in enumerate(spoiled):
-                same = torch.equal(one[b], expected[b])
-                assert bool(one[b].isnan().all()) if wrong else same, (count, b)
-
-
-def test_a_cache_refuses_a_bias_that_is_too_short_where_it_knows_the_lengths(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before the kernel, which on CUDA would not see it; longest is an upper bound."""
-    cache = KVCache(1, 2, HEADS, 64, 100)
-    k, v = torch.randn(2, 2, HEADS, 20, 64)
-    cache.append(0, k, v, [9, 4])
-    assert cache.layers[0].longest == 20
-    q = torch.randn(2, 4, 64)
-    cache.attend(0, q, variant=AttentionVariant(key_bias=torch.zeros(2, 9)))
-    monkeypatch.setattr(contiguous, "attend", None)
-    short = AttentionVariant(key_bias=torch.zeros(2, 8))
-    with pytest.raises(ShapeError, match=r"key_bias is \[2, 8\]: the longest sequence has 9 token"):
-        cache.attend(0, q, variant=short)
-    with pytest.raises(ShapeError, match="the longest sequence has 10 tokens"):
-        new = torch.randn(2, 2, HEADS, 1, 64)
-        cache.step(0, q, *new, variant=AttentionVariant(key_bias=torch.zeros(2, 9)))
-    assert cache.seq_lens.tolist() == [9, 4]

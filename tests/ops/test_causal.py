@@ -89,7 +89,7 @@ def test_variants_are_those_of_the_reference(
 ) -> None:
     monkeypatch.setattr(causal, "BLOCK", 8)
     monkeypatch.setitem(causal.SCORES, device, 4 * 4 * 50)  # 4 queries
-    variant = variant_with(names, 1, 1, 4, 1)
+    variant = variant_with(names, 1, 1, 4)
     given = variant._replace(
         **{name: getattr(variant, name).to(device) for name in names if name in TENSORS}
     )
@@ -100,8 +100,9 @@ def test_variants_are_those_of_the_reference(
         wanted, _ = by_hand(q.transpose(1, 2).cpu(), k.cpu(), v.cpu(), lens, [q_len] * 2, variant)
         limit = 2 * LIMITS[dtype]  # on CUDA 16-bit scores are rounded before they are capped
         assert out.dtype == dtype and relative_l2(out.cpu().transpose(1, 2), wanted) <= limit
-    with pytest.raises(UnsupportedError, match="key_bias: not possible while a prompt is read"):
-        causal_attention(q, k, v, lens, variant=AttentionVariant(key_bias=torch.zeros(2, 50)))
+    with pytest.raises(UnsupportedError, match="tree_mask: not possible while a prompt is read"):
+        tree = torch.ones(2, 9, 9, dtype=torch.bool)
+        causal_attention(q, k, v, lens, variant=AttentionVariant(tree_mask=tree))
 
 
 def test_no_queries() -> None:

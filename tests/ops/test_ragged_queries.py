@@ -101,7 +101,7 @@ def test_the_public_calls(dtype: torch.dtype) -> None:
     ids="+".join,
 )
 def test_variants(names: tuple[str, ...], backend: str) -> None:
-    variant = variant_with(names, len(LENS), 1, 4, 40)
+    variant = variant_with(names, len(LENS), 1, 4)
     if variant.score_offsets is not None:
         variant = variant._replace(score_offsets=torch.randn(sum(CHUNKS), 4))
     q, at = torch.randn(sum(CHUNKS), 4, 64), indptr(CHUNKS)
@@ -124,7 +124,7 @@ def test_rows_in_a_basis(names: tuple[str, ...], kind: str, backend: str) -> Non
     k, v = torch.randn(2, 5, HEADS, 40, 64)
     cache.append(0, k, v, LENS)
     q, at = torch.randn(sum(CHUNKS), 4, 64), indptr(CHUNKS)
-    variant = variant_with(names, len(LENS), 1, 4, 40)
+    variant = variant_with(names, len(LENS), 1, 4)
     options: dict[str, Any] = {"q_indptr": at, "variant": variant, "backend": backend}
     segments = cache.segments(0)
     found = attend_segments(q, segments, basis=basis, return_lse=True, **options)
@@ -233,11 +233,6 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         ShapeError,
         r"a tree_mask is given with q \[6, 4, 64\]: it needs q \[batch, q_len",
     ),
-    "biases of too few": (
-        {"q_indptr": lens(0, 3, 6), "variant": AttentionVariant(key_bias=torch.zeros(6, 20))},
-        ShapeError,
-        r"key_bias is \[6, 20\]: it must be \[2, tokens\]",
-    ),
 }
 
 
@@ -337,7 +332,7 @@ def test_torch_finds_nothing_wrong_with_the_op() -> None:
     fields = [
         [one] for one in (rows, rows, lens(20, 3, 9), "int4-g4", "int4-g4", None, None, 0, None)
     ]
-    variant = 50.0, torch.ones(4), -torch.ones(4), 7, torch.zeros(3, 100), None, torch.ones(6, 4)
+    variant = 50.0, torch.ones(4), -torch.ones(4), 7, None, torch.ones(6, 4)
     options = 64, None, True, None, None, None, lens(0, 3, 3, 5), True
     arguments = (torch.randn(6, 4, 64), *fields, *options, *variant)
     torch.library.opcheck(torch.ops.kvquant.attend_segments.default, arguments)

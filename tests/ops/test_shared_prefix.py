@@ -137,7 +137,7 @@ def test_a_variant_of_queries_is_that_of_whole_sequences(
     device = "cuda" if backend == "cuda" else "cpu"
     prefix, own, whole = shared(140, (9, 4, 17), (2, 0), device)
     q, limit = queries(device)
-    made: dict[str, Any] = variant_with(fields, 3, 3, 6, 157)._asdict()
+    made: dict[str, Any] = variant_with(fields, 3, 3, 6)._asdict()
     tensors = {name: x.to(device) for name, x in made.items() if isinstance(x, torch.Tensor)}
     variant = AttentionVariant(**{**made, **tensors})
     basis = None

@@ -192,7 +192,7 @@ def test_out_of_pages_leaves_the_whole_step_undone() -> None:
     assert cache.can_append(["a", "b"], [1, 1])
     assert not cache.can_append(["a", "b"], [30, 1])
     with pytest.raises(OutOfPagesError, match=r"'a', 'b' need 2 more pages for 31 tokens, but 1"):
-        batch.extend(["a", "b"], [30, 1], range(31))
+        batch.extend(["a", "b"], [30, 1], range(31)).__enter__()
     assert seen(cache) == before
     extend(batch, ["a", "b"], 1)
 
@@ -210,20 +210,37 @@ def test_no_seat_is_out_of_pages_too() -> None:
     assert seen(cache) == before
 
 
-@pytest.mark.parametrize("length, kept", [(6, 6), (7, 7), (8, 3), (30, 25)])
-def test_a_step_that_raises_keeps_what_surely_stands_in_all_layers(length: int, kept: int) -> None:
+def test_sequences_of_a_step_that_raises_have_failed_until_they_are_freed() -> None:
     cache = make()
     batch = PagedBatch(cache, 4, 100)
-    begin(batch, "a", length, range(length))
-    before = values(cache, "a")
+    for name in "ab":
+        begin(batch, name, 30, range(30))
+    cache.fork("a", "c")
+    before = values(cache, "c")
     with pytest.raises(ZeroDivisionError), batch.extend(["a"], 1, [7]):
         batch.append(0, *new_rows(1))
         raise ZeroDivisionError
-    assert cache.length("a") == kept
-    after = values(cache, "a")
-    assert all(torch.equal(x, y[:, :kept]) for x, y in zip(after, before, strict=True))
-    assert cache.state.tokens("a") == list(range(kept))
-    extend(batch, ["a"], 60)
+    for call in (
+        lambda: cache.length("a"),
+        lambda: cache.namespace("a"),
+        lambda: cache.fork("a", "d"),
+        lambda: cache.truncate("a", 0),
+        lambda: cache.swap_out("a"),
+        lambda: cache.dequantized("a", 0),
+        lambda: cache.can_append(["a"]),
+        lambda: batch.extend(["b", "a"], 1).__enter__(),
+        lambda: save_sequences(cache, ["a"], "x.safetensors"),
+    ):
+        with pytest.raises(ConfigError, match=r"a step of sequence 'a' has failed, .* free it"):
+            call()
+    with pytest.raises(ConfigError, match="sequence 'a' exists: free it"):
+        cache.allocate("a")
+    assert cache.ids == ["a", "b", "c"]
+    check_invariants(cache)
+    cache.free("a")
+    assert same(values(cache, "c"), before)
+    assert cache.allocate("a", range(40)) == SINKS + PAGE
+    extend(batch, ["a", "b", "c"], 1)
     check_invariants(cache)
 
 
@@ -239,7 +256,7 @@ def test_while_a_step_is_open_the_cache_is_not_changed() -> None:
             lambda: cache.truncate("a", 1),
             lambda: cache.free("a"),
             lambda: cache.swap_out("a"),
-            lambda: batch.extend(["a"]),
+            lambda: batch.extend(["a"]).__enter__(),
         ):
             with pytest.raises(ConfigError, match=r"a step is open, .* `with batch.extend"):
                 call()
@@ -284,7 +301,7 @@ def test_bad_values_are_counted_and_decode_to_nan() -> None:
     cache.allocate("a")
     extend(batch, ["a"], 10, rows=rows)
     assert cache.bad_rows.tolist() == [LAYERS, HEADS * LAYERS]
-    words = rf"{LAYERS} rows of K and {HEADS * LAYERS} of V came with NaN.*free\(id, forget=True\)"
+    words = rf"{LAYERS} rows of K and {HEADS * LAYERS} of V came with NaN.*free the sequences"
     with pytest.raises(NonFiniteError, match=words):
         cache.check()
     cache.check()  # once is enough
@@ -340,20 +357,28 @@ CALLS: list[tuple[Callable[[Any], object], type[KVQuantError], str]] = [
     (lambda b: b.cache.dequantized("a", 2), ConfigError, "layer 2 does not exist"),
     (lambda b: b.cache.swap_in("a"), ConfigError, "'a' is not swapped out"),
     (lambda b: b.cache.can_append(["a"], 81), ShapeError, "would grow to 101"),
-    (lambda b: b.extend(["x"]), ConfigError, "no sequence 'x'"),
-    (lambda b: b.extend(["a", "a"]), ConfigError, "name each once"),
-    (lambda b: b.extend(["a"], -1), ShapeError, "give one >= 0 for each"),
-    (lambda b: b.extend(["a"], [1, 1]), ShapeError, "for 1 ids"),
-    (lambda b: b.extend(["a"], [0.5]), ConfigError, "must be whole numbers"),
-    (lambda b: b.extend(["a"], 2, [1]), ShapeError, "1 tokens for counts that add up to 2"),
-    (lambda b: b.extend(["a"], 1, ["x"]), ConfigError, "must be integers"),
-    (lambda b: b.extend(["a"], 81), ShapeError, "'a' would grow to 101 tokens, max_seq_len is 100"),
+    (lambda b: b.extend(["x"]).__enter__(), ConfigError, "no sequence 'x'"),
+    (lambda b: b.extend(["a", "a"]).__enter__(), ConfigError, "name each once"),
+    (lambda b: b.extend(["a"], -1).__enter__(), ShapeError, "give one >= 0 for each"),
+    (lambda b: b.extend(["a"], [1, 1]).__enter__(), ShapeError, "for 1 ids"),
+    (lambda b: b.extend(["a"], [0.5]).__enter__(), ConfigError, "must be whole numbers"),
     (
-        lambda b: b.extend(list("abcde")),
+        lambda b: b.extend(["a"], 2, [1]).__enter__(),
+        ShapeError,
+        "1 tokens for counts that add up to 2",
+    ),
+    (lambda b: b.extend(["a"], 1, ["x"]).__enter__(), ConfigError, "must be integers"),
+    (
+        lambda b: b.extend(["a"], 81).__enter__(),
+        ShapeError,
+        "'a' would grow to 101 tokens, max_seq_len is 100",
+    ),
+    (
+        lambda b: b.extend(list("abcde")).__enter__(),
         ShapeError,
         "5 sequences and 5 tokens: the batch has places",
     ),
-    (lambda b: b.extend(["a"], 91), ShapeError, "places for 4 and 90"),
+    (lambda b: b.extend(["a"], 91).__enter__(), ShapeError, "places for 4 and 90"),
     (lambda b: b.append(0, *new_rows(91)), ShapeError, "k has 91 tokens"),
     (lambda b: b.append(9, *new_rows(1)), ConfigError, "layer 9"),
     (lambda b: b.attend(0, torch.randn(5, 4, DIM)), ShapeError, "q has 5 rows"),
@@ -367,14 +392,13 @@ CALLS: list[tuple[Callable[[Any], object], type[KVQuantError], str]] = [
     (lambda b: b.attend(0, [1]), ConfigError, "q is of type list: give a tensor"),
     (lambda b: b.attend(0, torch.zeros(DIM)), ShapeError, "q is [64]: it must be [batch"),
     (lambda b: b.attend(0, torch.zeros(1, 4, 4, 1, DIM)), ShapeError, "or [batch, q_len, num_q_he"),
-    (lambda b: b.extend("az"), ConfigError, "ids is the text 'az': give a list of ids"),
-    (lambda b: b.extend(3), ConfigError, "ids is 3: give a list of ids"),
+    (lambda b: b.extend("az").__enter__(), ConfigError, "ids is the text 'az': give a list of ids"),
+    (lambda b: b.extend(3).__enter__(), ConfigError, "ids is 3: give a list of ids"),
     (lambda b: b.cache.can_append("a"), ConfigError, "ids is the text 'a': give a list of ids"),
     (lambda b: b.cache.can_append(None), ConfigError, "ids is None: give a list of ids"),
     (lambda b: b.cache.allocate("b", 5), ConfigError, "tokens must be integers"),
     (lambda b: b.cache.allocate("b", "tokens"), ConfigError, "tokens must be integers"),
     (lambda b: b.cache.match_prefix([0.5, 1]), ConfigError, "tokens must be integers"),
-    (lambda b: b.cache.free("a", forget="no"), ConfigError, "forget is 'no': use True or False"),
     (lambda b: b.cache.dequantized("a", 0, torch.int32), ConfigError, "dtype torch.int32 is not"),
     (lambda b: b.cache.dequantized("a", None), ConfigError, "layer None does not exist"),
     (lambda b: save_sequences(b.cache, "a", "x.safetensors"), ConfigError, "the text 'a'"),

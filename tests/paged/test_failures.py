@@ -53,12 +53,12 @@ def tables(cache: PagedKVCache) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("where", ["copy", "slots", "tokens"])
-def test_a_step_that_fails_before_it_is_begun_is_undone(
+def test_a_step_that_cannot_begin_fails_its_sequences(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     batch = filled()
     cache = batch.cache
-    before, rows = seen(cache), values(cache, "a")
+    rows = values(cache, "c")
     with monkeypatch.context() as patch:
         if where == "copy":
             patch.setattr(cache.rows, "copy_pages", fail)
@@ -67,43 +67,26 @@ def test_a_step_that_fails_before_it_is_begun_is_undone(
         else:
             patch.setattr(cache.state, "_learn", fail)
         with pytest.raises(NoMemoryError):
-            batch.extend(["a", "b", "c"], [5, 30, 1], range(36))
-    assert seen(cache) == before
+            batch.extend(["a", "b"], [5, 30], range(35)).__enter__()
     check_invariants(cache)
-    extend(batch, ["a", "b", "c"], [5, 30, 1], range(36))
-    kept = zip(values(cache, "c"), rows, strict=True)
-    assert all(torch.equal(x[:, :40], y[:, :40]) for x, y in kept)
+    for name in "ab":
+        with pytest.raises(ConfigError, match="has failed"):
+            cache.length(name)
+        cache.free(name)
+    assert same(values(cache, "c"), rows)
+    extend(batch, ["c"], 5, range(5))
+    check_invariants(cache)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda batch: batch.cache.end_step(written=False, begun=False),
-        lambda batch: batch.cache.truncate("c", batch.cache.length("c")),
-        lambda batch: batch.cache.finish_swaps(),
-        lambda batch: batch.extend([]).__enter__(),
-    ],
-)
-def test_a_step_that_was_not_begun_is_undone_without_loss(
-    call: Callable[[PagedBatch], object],
-) -> None:
-    """Such as one whose `with` was left out."""
+def test_a_step_without_its_block_is_none() -> None:
     batch = filled()
-    cache = batch.cache
-    before, rows = seen(cache), values(cache, "b")
-    step = batch.extend(["a", "b"], [5, 30], range(35))
+    before = seen(batch.cache)
+    batch.extend(["a", "b"], [5, 30], range(35))
     with pytest.raises(ConfigError, match="no step of this batch is open"):
-        batch.append(0, *new_rows(35))
-    call(batch)
-    with pytest.raises(ConfigError, match="no step of this batch is open"), step:
-        pass
-    if cache.is_open(batch._step):
-        cache.end_step(written=True)
-    check_invariants(cache)
-    assert seen(cache)[0] == before[0]  # type: ignore[index]
-    assert same(values(cache, "b"), rows)
+        batch.append(0, *new_rows(45))
+    assert seen(batch.cache) == before
     extend(batch, ["a", "b"], 1)
-    check_invariants(cache)
+    check_invariants(batch.cache)
 
 
 def test_a_copy_of_pages_takes_no_memory_of_their_size() -> None:
@@ -170,7 +153,7 @@ def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
 @pytest.mark.parametrize("counts", [None, 2.0, "x", ["x"], torch.tensor(1.5), True])
 def test_counts_that_are_no_whole_numbers_are_refused(counts: Any) -> None:
     batch = filled()
-    for call in (batch.cache.can_append, batch.extend):
+    for call in (batch.cache.can_append, lambda *given: batch.extend(*given).__enter__()):
         with pytest.raises(ConfigError, match="must be whole numbers"):
             call(["a"], counts)
 
@@ -214,7 +197,7 @@ def test_ids_are_kept_as_what_a_file_can_hold(tmp_path: Path) -> None:
     assert [type(name) for name in cache.ids] == [str, str, str, int]
     extend(batch, [np.int64(3)], 2, [True, np.int64(2**63 - 1)])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"tokens .* must be integers of 64 bits"):
-        batch.extend([3], 1, [2**63])
+        batch.extend([3], 1, [2**63]).__enter__()
     path = save_sequences(cache, [3], tmp_path / "x.safetensors")
     other = make()
     assert load_sequences(other, path) == [3]
@@ -254,7 +237,7 @@ def test_lack_of_pages_or_seats_says_who_is_leaving(monkeypatch: pytest.MonkeyPa
     cache.swap_out("a")
     hint = r"swap out .* or call finish_swaps\(\): 1 sequences are being swapped out"
     for call in (
-        lambda: batch.extend(["b"], 40),
+        lambda: batch.extend(["b"], 40).__enter__(),
         lambda: cache.allocate("c"),
         lambda: cache.fork("b", "c"),
     ):
@@ -265,40 +248,6 @@ def test_lack_of_pages_or_seats_says_who_is_leaving(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OutOfPagesError) as caught:
         cache.swap_in("a")
     assert "finish_swaps" not in str(caught.value)
-
-
-@pytest.mark.parametrize("where", ["live", "leaving", "swapped out"])
-def test_a_bad_prefix_is_forgotten(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make()
-    batch = PagedBatch(cache, 4, 90)
-    rows = new_rows(60)
-    rows[0, 10] = torch.nan
-    cache.allocate("a")
-    extend(batch, ["a"], 60, range(60), rows)
-    begin(batch, "b", 60, [0, 1, 2, *range(50, 3, -1), *range(10)])  # the same sinks
-    if where != "live":
-        if where == "leaving":
-            monkeypatch.setattr(cache.swap_space, "_event", SlowEvent)
-        cache.swap_out("a")
-    cache.free("a", forget=True)
-    assert cache.match_prefix(range(60)) == 0
-    assert cache.match_prefix([0, 1, 2, *range(50, 3, -1), 0]) == SINKS + 2 * PAGE
-    check_invariants(cache)
-    begin(batch, "c", 60, range(60))
-    cache.free("c")
-    cache.allocate("d", range(60))
-    assert not cache.dequantized("d", 0)[0].isnan().any()
-
-
-def test_what_others_share_is_not_forgotten() -> None:
-    batch = filled()
-    cache = batch.cache
-    cache.free("a", forget=True)
-    assert cache.match_prefix(range(45)) == SINKS + 2 * PAGE
-    cache.free("b", forget=True)
-    cache.free("c", forget=True)
-    assert (cache.match_prefix(range(45)), cache.num_free_pages) == (0, 20)
-    check_invariants(cache)
 
 
 def test_a_prompt_attends_to_rows_that_were_present() -> None:

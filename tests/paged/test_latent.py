@@ -138,10 +138,6 @@ def test_drafts_that_are_taken_back_were_never_there(recent_len: int, device: st
         extend(theirs, ["a", "b"], kept, rows=joined([(x[:kept], y[:kept]) for x, y in new]))
         for name in "ab":
             assert same(*(values(cache, name) for cache in caches))
-    with pytest.raises(ZeroDivisionError), ours.extend(["a"], 4):  # and so are steps that fail
-        ours.append(0, *new_rows(4, device))
-        raise ZeroDivisionError
-    assert same(*(values(cache, "a") for cache in caches))
     for cache in caches:
         check_invariants(cache)
 
@@ -154,7 +150,7 @@ def joined(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fmt", ["int8-g4", "fp8", "bf16"])
-def test_rows_with_nan_are_found_in_either_part(fmt: str, device: str) -> None:
+def test_rows_with_nan_count_in_either_part(fmt: str, device: str) -> None:
     dims = {"latent_dim": 512, "rope_dim": 64}
     batch = LatentPagedBatch(make(device, fmt=fmt, **dims), 4, 100)
     cache = batch.cache
@@ -165,12 +161,13 @@ def test_rows_with_nan_are_found_in_either_part(fmt: str, device: str) -> None:
         cache.allocate(name)
         extend(batch, [name], 40, range(40), rows=(rows[0], rows[1]))
     cache.swap_out("c")
-    with pytest.raises(NonFiniteError) as raised:
+    assert cache.bad_rows.tolist() == [2, 4]  # of both layers
+    with pytest.raises(NonFiniteError):
         cache.check()
-    assert set(raised.value.sequences) == {"b", "c", "d"}
     cache.check()
+    assert cache.match_prefix(range(40)) == 0
     for name in "bcd":
-        cache.free(name, forget=True)
+        cache.free(name)
     check_invariants(cache)
 
 
@@ -265,8 +262,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ((latent, None), "rope is of type NoneType"),
         ((latent, rope.float()), "latent is torch.bfloat16 and rope torch.float32"),
     ):
-        with pytest.raises((ShapeError, ConfigError), match=message), batch.extend(["a"]):
+        cache.allocate("x")
+        with pytest.raises((ShapeError, ConfigError), match=message), batch.extend(["x"]):
             batch.append(0, *rows)
+        cache.free("x")
     q_latent, q_rope = queries(4, 6)
     for pair, message in (
         ((q_latent, q_rope[:, :5]), "q_rope \\[4, 5, 32\\]: they must be"),
@@ -281,7 +280,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ragged: dict[str, Any] = {"sm_scale": SCALE, "q_indptr": torch.zeros(5)}
     for call in (batch.attend, partial(batch.step, latent=latent, rope=rope)):
         refused = pytest.raises(UnsupportedError, match="latent rows have no ragged queries")
-        with refused, batch.extend(["a"]):
+        with refused, batch.extend(["a"], 0):
             call(0, q_latent[0], q_rope[0], **ragged)
     assert seen(cache) == before
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8, 12 pages" in repr(cache)

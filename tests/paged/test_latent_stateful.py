@@ -129,16 +129,22 @@ class LatentPages(RuleBasedStateMachine):
     def fail(self, number: int, count: int, layers: int) -> None:
         ids = self.some(number, count)
         latent, rope = new_rows(count * len(ids))
+        has_failed = False
         for batch in self.batches:
             try:
                 with batch.extend(ids, count):
                     for layer in range(layers):
                         batch.append(layer, latent, rope)
                     raise ZeroDivisionError
-            except (OutOfPagesError, ZeroDivisionError):
+            except OutOfPagesError:
                 pass
-        for i in ids:
-            self.tokens[i] = self.tokens[i][: self.ours.length(i)]
+            except ZeroDivisionError:
+                has_failed = True
+                for i in ids:
+                    batch.cache.free(i)
+        if has_failed:
+            for i in ids:
+                del self.tokens[i]
 
     @precondition(lambda self: 0 < len(self.tokens) < SEQ_SLOTS - len(self.swapped))
     @rule(number=numbers)
@@ -163,7 +169,9 @@ class LatentPages(RuleBasedStateMachine):
     def free(self, number: int, forget: bool) -> None:
         i = self.pick(number)
         for cache in self.caches:
-            cache.free(i, forget=forget)
+            cache.free(i)
+            if forget:
+                cache.forget_prefixes()
         del self.tokens[i]
 
     @precondition(lambda self: self.tokens)

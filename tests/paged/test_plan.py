@@ -203,8 +203,8 @@ def elsewhere(plan: CachePlan) -> CachePlan:
 @pytest.mark.parametrize(
     "saved, ours, message",
     [
-        (make_paged, plain_like, "stored in the bases of a plan, and the cache has none"),
-        (plain_like, make_paged, "stored without a plan, and the cache was made from one"),
+        (make_paged, plain_like, "stored in the bases of a plan: make the cache with PagedKVCache"),
+        (plain_like, make_paged, "stored without a plan: use none"),
         (
             lambda plan: make_paged(elsewhere(plan)),
             make_paged,

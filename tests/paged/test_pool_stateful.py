@@ -150,17 +150,6 @@ class PoolMachine(RuleBasedStateMachine):
         counts = [number >> 2 * at & 3 for at in range(3, 3 + MOST)]
         self.step({i: [number >> 19] * n for i, n in zip(ids, counts, strict=False)})
 
-    @rule(number=numbers, count=st.integers(0, 9))
-    def append_and_take_back(self, number: int, count: int) -> None:
-        ids = [i for at, i in enumerate(self.models) if number >> at & 1]
-        if not self.pool.can_append(ids, [count] * len(ids)):
-            return
-        PoolMachine.operations += max(len(ids), 1)
-        each = [(self.pool.length(i), self.pool.block_table(i)) for i in self.models]
-        growth = self.pool.append(ids, [count] * len(ids))
-        self.pool.take_back(ids, [self.pool.length(i) - count for i in ids], growth.copies)
-        assert each == [(self.pool.length(i), self.pool.block_table(i)) for i in self.models]
-
     @rule(number=numbers)
     def fork(self, number: int) -> None:
         if 0 < len(self.models) < MOST:
@@ -184,15 +173,18 @@ class PoolMachine(RuleBasedStateMachine):
         if self.models:
             PoolMachine.operations += 1
             i = self.pick(number)
-            origin = self.pool.origin(i)
             self.pool.free(i)
             model = self.models.pop(i)
             known = model.tokens[: model.known]
             assert self.pool.match_prefix(known) == self.whole(model)
-            if number % 3 == 0:  # what others still have stays to be found
-                self.pool.forget(known, origin, is_shared=True)
-                used = self.used()
-                assert all(page in used for page in self.pool._match(known, origin.namespace))
+
+    @rule(number=numbers)
+    def forget(self, number: int) -> None:
+        if number % 3 == 0:
+            self.pool.forget_all()
+            for model in self.models.values():
+                assert not self.pool.match_prefix(model.tokens)
+                model.known = 0
 
     @invariant()
     def every_sequence_has_its_contents(self) -> None:

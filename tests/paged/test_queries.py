@@ -168,7 +168,7 @@ def test_queries_that_do_not_fit_are_refused() -> None:
             batch.attend(0, torch.randn(5, 3, 4, DIM))
     batch._captured[2] = 2
     with pytest.raises(ShapeError, match=r"3 tokens, 3 of one: .* captured 4 and 90, 2 of one"):
-        batch.extend(["a"], 3)
+        batch.extend(["a"], 3).__enter__()
 
 
 @pytest.mark.gpu
@@ -208,4 +208,4 @@ def test_a_graph_serves_steps_of_any_counts(shared: bool) -> None:
                     assert relative_l2(out[at, count - 1], last[0]) < 6e-3
             assert not out[len(ids) :].any()
     with pytest.raises(ShapeError, match="captured 4 and 20, 5 of one"):
-        batch.extend(["a"], 6)
+        batch.extend(["a"], 6).__enter__()

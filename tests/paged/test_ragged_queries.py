@@ -202,4 +202,4 @@ def test_a_graph_serves_steps_of_any_counts(kind: str) -> None:
                         last = plain.attend(layer, rows[-1:])
                     assert relative_l2(own[-1], last[0]) < 8e-3
     with pytest.raises(ShapeError, match="places for 4 and 40"):
-        batch.extend(["a"], 41)
+        batch.extend(["a"], 41).__enter__()

@@ -26,7 +26,7 @@ from kvquant.engine.settings import Settings
 from kvquant.errors import CheckpointError, ConfigError, UnsupportedError
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
-from kvquant.sglang import plugin
+from kvquant.sglang import environment, plugin
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 24
 SETTINGS = Settings.parse({"k_format": "int8", "v_format": "int4-g4"})
@@ -482,12 +482,12 @@ def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(model_hook, "attention_backends_of", lambda view: view.backends)
     monkeypatch.setattr(plugin, "with_kept_plan", lambda given, source: given | {"plan": source})
-    monkeypatch.setenv(plugin.VARIABLE, '{"prompts": "rows"}')
+    monkeypatch.setenv(environment.VARIABLE, '{"prompts": "rows"}')
     for name in ("fa3", "kvquant"):
-        assert os.environ[plugin.VARIABLE] == '{"prompts": "rows"}'
+        assert os.environ[environment.VARIABLE] == '{"prompts": "rows"}'
         view = SimpleNamespace(backends=(name, name), model_path="of a model")
         plugin._admit(view, lambda view: told.append(model_hook.attention_backends_of(view)))
     assert told == [("fa3", "fa3"), ("triton", "triton")]
     assert model_hook.attention_backends_of(view) == ("kvquant", "kvquant")
     # SGLang's other processes find the kept plan in their environment
-    assert json.loads(os.environ[plugin.VARIABLE]) == {"prompts": "rows", "plan": "of a model"}
+    assert json.loads(os.environ[environment.VARIABLE]) == {"prompts": "rows", "plan": "of a model"}

@@ -40,10 +40,6 @@ def example_plan(
             tensors[f"{side}.clip.{name}"] = 0.8 + 0.2 * torch.rand(shape)
             tensors[f"{side}.format_error.{name}"] = 0.01 + 0.01 * torch.rand(shape)
             tensors[f"{side}.format_error_plain.{name}"] = 0.3 + 0.2 * torch.rand(shape)
-    low = -5 - 3 * torch.rand(num_layers, 4)
-    tensors |= {"scores.min": low, "scores.max": low + 12, "scores.mean": low + 4}
-    tensors |= {"scores.std": torch.ones(num_layers, 4), "scores.phi": torch.full((num_layers,), 3)}
-    tensors["scores.phi_overflow"] = torch.full((num_layers,), 0.001)
     plan = CachePlan(example_facts(num_layers, kl, max_kl, met), tensors)
     return CachePlan({**plan.facts, "bits": plan.bits}, tensors)
 
@@ -58,8 +54,6 @@ def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -
     layers[0] = layers[0] | {"v": side | {"format": "int8"}}
     layers[-1] = {"k": exact, "v": exact, "kept": "its rows are 72 wide"}
     return {
-        "format": "kvquant-plan",
-        "version": 2,
         "model": {"type": "qwen2", "sha256": "ab" * 32},
         "layers": layers,
         "observed_tokens": 32768,

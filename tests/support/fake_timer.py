@@ -9,19 +9,18 @@ from typing import Any
 import torch
 
 from kvquant.bench.cases import Case, parse_formats
-from kvquant.bench.timer import Call, Machine
+from kvquant.bench.timer import Call, Machine, Timer
 from kvquant.kernels.cuda.runtime.launch import GPU
 
 CPU = torch.device("cpu")
 H200 = GPU("NVIDIA H200", (9, 0), 132, 228 << 10, 227 << 10)
-MACHINE = Machine("GPU", "CUDA 13.0", "2.11", "0.1", "2026-11-21", 132, 60 << 20, 4000.0, 4.7)
+MACHINE = Machine("GPU", "CUDA 13.0", "2.11", "0.1", "2026-11-21", 4000.0)
 
 
-class FakeTimer:
+class FakeTimer(Timer):
     """Runs every call once; the times are what it is told, by default 10 us alone, 8 in a row."""
 
     device = CPU
-    l2_bytes = 1 << 20
 
     def __init__(self, times: Callable[[Call], float] = lambda call: 10.0, copies: int = 2) -> None:
         self.times, self.copies = times, copies
@@ -42,9 +41,11 @@ class FakeTimer:
             call()
         return 0.8 * self.times(calls[0])
 
-    def eager(self, calls: Sequence[Call]) -> float:
-        calls[0]()
-        return 1.5 * self.times(calls[0])
+    def alone_each(self, calls: Sequence[Call]) -> list[float]:
+        return [self.alone(call) for call in calls]
+
+    def read_bandwidth(self) -> float:
+        return 4000.0
 
 
 def small(name: str = "int4-g4", **sizes: Any) -> Case:

@@ -96,7 +96,7 @@ def check_pool(pool: PagePool) -> None:
             f"{shown(sequence_id)}: too many pages in the tree",
         )
         root = sequence.root
-        fits = root is None or root.namespace == sequence.origin.namespace
+        fits = root is None or root.namespace == sequence.namespace
         sure(fits, f"{shown(sequence_id)}: namespace")
         follow = pool._tree.follow(root, pages[: sequence.in_tree])
         sure(follow, f"{shown(sequence_id)}: pages not in order")
@@ -112,6 +112,8 @@ def check_state(state: PagedState) -> None:
         "a sequence slot is free and taken, or neither",
     )
     for sequence_id, seq_slot in state._seq_slots.items():
+        if sequence_id in state.failed:
+            continue
         length, packed = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         most = max(length - state.split.sink_len, 0)
         fits = max(most - state.split.recent_len, 0) <= packed <= most

@@ -72,8 +72,6 @@ def latent_plan(
         kept = {"format": exact, "basis": "none", "rounding": "nearest"}
         layers[-1] = {"k": kept, "v": kept, "kept": "its latents go up to 1e5"}
     facts = {
-        "format": "kvquant-plan",
-        "version": 3,
         "latent": True,
         "model": model_identity(config),
         "layers": layers,

@@ -73,12 +73,9 @@ def make_variant(
     """
     made: dict[str, Any] = {}
     batch, heads = len(segments[0].seq_lens), q.shape[-2]
-    lens = torch.stack([segment.seq_lens for segment in segments]).sum(0)
-    most = max(int(lens.max()), 1) if batch else 1
     random = {
         "sink_logits": 2 * torch.randn(heads),
         "alibi_slopes": 0.2 * torch.rand(heads),
-        "key_bias": torch.randn(batch, most).masked_fill(torch.rand(batch, most) < 0.2, -torch.inf),
         "score_offsets": 2 * torch.randn(q.shape[:-1]),
     }
     if "tree_mask" in fields:
@@ -86,9 +83,6 @@ def make_variant(
         random["tree_mask"] = (torch.rand(batch, q_len, q_len) < 0.4) | torch.eye(q_len).bool()
     for name, value in fields.items():
         made[name] = random[name].to(q.device) if name in random else value
-    if "key_bias" in made:
-        beyond = torch.arange(most, device=q.device) >= lens[:, None]
-        made["key_bias"].masked_fill_(beyond, torch.nan)
     if "score_offsets" in made and q_lens is not None:
         rows = torch.arange(q.shape[1], device=q.device) >= q_lens[:, None]
         made["score_offsets"][rows] = torch.nan

@@ -55,8 +55,6 @@ def each_alone(
         own, rows = variant, slice(begin, end)
         if own is not None and own.score_offsets is not None:
             own = own._replace(score_offsets=own.score_offsets[None, rows])
-        if own is not None and own.key_bias is not None:
-            own = own._replace(key_bias=own.key_bias[b : b + 1])
         if end > begin:
             alone = [only(one, b) for one in segments]
             state = reference_over_segments(q[None, rows], alone, variant=own)

@@ -16,8 +16,6 @@ from kvquant.io.export import RawFile, export_cache
 from kvquant.io.plan import CachePlan
 from kvquant.paged.batch import PagedBatch
 
-SHARD_BYTES = 2200  # two shards of it
-
 
 class Kind(NamedTuple):
     """A kind of file.
@@ -76,11 +74,6 @@ def load_raw(path: Path) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tens
 
 KINDS = {
     "cache": Kind(lambda seed, path: save_cache(_cache(seed), path), load_cache, _shown_cache),
-    "shards": Kind(
-        lambda seed, path: save_cache(_cache(seed), path, max_shard_bytes=SHARD_BYTES),
-        load_cache,
-        _shown_cache,
-    ),
     "pages": Kind(
         lambda seed, path: save_sequences(_pages(seed), ["a"], path),
         _load_pages,

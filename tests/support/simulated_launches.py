@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import simulator
 import torch
 from fake_cuda import CPU, arguments_of, empty_strided
 from in_simulator import typed
@@ -20,7 +21,6 @@ from kvquant.kernels.cuda.decode import launch as decode
 from kvquant.kernels.cuda.mla import launch as mla
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.launch import GPU
-from kvquant.kernels.cuda.simulator import simulator
 from kvquant.kernels.cuda.slots import launch as slots
 
 ONE_SM = GPU("one SM", (9, 0), 1, 233472, 232448)

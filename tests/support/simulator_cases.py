@@ -49,7 +49,8 @@ def run_selected(
         if isinstance(item, pytest.Function) and item.path == request.path
     ]
     lines = [json.dumps({"name": name, "case": cases[name]}) for name in names]
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    folders = ROOT, Path(__file__).parent, ROOT / "tests" / "simulator"
+    path = os.pathsep.join(map(str, folders))
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path}
 
     def run(some: list[str]) -> str:

@@ -12,20 +12,17 @@ FIELDS = AttentionVariant._fields
 
 
 def variant_with(
-    names: Sequence[str], batch: int, q_len: int, num_q_heads: int, tokens: int
+    names: Sequence[str], batch: int, q_len: int, num_q_heads: int
 ) -> AttentionVariant:
-    """Values of some fields, for q of four axes; some heads without a sink, some tokens hidden."""
+    """Values of some fields, for q of four axes; some heads without a sink."""
     sinks = torch.randn(num_q_heads)
     sinks[-1] = -torch.inf
-    bias = torch.randn(batch, tokens)
-    bias[:, ::5] = -torch.inf
     tree = torch.rand(batch, q_len, q_len) < 0.5
     whole = AttentionVariant(
         soft_cap=1.5,
         sink_logits=sinks,
         alibi_slopes=-torch.rand(num_q_heads) / 4,
         window=7,
-        key_bias=bias,
         tree_mask=tree | torch.eye(q_len, dtype=torch.bool),
         score_offsets=torch.randn(batch, q_len, num_q_heads),
     )
@@ -52,7 +49,7 @@ def by_hand(
     batch, q_len, num_q_heads, dim = q.shape
     out = torch.zeros(batch, q_len, num_q_heads, v.shape[-1], dtype=torch.float64)
     lse = torch.full((batch, q_len, num_q_heads), -torch.inf, dtype=torch.float64)
-    cap, sinks, slopes, window, bias, tree, offsets = variant
+    cap, sinks, slopes, window, tree, offsets = variant
     for b, count in enumerate(counts):
         for i in range(q_lens[b]):
             first = count - q_lens[b]  # of the tokens that have queries
@@ -61,8 +58,6 @@ def by_hand(
                 seen = [t for t in range(count) if t < first or tree[b, i, t - first]]
             if window is not None:
                 seen = [t for t in seen if t > first + i - window]
-            if bias is not None:
-                seen = [t for t in seen if bias[b, t] != -torch.inf]
             for h in range(num_q_heads if seen else 0):
                 kv_head, scores = h * k.shape[1] // num_q_heads, []
                 for t in seen:
@@ -70,7 +65,7 @@ def by_hand(
                     score = score if offsets is None else score + offsets[b, i, h]
                     score = score if cap is None else cap * torch.tanh(score / cap)
                     score = score if slopes is None else score + slopes[h] * (t - first - i)
-                    scores.append(score if bias is None else score + bias[b, t])
+                    scores.append(score)
                 of_sink = [] if sinks is None else [sinks[h].double()]
                 logits = torch.stack(scores + of_sink)
                 lse[b, i, h] = logits.logsumexp(0)

@@ -16,7 +16,7 @@ import tomllib
 from engine_contract import Hook, calls_of, fits, hooks_of
 
 from kvquant.engine.hooks import ENGINES, check_version
-from kvquant.vllm import plugin
+from kvquant.vllm import entries, plugin
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own, while it is imported
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ MEMBERS = {
     "vllm.v1.attention.backend:AttentionMetadataBuilder": "_cudagraph_support",
     "vllm.v1.attention.backend:AttentionType": "DECODER",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum": " ".join(
-        plugin.OURS + plugin.DIFFKV
+        entries.OURS + plugin.DIFFKV
     ),
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "get_impl_cls",
     "vllm.v1.kv_cache_interface:KVCacheLayout": "LBHNC",

@@ -14,7 +14,7 @@ from example_plan import example_plan
 from vllm_engines import INT4
 
 from kvquant import CachePlan, ConfigError, UnsupportedError
-from kvquant.vllm import plugin
+from kvquant.vllm import entries, plugin
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
 ROWS = {"additional_config": {"kvquant": INT4}}
@@ -173,7 +173,7 @@ def test_models_with_latent_attention_have_a_backend_of_their_own() -> None:
         _cached_get_attn_backend.cache_clear()
         with set_current_vllm_config(config):
             found = get_attn_backend(576, torch.bfloat16, "auto", use_mla=True)
-            assert found.get_name() in plugin.LATENT and found.is_mla()
+            assert found.get_name() in entries.LATENT and found.is_mla()
             assert hasattr(found, "request") == bool(config.additional_config)
 
 

@@ -44,10 +44,8 @@ from .arrange import (
     arrange,
     arrange_in_order,
     counts_of,
-    is_row_contiguous,
     make_spec,
     pack_counts,
-    packed_stride,
 )
 from .plan import Fit, Plan, fit, narrow, pays, plan, shared_bytes, with_workers
 from .ragged import Cut, Kind, kinds_of
@@ -105,7 +103,7 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
 
     Args:
         call: its q is bfloat16 or float16. q_lens are clamped to 0 to q_len. With a q_indptr that
-            falls results mean nothing. Tokens beyond key_bias have its last bias.
+            falls results mean nothing.
         check: raises unless q can attend to the segments, and returns the call with formats in
             place of names; called only before a launch is prepared.
 
@@ -229,10 +227,6 @@ def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -
         window = variant.window
         if window >= sum(segment.capacity for segment in segments):  # it hides nothing
             names = tuple(name for name in names if name != "window")
-    if variant is not None and variant.key_bias is not None and not variant.key_bias.shape[1]:
-        raise ShapeError(
-            f"key_bias is {list(variant.key_bias.shape)}: on CUDA it must hold a token at least"
-        )
     ragged = call.q_indptr is not None
     # else the one query sees all, wherever it is
     causal = q_len > 1 or ragged or q_lens is not None or not POSITIONAL.isdisjoint(names)
@@ -425,8 +419,7 @@ class Launch:
         for name, constants in self._variant:
             given = getattr(variant, name)
             if isinstance(given, torch.Tensor):
-                if name != "key_bias" or not is_row_contiguous(given):
-                    given = given.resolve_neg().contiguous()  # itself, if it is
+                given = given.resolve_neg().contiguous()  # itself, if it is
                 kept.append(given)
                 values.append(given.data_ptr())
             values += constants
@@ -535,8 +528,6 @@ def _numbers_of(name: str, variant: AttentionVariant | None) -> tuple[float, ...
         return (given * LOG2_E,)
     if name == "window":
         return (min(given, MOST_TOKENS),)
-    if name == "key_bias":
-        return 4 * packed_stride(given), given.shape[1]
     return ()
 
 

@@ -51,7 +51,7 @@ from .values import (
     make_load_header,
     make_put_output,
 )
-from .variant import make_change_scores, make_keep_changes, make_load_biases
+from .variant import make_change_scores, make_keep_changes
 
 LAZY = 4  # powers of two that a score may exceed the maximum by
 K_ROWS, V_ROWS, INDEX = FIELD["k_rows"], FIELD["v_rows"], FIELD["index"]
@@ -98,7 +98,7 @@ def make_attend(spec, path, keep, recall):
     piece_of = make_piece_of(spec)
     start_references, mask_scores = make_references(spec), make_mask(spec, path)
     CHANGES = spec.changes_scores
-    keep_changes, load_biases = make_keep_changes(spec), make_load_biases(spec, path)
+    keep_changes = make_keep_changes(spec)
     change_scores = make_change_scores(spec, path)
     scores_of = make_scores(k, spec.query, EIGHTS)
     add_values = _make_add_values(spec, path)
@@ -227,11 +227,9 @@ def make_attend(spec, path, keep, recall):
                 realign_k(k_rows, scratch, k_base, first, end, k_row, around, mask)
                 k_rows = scratch
                 cuda.syncwarp()
-            biases = cuda.local.array(4, float32)
-            load_biases(biases, common, sequence, first, end, lane, counts)
             scores = cuda.local.array(SCORES, float32)
             scores_of(scores, k_rows, lane, query)
-            change_scores(scores, factors, biases, first, lane, results[0], common, counts)
+            change_scores(scores, factors, first, lane, results[0], common, counts)
             mask_scores(scores, first, end, lane, results[0], common, counts, sight)
             if not PREFETCH_V:
                 wait_for_values()

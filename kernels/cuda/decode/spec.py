@@ -61,11 +61,6 @@ QUERIES: Table = (
 # of a variant (kvquant/rows/variant.py), behind those: what each of its fields takes
 VARIANT: dict[str, tuple[tuple[str, str], ...]] = {
     "alibi_slopes": (("alibi_slopes", "P"),),  # [num_q_heads], float32
-    "key_bias": (
-        ("key_bias", "P"),  # [batch, key_bias_len], float32
-        ("key_bias_stride", "Q"),  # bytes from a sequence to the next
-        ("key_bias_len", "i"),
-    ),
     "score_offsets": (("score_offsets", "P"),),  # as lse, float32
     "sink_logits": (("sink_logits", "P"),),  # [num_q_heads], float32
     "soft_cap": (("soft_cap", "f"),),  # in powers of two
@@ -80,7 +75,7 @@ COLUMN_WORDS = {
     "window": ("unseen",),
 }
 # those that need positions, and so a kernel for several queries
-POSITIONAL = frozenset({"alibi_slopes", "key_bias", "tree_mask", "window"})
+POSITIONAL = frozenset({"alibi_slopes", "tree_mask", "window"})
 SEGMENT: Table = (
     ("k_rows", "P"),
     ("v_rows", "P"),
@@ -230,7 +225,7 @@ class DecodeSpec(Spec):
     @property
     def changes_scores(self) -> bool:
         """Whether scores are more than q·k times a factor."""
-        return bool({"alibi_slopes", "key_bias", "score_offsets", "soft_cap"} & {*self.variant})
+        return bool({"alibi_slopes", "score_offsets", "soft_cap"} & {*self.variant})
 
     @property
     def padded(self) -> bool:

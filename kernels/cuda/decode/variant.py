@@ -6,7 +6,6 @@ A score, in powers of two, is changed in this order:
     soft_cap         cap * tanh(score / cap), where tanh(x) = 1 - 2 / (1 + e**2x): an error of 1e-7
                      of the cap, where `tanh.approx` has one of 5e-4
     alibi_slopes     + slope * (position of the key - position of the query)
-    key_bias         + what belongs to the token
 
 What belongs to a column waits in the warp's shared memory; what belongs to a row is loaded before a
 tile's products. ALiBi counts from the last token, of which a query is `lag` before.
@@ -76,38 +75,15 @@ def make_keep_changes(spec):
     return keep_changes if OFFSET or SLOPE else keep_nothing
 
 
-def make_load_biases(spec, path):
-    """The function that loads the biases of a lane's rows: g, g + 8, g + 16, g + 24."""
-    BIAS, STRIDE, LENGTH = (
-        spec.places.get(name, 0) for name in ("key_bias", "key_bias_stride", "key_bias_len")
-    )
-    position_of = make_position_of(path is spec.first)
-
-    @device_function
-    def load_nothing(biases, common, b, first, end, lane, counts):
-        """No token has a bias."""
-
-    @device_function
-    def load_biases(biases, common, b, first, end, lane, counts):
-        of_sequence = common[BIAS] + uint64(b) * common[STRIDE]
-        for i in range(4):
-            row = int32(first + int32(lane >> uint32(2)) + int32(8 * i))
-            position = position_of(int32(min(row, int32(end - int32(1)))), counts)
-            position = int32(min(position, int32(common[LENGTH] - int32(1))))
-            biases[i] = load_global_f32(of_sequence + uint64(4) * uint64(position))
-
-    return load_biases if BIAS else load_nothing
-
-
 def make_change_scores(spec, path):
     """Make the function that changes the scores of a tile, and multiplies them by their factors."""
     EIGHTS, OFFSET = spec.eights, spec.word_at("offset")
     SLOPE, LAG = spec.word_at("slope"), spec.word_at("lag")
-    CAP, BIAS = (spec.places.get(name, 0) for name in ("soft_cap", "key_bias"))
+    CAP = spec.places.get("soft_cap", 0)
     position_of = make_position_of(path is spec.first)
 
     @device_function
-    def change_nothing(scores, factors, biases, first, lane, kept, common, counts):
+    def change_nothing(scores, factors, first, lane, kept, common, counts):
         """Factors are multiplied where scores are used."""
 
     @device_function
@@ -115,7 +91,7 @@ def make_change_scores(spec, path):
         return cap - float32(2) * cap * reciprocal(float32(1) + exp2(score * rate))
 
     @device_function
-    def change_scores(scores, factors, biases, first, lane, kept, common, counts):
+    def change_scores(scores, factors, first, lane, kept, common, counts):
         at = kept + uint32(8) * uint32(lane & uint32(3))
         for e in range(EIGHTS):
             for i in range(4):
@@ -145,11 +121,6 @@ def make_change_scores(spec, path):
                     distance = float32(int32(position_of(row, counts) - last))
                     scores[j] += bits_float(slope[0]) * distance + bits_float(lag[0])
                     scores[j + 1] += bits_float(slope[1]) * distance + bits_float(lag[1])
-            if BIAS:
-                for i in range(4):
-                    j = 8 * e + 2 * i
-                    scores[j] += biases[i] * float32(LOG2_E)
-                    scores[j + 1] += biases[i] * float32(LOG2_E)
 
     return change_scores if spec.changes_scores else change_nothing
 

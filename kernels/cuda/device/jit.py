@@ -5,6 +5,10 @@ from types import SimpleNamespace
 
 from numba import config, cuda
 
+# Functions that do what PTX says, under numba's simulator. tests/simulator sets `instruction`,
+# `shared_address` and `products` before ptx.py and warpgroup.py are imported.
+stand_ins = SimpleNamespace()
+
 if config.ENABLE_CUDASIM:
 
     def device_function(function):

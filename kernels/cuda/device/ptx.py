@@ -1,6 +1,7 @@
 """PTX instructions as functions that numba.cuda kernels call, or stand-ins under numba's
 simulator.
 
+Each has a template, the types of its results and of its arguments.
 Addresses: uint32 in shared memory, uint64 in global memory.
 """
 
@@ -11,16 +12,14 @@ from numba import config
 from numba.cuda import types, typing
 from numba.cuda.extending import intrinsic
 
+from .jit import stand_ins
+
 _KINDS = {
     "u16": ("h", ir.IntType(16), types.uint16),
     "u32": ("r", ir.IntType(32), types.uint32),
     "u64": ("l", ir.IntType(64), types.uint64),
     "f32": ("f", ir.FloatType(), types.float32),
 }
-
-if config.ENABLE_CUDASIM:
-    from ..simulator import floats  # noqa: F401  # it registers stand-ins
-    from ..simulator import instructions as simulated
 
 
 def instruction(template, results, arguments, *, pure=True):
@@ -30,7 +29,7 @@ def instruction(template, results, arguments, *, pure=True):
     result depends on the arguments alone, so that LLVM may move, merge or drop it.
     """
     if config.ENABLE_CUDASIM:
-        return simulated.stand_in(template, results, arguments)
+        return stand_ins.instruction(template, results, arguments)
     results = [_KINDS[word] for word in results.split()]
     arguments = [(_KINDS[word[:3]], int(word[4:] or 0)) for word in arguments.split()]
     operands = [kind for kind, count in arguments for _ in range(count or 1)]
@@ -263,4 +262,4 @@ def _shared_address(typingctx, array):
     return typing.signature(types.uint32, array), generate
 
 
-shared_address = simulated.shared_address if config.ENABLE_CUDASIM else intrinsic(_shared_address)
+shared_address = stand_ins.shared_address if config.ENABLE_CUDASIM else intrinsic(_shared_address)

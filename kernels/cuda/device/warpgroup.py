@@ -19,11 +19,8 @@ from numba import config, uint32, uint64
 from numba.cuda import types, typing
 from numba.cuda.extending import intrinsic
 
-from .jit import device_function
+from .jit import device_function, stand_ins
 from .ptx import instruction
-
-if config.ENABLE_CUDASIM:
-    from ..simulator import products as simulated
 
 ROWS = 64  # of A
 DEPTH = 16  # elements along K of an instruction
@@ -53,7 +50,7 @@ def make_products(codec, columns, steps, *, transposed=False, begin=False, waits
         waits: False: make_wait's function does. Until then nothing may touch the sums.
     """
     if config.ENABLE_CUDASIM:
-        return simulated.stand_in(codec, columns, steps, transposed, begin)
+        return stand_ins.products(codec, columns, steps, transposed, begin)
     return _make(codec, columns, steps, transposed, begin, 0, waits)
 
 
@@ -62,7 +59,7 @@ def make_register_products(codec, columns, steps, *, transposed=False):
     says its first word in place of bytes of A."""
     words = max(first for _, first, _ in steps) + 4
     if config.ENABLE_CUDASIM:
-        return simulated.stand_in(codec, columns, steps, transposed, False, of_registers=True)
+        return stand_ins.products(codec, columns, steps, transposed, False, of_registers=True)
     return _make(codec, columns, steps, transposed, False, words)
 
 

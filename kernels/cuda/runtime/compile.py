@@ -256,8 +256,7 @@ def sources_of(spec_module: str, kernel: str) -> list[Path]:
         if path not in found:
             found.add(path)
             for dots, name in RELATIVE_IMPORT.findall(path.read_text(encoding="utf-8")):
-                if not name.startswith("simulator"):  # no machine code is made there
-                    todo.append(path.parents[len(dots) - 1] / f"{name.replace('.', '/')}.py")
+                todo.append(path.parents[len(dots) - 1] / f"{name.replace('.', '/')}.py")
     return sorted(found)
 
 

@@ -15,11 +15,11 @@ from in_simulator import SIMULATED, in_simulator, lanes, word
 
 pytestmark = pytest.mark.extra("cuda")
 if SIMULATED:
+    import instructions as simulated
+    import memory as simulatedmemory
     from numba import cuda
 
     from kvquant.kernels.cuda.device import ptx, warpgroup
-    from kvquant.kernels.cuda.simulator import instructions as simulated
-    from kvquant.kernels.cuda.simulator import memory as simulatedmemory
 
 f32, u32, u64 = np.float32, np.uint32, np.uint64
 Array = npt.NDArray[Any]

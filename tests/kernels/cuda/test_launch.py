@@ -626,13 +626,13 @@ def test_too_many_columns_for_one_launch_are_refused(cuda: FakeDriver) -> None:
 
 def test_tensors_of_a_variant_are_copied_only_if_they_must_be(cuda: FakeDriver) -> None:
     segment = make_segment(capacity=8192)
-    wide, sinks = torch.zeros(2, 9000), torch.zeros(16)[::2]
-    variant = AttentionVariant(soft_cap=2.0, window=512, key_bias=wide[:, :8192], sink_logits=sinks)
+    slopes, sinks = torch.zeros(8), torch.zeros(16)[::2]
+    variant = AttentionVariant(soft_cap=2.0, window=512, alibi_slopes=slopes, sink_logits=sinks)
     for _ in range(2):
         launch_attention(make_query(), [segment], 1.0, None, variant=variant)
     spec, note = loaded_specs()[-1], cuda.launched[-1]
     common, _ = unpack(spec, note.arguments)
-    assert (common["key_bias"], common["key_bias_stride"]) == (wide.data_ptr(), 36_000)
+    assert common["alibi_slopes"] == slopes.data_ptr()
     assert common["sink_logits"] not in (0, sinks.data_ptr())
     assert len(launch._launches) == 1
     launch_attention(make_query(), [segment], 1.0, None)
@@ -650,9 +650,6 @@ def test_fields_that_change_nothing_take_the_plain_kernel(cuda: FakeDriver) -> N
     assert loaded_specs()[-1].variant == ("soft_cap",) and not loaded_specs()[-1].causal
     with pytest.raises(UnsupportedError, match="window"):
         launch_attention(make_query(), three, 1.0, None, variant=AttentionVariant(window=1000))
-    no_bias = AttentionVariant(key_bias=torch.zeros(2, 0))
-    with pytest.raises(ShapeError, match=r"key_bias is \[2, 0\]"):
-        launch_attention(make_query(), [make_segment()], 1.0, None, variant=no_bias)
 
 
 def test_wide_groups_have_their_own_kernel_unless_the_lse_is_wanted(cuda: FakeDriver) -> None:

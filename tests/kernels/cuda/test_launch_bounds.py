@@ -6,21 +6,19 @@ as they are. Whatever a file says: if it is loaded, all of them lie within the t
 
 from __future__ import annotations
 
-import json
 import random
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import forged
 import pytest
 import torch
 from invariants import check_invariants
-from safetensors.torch import save_file
 from slow_cases import mark_slow
 
 from kvquant import KVCache, PagedBatch, PagedKVCache, RowFormat, load_cache, load_sequences
 from kvquant.errors import CheckpointError, OutOfPagesError, ShapeError
-from kvquant.io.tensor_files import sealed, sha256
 from kvquant.ops.slots import slots_of
 from kvquant.rows.segment import check_segment_values
 from kvquant.rows.slots import Slots
@@ -57,11 +55,10 @@ def check_cache(cache: KVCache) -> None:
         check_slots(slots, rows, cache.batch * (layer.sink_len + layer.recent_len))
 
 
-def write(path: Path, key: str, manifest: dict[str, Any], rows: dict[str, list[int]]) -> None:
+def write(path: Path, manifest: dict[str, Any], rows: dict[str, list[int]]) -> None:
     """A file of zeros that hangs together, with a manifest."""
     tensors = {name: torch.zeros(shape, dtype=torch.uint8) for name, shape in rows.items()}
-    manifest["sha256"] = {name: sha256(tensor) for name, tensor in tensors.items()}
-    save_file(tensors, path, sealed(key, json.dumps(manifest)))
+    forged.write(path, manifest, tensors)
 
 
 def draw_cache(rng: random.Random, path: Path) -> None:
@@ -100,8 +97,8 @@ def draw_cache(rng: random.Random, path: Path) -> None:
         layers.append(entry if window is None else entry | {"window": window})
     starts = [rng.choice((0, 5, -3, 2**40)) for _ in seq_lens]
     manifest: dict[str, Any] = {
-        "format": "kvquant-cache",
-        "version": 2 if any("window" in entry for entry in layers) else 1,
+        "format": "kvquant.cache",
+        "version": 1,
         "writer": "",
         "num_kv_heads": heads,
         "head_dim": 64,
@@ -120,7 +117,7 @@ def draw_cache(rng: random.Random, path: Path) -> None:
     if rng.random() < 0.3:
         name = rng.choice(("max_seq_len", "sink_len", "recent_len", "num_kv_heads"))
         manifest[name] = rng.choice((0, 1, 2, 7, 30, 2000, HUGE))
-    write(path, "kvquant_cache", manifest, rows)
+    write(path, manifest, rows)
 
 
 @pytest.mark.parametrize("draws", mark_slow([80, 400], [80]))
@@ -186,7 +183,7 @@ def draw_sequences(rng: random.Random, path: Path) -> tuple[int, int, str]:
         if exact_rows:
             rows[f"layers.0.{side}_exact"] = [exact_rows, heads, 128]
     manifest = {
-        "format": "kvquant-pages",
+        "format": "kvquant.sequences",
         "version": 1,
         "writer": "",
         "num_kv_heads": heads,
@@ -200,7 +197,7 @@ def draw_sequences(rng: random.Random, path: Path) -> tuple[int, int, str]:
         "creation": {},
         "transforms": [],
     }
-    write(path, "kvquant_pages", manifest, rows)
+    write(path, manifest, rows)
     return sink_len, recent_len, exact
 
 

@@ -43,12 +43,13 @@ from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.kernels.cuda.runtime.launch import GPUS
 
 if SIMULATED:
+    from memory import Fault
+
     from kvquant.kernels.cuda.mla.wgmma import kernel as wide_kernel
     from kvquant.kernels.cuda.mla.wgmma import rows as wide_rows
     from kvquant.kernels.cuda.mla.wgmma import scores as wide_scores
     from kvquant.kernels.cuda.mla.wgmma import spec as wide_spec
     from kvquant.kernels.cuda.mla.wgmma import values as wide_values
-    from kvquant.kernels.cuda.simulator.memory import Fault
 
 needs_numba_cuda = pytest.mark.extra("cuda")
 

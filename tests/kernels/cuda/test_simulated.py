@@ -284,9 +284,10 @@ PIECES: dict[str, dict[str, Any]] = {
 CASES |= {f"pieces, {name}": {**case, "ragged": True} for name, case in PIECES.items()}
 # variants (variant.py): the tensors of a field that is True are random
 TREE = {"q_len": 4, "q_lens": [4, 2, 0, 4, 3, 4], "lens": [33, 1, 40, 66, 0, 2]}
-ALL = dict.fromkeys(
-    ("alibi_slopes", "key_bias", "score_offsets", "sink_logits", "tree_mask"), True
-) | {"soft_cap": 3.0, "window": 40}
+ALL = dict.fromkeys(("alibi_slopes", "score_offsets", "sink_logits", "tree_mask"), True) | {
+    "soft_cap": 3.0,
+    "window": 40,
+}
 LINEAR = {name: value for name, value in ALL.items() if name != "tree_mask"}
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"lens": [33, 0, 70, 1], "variant": {name: LINEAR[name]}} for name in LINEAR},

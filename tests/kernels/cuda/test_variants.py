@@ -36,7 +36,6 @@ LENS = (1000, 37, 1, 0, 129)
 # of a field that is True the tensor is random
 ONE_QUERY: dict[str, Any] = {
     "alibi_slopes": True,
-    "key_bias": True,
     "score_offsets": True,
     "sink_logits": True,
     "soft_cap": 3.0,
@@ -222,13 +221,9 @@ def test_tensors_of_any_strides() -> None:
         if isinstance(value, torch.Tensor):
             wide = torch.stack([value, torch.zeros_like(value)], -1)
             crooked[name] = wide[..., 0]
-    assert variant.key_bias is not None
-    wide = torch.zeros(len(LENS), 3000, device="cuda")
-    wide[:, 7 : 7 + max(LENS)] = variant.key_bias
-    inside = variant._replace(key_bias=wide[:, 7 : 7 + max(LENS)])
     expected = launch_attention(q, [segment], None, None, variant=variant)[0]
-    for other in (variant._replace(**crooked), inside):
-        assert torch.equal(launch_attention(q, [segment], None, None, variant=other)[0], expected)
+    other = variant._replace(**crooked)
+    assert torch.equal(launch_attention(q, [segment], None, None, variant=other)[0], expected)
 
 
 def test_the_public_call() -> None:
@@ -263,18 +258,6 @@ def test_large_caps_slopes_and_offsets() -> None:
         assert_right((out, lse), expected, [segment])
 
 
-def test_a_query_from_which_all_is_hidden() -> None:
-    segment = linear("int4-g4", LENS, 2)
-    bias = torch.zeros(len(LENS), max(LENS), device="cuda")
-    bias[0], bias[1, :30] = -torch.inf, -torch.inf
-    variant = AttentionVariant(key_bias=bias, sink_logits=torch.zeros(8, device="cuda"))
-    for num_splits in (None, 1, 3):
-        out, lse = launch_attention(query(segment, 8), [segment], None, num_splits, variant=variant)
-        assert lse is not None
-        assert not out[0].any() and bool((lse[0] == -torch.inf).all())
-        assert bool(out[1].any()) and bool(lse[1].isfinite().all())
-
-
 def test_a_graph_follows_lengths_and_values() -> None:
     packed = linear("int4-g4", [4096] * 6, 2)
     exact = ring("bf16", [132] * 6, 2, 132, sinks=4)
@@ -297,8 +280,6 @@ def test_a_graph_follows_lengths_and_values() -> None:
             q_lens.copy_(torch.tensor(numbers))
             q.normal_()
             other = make_variant({**ALL, "window": 600}, q, segments)
-            assert variant.key_bias is not None and other.key_bias is not None
-            variant.key_bias[:, : other.key_bias.shape[1]] = other.key_bias
             for name in ("alibi_slopes", "score_offsets", "sink_logits", "tree_mask"):
                 getattr(variant, name).copy_(getattr(other, name))
             for _ in range(2):
@@ -315,6 +296,3 @@ def test_what_has_no_kernel_is_refused() -> None:
     three = [sinks, packed, recent]
     with pytest.raises(UnsupportedError, match="window"):
         launch_attention(q, three, None, None, variant=AttentionVariant(window=5))
-    no_bias = torch.zeros(2, 0, device="cuda")
-    with pytest.raises(ShapeError, match="key_bias"):
-        launch_attention(q, [packed], None, None, variant=AttentionVariant(key_bias=no_bias))

@@ -11,10 +11,10 @@ from in_simulator import SIMULATED, in_simulator, lanes
 
 pytestmark = pytest.mark.extra("cuda")
 if SIMULATED:
+    from memory import Fault
     from numba import cuda
 
     from kvquant.kernels.cuda.device import ptx, warpgroup
-    from kvquant.kernels.cuda.simulator.memory import Fault
 
 u32, f32 = np.uint32, np.float32
 GROUP, BLOCK = 128, 8192

@@ -1,0 +1,33 @@
+"""What the environment asks of kvquant in SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import lru_cache
+from typing import Any
+
+from ..engine.settings import Settings
+from ..errors import ConfigError, shown
+
+VARIABLE = "KVQUANT_SGLANG"  # JSON of Settings.parse
+DEFAULT = "{}"
+
+
+@lru_cache
+def settings() -> Settings:
+    """The settings in the environment variable.
+
+    Raises:
+        ConfigError: the variable holds no JSON, or settings that Settings.parse refuses.
+    """
+    return Settings.parse(given(), VARIABLE)
+
+
+def given() -> Any:
+    """What the environment variable says; ConfigError if it holds no JSON."""
+    text = os.environ.get(VARIABLE, DEFAULT)
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError(f"{VARIABLE} is {shown(text)}: give JSON, such as {DEFAULT}") from None

@@ -1,0 +1,336 @@
+"""kvquant bench with a fake timer on the CPU: cases, checks, torch's attention, the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+from click.testing import CliRunner
+from fake_timer import CPU, H200, MACHINE, FakeTimer, small
+from relative_l2 import relative_l2
+
+from kvquant import RowFormat
+from kvquant.bench import measure as measuring
+from kvquant.bench import timer as timer_module
+from kvquant.bench.cases import (
+    Case,
+    check,
+    list_cases,
+    make_inputs,
+    parse_formats,
+    parse_latents,
+    rehearse_case,
+)
+from kvquant.bench.measure import BACKENDS, measure, render_results, torch_calls
+from kvquant.bench.timer import Call, GraphTimer
+from kvquant.cli import bench as command
+from kvquant.cli import main as cli
+from kvquant.errors import KVQuantError
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime.launch import GPUS
+from kvquant.kernels.cuda.runtime.warmup import kernels_of
+from kvquant.ops.attention import Result, attend
+from kvquant.ops.mla import attend_latents
+from kvquant.rows.call import LatentCall
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def latents(name: str, **sizes: Any) -> Case:
+    return Case(*parse_latents(name), 2, 4, 1, 70, **sizes)
+
+
+def test_all_combinations_are_made() -> None:
+    names = "int8-g4/int4-g4", "int4-g8+fp8-g4"
+    cases = list_cases(names, batches=(1, 3), seq_lens=(16, 32), num_q_heads=4, num_kv_heads=2)
+    assert [(one.seq_len, one.batch, one.name) for one in cases] == [
+        (seq_len, batch, name) for seq_len in (16, 32) for batch in (1, 3) for name in names
+    ]
+    assert [one.heads for one in cases[:2]] == ["4:2", "4:1"]
+    (one,) = list_cases(["int4"])
+    assert (one.batch, one.heads, one.seq_len, one.head_dim) == (64, "32:8", 8192, 128)
+    assert one.dtype == torch.bfloat16
+    (one,) = list_cases(["fp8"], are_latent=True)
+    assert one.is_latent and one.head_dim == 576 and one.heads == "32:1"
+
+
+def test_a_call_reads_the_rows_of_all_tokens() -> None:
+    assert small("int8/int4-g4").nbytes == 2 * 2 * 70 * (68 + 48)
+    assert small("int8/int4-g4").exact.nbytes == 2 * 2 * 70 * 2 * 128
+    fmt, _ = parse_latents("int8-g4")
+    assert latents("int8-g4").nbytes == 2 * 70 * fmt.row_bytes
+    assert latents("int8-g4").exact == latents("bf16")
+
+
+def test_formats_are_named_once_or_apart() -> None:
+    assert parse_formats("fp8", 128) == (RowFormat("fp8", 1, 128),) * 2
+    assert [str(f) for f in parse_formats("int8-g4/int4", 64)] == ["int8-g4", "int4"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_inputs_have_memory_of_their_own(dtype: torch.dtype) -> None:
+    first, second = make_inputs(small("int8-g4/int4-g4", dtype=dtype), 2, CPU)
+    assert first.q.shape == (2, 4, 64) and first.q.dtype == dtype
+    (one,), (two,) = first.segments, second.segments
+    assert [str(one.k_format), str(one.v_format)] == ["int8-g4", "int4-g4"]
+    assert one.seq_lens.tolist() == [70, 70]
+    assert one.capacity == 72  # see rows/spacing.py
+    assert not torch.equal(first.q, second.q)
+    assert len({x.data_ptr() for s in (one, two) for x in (s.k_rows, s.v_rows)}) == 4
+    k, v = one.dequantized(0)
+    assert k.std() == pytest.approx(1, abs=0.1) and not torch.equal(k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_right_results_pass_the_check(dtype: torch.dtype) -> None:
+    case = small("int8/int4-g4", dtype=dtype)
+    error = check(case, make_inputs(case, 1, CPU)[0])
+    assert 0 < error < (3e-3 if dtype == torch.bfloat16 else 8e-4)
+
+
+@pytest.mark.parametrize("wrong", ["first", "last", "nan"])
+def test_wrong_results_are_an_error_and_nothing_is_timed(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(*args: Any, **options: Any) -> Result:
+        out, lse = attend(*args, **options)
+        out[{"first": 0, "last": -1, "nan": 0}[wrong], 0, 0] += math.nan if wrong == "nan" else 0.1
+        return out, lse
+
+    monkeypatch.setattr("kvquant.bench.cases.attend", spoiled)
+    timer = FakeTimer()
+    with pytest.raises(KVQuantError, match=r"int4-g4, batch 2, 4:2 heads, T 70: .* not timed"):
+        measure(small(), timer, MACHINE)
+    assert timer.calls == []
+
+
+def test_wrong_latents_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(call: LatentCall) -> Result:
+        return attend_latents(call._replace(sm_scale=1.1 * call.sm_scale))
+
+    monkeypatch.setattr("kvquant.bench.cases.attend_latents", spoiled)
+    with pytest.raises(KVQuantError, match=r"int8-g4, batch 2, 4:1 heads, T 70: .* not timed"):
+        measure(latents("int8-g4"), FakeTimer(), MACHINE)
+
+
+@pytest.mark.parametrize("case", [small("bf16"), latents("bf16")], ids=lambda case: case.title)
+def test_all_calls_of_torch_compute_the_same(case: Case) -> None:
+    inputs = make_inputs(case, 1, CPU)
+    ours, calls = inputs[0].attend(), torch_calls(case, inputs)
+    forms = ["folded"] if case.is_latent else ["folded", "gqa"]
+    names = {f"{dtype}, {form}" for dtype in ("16 bit", "float32") for form in forms}
+    assert set(calls) == names | {"matmul"}
+    for (call,) in calls.values():
+        found: Any = call()
+        # bfloat16 rounds scores (4 at most), weights and both results, each by 2**-9 of itself
+        assert relative_l2(found.reshape(ours.shape), ours) < (4 + 3) * 2**-9
+
+
+def test_torch_attention_is_taken_at_its_best() -> None:
+    def times(call: Any) -> float:
+        if getattr(call, "__name__", "") == "attend":
+            return 10.0
+        if call.func is measuring.matmul_attention:
+            return 40.0
+        return 20.0 if call.args[1].shape[2] == 2 else 30.0  # folded: two queries of a KV head
+
+    found = measure(small("int8/int4-g4"), FakeTimer(times), MACHINE)
+    assert (found["name"], found["batch"], found["seq_len"]) == ("int8/int4-g4", 2, 70)
+    assert (found["us"], found["in_a_row_us"]) == (10, 8)
+    assert found["gb_per_s"] == pytest.approx(2 * 2 * 70 * (68 + 48) / 10e3)
+    assert found["in_a_row_roof_percent"] == pytest.approx(found["gb_per_s"] / 0.8 / 40)
+    peer = found["sdpa"]
+    assert (peer["name"], peer["in_a_row_name"]) == ("16 bit, folded", "16 bit, folded")
+    assert (peer["us"], peer["in_a_row_us"]) == (20, 16)
+    assert (peer["ratio"], peer["in_a_row_ratio"]) == (2, 2)
+
+
+def test_caches_that_stay_in_l2_have_no_time_in_a_row() -> None:
+    found = measure(small(), FakeTimer(copies=0), MACHINE)
+    assert found["in_a_row_us"] is None and found["sdpa"]["in_a_row_us"] is None
+    text = render_results([found])
+    assert "in a row" not in text and "int4-g4" in text
+    assert "in a row" in render_results([found, measure(small(), FakeTimer(), MACHINE)])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_torch_attention_that_cannot_run_is_said(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(measuring, "sdpa", fail)
+    monkeypatch.setattr(measuring, "matmul_attention", fail)
+    found = measure(small(), FakeTimer(), MACHINE)
+    assert found["sdpa"] == {} and found["us"] == 10
+    assert "none runs" in render_results([found])
+
+
+def test_a_16_bit_cache_beyond_memory_leaves_our_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(case: Case, *rest: Any) -> Any:
+        if case.name == "bf16":
+            raise torch.OutOfMemoryError
+        return make_inputs(case, *rest)
+
+    monkeypatch.setattr(measuring, "make_inputs", limited)
+    assert measure(small(), FakeTimer(), MACHINE)["sdpa"] == {}
+
+
+@pytest.mark.extra("cuda")
+def test_cases_are_rehearsed() -> None:
+    cases = [small(), replace(small(), num_q_heads=64, num_kv_heads=1), latents("int8-g4")]
+    told = kernels_of([partial(rehearse_case, case) for case in cases], GPUS["sm_90"])
+    assert {type(spec).__name__ for spec in told} >= {"DecodeSpec", "MlaSpec"}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command find a GPU: the CPU, with a fake timer."""
+
+    class OfGpu(FakeTimer):
+        device = torch.device("cuda", 0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(timer_module, "GraphTimer", lambda seconds: OfGpu())
+    monkeypatch.setattr(timer_module, "describe_machine", lambda timer, version: MACHINE)
+    monkeypatch.setattr(measuring, "make_inputs", lambda case, n, _: make_inputs(case, n, CPU))
+    monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
+    monkeypatch.setattr(command, "compile_kernels", lambda kernels, arch: len(kernels))
+
+
+def run(*args: object) -> click.testing.Result:
+    return CliRunner().invoke(cli.main, ["bench", *map(str, args)])
+
+
+SMALL = ["--batch", 2, "--seq-len", 40, "--head-dim", 64, "--q-heads", 4, "--kv-heads", 2]
+
+
+@pytest.mark.extra("cuda")
+def test_the_command_measures_checks_and_writes(gpu: None, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    names = "int4-g4", "int8/int4", "int4-g8+fp8-g4"
+    done = run(*(x for name in names for x in ("--format", name)), *SMALL, "--json", path)
+    assert done.exit_code == 0, done.output
+    first, second, _, *lines = done.stdout.splitlines()
+    assert [first, second] == ["GPU, CUDA 13.0, torch 2.11:", "peak bandwidth 4000 GB/s"]
+    assert max(map(len, lines)) <= 80
+    heads = [i for i, line in enumerate(lines) if line.startswith("format ")]
+    assert len(heads) == 2  # our times, then torch's
+    for head in heads:
+        rows = [line.split()[:4] for line in lines[head + 2 :] if line.startswith("int")]
+        wanted = [[name, "2", "4:1" if "+" in name else "4:2", "40"] for name in names]
+        assert rows[:3] == wanted
+    assert "Timing: int8/int4, batch 2, 4:2 heads, T 40, 66 %" in done.stderr
+    found = json.loads(path.read_text())
+    assert found["machine"]["read_gb_per_s"] == 4000
+    assert [one["name"] for one in found["decode"]] == [*names]
+
+
+@pytest.mark.extra("hf")
+def test_a_model_says_the_shape(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    given = "--device", "cpu", "--format", "int8", "--seq-len", 40, "--seconds", 0.01
+    done = run(EXAMPLES / "llama-demo-5m", *given, "--json", path)
+    assert done.exit_code == 0, done.output
+    (one,) = json.loads(path.read_text())["decode"]
+    config = json.loads((EXAMPLES / "llama-demo-5m" / "config.json").read_text())
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    assert (one["num_q_heads"], one["num_kv_heads"]) == heads
+    done = run(EXAMPLES / "llama-demo-5m", "--kv-heads", 2)
+    assert done.exit_code == 2 and "--kv-heads is the model's: leave it out" in done.stderr
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 112, 128, 256])
+def test_default_formats_have_the_default_pair_first(head_dim: int) -> None:
+    names = command._formats(head_dim, False)
+    assert names[0] == {64: "int8-g4/int4-g4", 80: "int8", 112: "int8", 128: "int8-g4/int4-g4"}.get(
+        head_dim, "int8-g4/int4-g8"
+    )
+    assert len(names) == len(set(names)) == (2 if head_dim in (80, 112) else 8)
+    assert all(parse_formats(name, head_dim) for name in names)
+    assert all(parse_latents(name) for name in command._formats(576, True))
+
+
+@pytest.mark.extra("cuda")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_what_was_measured_is_printed_and_kept(
+    error: type[BaseException], gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limited(case: Case, *rest: Any) -> dict[str, Any]:
+        if case.name == "int8":
+            raise error
+        return measure(case, *rest)
+
+    monkeypatch.setattr(measuring, "measure", limited)
+    path = tmp_path / "bench.json"
+    done = run("--format", "int4-g4", "--format", "int8", *SMALL, "--json", path)
+    assert [line for line in done.stdout.splitlines() if line.startswith("int4-g4")]
+    assert [one["name"] for one in json.loads(path.read_text())["decode"]] == ["int4-g4"]
+    if error is KeyboardInterrupt:
+        assert done.exit_code == 130 and done.stderr.splitlines()[-1] == "Aborted."
+        return
+    assert done.exit_code == 0
+    named = "int8, batch 2, 4:2 heads, T 40: 0.0 GB of rows are more than fits"
+    assert named in done.stderr.splitlines()
+    done = run("--format", "int8", *SMALL)
+    assert done.exit_code == 2 and "none of the cases fits the GPU" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--format", "int5"], "'int5' is not one of 'int2', 'int3', 'int4', "),
+        (["--format", "int4/int5"], "'int5' is not one of 'int2', 'int3', 'int4', "),
+        (["--format", "int4/int4/int4"], "is not FORMAT or FORMAT/FORMAT"),
+        (["--head-dim", 100], "'100' is not one of"),
+        (["--seconds", "nan"], "nan is not a finite number"),
+        (["--json", "x.txt"], "name it NAME.json"),
+        (["--q-heads", 7], "--q-heads 7 is not a multiple of --kv-heads 8"),
+        (["--dtype", "float32"], "'float32' is not one of"),
+        (["no-such-model"], "no-such-model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_are_named_before_anything_runs(
+    gpu: None, options: list[object], message: str
+) -> None:
+    done = run(*options)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+
+
+def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run("--device", "cuda")
+    assert done.exit_code == 2
+    assert done.stderr == "Error: --device cuda: torch finds no GPU here; use --device cpu\n"
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    given = "--batch", 8, "--seq-len", 1000, "--format", "int4-g4", "--format", "int8-g4+bf16"
+    done = run(*given, "--json", path)
+    assert done.exit_code == 0, done.output
+    found = json.loads(path.read_text())
+    assert found["machine"]["read_gb_per_s"] > 100
+    backends = {one["sdpa"]["name"].partition(",")[0] for one in found["decode"]}
+    assert backends <= {*BACKENDS, "matmul"}
+    assert all(one["in_a_row_us"] > 0 and one["us"] > 0 for one in found["decode"])
+
+
+@pytest.mark.gpu
+def test_no_call_of_torch_is_timed_on_a_gpu_that_refuses_it() -> None:
+    case = small("bf16", dtype=torch.float16)
+    timer = GraphTimer(0.01)
+    calls: dict[str, list[Call]] = torch_calls(case.exact, make_inputs(case.exact, 1, timer.device))
+    assert measuring.running(calls)

@@ -1,0 +1,236 @@
+"""What pages show of public models: tables and sentences of results/public-NAME.json.
+
+public_models.py writes those files. A row of them has a "key" that says what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvquant.calibration.text_report import KL_NOTICE
+from kvquant.evaluation.statistics import Paired, paired
+
+RESULTS = Path(__file__).parent / "results"
+Row = Mapping[str, Any]
+Rows = Mapping[str, Sequence[Row]]  # of each model
+PUBLIC = {  # name in results/
+    "SmolLM2-135M": "smollm2-135m",
+    "Gemma 3 270M": "gemma3-270m",
+    "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b",
+    "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b",
+}
+CODERS = [name for name in PUBLIC if "Coder" in name]
+HEADS_OF_128 = "Qwen2.5-Coder-1.5B"
+OWN = {
+    "default": "the default",
+    "plan int4": "plan, `int4`",
+    "plan int3": "plan, `int3`",
+    "plan int2": "plan, `int2`",
+    "plan int4-g4": "plan, `int4-g4`",
+    "int8": "`int8`",
+    "int4-g4": "`int4-g4`, no plan",
+}
+SHOWN = "default", "plan int4", "int8", "int4-g4"  # in README.md, and peers
+PEERS = {"KIVI-4, residual of 128": "KIVI-4", "TurboQuant of vLLM, 4 bits": "TurboQuant"}
+PEERS |= {"llama.cpp q4_0": "llama.cpp `q4_0`"}
+AGAIN = "16 bit, kvquant's rows"  # what another order of sums does to 16 bit
+EXACT = "16 bit", "peers' 16 bit", AGAIN
+WINDOW, NONE = [4, 128], [0, 0]
+CONTEXT = 4096  # of README.md
+Z = 1.645  # of a one-sided bound of 95 %
+PLACES = {"alone": "alone", "behind": "behind code"}
+
+
+def read_public(folder: Path | None = None) -> Rows:
+    """Rows of all models, and none of a model without a file."""
+    paths = {name: (folder or RESULTS) / f"public-{model}.json" for name, model in PUBLIC.items()}
+    return {
+        name: json.loads(path.read_text(encoding="utf-8"))["rows"]
+        for name, path in paths.items()
+        if path.exists()
+    }
+
+
+def losses(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], Paired]]:
+    """What each cache loses of HumanEval in each place, of the generations that 16 bit has, too.
+
+    16 bit is transformers' own cache, and kvquant's 16-bit rows for generations that it lacks.
+    """
+    groups: dict[str, dict[int, str]] = {}
+    for row in rows:
+        if row["key"]["measure"] == "humaneval":
+            key = {name: one for name, one in row["key"].items() if name != "sample"}
+            groups.setdefault(json.dumps(key), {})[row["key"]["sample"]] = row["passed"]
+    for text, found in groups.items():
+        key = json.loads(text)
+        plain = {name: one for name, one in key.items() if name != "window"}
+        names = ["16 bit"] if key["cache"] == AGAIN else [AGAIN, "16 bit"]
+        exact: dict[int, str] = {}
+        for name in names:
+            exact |= groups.get(json.dumps(plain | {"cache": name}), {})
+        both = sorted(exact.keys() & found.keys())
+        if both and key["cache"] != "16 bit":
+            samples = ([one[at] for at in both] for one in (exact, found))
+            problems = (zip(*one, strict=True) for one in samples)  # of each, its generations
+            yield key, paired(*([[x == "1" for x in each] for each in one] for one in problems))
+
+
+def at_most(pair: Paired) -> float:
+    """The one-sided 95 % bound on the loss, in points."""
+    return 100 * (pair.drop + Z * pair.error)
+
+
+def kl_of(row: Row) -> str:
+    """Four digits behind the point, or one that counts; in bold where the loss is worth a look."""
+    kl = f"{row['kl']:.4f}" if row["kl"] >= 1e-4 else f"{row['kl']:.5f}"
+    return f"**{kl}**" if row["kl"] > KL_NOTICE else kl
+
+
+def kl_rows(rows: Sequence[Row], device: str = "cuda") -> dict[tuple[str, Any, int], Row]:
+    """Rows of KL by cache, window (None of a peer) and context."""
+    found = {}
+    for row in rows:
+        key = row["key"]
+        if key["measure"] == "kl" and key["device"] == device:
+            window = key.get("window")
+            found[key["cache"], None if window is None else tuple(window), key["context"]] = row
+    return found
+
+
+def lost_by(rows: Sequence[Row], place: str, window: Sequence[int] = WINDOW) -> dict[str, Paired]:
+    """Losses of HumanEval in a place by cache; of kvquant's with this window."""
+    return {
+        key["cache"]: one
+        for key, one in losses(rows)
+        if key["place"] == place and key.get("window", window) == window
+    }
+
+
+def overview(public: Rows) -> list[list[str]]:
+    """README's table: bits, KL of each model with the window and without, answers lost and won."""
+    kl = {name: kl_rows(rows) for name, rows in public.items()}
+    lost = {name: lost_by(public[name], "alone") for name in CODERS}
+    lines = [["cache", "bits, head_dim 128", *public]]
+    lines[0] += [f"HumanEval, {name.rpartition('-')[2]}: lost / won" for name in CODERS]
+    for cache, title in (OWN | PEERS).items():
+        windows = (tuple(WINDOW), tuple(NONE)) if cache in OWN else (None,)
+        of_128 = kl[HEADS_OF_128].get((cache, windows[0], CONTEXT))
+        if of_128 is None or cache not in (*SHOWN, *PEERS):
+            continue
+        cells = [title, f"{of_128['packed_bits']:.2f}"]
+        for name in public:
+            rows = [kl[name].get((cache, window, CONTEXT)) for window in windows]
+            cells.append(", ".join(kl_of(row) for row in rows if row) or "-")
+        pairs = [lost[name].get(cache) for name in CODERS]
+        lines.append(cells + [f"{one.lost} / {one.won}" if one else "-" for one in pairs])
+    return lines
+
+
+def overview_about(public: Rows) -> str:
+    """How that table was measured."""
+    keys = (row["key"] for row in public[HEADS_OF_128])
+    key = next(one for one in keys if one.get("context") == CONTEXT)
+    asked = [row["key"] for row in public[HEADS_OF_128] if row["key"]["measure"] == "humaneval"]
+    solved = [
+        row["passed"].count("1")
+        for name in CODERS
+        for row in public[name]
+        if row["key"].get("place") == "alone" and row["key"]["cache"] == "16 bit"
+    ]
+    return (
+        f"KL: {key['passages'] * key['scored']:,} tokens of WikiText-2's test text, each behind "
+        f"{CONTEXT:,} others or more, in float32, on one NVIDIA H200. HumanEval: greedy, in "
+        f"bfloat16, with the window; of {asked[0]['problems']} problems 16 bit solved "
+        f"{' and '.join(map(str, solved))}"
+    )
+
+
+def behind_code(public: Rows) -> str:
+    """The loss behind other code, over all generations."""
+    found = [lost_by(public[name], "behind") for name in CODERS]
+    pairs = {one.answers for each in found for one in each.values() if one.answers > 1000}
+    (count,) = pairs
+    bounds = [
+        " and ".join(f"{max(at_most(each[cache]), 0):.1f}" for each in found)
+        for cache in ("default", "plan int4")
+    ]
+    return (
+        f"Behind 6,000 tokens of other code each Coder wrote {count:,} answers with each cache. "
+        f"The default loses at most {bounds[0]} points of right answers (0.5B and 1.5B, 95 % "
+        f"bounds), `int4` with a plan at most {bounds[1]}"
+    )
+
+
+def by_context(public: Rows) -> list[list[str]]:
+    """KL with the default window and without one, behind few and many tokens."""
+    lines = []
+    for name, rows in public.items():
+        found = kl_rows(rows)
+        contexts = sorted({context for _, _, context in found})
+        for cache in ("default", "plan int4", "plan int3", "int8", "int4-g4"):
+            places = [(tuple(w), context) for w in (WINDOW, NONE) for context in contexts]
+            each = [found[cache, window, context] for window, context in places]
+            bits = dict.fromkeys(f"{row['packed_bits']:.4g}" for row in each)
+            lines.append([name, OWN[cache], " / ".join(bits), *map(kl_of, each)])
+    lengths = "1,024", "4,096", "16,384"
+    titles = [f"{what}, {n}" for what in ("window", "no window") for n in lengths]
+    return [["model", "cache", "bits", *titles], *lines]
+
+
+def humaneval(public: Rows) -> list[list[str]]:
+    """KL behind 1,024 tokens, and answers lost and won, alone and behind other code."""
+    titles = ["cache"]
+    titles += [f"{n}: {what}" for n in CODERS for what in ("KL", *PLACES.values())]
+    lines = [titles]
+    kinds = [(AGAIN, NONE, "16 bit again"), *((one, WINDOW, title) for one, title in OWN.items())]
+    kinds += [(one, NONE, f"{OWN[one]}, no window") for one in ("default", "int8")]
+    for cache, window, title in kinds:
+        cells = [title]
+        for name in CODERS:
+            row = kl_rows(public[name]).get((cache, tuple(window), 1024))
+            cells.append(kl_of(row) if row else "-")
+            for place in PLACES:
+                one = lost_by(public[name], place, window).get(cache)
+                cells.append(
+                    f"{one.lost} / {one.won} of {one.answers:,}: {at_most(one):.1f}" if one else "-"
+                )
+        if any(" / " in cell for cell in cells):
+            lines.append(cells)
+    return lines
+
+
+def shipped(public: Rows) -> list[list[str]]:
+    """KL of other projects' caches in the form that they ship, beside ours.
+
+    Of each model in the context and on the device where most of them were measured.
+    """
+    columns: dict[str, dict[str, str]] = {}
+    caches: dict[str, None] = {}
+    for name, rows in public.items():
+        own = [row for row in rows if row["key"]["measure"] == "kl"]
+        own = [row for row in own if row["key"].get("window", WINDOW) == WINDOW]
+        own = [row for row in own if row["key"]["cache"] not in EXACT]
+        theirs = Counter(
+            (row["key"]["context"], row["key"]["device"])
+            for row in own
+            if "window" not in row["key"]
+        )
+        if not theirs:
+            continue
+        place = max(theirs, key=lambda one: (theirs[one], one[0]))
+        of_cpu = " (CPU)" if place[1] == "cpu" else ""
+        column = columns.setdefault(f"{name}, {place[0]:,}{of_cpu}", {})
+        for row in own:
+            if (row["key"]["context"], row["key"]["device"]) == place:
+                caches[row["key"]["cache"]] = None
+                cell = f"{row['packed_bits']:.3g}: {kl_of(row)} ({100 * row['top1']:.1f})"
+                column[row["key"]["cache"]] = cell
+    ordered = [*(one for one in OWN if one in caches), *(one for one in caches if one not in OWN)]
+    lines = [["cache", *columns]]
+    for cache in ordered:
+        lines.append([OWN.get(cache, cache), *(one.get(cache, "-") for one in columns.values())])
+    return lines if columns else []
