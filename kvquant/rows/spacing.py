@@ -2,7 +2,7 @@
 
 The rows of a KV head of one sequence lie behind those of another, and a kernel reads many of them
 at the same time. Two things cost time, where nothing else is wrong (64 KV heads and more, 8,192
-tokens; tests/benchmarks/bench_spacing.py measures it):
+tokens):
 
 - They begin within a line of the L2 cache: 4 % for int4-g4 and int8-g4 rows, 13 % for int4-g8 and
   28 % for int4 on an H200.
