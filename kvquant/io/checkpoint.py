@@ -146,6 +146,7 @@ def load_cache(
     with RowsFile(path, CacheManifest) as file:
         manifest = file.contents
         manifest.check_model(model)
+        devices_of(device, len(manifest.layers))
         size = manifest.max_seq_len
         if max_seq_len is not None:
             size = check_size("max_seq_len", max_seq_len)

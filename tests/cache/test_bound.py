@@ -401,6 +401,10 @@ def test_a_step_is_checked_as_the_first_one(cuda: FakeDriver) -> None:
         with batch.extend(["a", "b"], [1, 2]):
             batch.append(0, *rows)
     assert not cuda.launched
+    for name in "ab":  # their step has failed
+        batch.cache.free(name)
+        begin(batch, name, 30)
+    cuda.launched.clear()
     with pytest.raises(ConfigError, match="layer 0 was appended to in this step"):
         with batch.extend(["a", "b"]):
             batch.append(0, *rows)

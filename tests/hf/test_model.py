@@ -339,7 +339,7 @@ def test_keys_that_are_turned_with_every_token_end_where_that_begins() -> None:
     cache.crop(0)
     model.prefill(cache, text[:, :31])
     model.step(cache, text[:, 31])
-    with pytest.raises(UnsupportedModelError, match="has more than 32 positions"):
+    with pytest.raises(UnsupportedModelError, match="beyond 32 positions"):
         model.step(cache, text[:, 32])
 
 
