@@ -39,9 +39,9 @@ def scored(model: str, cache: str, context: int, window: list[int] | None = None
     return {"key": key, "kl": kl, "top1": 0.9, "packed_bits": 10.0 * of_model + of_window}
 
 
-def answered(cache: str, place: str, sample: int, passed: str, *window: list[int]) -> dict[str, Any]:
+def answered(cache: str, place: str, at: int, passed: str, *window: list[int]) -> dict[str, Any]:
     """A row of HumanEval, of 600 problems: right ("1") or not, in turn."""
-    key = ASKED | {"cache": cache, "place": place, "sample": sample}
+    key = ASKED | {"cache": cache, "place": place, "sample": at}
     return {
         "key": key | ({"window": window[0]} if window else {}),
         "passed": passed * (600 // len(passed)),
@@ -107,7 +107,18 @@ def test_humaneval_is_compared_in_its_place_and_with_its_16_bit_answers() -> Non
 
 def test_other_projects_are_shown_where_most_of_them_ran_beside_ours_with_the_window() -> None:
     rows = public()
-    assert not shipped({model: [one for one in rows[model][:40]] for model in rows})  # ours alone
-    (own,) = (one for one in rows["Gemma 3 270M"] if one["key"]["cache"] == PEER and 1)[:1] or [{}]
-    of_cpu = [scored("SmolLM2-135M", PEER, 1024), scored("SmolLM2-135M", "default", 1024, WINDOW)]
-    assert own and of_cpu
+    own = {model: [row for row in rows[model] if row["key"]["cache"] != PEER] for model in rows}
+    assert not shipped(own)
+    for model in rows:
+        rows[model].append(scored(model, PEER, 16384))
+        rows[model][-1]["key"]["cache"] = "peers' 16 bit"
+    on_cpu = [scored("SmolLM2-135M", "default", 1024, WINDOW)]
+    on_cpu += [scored("SmolLM2-135M", PEER, 1024) for _ in range(2)]
+    for row in on_cpu:
+        row["key"] |= {"device": "cpu"}
+        row["kl"] = 0.04
+    head, default, *others = shipped(rows | {"SmolLM2-135M": rows["SmolLM2-135M"] + on_cpu})
+    assert head[1:3] == ["SmolLM2-135M, 1,024 (CPU)", "Gemma 3 270M, 4,096"]
+    assert default[:3] == ["the default", "1: 0.0400 (90.0)", "11: **0.1011** (90.0)"]
+    assert others[-1][:3] == [PEER, "0: 0.0400 (90.0)", "10: **0.1701** (90.0)"]
+    assert len(others) == len(OWN)  # the other caches of ours, and the peer

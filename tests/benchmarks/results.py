@@ -54,7 +54,10 @@ measured and the date:
                                             into code-latent.json by hand
     probe                                   tests/benchmarks/bench_probe.py, a call for each model
     public-NAME                             tests/benchmarks/public_models.py, which writes there
-                                            itself. A row has the torch and the device of its run
+                                            itself. A row has the torch and the device of its run.
+                                            We wrote commit and date by hand: those of the commit
+                                            that brought most rows. Its plans observed the first
+                                            1,024 positions only
     defaults                                pairs of formats, of which kvquant/rows/defaults.py
                                             took the default: bench_defaults.py at commit d73287f9.
                                             We merged the files of six runs, named the texts, and
