@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import shlex
 import sys
@@ -291,47 +290,3 @@ def test_the_first_door_is_in_an_example() -> None:
     first = next(block for name, block in PYTHON.items() if name.endswith("-0"))
     calls = re.findall(r"cache\.\w+\(.*?\)", first)
     assert len(calls) == 2 and all(call in code for call in calls)
-
-
-def of_public_models(dim: int) -> list[dict[str, object]]:
-    """Rows as public_models.py writes them, of a model with such a head_dim."""
-    rows: list[dict[str, object]] = []
-    for at, cache in enumerate(["16 bit", *results.PUBLIC_CACHES]):
-        is_peer = at > 4
-        for number, window in enumerate([[]] if is_peer else [[4, 128], [0, 0]]):
-            where = {"cache": cache} | ({"window": window} if window and at else {})
-            kl = {"measure": "kl", "context": results.CONTEXT, "passages": 16, "scored": 64}
-            rows.append(
-                {"key": kl | where, "kl": at / 100 + number, "packed_bits": at + dim / 1000}
-            )
-            rows.append({"key": kl | where | {"context": 1024}, "kl": 9.0, "packed_bits": 9.0})
-            for sample, passed in enumerate(("1100", "0111")):
-                given = "1010" if at == 5 else passed
-                asked = {"measure": "humaneval", "place": results.PLACE, "sample": sample}
-                rows.append({"key": asked | where, "passed": given})
-                rows.append({"key": asked | where | {"place": "alone"}, "passed": "0000"})
-    return rows
-
-
-def test_the_table_of_public_models_takes_peers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = results.public()
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    for name, dim in results.PUBLIC.values():
-        text = json.dumps({"model": name, "rows": of_public_models(dim)})
-        (tmp_path / f"public-{name}.json").write_text(text)
-    lines = results.public().splitlines()
-    assert lines[0] == before.splitlines()[0]
-    titles = [line.split("|")[1].strip() for line in lines[2:]]
-    assert titles == list(results.PUBLIC_CACHES.values())
-    own, peer = lines[2], lines[2 + 4]
-    assert own.startswith("| the default | 1.13 | 0.0100, **1.0100** | ")
-    assert own.endswith(" | 0 / 0 | 0 / 0 |")
-    kl = " | ".join(["0.0500"] * 4)
-    assert peer == f"| KIVI-4 | 5.13 | {kl} | 3 / 2 | 3 / 2 |"
-    told = results.public_measured()
-    assert "each behind 4,096 others" in told and "2 generations" in told
-    last = tmp_path / f"public-{name}.json"
-    last.unlink()
-    assert not results.public_files(), "all models, or none"
