@@ -39,11 +39,7 @@ Format = TypeVar("Format")
 
 
 def whole_numbers(name: str, values: int | Counts) -> torch.Tensor:
-    """int64 on the CPU; fractions and masks are refused, not cast.
-
-    Raises:
-        ConfigError: they are no whole numbers.
-    """
+    """Whole numbers as int64 on the CPU; ConfigError for fractions and masks."""
     if isinstance(values, torch.Tensor) and not values.is_meta:
         check_readable(**{name: values})
         numbers = values.cpu()
@@ -70,7 +66,7 @@ def check_bases(
     """One basis for each layer, or None for each.
 
     Raises:
-        ConfigError: there are more or fewer bases than layers.
+        ConfigError: the number of bases is not that of layers.
         ShapeError: a basis is of other heads or channels.
     """
     if bases is None:
@@ -94,15 +90,11 @@ OF_LATENTS = "num_layers", "fmt", "latent_dim", "rope_dim", "bases"
 
 
 def plan_for(plan: Plan, options: Collection[str], *, is_latent: bool = False) -> CachePlan:
-    """The plan of a cache that is made by a plan; see as_plan.
-
-    Args:
-        plan: what was given as one.
-        options: the names of the cache's other options.
-        is_latent: whether the cache has latent rows, and not keys and values of heads.
+    """The plan of a cache (see as_plan), of latent rows or of keys and values of heads.
 
     Raises:
-        ConfigError: plan is none, or of the other kind of rows; or it decides one of the options.
+        ConfigError: plan is none, or of the other kind of rows; or it decides one of the
+            options.
     """
     from ..io.plan import as_plan
 
@@ -134,7 +126,6 @@ def check_holds(device: torch.device) -> None:
 
 
 def check_layer(layer: int, num_layers: int) -> None:
-    """Raise ConfigError unless there is this layer."""
     if not (type(layer) is int or is_whole(layer)) or not 0 <= layer < num_layers:
         raise ConfigError(
             f"layer {shown(layer)} does not exist: the cache has layers 0 to {num_layers - 1}"
@@ -148,7 +139,7 @@ def check_options(
     num_splits: int | None,
     backend: str | None,
 ) -> None:
-    """Raise unless a step can attend so, before it appends anything; see decode_attention."""
+    """Raise as decode_attention does, before a step appends anything."""
     if sm_scale is not None:
         check_scale(sm_scale)
     check_flag("return_lse", return_lse)
@@ -158,7 +149,7 @@ def check_options(
 
 
 def check_bad_rows(rows: Sequence[int], advice: str) -> None:
-    """Raise NonFiniteError if rows, of K and of V, were counted that decode to NaN."""
+    """Raise NonFiniteError if rows, counted for K and V, became NaN."""
     k_rows, v_rows = rows
     if k_rows or v_rows:
         raise NonFiniteError(
@@ -169,11 +160,7 @@ def check_bad_rows(rows: Sequence[int], advice: str) -> None:
 
 
 def check_windows(windows: Sequence[int | None] | None, num_layers: int) -> Sequence[int | None]:
-    """One window for each layer, or None for each.
-
-    Raises:
-        ConfigError: there are more or fewer windows than layers, or one is no length.
-    """
+    """One window for each layer, or None for each; ConfigError for another number, or no length."""
     if windows is None:
         return [None] * num_layers
     if not isinstance(windows, Sequence) or isinstance(windows, str):
@@ -189,11 +176,10 @@ def check_windows(windows: Sequence[int | None] | None, num_layers: int) -> Sequ
 def devices_of(
     device: Devices, num_layers: int | None = None, *, or_meta: bool = False
 ) -> list[torch.device]:
-    """One device for each layer; without their number, those that are named.
+    """One device for each layer; without num_layers, the devices named.
 
     Raises:
-        ConfigError: there are more or fewer than layers, one is no device, or one is "meta" and
-            another is not.
+        ConfigError: another number than layers, no device, or "meta" beside another one.
         DeviceError: no kernels serve one, or it is not there.
     """
     if isinstance(device, str) or not isinstance(device, Sequence):
@@ -210,9 +196,9 @@ def devices_of(
 
 
 def check_num_layers(num_layers: int) -> None:
-    """Raise ConfigError if the host has no memory for so many layers.
+    """Raise ConfigError if the host lacks memory for so many layers.
 
-    Call this before a list with an entry for each layer is made: such a list can end the process.
+    Call this before making a list with an entry for each layer: that can end the process.
     """
     if num_layers > MANY_LAYERS:
         nbytes, what = num_layers * LAYER_BYTES, f"a cache of {num_layers} layers"
@@ -222,16 +208,11 @@ def check_num_layers(num_layers: int) -> None:
 def per_layer(
     name: str, formats: object, num_layers: int, parse: Callable[..., Format]
 ) -> list[Format]:
-    """One format for each layer.
-
-    Args:
-        name: of the argument.
-        formats: one for all layers, or a list of one for each.
-        parse: makes a format of what is given as one, or refuses it.
+    """One format for each layer, of one for all layers or a list of one for each.
 
     Raises:
-        ConfigError: a format does not exist, there are more or fewer than layers, or more layers
-            than there is memory for.
+        ConfigError: a format does not exist, the number is not that of layers, or there is no
+            memory for so many layers.
     """
     check_num_layers(num_layers)
     if isinstance(formats, str) or not isinstance(formats, Sequence):
@@ -253,15 +234,8 @@ def formats_of(
     sink_len: int,
     recent_len: int,
 ) -> list[RowFormat]:
-    """The formats of K or V of each layer: those that are given, or the default.
-
-    Args:
-        name: of the argument, "k_format" or "v_format".
-        given: one for all layers, a list of one for each, or None.
-        num_layers, head_dim, sink_len, recent_len: of the cache.
-
-    Raises:
-        ConfigError: as per_layer.
+    """The formats of K or V (`name` is "k_format" or "v_format") of each layer, the default for
+    None; raises as per_layer.
     """
     if given is None:
         given = default_format(name[0], head_dim, sink_len, recent_len)
@@ -278,15 +252,11 @@ def row_formats(
 ) -> list[RowFormat]:
     """One format for each layer, of its head_dim; the default for each when None.
 
-    Args:
-        name: of the argument, "k_format" or "v_format".
-        formats: one for all layers, a list of one for each, or None.
-        head_dims: of the layers.
-        window: sink_len and recent_len of the cache.
+    window is sink_len and recent_len of the cache.
 
     Raises:
-        ConfigError: a format does not exist or is of another head_dim, or there are more or fewer
-            than layers.
+        ConfigError: a format does not exist or is of another head_dim, or the number is not
+            that of layers.
     """
     if formats is None:
         formats = [default_format(name[0], head_dim, *window) for head_dim in head_dims]

@@ -67,7 +67,7 @@ class Segment(NamedTuple):
         return pages * self.k_rows.shape[2]
 
     def rows(self, sequence: int, side: str) -> torch.Tensor:
-        """A sequence's rows of side "k" or "v" in token order: [num_kv_heads, tokens, row_bytes]."""
+        """The rows of a sequence, side "k" or "v", in token order: [heads, tokens, row_bytes]."""
         rows = self.k_rows if side == "k" else self.v_rows
         seq_len = int(self.seq_lens[sequence])
         split = Split(self.sinks, self.capacity - self.sinks, rows.shape[2])
