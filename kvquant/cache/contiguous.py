@@ -277,6 +277,7 @@ class KVCache(NoShallowCopy):
 
     @property
     def batch(self) -> int:
+        """Sequences."""
         return self.start_positions.shape[0]
 
     @property

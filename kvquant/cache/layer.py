@@ -593,7 +593,7 @@ class LayerCache:
     def _check_new(
         self, k: torch.Tensor, v: torch.Tensor, new_lens: Counts | None
     ) -> torch.Tensor | None:
-        """Check new tokens as KVCache.append; return their counts [batch] on the device, or None."""
+        """Check new tokens as KVCache.append; return counts [batch] on the device, None for all."""
         batch, num_kv_heads = self.k_packed.shape[:2]
         formats = self.k_format, self.v_format
         for name, x, fmt in zip(self.sides, (k, v), formats, strict=True):

@@ -37,12 +37,8 @@ def describe_side(
 ) -> dict[str, Any]:
     """Describe K or V of one layer; see inspect.describe.
 
-    Args:
-        fmt: of the packed rows.
-        num_kv_heads: KV heads.
-        tokens: counts by place; those at "packed" are in fmt, all others in 16 bit.
-        num_bytes: of the rows.
-        packed: [tokens, num_kv_heads, row_bytes], or None without packed rows.
+    tokens are counts by place; those at "packed" are in fmt, all others in 16 bit. packed is
+    [tokens, num_kv_heads, row_bytes], or None.
     """
     per_token = num_kv_heads * fmt.head_dim
     found = _NOT_FOUND if packed is None else _NOT_FOUND | _describe_packed(packed, fmt)
@@ -58,7 +54,7 @@ def describe_side(
 
 
 def totals(layers: Layers) -> dict[str, Any]:
-    """Bytes and bits of all layers that describe_side described."""
+    """Bytes and bits of all layers, from describe_side."""
     sides = [layer[side] for layer in layers for side in "kv"]
     num_bytes = sum(side["bytes"] for side in sides)
     elements = sum(side["elements"] for side in sides)
@@ -76,16 +72,13 @@ def totals(layers: Layers) -> dict[str, Any]:
 
 
 def warnings(layers: Layers, model: object, sides: tuple[str, str]) -> list[str]:
-    """What may go wrong with these rows, a sentence each.
+    """Warnings about these rows, a sentence each.
 
-    Args:
-        layers: by describe_side.
-        model: what the file says of its model; None where it says nothing.
-        sides: what "k" and "v" of each layer are called.
+    model is what the file says of its model, or None; sides are the names of "k" and "v" of each
+    layer.
     """
 
     def where(holds: Callable[[str, dict[str, Any]], bool]) -> str:
-        """The layers of K and of V for which something holds."""
         found = []
         for side, name in zip("kv", sides, strict=True):
             numbers = [layer["layer"] for layer in layers if holds(side, layer[side])]

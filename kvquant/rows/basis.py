@@ -162,6 +162,7 @@ class Basis:
             self.fp16_matrix, self.fp16_factor = for_fp16(self.matrix)
 
     def with_clip(self, clip: torch.Tensor | None) -> Basis:
+        """A copy with other clip ratios."""
         twin = copy.copy(self)
         twin.clip = _checked_clip(clip, self.offset.shape[0])
         twin.encoding = self.encoding._replace(clip=twin.clip)
