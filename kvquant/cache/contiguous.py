@@ -273,6 +273,7 @@ class KVCache(NoShallowCopy):
 
     @property
     def num_layers(self) -> int:
+        """The number of layers."""
         return len(self.layers)
 
     @property
@@ -567,6 +568,7 @@ class KVCache(NoShallowCopy):
                 )
 
     def counters_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """bad_rows and overflow_tokens on the device of a layer."""
         return self._counters[self.devices[layer]]
 
     def forget_counts(self) -> None:

@@ -269,6 +269,7 @@ class CachePlan:
 
     @property
     def num_layers(self) -> int:
+        """The number of layers."""
         return len(self.facts["layers"])
 
     @property
@@ -278,6 +279,7 @@ class CachePlan:
 
     @property
     def num_kv_heads(self) -> int:
+        """KV heads of each layer."""
         return self.tensors["k.offset"].shape[1]
 
     @property

@@ -680,9 +680,7 @@ class PagedBatch(StepBatch):
 
     @property
     def q_indptr(self) -> torch.Tensor:
-        """[max_batch + 1] int32: where each place's new tokens begin (ragged queries); fixed
-        address.
-        """
+        """[max_batch + 1] int32: where each place's new tokens begin; fixed address."""
         return self._staged.tensors["q_indptr"]
 
     @staticmethod

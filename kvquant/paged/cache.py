@@ -386,10 +386,12 @@ class PagedKVCache(NotCopied):
 
     @property
     def num_layers(self) -> int:
+        """The number of layers."""
         return len(self.rows.layers)
 
     @property
     def max_seq_len(self) -> int:
+        """Tokens that a sequence may have."""
         return self.state.max_seq_len
 
     @property
@@ -475,8 +477,8 @@ class PagedKVCache(NotCopied):
             room: tokens to reserve pages for: len(tokens) and the answer. Layers with a window
                 reserve what a sequence holds between steps. None reserves nothing.
             namespace: a string, such as the adapter's name and a hash of the images, that
-                limits which rows sequences find. Forks, swaps and files keep it. None is a
-                namespace of its own.
+                limits which rows sequences find. Forks, swaps and files keep it. None is that of
+                all sequences without one.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
@@ -762,6 +764,7 @@ class PagedKVCache(NotCopied):
         )
 
     def check_layer(self, layer: int) -> None:
+        """Raise ConfigError unless there is this layer."""
         check_layer(layer, self.num_layers)
 
     def _check_closed(self) -> None:

@@ -169,7 +169,7 @@ class PagedRows(NotCopied):
         *,
         apart: bool = False,
     ) -> list[Segment]:
-        """The rows of sequences in a layer as segments, packed ones first; `apart`: K and V apart."""
+        """The rows of sequences as segments, packed ones first; with `apart` K and V apart."""
         at, split, kind = self.layers[layer], self.split, self.kind
         pages, slots = self._stored[layer], _rows_of(self.exact, layer)
         if apart:

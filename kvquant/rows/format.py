@@ -151,6 +151,7 @@ class RowFormat:
         return self.head_dim in HEAD_DIMS and self.facts.only is None
 
     def pick(self, **choices: T) -> T:
+        """The choice for the codec, as Codec.pick."""
         return self.facts.pick(**choices)
 
     @property

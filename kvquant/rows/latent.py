@@ -111,6 +111,7 @@ class LatentFormat:
 
     @property
     def parts(self) -> tuple[RowFormat, RowFormat]:
+        """The formats in the order of the bytes."""
         return self.latent, self.rope
 
     @property
