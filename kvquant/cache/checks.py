@@ -196,10 +196,7 @@ def devices_of(
 
 
 def check_num_layers(num_layers: int) -> None:
-    """Raise ConfigError if the host lacks memory for so many layers.
-
-    Call this before making a list with an entry for each layer: that can end the process.
-    """
+    """Raise ConfigError if the host lacks memory for so many layers, before lists of them."""
     if num_layers > MANY_LAYERS:
         nbytes, what = num_layers * LAYER_BYTES, f"a cache of {num_layers} layers"
         check_room(nbytes, torch.device("cpu"), what, "use fewer layers")
@@ -234,9 +231,7 @@ def formats_of(
     sink_len: int,
     recent_len: int,
 ) -> list[RowFormat]:
-    """The formats of K or V (`name` is "k_format" or "v_format") of each layer, the default for
-    None; raises as per_layer.
-    """
+    """The formats of K or V of each layer, the default for None; raises as per_layer."""
     if given is None:
         given = default_format(name[0], head_dim, sink_len, recent_len)
     return per_layer(

@@ -18,10 +18,7 @@ class NoShallowCopy:
 
 
 class NotCopied:
-    """Base of the parts of a paged cache, some of which are views of others.
-
-    It refuses copy, pickle, torch.save and other processes, which would separate the views.
-    """
+    """Base of parts of a paged cache: copies and pickles, which separate views, raise."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UnsupportedError(

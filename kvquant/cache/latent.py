@@ -1,8 +1,4 @@
-"""LatentKVCache: a KVCache whose K and V are the two parts of one latent row.
-
-The latent stands for K, the RoPE part for V, of one KV head. Two things differ from KVCache: both
-rows of a token lie in one row of memory, and attention reads that row whole.
-"""
+"""LatentKVCache: a KVCache with the latent for K and the RoPE part for V, in one row."""
 
 from __future__ import annotations
 

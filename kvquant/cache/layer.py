@@ -102,10 +102,7 @@ def rooms_of(
     rollback_len: int = ROLLBACK,
     row_bytes: Sequence[int] = (),
 ) -> Rooms:
-    """The rows that a layer needs, and a few that spread packed rows well in memory.
-
-    row_bytes is from packed_row_bytes; the other arguments are those of LayerCache.
-    """
+    """The rows that a layer needs, and a few that spread packed rows well in memory."""
     sink_len = min(sink_len, max_seq_len) if window is None else 0
     behind = max_seq_len - sink_len
     if recent_len >= behind and (window is None or window >= behind):
@@ -646,10 +643,7 @@ class LayerCache:
             raise DeviceError(f"q is on {q.device}, the cache on {self.device}")
 
     def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
-        """new_lens on the device of a layer.
-
-        A CUDA tensor is not read: ops.slots.place_tokens clamps it to 0 to new_tokens.
-        """
+        """new_lens on the device of a layer; a CUDA tensor is not read, place_tokens clamps it."""
         batch, device = self.seq_lens.shape[0], self.device
         if isinstance(new_lens, torch.Tensor) and new_lens.device == device:
             if not debug.may_read(new_lens):
@@ -687,10 +681,7 @@ class LayerCache:
     def _check_values(
         self, k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor | None
     ) -> None:
-        """Raise if a sequence would outgrow the layer, or a format cannot hold a new row.
-
-        Rows are read if debug.may_read allows it, lengths only near max_seq_len.
-        """
+        """Raise if a sequence would outgrow the layer, or a format cannot hold a new row."""
         new_tokens = k.shape[2]
         if self.longest is None or self.longest + new_tokens > self.max_seq_len:
             self._check_room(
@@ -757,9 +748,7 @@ class LayerCache:
             self.firsts.copy_(starts if firsts is None else firsts)
 
     def pack_recent(self, bad_rows: torch.Tensor) -> None:
-        """Write the packed rows of recent tokens from their 16-bit rows, as append does; NaN rows
-        are added to the counters of KVCache.
-        """
+        """Write the packed rows of recent tokens, as append does, and count NaN rows."""
         if not self.packed_len or not self.recent_len:
             return
         exact_dtype, bases = EXACT_DTYPES[self.k_exact.codec], self.basis or (None, None)

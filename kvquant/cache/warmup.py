@@ -88,10 +88,7 @@ def new_queries(shape: tuple[int, ...], k: torch.Tensor) -> torch.Tensor:
 
 
 def warm_up_first(cache: Cache, k: object) -> None:
-    """Warm up a cache before its first append, of k, and for its steps.
-
-    If k does not fit, the append will raise.
-    """
+    """Warm up a cache before its first append, of k, and for its steps."""
     if not isinstance(k, torch.Tensor) or k.ndim != 4:
         return
     prompts, steps = (k.shape[2],), cache.step_lens

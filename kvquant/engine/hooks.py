@@ -70,10 +70,7 @@ def engine_method(cls: type, name: str) -> Any:
 
 
 def check_further(package: str, called: str, more: dict[Any, Any], given: Any = None) -> None:
-    """Raise UnsupportedError unless arguments that kvquant does not know are neutral.
-
-    more has them by name or place; given is inspect's parameters of the engine's own method.
-    """
+    """Raise UnsupportedError unless arguments that kvquant does not know are neutral."""
     for name, value in more.items():
         default = given[name].default if given and name in given else Parameter.empty
         plain = isinstance(value, bool | int | float | str)  # "==" of a tensor is no bool

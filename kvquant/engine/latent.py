@@ -62,11 +62,7 @@ def append_latents(
     pages: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Write the rows of new tokens; raises as kvquant.append_rows.
-
-    slots [num_tokens], int64, are page * page_size + place in the page; a negative one writes
-    nothing.
-    """
+    """Write the rows of new tokens; raises as kvquant.append_rows. Negative slots write nothing."""
     latent, rope = latent[: len(slots), None], rope[: len(slots), None]
     (latent, rope), encodings = LATENT.to_write(latent, rope, layer.basis)
     parts = zip((latent, rope), _parts(layer, pages), layer.fmt.parts, encodings, strict=True)

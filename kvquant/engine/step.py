@@ -91,9 +91,7 @@ class Step:
         return Lengths(queries, keys, *starts)
 
     def padded(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries [num_tokens or more, ...] of the decoding sequences as [decodes, ...], or
-        [decodes, q_len, ...] if a sequence has several.
-        """
+        """Queries of the decoding sequences as [decodes, ...], or [decodes, q_len, ...] if several."""
         q = q[: self.num_tokens if self.places is None else len(self.places)]
         if self.places is not None:
             q = q.new_empty(self.decodes * self.q_len, *q.shape[1:]).index_copy_(0, self.places, q)

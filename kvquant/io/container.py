@@ -51,10 +51,7 @@ class RowsFile(SafetensorsFile, Generic[M]):
 
 
 def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
-    """Raise CheckpointError if a row decodes to NaN or Inf now, or after it is packed.
-
-    rows [tokens, num_kv_heads, row_bytes] are those of the part from index start on.
-    """
+    """Raise CheckpointError if a row, from index start on, decodes to NaN or Inf or will."""
     fmt = part.fmt
     if not rows.numel():
         return

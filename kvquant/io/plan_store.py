@@ -1,8 +1,4 @@
-"""Plans kept for plan="auto", in the folder of kernels/disk_cache.py.
-
-The fingerprint of the weights and the config name a file, so fine-tunes and other RoPE have their
-own.
-"""
+"""Plans kept for plan="auto" in the folder of kernels/disk_cache.py, by weights and config."""
 
 from __future__ import annotations
 
@@ -53,10 +49,7 @@ def keep_plan(plan: CachePlan) -> Path:
 
 
 def costs_too_much(plan: CachePlan) -> str:
-    """Why "auto" refuses a plan; "" if it accepts.
-
-    The limit is SAFE if the plan was measured with the 16-bit window, else RUINED (engines).
-    """
+    """Why "auto" refuses a plan (over SAFE with the 16-bit window, else RUINED); "" if it accepts."""
     bare = plan.facts["measured"]["kl"]
     used = (plan.facts.get("windowed") or plan.facts["measured"])["kl"]
     for kl, limit in ((used, SAFE), (bare, RUINED)):

@@ -35,11 +35,7 @@ def describe_side(
     num_bytes: int,
     packed: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Describe K or V of one layer; see inspect.describe.
-
-    tokens are counts by place; those at "packed" are in fmt, all others in 16 bit. packed is
-    [tokens, num_kv_heads, row_bytes], or None.
-    """
+    """Describe K or V of one layer (see inspect.describe), from tokens by place and packed rows."""
     per_token = num_kv_heads * fmt.head_dim
     found = _NOT_FOUND if packed is None else _NOT_FOUND | _describe_packed(packed, fmt)
     return {
@@ -72,11 +68,7 @@ def totals(layers: Layers) -> dict[str, Any]:
 
 
 def warnings(layers: Layers, model: object, sides: tuple[str, str]) -> list[str]:
-    """Warnings about these rows, a sentence each.
-
-    model is what the file says of its model, or None; sides are the names of "k" and "v" of each
-    layer.
-    """
+    """Warnings about these rows, a sentence each; sides are the names of "k" and "v"."""
 
     def where(holds: Callable[[str, dict[str, Any]], bool]) -> str:
         found = []

@@ -212,11 +212,7 @@ def write_rows(
 
 
 def bind_append(call: AppendCall, *, placed: bool = False) -> Launch | None:
-    """Bind an append, which write_rows has made on CUDA, to its tensors.
-
-    The launch takes the addresses of `bad` and of new rows of the same kind. None if the append
-    took more than one launch, or none.
-    """
+    """Bind an append of write_rows to its tensors; None unless it took exactly one launch."""
     from ..kernels.cuda.append.launch import bind_append
 
     return bind_append(call, overlaps=placed)
@@ -286,9 +282,7 @@ def _write(call: AppendCall, backend: str) -> None:
 
 
 def _writes(side: AppendSide, slots: Slots, exact_codec: str, backend: str) -> list[Write]:
-    """The writes of K or V: storage, slots, rows [slots, num_kv_heads, row_bytes], and the rows to
-    count as NaN [slots, num_kv_heads].
-    """
+    """The writes of K or V: storage, slots, rows, and the rows to count as NaN."""
     x, storage, fmt, exact_storage, transform = side
     clip, feedback = transform.clip, transform.feedback
 

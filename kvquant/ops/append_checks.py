@@ -67,10 +67,7 @@ def check_append(call: AppendCall) -> None:
 
 
 def check_tokens(call: AppendCall, names: Names = K_AND_V) -> None:
-    """Raise unless new tokens and rope fit the rows; values are not read.
-
-    A cache checks this only: slots, rows and transforms are its own.
-    """
+    """Raise unless new tokens and rope fit the rows (all that a cache does not know)."""
     k, v, _, _, rope, _ = call
     num_tokens, num_kv_heads = check_new(k.x, v.x, names)
     heads = k.rows.shape[1]

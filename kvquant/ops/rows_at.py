@@ -1,7 +1,4 @@
-"""Rows at slots: copied, put, and dequantized in one launch on CUDA.
-
-Under torch.compile only, torch.ops.kvquant.dequantize_pages writes out; formats are names.
-"""
+"""Rows at slots: copied, put, and dequantized by torch.ops.kvquant.dequantize_pages."""
 
 from __future__ import annotations
 

@@ -281,18 +281,14 @@ class Sizes(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The slots of batch * new_tokens tokens, and `room` [3, batch * new_tokens + batch], int64:
-    these slots, and the lengths before the tokens.
-    """
+    """Slots of new tokens, and `room`, int64: these slots and the lengths before the tokens."""
 
     slots: Slots
     room: torch.Tensor
 
 
 def takes_one_launch(lens: torch.Tensor, recorded: bool) -> bool:
-    """Whether place_tokens places tokens: the lengths are on CUDA and the host must not read them
-    (`recorded`: debug.is_recorded).
-    """
+    """Whether place_tokens serves: the lengths are on CUDA and the host must not read them."""
     return (lens.is_cuda and (recorded or not debug.enabled)) or is_rehearsed(lens)
 
 

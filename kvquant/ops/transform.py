@@ -1,8 +1,4 @@
-"""Rows and queries into a basis, outputs out of it.
-
-16-bit queries and outputs on CUDA take one launch each, under torch.compile as the op
-torch.ops.kvquant.affine_rows (x M + offset). Others take Basis.transform_query and Basis.restore.
-"""
+"""Rows and queries into a basis, outputs out of it: 16 bit on CUDA by affine_rows."""
 
 from __future__ import annotations
 
@@ -24,9 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def encode_rows(x: torch.Tensor, basis: Basis) -> torch.Tensor:
-    """Basis.encode of rows [batch, num_kv_heads, tokens, head_dim], in float32; on the CPU by a
-    kernel that gives the same bits, where it can.
-    """
+    """Basis.encode, on the CPU by a kernel with the same bits, where it can."""
     is_plain = basis.kind != "matrix" and x.shape[-1] % 16 == 0
     if not is_plain or not x.is_cpu or torch.compiler.is_compiling():
         return basis.encode(x)
@@ -43,10 +37,7 @@ def transform_query(
     backend: str | None,
     check: Callable[[], None],
 ) -> tuple[torch.Tensor, float | None]:
-    """Bring queries into the basis of K; return them with the factor on their scores.
-
-    check raises unless q can attend to the rows; sm_scale None stands for 1 / sqrt(head_dim).
-    """
+    """Bring queries into the basis of K; return them with the factor on their scores."""
     check_tensors(q=q)
     if q.requires_grad:
         q = q.detach()
@@ -74,10 +65,7 @@ def _matrix_for(
 def queries_of(
     q: torch.Tensor, basis: LayerBasis | None, sm_scale: float | None, backend: str | None
 ) -> tuple[Queries, float | None] | None:
-    """The queries that transform_query would multiply, for an append's launch, and their factor.
-
-    None unless transform_query would take exactly one launch.
-    """
+    """What transform_query would multiply, for an append's launch; None unless one launch does."""
     if basis is None or not takes_one_launch(q, backend) or torch.compiler.is_compiling():
         return None
     sm_scale = None if sm_scale is None else check_scale(sm_scale)

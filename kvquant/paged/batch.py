@@ -396,10 +396,7 @@ class StepBatch(NotCopied):
         return parts, q_lens, fixed
 
     def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
-        """Whether one read of a prefix of `tokens` saves more time than it costs.
-
-        ratio is the queries on a KV head of a sequence, num_members the sequences that share it.
-        """
+        """Whether one read of a prefix saves time; ratio is a sequence's queries on a KV head."""
         raise NotImplementedError
 
     def _check_open(self) -> None:
@@ -588,10 +585,7 @@ def _copy_pages(
     counts: Numbers,
     first: int = 0,
 ) -> None:
-    """Copy so many pages of each sequence slot, from `first` on, to the start of each place.
-
-    Nobody reads the pages after them, whatever is left there.
-    """
+    """Copy so many pages of each sequence slot, from `first` on, to the start of each place."""
     width = int(counts.max(initial=0))
     if len(seq_slots) * width <= 4 * int(counts.sum()) + 4096:
         target[places, :width] = tables[seq_slots, first : first + width]

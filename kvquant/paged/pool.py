@@ -64,9 +64,7 @@ class Growth(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
-    """Pages of length tokens: the first `in_tree` are in the prefix tree, the first `dropped` of
-    each window are no longer seen, and `room` are reserved in all.
-    """
+    """Pages of length tokens: `in_tree` and (by window) `dropped` first ones; `room` reserved."""
 
     pages: list[int]
     length: int
@@ -383,9 +381,7 @@ class PagePool:
         return self._tree.node_of_page[page] is not None
 
     def _match(self, tokens: Sequence[int], namespace: str | None) -> list[int]:
-        """The longest chain of pages that holds tokens after the root and has, in each window, the
-        rows that the next token sees.
-        """
+        """The longest chain of pages with the tokens after the root that all windows can see."""
         way = self._tree.known_way(namespace, tokens)
         for count in range(len(way), 0, -1):
             for page in way[count - 1].pages:
@@ -405,9 +401,7 @@ class PagePool:
         return True
 
     def _is_spare(self, page: int) -> bool:
-        """Whether another page serves as well as this one: it follows the same, leads on, and has
-        rows in all windows unless this one lacks some.
-        """
+        """Whether another page after the same pages leads on and has rows where this one has."""
         twins = self._tree.node_of(page).pages
         return self._tree.is_spare(page) and (
             not self._has_rows(page) or any(self._has_rows(twin) for twin in twins if twin != page)
@@ -419,9 +413,7 @@ class PagePool:
     def _needed(
         self, sequences: Iterable[_Sequence], counts: Iterable[int]
     ) -> tuple[int, dict[int, int]]:
-        """Pages to take for new tokens and copies of shared last pages, and how many pages each
-        sequence has then (see num_left).
-        """
+        """Pages to take for new tokens and copies, and pages of each sequence then."""
         needed, size, writers, ends = 0, self.page_size, Counter[int](), dict[int, int]()
         for sequence, count in zip(sequences, counts, strict=True):
             ends[id(sequence)] = end = -(-(sequence.length + count) // size)

@@ -193,9 +193,7 @@ class PagedRows(NotCopied):
         dtype: torch.dtype,
         dropped: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy K and V of one sequence in token order (see PagedKVCache), without its first dropped
-        pages; table holds the others.
-        """
+        """Copy K and V of a sequence in token order, without its first dropped pages."""
         start = self.split.ring_row(packed_len)
         in_pages = packed_len - dropped * self.split.page_size
         numbers = [[in_pages], [length - packed_len], [start], [seq_slot]]

@@ -111,9 +111,7 @@ class BatchCalls:
                     yield most, heads, count, False
 
     def _q_heads(self, ratios: Sequence[int]) -> tuple[int, ...]:
-        """Query heads of steps: the given ones, or likely ones. A kernel serves up to 8 on a KV
-        head; those of latents differ by number.
-        """
+        """Query heads of steps: the given ones, or likely ones, for all their kernels."""
         if self.num_q_heads:
             return (self.num_q_heads,)
         return self.cache.row_kind.likely_q_heads(self.cache.num_kv_heads, ratios)
@@ -152,10 +150,7 @@ def likely_batches(batch: Batch, num_ids: int) -> tuple[int, ...]:
 
 
 def warm_up_batch(batch: Batch, k: object, rope: Rope | None, num_ids: int) -> None:
-    """Compile what a batch on CUDA needs before its first append, of k and rope.
-
-    If they do not fit, the append will raise.
-    """
+    """Compile what a batch on CUDA needs before its first append, of k and rope."""
     if isinstance(k, torch.Tensor) and k.ndim == 3 and len(k) <= batch.max_tokens:
         rotary_dim = None if rope is None else (2 * rope.cos.shape[-1], rope.interleaved)
         from ..kernels.cuda.runtime.warmup import warm_up
@@ -168,9 +163,7 @@ def warm_up_batch(batch: Batch, k: object, rope: Rope | None, num_ids: int) -> N
 
 
 def warm_up_ragged(batch: Batch, q: torch.Tensor, variant: AttentionVariant | None) -> None:
-    """Compile the kernels of steps with ragged queries like q [total, num_q_heads, head_dim] and
-    this variant; the first of these steps calls it.
-    """
+    """Compile the kernels of steps with ragged queries like q and this variant."""
     from ..kernels.cuda.runtime.warmup import warm_up
 
     told = type(batch), batch.cache, q.dtype, 1, (batch.max_batch,)

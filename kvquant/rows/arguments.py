@@ -31,11 +31,7 @@ def check_tensors(**given: object) -> None:
 
 
 def check_readable(**given: object) -> None:
-    """Raise ConfigError unless the values of each tensor lie in memory.
-
-    Fake tensors, tensors inside vmap or grad, wrappers (DTensor) and freed storages have no memory:
-    a kernel would read a wild address.
-    """
+    """Raise ConfigError unless tensors have memory: fake ones, vmap's and DTensor have none."""
     check_tensors(**given)
     if torch.compiler.is_compiling():
         return

@@ -244,9 +244,7 @@ class Encoding(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries [num_tokens, num_q_heads, head_dim], bfloat16 or float16 on CUDA, to be multiplied by
-    a matrix (see ops.transform.affine_rows) in the launch that appends.
-    """
+    """Queries [num_tokens, num_q_heads, head_dim], 16 bit on CUDA, for an append's launch."""
 
     x: torch.Tensor
     matrix: torch.Tensor

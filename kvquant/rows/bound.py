@@ -1,8 +1,4 @@
-"""Launches bound to tensors that stay, such as a cache's.
-
-The first call of a kind checks its arguments and keeps the launch. The next call of this kind
-passes the new addresses only.
-"""
+"""Launches bound to tensors that stay: the first call of a kind checks, later ones only launch."""
 
 from __future__ import annotations
 
@@ -21,9 +17,8 @@ class Bound(dict[Hashable, Any]):
     """An owner's bound launches by the kind of the new tensors in a call; a copy begins empty."""
 
     def find(self, *new: torch.Tensor) -> Any:
-        """What was kept for tensors of this kind; None where values have to be read, or in a graph.
-
-        After an error in a trace torch.compile compiles this function, too; then it finds nothing.
+        """What was kept for tensors of this kind; None in a trace or graph, or where values are
+        read.
         """
         if not self or debug.enabled or torch.compiler.is_dynamo_compiling():
             return None

@@ -37,10 +37,7 @@ def check_indptr(
 
 
 def check_indptr_values(q: torch.Tensor, q_indptr: torch.Tensor, *, padded: bool = False) -> None:
-    """Raise ShapeError unless q_indptr rises from 0 to the rows of q, or less if `padded`.
-
-    It reads values, so it checks nothing while a CUDA graph is captured.
-    """
+    """Raise ShapeError unless q_indptr rises from 0 to the rows of q (or less if `padded`)."""
     if debug.is_recorded(q_indptr):
         return
     starts, total = q_indptr.cpu().numpy(), q.shape[0]

@@ -219,18 +219,14 @@ def _power_up(x: torch.Tensor) -> torch.Tensor:
 
 
 def feedback_matrix(weights: torch.Tensor) -> torch.Tensor:
-    """The L of the module's docstring, unit lower triangular, of the errors' weights [num_kv_heads,
-    head_dim, head_dim], symmetric and positive definite.
-    """
+    """The L of the module's docstring, from weights [num_kv_heads, head_dim, head_dim]."""
     upper = torch.linalg.cholesky(weights.flip(-1, -2)).flip(-1, -2)
     unit: torch.Tensor = upper / upper.diagonal(dim1=-2, dim2=-1)[..., None, :]
     return unit.mT.contiguous()
 
 
 def clip_rows(x: torch.Tensor, groups: int, ratio: torch.Tensor) -> torch.Tensor:
-    """Clamp each group of x [batch, num_kv_heads, tokens, head_dim] to a share of its range; ratio
-    is [num_kv_heads], both float32.
-    """
+    """Clamp the groups of x [batch, num_kv_heads, tokens, head_dim] to ratio [num_kv_heads]."""
     grouped = x.unflatten(-1, (groups, -1))
     least, greatest = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
     middle = (least + greatest) * 0.5

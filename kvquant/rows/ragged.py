@@ -21,9 +21,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pieces(NamedTuple):
-    """Pieces of ragged queries, [number of pieces] int64 each: sequence, first row of q, queries,
-    and queries of the sequence after the piece.
-    """
+    """Pieces, int64 each: sequence, first row of q, queries, and the sequence's queries after."""
 
     sequences: Numbers
     firsts: Numbers

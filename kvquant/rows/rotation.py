@@ -68,10 +68,7 @@ class Rope(NamedTuple):
 
 
 def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotate the first rotary_dim elements of rows; the result is float32.
-
-    Source: RoFormer (https://arxiv.org/abs/2104.09864).
-    """
+    """Apply RoPE (https://arxiv.org/abs/2104.09864) to the first rotary_dim elements, in float32."""
     cos, sin = rope.cos[:, None], rope.sin[:, None]
     half = cos.shape[-1]
     rotated, rest = x.float().split([2 * half, x.shape[-1] - 2 * half], dim=-1)

@@ -127,11 +127,7 @@ def parse_formats(q: torch.Tensor, segment: Segment) -> Segment:
 
 
 def visible_tokens(seq_lens: torch.Tensor, q_lens: torch.Tensor | None, q_len: int) -> torch.Tensor:
-    """How many tokens of its sequence each query sees, counted from the first: [batch, q_len],
-    int32.
-
-    It is 0 for rows that are no queries, and for queries before the first token.
-    """
+    """How many tokens of its sequence each query sees, from the first: [batch, q_len], int32."""
     row = torch.arange(q_len, dtype=torch.int32, device=seq_lens.device)
     if q_lens is None:
         return (seq_lens[:, None] - q_len + row + 1).clamp(min=0)
@@ -143,10 +139,7 @@ def visible_tokens(seq_lens: torch.Tensor, q_lens: torch.Tensor | None, q_len: i
 def visible_rows(
     segments: Sequence[Segment], q_lens: torch.Tensor | None, q_len: int
 ) -> torch.Tensor:
-    """How many rows of each segment each query sees: [segments, batch, q_len], int32.
-
-    They are the first rows in token order; their sum over the segments is visible_tokens.
-    """
+    """How many rows of each segment, from its first, each query sees: [segments, batch, q_len]."""
     lens = torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)
     return rows_before(segments, visible_tokens(lens, q_lens, q_len))
 
@@ -170,9 +163,7 @@ def first_positions(segments: Sequence[Segment]) -> torch.Tensor:
 
 
 def _parts(segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of each part (the sinks of all segments, then their other rows), and of all parts
-    before it: [2 * segments, batch] each, int32.
-    """
+    """The tokens of each part (all sinks, then other rows), and of those before: int32."""
     lens = torch.stack([segment.seq_lens for segment in segments])
     sinks = torch.stack([segment.seq_lens.clamp(max=segment.sinks) for segment in segments])
     parts = torch.cat([sinks, lens - sinks])
@@ -355,10 +346,7 @@ def _refuse_devices(q: torch.Tensor, segment: Segment) -> None:
 
 
 def check_segment_values(segments: Sequence[Segment]) -> None:
-    """Raise ShapeError unless every length, start and page in use exists.
-
-    It reads values, so it checks nothing while a CUDA graph is captured.
-    """
+    """Raise ShapeError unless lengths, starts and pages in use exist; not in a graph capture."""
     for segment in segments:
         if segment.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
             return

@@ -150,10 +150,7 @@ def check_variant(q: torch.Tensor, variant: AttentionVariant) -> None:
 def check_variant_values(
     q: torch.Tensor, q_lens: torch.Tensor | None, variant: AttentionVariant
 ) -> None:
-    """Raise ConfigError or ShapeError unless a variant's values are possible.
-
-    It checks nothing while a CUDA graph is captured.
-    """
+    """Raise unless a variant's values are possible; nothing while capturing a CUDA graph."""
     if debug.is_recorded(q):
         return
     given = variant._asdict().items()
