@@ -63,12 +63,7 @@ def check_bases(
     k_formats: Sequence[RowFormat],
     v_formats: Sequence[RowFormat],
 ) -> Sequence[LayerBasis | None]:
-    """One basis for each layer, or None for each.
-
-    Raises:
-        ConfigError: the number of bases is not that of layers.
-        ShapeError: a basis is of other heads or channels.
-    """
+    """One basis for each layer, or None for each; ConfigError or ShapeError if they do not fit."""
     if bases is None:
         return [None] * len(k_formats)
     if not isinstance(bases, Sequence) or not all(isinstance(b, LayerBasis) for b in bases):
@@ -90,12 +85,7 @@ OF_LATENTS = "num_layers", "fmt", "latent_dim", "rope_dim", "bases"
 
 
 def plan_for(plan: Plan, options: Collection[str], *, is_latent: bool = False) -> CachePlan:
-    """The plan of a cache (see as_plan), of latent rows or of keys and values of heads.
-
-    Raises:
-        ConfigError: plan is none, or of the other kind of rows; or it decides one of the
-            options.
-    """
+    """The plan of a cache (see as_plan); ConfigError for other rows, or decided options."""
     from ..io.plan import as_plan
 
     found = as_plan(plan)
@@ -178,9 +168,8 @@ def devices_of(
 ) -> list[torch.device]:
     """One device for each layer; without num_layers, the devices named.
 
-    Raises:
-        ConfigError: another number than layers, no device, or "meta" beside another one.
-        DeviceError: no kernels serve one, or it is not there.
+    It raises ConfigError for another number than layers, no device, or "meta" beside another one;
+    DeviceError without kernels or without the device.
     """
     if isinstance(device, str) or not isinstance(device, Sequence):
         return [check_device(device, or_meta=or_meta)] * (num_layers or 1)
@@ -207,9 +196,7 @@ def per_layer(
 ) -> list[Format]:
     """One format for each layer, of one for all layers or a list of one for each.
 
-    Raises:
-        ConfigError: a format does not exist, the number is not that of layers, or there is no
-            memory for so many layers.
+    It raises ConfigError for no format, another number than layers, or too little memory for them.
     """
     check_num_layers(num_layers)
     if isinstance(formats, str) or not isinstance(formats, Sequence):
@@ -247,11 +234,8 @@ def row_formats(
 ) -> list[RowFormat]:
     """One format for each layer, of its head_dim; the default for each when None.
 
-    window is sink_len and recent_len of the cache.
-
-    Raises:
-        ConfigError: a format does not exist or is of another head_dim, or the number is not
-            that of layers.
+    window is sink_len and recent_len of the cache. It raises ConfigError as per_layer, and for
+    another head_dim.
     """
     if formats is None:
         formats = [default_format(name[0], head_dim, *window) for head_dim in head_dims]

@@ -836,7 +836,7 @@ class KVCache(NoShallowCopy):
     def _check_memory(
         self, nbytes: Sequence[int], what: str, advice: str, besides: int = 0
     ) -> None:
-        """Raise ConfigError unless devices may have room for layers and `besides`; see check_room."""
+        """Raise ConfigError unless devices may have room for layers and `besides` (check_room)."""
         for device in dict.fromkeys(self.devices):
             own = [n for n, one in zip(nbytes, self.devices, strict=True) if one == device]
             if sum(own) + besides > _LARGE:
@@ -873,7 +873,7 @@ class KVCache(NoShallowCopy):
             warm_up_first(self, k)
 
     def _compare(self, layer: int, q: torch.Tensor, sm_scale: float | None) -> None:
-        """Warn, once and eagerly, if K rows of few bits move attention's weights of recent tokens."""
+        """Warn, once and eagerly, if K rows of few bits move recent attention weights."""
         if debug.is_recorded(q) or q.is_meta:
             return
         at, found = self.layers[layer], self.compared

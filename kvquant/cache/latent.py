@@ -89,10 +89,8 @@ def _refuse_options(variant: object) -> NoReturn:
 class LatentLayerCache(LayerCache):
     """The latent rows of one layer.
 
-    Attributes:
-        packed: [batch, 1, packed_len, row_bytes]: k_packed, the latents, and v_packed, the RoPE
-            parts, side by side.
-        exact_rows: [batch, 1, sink_len + ring_len, 16-bit row bytes], likewise.
+    packed [batch, 1, packed_len, row_bytes] and exact_rows [batch, 1, sink_len + ring_len, 16-bit
+    row bytes] hold latents (k) and RoPE parts (v) side by side.
     """
 
     row_kind = LATENT

@@ -2,7 +2,7 @@
 
     tokens    0 ... sink_len          ...          seq_len - recent_len ... seq_len
               ├─ sinks ─┤├──────── packed ─────────┤├──────── recent ──────┤
-    is read    16-bit     k_format, v_format          16-bit, in a ring behind the sinks
+    is read    16-bit     k_format, v_format          16-bit, in a ring after the sinks
     is there   16-bit ──┤├─────────────────── packed ──────────────────────┤
                                   ├─ rollback_len ─┤├───── recent_len ─────┤ 16-bit, too
 
@@ -424,11 +424,8 @@ class LayerCache:
     def take(self, source: LayerCache, index: torch.Tensor | None = None) -> None:
         """Take the rows in use of sequences of a layer like this one, or of itself.
 
-        A token has the same row in a layer with less room: only rings that hold every token are
-        shorter.
-
-        index [batch] int64 are places in source, whose tokens fit into here; the same places when
-        None.
+        index [batch] int64 are places in source; None for the same ones. Layers with less room have
+        the same row for a token: only rings that hold every token are shorter.
         """
         index = None if index is None else index.to(self.device)
         used = source._packed_in_use()
@@ -490,12 +487,7 @@ class LayerCache:
         On CUDA two launches, unless values are read: slots with lengths, then rows. They stay bound
         to the layer for new rows of the same kind.
 
-        Args:
-            queries: for write_rows, of one token of each sequence.
-            bound: the bound launches, if the caller has found them.
-
-        Returns:
-            As write_rows.
+        queries go to write_rows, which gives the result; bound are launches already found.
         """
         if new_lens is None and queries is None and not torch.compiler.is_compiling():
             bound = bound or self.bound.find(k, v)

@@ -18,12 +18,7 @@ _LARGE = 1 << 20  # bytes
 class RowStacks(NotCopied):
     """Rows in units (pages or sequence slots) that are copied as a whole, in every layer at once.
 
-    Args:
-        formats: format of the rows of each layer.
-        num_units: units in a layer.
-        num_kv_heads: KV heads.
-        unit_len: rows of a unit and a head.
-        device: where the tensors lie.
+    The argument formats has one for each layer; unit_len is the rows of a unit and a head.
 
     Attributes:
         formats: all different ones.

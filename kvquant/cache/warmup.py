@@ -101,10 +101,8 @@ def warm_up_cache(
 ) -> None:
     """Compile the kernels of known calls, so that a new cache's first append compiles nothing.
 
-    Args:
-        cache: has the batch, heads and devices of the caches in the calls.
-        key: names these calls; each kind of cache rehearses them once in a process.
-        calls: gives them, from a function that makes such a cache.
+    cache has the batch, heads and devices of the caches in the calls. Each kind of cache rehearses
+    calls of a key once in a process; calls gives them, from a function that makes such a cache.
     """
     cache.is_cold = False
     kinds = tuple(dict.fromkeys(map(_kind, cache.layers)))

@@ -80,11 +80,8 @@ class PageLayout(NamedTuple):
         """K and V rows of pages, [num_pages, num_kv_heads, page_size, row bytes] each, without a
         copy.
 
-        pages are [num_pages, slots, page_size, slot_bytes], uint8, slots contiguous; or K's and
-        V's, [num_pages, num_kv_heads, page_size, row bytes or more] each.
-
         Raises:
-            ShapeError: the pages have other shapes.
+            ShapeError: the pages are neither of the two kinds that the module describes.
         """
         if not isinstance(pages, torch.Tensor):
             k_pages, v_pages = pages

@@ -80,11 +80,8 @@ def attend_to_latents(
 ) -> torch.Tensor:
     """Attend with the queries of a step's decoding sequences, after append_latents.
 
-    Returns:
-        [step.num_tokens, num_heads, latent_dim]: each head's weighted sum of latents, for W_UV.
-
-    Raises:
-        As kvquant.mla_decode_attention.
+    The result [step.num_tokens, num_heads, latent_dim] is each head's weighted sum of latents, for
+    W_UV. It raises as kvquant.mla_decode_attention.
     """
     lens, table = step.seq_lens[: step.decodes], step.block_table[: step.decodes]
     rows = latent_segment(pages[:, None], lens, layer.fmt, block_table=table)

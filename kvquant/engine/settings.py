@@ -44,10 +44,9 @@ class Settings:
     """The rows that a user asked for: one format of K and one of V, and bases for each layer.
 
     Attributes:
-        k_format: short name of K's format ("int8-g8"); None for the default of a head_dim.
-        v_format: of V's.
+        k_format, v_format: short names ("int8-g8"); None for the default of a head_dim.
         plan: bases, clip ratios and rounding of each layer and KV head; None for none.
-        prompts_from_rows: whether tokens of a prompt attend to one another's rows, not to 16
+        prompts_from_rows: whether tokens of a prompt attend to rows of one another, not to 16
             bit.
     """
 
@@ -62,8 +61,8 @@ class Settings:
 
         Args:
             given: a dict with "k_format", "v_format", "plan" (a plan or the path of its file)
-                and "prompts" (one of PROMPTS). Formats default to those that all layers of the plan
-                have.
+                and "prompts" (one of PROMPTS). Formats left out are the default, or those that all
+                layers of the plan have.
             name: what errors call it.
 
         Raises:
@@ -107,8 +106,6 @@ class Settings:
 
     def basis(self, layer: int, heads: Sequence[int], head_dim: int) -> LayerBasis | None:
         """The basis of a rank's KV heads of a layer, on the CPU; None without a plan.
-
-        heads are those of this rank among all KV heads of the layer.
 
         Raises:
             UnsupportedError: the plan has no such layer.
@@ -298,13 +295,10 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
 
 @lru_cache
 def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
-    """Log once which rows an engine has, and warn of K rows that the kept probe of the model
-    refuses, of rows of 2 bits, and of a plan that misses its KL limit.
+    """Log once which rows an engine has for the model in a folder.
 
-    model is the loaded folder.
-
-    Raises:
-        CheckpointError: the plan was made for other weights.
+    It warns of K rows that the model's kept probe refuses, of rows of 2 bits, and of a plan that
+    misses its KL limit. It raises CheckpointError if the plan was made for other weights.
     """
     log.info("kvquant: %s", settings)
     if isinstance(settings, Settings) and settings.plan is None and settings.k_format:

@@ -38,13 +38,7 @@ BLOCK = 8192  # tokens whose basis is undone, or that torch dequantizes, at a ti
 
 
 class Chunk(NamedTuple):
-    """A part of a prompt.
-
-    Attributes:
-        sequence: its row of the block table.
-        first, end: its tokens among those of the step.
-        past: tokens of the sequence before them.
-    """
+    """A part of a prompt: its row of the block table, its tokens in the step, and those before."""
 
     sequence: int
     first: int
@@ -91,7 +85,7 @@ class Step:
         return Lengths(queries, keys, *starts)
 
     def padded(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries of the decoding sequences as [decodes, ...], or [decodes, q_len, ...] if several."""
+        """The decoding sequences' queries: [decodes, ...], or [decodes, q_len, ...] if several."""
         q = q[: self.num_tokens if self.places is None else len(self.places)]
         if self.places is not None:
             q = q.new_empty(self.decodes * self.q_len, *q.shape[1:]).index_copy_(0, self.places, q)
@@ -122,13 +116,8 @@ class Step:
 
 
 def describe_step(new: NewTokens) -> Step:
-    """Split a step into decoding sequences and chunks; reads nothing from the device.
-
-    Decoding sequences are those before the first with more queries, or without past.
-
-    Raises:
-        ShapeError: sizes or dtypes of the tokens do not fit one another.
-        DeviceError: starts or lens are not on the CPU.
+    """Split a step into decoding sequences (until the first with more queries, or without past) and
+    chunks; reads nothing from the device, and raises as NewTokens.check.
     """
     new.check()
     block_table, seq_lens, _, _, num_tokens, most_queries = new

@@ -23,12 +23,7 @@ M = TypeVar("M", bound=Manifest)
 class RowsFile(SafetensorsFile, Generic[M]):
     """A file of rows, open for reading, with checked header and manifest.
 
-    Args:
-        path: of the file.
-        kinds: the manifests to take: CacheManifest, SequencesManifest, or both.
-
-    Attributes:
-        contents: the manifest.
+    kinds are the manifests to take: CacheManifest, SequencesManifest, or both; contents is the one.
     """
 
     contents: M

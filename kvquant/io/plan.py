@@ -361,9 +361,7 @@ ModelPlan = Plan | Literal[False] | None  # there False and None are no plan
 def as_plan(plan: Plan) -> CachePlan:
     """A given plan, or the plan of the file at a given path.
 
-    Raises:
-        ConfigError: plan is neither, or "auto", which needs a model.
-        FileNotFoundError, CheckpointError: as of CachePlan.load.
+    It raises ConfigError for neither, and for "auto", which needs a model; else as CachePlan.load.
     """
     if isinstance(plan, str) and plan == AUTO:
         raise ConfigError(

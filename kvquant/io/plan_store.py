@@ -49,7 +49,7 @@ def keep_plan(plan: CachePlan) -> Path:
 
 
 def costs_too_much(plan: CachePlan) -> str:
-    """Why "auto" refuses a plan (over SAFE with the 16-bit window, else RUINED); "" if it accepts."""
+    """Why "auto" refuses a plan (over SAFE with the 16-bit window, else RUINED), or ""."""
     bare = plan.facts["measured"]["kl"]
     used = (plan.facts.get("windowed") or plan.facts["measured"])["kl"]
     for kl, limit in ((used, SAFE), (bare, RUINED)):

@@ -90,11 +90,8 @@ class Fingerprints(Object):
 def parse(text: str | bytes, what: str, *, surrogates: bool = False) -> Any:
     """Read JSON, also with the NaN and Infinity of Python; `what` names it in errors.
 
-    With surrogates strings may hold halves of characters, as odd file names do.
-
-    Raises:
-        CheckpointError: text is no JSON, an object has a key twice, or there are more than
-            MAX_LISTS lists and objects.
+    With surrogates strings may hold halves of characters, as odd file names do. It raises
+    CheckpointError for no JSON, a key twice in an object, or more than MAX_LISTS lists and objects.
     """
     try:
         text = text if isinstance(text, str) else text.decode()

@@ -82,11 +82,8 @@ def save_safetensors(
 ) -> None:
     """Write tensors by name to a safetensors file, whole or not at all.
 
-    metadata makes the file's metadata, of constant length, from the SHA-256 of every tensor.
-
-    Raises:
-        CheckpointError: the header would be too long to read.
-        ConfigError, OSError: as of replacing.
+    metadata makes the file's metadata, of constant length, from the SHA-256 of every tensor. It
+    raises CheckpointError for too long a header; else as replacing.
     """
     # wide elements first, so that all tensors are aligned
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
@@ -137,14 +134,9 @@ class SafetensorsFile:
 
     A CheckpointError that leaves its `with` block begins with the name of the file.
 
-    Args:
-        path: of the file.
-
     Attributes:
-        path: as given.
         metadata: strings.
-        shapes: of each tensor by its name.
-        dtypes: of each tensor by its name.
+        shapes, dtypes: of each tensor by its name.
         digests: SHA-256 of each tensor by its name; empty before manifest() has read them.
         num_bytes: of the whole file.
 
@@ -188,9 +180,7 @@ class SafetensorsFile:
     def manifest(self, *kinds: str) -> dict[str, Any]:
         """The manifest of a file of one of these KINDS, without the checksums.
 
-        Raises:
-            CheckpointError: another kind or version, a damaged manifest, or one of other
-                tensors.
+        It raises CheckpointError for another kind or version, damage, or other tensors.
         """
         top = unsealed(self.metadata, *kinds)
         self.digests = checked(top.pop("sha256", None), dict[str, Digest], "sha256")
@@ -210,9 +200,7 @@ class SafetensorsFile:
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor to the CPU.
 
-        Raises:
-            CheckpointError: a wrong checksum, a file cut short, or a tensor larger than the
-                memory.
+        It raises CheckpointError for a wrong checksum, a file cut short, or too little memory.
         """
         digest = self.digests.get(name)
         shape, dtype = self.shapes[name], self.dtypes[name]
@@ -293,9 +281,7 @@ class SafetensorsFile:
 def open_file(path: Path) -> Any:
     """Open a file for reading, unbuffered, without a wait for pipes and the like.
 
-    Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is a folder, a device or the like.
+    It raises FileNotFoundError, or CheckpointError for a folder, a device or the like.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:

@@ -173,8 +173,7 @@ def write_rows(
         placed: whether place_tokens found the slots, and nothing was launched since.
         queries: of a step, to multiply by their matrix meanwhile; eager CUDA only.
 
-    Returns:
-        The products of the queries, as affine_rows gives them; None without queries.
+    The result is the products of the queries, as affine_rows gives them; None without queries.
     """
     k, v, slots, exact_format, rope, bad = call
     if torch.compiler.is_compiling():

@@ -229,8 +229,7 @@ def attend(
         transformed: q in the basis and its factor, if an append (write_rows) has computed them.
         in_op: whether the op of torch is running, which must not call itself.
 
-    Returns:
-        out and lse as in decode_attention; lse is None unless the call asks for it.
+    lse is None unless the call asks for it.
     """
     q, segments, _, num_splits, return_lse, q_lens, variant, backend, *_ = call
     if variant is not None:

@@ -144,11 +144,9 @@ def _with_scores(
     sm_scale: float | None,
     variant: AttentionVariant,
 ) -> torch.Tensor:
-    """Attend by all scores in float32; as eager attention does, CUDA rounds products of 16-bit
-    queries and keys to their dtype first.
+    """Attend by all scores, in float32 from products that CUDA rounds as eager attention does.
 
-    mask [q_len, keys] says which keys a query sees, distance [q_len, keys] is the key's position
-    less the query's.
+    mask and distance (key's position less the query's) are [q_len, keys].
     """
     heads, rows, dtype = k.shape[1], q.shape[2], q.dtype
     if not q.is_cuda:  # few processors multiply 16-bit numbers

@@ -22,9 +22,7 @@ WRONG_TYPES = AttributeError, TypeError, IndexError, RuntimeError
 def kernels_for(tensor: torch.Tensor, backend: str | None) -> str:
     """The backend that serves a tensor, or the one asked for, checked.
 
-    Raises:
-        ConfigError: the backend does not exist.
-        DeviceError: it does not serve the tensor's device, or no kernel does.
+    It raises ConfigError for an unknown backend, DeviceError if none serves the device.
     """
     device = "cuda" if is_rehearsed(tensor) else tensor.device.type
     if backend is None:

@@ -81,9 +81,8 @@ def merge_by_kernels(
 ) -> State:
     """Merge stacked states, 16-bit ones on CUDA by one kernel.
 
-    outs is [states, ..., head_dim], float32 of any strides, or of `dtype` with each state
-    contiguous: then the first one is overwritten and may be returned. lses is [states, ...],
-    float32, likewise.
+    outs [states, ..., head_dim] and lses [states, ...] are float32; or outs of `dtype`, each state
+    contiguous: then the first one may be overwritten and returned.
     """
     has_kernel = dtype in EXACT_DTYPES.values() and outs.shape[-1] % 4 == 0 and outs.numel() > 0
     if not (has_kernel and outs.is_cuda) or kernels_for(outs, backend) == "reference":

@@ -60,7 +60,7 @@ def slots_of(
         new_tokens: new tokens per sequence.
         page_size: rows in a page; without pages the rows that a sequence has room for.
         sink_len: first tokens of each sequence, in rows 0 to sink_len of its 16-bit rows.
-        recent_len: last tokens of each sequence, in a ring of as many rows behind them.
+        recent_len: last tokens of each sequence, in a ring of as many rows after them.
         block_table: [batch, max_pages], int32: the pages of each sequence. None: page b alone.
         seq_slots: [batch]: each sequence's slot among the 16-bit rows. None: sequence slot b.
         ring: whether packed rows without pages are a ring of page_size rows.
@@ -305,9 +305,7 @@ def place_tokens(
         new_lens: [batch], int32 or int64, clamped to 0 to new_tokens; all when None.
         overflow: [1], int32: adds the tokens beyond max_seq_len, which get no slots.
 
-    Raises:
-        UnsupportedError: the GPU is too old, or what is installed cannot do it.
-        DeviceError: CUDA refuses the launch.
+    It raises UnsupportedError without a kernel for the GPU, DeviceError if CUDA refuses.
     """
     batch, device = lens.seq_lens.shape[0], lens.seq_lens.device
     num_tokens = batch * new_tokens

@@ -147,10 +147,10 @@ def affine_rows(
         matrix: [num_kv_heads, head_dim, head_dim], float32, contiguous but for the first axis; a
             row is multiplied from the left. None for none, then there is an offset.
         offset: [num_kv_heads, head_dim], float32, contiguous; None for none.
-        seq_lens: [batch or more], or [batch, q_len], int32: rows of length 0 become zeros; None
+        seq_lens: [batch or more], or [batch, q_len], int32: zeros for rows of length 0; None
             without.
-        check: raises unless the arguments fit; called for uncached launches only; check_affine
-            when None.
+        check: raises unless the arguments fit, for uncached launches only; None for
+            check_affine.
         overlaps: whether the last launch on this stream is the attention that gives x, and
             writes neither matrix nor offset: then this launch may begin before it ends.
 
@@ -158,8 +158,7 @@ def affine_rows(
         The same shape and dtype, rounded once, contiguous.
 
     Raises:
-        ShapeError, ConfigError, DeviceError: the arguments do not fit, or CUDA refuses the
-            launch.
+        ShapeError, ConfigError, DeviceError: the arguments do not fit, or CUDA refuses.
         UnsupportedError: the GPU is too old, or what is installed cannot do it.
     """
     if x.ndim == 4:  # the rows of each query as those of a sequence of its own

@@ -406,12 +406,7 @@ class StepBatch(NotCopied):
             )
 
     def _check_appended(self, layer: int, *, in_step: bool) -> None:
-        """Raise unless a layer has, or with in_step gets next, the tokens of this step's sequences.
-
-        Raises:
-            ConfigError: the layer lacks the step's new tokens.
-            ShapeError: the sequences have no tokens.
-        """
+        """Raise unless a layer has, or with in_step gets next, this step's tokens."""
         if not in_step and self._lacks(layer):
             raise ConfigError(
                 f"layer {layer} was not appended to in this step: append its new tokens to it "
@@ -457,12 +452,7 @@ class StepBatch(NotCopied):
         return compiling or (self._on_cuda and torch.cuda.is_current_stream_capturing())
 
     def _segments_of(self, layer: int, batch: int, compiling: bool = False) -> _Parts:
-        """The rows of a layer for the first places of the batch.
-
-        Raises:
-            ShapeError: batch is less than the sequences of the step, or more than max_batch.
-            ConfigError: the layer does not exist.
-        """
+        """The rows of a layer for the first places of the batch; raises for others."""
         if compiling:
             return self._make_segments(layer, batch)
         if not self._num_ids <= batch <= self.max_batch:

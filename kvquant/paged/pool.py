@@ -37,12 +37,7 @@ SequenceId: TypeAlias = Hashable
 
 
 class Prefix(NamedTuple):
-    """What a new sequence begins with.
-
-    Attributes:
-        length: tokens in pages, the length of the sequence.
-        root: the place of the root of these tokens; None without pages.
-    """
+    """What a new sequence begins with: its tokens in pages, and the place of their root, if any."""
 
     length: int
     root: int | None
@@ -158,10 +153,8 @@ class PagePool:
     ) -> Prefix:
         """Begin a sequence with the pages that hold a prefix of its tokens, if any.
 
-        Args:
-            tokens: the sequence's first token ids, with those of the root.
-            room: tokens to reserve pages for, with those of the prefix.
-            namespace: of the sequence; it finds only pages of the same one.
+        tokens are the first token ids, with those of the root; room counts the prefix, too. The
+        sequence finds only pages of its namespace.
         """
         pages = self._match(tokens, namespace)
         length = len(pages) * self.page_size
@@ -212,11 +205,8 @@ class PagePool:
 
         Call it when the rows are written, or will be before anything reads a later sequence.
 
-        Args:
-            tokens: the known first tokens, with those of the root.
-
-        Returns:
-            The place of a new root: keep its rows there, or call lose if that fails.
+        tokens are the known first ones, with those of the root. The result is the place of a new
+        root: keep its rows there, or call lose if that fails.
         """
         sequence = self._sequences[sequence_id]
         full = min(len(tokens) - self.root_len, sequence.length) // self.page_size
@@ -332,9 +322,8 @@ class PagePool:
 
         A sequence that swaps one frame for another needs no more, unless another one sees it.
 
-        Args:
-            ends: pages of sequences after a step, by their id(); the others keep their number.
-            shared: pages that one more sequence is about to see, of each window.
+        ends are pages of sequences after a step, by their id(); the others keep their number.
+        shared are pages that one more sequence is about to see, of each window.
         """
         left = [self.num_free, *(window.num_free for window in self.windows)]
         for sequence in [one for one in self._sequences.values() if one.room]:

@@ -71,16 +71,10 @@ class PrefixRoot(PrefixNode):
 class PrefixTree:
     """The prefixes that the pages of a pool hold.
 
-    Args:
-        num_pages: pages in the pool.
-        page_size: tokens a page holds.
-        root_len: tokens of a root.
-        num_roots: roots that are known at a time.
-
     Attributes:
-        roots: by namespace and tokens, the least recently used first.
+        roots: by namespace and tokens, the least recently used first; num_roots at most.
         node_of_page: [num_pages], the node of each page or None.
-        before: [num_pages], of each page with a node the page that it follows; None for the first.
+        before: [num_pages], the page before each page with a node; None for the first.
     """
 
     def __init__(self, num_pages: int, page_size: int, root_len: int, num_roots: int) -> None:

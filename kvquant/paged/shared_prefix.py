@@ -22,12 +22,7 @@ Numbers = NDArray[np.integer]
 
 
 class SharedPrefix(NamedTuple):
-    """The first pages of some sequences, in common.
-
-    Attributes:
-        pages: the pages.
-        members: [num_members], the sequences' places in the batch.
-    """
+    """The first pages that some sequences share; members [num_members] are places in the batch."""
 
     pages: Numbers
     members: Numbers
@@ -36,12 +31,8 @@ class SharedPrefix(NamedTuple):
 def find_prefix(tables: Numbers, packed_lens: Numbers, page_size: int) -> SharedPrefix | None:
     """Find the full pages that sequences begin with in common, and that save the most reads.
 
-    Args:
-        tables: [batch, max_pages], the pages of each sequence.
-        packed_lens: [batch], tokens in them.
-
-    Returns:
-        None if no two sequences share a page.
+    tables [batch, max_pages] are the pages of each sequence, packed_lens [batch] the tokens in
+    them. The result is None if no two sequences share a page.
     """
     full = packed_lens // page_size
     found, saved, at, members = None, 0, 0, np.flatnonzero(full)

@@ -21,14 +21,8 @@ class StagedTensors(NotCopied):
     On CUDA two pinned buffers alternate, so that one may still be copied; next_arrays waits for the
     copy before that. On the CPU the arrays are the tensors.
 
-    Args:
-        specs: dtype and shape of each tensor by name.
-
-    Raises:
-        ConfigError: they take more memory than there is.
-
-    Attributes:
-        tensors: by name, at fixed addresses; zeros at first.
+    specs has dtype and shape of each tensor by name. tensors, by name, are at fixed addresses and
+    zeros at first. It raises ConfigError without enough memory.
     """
 
     def __init__(

@@ -319,12 +319,8 @@ class PagedState(NotCopied):
     ) -> Step:
         """Grow sequences by new tokens, whose rows are written next.
 
-        Args:
-            counts: new tokens of each.
-            tokens: the ids of all new tokens, sequence after sequence; None if not known.
-
-        Returns:
-            The work of the step. If it fails, add the ids to `failed`.
+        tokens are the ids of all new tokens, sequence after sequence; None if not known. If the
+        step fails, add the ids to `failed`.
         """
         seq_slots, new = self._to_extend(ids, counts)
         known = None if tokens is None else token_ids(tokens)

@@ -61,9 +61,8 @@ class Swapped:
 class SwapSpace(NotCopied):
     """Copies between a paged cache and host memory.
 
-    Attributes:
-        swapped: sequences that are swapped out, by their ids.
-        swapping_out: of these, or of freed ones, those still in their pages.
+    swapped has the sequences that are swapped out, by their ids; swapping_out those, or freed ones,
+    that are still in their pages.
     """
 
     def __init__(

@@ -225,15 +225,14 @@ _twins: WeakKeyDictionary[Basis, WeakValueDictionary[torch.device, Basis]] = Wea
 
 
 class Encoding(NamedTuple):
-    """How an append transforms and rounds new rows of K or of V; see Basis.encoding.
+    """How an append transforms and rounds new rows; see Basis.encoding and transform_rows.
 
     Attributes:
         offset: [num_kv_heads, head_dim], float32, subtracted; None for none.
         rotate: whether rows are then rotated (rotation.rotate).
-        matrix: [num_kv_heads, head_dim, head_dim], float32, with which rows are then multiplied
-            from the right; None for none.
-        clip: [num_kv_heads], float32: see ops.quantize.quantize_calibrated.
-        feedback: [num_kv_heads, head_dim, head_dim], float32: see there.
+        matrix: [num_kv_heads, head_dim, head_dim], float32, the right factor then; None for
+            none.
+        clip, feedback: as in ops.quantize.quantize_calibrated.
     """
 
     offset: torch.Tensor | None = None
@@ -253,15 +252,11 @@ class Queries(NamedTuple):
 def transform_rows(
     x: torch.Tensor, encoding: Encoding | None, rope: Rope | None = None
 ) -> torch.Tensor:
-    """Apply RoPE, offset, rotation and matrix to new rows, without rounding them to codes.
+    """Apply RoPE, offset, rotation and matrix to new rows, in float32; x itself if none applies.
 
     Every product, sum and difference is rounded to float32 by itself; kernels fuse no multiply-add,
     so all of them give the same bits. Only products with a matrix differ in the last places:
-    torch's may depend on the number of rows. On CUDA kernels/cuda/affine/launch.py multiplies
-    16-bit rows without RoPE, and does not depend on it.
-
-    Returns:
-        float32, the shape of x; x itself if nothing is to be done.
+    torch's may depend on the number of rows, those of kernels/cuda/affine/launch.py do not.
     """
     if rope is not None:
         x = apply_rope(x, rope)

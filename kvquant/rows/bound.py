@@ -17,9 +17,7 @@ class Bound(dict[Hashable, Any]):
     """An owner's bound launches by the kind of the new tensors in a call; a copy begins empty."""
 
     def find(self, *new: torch.Tensor) -> Any:
-        """What was kept for tensors of this kind; None in a trace or graph, or where values are
-        read.
-        """
+        """What was kept for tensors of this kind; None in traces, graphs, or if values are read."""
         if not self or debug.enabled or torch.compiler.is_dynamo_compiling():
             return None
         found = self.get(kind_of(*new))

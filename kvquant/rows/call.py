@@ -16,8 +16,7 @@ from .variant import AttentionVariant
 
 
 class AttentionCall(NamedTuple):
-    """What a call of attention asks for. A named tuple: a frozen dataclass takes .5 microseconds
-    more.
+    """What a call of attention asks for; a frozen dataclass would take .5 microseconds more.
 
     Attributes:
         q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the queries
@@ -27,15 +26,12 @@ class AttentionCall(NamedTuple):
             heads and head dims. With several queries a sequence the segments are in the order of
             their tokens, but that the first Segment.sinks rows of a ring come before all others:
             [packed, ring with sinks] are sinks, packed rows, recent tokens.
-        sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
-        num_splits: splits of the tokens, as in decode_attention; chosen when None.
-        return_lse: whether the log-sum-exp is wanted.
-        q_lens: [batch], int32, with q of four axes: how many of q_len are queries; all when
-            None.
+        sm_scale, num_splits, return_lse: as in decode_attention.
+        q_lens: [batch], int32, with q of four axes: how many of q_len are queries; None for
+            all.
         variant: what the model changes in attention; None for plain attention.
         backend: "cpu", "cuda" or "reference"; by the device of q when None.
-        q_indptr: [batch + 1], int32: the first row of each sequence in a ragged q (see
-            indptr.py).
+        q_indptr: [batch + 1], int32: each sequence's first row in a ragged q (see indptr.py).
         padded: whether rows of a ragged q may follow those of the last sequence.
     """
 
@@ -71,8 +67,7 @@ class LatentCall(NamedTuple):
         q_latent: [batch, num_heads, latent_dim], or [batch, q_len, num_heads, latent_dim]: W_UK^T q
             of each head; float32, bfloat16 or float16.
         q_rope: the same shape but for its last axis, rope_dim, and the same dtype.
-        segments: of rows.segment.latent_segment, ordered as in AttentionCall; on CUDA at most
-            two.
+        segments: of latent_segment, ordered as in AttentionCall; on CUDA at most two.
         sm_scale: factor on the scores.
         num_splits, return_lse, q_lens, backend: as in AttentionCall.
         prefix: tokens before those of the segments; None without. On CUDA the queries of all

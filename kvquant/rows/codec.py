@@ -69,8 +69,7 @@ class Codec:
         return self.numbers == "integers"
 
     def pick(self, **choices: T) -> T:
-        """The choice for this codec, by words of the table of one kind or several, as in
-        pick(e4m3=a, integers=b, elements=None).
+        """The choice for this codec, as in pick(e4m3=a, integers=b, elements=None).
 
         Raises:
             UnsupportedError: no choice is for this codec, or two are.

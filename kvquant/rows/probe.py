@@ -26,13 +26,9 @@ def divergence(
 ) -> torch.Tensor:
     """The mean KL divergence of attention's weights from rounded keys to those from exact keys.
 
-    Args:
-        q: [batch, num_q_heads, tokens, head_dim], after RoPE.
-        k: [batch, num_kv_heads, tokens, head_dim], after RoPE.
-        window: tokens that a query sees, up to its own; all when None.
-
-    Returns:
-        float32, one element on the device of k, in nats; NaN where fmt cannot hold k.
+    q is [batch, num_q_heads, tokens, head_dim], k [batch, num_kv_heads, tokens, head_dim], both
+    after RoPE; a query sees the last `window` tokens. The result is one float32 on the device of k,
+    in nats; NaN where fmt cannot hold k.
     """
     tokens, device = k.shape[2], k.device
     at = torch.arange(min(_FIRST, tokens // 2), tokens, _STRIDE, device=device)

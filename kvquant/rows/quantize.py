@@ -295,11 +295,9 @@ def check_rows(rows: torch.Tensor, fmt: AnyFormat, name: str = "rows") -> None:
 
 
 def is_nan_row(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
-    """Which rows [..., row_bytes] hold the mark of an input that their format could not hold:
-    [...], bool.
+    """Which rows [..., row_bytes] mark an input that their format could not hold: [...], bool.
 
-    All elements (16-bit rows), or all scales and shifts, of a marked row are NaN and its codes 0.
-    No other row has a NaN there, so the first one decides.
+    The elements (16-bit rows), or all scales and shifts, are NaN there only, and the codes 0.
     """
     dtype = fmt.pick(pairs=torch.float16, scales=torch.float32, **EXACT_DTYPES)
     first = fmt.pick(pairs=slice(2), scales=slice(-4, None), none=slice(2))

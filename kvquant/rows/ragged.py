@@ -47,8 +47,7 @@ def attend_to_pieces(
     attend: Callable[[AttentionCall], State],
     dtype: torch.dtype = torch.float32,
 ) -> State:
-    """Attend with ragged queries by padded calls, one for each length of piece, so no query is
-    padded.
+    """Attend with ragged queries by padded calls, one for each length of piece.
 
     out [total, num_q_heads, head_dim of V] and lse [total, num_q_heads] are of `dtype`; rows after
     the last sequence's are 0 and -inf.

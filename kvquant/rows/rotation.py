@@ -29,10 +29,7 @@ def block_size(head_dim: int) -> int:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotate the last axis of x [..., head_dim] in float32, rounded once to the dtype of x.
-
-    Raises:
-        ConfigError: the dtype is not float32, bfloat16 or float16.
+    """Rotate the last axis of x in float32, rounded once to its dtype; ConfigError for others.
 
     Source: QuaRot's rotations (https://arxiv.org/abs/2404.00456), in blocks.
     """
@@ -68,7 +65,7 @@ class Rope(NamedTuple):
 
 
 def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Apply RoPE (https://arxiv.org/abs/2104.09864) to the first rotary_dim elements, in float32."""
+    """Apply RoPE (https://arxiv.org/abs/2104.09864) to the first rotary_dim elements; float32."""
     cos, sin = rope.cos[:, None], rope.sin[:, None]
     half = cos.shape[-1]
     rotated, rest = x.float().split([2 * half, x.shape[-1] - 2 * half], dim=-1)

@@ -181,10 +181,8 @@ def check_segments(
     It runs in every call that CUDA does not remember (the key in kernels/cuda/decode/launch.py must
     hold all that it reads). An attribute of a tensor takes 0.1 microseconds: read each once.
 
-    Raises:
-        ShapeError: the tensors do not fit one another or the formats.
-        ConfigError: a dtype is wrong, or a segment has pages and what does not go with them.
-        DeviceError: the tensors lie on different devices.
+    It raises ShapeError, ConfigError or DeviceError, also for a segment with pages and what cannot
+    go with pages.
     """
     if not segments:
         raise ShapeError("no segments: attention needs at least one")

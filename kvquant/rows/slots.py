@@ -127,8 +127,7 @@ class Split(NamedTuple):
     (cache/layer.py).
 
     Attributes:
-        sink_len: first tokens kept in 16 bit.
-        recent_len: last tokens kept in 16 bit.
+        sink_len, recent_len: first and last tokens kept in 16 bit.
         page_size: packed tokens a page holds.
         rollback_len: tokens before the recent ones that are in 16 bit in the ring, too.
     """
