@@ -98,7 +98,7 @@ class PagedKVCache(NotCopied):
         k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
             None is "int8-g4" for head_dim 64, 128 or 256 with the default window; see
             rows/defaults.py for others.
-        v_format: of V, as k_format; None is "int4-g4" there.
+        v_format: of V, as k_format; None is "int4-g4" there, for any k_format.
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16" for the 16-bit rows; take the model's.
