@@ -39,11 +39,7 @@ Format = TypeVar("Format")
 
 
 def whole_numbers(name: str, values: int | Counts) -> torch.Tensor:
-    """int64 on the CPU; fractions and masks are refused, not cast.
-
-    Raises:
-        ConfigError: they are no whole numbers.
-    """
+    """Whole numbers as int64 on the CPU; ConfigError for fractions and masks."""
     if isinstance(values, torch.Tensor) and not values.is_meta:
         check_readable(**{name: values})
         numbers = values.cpu()
@@ -67,12 +63,7 @@ def check_bases(
     k_formats: Sequence[RowFormat],
     v_formats: Sequence[RowFormat],
 ) -> Sequence[LayerBasis | None]:
-    """One basis for each layer, or None for each.
-
-    Raises:
-        ConfigError: there are more or fewer bases than layers.
-        ShapeError: a basis is of other heads or channels.
-    """
+    """One basis for each layer, or None for each; ConfigError or ShapeError if they do not fit."""
     if bases is None:
         return [None] * len(k_formats)
     if not isinstance(bases, Sequence) or not all(isinstance(b, LayerBasis) for b in bases):
@@ -94,16 +85,7 @@ OF_LATENTS = "num_layers", "fmt", "latent_dim", "rope_dim", "bases"
 
 
 def plan_for(plan: Plan, options: Collection[str], *, is_latent: bool = False) -> CachePlan:
-    """The plan of a cache that is made by a plan; see as_plan.
-
-    Args:
-        plan: what was given as one.
-        options: the names of the cache's other options.
-        is_latent: whether the cache has latent rows, and not keys and values of heads.
-
-    Raises:
-        ConfigError: plan is none, or of the other kind of rows; or it decides one of the options.
-    """
+    """The plan of a cache (see as_plan); ConfigError for other rows, or decided options."""
     from ..io.plan import as_plan
 
     found = as_plan(plan)
@@ -134,7 +116,6 @@ def check_holds(device: torch.device) -> None:
 
 
 def check_layer(layer: int, num_layers: int) -> None:
-    """Raise ConfigError unless there is this layer."""
     if not (type(layer) is int or is_whole(layer)) or not 0 <= layer < num_layers:
         raise ConfigError(
             f"layer {shown(layer)} does not exist: the cache has layers 0 to {num_layers - 1}"
@@ -148,7 +129,7 @@ def check_options(
     num_splits: int | None,
     backend: str | None,
 ) -> None:
-    """Raise unless a step can attend so, before it appends anything; see decode_attention."""
+    """Raise as decode_attention does, before a step appends anything."""
     if sm_scale is not None:
         check_scale(sm_scale)
     check_flag("return_lse", return_lse)
@@ -158,7 +139,7 @@ def check_options(
 
 
 def check_bad_rows(rows: Sequence[int], advice: str) -> None:
-    """Raise NonFiniteError if rows, of K and of V, were counted that decode to NaN."""
+    """Raise NonFiniteError if rows, counted for K and V, became NaN."""
     k_rows, v_rows = rows
     if k_rows or v_rows:
         raise NonFiniteError(
@@ -169,11 +150,7 @@ def check_bad_rows(rows: Sequence[int], advice: str) -> None:
 
 
 def check_windows(windows: Sequence[int | None] | None, num_layers: int) -> Sequence[int | None]:
-    """One window for each layer, or None for each.
-
-    Raises:
-        ConfigError: there are more or fewer windows than layers, or one is no length.
-    """
+    """One window for each layer, or None for each; ConfigError for another number, or no length."""
     if windows is None:
         return [None] * num_layers
     if not isinstance(windows, Sequence) or isinstance(windows, str):
@@ -189,12 +166,10 @@ def check_windows(windows: Sequence[int | None] | None, num_layers: int) -> Sequ
 def devices_of(
     device: Devices, num_layers: int | None = None, *, or_meta: bool = False
 ) -> list[torch.device]:
-    """One device for each layer; without their number, those that are named.
+    """One device for each layer; without num_layers, the devices named.
 
-    Raises:
-        ConfigError: there are more or fewer than layers, one is no device, or one is "meta" and
-            another is not.
-        DeviceError: no kernels serve one, or it is not there.
+    It raises ConfigError for another number than layers, no device, or "meta" beside another one;
+    DeviceError without kernels or without the device.
     """
     if isinstance(device, str) or not isinstance(device, Sequence):
         return [check_device(device, or_meta=or_meta)] * (num_layers or 1)
@@ -210,10 +185,7 @@ def devices_of(
 
 
 def check_num_layers(num_layers: int) -> None:
-    """Raise ConfigError if the host has no memory for so many layers.
-
-    Call this before a list with an entry for each layer is made: such a list can end the process.
-    """
+    """Raise ConfigError if the host lacks memory for so many layers, before lists of them."""
     if num_layers > MANY_LAYERS:
         nbytes, what = num_layers * LAYER_BYTES, f"a cache of {num_layers} layers"
         check_room(nbytes, torch.device("cpu"), what, "use fewer layers")
@@ -222,16 +194,9 @@ def check_num_layers(num_layers: int) -> None:
 def per_layer(
     name: str, formats: object, num_layers: int, parse: Callable[..., Format]
 ) -> list[Format]:
-    """One format for each layer.
+    """One format for each layer, of one for all layers or a list of one for each.
 
-    Args:
-        name: of the argument.
-        formats: one for all layers, or a list of one for each.
-        parse: makes a format of what is given as one, or refuses it.
-
-    Raises:
-        ConfigError: a format does not exist, there are more or fewer than layers, or more layers
-            than there is memory for.
+    It raises ConfigError for no format, another number than layers, or too little memory for them.
     """
     check_num_layers(num_layers)
     if isinstance(formats, str) or not isinstance(formats, Sequence):
@@ -253,16 +218,7 @@ def formats_of(
     sink_len: int,
     recent_len: int,
 ) -> list[RowFormat]:
-    """The formats of K or V of each layer: those that are given, or the default.
-
-    Args:
-        name: of the argument, "k_format" or "v_format".
-        given: one for all layers, a list of one for each, or None.
-        num_layers, head_dim, sink_len, recent_len: of the cache.
-
-    Raises:
-        ConfigError: as per_layer.
-    """
+    """The formats of K or V of each layer, the default for None; raises as per_layer."""
     if given is None:
         given = default_format(name[0], head_dim, sink_len, recent_len)
     return per_layer(
@@ -278,15 +234,8 @@ def row_formats(
 ) -> list[RowFormat]:
     """One format for each layer, of its head_dim; the default for each when None.
 
-    Args:
-        name: of the argument, "k_format" or "v_format".
-        formats: one for all layers, a list of one for each, or None.
-        head_dims: of the layers.
-        window: sink_len and recent_len of the cache.
-
-    Raises:
-        ConfigError: a format does not exist or is of another head_dim, or there are more or fewer
-            than layers.
+    window is sink_len and recent_len of the cache. It raises ConfigError as per_layer, and for
+    another head_dim.
     """
     if formats is None:
         formats = [default_format(name[0], head_dim, *window) for head_dim in head_dims]

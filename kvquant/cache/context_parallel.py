@@ -4,9 +4,8 @@ A token goes to a rank by its place in the sequence, in blocks:
 
     rank of token i    (i // block_len) % world_size
 
-So ranks are full alike whatever comes, prompts and single tokens, and no rank has to be asked. A
-step attends to the tokens of each rank there, and merges the results by their lse after one
-all-gather of their outputs and lse.
+So ranks hold equally many tokens, and need no messages to decide. A step attends on each rank to
+its tokens, and merges outputs by their lse after one all-gather.
 
 Source: FlashDecoding's split of a sequence (https://arxiv.org/abs/2311.01282), here over ranks;
 vLLM has it as decode context parallel.
@@ -144,11 +143,8 @@ class ContextParallelCache(NoShallowCopy):
     ) -> None:
         """Append k and v [batch, num_kv_heads, new_tokens, head_dim]; this rank keeps its share.
 
-        Args:
-            layer, k, v, new_lens: as in KVCache.append, the same on all ranks.
-
-        Raises:
-            As KVCache.append, of this rank's tokens.
+        Arguments are those of KVCache.append, the same on all ranks. It raises as KVCache.append
+        for this rank's tokens.
         """
         check_layer(layer, self.cache.num_layers)
         check_tensors(k=k, v=v)
@@ -182,7 +178,6 @@ class ContextParallelCache(NoShallowCopy):
         self._may_hold[layer] |= new > 0
 
     def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
-        """[batch] on the device; as KVCache.append takes them."""
         if isinstance(new_lens, torch.Tensor) and new_lens.is_cuda:
             return new_lens.clamp(0, new_tokens)  # not read
         counts = whole_numbers("new_lens", new_lens)
@@ -211,7 +206,7 @@ class ContextParallelCache(NoShallowCopy):
     ) -> torch.Tensor | State:
         """Attend with q [batch, num_q_heads, head_dim] to all tokens, those of other ranks too.
 
-        A rank's out has the dtype of q, so out is rounded to it twice.
+        out is rounded to the dtype of q twice: on each rank, and merged.
 
         Args:
             layer: index of the layer.
@@ -243,7 +238,7 @@ class ContextParallelCache(NoShallowCopy):
         return (merged, lse) if return_lse else merged
 
     def _gathered(self, out: torch.Tensor, lse: torch.Tensor) -> State:
-        """The out and lse of each rank, one behind another, by one all-gather of their bytes."""
+        """The out and lse of all ranks in order, by one all-gather of their bytes."""
         parts = [x.contiguous().view(-1).view(torch.uint8) for x in (out, lse.float())]
         of_out, of_lse = map(len, parts)
         own = torch.cat([*parts, parts[0][: -(of_out + of_lse) % ALIGNMENT]])
@@ -284,7 +279,6 @@ class ContextParallelCache(NoShallowCopy):
         return self.attend(layer, q, variant=variant, sm_scale=sm_scale, backend=backend)
 
     def _check_query(self, layer: int, q: torch.Tensor, variant: AttentionVariant | None) -> None:
-        """Raise, on all ranks alike, unless q can attend so to a layer."""
         check_layer(layer, self.cache.num_layers)
         check_tensors(q=q)
         if q.ndim != 3:
@@ -302,13 +296,11 @@ class ContextParallelCache(NoShallowCopy):
         at.check_variant(q, variant)
 
     def check(self) -> None:
-        """Raise what an append since the last check could not do, on this rank or another one.
-
-        All ranks call it. See KVCache.check.
+        """Raise what an append since the last check could not do, on any rank; all ranks call it.
 
         Raises:
-            As KVCache.check: the error of this rank, or one that names the ranks that have some.
-            ConfigError: ranks were given other numbers of tokens.
+            As KVCache.check: this rank's error, or one that names the ranks that have some.
+            ConfigError: ranks got different numbers of tokens.
         """
         error: KVQuantError | None = None
         try:
@@ -330,10 +322,7 @@ class ContextParallelCache(NoShallowCopy):
             )
 
     def crop(self, seq_lens: int | Counts) -> None:
-        """Drop the last tokens of each sequence, on all ranks.
-
-        Args:
-            seq_lens: as in KVCache.crop, of all ranks together.
+        """Drop the last tokens of each sequence, on all ranks; seq_lens counts all ranks together.
 
         Raises:
             ShapeError: as KVCache.crop.
@@ -354,7 +343,7 @@ class ContextParallelCache(NoShallowCopy):
         self._totals.copy_(torch.minimum(self._totals, kept.to(self._totals.device)))
 
     def reorder(self, index: Counts) -> None:
-        """Put sequence index[b] at place b, on all ranks: see KVCache.reorder."""
+        """Put sequence index[b] at place b on all ranks: see KVCache.reorder."""
         self.cache.reorder(index)
         places = whole_numbers("index", index).to(self._totals.device)
         self._totals.copy_(self._totals.index_select(1, places))

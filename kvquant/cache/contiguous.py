@@ -81,8 +81,8 @@ _LARGE = 1 << 28  # bytes, from which on it is looked whether there is memory
 class KVCache(NoShallowCopy):
     """Keys and values of all layers of a model, for a batch of sequences of unequal lengths.
 
-    All memory is allocated when the cache is made. Formats of K and of V are independent, and may
-    be given per layer. A cache belongs to one thread at a time, while it is saved, too.
+    The cache allocates all memory when it is made. K and V have independent formats, which may
+    differ per layer. One thread uses a cache at a time, also while it is saved.
 
     Args:
         num_layers: layers with attention.
@@ -90,45 +90,39 @@ class KVCache(NoShallowCopy):
         num_kv_heads: KV heads of each layer.
         head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
         max_seq_len: tokens that a sequence has room for.
-        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer. None
-            is the default: "int8-g4" with head_dim 64, 128 or 256 and the default window. Of other
-            head_dims, or without the window, rows/defaults.py says it.
-        v_format: of V, as k_format; None is "int4-g4" there, whatever K's format is.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
+            None is "int8-g4" for head_dim 64, 128 or 256 with the default window; see
+            rows/defaults.py for others.
+        v_format: of V, as k_format; None is "int4-g4" there, for any k_format.
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
-        exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
-        device: where all tensors lie; or a list, where those of each layer lie, as of a model
-            whose layers are spread over several. On "meta" a cache takes no memory and no tokens:
-            nbytes says how many bytes it would take.
-        bases: what the rows of each layer are stored as; as they come when None. A plan has them:
-            see from_plan.
-        windows: of each layer, how many tokens, the last ones, attention sees; None for all. A
-            layer with a window has no sinks and keeps 512 tokens before it, so many can be cropped.
-        rollback_len: tokens before the recent ones whose 16-bit rows are kept, too: so many can be
-            cropped as if they had never come, see crop. For each of them a sequence has 4 *
-            head_dim bytes more a KV head and layer, 512 of head_dim 128; none where recent_len is
+        exact_format: "bf16" or "fp16" for the 16-bit rows; take the model's.
+        device: where all tensors lie, or a list with the device of each layer. On "meta" a
+            cache takes no memory and no tokens, but has its nbytes.
+        bases: the transform of each layer's rows (see from_plan); None for none.
+        windows: how many of the last tokens each layer attends to; None for all. A layer with a
+            window has no sinks and keeps 512 tokens more, for crop.
+        rollback_len: tokens before the recent ones that stay in 16 bit, too, for exact crops.
+            Each takes 4 * head_dim bytes a KV head, layer and sequence; none where recent_len is 0.
             0, since nothing else is needed then.
 
     Attributes:
         layers: the LayerCache of each layer.
         devices: where each layer lies.
-        device: where the first one lies, and all below.
+        device: where the first one lies, with the counters and start_positions.
         start_positions: [batch] int64: the position of each sequence's first token (for rotary
             embeddings); 0 unless set. It is saved and moves with the sequences.
-        bad_rows: [2] int32, rows of K and of V that were written as NaN: see append. Layers on
-            other devices have counters of their own; check reads all.
-        overflow_tokens: [1] int32, tokens that found no room in a graph, once for each layer.
-        num_q_heads: of the queries that will come, where that is known, as for a model: the kernels
-            that the first append compiles are for them. None: few on a KV head.
-        step_lens: new tokens of a sequence in the steps that will come, (1,) unless set: the first
-            append compiles kernels for them, too.
-        step_variant: the AttentionVariant of these steps, None for plain attention. The kernels
-            that the first append compiles are for it. A first call of step sets it, and so does
-            the first layer of a Hugging Face model. Of its tensors only shapes and dtypes count.
-        changes: calls that may have changed lengths; those inside of graphs are not counted.
-        compared: of layers, how far K rows of few bits move attention's weights among the recent
-            tokens; None once that is known, or where it cannot be: see kvquant/cache/README.md.
-        is_cold: whether the first append will compile the kernels that are missing (on CUDA).
+        bad_rows: [2] int32, rows of K and of V that became NaN: see append. Layers on other
+            devices have their own; check reads all.
+        overflow_tokens: [1] int32, tokens without room in a graph, counted once for each layer.
+        num_q_heads: query heads that the first append compiles kernels for; None for a guess.
+        step_lens: new tokens of a sequence in later steps, for the same; (1,) unless set.
+        step_variant: the AttentionVariant of these steps, of which only shapes and dtypes
+            count; None for plain attention. The first step, or a Hugging Face model, sets it.
+        changes: calls that may have changed lengths, without those inside of graphs.
+        compared: layers whose few-bit K rows are still to be compared with exact ones, and how
+            much they move attention's weights; None when done: see kvquant/cache/README.md.
+        is_cold: whether the first append compiles missing kernels (on CUDA).
 
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
@@ -223,12 +217,11 @@ class KVCache(NoShallowCopy):
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:
-            plan: of the model whose keys and values will come, or the path of its file;
-                CachePlan.check_model tells whether it is. Layer i is the model's layer
-                plan.places[i].
+            plan: a plan, or the path of its file, of the model whose keys and values will come
+                (CachePlan.check_model compares). Layer i is the model's layer plan.places[i].
             batch, max_seq_len: as in KVCache.
-            options: the others of KVCache, but for formats and bases. A plan does not hold windows:
-                give windows= (CachedModel.new_cache does it).
+            options: others of KVCache. A plan holds no windows: give windows= (as
+                CachedModel.new_cache).
 
         Raises:
             ConfigError: a size that is not possible, or an option that the plan decides.
@@ -269,7 +262,7 @@ class KVCache(NoShallowCopy):
 
     @property
     def bases(self) -> list[LayerBasis] | None:
-        """What the rows of each layer are stored as; None if as they came."""
+        """The transforms of each layer's rows; None for none."""
         found = [layer.basis for layer in self.layers if layer.basis is not None]
         return found or None
 
@@ -280,7 +273,7 @@ class KVCache(NoShallowCopy):
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
+        """The number of layers."""
         return len(self.layers)
 
     @property
@@ -308,13 +301,13 @@ class KVCache(NoShallowCopy):
         return sum(tensor.nbytes for tensor in tensors)
 
     def segments(self, layer: int) -> list[Segment]:
-        """The rows of a layer as segments to attend to, without copies, as they are stored."""
+        """The stored rows of a layer as segments to attend to, without copies."""
         return list(self._layer(layer).segments())
 
     def dequantized(
         self, layer: int, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the values of a layer, in the order of the tokens; of its window, if it has one.
+        """Copy the values of a layer in token order; of its window, if it has one.
 
         Returns:
             K [batch, num_kv_heads, most tokens, head_dim] and V of that shape, dtype; zeros after
@@ -351,31 +344,29 @@ class KVCache(NoShallowCopy):
         """Attend with q [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim].
 
         A query belongs to the last token of a sequence, or q_len of them to its last q_len tokens.
-        The axes are in another order than those of new K and V, [batch, num_kv_heads, new_tokens,
-        head_dim]: in q tokens come before heads.
+        In q tokens come before heads, unlike in k and v.
 
         With several queries, an early one may read packed rows of tokens that were still in 16 bit
         at its own step; with in_step it reads them in 16 bit.
 
         Args:
             layer: index of the layer; append these tokens' K and V to it first.
-            q: as above; queries in the order of Hugging Face, [batch, num_q_heads, q_len,
-                head_dim], are given as q.transpose(1, 2).
+            q: as above; transpose(1, 2) brings Hugging Face's [batch, num_q_heads, q_len,
+                head_dim] into this order.
             q_lens: [batch], int32, as in decode_attention.
-            variant: see AttentionVariant. A layer's own window needs none.
-            in_step: let all queries see the rows as the first of them saw them: see step.
+            variant: see AttentionVariant; a layer's own window is applied without one.
+            in_step: let all queries see the rows as the first one does: see step.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
         Returns:
             As decode_attention.
 
         Raises:
-            As decode_attention. ShapeError where nothing was appended to the layer, or all was
-            dropped by reset or crop. A sequence without tokens is no error and gives zeros: its
-            count of new tokens was 0, or select took it. A CUDA graph or torch.compile that has
-            appended, or that records this call, is not looked at. Where a layer has a
-            window: UnsupportedError for more than 513 queries, ShapeError for queries that see
-            what it no longer holds.
+            As decode_attention.
+            ShapeError: the layer holds no tokens (one empty sequence among others gives zeros;
+                not checked while or after a graph or torch.compile appends), or queries see tokens
+                that a layer with a window has dropped.
+            UnsupportedError: more than 513 queries to a layer with a window.
 
         Example:
             >>> import torch
@@ -417,24 +408,23 @@ class KVCache(NoShallowCopy):
     ) -> None:
         """Append new tokens, k and v of [batch, num_kv_heads, new_tokens, head_dim], to a layer.
 
-        Heads come before tokens, as in the caches of Hugging Face. Tensors with the tokens first
-        are given as k.transpose(1, 2) and v.transpose(1, 2). They are refused as they are, but not
-        where new_tokens equals num_kv_heads: there both orders have the same shape.
+        Heads come before tokens, as in Hugging Face; transpose(1, 2) brings tensors with tokens
+        first into this order. They are refused, but not if new_tokens equals num_kv_heads: the
+        shapes are equal.
 
-        Nothing is written unless everything can be. That is known where values can be read: on the
-        CPU, and in debug mode (kvquant.debug) on CUDA, where the host would wait for the GPU in
-        every call. Else a row that comes with NaN, Inf or a value that one of the formats cannot
-        hold decodes to NaN and is counted in bad_rows, and lengths are read only when max_seq_len
-        comes near. In a CUDA graph, and under torch.compile, lengths cannot be read at all: there
-        tokens that have no room are left out and counted in overflow_tokens. Call check at times.
+        Where values can be read (on the CPU, and on CUDA in debug mode, see kvquant.debug) bad
+        input raises and nothing is written. Elsewhere a row with NaN, Inf or a value beyond its
+        format decodes to NaN and counts in bad_rows; lengths are read only near max_seq_len. In
+        CUDA graphs and under torch.compile tokens without room are dropped and count in
+        overflow_tokens. Call check at times.
 
         Args:
             layer: index of the layer.
             k: as above, float32, bfloat16 or float16: keys as attention meets them (after RoPE).
             v: as k.
-            new_lens: [batch]: how many of the new_tokens, the first ones, belong to each sequence;
-                all when None. A tensor on CUDA, or under torch.compile, int32 or int64, is not
-                read: counts below 0 or over new_tokens are taken as 0 or new_tokens, silently.
+            new_lens: [batch]: how many of new_tokens, the first ones, belong to each sequence;
+                all when None. A tensor on CUDA, or under torch.compile, is int32 or int64 and is
+                not read: values are silently clamped to 0 to new_tokens.
 
         Raises:
             ShapeError: k or v does not fit the cache, or a sequence would outgrow max_seq_len.
@@ -482,24 +472,18 @@ class KVCache(NoShallowCopy):
     ) -> torch.Tensor | State:
         """Append k and v [batch, heads, tokens, dim], attend with q [batch, tokens, heads, dim].
 
-        One token of each sequence, or a few. With one token q has no axis of tokens, [batch,
-        num_q_heads, head_dim], and k and v have one, [batch, num_kv_heads, 1, head_dim].
+        With one token q has no axis of tokens, [batch, num_q_heads, head_dim]; k and v have one.
+        The result is that of append and attend, bit for bit, and on CUDA faster in a plan's basis.
 
-        With one token it is what append and attend give, bit for bit. In a plan's basis it is
-        sooner on CUDA: queries are brought into the basis by the launch that does it with the new
-        rows.
-
-        Several tokens (drafted ones, say) are appended and attended in one call each. All of their
-        queries see the rows as the first of them: tokens that have left the recent window since
-        then are read in 16 bit. Token by token the i-th query (from 0) would find i of these
-        packed. That is all that differs, and with recent_len 0 nothing does; one call of the
-        kernel has one border between packed and 16-bit rows.
+        Several tokens (drafted ones) take one append and one attend. All of their queries see the
+        rows as the first does: tokens that leave the recent window in this step are read in 16 bit.
+        Token by token query i would find i of them packed. With recent_len 0 nothing differs.
 
         Args:
             layer: index of the layer.
             q: [batch, num_q_heads, head_dim], or [batch, new_tokens, num_q_heads, head_dim].
-            k: [batch, num_kv_heads, new_tokens, head_dim], as in append; one token where q has
-                three axes. More than rollback_len + 1 tokens see more of them packed.
+            k: [batch, num_kv_heads, new_tokens, head_dim], as in append. Beyond rollback_len +
+                1 tokens some are read packed.
             v: as k.
             variant: as in attend.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.
@@ -508,8 +492,7 @@ class KVCache(NoShallowCopy):
             As decode_attention.
 
         Raises:
-            As append and attend; nothing is appended where q, the variant or an option is not
-            possible.
+            As append and attend; nothing is appended if q, the variant or an option is invalid.
 
         Example:
             >>> import torch
@@ -548,15 +531,15 @@ class KVCache(NoShallowCopy):
         return out if lse is None else (out, lse)
 
     def check(self) -> None:
-        """Raise if an append since the last check could not do what it was asked to (see append).
+        """Raise if an append since the last check failed silently (see append).
 
-        Call it between steps, when every layer has got the same tokens. Reads the counters and the
-        lengths, so it waits for each GPU once, and sets the counters back.
+        Call it between steps, when every layer has the same tokens. It waits for each GPU once, to
+        read counters and lengths, and resets the counters.
 
         Raises:
-            NonFiniteError: rows came with values that their formats cannot hold.
-            ShapeError: tokens came that had no room, or layers hold different lengths: a layer was
-                left out, or appended twice.
+            NonFiniteError: rows had values that their formats cannot hold.
+            ShapeError: tokens had no room, or layers hold different lengths: a step left one
+                out, or appended twice.
         """
         counts, held = [0, 0, 0], [[0]] * self.num_layers
         for device, lens in self._lens().items():
@@ -589,7 +572,7 @@ class KVCache(NoShallowCopy):
         return self._counters[self.devices[layer]]
 
     def forget_counts(self) -> None:
-        """Set bad_rows and overflow_tokens back, of all devices."""
+        """Reset bad_rows and overflow_tokens on all devices."""
         for counter in self._all_counters():
             counter.zero_()
 
@@ -597,17 +580,16 @@ class KVCache(NoShallowCopy):
         """Drop the last tokens of each sequence.
 
         Removing at most rollback_len tokens, counted from the longest the sequence has been,
-        restores the cache bit for bit: recent_len tokens are read in 16 bit again. Of more tokens,
-        and of those of a file, packed rows stay packed, and the recent window fills again with the
-        next tokens.
+        restores the cache bit for bit. After more, or after loading a file, packed rows stay packed
+        and the recent window fills again with the next tokens.
 
         Args:
             seq_lens: tokens to keep: one number for all (shorter sequences stay as they are), or
                 [batch].
 
         Raises:
-            ShapeError: a length below 0, or over the present one where given per sequence; or a
-                layer with a window no longer has the tokens that it would see (layer.SPARE).
+            ShapeError: a length below 0, or given per sequence and over the present one; or a
+                layer with a window has dropped tokens that it would see (layer.SPARE).
         """
         present = self.seq_lens.cpu()
         if isinstance(seq_lens, int | Integral) and not isinstance(seq_lens, bool):
@@ -623,7 +605,7 @@ class KVCache(NoShallowCopy):
         self._crop_layers(wanted.expand(self.num_layers, -1))
 
     def _crop_layers(self, lens: torch.Tensor) -> None:
-        """Keep so many tokens, [num_layers, batch]; in all layers, or raise as crop."""
+        """Crop each layer to [num_layers, batch] tokens, all or none."""
         for i, layer in enumerate(self.layers):
             layer.check_crop(i, lens[i])
         self.changes += 1
@@ -649,18 +631,18 @@ class KVCache(NoShallowCopy):
         self.start_positions.copy_(self.start_positions.index_select(0, chosen))
 
     def select(self, index: Counts) -> None:
-        """Keep the sequences at some places, in place; the batch is as many as these are.
+        """Keep the sequences at some places, in place; their number is the new batch.
 
-        As after grow, tensors of the layers lie elsewhere then, and of start_positions, too.
+        It moves the tensors of the layers and start_positions, as grow does.
 
         Args:
-            index: [new batch] of places from 0 to batch - 1, in any order; a place may be taken
-                several times, or not at all.
+            index: [new batch] of places from 0 to batch - 1, in any order, with or without
+                repeats.
 
         Raises:
             ShapeError: a place does not exist.
-            ConfigError: so many take more memory than there is beside this cache; or in a CUDA
-                graph or under torch.compile. The cache has what it had, then.
+            ConfigError: too little memory beside this cache, or a call in a CUDA graph or under
+                torch.compile; the cache stays as it was.
 
         Example:
             >>> from kvquant import KVCache
@@ -680,16 +662,10 @@ class KVCache(NoShallowCopy):
         self.changes += 1
 
     def repeat(self, times: int) -> KVCache:
-        """A new cache with each sequence repeated, its copies side by side.
-
-        Args:
-            times: 1 or more copies of each.
-
-        Returns:
-            A cache of batch * times sequences that shares no memory with this one.
+        """A new cache with `times` copies of each sequence, side by side, and memory of its own.
 
         Raises:
-            ConfigError: times is no such number, or so many take more memory than there is.
+            ConfigError: times is not a whole number from 1, or there is too little memory.
         """
         times = check_size("times", times, at_least=1)
         nbytes = [times * sum(x.nbytes for x in at.tensors().values()) for at in self.layers]
@@ -699,13 +675,10 @@ class KVCache(NoShallowCopy):
         return self._taken(self._check_index(places))
 
     def fork(self, index: Counts | None = None) -> KVCache:
-        """A new cache with the same contents, to go on independently.
+        """A new cache with the same contents that shares no memory with this one.
 
         Args:
             index: places of the sequences to take, in any order; all when None.
-
-        Returns:
-            A cache that shares no memory with this one.
 
         Raises:
             ShapeError: a place does not exist.
@@ -716,16 +689,15 @@ class KVCache(NoShallowCopy):
     def grow(self, max_seq_len: int) -> None:
         """Give every sequence room for more tokens, in place; the cache goes on bit for bit.
 
-        One layer after another is copied, so that the most memory taken is that of the larger
-        cache and one layer of this one. Tensors of the layers lie elsewhere then: a CUDA graph
-        that was captured before, and segments taken before, have the old ones. Capture it again.
+        Layers are copied one at a time: the peak is the larger cache and one layer of this one. The
+        tensors move, so capture CUDA graphs and take segments again.
 
         Args:
-            max_seq_len: tokens that a sequence has room for; as many as now, or more.
+            max_seq_len: tokens that a sequence has room for, at least as many as now.
 
         Raises:
-            ConfigError: fewer than now, more than there is memory for, or in a CUDA graph or under
-                torch.compile. The cache has what it had, then.
+            ConfigError: fewer than now, too little memory, or a call in a CUDA graph or under
+                torch.compile; the cache stays as it was.
 
         Example:
             >>> import torch
@@ -765,9 +737,8 @@ class KVCache(NoShallowCopy):
     def attempt(self, new_tokens: int) -> Iterator[None]:
         """Drop the tokens that a block of code appends, if it raises.
 
-        They are cropped. Layers with a window, which forget a token for each new one, are copied
-        before if more than 512 tokens may come, and are as they were, bit for bit. What the block
-        crops, reorders or selects stays so.
+        It crops them. If more than 512 tokens may come, layers with a window are copied first and
+        restored bit for bit. What the block crops, reorders or selects stays so.
 
         Args:
             new_tokens: the most that the block appends to a sequence.
@@ -808,7 +779,7 @@ class KVCache(NoShallowCopy):
             raise
 
     def _lens_of_layers(self) -> torch.Tensor:
-        """[num_layers, batch], on the CPU, by one read of each device: tokens of each sequence."""
+        """[num_layers, batch] on the CPU, by one read of each device."""
         read = {device: iter(torch.stack(lens).cpu()) for device, lens in self._lens().items()}
         return torch.stack([next(read[device]) for device in self.devices])
 
@@ -848,13 +819,13 @@ class KVCache(NoShallowCopy):
 
     @torch.inference_mode(False)
     def _copy(self, layer: LayerCache, max_seq_len: int) -> LayerCache:
-        """A layer of as much room or more, with the same sequences."""
+        """A layer with as much room or more, and the same sequences."""
         copy = self._make_layer(self.batch, max_seq_len, layer.kind)
         copy.take(layer)
         return copy
 
     def _layer_bytes(self, batch: int, max_seq_len: int, kind: Kind) -> int:
-        """Bytes of such a layer, before it is made."""
+        """Bytes of a layer of this kind."""
         k_format, v_format, _, window, _ = kind
         sizes = max_seq_len, self.sink_len, self.recent_len, window, self.rollback_len
         rooms = rooms_of(*sizes, packed_row_bytes(k_format, v_format, latent=self.latent))
@@ -864,20 +835,14 @@ class KVCache(NoShallowCopy):
     def _check_memory(
         self, nbytes: Sequence[int], what: str, advice: str, besides: int = 0
     ) -> None:
-        """Raise ConfigError unless each device may have room for its layers; see check_room.
-
-        Args:
-            nbytes: of each layer.
-            what, advice: for the error.
-            besides: bytes more on each.
-        """
+        """Raise ConfigError unless devices may have room for layers and `besides` (check_room)."""
         for device in dict.fromkeys(self.devices):
             own = [n for n, one in zip(nbytes, self.devices, strict=True) if one == device]
             if sum(own) + besides > _LARGE:
                 check_room(sum(own) + besides, device, what, advice)
 
     def _lens(self) -> dict[torch.device, list[torch.Tensor]]:
-        """seq_lens of the layers on each device; that of the first layer comes first."""
+        """seq_lens of the layers by device; the first layer's comes first."""
         check_holds(self.device)
         found: dict[torch.device, list[torch.Tensor]] = {one: [] for one in self._counters}
         for device, layer in zip(self.devices, self.layers, strict=True):
@@ -896,8 +861,7 @@ class KVCache(NoShallowCopy):
         return self.layers[layer]
 
     def _change(self, k: torch.Tensor, variant: AttentionVariant | None = None) -> None:
-        """Note that an append comes; the first one compiles what it and others will need. A step
-        tells its variant."""
+        """Note an append; the first one compiles its kernels, and those of steps of `variant`."""
         if torch.compiler.is_compiling():
             return
         self.changes += 1
@@ -908,11 +872,7 @@ class KVCache(NoShallowCopy):
             warm_up_first(self, k)
 
     def _compare(self, layer: int, q: torch.Tensor, sm_scale: float | None) -> None:
-        """Warn, once and eagerly, if K rows of few bits change what queries read.
-
-        Only recent tokens have exact keys here. Attention's weights among them are compared with
-        those among the same keys, rounded, in sequences that have more tokens than they.
-        """
+        """Warn, once and eagerly, if K rows of few bits move recent attention weights."""
         if debug.is_recorded(q) or q.is_meta:
             return
         at, found = self.layers[layer], self.compared
@@ -951,7 +911,7 @@ class KVCache(NoShallowCopy):
         return chosen.to(self.device)
 
     def like(self, batch: int, device: Devices) -> KVCache:
-        """An empty cache of so many sequences on a device, or several, else like this one."""
+        """An empty cache like this one, of so many sequences, on the given devices."""
         other = self._made(
             num_layers=self.num_layers,
             batch=batch,
@@ -969,7 +929,6 @@ class KVCache(NoShallowCopy):
         return other
 
     def _made(self, **options: Any) -> KVCache:
-        """A cache with rows like these, and other options as given."""
         return KVCache(
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -980,7 +939,6 @@ class KVCache(NoShallowCopy):
         )
 
     def _taken(self, index: torch.Tensor) -> KVCache:
-        """A new cache with the sequences at these places."""
         other = self.like(len(index), self.devices)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             theirs.take(mine, index)

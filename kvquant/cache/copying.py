@@ -1,4 +1,4 @@
-"""What refuses to be copied, because copies would share memory."""
+"""Base classes that refuse copies, which would share memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from ..errors import UnsupportedError
 
 
 class NoShallowCopy:
-    """Base of caches that copy.deepcopy copies, and copy.copy would not: both would write into one
-    memory, and each would count only its own tokens."""
+    """Base of caches that copy.deepcopy copies. copy.copy raises: both would write one memory."""
 
     def __copy__(self) -> NoReturn:
         raise UnsupportedError(
@@ -19,11 +18,7 @@ class NoShallowCopy:
 
 
 class NotCopied:
-    """Base of the parts of a paged cache, some of which are views of others.
-
-    copy.copy, copy.deepcopy, pickle, torch.save and processes that are given one would part them,
-    and each would go on with memory of its own.
-    """
+    """Base of parts of a paged cache: copies and pickles, which separate views, raise."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UnsupportedError(

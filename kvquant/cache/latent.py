@@ -1,9 +1,4 @@
-"""LatentKVCache: a KVCache whose K and V are the two parts of one latent row.
-
-The latent stands where K does, the RoPE part where V does, of one KV head. All bookkeeping is that
-of KVCache; two things differ: both rows of a token lie in one row of memory, and attention reads
-that row whole.
-"""
+"""LatentKVCache: a KVCache with the latent for K and the RoPE part for V, in one row."""
 
 from __future__ import annotations
 
@@ -49,16 +44,16 @@ LatentFormats = str | LatentFormat | Sequence[str | LatentFormat]
 def latent_formats(
     fmt: LatentFormats, num_layers: int, latent_dim: int, rope_dim: int
 ) -> list[LatentFormat]:
-    """One format for each layer; errors as of per_layer, and for a format of other sizes."""
+    """One format for each layer; ConfigError for another number, or a format of other sizes."""
     parse = partial(LatentFormat.parse, latent_dim=latent_dim, rope_dim=rope_dim)
     return per_layer("fmt", fmt, num_layers, parse)
 
 
 def planned_options(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a cache by a plan of latent rows: what it decides, and those that are given.
+    """The options of a cache by a plan of latent rows, with those given.
 
     Raises:
-        ConfigError: an option that the plan decides, or the plan is of keys and values of heads.
+        ConfigError: an option that the plan decides, or a plan of keys and values of heads.
     """
     plan = plan_for(plan, options, is_latent=True)
     if "windows" in options:
@@ -76,7 +71,6 @@ def planned_options(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_no_feedback(bases: Sequence[LayerBasis] | None) -> None:
-    """Raise UnsupportedError if a basis rounds with feedback."""
     for i, basis in enumerate(bases or ()):
         if basis.k.feedback is not None or basis.v.feedback is not None:
             raise UnsupportedError(
@@ -86,7 +80,7 @@ def check_no_feedback(bases: Sequence[LayerBasis] | None) -> None:
 
 
 def _refuse_options(variant: object) -> NoReturn:
-    """Raise for a variant, or where sm_scale is left out."""
+    """Raise for a variant, or a missing sm_scale."""
     if variant is not None:
         raise UnsupportedError(f"variant is {shown(variant)}: latent rows have none, leave it out")
     raise ConfigError("sm_scale is None: give the model's, latents do not tell it")
@@ -95,10 +89,8 @@ def _refuse_options(variant: object) -> NoReturn:
 class LatentLayerCache(LayerCache):
     """The latent rows of one layer.
 
-    Attributes:
-        packed: [batch, 1, packed_len, row_bytes]: k_packed, the latents, and v_packed, the RoPE
-            parts, side by side.
-        exact_rows: [batch, 1, sink_len + ring_len, 16-bit row bytes], likewise.
+    packed [batch, 1, packed_len, row_bytes] and exact_rows [batch, 1, sink_len + ring_len, 16-bit
+    row bytes] hold latents (k) and RoPE parts (v) side by side.
     """
 
     row_kind = LATENT
@@ -111,19 +103,17 @@ class LatentKVCache(KVCache):
     """Latent rows of all layers of a model with multi-head latent attention (DeepSeek V2, V3 ...).
 
     One row a token serves all heads; queries come absorbed, see mla_decode_attention. It is a
-    KVCache of one KV head whose K is the latent and whose V is the RoPE part: crop, reorder,
-    select, fork, repeat, grow, attempt, reset, check, seq_lens and dequantized are those of
-    KVCache, and errors call the latent k and the RoPE part v. It has no windows. On CUDA queries
-    are of bfloat16, or with float16 rows (exact_format="fp16", RoPE parts too) of float16.
+    KVCache of one KV head without windows, whose K is the latent and V the RoPE part, also in
+    errors. On CUDA queries are bfloat16, or float16 with exact_format="fp16" (RoPE parts too).
 
-    Rows may be stored in a basis of each layer (rows/basis.py); queries come and results go as if
-    there was none. With M and offset of the latents, N of the RoPE parts:
+    Rows may have a basis in each layer (rows/basis.py), which queries and results do not show. With
+    M and offset of the latents, N of the RoPE parts:
 
         stored      M^-1 (latent - offset)      N^-1 (rope - its offset)
         queries     M^T q_latent                N^T q_rope
         results     M (sum of p stored) + offset, as the sum of p is 1
 
-    A model whose weights hold M and offset leaves these products out: in_basis of attend and step.
+    With M and offset in its weights a model skips these products: in_basis of attend and step.
 
     Args:
         num_layers: layers with attention.
@@ -134,16 +124,14 @@ class LatentKVCache(KVCache):
         latent_dim: elements of a latent, 512 or 256 (kv_lora_rank of the model).
         rope_dim: elements of the RoPE part, 64 or 32 (qk_rope_head_dim).
         sink_len, recent_len, exact_format, device, rollback_len: as in KVCache.
-        bases: of each layer, what its rows are stored as, k of the latents and v of the RoPE parts,
-            both of one head and without feedback; as they come when None. A plan has them: see
-            from_plan.
+        bases: the transform of each layer's rows (see from_plan), k of the latents and v of the
+            RoPE parts, both of one head and without feedback; None for none.
 
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
         ShapeError: a basis is of other sizes.
-        UnsupportedError: on CUDA a format that kernels do not read: latents of fewer than 4 groups,
-            RoPE parts of others, of 32 elements all but 16 bit; or a basis with feedback, which
-            kernels have not for such rows.
+        UnsupportedError: a basis with feedback; or, on CUDA, a format without kernels: latents
+            of fewer than 4 groups, and RoPE parts of others, or of 32 elements unless in 16 bit.
 
     Example:
         >>> import torch
@@ -203,15 +191,12 @@ class LatentKVCache(KVCache):
         """Make an empty cache whose formats and bases are those of a plan of latent rows.
 
         Args:
-            plan: of the model whose latents will come, or the path of its file;
-                CachePlan.check_model tells whether it is. Layer i is the model's layer
-                plan.places[i].
-            batch, max_seq_len: as in LatentKVCache.
-            options: the others of LatentKVCache, but for formats, sizes and bases.
+            plan, batch, max_seq_len: as in KVCache.from_plan.
+            options: others of LatentKVCache.
 
         Raises:
-            ConfigError: a size that is not possible, an option that the plan decides, or the plan
-                is of keys and values of heads.
+            ConfigError: a size that is not possible, an option that the plan decides, or a plan
+                of keys and values of heads.
             UnsupportedError: as LatentKVCache.
         """
         return cls(
@@ -242,15 +227,13 @@ class LatentKVCache(KVCache):
     ) -> None:
         """Append new tokens, latent and rope of [batch, 1, new_tokens, dim], to a layer.
 
-        The 1 is the one KV head that all heads share. Errors are those of KVCache.append.
+        The 1 is the one KV head that all heads share. It raises as KVCache.append.
 
         Args:
-            layer: index of the layer.
-            latent: [batch, 1, new_tokens, latent_dim], float32, bfloat16 or float16, after
-                its norm.
+            layer, new_lens: as in KVCache.append.
+            latent: [batch, 1, new_tokens, latent_dim], float32, bfloat16 or float16, after its
+                norm.
             rope: [batch, 1, new_tokens, rope_dim], after RoPE.
-            new_lens: [batch]: how many of the new_tokens, the first ones, belong to each sequence;
-                all when None.
 
         Example:
             >>> import torch
@@ -308,28 +291,24 @@ class LatentKVCache(KVCache):
         """Attend with queries [batch, num_heads, dim], or [batch, q_len, num_heads, dim].
 
         A query belongs to the last token of a sequence, or q_len of them to its last q_len tokens.
-        Tokens come before heads: queries in the order of Hugging Face, [batch, num_heads, q_len,
-        dim], are given as q.transpose(1, 2).
+        Tokens come before heads; transpose(1, 2) brings Hugging Face's order into this one.
 
         Args:
             layer: index of the layer; append these tokens' rows to it first.
-            q_latent, q_rope, q_lens, sm_scale: as in mla_decode_attention. Only q_lens may be left
-                out: the others have a default because KVCache.attend has one argument for queries,
-                and knows sm_scale.
-            variant: None: latent rows have none.
-            in_step: let all queries see the rows as the first of them saw them: see step.
-            in_basis: queries come as M^T q_latent and N^T q_rope of the layer's basis, and results
-                stay as they are stored, for the caller to make M out + offset of them; lse is of
-                these scores, so it lacks those of the offsets.
+            q_latent, q_rope, q_lens, sm_scale: as in mla_decode_attention. All but q_lens are
+                required; the defaults exist because KVCache.attend takes fewer arguments.
+            variant: None only.
+            in_step: let all queries see the rows as the first one does: see KVCache.step.
+            in_basis: queries come as M^T q_latent and N^T q_rope, and results stay in the
+                basis: the caller computes M out + offset. lse then lacks the scores of the offsets.
             return_lse, num_splits, backend: as in mla_decode_attention.
 
         Returns:
             As mla_decode_attention.
 
         Raises:
-            As mla_decode_attention; ShapeError where the layer holds no tokens, as KVCache.attend
-            says, and for more queries than tokens, where no q_lens say which are none
-            and the host knows how many tokens there are.
+            As mla_decode_attention; ShapeError if the layer holds no tokens (see KVCache.attend),
+            or, without q_lens, for more queries than tokens that the host knows.
         """
         check_tensors(q_latent=q_latent, q_rope=q_rope)
         assert q_rope is not None
@@ -405,25 +384,22 @@ class LatentKVCache(KVCache):
     ) -> torch.Tensor | State:
         """Append rows [batch, 1, tokens, dim], attend with queries [batch, tokens, heads, dim].
 
-        One token of each sequence, or a few; with one token queries may be [batch, heads, dim].
-        Which rows the queries of several tokens see is told in KVCache.step.
+        With one token queries may be [batch, heads, dim]. See KVCache.step for several tokens.
 
         Args:
             layer: index of the layer.
             q_latent: [batch, num_heads, latent_dim], or [batch, new_tokens, num_heads, latent_dim].
             q_rope: the same but for its last axis, rope_dim.
-            latent, rope: as in append; one token where q_latent has three axes. None of the tensors
-                may be left out.
-            variant, sm_scale: as in attend.
-            in_basis: as in attend; latent and rope come as ever.
+            latent, rope: as in append; required.
+            variant, sm_scale, in_basis: as in attend; latent and rope are always outside of the
+                basis.
             return_lse, num_splits, backend: as in mla_decode_attention.
 
         Returns:
             As mla_decode_attention.
 
         Raises:
-            As append and attend; nothing is appended where the queries do not fit, or an option is
-            not possible.
+            As append and attend; nothing is appended if the queries or an option are invalid.
 
         Example:
             >>> import torch
@@ -461,11 +437,7 @@ class LatentKVCache(KVCache):
         )
 
     def check_kernels(self, query: str) -> None:
-        """Raise UnsupportedError unless CUDA kernels serve its packed rows.
-
-        Args:
-            query: "bf16" or "fp16", of the queries.
-        """
+        """Raise UnsupportedError unless CUDA serves its rows with "bf16" or "fp16" queries."""
         check_kernels(self.formats, query)
 
     def _made(self, **options: Any) -> KVCache:

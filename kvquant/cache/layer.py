@@ -2,20 +2,17 @@
 
     tokens    0 ... sink_len          ...          seq_len - recent_len ... seq_len
               ├─ sinks ─┤├──────── packed ─────────┤├──────── recent ──────┤
-    is read    16-bit     k_format, v_format          16-bit, in a ring behind the sinks
+    is read    16-bit     k_format, v_format          16-bit, in a ring after the sinks
     is there   16-bit ──┤├─────────────────── packed ──────────────────────┤
                                   ├─ rollback_len ─┤├───── recent_len ─────┤ 16-bit, too
 
-A token is rounded to 16 bit and quantized from that when it comes: the bytes do not depend on the
-chunks in which tokens arrive. The last ones have both rows, and lengths alone tell which of them
-attention reads: the 16-bit row of a recent token, the packed row of one that has left the recent
-window. So a crop moves no row either: recent_len tokens are in 16 bit again, bit for bit as if the
-cropped ones had never come, as far back as the ring has rows (rollback_len tokens). All rows, the
-16-bit ones too, are stored in the layer's basis (basis.py), if it has one.
+A token is rounded to 16 bit and quantized from that when it comes: its bytes do not depend on the
+chunks of tokens. The last ones have both rows, and the lengths decide which one attention reads. So
+a crop moves no row: recent_len tokens are in 16 bit again, bit for bit, as far back as the ring has
+rows (rollback_len tokens). All rows are stored in the layer's basis (basis.py).
 
-A layer with a sliding window attends to the last `window` tokens only. It has no sinks, and its
-packed rows are a ring as well: SPARE tokens more than the window needs, so that the last tokens can
-be cropped. A packed token i has row i % packed_len.
+A layer with a sliding window attends to the last `window` tokens only. It has no sinks. Its packed
+rows are a ring, too, with SPARE more tokens for crops: token i has row i % packed_len.
 """
 
 from __future__ import annotations
@@ -88,7 +85,7 @@ class Rooms(NamedTuple):
     rollback: int
 
     def bytes_of(self, k_format: RowFormat, v_format: RowFormat, exact_format: str) -> int:
-        """Bytes of all these rows, of a KV head and a sequence."""
+        """Bytes of all these rows, for a KV head and a sequence."""
         return sum(
             self.packed * fmt.row_bytes
             + (self.sinks + self.recent + self.rollback)
@@ -105,11 +102,7 @@ def rooms_of(
     rollback_len: int = ROLLBACK,
     row_bytes: Sequence[int] = (),
 ) -> Rooms:
-    """The rows of a layer: as many as it needs, and what lets the packed ones lie well in memory.
-
-    Args:
-        row_bytes: of its packed rows, see packed_row_bytes; the other arguments as of LayerCache.
-    """
+    """The rows that a layer needs, and a few that spread packed rows well in memory."""
     sink_len = min(sink_len, max_seq_len) if window is None else 0
     behind = max_seq_len - sink_len
     if recent_len >= behind and (window is None or window >= behind):
@@ -123,20 +116,16 @@ def rooms_of(
 def packed_row_bytes(
     k_format: RowFormat, v_format: RowFormat, *, latent: bool = False
 ) -> tuple[int, ...]:
-    """Bytes of the rows that lie one after another: of K, and of V, or both in one latent row."""
+    """Bytes of the rows of K and of V, or of the latent rows with both."""
     both = k_format.row_bytes, v_format.row_bytes
     return (sum(both),) if latent else both
 
 
 class BoundAppend(NamedTuple):
-    """The launches of an append to a layer, bound to its tensors.
+    """The launches of an append of new_tokens to each sequence, bound to a layer's tensors.
 
-    Attributes:
-        new_tokens: of each sequence.
-        place: of ops.slots.bind_place.
-        write: of ops.append.bind_append.
-        room: what they share, see ops.slots.Placed. It stays, so appends of a layer follow one
-            another on one stream, as its rows ask for.
+    place is from bind_place, write from bind_append; they share room (slots.Placed), so appends to
+    a layer must follow one another on one stream.
     """
 
     new_tokens: int
@@ -146,43 +135,28 @@ class BoundAppend(NamedTuple):
 
 
 class LayerCache:
-    """The rows of one layer for a batch of sequences.
-
-    Args:
-        batch: sequences.
-        num_kv_heads: KV heads.
-        max_seq_len: tokens that a sequence has room for.
-        k_format: format of the packed K rows.
-        v_format: format of the packed V rows.
-        sink_len: first tokens of each sequence kept in 16 bit.
-        recent_len: last tokens of each sequence kept in 16 bit.
-        exact_format: "bf16" or "fp16", the 16-bit rows.
-        device: where the tensors lie.
-        basis: what rows are stored as; as they come when None.
-        window: tokens that attention sees, the last ones; all when None.
-        rollback_len: tokens before the recent ones that are in 16 bit, too, for crop.
+    """The rows of one layer for a batch of sequences; arguments as of KVCache.
 
     Attributes:
         k_packed, v_packed: [batch, num_kv_heads, packed_len, row_bytes].
-        k_exact_rows, v_exact_rows: [batch, num_kv_heads, sink_len + ring_len, 16-bit row bytes]:
-            the sinks, and behind them a ring of recent_len + rollback_len rows, in which the i-th
-            token after the sinks has slot i % ring_len. One segment, which a kernel reads at once.
+        k_exact_rows, v_exact_rows: [batch, num_kv_heads, sink_len + ring_len, 16-bit row
+            bytes]: the sinks, then a ring of recent_len + rollback_len rows; the i-th token after
+            the sinks has slot i % ring_len. One segment for a kernel.
         seq_lens: [batch] int32, tokens held.
         packed_lens: [batch] int32, tokens whose packed rows attention reads.
         exact_lens: [batch] int32, the others, sinks and recent ones: seq_lens - packed_lens.
         starts: [batch] int32, slot of the oldest of the recent ones: packed_lens % ring_len.
-        exact_firsts: [batch] int32, the first token behind the sinks that is still in the ring.
+        exact_firsts: [batch] int32, the first token after the sinks that is still in the ring.
         seen_lens: [batch] int32, packed tokens that attention sees: packed_lens without a window.
         seen_starts: [batch] int32, with a window: the row of the first of these.
         firsts: [batch] int32, with a window: the first token whose row is still there.
         split: which row a token has; all packed rows of a sequence are its page.
         lens, sizes: the lengths, and how tokens are split, as ops.slots.place_tokens takes them.
-        longest: no sequence has more tokens, as far as the host knows; None once an append is part
-            of a graph, which the host does not see replayed (hf's CapturedStep counts its replays).
-        row_kind: of what kind its rows are.
+        longest: an upper bound of seq_lens; None once a graph appends, whose replays the host
+            does not see (hf's CapturedStep counts its own).
+        row_kind: KEY_VALUE or LATENT.
         sides: what messages call K and V.
-        formats, exact_formats: of the packed and of the 16-bit rows as they lie in memory, one for
-            each tensor.
+        formats, exact_formats: of packed and 16-bit rows in memory, one for each tensor.
     """
 
     row_kind: ClassVar[KeyValue] = KEY_VALUE
@@ -247,7 +221,7 @@ class LayerCache:
         self._find_views()
 
     def _find_views(self) -> None:
-        """Name what shares memory with the tensors: K and V, and the segments."""
+        """Set the attributes that are views of the tensors: K, V and the segments."""
         self._stored = tuple(
             tuple(getattr(self, n) for n in names) for names in self.row_kind.stores
         )
@@ -256,13 +230,12 @@ class LayerCache:
         self._segments = FixedSegments(self._make_segments())
 
     def _k_and_v(self) -> tuple[Rows, Rows]:
-        """K and V of the packed and of the 16-bit rows, as views."""
         formats = self.k_format, self.k_exact
         packed, exact = map(self.row_kind.k_and_v, self._stored, formats)
         return packed, exact
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has; views of a copy are found anew, as a pickle would part them."""
+        """The state without views, which a pickle would separate."""
         return {n: value for n, value in vars(self).items() if n not in self._views()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -270,18 +243,16 @@ class LayerCache:
         self._find_views()
 
     def _views(self) -> set[str]:
-        """Names of attributes that share memory with others."""
         own = {name for names in self.row_kind.stores for name in names}
         return {*_K_AND_V, "_stored", "_segments"} - own
 
     @property
     def device(self) -> torch.device:
-        """Where all tensors lie."""
         return self.seq_lens.device
 
     @property
     def kind(self) -> Kind:
-        """What it may have unlike other layers of its cache."""
+        """The properties that may differ between layers of a cache."""
         return self.k_format, self.v_format, self.basis, self.window, self.device
 
     @property
@@ -318,14 +289,10 @@ class LayerCache:
         return {n: x for n, x in given if isinstance(x, torch.Tensor) and n not in views}
 
     def segments(self) -> Sequence[Segment]:
-        """The rows in use as segments; kinds without room left out."""
         return self._make_segments() if torch.compiler.is_compiling() else self._segments
 
     def check_filled(self, layer: int) -> None:
-        """Raise ShapeError if the host knows that no token came to this layer, or all were dropped.
-
-        What is recorded is not looked at: it may run when tokens have come.
-        """
+        """Raise ShapeError if the host knows that this layer is empty; not in a recorded call."""
         if torch.compiler.is_compiling() or self.longest != 0:
             return
         if not debug.is_recorded(self.seq_lens):
@@ -342,7 +309,7 @@ class LayerCache:
             )
 
     def check_variant(self, q: torch.Tensor, variant: AttentionVariant | None) -> None:
-        """Raise unless queries of tokens that are still to be appended can attend so."""
+        """Raise unless queries of tokens still to be appended can attend so."""
         if torch.compiler.is_compiling() or not names_of(variant):
             return
         assert variant is not None
@@ -351,7 +318,7 @@ class LayerCache:
             check_variant_values(q, None, variant)
 
     def _tighten(self, most: int) -> None:
-        """Read the lengths if one may be over most: longest is an upper bound."""
+        """Read the lengths if their bound `longest` is over most."""
         if self.longest is not None and self.longest > most:
             if is_rehearsed(self.seq_lens):  # suppose that there is room
                 self.longest = max(most, 0)
@@ -367,22 +334,13 @@ class LayerCache:
         *,
         in_step: bool = False,
     ) -> tuple[Sequence[Segment], AttentionVariant | None]:
-        """What the last q_len tokens of each sequence attend to, and how.
+        """What the last q_len tokens of each sequence attend to, and with which variant.
 
-        With a window that is all that any of them sees, and the variant tells them apart. Call
-        check_seen before.
-
-        Args:
-            layer: the index of this layer, for errors.
-            q_len: 1 or more.
-            q_lens: as in KVCache.attend.
-            variant: of the caller.
-            in_step: whether rows are to be those that the first of these tokens saw: what has left
-                the recent window since then is read in 16 bit, as far as it is kept.
+        With a window the segments hold what any of them sees, and the variant separates them. Call
+        check_seen before. in_step gives the rows that the first of these tokens saw.
 
         Raises:
-            ShapeError: a query sees tokens that are no longer there (not looked at on CUDA but in
-                debug mode).
+            ShapeError: a query sees dropped tokens (on CUDA checked in debug mode only).
         """
         has_window = self.window is not None and self.window < self.max_seq_len
         in_step = in_step and self.recent_len > 0 and self.packed_len > 0
@@ -411,7 +369,7 @@ class LayerCache:
     def _make_segments(
         self, packed: LensAndStarts | None = None, exact: LensAndStarts | None = None
     ) -> list[Segment]:
-        """The segments, of packed and of 16-bit rows: those that one query sees, or others."""
+        """The segments of packed and 16-bit rows, for one query or with other lengths."""
         packed_lens, packed_starts = packed or (self.seen_lens, self.seen_starts)
         exact_lens, starts = exact or (self.exact_lens, self.starts)
         (packed_rows, exact_rows), segment = self._stored, self.row_kind.segment
@@ -425,7 +383,7 @@ class LayerCache:
         return found
 
     def segments_in_order(self) -> list[Segment]:
-        """The same rows, sinks and recent ones apart, in the order of the tokens."""
+        """The same rows in token order, sinks and recent ones apart."""
         sink_lens = self.seq_lens.clamp(max=self.sink_len)
         recent_lens = self.exact_lens - sink_lens
         exact, packed = (self.k_exact, self.v_exact), (self.k_format, self.v_format)
@@ -439,12 +397,7 @@ class LayerCache:
     def dequantized(
         self, dtype: torch.dtype, *, room: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the values, in the order of the tokens; see KVCache.dequantized.
-
-        Args:
-            dtype: of the copies.
-            room: for so many tokens more in each.
-        """
+        """Copy the values in token order, with room for more; see KVCache.dequantized."""
         lens = self.held_lens.tolist()
         outs = tuple(
             torch.zeros(
@@ -469,14 +422,10 @@ class LayerCache:
         return outs[0], outs[1]
 
     def take(self, source: LayerCache, index: torch.Tensor | None = None) -> None:
-        """Take sequences of a layer like this one, or of this one itself: rows in use only.
+        """Take the rows in use of sequences of a layer like this one, or of itself.
 
-        A token has the same row in a layer with less room: rings are shorter only where they have
-        room for every token.
-
-        Args:
-            source: the other layer, of any room that its tokens fit into here.
-            index: [batch] int64: their places there; as they are when None.
+        index [batch] int64 are places in source; None for the same ones. Layers with less room have
+        the same row for a token: only rings that hold every token are shorter.
         """
         index = None if index is None else index.to(self.device)
         used = source._packed_in_use()
@@ -491,12 +440,12 @@ class LayerCache:
         self.longest = source.longest
 
     def limit(self, max_seq_len: int) -> None:
-        """Take no more tokens than a layer that was made with a smaller max_seq_len."""
+        """Accept no more tokens than a layer made with this smaller max_seq_len."""
         self.max_seq_len, self.bound = max_seq_len, Bound()  # launches know the other
         self.sizes = self.sizes._replace(max_seq_len=max_seq_len)
 
     def _packed_in_use(self) -> int:
-        """No sequence has a packed row at this place or behind it."""
+        """An upper bound of the packed rows in use of any sequence."""
         if self.seq_lens.is_cpu:
             return min(max(int(self.seq_lens.max()) - self.sink_len, 0), self.packed_len)
         if self.longest is None:  # a graph may have grown them; to read them would wait
@@ -506,12 +455,9 @@ class LayerCache:
     def set_lens(
         self, seq_lens: torch.Tensor, packed_lens: torch.Tensor, longest: int | None = None
     ) -> None:
-        """Set all lengths.
+        """Set all lengths to [batch] tokens held and read packed.
 
-        Args:
-            seq_lens: [batch], tokens held.
-            packed_lens: [batch], how many of them are read packed.
-            longest: as the attribute; seq_lens are read when None.
+        longest is as the attribute; None reads seq_lens.
         """
         self.seq_lens.copy_(seq_lens)
         self.packed_lens.copy_(packed_lens)
@@ -538,18 +484,10 @@ class LayerCache:
     ) -> torch.Tensor | None:
         """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append.
 
-        On CUDA in two launches, unless values are read: slots and lengths, then rows. They are
-        bound to the layer: new rows of a kind that was appended before are only launched.
+        On CUDA two launches, unless values are read: slots with lengths, then rows. They stay bound
+        to the layer for new rows of the same kind.
 
-        Args:
-            k, v, new_lens: as in KVCache.append.
-            bad_rows, overflow_tokens: the counters of KVCache.
-            queries: as write_rows takes them, of the one token of each sequence.
-            bound: the launches of such an append, where the caller has found them; searched when
-                None.
-
-        Returns:
-            As write_rows.
+        queries go to write_rows, which gives the result; bound are launches already found.
         """
         if new_lens is None and queries is None and not torch.compiler.is_compiling():
             bound = bound or self.bound.find(k, v)
@@ -623,7 +561,7 @@ class LayerCache:
     def _bind(
         self, given: tuple[torch.Tensor, torch.Tensor], call: AppendCall, placed: Placed
     ) -> None:
-        """Bind the launches of an append, unless new rows were copied on the way."""
+        """Bind the launches of an append, unless it copied new rows."""
         new_tokens = given[0].shape[2]
         if new_tokens > MOST_BOUND or any(
             x.data_ptr() != side.x.data_ptr() for x, side in zip(given, call[:2], strict=True)
@@ -635,7 +573,7 @@ class LayerCache:
             self.bound.keep(kind_of(*given), BoundAppend(new_tokens, place, write, placed.room))
 
     def _take_back(self, room: torch.Tensor) -> None:
-        """Set the lengths to what they were when tokens were placed that could not be written."""
+        """Restore the lengths after tokens were placed that could not be written."""
         before = lens_before(room, len(self.seq_lens))
         if self.lens.firsts is not None:
             self.lens.firsts.copy_(before[2])
@@ -644,11 +582,7 @@ class LayerCache:
     def _check_new(
         self, k: torch.Tensor, v: torch.Tensor, new_lens: Counts | None
     ) -> torch.Tensor | None:
-        """Raise unless the shapes, dtypes and devices of new tokens fit; see KVCache.append.
-
-        Returns:
-            [batch], on the device of the layer: tokens to add to each sequence; all when None.
-        """
+        """Check new tokens as KVCache.append; return counts [batch] on the device, None for all."""
         batch, num_kv_heads = self.k_packed.shape[:2]
         formats = self.k_format, self.v_format
         for name, x, fmt in zip(self.sides, (k, v), formats, strict=True):
@@ -666,16 +600,10 @@ class LayerCache:
         return None if new_lens is None else self._counts(new_lens, new_tokens)
 
     def check_step(self, q: torch.Tensor, k: torch.Tensor, query: str = "q") -> int:
-        """The new tokens of each sequence in a step.
-
-        Args:
-            q: [batch, num_q_heads, head_dim] or [batch, new_tokens, num_q_heads, head_dim].
-            k: [batch, num_kv_heads, new_tokens, head_dim].
-            query: what messages call q.
+        """The new tokens of each sequence in a step, from q and k.
 
         Raises:
-            ShapeError: k has more or fewer tokens than q. The message says which of them has its
-                axes in another order, where that can be known.
+            ShapeError: k and q have different numbers of tokens, or axes in another order.
         """
         new_tokens, name, how = q.shape[1] if q.ndim == 4 else 1, self.sides[0], ""
         if k.ndim == 4 and k.shape[2] == new_tokens:
@@ -693,8 +621,7 @@ class LayerCache:
         )
 
     def check_query(self, q: torch.Tensor) -> None:
-        """Raise unless queries, one of each sequence or a few, are of a shape, a dtype and a device
-        that the layer can be asked with; see KVCache.step."""
+        """Raise unless the shape, dtype and device of queries fit the layer; see KVCache.step."""
         batch, num_kv_heads = self.k_packed.shape[:2]
         shape, dim = q.shape, self.k_format.head_dim
         fits = len(shape) in (3, 4) and shape[0] == batch and shape[-1] == dim and shape[-2] > 0
@@ -708,10 +635,7 @@ class LayerCache:
             raise DeviceError(f"q is on {q.device}, the cache on {self.device}")
 
     def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
-        """new_lens on the device of a layer; what lies there already is not read.
-
-        On CUDA it is kept to 0 to new_tokens where it is read, by kvquant.ops.slots.place_tokens.
-        """
+        """new_lens on the device of a layer; a CUDA tensor is not read, place_tokens clamps it."""
         batch, device = self.seq_lens.shape[0], self.device
         if isinstance(new_lens, torch.Tensor) and new_lens.device == device:
             if not debug.may_read(new_lens):
@@ -731,7 +655,7 @@ class LayerCache:
         return to_device(counts.tolist(), device)
 
     def _check_room(self, counts: int | torch.Tensor) -> None:
-        """Raise if a sequence would outgrow the layer; lengths are read."""
+        """Read the lengths; raise if a sequence would outgrow the layer."""
         if is_rehearsed(self.seq_lens):  # it has the length that _tighten supposed
             lens = torch.full(
                 self.seq_lens.shape, self.longest or 0, dtype=torch.int64, device="cpu"
@@ -749,10 +673,7 @@ class LayerCache:
     def _check_values(
         self, k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor | None
     ) -> None:
-        """Raise if a sequence would outgrow the layer, or a new row holds what its formats cannot.
-
-        Rows are read where debug.may_read says so, lengths only where max_seq_len is near.
-        """
+        """Raise if a sequence would outgrow the layer, or a format cannot hold a new row."""
         new_tokens = k.shape[2]
         if self.longest is None or self.longest + new_tokens > self.max_seq_len:
             self._check_room(
@@ -775,7 +696,7 @@ class LayerCache:
     def _with_room(
         self, new_lens: torch.Tensor | None, new_tokens: int, overflow_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """How many of the new tokens there is capacity for; the others are counted."""
+        """How many of the new tokens have room; the others are counted."""
         wanted = torch.full_like(self.seq_lens, new_tokens) if new_lens is None else new_lens
         new_lens = torch.minimum(wanted, self.max_seq_len - self.seq_lens)
         overflow_tokens += (wanted - new_lens).sum()
@@ -797,8 +718,7 @@ class LayerCache:
             )
 
     def crop(self, seq_lens: torch.Tensor) -> None:
-        """Keep the first seq_lens[b] tokens of sequence b; the last recent_len of them are read in
-        16 bit again, but for those that are no longer in the ring."""
+        """Keep the first seq_lens[b] tokens of sequence b; see KVCache.crop."""
         behind = (seq_lens - self.sink_len).clamp(min=0)
         packed = torch.maximum(self.exact_firsts.cpu(), behind - self.recent_len)
         self.set_lens(seq_lens, torch.minimum(packed, behind))
@@ -808,12 +728,10 @@ class LayerCache:
     def begin(
         self, seq_lens: torch.Tensor, packed_lens: torch.Tensor, firsts: torch.Tensor | None = None
     ) -> None:
-        """Set the lengths of an empty layer, whose rows come from elsewhere: packed rows of
-        packed_lens tokens, 16-bit rows of the others. pack_recent completes them.
+        """Set the lengths of an empty layer that gets packed rows of packed_lens tokens and 16-bit
+        rows of the others from elsewhere; pack_recent completes it.
 
-        Args:
-            seq_lens, packed_lens: as in set_lens.
-            firsts: as the attribute; where the window begins when None.
+        firsts is the attribute; where the window begins when None.
         """
         self.exact_firsts.copy_(packed_lens)
         self.set_lens(seq_lens, packed_lens)
@@ -822,8 +740,7 @@ class LayerCache:
             self.firsts.copy_(starts if firsts is None else firsts)
 
     def pack_recent(self, bad_rows: torch.Tensor) -> None:
-        """Write the packed rows of the recent tokens from their 16-bit rows, as append does; those
-        that become NaN are added to the counters of KVCache."""
+        """Write the packed rows of recent tokens, as append does, and count NaN rows."""
         if not self.packed_len or not self.recent_len:
             return
         exact_dtype, bases = EXACT_DTYPES[self.k_exact.codec], self.basis or (None, None)
@@ -852,7 +769,6 @@ class LayerCache:
 def rows_of(
     batch: int, num_kv_heads: int, length: int, fmt: AnyFormat, device: torch.device
 ) -> torch.Tensor:
-    """Zeros, [batch, num_kv_heads, length, row_bytes]."""
     shape = (batch, num_kv_heads, length, fmt.row_bytes)
     what = f"{length} rows of {fmt} for {batch} sequences and {num_kv_heads} KV heads"
     return zero_rows(shape, device, what, "use a smaller max_seq_len or batch")
@@ -865,7 +781,7 @@ def _by_token(x: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_shape(name: str, shape: list[int], must: tuple[int, int, int]) -> NoReturn:
-    """Raise, with what to do where axes are in another order, or one is missing."""
+    """Raise, with what to do about axes in another order, or a missing one."""
     batch, heads, dim = must
     how = ""
     if len(shape) == 4 and (shape[0], shape[2], shape[3]) == must:

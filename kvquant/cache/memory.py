@@ -1,4 +1,4 @@
-"""Whether there is memory for a cache, before any of it is taken."""
+"""Checks of memory before a cache takes any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import ConfigError
 
 
 def available_memory() -> int | None:
-    """Bytes that this process may still take, where the system says so."""
+    """Bytes that this process may still take; None where the system does not say."""
     found = []
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
@@ -31,12 +31,10 @@ def available_memory() -> int | None:
 
 
 def check_room(nbytes: int, device: torch.device, what: str, advice: str) -> None:
-    """Raise unless there may be memory for so many bytes, before any of it is taken.
+    """Raise ConfigError "{what} takes ... GiB, more than there is: {advice}" unless there may be
+    room.
 
-    A GPU tells by itself when it is asked for too much, where the system only ends the process.
-
-    Raises:
-        ConfigError: "{what} takes ... GiB, more than there is: {advice}".
+    A GPU raises by itself; the system would end the process.
     """
     available = available_memory() if device.type == "cpu" else None
     if nbytes > 2**62 or (available is not None and nbytes > available):

@@ -18,15 +18,10 @@ _LARGE = 1 << 20  # bytes
 class RowStacks(NotCopied):
     """Rows in units (pages or sequence slots) that are copied as a whole, in every layer at once.
 
-    Args:
-        formats: format of the rows of each layer.
-        num_units: units in a layer.
-        num_kv_heads: KV heads.
-        unit_len: rows of a unit and a head.
-        device: where the tensors lie.
+    The argument formats has one for each layer; unit_len is the rows of a unit and a head.
 
     Attributes:
-        formats: those that there are.
+        formats: all different ones.
         stacks: for each of them [its layers, num_units, num_kv_heads, unit_len, row_bytes], uint8.
         layers: for every layer [num_units, num_kv_heads, unit_len, row_bytes], a view of a stack.
     """
@@ -54,7 +49,7 @@ class RowStacks(NotCopied):
     def bytes_of(
         formats: Sequence[AnyFormat], num_units: int, num_kv_heads: int, unit_len: int
     ) -> int:
-        """Bytes of the rows that it would have; arguments as of RowStacks."""
+        """Bytes of these rows."""
         return sum(fmt.row_bytes for fmt in formats) * num_units * num_kv_heads * unit_len
 
     def copy_units(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -65,7 +60,7 @@ class RowStacks(NotCopied):
 
 
 def to_device(numbers: Sequence[object], device: torch.device) -> torch.Tensor:
-    """Whole numbers as int64, on their way to the device; the host does not wait for it."""
+    """Whole numbers as int64 on the device, without a wait of the host."""
     tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if device.type == "cuda" and numbers:
         tensor = tensor.pin_memory()
@@ -73,9 +68,9 @@ def to_device(numbers: Sequence[object], device: torch.device) -> torch.Tensor:
 
 
 def zero_rows(shape: tuple[int, ...], device: torch.device, what: str, advice: str) -> torch.Tensor:
-    """Zeros, uint8; "{what} take ... GiB, more than there is: {advice}" if there is no memory.
+    """Zeros, uint8; without memory ConfigError "{what} take ... GiB, more than there is: {advice}".
 
-    Large ones on the CPU take time and memory only where they are touched: torch would write all.
+    The CPU takes time and memory for pages on first touch only; torch would write all.
     """
     size = math.prod(shape)
     try:

@@ -1,5 +1,4 @@
-"""What a cache will be called for, made on one without memory: see runtime/warmup.py of the CUDA
-kernels, which compiles what these calls launch."""
+"""Rehearsals of a cache's calls on the meta device; see kernels/cuda/runtime/warmup.py."""
 
 from __future__ import annotations
 
@@ -26,14 +25,13 @@ _warm: set[Hashable] = set()  # caches whose kernels were compiled in this proce
 
 @dataclass(frozen=True)
 class Calls:
-    """What a cache will be called for.
+    """Calls to rehearse.
 
     Attributes:
-        make: makes it, empty, on the meta device.
-        dtype: of new rows; queries have it too, or bfloat16 where it is float32.
-        num_q_heads: of queries; when None those that are likely, see likely_q_heads.
-        prompts: new tokens of each sequence in calls of KVCache.append.
-        steps: the same of KVCache.step.
+        make: makes an empty cache on the meta device.
+        dtype: of new rows and queries (bfloat16 queries for float32).
+        num_q_heads: of queries; None for likely_q_heads.
+        prompts, steps: new tokens of each sequence in calls of append, and of step.
     """
 
     make: Callable[[], Cache]
@@ -43,7 +41,7 @@ class Calls:
     steps: Sequence[int] = (1,)
 
     def __call__(self) -> None:
-        """Make all of them; those that are not possible will say why when they are made."""
+        """Make all calls; impossible ones raise later, when they are made."""
         cache = self.make()
         step: Callable[..., object] = cache.step  # latents come with two queries
         q_heads = (self.num_q_heads,) if self.num_q_heads else likely_q_heads(cache)
@@ -68,7 +66,7 @@ class Calls:
 
 
 def likely_q_heads(cache: Cache) -> tuple[int, ...]:
-    """Numbers of query heads to compile kernels for: the one that is known, or else a guess."""
+    """Numbers of query heads to compile kernels for: the known one, or guesses."""
     known = cache.num_q_heads
     kind: KeyValue = cache.LAYER.row_kind
     return (known,) if known else kind.likely_q_heads(cache.num_kv_heads)
@@ -77,7 +75,6 @@ def likely_q_heads(cache: Cache) -> tuple[int, ...]:
 def new_rows(
     shape: tuple[int, ...], k_format: RowFormat, v_format: RowFormat, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a rehearsal, [*shape, head_dim]."""
     k, v = (
         torch.empty(*shape, fmt.head_dim, dtype=dtype, device="meta")
         for fmt in (k_format, v_format)
@@ -86,18 +83,12 @@ def new_rows(
 
 
 def new_queries(shape: tuple[int, ...], k: torch.Tensor) -> torch.Tensor:
-    """Queries of a rehearsal, [*shape, head_dim], that come with K."""
     dtype = k.dtype if k.dtype in EXACT_DTYPES.values() else torch.bfloat16
     return torch.empty(*shape, k.shape[-1], dtype=dtype, device="meta")
 
 
 def warm_up_first(cache: Cache, k: object) -> None:
-    """The same for a cache that was not appended to yet: for these new rows, and for its steps.
-
-    Args:
-        cache: on CUDA.
-        k: of the first append; what does not fit is left to the append to refuse.
-    """
+    """Warm up a cache before its first append, of k, and for its steps."""
     if not isinstance(k, torch.Tensor) or k.ndim != 4:
         return
     prompts, steps = (k.shape[2],), cache.step_lens
@@ -108,13 +99,10 @@ def warm_up_first(cache: Cache, k: object) -> None:
 def warm_up_cache(
     cache: Cache, key: Hashable, calls: Callable[[Callable[[], Cache]], Iterable[Calls]]
 ) -> None:
-    """Compile the kernels of calls that are known. If the cache is new, its first append compiles
-    nothing then.
+    """Compile the kernels of known calls, so that a new cache's first append compiles nothing.
 
-    Args:
-        cache: has the batch, heads and devices of the caches in the calls.
-        key: names these calls: those of a kind of cache are rehearsed once in a process.
-        calls: gives them, from what makes such a cache.
+    cache has the batch, heads and devices of the caches in the calls. Each kind of cache rehearses
+    calls of a key once in a process; calls gives them, from a function that makes such a cache.
     """
     cache.is_cold = False
     kinds = tuple(dict.fromkeys(map(_kind, cache.layers)))
@@ -131,7 +119,6 @@ def warm_up_cache(
 
 
 def _kind(at: LayerCache) -> Hashable:
-    """What the kernels of a layer depend on."""
     return at.k_format, at.v_format, at.k_exact, at.sizes, present_in(at.basis)
 
 

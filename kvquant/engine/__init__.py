@@ -1,1 +1,1 @@
-"""An engine of its own pages: their rows, and its steps. No engine is needed, nor imported."""
+"""Rows in an engine's pages, and its steps; imports no engine."""

@@ -1,7 +1,7 @@
 """What an engine gives to attention over quantized rows, and what it gets: the contract.
 
 The engine has pages, sequences, and a model that runs in steps. Rows lie in the engine's pages, so
-whatever moves pages moves rows: prefix caches, swapping, connectors.
+whatever moves pages (prefix caches, swapping, connectors) moves rows.
 
     when                     the engine gives                      and gets
     ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -11,9 +11,9 @@ whatever moves pages moves rows: prefix caches, swapping, connectors.
     a layer has K and V      K, V, pages, slots                    step.append: rows in the pages
     then, in that layer      queries, K, V, pages, the Step        step.attend: the output
 
-The tokens of a step lie one behind another, those of a sequence together. Decoding sequences come
-first. The first sequence that has more new tokens than `most_queries`, or several and no past,
-begins the prompts:
+The tokens of a step follow one another, those of a sequence together, decoding sequences first.
+Prompts begin at the first sequence with more new tokens than `most_queries`, or with several and no
+past:
 
     sequence    0    1    2                3                   starts    0 1 2 6 9
     token       a    b    c0  c1  c2  c3   d0  d1  d2
@@ -26,10 +26,10 @@ begins the prompts:
             and V's apart, [num_pages, num_kv_heads, page_size, row bytes or more] each, rows
             contiguous. New pages may hold anything
     slots   [num_tokens], int64: page * page_size + place in the page, where a token's rows go; a
-            token with a negative one is not written
+            negative one writes nothing
 
-All tensors are on the layer's device, unless it is said that they are on the CPU. Nothing is read
-from the device. A CUDA graph may hold append and attend for a Step without prompts.
+All tensors are on the layer's device, if not said to be on the CPU. Nothing is read from the
+device. A CUDA graph may hold append and attend for a Step without prompts.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ Pages: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 class PageLayout(NamedTuple):
     """Where the rows of K and V lie in pages [num_pages, slots, page_size, slot_bytes], uint8.
 
-    K and V rows of one length are head slots of their own: K of head 0, its V, K of head 1 and so
-    on. Else a slot holds the row of K and behind it that of V, each at a multiple of 16. In both a
-    part of the slots is that of a part of the heads, as vLLM supposes where it moves pages between
-    engines of unlike tensor parallelism.
+    K and V rows of one length have head slots of their own: K of head 0, its V, K of head 1 ...
+    Else a slot holds the row of K, then that of V, each at a multiple of 16. In both a part of the
+    slots belongs to a part of the heads, as vLLM assumes between unlike tensor parallelism.
 
     Attributes:
         k_format: format of K.
@@ -78,17 +77,11 @@ class PageLayout(NamedTuple):
         return row_bytes if self._is_even else self._v_start + -(-row_bytes // UNIT) * UNIT
 
     def views(self, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V rows of pages.
-
-        Args:
-            pages: [num_pages, slots, page_size, slot_bytes], uint8, slots contiguous; or K's and
-                V's, [num_pages, num_kv_heads, page_size, row bytes or more] each.
-
-        Returns:
-            [num_pages, num_kv_heads, page_size, row bytes] each, without a copy.
+        """K and V rows of pages, [num_pages, num_kv_heads, page_size, row bytes] each, without a
+        copy.
 
         Raises:
-            ShapeError: the pages are others.
+            ShapeError: the pages are neither of the two kinds that the module describes.
         """
         if not isinstance(pages, torch.Tensor):
             k_pages, v_pages = pages
@@ -113,12 +106,12 @@ class PageLayout(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Tokens of sequences that attend causally, those of each behind those of the one before.
+    """Lengths of sequences, one after another, that attend causally.
 
     Attributes:
-        queries: of each sequence; they are the last of its tokens.
+        queries: of each sequence, its last tokens.
         keys: of each sequence.
-        query_starts, key_starts: [num_seqs + 1], int32: where those of each begin.
+        query_starts, key_starts: [num_seqs + 1], int32: where each begins.
     """
 
     queries: tuple[int, ...]
@@ -139,11 +132,11 @@ class LayerRows(NamedTuple):
     Attributes:
         layout: of its pages.
         sm_scale: factor on q·k.
-        basis: that its rows are stored in, on the device; None for none.
+        basis: of its rows, on the device; None for none.
         variant: what the model changes in attention; None for nothing.
         prompts_from_rows: as of Settings.
-        causal: the engine's kernel for the tokens of prompts in 16 bit, with the layer's scale and
-            variant; None for torch's.
+        causal: the engine's 16-bit kernel for prompts, with the layer's scale and variant; None
+            for torch's.
     """
 
     layout: PageLayout
@@ -154,7 +147,7 @@ class LayerRows(NamedTuple):
     causal: CausalAttention | None = None
 
     def to(self, device: torch.device | str) -> LayerRows:
-        """The same on another device, for which the engine's kernel is not."""
+        """A copy on another device, without the engine's kernel."""
         basis = self.basis and self.basis.to(device)
         variant = None if self.variant is None else moved(self.variant, device)
         return self._replace(basis=basis, variant=variant, causal=None)
@@ -169,9 +162,8 @@ class NewTokens(NamedTuple):
         seq_lens: [num_seqs or more], int32: tokens of each, the new ones included.
         starts: [num_seqs + 1], integers on the CPU: where the new tokens of each sequence begin.
         lens: [num_seqs], integers on the CPU: seq_lens; they may be more for decoding sequences.
-        num_tokens: of the step; more than starts say where a CUDA graph pads it.
-        most_queries: new tokens of a decoding sequence, at most: 1, and the tokens that are drafted
-            for it.
+        num_tokens: of the step, with the padding of a CUDA graph.
+        most_queries: new tokens of a decoding sequence, at most: 1, and its drafted tokens.
     """
 
     block_table: torch.Tensor
@@ -182,11 +174,11 @@ class NewTokens(NamedTuple):
     most_queries: int = 1
 
     def check(self) -> None:
-        """Look at what is on the host.
+        """Check what is on the host.
 
         Raises:
-            ShapeError: sizes or dtypes do not fit one another, or num_tokens is less than starts
-                say.
+            ShapeError: sizes or dtypes do not fit one another, or starts say more tokens than
+                num_tokens.
             DeviceError: starts or lens are not on the CPU.
         """
         starts, lens, num_seqs = self.starts, self.lens, len(self.starts) - 1

@@ -1,9 +1,8 @@
-"""Hooks, which engines call: a newer engine may call them with more arguments than kvquant knows.
+"""Hooks, which a newer engine may call with more arguments than kvquant knows.
 
-An engine passes many arguments by position, and a new version of it adds some. A hook takes every
-argument. It drops those that it does not know if they are neutral, and refuses the others.
-An argument is neutral if it is None, or the default that the engine's own method has for it, of the
-same type. 0 and False are neutral, too, where that default is False, or where there is none.
+A hook takes every argument, drops unknown ones that are neutral, and refuses the others. Neutral
+are None and the default, of the same type, of the engine's own method; 0 and False, too, where that
+default is False or missing.
 """
 
 from __future__ import annotations
@@ -31,24 +30,18 @@ ENGINES = {
 
 
 def check_version(package: str) -> None:
-    """Raise UnsupportedError unless the installed version of an engine is one that was tried.
-
-    Args:
-        package: of the engine, a key of ENGINES.
-    """
+    """Raise UnsupportedError unless the installed version of the engine was tried."""
     _, first, end = ENGINES[package]
     if not _numbers(first) <= _numbers(import_module(package).__version__) < _numbers(end):
         raise _refusal(package, f"was not tried: kvquant serves {first} to before {end}")
 
 
 def hook(package: str, *more: str) -> Callable[[Called], Called]:
-    """A decorator of a function that an engine calls, or of a class that it instantiates.
-
-    Of a class, those methods become hooks that the engine's base classes have, too.
+    """Make hooks of a function, or of those methods of a class that the engine's base classes have.
 
     Args:
         package: of the engine, a key of ENGINES.
-        more: names of methods that the engine calls, and its base classes lack.
+        more: names of further methods that the engine calls.
 
     Raises:
         UnsupportedError: the installed engine passes other arguments by position than a method
@@ -69,7 +62,7 @@ def hook(package: str, *more: str) -> Callable[[Called], Called]:
 
 
 def engine_method(cls: type, name: str) -> Any:
-    """The function of an engine that a method of kvquant's class stands for; None for none."""
+    """The engine's function that a method of kvquant's class overrides; None for none."""
     for base in cls.__mro__[1:-1]:  # the last one is object
         if name in vars(base) and not base.__module__.startswith("kvquant."):
             return getattr(vars(base)[name], "__func__", vars(base)[name])
@@ -77,14 +70,7 @@ def engine_method(cls: type, name: str) -> Any:
 
 
 def check_further(package: str, called: str, more: dict[Any, Any], given: Any = None) -> None:
-    """Raise UnsupportedError unless arguments that kvquant does not know are neutral.
-
-    Args:
-        package: of the engine, a key of ENGINES.
-        called: the hook.
-        more: those arguments, by name or place.
-        given: inspect's parameters of the engine's own method, by name; None if it has none.
-    """
+    """Raise UnsupportedError unless arguments that kvquant does not know are neutral."""
     for name, value in more.items():
         default = given[name].default if given and name in given else Parameter.empty
         plain = isinstance(value, bool | int | float | str)  # "==" of a tensor is no bool
@@ -99,7 +85,7 @@ def check_further(package: str, called: str, more: dict[Any, Any], given: Any = 
 
 
 def _taking_more(package: str, ours: Any, theirs: Any) -> Any:
-    """A function of kvquant that takes more arguments, where it stands for the engine's."""
+    """A function of kvquant that takes more arguments, in place of the engine's."""
     known = signature(ours).parameters
     if any(one.kind == Parameter.VAR_KEYWORD for one in known.values()):
         return ours  # hands all on to the engine's own method, or refuses every call
@@ -123,18 +109,16 @@ def _taking_more(package: str, ours: Any, theirs: Any) -> Any:
 
 
 def _places(parameters: Mapping[str, Parameter]) -> list[str]:
-    """The names of arguments that may be passed by position."""
     last = Parameter.POSITIONAL_OR_KEYWORD
     return [name for name, one in parameters.items() if one.kind <= last]
 
 
 def _numbers(version: str) -> list[int]:
-    """Of "0.33.1.dev3+cpu" [0, 33, 1]; of "dev" none."""
+    """The numbers of "0.33.1.dev3+cpu", [0, 33, 1]; none of "dev"."""
     return [int(one) for one in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
 
 
 def _refusal(package: str, why: str) -> UnsupportedError:
-    """An error that says what to install."""
     name, first, end = ENGINES[package]
     command = [sys.executable, "-m", "pip", "install", f"{package}>={first},<{end}"]
     return UnsupportedError(

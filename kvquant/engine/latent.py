@@ -1,8 +1,7 @@
 """Steps of a layer with multi-head latent attention (MLA), whose rows lie in an engine's pages.
 
-The engine gives and gets what contract.py says, except for the tokens of prompts. With these the
-engine itself attends: it makes keys and values out of latents. `latents_at` gives it the latents of
-tokens whose rows are in the pages.
+contract.py holds, except for the tokens of prompts: with these the engine attends, to keys and
+values that it makes of latents. `latents_at` gives it those of rows in pages.
 
     pages     [num_pages, page_size, row_bytes], uint8, the rows of a page without gaps. A token has
               one row, which holds its latent and its RoPE part
@@ -39,9 +38,9 @@ class LatentRows(NamedTuple):
 
     Attributes:
         fmt: the format of the rows.
-        sm_scale: factor on the scores: the model's factor for keys before absorption.
-        basis: the basis in which the rows are stored, on the device: k for the latents and v for
-            the RoPE parts. None without a plan.
+        sm_scale: factor on the scores: the model's for keys before absorption.
+        basis: of the rows, on the device: k for the latents, v for the RoPE parts; None without
+            a plan.
         prompts_from_rows: as in LatentSettings.
     """
 
@@ -52,7 +51,7 @@ class LatentRows(NamedTuple):
 
 
 def check_kernels(fmt: LatentFormat, dtype: torch.dtype) -> None:
-    """Raise UnsupportedError unless the CUDA kernels read such rows for a model of this dtype."""
+    """Raise UnsupportedError unless CUDA kernels read these rows for a model of this dtype."""
     mla.check_kernels([fmt], "fp16" if dtype == torch.float16 else "bf16")
 
 
@@ -63,18 +62,7 @@ def append_latents(
     pages: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Write the rows of new tokens.
-
-    Args:
-        layer: of the model.
-        latent, rope: as above, of the model's dtype.
-        pages: as above.
-        slots: [num_tokens], int64: page * page_size + place in the page. A token with a negative
-            slot is not written.
-
-    Raises:
-        As kvquant.append_rows.
-    """
+    """Write the rows of new tokens; raises as kvquant.append_rows. Negative slots write nothing."""
     latent, rope = latent[: len(slots), None], rope[: len(slots), None]
     (latent, rope), encodings = LATENT.to_write(latent, rope, layer.basis)
     parts = zip((latent, rope), _parts(layer, pages), layer.fmt.parts, encodings, strict=True)
@@ -92,17 +80,8 @@ def attend_to_latents(
 ) -> torch.Tensor:
     """Attend with the queries of a step's decoding sequences, after append_latents.
 
-    Args:
-        layer: of the model.
-        step: which tokens belong to which decoding sequence.
-        q_latent, q_rope, pages: as above.
-
-    Returns:
-        [step.num_tokens, num_heads, latent_dim]: each head's weighted sum of latents. The engine
-        multiplies it by W_UV.
-
-    Raises:
-        As kvquant.mla_decode_attention.
+    The result [step.num_tokens, num_heads, latent_dim] is each head's weighted sum of latents, for
+    W_UV. It raises as kvquant.mla_decode_attention.
     """
     lens, table = step.seq_lens[: step.decodes], step.block_table[: step.decodes]
     rows = latent_segment(pages[:, None], lens, layer.fmt, block_table=table)
@@ -114,14 +93,12 @@ def attend_to_latents(
 def latents_at(
     layer: LatentRows, pages: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latents and RoPE parts of tokens whose rows are in the pages, dequantized.
+    """The dequantized latents and RoPE parts of tokens in the pages.
 
     Args:
-        layer: of the model.
-        pages: as above.
         slots: [tokens], int64, contiguous: page * page_size + place in the page.
-        out: memory for the result, contiguous, of tokens * (latent_dim + rope_dim) elements or
-            more. Its dtype is that of the result.
+        out: contiguous memory of tokens * (latent_dim + rope_dim) elements or more, of any
+            dtype.
 
     Returns:
         [tokens, 1, latent_dim] and [tokens, 1, rope_dim], views of out.
@@ -137,19 +114,17 @@ def latents_at(
 
 
 def _parts(layer: LatentRows, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of both parts, [num_pages, 1, page_size, row_bytes]."""
     return LATENT.k_and_v([pages[:, None]], layer.fmt.latent)
 
 
 class LatentCalls(LayerCalls[LatentRows]):
-    """The calls that a layer with latent attention will make."""
+    """The calls of a layer with latent attention."""
 
     def _kind_of_rows(self) -> Hashable:
         fmt, _, basis, from_rows = self.layer
         return fmt, present_in(basis), from_rows
 
     def __call__(self) -> None:
-        """Make all calls, on the meta device."""
         basis = self.layer.basis
         layer = self.layer._replace(basis=basis and basis.to("meta"))
         shape = self._max_pages, self.page_size, layer.fmt.row_bytes

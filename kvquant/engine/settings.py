@@ -1,4 +1,4 @@
-"""The rows that an engine was asked for: formats and bases of all layers."""
+"""Settings of an engine's rows: formats and bases of all layers."""
 
 from __future__ import annotations
 
@@ -41,14 +41,13 @@ PROMPTS = ("16-bit", "rows")  # what tokens of a prompt attend to, of those that
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """The rows that were asked for: one format of K and one of V, and bases for each layer.
+    """The rows that a user asked for: one format of K and one of V, and bases for each layer.
 
     Attributes:
-        k_format: short name of K's format ("int8-g8"); None for the default of a head_dim.
-        v_format: of V's.
+        k_format, v_format: short names ("int8-g8"); None for the default of a head_dim.
         plan: bases, clip ratios and rounding of each layer and KV head; None for none.
-        prompts_from_rows: whether tokens of a prompt attend to the rows of those that come with
-            them, as later ones will, rather than to 16 bit.
+        prompts_from_rows: whether tokens of a prompt attend to rows of one another, not to 16
+            bit.
     """
 
     k_format: str | None
@@ -61,14 +60,14 @@ class Settings:
         """Read what a user of an engine gives.
 
         Args:
-            given: a dict with "k_format" and "v_format" (the default when left out), "plan", a plan
-                or the path of its file, and "prompts", one of PROMPTS; with a plan formats may be
-                left out, if its layers have one in common.
-            name: what errors call it: where the user wrote it.
+            given: a dict with "k_format", "v_format", "plan" (a plan or the path of its file)
+                and "prompts" (one of PROMPTS). Formats left out are the default, or those that all
+                layers of the plan have.
+            name: what errors call it.
 
         Raises:
-            ConfigError: a key or a format does not exist, one of K and V alone has a format beside
-                a plan, or the plan's layers would need several.
+            ConfigError: a key or a format does not exist, only one of K and V has a format
+                beside a plan, or the plan's layers have several.
             FileNotFoundError: there is no such plan.
             CheckpointError: the file is damaged, or no plan.
         """
@@ -92,11 +91,7 @@ class Settings:
         return f"K rows {self.k_format or DEFAULT}, V rows {self.v_format or DEFAULT}"
 
     def layout(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> PageLayout:
-        """Where the rows of a layer lie in its pages.
-
-        Raises:
-            ConfigError: no format has such a head_dim.
-        """
+        """The layout of a layer's pages; ConfigError if no format has this head_dim."""
         k_name, v_name = (
             default_format(side, dim) if name is None else name
             for side, name, dim in (
@@ -110,15 +105,7 @@ class Settings:
         return PageLayout(k_format, v_format, num_kv_heads)
 
     def basis(self, layer: int, heads: Sequence[int], head_dim: int) -> LayerBasis | None:
-        """The basis of the KV heads that a rank has of a layer, on the CPU.
-
-        Args:
-            layer: index in the model.
-            heads: of all KV heads of the layer, those of this rank.
-            head_dim: of K.
-
-        Returns:
-            None without a plan.
+        """The basis of a rank's KV heads of a layer, on the CPU; None without a plan.
 
         Raises:
             UnsupportedError: the plan has no such layer.
@@ -138,7 +125,7 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class LatentSettings:
-    """The latent rows that an engine was asked for: one format, and a basis for each layer.
+    """The latent rows that a user asked for: one format, and a basis for each layer.
 
     Attributes:
         format: short name of a LatentFormat ("int4-g8+int8-g4").
@@ -155,9 +142,7 @@ class LatentSettings:
         """Read what a user of an engine gives, for a model with latent attention.
 
         Args:
-            given: a dict with "format", "plan" and "prompts". "plan" and "prompts" are as in
-                Settings.parse. With a plan "format" may be left out, if all layers of the plan have
-                the same.
+            given: a dict with "format", "plan" and "prompts", as in Settings.parse.
             name: what errors call it.
 
         Raises:
@@ -187,35 +172,26 @@ class LatentSettings:
         return f"latent rows {self.format}"
 
     def layout(self, latent_dim: int, rope_dim: int) -> LatentFormat:
-        """The rows of a layer with such latents.
-
-        Raises:
-            ConfigError: there are no latent rows of these sizes.
-        """
+        """The format of a layer's rows; ConfigError if there are no latent rows of these sizes."""
         return LatentFormat.parse(self.format, latent_dim, rope_dim)
 
     def basis(self, layer: int) -> LayerBasis | None:
-        """The basis of a layer of the model, on the CPU; None without a plan.
-
-        Raises:
-            UnsupportedError: the plan has no such layer.
-        """
+        """The basis of a layer, on the CPU; None without a plan; UnsupportedError if missing."""
         return None if self.plan is None else self.plan.layers[_place(self.plan, layer)]
 
 
 def with_kept_plan(given: Any, source: str) -> Any:
-    """What a user gives, with the path of the model's kept plan in the place of "plan": "auto".
+    """Replace "plan": "auto" by the path of the model's kept plan.
 
-    If none is kept, `kvquant calibrate` makes one, before the engine loads the model. Other
-    processes that ask for the same plan wait.
+    Without one, `kvquant calibrate` makes it before the engine loads the model; other processes
+    that ask for it wait.
 
     Args:
         given: as of Settings.parse.
         source: the model's folder, GGUF file or name on the hub.
 
     Raises:
-        ConfigError: no plan could be made for the model, it costs too much, or formats are given,
-            too.
+        ConfigError: no plan could be made, it costs too much, or formats are given, too.
     """
     if not isinstance(given, dict) or given.get("plan") != AUTO:
         return given
@@ -226,7 +202,6 @@ def with_kept_plan(given: Any, source: str) -> Any:
 
 @lru_cache  # every layer asks
 def _kept_plan(source: str) -> str:
-    """The path of a model's kept plan; see with_kept_plan."""
     from ..hf.models.fingerprint import fingerprint_of
     from ..hf.models.loading import load_config
 
@@ -248,7 +223,7 @@ def _kept_plan(source: str) -> str:
 
 
 def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
-    """Make and keep a model's plan, in a process that gives its memory back when it ends."""
+    """Make and keep a model's plan, in a process that frees its memory when it ends."""
     command = [sys.executable, "-m", "kvquant", "calibrate", source]
     log.warning("kvquant: making a plan, which takes minutes: %s", shlex.join(command))
     ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: they would calibrate together
@@ -265,7 +240,7 @@ def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
 
 
 def rank_heads(total: int, rank: int, ranks: int) -> list[int]:
-    """The KV heads that a rank has of a layer: its share, or one that other ranks have too."""
+    """The KV heads of a layer on a rank: its share, or one that it shares with other ranks."""
     if total < ranks:
         return [rank * total // ranks]
     share = total // ranks
@@ -273,7 +248,7 @@ def rank_heads(total: int, rank: int, ranks: int) -> list[int]:
 
 
 def _plan_and_prompts(given: Any, keys: Sequence[str], name: str) -> tuple[CachePlan | None, bool]:
-    """What all settings share: the plan, and whether prompts attend to rows. Raises as parse."""
+    """The plan, and whether prompts attend to rows. Raises as parse."""
     if not isinstance(given, Mapping) or not given.keys() <= set(keys):
         raise ConfigError(f"{name} is {shown(given)}: give a dict with {', '.join(keys)}")
     prompts = given.get("prompts", PROMPTS[0])
@@ -290,7 +265,6 @@ def _plan_and_prompts(given: Any, keys: Sequence[str], name: str) -> tuple[Cache
 
 
 def _place(plan: CachePlan, layer: int) -> int:
-    """Where a plan has a layer of the model."""
     if layer not in plan.places:
         raise UnsupportedError(f"the plan has no layer {layer}: leave it out, or calibrate it")
     return plan.places.index(layer)
@@ -302,7 +276,6 @@ def _share(plan: CachePlan, heads: tuple[int, ...]) -> CachePlan:
 
 
 def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
-    """The formats that all layers of a plan have."""
     pairs = plan.formats
     if len(set(pairs)) == 1:
         return pairs[0]
@@ -322,15 +295,10 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
 
 @lru_cache
 def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
-    """Log once which rows an engine has. Warn of K rows of few bits without a plan that the kept
-    probe of the model refuses, of rows of 2 bits, and of a plan that misses its KL limit.
+    """Log once which rows an engine has for the model in a folder.
 
-    Args:
-        settings: that were asked for.
-        model: the folder that the engine has loaded.
-
-    Raises:
-        CheckpointError: the plan was made for other weights.
+    It warns of K rows that the model's kept probe refuses, of rows of 2 bits, and of a plan that
+    misses its KL limit. It raises CheckpointError if the plan was made for other weights.
     """
     log.info("kvquant: %s", settings)
     if isinstance(settings, Settings) and settings.plan is None and settings.k_format:
@@ -357,7 +325,7 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
 
 
 def _check_weights(plan: CachePlan, model: str) -> None:
-    """Raise CheckpointError if a plan was made for other weights than those of a model's folder."""
+    """Raise CheckpointError unless a plan was made for the weights in a model's folder."""
     from ..hf.models.fingerprint import fingerprint_of
 
     wanted = plan.facts["model"].get("weights")
@@ -376,7 +344,7 @@ def _check_weights(plan: CachePlan, model: str) -> None:
 
 
 def _tell_accuracy(k_format: str, model: str) -> None:
-    """Warn of K rows of few bits by the figure that a door which holds a model has kept."""
+    """Warn of K rows of few bits by the figure that the store has kept for the model."""
     if RowFormat.parse(k_format, 128).bits > FEW_BITS:
         return
     from ..hf.models.probe import kept_figure

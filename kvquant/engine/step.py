@@ -1,14 +1,13 @@
-"""A step of an engine: new rows into its pages, attention of its queries. Needs no engine.
+"""A step of an engine: new rows into its pages, attention of its queries.
 
     decoding sequences             attend to their rows, all in one call: a token, or drafted ones
     the first tokens of a prompt   attend causally to themselves, in 16 bit; neighbours in one call
     later ones, up to FEW          attend to the rows, as decoding sequences do
     more of them                   attend to the dequantized past, and causally to themselves
 
-With LayerRows.prompts_from_rows all tokens of a prompt attend to rows, dequantized where they are
-many: what a prompt gives does not depend on the chunks that it comes in.
-
-Rows of new tokens are written before attention, so that attention to rows finds their own as well.
+With LayerRows.prompts_from_rows all tokens of a prompt attend to rows, dequantized if there are
+many, so its results do not depend on the chunks. Rows are written before attention, so that queries
+find their own.
 """
 
 from __future__ import annotations
@@ -39,13 +38,7 @@ BLOCK = 8192  # tokens whose basis is undone, or that torch dequantizes, at a ti
 
 
 class Chunk(NamedTuple):
-    """A part of a prompt.
-
-    Attributes:
-        sequence: its row of the block table.
-        first, end: its tokens among those of the step.
-        past: tokens of the sequence before them.
-    """
+    """A part of a prompt: its row of the block table, its tokens in the step, and those before."""
 
     sequence: int
     first: int
@@ -55,19 +48,19 @@ class Chunk(NamedTuple):
 
 @dataclass  # no tuple: vLLM sets an attribute of its own on those of local chunks (Llama 4)
 class Step:
-    """Which tokens a step of an engine has; the same for all its layers.
+    """The tokens of a step, the same for all layers.
 
     Attributes:
         block_table: [num_seqs, max_pages], int32: pages of each sequence.
         seq_lens: [num_seqs], int32: tokens of each, the new ones included.
         decodes: how many sequences, the first ones, attend in one call.
-        num_tokens: of these, and behind them the padding, if there is any.
+        num_tokens: of these, with the padding.
         q_len: most queries of one of these, 1 or more.
-        q_lens: [decodes], int32: queries of each; None where all have q_len, but for sequences
-            without any behind the others, whose queries are the padding.
+        q_lens: [decodes], int32: queries of each; None where all have q_len. Padding makes
+            sequences of its own.
         places: [queries], int64: place of each query in [decodes * q_len]; None as q_lens.
         chunks: the other sequences.
-        kept: what one layer of the step has made and the others use.
+        kept: results of one layer that the others of the step use.
     """
 
     block_table: torch.Tensor
@@ -81,7 +74,6 @@ class Step:
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
     def int32(self, *numbers: int) -> torch.Tensor:
-        """These numbers on the device."""
         found = self.kept.get(numbers)
         if found is None:
             made = torch.tensor(numbers, dtype=torch.int32, device="cpu")
@@ -89,20 +81,18 @@ class Step:
         return found
 
     def lengths(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Lengths:
-        """Lengths of sequences that attend causally."""
         starts = (self.int32(0, *accumulate(counts)) for counts in (queries, keys))
         return Lengths(queries, keys, *starts)
 
     def padded(self, q: torch.Tensor) -> torch.Tensor:
-        """Give queries [num_tokens or more, ...] of the decoding sequences the shape that attention
-        takes: [decodes, ...], or [decodes, q_len, ...] where a sequence has several."""
+        """The decoding sequences' queries: [decodes, ...], or [decodes, q_len, ...] if several."""
         q = q[: self.num_tokens if self.places is None else len(self.places)]
         if self.places is not None:
             q = q.new_empty(self.decodes * self.q_len, *q.shape[1:]).index_copy_(0, self.places, q)
         return q.unflatten(0, (self.decodes, self.q_len)) if self._has_places else q
 
     def unpadded(self, found: torch.Tensor) -> torch.Tensor:
-        """Attention's output for what padded gives: [num_tokens, ...], zeros for no query."""
+        """The output for padded queries as [num_tokens, ...], zeros for no query."""
         if self._has_places:
             found = found.flatten(0, 1)
         if self.places is None:
@@ -115,7 +105,7 @@ class Step:
         return self.q_len > 1 or self.places is not None
 
     def slots(self, sequence: int, first: int, end: int, page_size: int) -> torch.Tensor:
-        """Where the rows of some tokens of a sequence are, [tokens], int64."""
+        """The slots of a sequence's tokens first to end, [tokens], int64."""
         key = "slots", sequence, first, end, page_size
         found = self.kept.get(key)
         if found is None:
@@ -126,14 +116,8 @@ class Step:
 
 
 def describe_step(new: NewTokens) -> Step:
-    """Share the sequences of a step out; nothing is read from the device.
-
-    Returns:
-        The step. Decoding sequences are those before the first with more queries, or without past.
-
-    Raises:
-        ShapeError: sizes or dtypes of the tokens do not fit one another.
-        DeviceError: starts or lens are not on the CPU.
+    """Split a step into decoding sequences (until the first with more queries, or without past) and
+    chunks; reads nothing from the device, and raises as NewTokens.check.
     """
     new.check()
     block_table, seq_lens, _, _, num_tokens, most_queries = new
@@ -167,15 +151,7 @@ def describe_step(new: NewTokens) -> Step:
 def append(
     layer: LayerRows, k: torch.Tensor, v: torch.Tensor, pages: Pages, slots: torch.Tensor
 ) -> None:
-    """Write the rows of new tokens.
-
-    Args:
-        layer: of the model.
-        k: [num_tokens or more, num_kv_heads, head_dim], after RoPE.
-        v: as k.
-        pages: of the layer, see PageLayout.
-        slots: [num_tokens], int64: page * page_size + place; a negative one is skipped.
-    """
+    """Write the rows of new tokens; shapes as in contract.py."""
     k_rows, v_rows = layer.layout.views(pages)
     k_format, v_format, _ = layer.layout
     k_basis, v_basis = layer.basis or (None, None)
@@ -201,17 +177,9 @@ def attend(
     pages: Pages,
     out: torch.Tensor,
 ) -> None:
-    """Attend with all queries of a step, whose rows have been written.
+    """Attend with all queries of a step, after append; shapes as in contract.py.
 
-    Args:
-        layer: of the model.
-        step: which tokens these are.
-        q: [num_tokens or more, num_q_heads, head_dim].
-        k: [num_tokens or more, num_kv_heads, head_dim], of the same tokens, after RoPE.
-        v: as k.
-        pages: of the layer, see PageLayout.
-        out: [num_tokens or more, num_q_heads, head_dim of V]: where to write. Rows of no query may
-            be overwritten; do not read them.
+    out has a row for each query; other rows may be overwritten, so do not read them.
     """
     if step.num_tokens:
         sequences, queries = slice(step.decodes), step.padded(q)
@@ -245,7 +213,7 @@ def _attend_causally(
     lengths: Lengths,
     out: torch.Tensor,
 ) -> None:
-    """Attend with the last tokens of each sequence to all of its tokens before them, in 16 bit."""
+    """Attend causally with the last tokens of each sequence, in 16 bit."""
     if layer.causal is not None:
         layer.causal(q, k, v, lengths, out)
         return
@@ -267,7 +235,7 @@ def _attend_causally(
 def _attend_with_few(
     layer: LayerRows, step: Step, sequence: int, q: torch.Tensor, pages: Pages
 ) -> torch.Tensor:
-    """Attend with the last tokens of one sequence, to rows alone."""
+    """Attend with the last tokens of one sequence to rows alone."""
     count = len(q)
     width = next(width for width in WIDTHS if width >= count)
     padded = q.new_empty(1, width, *q.shape[1:])
@@ -284,7 +252,7 @@ def _attend_to_rows(
     q_lens: torch.Tensor | None,
     pages: Pages,
 ) -> torch.Tensor:
-    """Attend with the last tokens of some sequences, to rows alone."""
+    """Attend with the last tokens of some sequences to rows alone."""
     lens, table = step.seq_lens[sequences], step.block_table[sequences]
     k_format, v_format, _ = layer.layout
     rows = Segment(*layer.layout.views(pages), lens, k_format, v_format, block_table=table)
@@ -300,7 +268,7 @@ def _seen(
     v: torch.Tensor,
     pages: Pages,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the tokens that a chunk sees, its own the last, [tokens, num_kv_heads, ...]."""
+    """K and V of the tokens that a chunk sees, its own last, [tokens, num_kv_heads, ...]."""
     past = chunk.past
     if layer.prompts_from_rows:
         past, k, v = past + len(k), k[:0], v[:0]
@@ -319,7 +287,7 @@ def _seen(
 def _behind_past(
     new: torch.Tensor, rows: torch.Tensor, fmt: RowFormat, basis: Basis | None, slots: torch.Tensor
 ) -> torch.Tensor:
-    """Rows at slots as they came, and new ones behind them, [tokens, num_kv_heads, head_dim]."""
+    """Values of the rows at slots, then new rows, [tokens, num_kv_heads, head_dim]."""
     past = len(slots)
     both = new.new_empty(past + len(new), *new.shape[1:])
     both[past:] = new
@@ -330,8 +298,7 @@ def _behind_past(
 def dequantize_past(
     rows: torch.Tensor, fmt: RowFormat, basis: Basis | None, slots: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Dequantize the rows at slots, undo their basis, and write them to out, [tokens, num_kv_heads,
-    head_dim]."""
+    """Dequantize rows at slots out of their basis into out [tokens, num_kv_heads, head_dim]."""
     if basis is None and fmt.is_of_heads:  # by a kernel
         dequantize_pages(rows, fmt, slots, out.dtype, out)
         return

@@ -1,8 +1,7 @@
-"""Compile what an engine's steps will launch before its first request. Needs no engine.
+"""Compile the kernels of an engine's steps before its first request.
 
-A kernel takes seconds to compile, for which all requests would wait. Which ones are needed is told
-by steps that are rehearsed, as for a cache of ours: see kernels/cuda/runtime/warmup.py. An engine
-that begins while it loads its model, and compiles that, waits for little in the end.
+Rehearsed steps find them, as for our caches: see kernels/cuda/runtime/warmup.py. An engine should
+begin while it loads its model.
 """
 
 from __future__ import annotations
@@ -33,17 +32,16 @@ Rows = TypeVar("Rows")
 
 @dataclass(frozen=True)
 class LayerCalls(ABC, Generic[Rows]):
-    """The calls that a layer of an engine will make.
+    """The calls of a layer of an engine.
 
     Attributes:
         layer: its rows; other layers of the same kind launch the same kernels.
         num_q_heads: query heads on this rank.
         dtype: of the model.
         page_size: tokens of a page.
-        max_model_len: tokens of a sequence, at most.
-        max_num_seqs: sequences of a step, at most.
-        max_num_tokens: tokens of a step, at most.
-        most_queries: queries of a decoding sequence, at most: 1, and its drafted tokens.
+        max_model_len, max_num_seqs, max_num_tokens: tokens of a sequence, sequences and tokens
+            of a step, at most.
+        most_queries: queries of a decoding sequence, at most.
     """
 
     layer: Rows
@@ -74,7 +72,6 @@ class LayerCalls(ABC, Generic[Rows]):
         return -(-self.max_model_len // self.page_size)
 
     def _decoding(self) -> Iterator[list[int]]:
-        """New tokens of the sequences of steps that decode."""
         for batch in grown(1, self.max_num_seqs, 5 / 4):
             for count in range(1, self.most_queries + 1):
                 if batch * count <= self.max_num_tokens:
@@ -83,7 +80,7 @@ class LayerCalls(ABC, Generic[Rows]):
             yield [1, self.most_queries]  # some have fewer
 
     def _new_tokens(self, counts: Sequence[int], past: int) -> NewTokens:
-        """A step of so many new tokens of each sequence, with so many before."""
+        """A step of so many new tokens of each sequence after `past` tokens."""
         table = torch.empty(len(counts), self._max_pages, dtype=torch.int32, device="meta")
         starts = torch.tensor([0, *counts], device="cpu").cumsum(0).int()
         lens = starts.diff() + past
@@ -95,8 +92,8 @@ class StepCalls(LayerCalls[LayerRows]):
     """The calls of a layer with keys and values.
 
     Attributes:
-        row_bytes: the bytes from one row to the next, of K and of V, if the engine keeps K and V in
-            two tensors of [slots, num_kv_heads, bytes]; None if its pages are those of PageLayout.
+        row_bytes: from one row to the next, of K and of V, if the engine keeps them in two
+            tensors of [slots, num_kv_heads, bytes]; None for pages of PageLayout.
     """
 
     row_bytes: tuple[int, int] | None = None
@@ -106,13 +103,12 @@ class StepCalls(LayerCalls[LayerRows]):
         return layout, present_in(basis), names_of(variant), from_rows
 
     def __call__(self) -> None:
-        """Make all calls, on the meta device."""
         layer = self.layer.to("meta")
         for counts, past in self._steps():
             self._step(layer, counts, past)
 
     def _steps(self) -> Iterator[tuple[list[int], int]]:
-        """New tokens of the sequences of steps, and tokens of each before."""
+        """New tokens of the sequences of steps, and past tokens of each."""
         for counts in self._decoding():
             yield counts, 1
         for count in range(2, min(FEW, self.max_num_tokens) + 1):
@@ -141,20 +137,15 @@ class StepCalls(LayerCalls[LayerRows]):
 
 
 def runs_on(capability: Sequence[int]) -> bool:
-    """Whether there are kernels for GPUs of a compute capability, such as (9, 0)."""
     from ..kernels.cuda.runtime.launch import OLDEST
 
     return tuple(capability) >= OLDEST
 
 
 def begin_warm_up(device: torch.device, calls: LayerCalls[Any]) -> None:
-    """Begin to compile what a layer on a device will probably need, and return at once: for an
-    engine that knows it long before it calls warm_up_layers, which waits for that. What fails does
-    so there.
+    """Begin to compile what layers on a device will probably need, and return at once.
 
-    Args:
-        device: with its index; nothing is done for the CPU.
-        calls: layers may share these.
+    warm_up_layers waits for it, and raises what fails. The CPU needs nothing.
     """
     if device.type != "cuda" or calls.kind in _begun:
         return
@@ -171,8 +162,7 @@ def _compile_quietly(device: torch.device, calls: LayerCalls[Any]) -> None:
 
 
 def warm_up_layers(device: torch.device, calls: Sequence[LayerCalls[Any]]) -> None:
-    """Compile what layers on a device need, unless others like them have had it compiled; nothing
-    is done for the CPU.
+    """Compile what layers on a device need, once for each kind of layer; nothing for the CPU.
 
     Raises:
         UnsupportedError: the cuda extra is not installed, or the GPU is too old.
@@ -193,7 +183,7 @@ def warm_up_layers(device: torch.device, calls: Sequence[LayerCalls[Any]]) -> No
 
 
 def grown(first: int, last: int, factor: float) -> Iterator[int]:
-    """From first to last, each by a factor more than the one before, and by 1 at least."""
+    """Numbers from first to last, each larger by the factor, and by 1 at least."""
     while first < last:
         yield first
         first = max(first + 1, int(first * factor))

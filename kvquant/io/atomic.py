@@ -3,10 +3,10 @@
     with replacing(path) as file:
         file.write(...)
 
-The new file is .NAME.XXXXXXXX.kvquant.tmp beside NAME until it is whole and on the disk. Then a
-rename puts it in place: whoever opens NAME finds the old file or the new one. Of two writers the
-last one wins. A killed process leaves its .tmp file; the next writer of NAME removes it. Writers
-hold a lock (flock) on their .tmp file, so a file without a lock belongs to a killed process.
+The new file is .NAME.XXXXXXXX.kvquant.tmp beside NAME until it is whole and on the disk; then a
+rename puts it in place, so readers find the old file or the new one. The last writer wins. Writers
+lock (flock) their .tmp file; the next writer of NAME removes those without a lock, which killed
+processes left.
 """
 
 from __future__ import annotations
@@ -33,14 +33,10 @@ _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Give a new file, which replaces the one at path when the block ends.
+    """Give a new file, which replaces the one at path (links followed) when the block ends.
 
-    The new file has the mode and, where the system allows it, the owner of the old one. After an
-    exception the old file is as before. One error is an exception: if the disk fails after the
-    rename, the new file is in place, and the error says so.
-
-    Args:
-        path: of the file; links are followed.
+    It takes the mode and, if possible, the owner of the old one. After an exception the old file is
+    as before, unless the disk fails after the rename: then the error says so.
 
     Raises:
         ConfigError: at path is a folder, a device or the like.
@@ -75,26 +71,26 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def save_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a UTF-8 text file, whole or not at all; errors as of replacing."""
+    """Write a UTF-8 text file, whole or not at all; raises as replacing."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def check_writable(path: Path) -> None:
-    """Raise what replacing would raise for a path, by writing an empty file beside it."""
+    """Raise as replacing would, by writing an empty file beside the path."""
     temporary, file = _new_file(target_of(path), None)
     file.close()
     temporary.unlink(missing_ok=True)  # another writer may have removed it
 
 
 def named(error: OSError, path: str | Path, words: str = "") -> OSError:
-    """The same error about a file, with more words if there are any."""
+    """The same error about a file, with more words."""
     text = error.strerror or str(error)
     return OSError(error.errno, f"{text} ({words})" if words else text, str(path))
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """A path from a string or a path; ConfigError for other types, and without a file name."""
+    """A path of a file; ConfigError for other types, and without a file name."""
     try:
         found = Path(path)
     except TypeError:
@@ -105,11 +101,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 
 def target_of(path: Path) -> Path:
-    """The file at a path, links followed.
-
-    Raises:
-        ConfigError: at path is no file, or no file can have this name.
-    """
+    """The file at a path, links followed; ConfigError if it is none, or cannot have this name."""
     with suppress(FileNotFoundError):
         try:
             mode = os.stat(path).st_mode
@@ -122,7 +114,6 @@ def target_of(path: Path) -> Path:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove the .tmp files of killed processes, on which nobody holds a lock."""
     ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.kvquant\.tmp")
     with suppress(OSError), os.scandir(target.parent) as entries:
         for entry in entries:
@@ -133,7 +124,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder last, where the system can."""
+    """Sync the names in a folder to the disk, where the system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     try:
@@ -150,12 +141,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _names_another(error: OSError) -> bool:
-    """Whether an error is about another file; of a descriptor's the name is its number."""
+    """Whether an error is about another file; a descriptor's name is its number."""
     return isinstance(error.filename, str) and not error.filename.endswith(".kvquant.tmp")
 
 
 def _new_file(target: Path, old: Path | None) -> tuple[Path, IO[bytes]]:
-    """Open and lock a new file beside target, with the mode and the owner of an old one."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.kvquant.tmp")
@@ -178,7 +168,7 @@ def _new_file(target: Path, old: Path | None) -> tuple[Path, IO[bytes]]:
 
 
 def _take_rights(descriptor: int, like: Path) -> None:
-    """Give a file the owner and the mode of another one; never more rights."""
+    """Give a file the owner and mode of another one, but never more rights."""
     old, own = os.stat(like), os.fstat(descriptor)
     mode = stat.S_IMODE(old.st_mode) & 0o777
     if (own.st_uid, own.st_gid) != (old.st_uid, old.st_gid):

@@ -59,9 +59,9 @@ def save_cache(
 ) -> Path:
     """Write a cache to a file: after a crash the old file or the new one is there, whole.
 
-    The call reads the cache while it writes: do not append meanwhile. A file that is replaced
-    keeps its mode; links are followed. Another process that loads from this path meanwhile gets
-    the old cache or the new one.
+    The call reads the cache while it writes: do not append meanwhile. A replaced file keeps its
+    mode; links are followed. A process that loads this path meanwhile gets the old or the new
+    cache.
 
     Args:
         cache: whose layers all hold the same tokens.
@@ -75,10 +75,10 @@ def save_cache(
 
     Raises:
         ShapeError: the layers hold different numbers of tokens.
-        ConfigError: cache is no KVCache, model or creation is not plain data, or path has another
-            ending or leads to what is no file.
-        CheckpointError: the file could not be loaded: a row holds NaN or a value that its packed
-            format cannot hold, or the manifest is too long.
+        ConfigError: cache is no KVCache, model or creation is not plain data, or path has
+            another ending or leads to no file.
+        CheckpointError: load_cache would refuse the file: a row holds NaN or a value beyond its
+            packed format, or the manifest is too long.
         OSError: the file cannot be written.
 
     Example:
@@ -116,11 +116,11 @@ def load_cache(
     Args:
         path: of the file.
         model: the config, as a dict, of the model that continues; None to take any file.
-        plan: the plan that the cache was made with, or the path of its file; None without one. It
-            has the bases of the rows. Formats are those of the cache's file.
+        plan: the plan that the cache was made with, or the path of its file, for the bases of
+            the rows; None without one. Formats are those of the cache's file.
         max_seq_len: capacity of a sequence, in tokens; as saved when None.
-        rollback_len: as of KVCache; as saved when None. A file has no 16-bit rows of tokens before
-            the recent ones: the cache gathers new ones.
+        rollback_len: as of KVCache; as saved when None. A file lacks 16-bit rows before the
+            recent ones.
         device: of the cache: one device, or a list of one for each layer.
 
     Returns:
@@ -186,7 +186,6 @@ def common_lens(cache: KVCache, then: str) -> torch.Tensor:
 def _manifest_of(
     cache: KVCache, model: Mapping[str, Any] | None, creation: Mapping[str, Any] | None
 ) -> CacheManifest:
-    """Describe a cache; errors as of save_cache."""
     lens = tuple(common_lens(cache, "save").tolist())
     starts = tuple(cache.start_positions.tolist())
     return CacheManifest(
@@ -210,7 +209,7 @@ def _manifest_of(
 
 
 def _reader(cache: KVCache, part: Part) -> Callable[[], Iterator[torch.Tensor]]:
-    """Makes the iterator over a part's rows as they stand in the file, one sequence at a time."""
+    """An iterator factory of a part's rows in file order, one sequence at a time."""
 
     def chunks() -> Iterator[torch.Tensor]:
         layer = cache.layers[part.layer]
@@ -224,7 +223,7 @@ def _reader(cache: KVCache, part: Part) -> Callable[[], Iterator[torch.Tensor]]:
 
 
 def _slots(layer: LayerCache, part: Part, sequence: int) -> slice | torch.Tensor:
-    """Where a part's rows stand in memory, in the order of the tokens."""
+    """Where a part's rows are in memory, in token order."""
     count = part.counts[sequence]
     if part.kind == "sinks" or (part.kind == "packed" and layer.window is None):
         return slice(0, count)
@@ -234,7 +233,6 @@ def _slots(layer: LayerCache, part: Part, sequence: int) -> slice | torch.Tensor
 
 
 def _check_room(manifest: CacheManifest, max_seq_len: int) -> None:
-    """Raise unless the rows fit a cache of max_seq_len."""
     least = max(manifest.seq_lens)
     for part in manifest.parts.values():
         if part.kind == "packed":  # 16-bit rows keep their capacity, used or not
@@ -250,7 +248,7 @@ def _check_room(manifest: CacheManifest, max_seq_len: int) -> None:
 def empty_cache(
     manifest: CacheManifest, max_seq_len: int, device: Devices, plan: CachePlan | None = None
 ) -> KVCache:
-    """A cache without tokens of a manifest; CheckpointError without enough memory."""
+    """An empty cache for a manifest; CheckpointError without enough memory."""
     options: dict[str, Any] = {
         "sink_len": manifest.sink_len,
         "recent_len": manifest.recent_len,
@@ -277,7 +275,7 @@ def empty_cache(
 
 
 def _bases(plan: CachePlan, manifest: CacheManifest) -> list[LayerBasis]:
-    """The bases of a plan, with the clip ratios of the file's formats."""
+    """The bases of a plan with the clip ratios of the file's formats."""
     formats = {
         (i, side): str(fmt)
         for i, pair in enumerate(manifest.formats)

@@ -1,4 +1,4 @@
-"""The reader of files of rows, of a KVCache and of sequences; manifest.py reads their manifests."""
+"""The reader of files of rows; manifest.py reads their manifests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,9 @@ M = TypeVar("M", bound=Manifest)
 
 
 class RowsFile(SafetensorsFile, Generic[M]):
-    """A file of rows, open for reading, its header and manifest checked.
+    """A file of rows, open for reading, with checked header and manifest.
 
-    Args:
-        path: of the file.
-        kinds: the manifests to take: CacheManifest, SequencesManifest, or both.
-
-    Attributes:
-        contents: the manifest.
+    kinds are the manifests to take: CacheManifest, SequencesManifest, or both; contents is the one.
     """
 
     contents: M
@@ -44,20 +39,14 @@ class RowsFile(SafetensorsFile, Generic[M]):
         self.check_tensors(torch.uint8, {part.name: part.shape for part in parts})
 
     def rows(self, part: Part) -> torch.Tensor:
-        """Read one tensor, uint8, of the shape part.shape; errors as of read and check_values."""
+        """Read one tensor, uint8, of part.shape; raises as read and check_values."""
         rows = self.read(part.name)
         check_values(part.by_token(rows), part)
         return rows
 
 
 def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
-    """Raise CheckpointError if a row decodes to NaN or Inf now, or once it is packed.
-
-    Args:
-        rows: [tokens, num_kv_heads, row_bytes], some of the part's rows.
-        part: which rows they are.
-        start: index of the first of them in the part's tensor.
-    """
+    """Raise CheckpointError if a row, from index start on, decodes to NaN or Inf or will."""
     fmt = part.fmt
     if not rows.numel():
         return
@@ -94,12 +83,11 @@ def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
 
 
 def _bf16_bits(fmt: RowFormat) -> int:
-    """The largest bf16 that a format holds, as bits."""
     return int.from_bytes(struct.pack(">f", fmt.max_abs)[:2], "big")
 
 
 def _refuse(bad: torch.Tensor, part: Part, start: int, problem: str, first: int = 0) -> None:
-    """Raise for the first bad row of a token from `first` on, if there is one."""
+    """Raise for the first bad row of a token from `first` on, if any."""
     for row, head in bad.any(-1).nonzero().tolist():
         sequence, token = part.locate(start + row)
         if token >= first:

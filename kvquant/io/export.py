@@ -1,7 +1,7 @@
-"""In from other programs and out to them: raw K and V tensors, and other projects' byte layouts.
+"""Raw K and V tensors from and for other programs, and other projects' byte layouts.
 
 Raw tensors, read by quantize_raw and written by export_cache to "bf16" and "fp16", are a
-safetensors file of, for every layer I from 0,
+safetensors file with, for every layer I from 0,
 
     layers.I.k, layers.I.v   [batch, num_kv_heads, tokens, head_dim], bfloat16, float16 or float32;
                              keys as attention meets them (after RoPE)
@@ -28,8 +28,8 @@ Latent rows (LatentKVCache) have targets of their own. "bf16" and "fp16" write, 
     layers.I.latent, layers.I.rope   [batch, tokens, 512 or 256], [batch, tokens, 64 or 32]
     seq_lens                         int32 [batch]
 
-and "flashmla" writes pages for FlashMLA's flash_mla_with_kvcache, which are those of vLLM's
-fp8_ds_mla caches, too; only the format "fp8" has this layout:
+"flashmla" writes pages for FlashMLA's flash_mla_with_kvcache and vLLM's fp8_ds_mla caches, from
+rows of the format "fp8" only:
 
     layers.I.kv    uint8 [pages, 64, 1, 656]
     block_table    int32 [batch, pages of the longest sequence], the pages of each sequence
@@ -74,7 +74,7 @@ MAX_SCALE = {"int4": FP16_MAX / 512, "fp8": FP16_MAX / 448}
 
 
 class RawFile(SafetensorsFile):
-    """The raw K and V tensors of another program, open for reading; the module documents them.
+    """The raw K and V tensors of another program, open for reading; see the module.
 
     Args:
         path: a safetensors file.
@@ -87,12 +87,12 @@ class RawFile(SafetensorsFile):
     """
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read K and V of a layer; CheckpointError if the file has changed since it was opened."""
+        """Read K and V of a layer; CheckpointError if the file has changed meanwhile."""
         k, v = (self._read(f"layers.{layer}.{side}") for side in "kv")
         return k, v
 
     def _read(self, name: str) -> torch.Tensor:
-        """Read a tensor; the file has no checksums, but it has a time of its last change."""
+        """Read a tensor; the time of the last change stands in for checksums."""
         found, now = self.read(name), os.fstat(self._file.fileno())
         if (now.st_mtime_ns, now.st_size) != (self._opened.st_mtime_ns, self._opened.st_size):
             raise CheckpointError(
@@ -229,9 +229,8 @@ def quantize_raw(
 def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[str]:
     """Write a cache for another program; the module documents the tensors.
 
-    "bf16" and "fp16" write values. "fbgemm", "xformers" and "flashmla" write the packed rows byte
-    for byte; this export quantizes the 16-bit rows (sinks, recent tokens). Start positions are not
-    written.
+    "bf16" and "fp16" write values; the others write packed rows byte for byte, and quantize the
+    16-bit rows (sinks, recent tokens). Start positions are not written.
 
     Args:
         cache: whose layers all hold the same tokens; a LatentKVCache, too.
@@ -287,7 +286,7 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
 def _padded(
     batch: int, shape: tuple[int, ...], dtype: torch.dtype, rows_of: Callable[[int], torch.Tensor]
 ) -> Callable[[], Iterator[torch.Tensor]]:
-    """Makes the iterator over the values of each sequence, zeros after them."""
+    """An iterator factory of each sequence's values, padded with zeros."""
 
     def chunks() -> Iterator[torch.Tensor]:
         for b in range(batch):
@@ -300,7 +299,6 @@ def _padded(
 
 
 def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
-    """Raw tensors, dequantized one sequence at a time."""
     longest = int(cache.seq_lens.max())
     tensors = {}
     for i, layer in enumerate(cache.layers):
@@ -331,7 +329,7 @@ def _values_of(
 
 
 def _packed(cache: KVCache, to: str) -> tuple[dict[str, TensorSource], list[str]]:
-    """Another project's rows, one sequence at a time, and what their reader has to know."""
+    """Another project's rows, one sequence at a time, and notes for their reader."""
     longest = int(cache.seq_lens.max())
     tensors = {}
     for i, layer in enumerate(cache.layers):
@@ -358,7 +356,7 @@ def _packed(cache: KVCache, to: str) -> tuple[dict[str, TensorSource], list[str]
 def _rows_for(
     cache: KVCache, to: str, place: slice, layer: int, side: str, sequence: int
 ) -> torch.Tensor:
-    """Some bytes of all rows of a sequence, [tokens, num_kv_heads, bytes]."""
+    """The bytes at `place` of all rows of a sequence, [tokens, num_kv_heads, bytes]."""
     fmt = cache.layers[layer].k_format
     rows = _packed_rows(cache, layer, side, sequence, fmt)
     _check_scales(rows, fmt, to, layer, side, sequence)
@@ -386,7 +384,7 @@ def _where(layer: int, side: str, sequence: int, token: int) -> str:
 
 
 def _without_heads(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """K and V of one KV head as the parts of latent rows: without its axis, and by their names."""
+    """K and V of one KV head as latents and RoPE parts."""
     found = {}
     for name, source in tensors.items():
         layer, side = name.rsplit(".", 1)
@@ -397,7 +395,7 @@ def _without_heads(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
 
 
 def _latent_pages(cache: LatentKVCache) -> dict[str, TensorSource]:
-    """FlashMLA's pages, those of one sequence after another's, and the table that says so."""
+    """FlashMLA's pages, sequence after sequence, and their block table."""
     count = -(-int(cache.seq_lens.max()) // PAGE)
     tensors = {}
     for i, fmt in enumerate(cache.formats):
@@ -422,14 +420,13 @@ def _latent_pages(cache: LatentKVCache) -> dict[str, TensorSource]:
 def _rows(
     cache: KVCache, layer: int, side: str, sequence: int
 ) -> Iterator[tuple[torch.Tensor, RowFormat]]:
-    """Rows [num_kv_heads, tokens, row_bytes] of one sequence and their formats, in token order."""
+    """Rows [num_kv_heads, tokens, row_bytes] of a sequence and their formats, in token order."""
     for segment in cache.layers[layer].segments_in_order():
         fmt = segment.k_format if side == "k" else segment.v_format
         yield segment.rows(sequence, side), fmt
 
 
 def _check_exportable(layer: int, k_format: RowFormat, v_format: RowFormat, to: str) -> None:
-    """Raise unless the other project has a layout for a layer's formats."""
     possible = {
         "fbgemm": "int4, int4-g2, int4-g4, int4-g8 or fp8 with head_dim 128",
         "xformers": "int4, int4-g2, int4-g4, int4-g8 or fp8 with head_dim 64, 128, 256 or 512",
@@ -454,7 +451,7 @@ def _is_nan(where: str) -> NonFiniteError:
 def _check_scales(
     rows: torch.Tensor, fmt: RowFormat, to: str, layer: int, side: str, sequence: int
 ) -> None:
-    """Raise if the other project's fp16 arithmetic overflows on rows [tokens, heads, row_bytes]."""
+    """Raise if rows [tokens, heads, row_bytes] overflow the other project's fp16 arithmetic."""
     if to == "fbgemm" and fmt.codec == "fp8":
         return  # read in float32
     scales = rows[..., : fmt.header_bytes].contiguous().view(torch.float16)[..., 0::2]

@@ -26,7 +26,7 @@ OF_HEADS, OF_LATENTS = ("K", "V"), ("latent", "RoPE")  # what these are
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a file of rows, check all of it, and say what it holds.
+    """Read and check a file of rows, and describe it.
 
     Args:
         path: as given to save_cache or save_sequences.
@@ -93,11 +93,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def render(description: dict[str, Any]) -> str:
-    """Print what describe() returned as tables.
-
-    Returns:
-        Lines of text; what is not printable in the file's own strings is replaced.
-    """
+    """Tables, as lines, of what describe() returned; unprintable characters are replaced."""
     d = description
     is_cache = d["kind"] == "cache"
     what = "cache" if is_cache else "sequences of a paged cache"
@@ -174,7 +170,7 @@ def _describe_sequences(manifest: SequencesManifest) -> dict[str, Any]:
 
 
 def _all_exact(manifest: CacheManifest, layers: list[dict[str, Any]]) -> list[str]:
-    """A sentence if there are tokens and none of them is packed."""
+    """A sentence if there are tokens, but no packed ones."""
     sides = [layer[side] for layer in layers for side in "kv"]
     if any(side["packed_elements"] for side in sides) or not any(side["bytes"] for side in sides):
         return []
@@ -186,7 +182,7 @@ def _all_exact(manifest: CacheManifest, layers: list[dict[str, Any]]) -> list[st
 
 
 def _origin_lines(d: dict[str, Any]) -> list[str]:
-    """Print which model a file belongs to, how it came about, and whether a plan was used."""
+    """Lines about the model, the creation and the plan of a file."""
     model = d["model"]
     made = ", ".join(f"{key}={value}" for key, value in d["creation"].items())
     return [
@@ -200,7 +196,7 @@ def _origin_lines(d: dict[str, Any]) -> list[str]:
 
 
 def _cache_lines(d: dict[str, Any]) -> list[str]:
-    """Tokens; formats and kinds of rows, of layers that see all tokens; and the windows."""
+    """Lines about tokens, formats and kinds of rows, and windows."""
     windows: dict[int, list[int]] = {}
     for layer in d["layers"]:
         if layer["window"] is not None:
@@ -223,7 +219,6 @@ def _cache_lines(d: dict[str, Any]) -> list[str]:
 
 
 def _pages_lines(d: dict[str, Any]) -> list[str]:
-    """Pages, formats, and how many tokens are packed."""
     tokens = d["layers"][0]["k"]["tokens"]
     return [
         f"  pages      {d['pages']} of {d['page_size']} tokens; {d['shared_pages']} are "
@@ -235,7 +230,6 @@ def _pages_lines(d: dict[str, Any]) -> list[str]:
 
 
 def _totals_lines(d: dict[str, Any]) -> list[str]:
-    """Print what totals() returned: two lines."""
     bits = d["bits_per_element"]
     return [
         f"  bits       {number(bits['packed'])} per element packed, {number(bits['all'])} with "
@@ -246,7 +240,6 @@ def _totals_lines(d: dict[str, Any]) -> list[str]:
 
 
 def _sequences_table(d: dict[str, Any]) -> str:
-    """A row for each of the first sequences."""
     names = ["length", "packed", "exact", "pages", "shared", "known"]
     columns, shown = [*SEQUENCES], d["sequences"][:SHOWN]
     if any(sequence["namespace"] is not None for sequence in d["sequences"]):
@@ -258,7 +251,6 @@ def _sequences_table(d: dict[str, Any]) -> str:
 
 
 def _layers_table(d: dict[str, Any]) -> str:
-    """Print a table of all layers, and what its columns mean."""
     columns = [Column("layer")]
     for part, title in enumerate(_sides(d), 1):
         columns += [Column(title, True, part), *(Column(name, False, part) for name in FIGURES)]
@@ -284,7 +276,6 @@ def _formats_text(d: dict[str, Any]) -> str:
 
 
 def _sides(d: dict[str, Any]) -> tuple[str, str]:
-    """What "k" and "v" of each layer are."""
     return OF_LATENTS if d["latent"] else OF_HEADS
 
 

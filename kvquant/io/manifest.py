@@ -1,7 +1,7 @@
-"""Manifests: what a file of rows says besides its rows, as JSON, read with every value checked.
+"""Manifests: the JSON beside the rows of a file, read with every value checked.
 
-A CacheManifest describes a KVCache, a SequencesManifest sequences of a PagedKVCache. Their fields
-are the keys of the JSON, which checkpoint.py and sequences.py document: these own the formats.
+Their fields are the keys that checkpoint.py (CacheManifest, a KVCache) and sequences.py
+(SequencesManifest, sequences of a PagedKVCache) document.
 """
 
 from __future__ import annotations
@@ -62,12 +62,11 @@ class LayerEntry(Object, dict=True):
 
     @cached_property
     def formats(self) -> tuple[RowFormat, RowFormat]:
-        """Of K and of V."""
         return self.k.row_format("k"), self.v.row_format("v")
 
 
 class CacheLayer(LayerEntry, dict=True, omit_defaults=True):
-    """A layer of a cache: also the packed tokens of its sequences, and its window."""
+    """A layer of a cache, with the packed tokens of its sequences and its window."""
 
     packed_lens: tuple[Length, ...]
     window: Count | None = None
@@ -107,7 +106,7 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
 
     @classmethod
     def read(cls, top: dict[str, Any]) -> Self:
-        """Read the JSON object of a manifest; CheckpointError unless all values are possible."""
+        """Read a manifest's JSON object; CheckpointError unless all values are possible."""
         manifest = checked(top, cls, "the manifest")
         if manifest.transforms and len(manifest.transforms) != len(manifest.layers):
             raise CheckpointError(
@@ -121,27 +120,26 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
         return manifest
 
     def plain(self) -> dict[str, Any]:
-        """The JSON object of this manifest; CheckpointError if read() would not take it."""
+        """The JSON object of this manifest; CheckpointError if read() would refuse it."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         self.read(found)
         return found
 
     @property
     def formats(self) -> tuple[tuple[RowFormat, RowFormat], ...]:
-        """Of the packed rows of K and V of each layer."""
+        """The packed formats of K and V of each layer."""
         return tuple(entry.formats for entry in self.layers)
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """The tensors of the file by name, in their order; empty ones are left out."""
+        """The tensors of the file by name, in order, without empty ones."""
         raise NotImplementedError
 
     def _check(self) -> None:
-        """Raise CheckpointError unless the values fit one another."""
         raise NotImplementedError
 
     def check_bases(self, bases: Sequence[LayerBasis] | None, how: str) -> None:
-        """Raise CheckpointError unless the rows are stored in these bases; `how` to use a plan."""
+        """Raise CheckpointError, with `how` to use a plan, unless rows have these bases."""
         saved, ours = self.transforms, tuple(Fingerprints(**x) for x in fingerprints(bases))
         if bases is None or not saved:
             if saved:
@@ -158,7 +156,7 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
             raise CheckpointError(f"its rows are stored in the bases of another plan{where}: {how}")
 
     def check_model(self, model: Mapping[str, Any] | None) -> None:
-        """Raise CheckpointError unless the file belongs to the model of a config; None: to any."""
+        """Raise CheckpointError unless the file belongs to the model of a config; None fits all."""
         if model is None:
             return
         if self.model is None:
@@ -170,7 +168,6 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
         check_identity(saved, model, "the file belongs to", "to", advice)
 
     def _check_formats(self) -> None:
-        """Raise CheckpointError unless there are caches of such rows."""
         try:
             if not self.latent:
                 check_head_dims(*itertools.chain(*self.formats))
@@ -188,7 +185,7 @@ def common_keys(
     model: Mapping[str, Any] | None,
     creation: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The keys of a cache's manifest that all manifests have, but for the layers."""
+    """The keys that all manifests share, but for the layers."""
     return {
         "format": kind.FORMAT,
         "version": VERSION,
@@ -205,7 +202,7 @@ def common_keys(
 
 
 class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
-    """All of a KVCache but its rows; attributes as there."""
+    """A KVCache without its rows; attributes as there."""
 
     FORMAT = CACHE
     KINDS = ("sinks", "packed", "recent")
@@ -220,7 +217,6 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """The tensors of the file by name, in their order; empty ones have none."""
         found: dict[str, Part] = {}
         for i, entry in enumerate(self.layers):
             spans = self._spans(entry)
@@ -236,7 +232,7 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
         return found
 
     def _spans(self, entry: CacheLayer) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Of each kind of rows how many there are of each sequence, and their first tokens."""
+        """Rows of each kind for each sequence, and their first tokens."""
         seq_lens, packed_lens = np.array(self.seq_lens), np.array(entry.packed_lens)
         sinks = np.minimum(seq_lens, self.sink_len if entry.window is None else 0)
         last = sinks + packed_lens
@@ -284,8 +280,6 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
 
 
 class SavedSequence(Object, omit_defaults=True):
-    """A sequence of a file; attributes as in the manifest."""
-
     id: str | int
     length: Length
     packed_len: Length
@@ -295,7 +289,7 @@ class SavedSequence(Object, omit_defaults=True):
 
 
 class SequencesManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
-    """All of the sequences but their rows; attributes as in PagedKVCache."""
+    """Sequences without their rows; attributes as in PagedKVCache."""
 
     FORMAT = SEQUENCES
     KINDS = ("pages", "exact")
@@ -306,7 +300,7 @@ class SequencesManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
 
     @cached_property
     def used(self) -> dict[int, tuple[int, int, int]]:
-        """For each page its rows in use, the first sequence that has it, and its index there."""
+        """For each page its rows in use, its first sequence, and its index there."""
         found: dict[int, tuple[int, int, int]] = {}
         for i, sequence in enumerate(self.sequences):
             for at, page in enumerate(sequence.pages):
@@ -316,7 +310,7 @@ class SequencesManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
         return dict(sorted(found.items()))
 
     def _pages(self, window: int | None) -> dict[str, tuple[int, ...]]:
-        """The pages of layers with a window, those that a sequence sees: what PagePart has."""
+        """The pages that sequences see in layers with a window, for PagePart."""
         seen = set(self.used)
         if window is not None:
             size, each = self.page_size, self.sequences
@@ -334,7 +328,6 @@ class SequencesManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """The tensors of rows of the file by name, in their order; empty ones have none."""
         found: dict[str, Part] = {}
         packed_lens = tuple(sequence.packed_len for sequence in self.sequences)
         exact = tuple(sequence.length - sequence.packed_len for sequence in self.sequences)

@@ -1,4 +1,4 @@
-"""Which model a cache belongs to."""
+"""The identity of the model that a cache belongs to."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def model_identity(config: Mapping[str, Any]) -> dict[str, str]:
     """Name a model by its config, so that no other model continues its cache.
 
     Args:
-        config: as a dict: config.to_dict() in transformers, or config_dict of a CachedModel, which
-            also has the fingerprint of the weights as "_weights".
+        config: config.to_dict() in transformers, or config_dict of a CachedModel, whose
+            "_weights" is the fingerprint of the weights.
 
     Returns:
-        "type", the config's model_type ("unknown" without one); "sha256" of the config as JSON,
-        without keys that do not change keys and values; and "weights" if the config has them.
+        "type", the config's model_type or "unknown"; "sha256" of the config as JSON without keys
+        that do not change keys and values; and "weights" if the config has them.
 
     Raises:
         ConfigError: the config is no dict, or holds what JSON cannot.
@@ -73,15 +73,11 @@ def model_identity(config: Mapping[str, Any]) -> dict[str, str]:
 def check_identity(
     saved: Mapping[str, str], config: Mapping[str, Any], what: str, to: str, advice: str
 ) -> None:
-    """Raise CheckpointError unless model_identity of a config is what was saved.
+    """Raise CheckpointError unless a config has the saved model_identity.
 
-    Weights are compared where both sides know theirs; engines do not. A difference of weights in
-    float16 is a warning only: it may be that of rounding.
-
-    Args:
-        saved: a model_identity.
-        config: as of model_identity.
-        what, to, advice: "the plan was made for", "for" and what to do, for the error.
+    Weights are compared if both sides have them (engines do not). Different float16 weights only
+    warn: rounding may cause that. The error uses what, to and advice ("the plan was made for",
+    "for", what to do).
     """
     given = model_identity(config)
     for key, name in (("sha256", "config"), ("weights", "weights")):
@@ -102,7 +98,7 @@ def check_identity(
 
 
 def _lasting(value: Any) -> Any:
-    """A config's value without what is volatile; 1e4 and 10000 become the same number."""
+    """A config's value without volatile parts; 1e4 and 10000 become the same number."""
     if isinstance(value, Mapping):
         kept = {str(key): _lasting(item) for key, item in value.items() if item is not None}
         return {k: v for k, v in kept.items() if k not in _VOLATILE and not k.startswith("_")}

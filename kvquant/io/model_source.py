@@ -1,4 +1,4 @@
-"""What a model can be given as: a folder, a GGUF file, or a name on the Hugging Face hub."""
+"""Sources of a model: a folder, a GGUF file, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, by its first bytes."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -20,11 +19,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def check_source(source: str | Path) -> Path:
-    """The path of a model's folder or GGUF file; or what may be a name on the hub, as a path.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """The path of a folder or GGUF file, or a possible name on the hub; ConfigError for others."""
     path = Path(source)
     if path.is_dir() or is_gguf(path):
         return path

@@ -1,4 +1,4 @@
-"""The tensors of a file of rows: which rows of a cache each holds, and of which tokens they are."""
+"""The tensors of a file of rows: which rows and tokens of a cache each holds."""
 
 from __future__ import annotations
 
@@ -37,36 +37,29 @@ class Part:
 
     @cached_property
     def attribute(self) -> str:
-        """The attribute of the cache's layer that holds the rows."""
         return f"{self.side}_{self.kind}"
 
     @cached_property
     def name(self) -> str:
-        """Name of the tensor in the file."""
         return f"layers.{self.layer}.{self.attribute}"
 
     @cached_property
     def num_rows(self) -> int:
-        """Tokens of all sequences."""
         return sum(self.counts)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The row of the tensor that is the first one of each sequence."""
         return tuple(accumulate(self.counts[:-1], initial=0))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
         return self.num_rows, self.num_kv_heads, self.fmt.row_bytes
 
     def locate(self, row: int) -> tuple[int, int]:
-        """Sequence and token of a row of the tensor."""
         sequence = bisect_right(self.starts, row) - 1
         return sequence, self.firsts[sequence] + row - self.starts[sequence]
 
     def by_token(self, rows: torch.Tensor) -> torch.Tensor:
-        """The tensor as [tokens, num_kv_heads, row_bytes]."""
         return rows
 
     def in_use(self, rows: torch.Tensor) -> torch.Tensor:
@@ -94,27 +87,24 @@ class PagePart(Part):
         return len(self.counts), self.num_kv_heads, self.counts[0], self.fmt.row_bytes
 
     def locate(self, row: int) -> tuple[int, int]:
-        """Sequence and token of a row, counted through all pages."""
+        """Sequence and token of a row, counted over all pages."""
         page, token = super().locate(row)
         return self.owners[page], token
 
     def by_token(self, rows: torch.Tensor) -> torch.Tensor:
-        """The tensor as [tokens, num_kv_heads, row_bytes]: pages one after another."""
         return rows.transpose(1, 2).flatten(0, 1)
 
     def in_use(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of all pages that hold a token: [tokens, num_kv_heads, row_bytes]."""
         used = torch.tensor(self.used, device="cpu")[:, None]
         return self.by_token(rows)[(torch.arange(self.counts[0], device="cpu") < used).flatten()]
 
 
 @dataclass(frozen=True)
 class ExactPart(Part):
-    """16-bit rows of one layer: of each sequence sinks, then recent tokens, packed_lens between."""
+    """16-bit rows of a layer: sinks, then recent tokens, of each sequence; packed_lens between."""
 
     packed_lens: tuple[int, ...] = ()
 
     def locate(self, row: int) -> tuple[int, int]:
-        """Sequence and token of a row."""
         sequence, token = super().locate(row)
         return sequence, token + (self.packed_lens[sequence] if token >= self.sink_len else 0)

@@ -101,11 +101,12 @@ class CachePlan:
     def load(
         cls, path: str | os.PathLike[str], *, model: Mapping[str, Any] | None = None
     ) -> CachePlan:
-        """Read a plan, and check it.
+        """Read and check a plan.
 
         Args:
             path: of the file.
-            model: the config, as a dict, of the model that uses the plan; None to take any plan.
+            model: the config, as a dict, of the model that uses the plan; None to take any
+                plan.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -126,11 +127,11 @@ class CachePlan:
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file; an old one is replaced when the new one is whole.
+        """Write the plan to a file, whole or not at all.
 
         Raises:
             ConfigError: facts are no plain data.
-            CheckpointError: the plan contradicts itself, so that it could not be loaded.
+            CheckpointError: the plan contradicts itself, so that load would refuse it.
             OSError: the file cannot be written.
         """
         tensors = {name: tensor.float().contiguous() for name, tensor in self.tensors.items()}
@@ -168,9 +169,9 @@ class CachePlan:
         """The same transforms with one format for all quantized layers; not measured.
 
         Args:
-            k_format: short name of K's format; only facts["candidates"] have clip ratios. Of latent
-                rows that of the latent, or of both parts ("int4-g8+int8-g4").
-            v_format: of V; K's when None. Of RoPE parts that of LatentFormat when None.
+            k_format: short name of K's format; only facts["candidates"] have clip ratios. With
+                latent rows that of the latent, or of both parts ("int4-g8+int8-g4").
+            v_format: of V; K's when None (of RoPE parts LatentFormat's default).
         """
         if self.is_latent and v_format is None:
             rope_dim = self.tensors["v.offset"].shape[2]
@@ -190,8 +191,8 @@ class CachePlan:
         """The same transforms with other formats by (layer, "k" or "v"); not measured.
 
         Raises:
-            ConfigError: a layer, a side or a format does not exist, or a format is packed and its
-                layer has to stay in 16 bit.
+            ConfigError: a layer, a side or a format does not exist, or a layer has to stay in
+                16 bit.
         """
         places = {(i, side) for i in range(self.num_layers) for side in "kv"}
         if not isinstance(formats, Mapping) or not formats.keys() <= places:
@@ -222,7 +223,7 @@ class CachePlan:
         return found
 
     def without_v_bases(self) -> CachePlan:
-        """The same plan for a model whose values come in its bases: CachedModel.fold_values.
+        """The same plan for CachedModel.fold_values, which puts the bases of V into the model.
 
         Raises:
             ConfigError: the plan is of latent rows, which have no V.
@@ -268,7 +269,7 @@ class CachePlan:
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
+        """The number of layers."""
         return len(self.facts["layers"])
 
     @property
@@ -310,18 +311,14 @@ class CachePlan:
 
     @cached_property
     def layers(self) -> list[LayerBasis]:
-        """The bases of each layer, on the CPU.
-
-        Raises:
-            CheckpointError: a tensor is missing or does not fit.
-        """
+        """The bases of each layer, on the CPU; CheckpointError if a tensor is missing or unfit."""
         return [
             LayerBasis(self._basis(i, "k"), self._basis(i, "v")) for i in range(self.num_layers)
         ]
 
     @cached_property
     def _unclipped(self) -> dict[tuple[int, str], Basis]:
-        """Bases without clip ratios; plans of other formats share them, for they take long."""
+        """Bases without clip ratios; plans of other formats share them, because they take long."""
         return {}
 
     def has_basis(self, layer: int, side: str) -> bool:
@@ -364,9 +361,7 @@ ModelPlan = Plan | Literal[False] | None  # there False and None are no plan
 def as_plan(plan: Plan) -> CachePlan:
     """A given plan, or the plan of the file at a given path.
 
-    Raises:
-        ConfigError: plan is neither; or it is "auto", which needs a model.
-        FileNotFoundError, CheckpointError: as of CachePlan.load.
+    It raises ConfigError for neither, and for "auto", which needs a model; else as CachePlan.load.
     """
     if isinstance(plan, str) and plan == AUTO:
         raise ConfigError(

@@ -1,7 +1,4 @@
-"""The manifest of a CachePlan's file: what must hold of the facts and of the tensors.
-
-CachePlan documents both.
-"""
+"""The manifest of a CachePlan's file: checks of the facts and tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class _Side(msgspec.Struct):
 
     @property
     def words(self) -> tuple[str, str]:
-        """Basis and rounding; some are names of the tensors that they need."""
+        """Basis and rounding; some name the tensors that they need."""
         return self.basis, self.rounding
 
 
@@ -43,7 +40,7 @@ class _Layer(msgspec.Struct):
 
 
 class _Figures(msgspec.Struct, kw_only=True):
-    """What was measured of a format or of the plan; the KL of a broken one is NaN."""
+    """Measured figures of a format or a plan; the KL of a broken one is NaN."""
 
     kl: float
     top1: Annotated[float, Meta(ge=0, le=1)]
@@ -82,7 +79,7 @@ class _Windowed(_Figures, kw_only=True):
 
 
 class _Limit(msgspec.Struct):
-    """What the plan was to keep."""
+    """The limit of the plan."""
 
     max_kl: Annotated[float, Meta(gt=0)] | None
     budget: Annotated[float, Meta(gt=0)] | None
@@ -99,14 +96,14 @@ class _Sensitivity(msgspec.Struct):
 
 
 class _Other(msgspec.Struct):
-    """A layer of the model that the cache has none of."""
+    """A layer of the model that has no cache."""
 
     layer: Length
     why: str
 
 
 class _Facts(msgspec.Struct):
-    """The facts of a plan; there may be more, for people."""
+    """The facts of a plan; files may have more, for people."""
 
     model: ModelName
     layers: Annotated[tuple[_Layer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
@@ -128,7 +125,7 @@ class _Facts(msgspec.Struct):
 
 
 def read_facts(file: SafetensorsFile) -> dict[str, Any]:
-    """The facts of a file, whose tensors have the names, shapes and dtype of its manifest."""
+    """The facts of a file, whose tensors fit its manifest."""
     facts = file.manifest(PLAN)
     del facts["format"], facts["version"]
     shapes = checked(facts.pop("shapes", None), dict[str, tuple[Length, ...]], "shapes")
@@ -137,7 +134,7 @@ def read_facts(file: SafetensorsFile) -> dict[str, Any]:
 
 
 def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Bits per element of the packed rows; CheckpointError unless facts fit tensors of shapes."""
+    """Bits per element of the packed rows; CheckpointError unless facts fit the shapes."""
     given = checked(dict(facts), _Facts, "the plan")
     layers, heads = len(given.layers), shapes.get("k.offset", (0, 0))[1:2]
     offsets = [shapes.get(f"{side}.offset", ()) for side in "kv"]
@@ -184,7 +181,6 @@ def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
 
 
 def check_pair(is_latent: bool, k: RowFormat, v: RowFormat) -> None:
-    """Raise ConfigError unless rows of a layer are possible."""
     if is_latent:
         LatentFormat(k, v)
     else:
@@ -192,7 +188,7 @@ def check_pair(is_latent: bool, k: RowFormat, v: RowFormat) -> None:
 
 
 def check_values(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise CheckpointError unless the values of tensors are possible; facts are checked."""
+    """Raise CheckpointError unless tensors hold possible values; facts are checked."""
     for name, tensor in tensors.items():
         if ".error." not in name and "_error" not in name and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"tensor {name!r:.80} has values that are not finite")
@@ -213,7 +209,6 @@ def check_values(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
 
 
 def _check_shapes(given: _Facts, shapes: Mapping[str, tuple[int, ...]], heads: int) -> None:
-    """Raise CheckpointError unless tensors are those that facts ask for, in their shapes."""
     layers = len(given.layers)
     for side, other in ("kv", "vk"):
         chosen = {word for layer in given.layers for word in getattr(layer, side).words}

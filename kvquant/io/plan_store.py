@@ -1,8 +1,4 @@
-"""Plans that are kept for plan="auto", in the folder of kernels/disk_cache.py.
-
-A file is named by the fingerprint of the model's weights and by its config, so a fine-tune has a
-plan of its own, and so has a model with other RoPE. Nothing is written into a model's folder.
-"""
+"""Plans kept for plan="auto" in the folder of kernels/disk_cache.py, by weights and config."""
 
 from __future__ import annotations
 
@@ -21,17 +17,13 @@ log = logging.getLogger("kvquant")
 
 
 def place_of(identity: Mapping[str, str]) -> Path:
-    """Where the plan of a model stands, by its model_identity with the fingerprint of its weights.
-
-    Raises:
-        OSError: the user has no folder for cached files.
-    """
+    """The path of a model's plan, by its model_identity with weights; OSError without a folder."""
     name = f"{identity['weights'][:32]}-{identity['sha256'][:8]}.safetensors"
     return cache_folder() / "plans" / name
 
 
 def stored_plan(identity: Mapping[str, str]) -> CachePlan | None:
-    """The kept plan of a model; None if there is none that this kvquant reads."""
+    """The kept plan of a model; None without one that this kvquant reads."""
     try:
         plan = CachePlan.load(place_of(identity))
     except FileNotFoundError:
@@ -44,12 +36,12 @@ def stored_plan(identity: Mapping[str, str]) -> CachePlan | None:
 
 
 def make_folder() -> None:
-    """Make the folder of kept plans; OSError where that is not possible."""
+    """Make the folder of kept plans; raises OSError."""
     (cache_folder() / "plans").mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def keep_plan(plan: CachePlan) -> Path:
-    """Write a plan to its place, and return it; OSError where that is not possible."""
+    """Write a plan to its place, and return the path; raises OSError."""
     path = place_of(plan.facts["model"])
     make_folder()
     plan.save(path)
@@ -57,11 +49,7 @@ def keep_plan(plan: CachePlan) -> Path:
 
 
 def costs_too_much(plan: CachePlan) -> str:
-    """Why "auto" does not take a plan; "" if it does.
-
-    With the 16-bit window, if the plan was measured with it, the limit is SAFE. Engines keep no
-    window: without it the limit is RUINED.
-    """
+    """Why "auto" refuses a plan (over SAFE with the 16-bit window, else RUINED), or ""."""
     bare = plan.facts["measured"]["kl"]
     used = (plan.facts.get("windowed") or plan.facts["measured"])["kl"]
     for kl, limit in ((used, SAFE), (bare, RUINED)):

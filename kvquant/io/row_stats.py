@@ -35,15 +35,7 @@ def describe_side(
     num_bytes: int,
     packed: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Describe K or V of one layer; see inspect.describe.
-
-    Args:
-        fmt: of the packed rows.
-        num_kv_heads: KV heads.
-        tokens: counts by place; those at "packed" are in fmt, all others in 16 bit.
-        num_bytes: of the rows.
-        packed: [tokens, num_kv_heads, row_bytes], or None without packed rows.
-    """
+    """Describe K or V of one layer (see inspect.describe), from tokens by place and packed rows."""
     per_token = num_kv_heads * fmt.head_dim
     found = _NOT_FOUND if packed is None else _NOT_FOUND | _describe_packed(packed, fmt)
     return {
@@ -58,7 +50,7 @@ def describe_side(
 
 
 def totals(layers: Layers) -> dict[str, Any]:
-    """Bytes and bits of all layers that describe_side described."""
+    """Bytes and bits of all layers, from describe_side."""
     sides = [layer[side] for layer in layers for side in "kv"]
     num_bytes = sum(side["bytes"] for side in sides)
     elements = sum(side["elements"] for side in sides)
@@ -76,16 +68,9 @@ def totals(layers: Layers) -> dict[str, Any]:
 
 
 def warnings(layers: Layers, model: object, sides: tuple[str, str]) -> list[str]:
-    """What may go wrong with these rows, a sentence each.
-
-    Args:
-        layers: by describe_side.
-        model: what the file says of its model; None where it says nothing.
-        sides: what "k" and "v" of each layer are called.
-    """
+    """Warnings about these rows, a sentence each; sides are the names of "k" and "v"."""
 
     def where(holds: Callable[[str, dict[str, Any]], bool]) -> str:
-        """The layers of K and of V for which something holds."""
         found = []
         for side, name in zip("kv", sides, strict=True):
             numbers = [layer["layer"] for layer in layers if holds(side, layer[side])]

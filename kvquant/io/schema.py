@@ -1,13 +1,12 @@
-"""JSON that anybody may have written, and the manifest of every file that kvquant writes.
+"""JSON of any origin, and the manifest of every file that kvquant writes.
 
-Each file of kvquant is a safetensors file, whose metadata has two strings:
+Each file is a safetensors file, whose metadata has two strings:
 
     kvquant_file          the manifest, a JSON object
     kvquant_file_sha256   the SHA-256 of the manifest's UTF-8 bytes, hexadecimal digits
 
-Every manifest has "format", one of KINDS; "version", 1; and "sha256", the SHA-256 of each tensor.
-From the first release on, later versions of kvquant read the files of earlier ones. Files that
-kvquant wrote before it have other metadata and are refused.
+Every manifest has "format", one of KINDS; "version", 1; and "sha256" of each tensor. From the first
+release on, later versions read the files of earlier ones; files from before it are refused.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class FormatName(Object):
         return cls(str(fmt), fmt.head_dim)
 
     def row_format(self, what: str) -> RowFormat:
-        """The format, or CheckpointError."""
         try:
             return RowFormat.parse(self.format, self.head_dim)
         except ValueError as error:  # ConfigError, or a number of groups too long for int()
@@ -75,7 +73,7 @@ class FormatName(Object):
 
 
 class ModelName(Object, omit_defaults=True):
-    """Which model something belongs to: model_identity of its config."""
+    """The model of a file: model_identity of its config."""
 
     type: str
     sha256: Digest
@@ -90,16 +88,10 @@ class Fingerprints(Object):
 
 
 def parse(text: str | bytes, what: str, *, surrogates: bool = False) -> Any:
-    """Read JSON; NaN and Infinity may come, which are no JSON but which Python writes.
+    """Read JSON, also with the NaN and Infinity of Python; `what` names it in errors.
 
-    Args:
-        text: the JSON.
-        what: "the manifest" or the like, for the error.
-        surrogates: whether strings may hold halves of characters, as odd file names do.
-
-    Raises:
-        CheckpointError: text is no JSON, an object has a key twice, or there are more than
-            MAX_LISTS lists and objects.
+    With surrogates strings may hold halves of characters, as odd file names do. It raises
+    CheckpointError for no JSON, a key twice in an object, or more than MAX_LISTS lists and objects.
     """
     try:
         text = text if isinstance(text, str) else text.decode()
@@ -113,16 +105,16 @@ def parse(text: str | bytes, what: str, *, surrogates: bool = False) -> Any:
 
 
 def check_lists(text: str) -> None:
-    """Raise ValueError if there are more lists and objects in a text than are read."""
+    """Raise ValueError if a text has more lists and objects than MAX_LISTS."""
     if text.count("[") + text.count("{") > MAX_LISTS:  # those in strings are none, but may count
         raise ValueError(f"it has more than {MAX_LISTS} lists and objects")
 
 
 def checked(value: Any, schema: type[T], what: str) -> T:
-    """Give a JSON value the types of a schema; `what` it is, for the error.
+    """A JSON value with the types of a schema.
 
     Raises:
-        CheckpointError: it does not fit; where, what came, and what may come.
+        CheckpointError: it does not fit; the error says where, what came, and what may come.
     """
     try:
         return msgspec.convert(value, schema)
@@ -133,7 +125,7 @@ def checked(value: Any, schema: type[T], what: str) -> T:
 
 
 def sealed(manifest: Mapping[str, Any], digests: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of a file: its manifest, with the SHA-256 of each tensor, and the checksum."""
+    """The metadata of a file: its manifest with the SHA-256 of each tensor, and the checksum."""
     top = {**manifest, "version": VERSION, "sha256": dict(digests)}
     text = json.dumps(top, separators=(",", ":"), sort_keys=True)
     return {KEY: text, f"{KEY}_sha256": hashlib.sha256(text.encode()).hexdigest()}
@@ -188,7 +180,7 @@ def plain_data(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
 
 
 def _explained(problem: str, value: Any, what: str) -> str:
-    """msgspec's words for what is wrong, with the value in question."""
+    """msgspec's words for the problem, with the value."""
     text, _, path = problem.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     text = text.replace(f"`str` matching regex {_DIGITS!r}", "64 hexadecimal digits")

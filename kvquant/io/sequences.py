@@ -106,14 +106,14 @@ def load_sequences(
     """Read all sequences of a file into a running cache, bit for bit as they were saved.
 
     The call checks every value and every byte first. Sequences share the pages that they shared
-    before. Later sequences with the same tokens and namespace share full pages of known tokens.
+    before, and later sequences can find their full pages of known tokens.
 
-    Load only files that you trust: nothing but the file says which tokens its rows belong to, and
-    which namespaces its sequences have. `cache.namespace` tells what was loaded.
+    Load only files that you trust: the file alone says which tokens its rows belong to, and which
+    namespaces (`cache.namespace`) its sequences have.
 
     Args:
-        cache: with the same layers, heads, formats, page_size, sink_len, recent_len and plan, and
-            with the same windows if the file has any.
+        cache: with the same layers, heads, formats, page_size, sink_len, recent_len, plan and
+            windows.
         path: of the file.
         ids: new ids by saved ones; other sequences keep theirs.
         model: the config, as a dict, of the model that continues; None to take any file.
@@ -153,7 +153,7 @@ def _manifest_of(
     model: Mapping[str, Any] | None,
     creation: Mapping[str, Any] | None,
 ) -> tuple[SequencesManifest, list[int]]:
-    """Describe sequences, their pages counted from 0; also the cache's pages in this order."""
+    """Describe sequences with pages counted from 0, and list the cache's pages in this order."""
     state = cache.state
     tables = [state.pool.block_table(sequence_id) for sequence_id in ids]
     pages = list(dict.fromkeys(page for table in tables for page in table))
@@ -183,14 +183,13 @@ def _manifest_of(
 def _reader(
     cache: PagedKVCache, manifest: SequencesManifest, part: Part, pages: list[int]
 ) -> Callable[[], Iterator[torch.Tensor]]:
-    """Makes the iterator over a part's rows as they stand in the file."""
     if isinstance(part, PagePart):
         return partial(_page_chunks, cache, part, pages)
     return partial(_exact_chunks, cache, manifest, part)
 
 
 def _page_chunks(cache: PagedKVCache, part: PagePart, pages: list[int]) -> Iterator[torch.Tensor]:
-    """Pages of the cache, a few at a time, zeros in place of rows that are not in use."""
+    """Pages of the cache, a few at a time, with zeros for unused rows."""
     rows, size = _storage(cache, part), part.counts[0]
     used = torch.tensor(part.used, device="cpu")
     group = cache.rows.layers[part.layer].group
@@ -207,7 +206,6 @@ def _page_chunks(cache: PagedKVCache, part: PagePart, pages: list[int]) -> Itera
 def _exact_chunks(
     cache: PagedKVCache, manifest: SequencesManifest, part: Part
 ) -> Iterator[torch.Tensor]:
-    """The 16-bit rows of each sequence."""
     rows = _storage(cache, part)
     for i, sequence in enumerate(manifest.sequences):
         own = rows[cache.state.seq_slot(sequence.id)]
@@ -219,7 +217,6 @@ def _exact_chunks(
 def _place(
     cache: PagedKVCache, file: RowsFile[SequencesManifest], names: Mapping[Any, SequenceId]
 ) -> list[SequenceId]:
-    """Give the sequences of a checked file pages and sequence slots, and copy their rows."""
     sequences = file.contents.sequences
     saved = [sequence.id for sequence in sequences]
     known = set(saved)
@@ -238,7 +235,6 @@ def _place(
 def _place_rows(
     cache: PagedKVCache, file: RowsFile[SequencesManifest], ids: Sequence[SequenceId]
 ) -> None:
-    """Begin the sequences of a file by these ids, with their rows."""
     manifest, sequences = file.contents, file.contents.sequences
     with cache.swap_space.hinting():
         pages = cache.state.place(
@@ -271,19 +267,18 @@ def _place_rows(
 
 
 def _storage(cache: PagedKVCache, part: Part) -> torch.Tensor:
-    """The rows of the cache that a part belongs to."""
     rows: torch.Tensor = getattr(cache.rows.layers[part.layer], part.attribute)
     return rows
 
 
 def _exact_rows(cache: PagedKVCache, sequence: SavedSequence) -> torch.Tensor:
-    """Where the 16-bit rows of a sequence stand in its slot, in the order of its tokens."""
+    """Where the 16-bit rows of a sequence are in its slot, in token order."""
     rows = cache.state.split.exact_rows(sequence.length, sequence.packed_len)
     return torch.from_numpy(rows).to(cache.device)
 
 
 def _check_cache(cache: PagedKVCache, manifest: SequencesManifest) -> None:
-    """Raise unless the rows of a file can stand in a cache."""
+    """Raise unless the rows of a file fit a cache."""
     ours = common_keys(SequencesManifest, cache, None, None)
     names = "latent", "num_kv_heads", "sink_len", "recent_len", "exact_format"
     each = {name: (getattr(manifest, name), ours[name]) for name in names}

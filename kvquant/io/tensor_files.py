@@ -1,7 +1,7 @@
 """Safetensors files: written tensor by tensor, read through one descriptor, never mapped.
 
-So tensors do not change with the file after they were read, and header and tensors belong together
-even if another file takes its place meanwhile.
+Tensors do not change with the file after a read, and header and tensors belong together even if
+another file replaces it meanwhile.
 """
 
 from __future__ import annotations
@@ -67,12 +67,10 @@ class TensorSource:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSource:
-        """A tensor that is there."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: [tensor])
 
 
@@ -82,16 +80,10 @@ Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
 def save_safetensors(
     path: str | os.PathLike[str], tensors: Mapping[str, TensorSource], metadata: Metadata
 ) -> None:
-    """Write tensors to a safetensors file, whole or not at all.
+    """Write tensors by name to a safetensors file, whole or not at all.
 
-    Args:
-        path: of the file.
-        tensors: by name.
-        metadata: makes the file's metadata from the SHA-256 of every tensor, always of one length.
-
-    Raises:
-        CheckpointError: the header would be too long to be read again.
-        ConfigError, OSError: as of replacing.
+    metadata makes the file's metadata, of constant length, from the SHA-256 of every tensor. It
+    raises CheckpointError for too long a header; else as replacing.
     """
     # wide elements first, so that all tensors are aligned
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
@@ -122,7 +114,7 @@ def check_name(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def naming(path: Path, kinds: tuple[type[Exception], ...] = (CheckpointError,)) -> Iterator[None]:
-    """Make errors of these kinds a CheckpointError that begins with the name of the file."""
+    """Turn errors of these kinds into a CheckpointError that begins with the file's name."""
     try:
         yield
     except kinds as error:
@@ -132,8 +124,6 @@ def naming(path: Path, kinds: tuple[type[Exception], ...] = (CheckpointError,)) 
 
 
 class _Entry(Object):
-    """What a header says of a tensor."""
-
     dtype: str
     shape: tuple[_Size, ...]
     data_offsets: tuple[_Size, _Size]
@@ -142,16 +132,11 @@ class _Entry(Object):
 class SafetensorsFile:
     """A safetensors file, open for reading, its header checked.
 
-    A CheckpointError that leaves a `with` block of it begins with the name of the file.
-
-    Args:
-        path: of the file.
+    A CheckpointError that leaves its `with` block begins with the name of the file.
 
     Attributes:
-        path: as given.
         metadata: strings.
-        shapes: of each tensor by its name.
-        dtypes: of each tensor by its name.
+        shapes, dtypes: of each tensor by its name.
         digests: SHA-256 of each tensor by its name; empty before manifest() has read them.
         num_bytes: of the whole file.
 
@@ -195,9 +180,7 @@ class SafetensorsFile:
     def manifest(self, *kinds: str) -> dict[str, Any]:
         """The manifest of a file of one of these KINDS, without the checksums.
 
-        Raises:
-            CheckpointError: the file is of another kind or version, or its manifest is damaged or
-                is not of exactly the file's tensors.
+        It raises CheckpointError for another kind or version, damage, or other tensors.
         """
         top = unsealed(self.metadata, *kinds)
         self.digests = checked(top.pop("sha256", None), dict[str, Digest], "sha256")
@@ -217,9 +200,7 @@ class SafetensorsFile:
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor to the CPU.
 
-        Raises:
-            CheckpointError: the bytes have another checksum than in digests, the file was cut
-                short, or the tensor is larger than the memory.
+        It raises CheckpointError for a wrong checksum, a file cut short, or too little memory.
         """
         digest = self.digests.get(name)
         shape, dtype = self.shapes[name], self.dtypes[name]
@@ -298,11 +279,9 @@ class SafetensorsFile:
 
 
 def open_file(path: Path) -> Any:
-    """Open a file for reading, unbuffered; what is none is not waited for.
+    """Open a file for reading, unbuffered, without a wait for pipes and the like.
 
-    Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is a folder, a device or the like.
+    It raises FileNotFoundError, or CheckpointError for a folder, a device or the like.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -320,7 +299,7 @@ def open_file(path: Path) -> Any:
 
 
 def _check_names(found: Collection[str], wanted: Collection[str]) -> None:
-    """Raise CheckpointError unless there are tensors of these names and no others."""
+    """Raise CheckpointError unless exactly the wanted names are there."""
     odd = set(found) ^ set(wanted)
     if odd:
         name = min(odd)
@@ -329,11 +308,7 @@ def _check_names(found: Collection[str], wanted: Collection[str]) -> None:
 
 
 def _header(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) -> bytes:
-    """The length and the JSON at the head of a file, padded so that tensors are aligned.
-
-    Raises:
-        CheckpointError: readers would refuse it.
-    """
+    """A file's length and JSON header, padded to align tensors; CheckpointError if invalid."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
@@ -358,5 +333,5 @@ def _header(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) ->
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor, without a copy where it is contiguous."""
+    """The bytes of a CPU tensor, without a copy if it is contiguous."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data

@@ -66,14 +66,14 @@ class Piece(NamedTuple):
 
 @hook("lmcache")
 class RowSerde(Serializer, Deserializer):
-    """Objects of LMCache to rows, and back; on the device of the objects.
+    """Quantize objects of LMCache to rows, and back, on their device.
 
     Args:
-        head_dim: of the model; that of the plan when None.
-        k_format: short name of K's format ("int8"). When None, the plan's of each layer, or the
-            default of head_dim.
-        v_format: of V's, likewise; beside a plan and a k_format, that of K when None.
-        plan: bases of all layers and KV heads of the model, or the path of its file; None for none.
+        head_dim: of the model; the plan's when None.
+        k_format: short name of K's format ("int8"); None for the plan's of each layer, or the
+            default.
+        v_format: of V's, likewise; beside a plan and a k_format, K's when None.
+        plan: bases of the model, or the path of its file; None for none.
 
     Raises:
         ConfigError: a format or a head_dim does not exist, or is missing.
@@ -116,20 +116,16 @@ class RowSerde(Serializer, Deserializer):
         self._tag = hashlib.sha256(json.dumps([known, bases]).encode()).digest()
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """Bytes that an object is stored in, exactly.
+        """The exact bytes of a stored object.
 
         Raises:
-            ShapeError: it is none of the two kinds above.
+            ShapeError: it has neither of the two shapes above.
             UnsupportedError: the plan has other layers.
         """
         return self._size(layout_desc.shapes)
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        """Quantize an object; a row with NaN or Inf comes back as NaN.
-
-        Returns:
-            Bytes that were written.
-        """
+        """Quantize an object; return the bytes written. A row with NaN or Inf comes back as NaN."""
         stored = self._stored(dst, src.get_shapes())
         stored[:TAG] = torch.frombuffer(bytearray(self._tag), dtype=torch.uint8)
         for values, rows, fmt, basis in self._pieces(src, stored, key):
@@ -142,11 +138,7 @@ class RowSerde(Serializer, Deserializer):
         return len(stored)
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
-        """Dequantize an object.
-
-        Raises:
-            CheckpointError: it was stored with other formats or another plan.
-        """
+        """Dequantize an object; CheckpointError for other formats or another plan."""
         stored = self._stored(src, dst.get_shapes())
         if bytes(stored[:TAG].tolist()) != self._tag:
             raise CheckpointError(
@@ -173,7 +165,6 @@ class RowSerde(Serializer, Deserializer):
         return size
 
     def _sizes(self, shape: torch.Size) -> tuple[int, int, int]:
-        """Layers, tokens and KV heads of an object."""
         is_fused = len(shape) == 3
         heads, rest = divmod(shape[-1], self.head_dim * (2 if is_fused else 1))
         if rest or not (is_fused or (len(shape) == 4 and shape[0] == 2)):
@@ -184,7 +175,6 @@ class RowSerde(Serializer, Deserializer):
         return shape[-3], shape[-2], heads
 
     def _by_side(self, values: torch.Tensor) -> torch.Tensor:
-        """An object as [2, layers, tokens, KV heads, head_dim]: K and V."""
         sizes = self._sizes(values.shape)  # torch finds none for -1 where there is no token
         if values.ndim == 4:
             return values.view(2, *sizes, self.head_dim)
@@ -194,7 +184,6 @@ class RowSerde(Serializer, Deserializer):
         return self._formats[0 if self.plan is None else layer]
 
     def _stored(self, obj: MemoryObj, shapes: Sequence[torch.Size]) -> torch.Tensor:
-        """The bytes of an object of these shapes."""
         size = self._size(shapes)
         stored: torch.Tensor | None = obj.tensor
         if stored is None or stored.dtype != torch.uint8 or stored.numel() < size:
@@ -222,7 +211,7 @@ class RowSerde(Serializer, Deserializer):
 
 @lru_cache(maxsize=64)
 def _bases_of(plan: CachePlan, num_kv_heads: int, kv_rank: int) -> list[LayerBasis]:
-    """The bases of the heads that a rank has of each layer."""
+    """The bases of a rank's heads in each layer."""
     total = plan.num_kv_heads
     ranks, rank = kv_rank >> 24 & 0xFF, kv_rank >> 16 & 0xFF  # as ObjectKey.ComputeKVRank
     heads = list(range(total)) if num_kv_heads == total else rank_heads(total, rank, ranks)
@@ -236,11 +225,10 @@ def _bases_of(plan: CachePlan, num_kv_heads: int, kv_rank: int) -> list[LayerBas
 
 @hook("lmcache")
 def create_serde(given: Mapping[str, Any]) -> SerdeProcessor:
-    """Make the serde that an adapter's "serde" asks for.
+    """Make the serde of an adapter's "serde" settings.
 
     Args:
-        given: "k_format", "v_format", "head_dim" and "plan", as RowSerde takes them; and
-            "max_workers", threads, 1 when left out.
+        given: arguments of RowSerde, and "max_workers" (threads, 1 unless given).
 
     Raises:
         ConfigError: a key does not exist, or as RowSerde.

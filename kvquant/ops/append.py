@@ -1,14 +1,10 @@
 """Write the rows of new tokens: one call, one launch on CUDA.
 
-    append_rows                      checks its arguments, then as below
-    write_rows                       what a cache calls, which has checked already
-    bind_append                      the launch of write_rows, for a cache to keep
-    torch.ops.kvquant.append_rows    writes k_rows, v_rows, exact_k, exact_v and bad
+write_rows   append_rows without its checks, for a cache
+bind_append  the launch of write_rows, for a cache to keep
 
-The custom op is what torch.compile(fullgraph=True) takes. It is called inside of it only, because
-the dispatcher takes a few microseconds, and returns nothing: what it writes is declared, and torch
-keeps it in place. Formats are names, of the head_dim of the rows. Shapes and dtypes are checked
-while a graph is traced, everything where it runs.
+Under torch.compile only, torch.ops.kvquant.append_rows writes k_rows, v_rows, exact_k, exact_v
+and bad in place, and returns nothing. Its dispatcher takes a few microseconds.
 """
 
 from __future__ import annotations
@@ -72,14 +68,14 @@ def append_rows(
         1. x = the new row in float32, after rope (K only) and the transform
         2. evicted[i] >= 0    the row at exact[i], as it stands, is quantized into packed evicted[i]
         3. exact[i] >= 0      x is written at exact[i], in 16 bit
-           packed[i] >= 0     unless a row was evicted, x is quantized into packed[i]; where there
-                              are 16-bit rows, it is rounded to 16 bit first
+           packed[i] >= 0     without an eviction, x is quantized into packed[i]; where there are
+                              16-bit rows, it is rounded to 16 bit first
 
-    so the bytes of a token do not depend on how many come in one call (but for the last bits of a
-    product with a matrix: rows/basis.py). They are those that quantize_rows gives for x, or, with a
-    clip ratio or feedback, quantize_calibrated. A row with NaN, Inf or a value that its
-    format cannot hold is written so that all of it decodes to NaN. The slots of one call are all
-    different. torch.compile takes the call as one op, with fullgraph=True too.
+    A token's bytes do not depend on how many tokens come in one call, but for the last bits of a
+    product with a matrix (rows/basis.py). They are those of quantize_rows or, with a clip ratio or
+    feedback, quantize_calibrated. A row with NaN, Inf or a value that its format cannot hold
+    decodes to NaN. The slots of one call are all different. torch.compile(fullgraph=True) takes the
+    call as one op.
 
     Args:
         k: [num_tokens, num_kv_heads, head_dim], float32, bfloat16 or float16; rows contiguous, the
@@ -90,10 +86,9 @@ def append_rows(
             bytes] is one whose pages are sequences.
         v_rows: likewise, of the row bytes of v_format. Both may be views of one tensor, as the
             parts of latent rows are (pages.split, see kvquant/ops/README.md).
-        slots: where each token goes; a tensor stands for Slots(packed=tensor). slots_of finds those
-            of a batch.
-        k_format: format of k_rows, or its short name ("int4-g4"). The parts of a LatentFormat have
-            names of their own; the latents of FlashMLA's rows ("fp8") are "fp8_ds_mla".
+        slots: where each token goes (see slots_of); a tensor stands for Slots(packed=tensor).
+        k_format: format of k_rows, or its short name ("int4-g4"); "fp8_ds_mla" for FlashMLA's
+            latents.
         v_format: format of v_rows, or its short name.
         exact_k: [max_num_seqs, num_kv_heads, exact_len, 16-bit row bytes], uint8: sinks and recent
             rows; given with exact_v, slots.exact and slots.evicted, or none of them.
@@ -102,11 +97,9 @@ def append_rows(
         k_transform: the basis that K is stored in; rows that are there already stay as they are.
         v_transform: the basis of V.
         rope: the rotary embedding of K, before k_transform.
-        bad: [2], int32: how many rows of K and of V were written as NaN is added to it, a token's
-            two rows as one; a 16-bit row that is NaN already was counted when it came, and is not
-            again when it leaves.
-        backend: "cpu" (numba), "cuda" or "reference" (any device, slow); by the device of k when
-            None.
+        bad: [2], int32: adds how many rows of K and of V became NaN; a token counts once, when
+            it comes.
+        backend: "cpu" (numba), "cuda" or "reference" (any device, slow); by device when None.
 
     Raises:
         ShapeError: the tensors do not fit one another or the formats; or a slot does not exist or
@@ -150,7 +143,7 @@ def append_rows(
 
 
 def _encoding_of(basis: Basis | None) -> Encoding:
-    """What is done to new rows, with an offset of zeros, too: its shape is checked."""
+    """The encoding of new rows; it has an offset of zeros, too, so that its shape is checked."""
     if basis is None:
         return Encoding()
     encoding = basis.encoding
@@ -158,7 +151,7 @@ def _encoding_of(basis: Basis | None) -> Encoding:
 
 
 def _format_of(x: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
-    """The format of the rows of x; in a graph, whose head_dim may vary, the op parses names."""
+    """The format of the rows of x; in a graph its name, because head_dim may vary."""
     if isinstance(fmt, str) and torch.compiler.is_compiling():
         return fmt  # type: ignore[return-value]
     return RowFormat.parse(fmt, x.shape[-1])
@@ -175,16 +168,12 @@ def write_rows(
     """Append as append_rows does, without its checks.
 
     Args:
-        call: new rows and where they go.
-        backend: as in append_rows.
-        check: raises unless the arguments fit one another; on CUDA called only before launches
-            that are not cached, and in debug mode. None where the caller knows that they do.
-        placed: whether place_tokens has found the slots, and nothing was launched since.
-        queries: of a step, on CUDA, which are multiplied by their matrix meanwhile; not while torch
-            compiles.
+        check: raises unless the arguments fit one another. CUDA calls it only before launches
+            that are not cached, and in debug mode. None where the caller has checked.
+        placed: whether place_tokens found the slots, and nothing was launched since.
+        queries: of a step, to multiply by their matrix meanwhile; eager CUDA only.
 
-    Returns:
-        The queries times their matrix, as affine_rows gives them; None without.
+    The result is the products of the queries, as affine_rows gives them; None without queries.
     """
     k, v, slots, exact_format, rope, bad = call
     if torch.compiler.is_compiling():
@@ -222,16 +211,7 @@ def write_rows(
 
 
 def bind_append(call: AppendCall, *, placed: bool = False) -> Launch | None:
-    """An append that write_rows has made on CUDA, bound to its tensors.
-
-    Args:
-        call: with counters.
-        placed: as of write_rows, of every such append.
-
-    Returns:
-        A launch that takes the addresses of bad and of new rows like those of the call; None if it
-        took more than a launch, or none.
-    """
+    """Bind an append of write_rows to its tensors; None unless it took exactly one launch."""
     from ..kernels.cuda.append.launch import bind_append
 
     return bind_append(call, overlaps=placed)
@@ -252,12 +232,11 @@ def _cpu() -> ModuleType:
 
 
 def _changes(transform: Encoding) -> bool:
-    """Whether it changes rows, and not only how they are rounded."""
+    """Whether the transform changes rows, and not only their rounding."""
     return transform.rotate or not (transform.offset is None and transform.matrix is None)
 
 
 def _parts(call: AppendCall) -> list[AppendCall]:
-    """The call in parts of some tokens."""
     k, v, slots, _, rope, _ = call
     found = []
     for first in range(0, len(k.x), TOKENS_PER_PART):
@@ -274,7 +253,6 @@ def _parts(call: AppendCall) -> list[AppendCall]:
 
 
 def _transform_cpu(x: torch.Tensor, transform: Encoding, rope: Rope | None = None) -> torch.Tensor:
-    """What transform_rows gives."""
     if transform.matrix is not None:
         return transform_rows(x, transform, rope)
     if rope is not None:
@@ -289,7 +267,7 @@ def _transform_cpu(x: torch.Tensor, transform: Encoding, rope: Rope | None = Non
 
 
 def _write(call: AppendCall, backend: str) -> None:
-    """The reference, and on the CPU what its kernel does not round: one operation after another."""
+    """Append by the reference, or on the CPU by single operations, where no kernel does all."""
     k, v, slots, exact_format, rope, bad = call
     transform = _transform_cpu if backend == "cpu" else transform_rows
     k = k._replace(x=transform(k.x.detach(), k.transform, rope))
@@ -303,8 +281,7 @@ def _write(call: AppendCall, backend: str) -> None:
 
 
 def _writes(side: AppendSide, slots: Slots, exact_codec: str, backend: str) -> list[Write]:
-    """What to write of K or V: storage, slots, rows [slots, num_kv_heads, row_bytes], and which of
-    the rows are to be counted as NaN [slots, num_kv_heads]."""
+    """The writes of K or V: storage, slots, rows, and the rows to count as NaN."""
     x, storage, fmt, exact_storage, transform = side
     clip, feedback = transform.clip, transform.feedback
 
@@ -356,7 +333,6 @@ def _op_arguments(side: AppendSide) -> list[Any]:
 
 
 def _call_of(args: Sequence[Any]) -> AppendCall:
-    """The call of the arguments of the op, but for the backend."""
     sides = []
     for x, rows, name, exact_rows, *transform in (args[:_PER_SIDE], args[_PER_SIDE:][:_PER_SIDE]):
         fmt = RowFormat.parse(name, int(x.shape[-1]))

@@ -30,16 +30,7 @@ _MOST_APART = 1024
 
 
 def check_call(call: AppendCall) -> None:
-    """Raise unless tokens can be appended: all that append_rows documents; values are read where
-    they may be.
-
-    Raises:
-        ShapeError: the tensors do not fit one another or the formats, rows share memory, or a slot
-            does not exist or is given twice.
-        ConfigError: a dtype or a format does not exist, what goes together is not complete, or
-            what is to be written cannot be.
-        DeviceError: the tensors lie on different devices.
-    """
+    """Raise the errors of append_rows unless tokens can be appended; reads readable values."""
     check_append(call)
     k = call.k
     if not is_rehearsed(k.x):  # such rows have no memory
@@ -50,7 +41,7 @@ def check_call(call: AppendCall) -> None:
 
 
 def check_append(call: AppendCall) -> None:
-    """Raise unless the arguments fit one another; nothing is read. Errors as of check_call."""
+    """Raise unless the arguments fit one another; values are not read."""
     k, v, slots, _, rope, bad = call
     num_tokens, num_kv_heads = check_new(k.x, v.x)
     check_pages("k_rows", k.rows, k.fmt)
@@ -76,11 +67,7 @@ def check_append(call: AppendCall) -> None:
 
 
 def check_tokens(call: AppendCall, names: Names = K_AND_V) -> None:
-    """Raise unless new tokens and rope fit the rows that they are written to; nothing is read.
-
-    This is what a cache cannot know: slots, rows and transforms are its own. Errors as of
-    check_call.
-    """
+    """Raise unless new tokens and rope fit the rows (all that a cache does not know)."""
     k, v, _, _, rope, _ = call
     num_tokens, num_kv_heads = check_new(k.x, v.x, names)
     heads = k.rows.shape[1]
@@ -109,7 +96,6 @@ def check_types(
     v_transform: Basis | None,
     rope: Rope | None,
 ) -> None:
-    """Raise ConfigError unless what cannot be left out is a tensor, and the rest of its class."""
     check_new_types(k, v, rope)
     check_readable(k_rows=k_rows, v_rows=v_rows, slots=slots.packed)
     optional = {"exact_k": exact_k, "exact_v": exact_v}
@@ -123,25 +109,19 @@ def check_types(
 def check_new_types(
     k: torch.Tensor, v: torch.Tensor, rope: Rope | None, names: Names = K_AND_V
 ) -> None:
-    """Raise ConfigError unless new rows are tensors, and rope a Rope or None."""
     check_readable(**dict(zip(names, (k, v), strict=True)))
     if rope is not None:
         check_kind("rope", rope, Rope, "give Rope(cos, sin)")
 
 
 def check_apart(k_name: str, k_rows: torch.Tensor, v_name: str, v_rows: torch.Tensor) -> None:
-    """Raise ConfigError if K and V begin at one address, where V would be written over K."""
+    """Raise ConfigError if K and V begin at one address."""
     if k_rows.data_ptr() == v_rows.data_ptr() != 0 and k_rows.numel():
         raise ConfigError(f"{k_name} and {v_name} are one tensor: K and V need one each")
 
 
 def _check_written(call: AppendCall) -> None:
-    """Raise unless every row that may be written has memory of its own, and torch lets it.
-
-    Raises:
-        ShapeError: rows of a tensor share memory.
-        ConfigError: those of two tensors do, or a tensor was made in inference mode.
-    """
+    """Raise unless every row to write has memory of its own, and is no tensor of inference mode."""
     k, v, bad = call.k, call.v, call.bad
     given = {"k_rows": k.rows, "v_rows": v.rows, "exact_k": k.exact_rows, "exact_v": v.exact_rows}
     written = {name: rows for name, rows in given.items() if rows is not None}
@@ -174,10 +154,10 @@ def _check_apart(written: Mapping[str, torch.Tensor]) -> None:
 
 
 def _are_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether no two elements lie in one place.
+    """Whether no two elements share a place.
 
-    The axes of what is cut out of a tensor, or transposed, can be put in an order in which each
-    stride leads beyond all that the axes before it reach.
+    The axes of a slice or a transpose can be ordered so that each stride is larger than the reach
+    of all axes before it.
     """
     reach = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
@@ -189,7 +169,7 @@ def _are_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class _Bytes:
-    """A tensor of bytes as numpy takes it, on any device: it looks at addresses only."""
+    """A tensor's addresses as numpy takes them, on any device."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.__array_interface__ = {
@@ -202,14 +182,14 @@ class _Bytes:
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have a byte in common; K and V of one pool of pages have not."""
+    """Whether two tensors share a byte; K and V of one pool of pages do not."""
     if not a.numel() or not b.numel():
         return False
     return np.shares_memory(np.asarray(_Bytes(a)), np.asarray(_Bytes(b)))
 
 
 def check_new(k: torch.Tensor, v: torch.Tensor, names: Names = K_AND_V) -> tuple[int, int]:
-    """num_tokens and num_kv_heads, if K and V can be rows of the same tokens."""
+    """Check that K and V are rows of the same tokens; return num_tokens and num_kv_heads."""
     k_name, v_name = names
     if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2]:
         raise ShapeError(
@@ -232,7 +212,7 @@ def check_new(k: torch.Tensor, v: torch.Tensor, names: Names = K_AND_V) -> tuple
 def _check_storage(
     names: tuple[str, str], k_rows: torch.Tensor, v_rows: torch.Tensor, num_kv_heads: int
 ) -> None:
-    """The rows of K and V are the same pages, with as many KV heads as the new tokens."""
+    """Raise unless K and V have the same pages, with the KV heads of the new tokens."""
     shape = k_rows.shape
     if shape[:3] != v_rows.shape[:3]:
         raise ShapeError(
@@ -253,7 +233,7 @@ def check_pages(name: str, rows: torch.Tensor, fmt: AnyFormat) -> None:
 
 
 def _check_exact(call: AppendCall, num_kv_heads: int) -> None:
-    """The 16-bit rows and their slots: all or none."""
+    """Raise unless 16-bit rows and their slots fit, and all or none are given."""
     k, v, slots, codec, _, _ = call
     check_exact_format(codec)
     has_slots = slots.exact is not None and slots.evicted is not None

@@ -1,11 +1,7 @@
 """Attention over rows: the public call and the op of torch.
 
-    torch.ops.kvquant.attend_segments    gives [out], or [out, lse]
-
-The op takes a list for each field of a segment, with an entry for each segment. It is called under
-torch.compile only, because the dispatcher takes a few microseconds. Formats are names; K has the
-head_dim of q, V its own. Shapes and dtypes are checked while a graph is traced, everything where it
-runs.
+Under torch.compile only, torch.ops.kvquant.attend_segments gives [out], or [out, lse]. It takes a
+list for each field of a segment, and formats by name. Its dispatcher takes a few microseconds.
 """
 
 from __future__ import annotations
@@ -101,15 +97,13 @@ def decode_attention(
 ) -> torch.Tensor | State:
     """Attend one new token of each sequence, or its last few, to quantized rows.
 
-    Rows are dequantized on the way: no dequantized copy of the cache is made. Query head h reads
-    KV head h // (num_q_heads / num_kv_heads). torch.compile takes the call as one op, with
-    fullgraph=True too.
+    Kernels read the rows without a dequantized copy of the cache. Query head h reads KV head h //
+    (num_q_heads / num_kv_heads). torch.compile(fullgraph=True) takes the call as one op.
 
-    The queries of a sequence are those of its last tokens, whose rows are there already, and each
-    sees the tokens up to its own: query i the first seq_len - q_lens + i + 1 of them, none where
-    that is not positive. Several queries (of drafted tokens, say) take one call: rows are read once
-    for all of them. Ragged queries (q_indptr), those of chunks of prompts and of decode steps, take
-    one call without padding.
+    The queries of a sequence are those of its last tokens, whose rows are there already. Query i
+    sees the first seq_len - q_lens + i + 1 tokens, none if that is not positive. One call reads
+    rows once for several queries (drafted tokens), and takes ragged ones (q_indptr: chunks of
+    prompts beside decode steps) without padding.
 
     Args:
         q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for several
@@ -124,41 +118,34 @@ def decode_attention(
         v_format: format of v_rows, or its short name (then of the head_dim of q).
         block_table: [batch, max_pages], int32: the pages of each sequence, in the order of its
             tokens; entries after the last page in use are not read.
-        q_lens: [batch], int32: queries of each sequence, the first rows of q; the rest of q may
-            hold anything. q_len of each when None; for q of four axes only.
-        q_indptr: [batch + 1], int32, on the device of q: sequence i has the rows q_indptr[i] to
-            q_indptr[i + 1] of q, none where these are equal. It begins
-            with 0, never falls and ends with total. A CUDA graph may be replayed with other values,
-            and compiled code serves any. A replay that needs fewer rows gives the others to a
-            sequence of 0 tokens. Not with a tree_mask.
-        variant: what the model changes in attention (a soft cap, sink logits, ALiBi, a window,
-            masks), see AttentionVariant; nothing when None.
+        q_lens: [batch], int32: queries of each sequence, the first rows of q; q_len when None.
+            Only for q of four axes.
+        q_indptr: [batch + 1], int32, on the device of q: sequence i has rows q_indptr[i] to
+            q_indptr[i + 1] of q. It begins with 0, never falls and ends with total. A CUDA graph
+            may be replayed with other values; spare rows go to a sequence of 0 tokens. Not with a
+            tree_mask.
+        variant: what the model changes in attention (see AttentionVariant); nothing when None.
         sm_scale: factor on q·k, on CUDA a positive one; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well. This rules out a faster
-            kernel for many query heads on a KV head on Hopper, which rounds K and V to fp16 (see
-            kvquant/ops/README.md).
-        num_splits: splits of the tokens (split-K): on the CPU at least so many, on CUDA at most so
-            many, of the first segment, as every warp of a split gets a tile. When None they are
-            chosen, and on CUDA work is shared out by the lengths where these differ much: the last
-            bits of a sequence's result then depend on the lengths of the others.
-        backend: "cpu" or "cuda" (numba), or "reference" (float64 torch, slow); by the device of q
-            when None.
+            Hopper kernel that rounds K and V to fp16 (see kvquant/ops/README.md).
+        num_splits: splits of the tokens (split-K), on the CPU at least, on CUDA at most. When
+            None CUDA shares work by the lengths: the last bits of a result may depend on other
+            lengths.
+        backend: "cpu" or "cuda" (numba), or "reference" (float64 torch, slow); by device when
+            None.
 
     Returns:
-        out [batch, num_q_heads, head_dim of v_format], [batch, q_len, num_q_heads, head_dim of
-        v_format] or [total, num_q_heads, head_dim of v_format], as q, the dtype of q; with
-        return_lse also lse of that shape without its last axis, float32, base e. Padding, and
-        queries that see no token, give zeros and lse -inf. On the CPU a head with a score
-        that float32 cannot hold, as of an infinite query, gives NaN, out and lse. NaN in a row
-        reaches the queries that see it; on CUDA, in a row of V, all of its sequence. Neither out
-        nor lse has a gradient.
+        out, the shape (with the head_dim of v_format) and dtype of q; with return_lse also lse of
+        that shape without its last axis, float32, base e. Padding, and queries that see no token,
+        give zeros and lse -inf. A score that float32 cannot hold gives a NaN head on the CPU. NaN
+        in a row reaches the queries that see it; on CUDA, in a row of V, all of its sequence. out
+        and lse have no gradient.
 
     Raises:
-        ShapeError: the tensors do not fit one another, or a length is over the capacity, a page
-            does not exist, q_lens are not 0 to q_len, or q_indptr does not begin with 0, falls or
-            does not end with total (on CUDA these values are read in debug mode only, see
-            kvquant.debug; q_lens are kept to 0 to q_len, q_indptr to 0 to total, and rows of q
-            behind its last entry give zeros).
+        ShapeError: the tensors do not fit one another, a length is over the capacity, a page
+            does not exist, or q_lens or q_indptr are not as above. On CUDA values are read in debug
+            mode only (see kvquant.debug): else q_lens are clamped to 0 to q_len and q_indptr to 0
+            to total, and rows of q after its last entry give zeros.
         ConfigError: a dtype, a format or the backend does not exist, sm_scale or num_splits is not
             possible, or an argument is of another type.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
@@ -230,24 +217,19 @@ def attend(
     *,
     in_op: bool = False,
 ) -> Result:
-    """Attend to rows, which may be stored in a basis.
+    """Attend to rows, which may be stored in a basis; raises as decode_attention.
 
-    On CUDA the launcher checks a call only when it has not seen one like it.
+    On CUDA the launcher checks a call only when it has not seen one of its kind.
 
     Args:
         call: its queries, and the results, are outside of the basis.
-        basis: that the rows are stored in; None if they are stored as they came.
-        seq_lens: [batch or more], int32: tokens of each sequence in all segments; needed only with
-            a basis and one query a sequence, where a sequence may have none.
-        transformed: q in the basis, and the factor that goes with it, where an append has found
-            that (write_rows).
+        basis: of the rows; None if they are stored untransformed.
+        seq_lens: [batch or more], int32: tokens of each sequence in all segments; for a basis
+            and one query a sequence, where a sequence may be empty.
+        transformed: q in the basis and its factor, if an append (write_rows) has computed them.
         in_op: whether the op of torch is running, which must not call itself.
 
-    Returns:
-        out and lse as in decode_attention; lse is None where it was not asked for.
-
-    Raises:
-        As decode_attention.
+    lse is None unless the call asks for it.
     """
     q, segments, _, num_splits, return_lse, q_lens, variant, backend, *_ = call
     if variant is not None:
@@ -278,7 +260,6 @@ def _attend_in_basis(
     seq_lens: torch.Tensor | None,
     transformed: Transformed | None,
 ) -> Result:
-    """Attend to rows in a basis; arguments as of attend."""
     q, segments, sm_scale, _, return_lse, q_lens, variant, backend, *_ = call
     if transformed is None:
         check = functools.partial(check_segments, q, segments, q_lens, call.q_indptr)
@@ -314,9 +295,9 @@ def _tokens_of(segments: Sequence[Segment]) -> torch.Tensor:
 def with_missing_scores(
     variant: AttentionVariant, q: torch.Tensor, basis: LayerBasis, sm_scale: float | None
 ) -> tuple[AttentionVariant, bool]:
-    """The variant with which rows in a basis are attended to, and whether lse is whole then.
+    """The variant for rows in a basis, and whether lse includes the missing scores.
 
-    A soft cap sees what softmax does not: the part of all scores that the rows in the basis lack.
+    Softmax does not see the missing part of the scores, but a soft cap does.
     """
     if variant.soft_cap is None:
         return variant, False
@@ -327,7 +308,7 @@ def with_missing_scores(
 
 
 def _attend_checked(call: AttentionCall) -> Result:
-    """Attend by the backend that was asked for, once everything is checked, values too."""
+    """Check the values and attend by the backend of the call."""
     call = _check(call)
     q, segments, sm_scale, _, return_lse, q_lens, variant, *_ = call
     backend = kernels_for(q, call.backend)
@@ -355,7 +336,7 @@ def _attend_checked(call: AttentionCall) -> Result:
 
 @functools.cache
 def cpu_kernel() -> Callable[[AttentionCall], State]:
-    """The CPU's kernel, for calls that are checked and have a scale."""
+    """The CPU's kernel, for checked calls with a scale."""
     from ..kernels.cpu.decode import attend
 
     return attend
@@ -375,7 +356,7 @@ def _require_extra() -> None:
 
 
 def _check(call: AttentionCall) -> AttentionCall:
-    """The call, with formats in place of their names, if q can attend to the segments."""
+    """Check the call; return it with formats in place of their names."""
     q, segments, _, num_splits, _, q_lens, variant, *_ = call
     made = []
     for segment in segments:
@@ -406,7 +387,6 @@ def check_types(
     q_lens: torch.Tensor | None = None,
     q_indptr: torch.Tensor | None = None,
 ) -> None:
-    """Raise ConfigError unless q and all of the segments are of the types that they must be."""
     check_readable(q=q)
     if q_lens is not None:
         check_readable(q_lens=q_lens)
@@ -427,7 +407,6 @@ def check_types(
 
 
 def _attend_traced(call: AttentionCall) -> Result:
-    """Attend by the op of torch, which torch.compile puts into its graph."""
     q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend, *_ = call
     check_flag("return_lse", return_lse)  # torch would take True for 1, here and below
     if not segments:
@@ -464,14 +443,13 @@ def segment_of(
     v_format: str,
     *others: Any,
 ) -> Segment:
-    """A segment, from the arguments of an op: its fields, with formats by name."""
+    """A segment from the arguments of an op, with formats by name."""
     head_dim = int(q.shape[-1])  # a number of its own while torch traces any shape
     k, v = RowFormat.parse(k_format, head_dim), RowFormat.parse(v_format, v_head_dim)
     return Segment(k_rows, v_rows, seq_lens, k, v, *others)
 
 
 def _op_call(q: torch.Tensor, *args: Any) -> AttentionCall:
-    """The call, from the arguments of the op."""
     count = len(args) - len(PLAIN)
     *fields, v_head_dim, sm_scale, return_lse, num_splits, backend = args[: count - 3]
     q_lens, q_indptr, padded = args[count - 3 : count]

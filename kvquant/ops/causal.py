@@ -4,15 +4,13 @@
     query 0   sees the past and its own token
     query n   n tokens more
 
-cuDNN's kernel, the fastest of torch's on CUDA, has a causal mask for squares only. So the past,
-which all queries see, and their own tokens are attended to apart and merged by their log-sum-exps.
-Where no kernel of torch gives those, for gradients and with a sliding window, queries are taken by
-blocks, each with the keys that it sees: then a mask has BLOCK rows, and so have scores that torch
-computes in memory. Sink logits are a factor on the results of kernels. What else changes scores (a
-soft cap, ALiBi) no kernel of torch computes: blocks are so small that SCORES fit.
+cuDNN's kernel, the fastest on CUDA, masks squares only. So the past and the own tokens are attended
+to apart and merged by their log-sum-exps. Gradients and sliding windows go by blocks of BLOCK
+queries, each with the keys that it sees; a soft cap or ALiBi by smaller blocks, whose SCORES fit in
+memory. Sink logits are a factor on the results.
 
-Source: FlashAttention (https://arxiv.org/abs/2307.08691), by cuDNN or torch's own kernels; merged
-as in cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html.
+Source: FlashAttention (https://arxiv.org/abs/2307.08691) by cuDNN or torch's kernels; cascade
+inference (https://flashinfer.ai/2024/02/02/cascade-inference.html).
 """
 
 from __future__ import annotations
@@ -109,8 +107,7 @@ def _by_blocks(
     *,
     with_scores: bool,
 ) -> torch.Tensor:
-    """Attend with a few queries at a time, to the keys that they see: with a mask of torch's, or
-    where that is not enough, with all their scores."""
+    """Attend with blocks of queries, each to the keys that it sees, by a mask or by all scores."""
     total, q_len, rows = k.shape[2], q.shape[2], BLOCK
     window = total if variant.window is None else variant.window
     if with_scores:
@@ -147,13 +144,9 @@ def _with_scores(
     sm_scale: float | None,
     variant: AttentionVariant,
 ) -> torch.Tensor:
-    """Attend with a few queries by all their scores, in float32 but for the products of 16-bit
-    queries and keys on CUDA, which are rounded to their dtype first, as eager attention does.
+    """Attend by all scores, in float32 from products that CUDA rounds as eager attention does.
 
-    Args:
-        q, k, v, sm_scale, variant: as in causal_attention, of keys that some of the queries see.
-        mask: [q_len, keys]: which of them.
-        distance: [q_len, keys]: position of the key - position of the query.
+    mask and distance (key's position less the query's) are [q_len, keys].
     """
     heads, rows, dtype = k.shape[1], q.shape[2], q.dtype
     if not q.is_cuda:  # few processors multiply 16-bit numbers
@@ -178,7 +171,7 @@ def _with_scores(
 def _causal_state(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Out and lse of the last tokens, if a kernel of torch can: of themselves, and of the past."""
+    """Out and lse of the last tokens over themselves and the past; None if torch has no kernel."""
     past = k.shape[2] - q.shape[2]
     own = _state(q, k[:, :, past:], v[:, :, past:], True, sm_scale)
     if own is None or not past:
@@ -203,8 +196,7 @@ def _has_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def _state(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, sm_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Out and lse [batch, num_q_heads, q_len] by cuDNN or torch's flash kernel, if one of them can:
-    torch keeps lse for gradients, and has no public call that gives it."""
+    """Out and lse [batch, num_q_heads, q_len] by private kernels of torch; None if none can."""
     params = SDPAParams(q, k, v, None, 0.0, is_causal, q.shape[1] != k.shape[1])
     ops = torch.ops.aten
     if can_use_cudnn_attention(params):

@@ -20,16 +20,9 @@ WRONG_TYPES = AttributeError, TypeError, IndexError, RuntimeError
 
 
 def kernels_for(tensor: torch.Tensor, backend: str | None) -> str:
-    """Name the backend that serves a tensor, or check the one that was asked for.
+    """The backend that serves a tensor, or the one asked for, checked.
 
-    Args:
-        tensor: of the call.
-        backend: "cpu" (numba), "cuda", or "reference" (plain torch on any device, slow, never
-            chosen unasked); by the tensor's device when None.
-
-    Raises:
-        ConfigError: the backend does not exist.
-        DeviceError: it does not serve the tensor's device, or no kernel does.
+    It raises ConfigError for an unknown backend, DeviceError if none serves the device.
     """
     device = "cuda" if is_rehearsed(tensor) else tensor.device.type
     if backend is None:
@@ -50,7 +43,6 @@ def kernels_for(tensor: torch.Tensor, backend: str | None) -> str:
 
 
 def check_cuda_codecs(formats: Iterable[RowFormat]) -> None:
-    """Raise UnsupportedError unless CUDA kernels have code for the codecs of these formats."""
     from ..kernels.cuda.device.row_layout import check_codec
 
     try:
@@ -60,8 +52,7 @@ def check_cuda_codecs(formats: Iterable[RowFormat]) -> None:
 
 
 def check_cuda_pages(formats: Iterable[RowFormat], page_size: int) -> None:
-    """Raise ConfigError unless pages of so many rows begin at multiples of 16 bytes, one behind
-    another: kernels find the rows of a page by that."""
+    """Raise ConfigError unless pages of so many rows take multiples of 16 bytes for kernels."""
     for fmt in formats:
         if page_size * fmt.row_bytes % 16:
             least = 16 // math.gcd(fmt.row_bytes, 16)
@@ -75,16 +66,14 @@ def check_cuda_pages(formats: Iterable[RowFormat], page_size: int) -> None:
 def torch_op(
     name: str, schema: str, call: Callable[..., Any], fake: Callable[..., Any]
 ) -> torch._ops.OpOverloadPacket:
-    """Register a custom op of torch, which torch.compile(fullgraph=True) takes as one node.
+    """Register torch.ops.kvquant.<name>, which torch.compile(fullgraph=True) takes as one node.
+
+    Eager code calls `call` itself: the dispatcher takes a few microseconds.
 
     Args:
-        name: the op becomes torch.ops.kvquant.<name>.
         schema: of its arguments and results; arguments that it writes are marked (a!).
-        call: computes; it is given the arguments by position.
-        fake: checks shapes and dtypes while a graph is traced, and makes results without values.
-
-    Returns:
-        The op. The dispatcher takes a few microseconds: eager code calls `call` itself.
+        call: computes; takes the arguments by position.
+        fake: checks shapes and dtypes in a trace, and makes results without values.
     """
     name = f"kvquant::{name}"
     # strides are kept: torch would copy a whole cache to make it contiguous

@@ -1,4 +1,4 @@
-"""Merge attention over disjoint sets of tokens into attention over all of them."""
+"""Merging of attention states."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def merge_states(*states: State) -> State:
             them; lse -inf marks a state without tokens, whose out does not matter.
 
     Returns:
-        out, the dtype of the first one, and lse, float32 (float64 if any lse is). Computed in the
-        dtype of lse. Where no state has tokens: zeros and -inf. Where an lse is +inf out is NaN.
+        out, the dtype of the first one, and lse, float32 (float64 if any lse is), computed in the
+        dtype of lse. Without any tokens: zeros and -inf. Where an lse is +inf out is NaN.
 
     Raises:
         ShapeError: no state, or states that do not fit one another.
@@ -66,7 +66,7 @@ def merge_states(*states: State) -> State:
 
 
 def _merge(outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype) -> State:
-    """merge_states of states that lie one behind another; arguments as of merge_by_kernels."""
+    """Merge stacked states; arguments as of merge_by_kernels."""
     top = lses.amax(0)
     # all empty: exp(-inf - 0) = 0; where a score was infinite: NaN, as in decode_attention
     weights = (lses - top.masked_fill(top == -torch.inf, 0.0)).exp()
@@ -79,14 +79,10 @@ def _merge(outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype) -> State:
 def merge_by_kernels(
     outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype, backend: str | None
 ) -> State:
-    """merge_states of states that lie one behind another, 16-bit ones on CUDA by one kernel.
+    """Merge stacked states, 16-bit ones on CUDA by one kernel.
 
-    Args:
-        outs: [states, ..., head_dim], float32 of any strides; or dtype, each state without gaps:
-            then the first one is overwritten, and may be returned.
-        lses: [states, ...], float32, likewise.
-        dtype: of the out that is returned.
-        backend: as in decode_attention.
+    outs [states, ..., head_dim] and lses [states, ...] are float32; or outs of `dtype`, each state
+    contiguous: then the first one may be overwritten and returned.
     """
     has_kernel = dtype in EXACT_DTYPES.values() and outs.shape[-1] % 4 == 0 and outs.numel() > 0
     if not (has_kernel and outs.is_cuda) or kernels_for(outs, backend) == "reference":

@@ -1,24 +1,21 @@
 """Attention over latent rows (multi-head latent attention, MLA), with absorbed queries.
 
-    torch.ops.kvquant.attend_latents    gives [out], or [out, lse]
+torch.ops.kvquant.attend_latents gives [out], or [out, lse], under torch.compile.
 
-Keys and values of all heads are made of one latent a token, by matrices of the model: K of a head
-is W_UK latent with the RoPE part beside it, V is W_UV latent. Attention needs neither, because
+K of a head is W_UK latent beside the RoPE part, V is W_UV latent. Absorption avoids both:
 
     q · (W_UK latent) = (W_UK^T q) · latent        sum of p W_UV latent = W_UV (sum of p latent)
 
-so with q_latent = W_UK^T q the heads share one K, the row, and one V, its latent; W_UV is applied
-to the result. To attention these are segments of one KV head (rows/segment.py), whose V rows are
-the first bytes of its K rows: reference and CPU kernel are those of all other rows.
+With q_latent = W_UK^T q the heads share one K, the row, and one V, its latent; W_UV is applied to
+the result. So rows are segments of one KV head (rows/segment.py), whose V rows are the first bytes
+of its K rows; reference and CPU kernel are those of all rows.
 
-A prefix that sequences share is read once for all of them, as in shared_prefix.py: to it the
-queries of all sequences are heads of one query. Its splits are combined with those of each
-sequence's own tokens, so that on CUDA it is one more launch of the same call:
+A prefix that sequences share is read once, as in shared_prefix.py; on CUDA by one more launch:
 
     prefix      1 sequence, batch x q_len x heads columns ──▶ parts 0 .. n-1 ┐
     own rows    batch sequences, q_len x heads columns    ──▶ parts n .. m   ┴──▶ combined
 
-Sequences that do not share it leave the parts before n out.
+Sequences that do not share it ignore the parts before n.
 
 Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), 2.1.2.
 """
@@ -113,8 +110,8 @@ def mla_decode_attention(
 ) -> torch.Tensor | State:
     """Attend one token of each sequence, or its last few, to latent rows.
 
-    With several queries a sequence, query i of q_len sees the tokens up to its own, token
-    seq_len - q_len + i. On CUDA all heads of a sequence read its rows once, for K and V.
+    Query i of q_len sees the tokens up to its own, seq_len - q_len + i. On CUDA all heads of a
+    sequence read its rows once, for K and V.
 
     Args:
         q_latent: [batch, num_heads, latent_dim] or [batch, q_len, num_heads, latent_dim], float32,
@@ -132,23 +129,23 @@ def mla_decode_attention(
         q_lens: [batch], int32: queries of each sequence, as in decode_attention.
         return_lse: return the log-sum-exp of the scaled scores as well.
         num_splits: parts to cut each sequence into; by its length when None.
-        backend: "cpu" (numba), "cuda" (bfloat16 and float16 queries) or "reference" (plain torch in
-            float64 on any device, slow); by the device of q_latent when None.
+        backend: "cpu" (numba), "cuda" (16-bit queries) or "reference" (float64 torch, slow); by
+            device when None.
 
     Returns:
-        out, of the shape and dtype of q_latent: the weighted sum of latents of each head, to which
-        W_UV is to be applied. With return_lse also lse, float32, its shape without the last axis,
-        base e. A query that sees no token gives zeros and -inf.
+        out, the shape and dtype of q_latent: each head's weighted sum of latents, for W_UV. With
+        return_lse also lse, float32, that shape without the last axis, base e. A query that sees no
+        token gives zeros and -inf.
 
     Raises:
         ShapeError: the tensors do not fit one another, or a length is over the capacity, a page
             does not exist or q_lens are not 0 to q_len (on CUDA read in debug mode only).
-        ConfigError: a dtype, the format or the backend does not exist, sm_scale or num_splits is
-            not possible, or an argument is of another type; on CUDA also float32 queries, and rows
-            with gaps.
+        ConfigError: a dtype, the format or the backend does not exist, sm_scale or num_splits
+            is not possible, or an argument is of another type; on CUDA also float32 queries, and
+            rows with gaps.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
-        UnsupportedError: the tensors lie on CUDA, and there is no kernel for the format with these
-            queries, for an sm_scale that is not positive, or for the GPU.
+        UnsupportedError: CUDA has no kernel for the format with these queries, for an sm_scale
+            that is not positive, or for the GPU.
 
     Example:
         >>> import torch
@@ -190,19 +187,14 @@ def attend_latents(
 ) -> Result:
     """Attend to latent rows, which may be stored in a basis.
 
+    It raises as mla_decode_attention; on CUDA also UnsupportedError for several queries and more
+    than two segments.
+
     Args:
         call: its queries, and the results, are outside of the basis.
-        basis: that the rows are stored in, k of the latents and v of the RoPE parts; None if they
-            are stored as they came.
-        seq_lens: [batch], int32: tokens of each sequence in all segments and the prefix, needed
-            with a basis.
-
-    Returns:
-        out and lse as in mla_decode_attention; lse is None where it was not asked for.
-
-    Raises:
-        As mla_decode_attention; on CUDA UnsupportedError for several queries and more than two
-        segments.
+        basis: of the rows, k of the latents and v of the RoPE parts; None if untransformed.
+        seq_lens: [batch], int32, for a basis: tokens of each sequence in all segments and the
+            prefix.
     """
     check_flag("return_lse", call.return_lse)
     scale, num_splits = _scale_of(call.sm_scale), check_num_splits(call.num_splits)
@@ -229,10 +221,10 @@ def attend_latents(
 
 
 def _attend_in_basis(call: LatentCall, basis: LayerBasis, seq_lens: torch.Tensor) -> Result:
-    """Attend to rows that are stored in a basis; both parts of a query pay as K's does.
+    """Attend to rows in a basis: both parts of a query are transformed as for K.
 
-    The latents' basis is that of K and of V at once. Products are torch's, of few rows: the matrix
-    of 512 latents is 1 MiB, which no kernel has room for beside its rows.
+    The latents' basis is that of K and of V. torch multiplies: the matrix of 512 latents is 1 MiB,
+    more than a kernel has room for.
     """
     fmt, sm_scale = call.segments[0].k_format, call.sm_scale
     assert isinstance(fmt, LatentFormat)
@@ -256,7 +248,6 @@ def _attend_in_basis(call: LatentCall, basis: LayerBasis, seq_lens: torch.Tensor
 
 
 def _attend(call: LatentCall) -> Result:
-    """Attend now; values are looked at where they may be."""
     backend = kernels_for(call.q_latent, call.backend)
     if backend == "cuda" and not debug.enabled:
         check = functools.partial(_checked, call)
@@ -293,7 +284,7 @@ def _add_prefix(
     q_lens: torch.Tensor | None,
     attend: Callable[..., State],
 ) -> State:
-    """Merge attention to a prefix into the states of the sequences that share it."""
+    """Merge attention over a prefix into the states of sequences that share it."""
     sharing = prefix.shares.nonzero()[:, 0]
     if not len(sharing):
         return own
@@ -310,7 +301,7 @@ def _add_prefix(
 
 
 def _attend_cuda(call: LatentCall, check: Callable[[], object] | None = None) -> Result:
-    """Attend by the launcher; it calls check once for all calls of a kind."""
+    """Attend by the launcher, which calls check once for all calls of a kind."""
     q_latent, q_rope = call.q_latent.detach(), call.q_rope.detach()
     is_single = q_latent.ndim == 3
     if check is not None and (
@@ -326,7 +317,7 @@ def _attend_cuda(call: LatentCall, check: Callable[[], object] | None = None) ->
 
 
 def _checked(call: LatentCall) -> torch.Tensor:
-    """As _query, of tensors whose values lie in memory."""
+    """`_query`, after a check that the values of all tensors lie in memory."""
     given = {"q_latent": call.q_latent, "q_rope": call.q_rope}
     check_readable(**given, **({} if call.q_lens is None else {"q_lens": call.q_lens}))
     if call.prefix is not None:
@@ -340,12 +331,7 @@ def _checked(call: LatentCall) -> torch.Tensor:
 
 
 def check_kernels(formats: Sequence[LatentFormat], query: str = "bf16") -> None:
-    """Raise UnsupportedError unless the CUDA kernel reads rows of these formats.
-
-    Args:
-        formats: of the rows.
-        query: "bf16" or "fp16", of the queries.
-    """
+    """Raise UnsupportedError unless CUDA reads these formats with "bf16" or "fp16" queries."""
     for fmt in formats:
         _check_kernel(fmt, query)
 
@@ -363,7 +349,7 @@ def check_call(
     sm_scale: float | None,
     backend: str | None,
 ) -> None:
-    """Raise unless attend_latents takes such queries, before anything is done."""
+    """Raise unless attend_latents can take these queries."""
     scale = _scale_of(sm_scale)
     if kernels_for(q_latent, backend) == "cuda" and not torch.compiler.is_compiling():
         from ..kernels.cuda.mla.launch import codec_of
@@ -378,7 +364,7 @@ def _scale_of(sm_scale: float | None) -> float:
 
 
 def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentFormat) -> None:
-    """Raise unless queries are of shapes, dtypes and devices that go together and with a format."""
+    """Raise unless the shapes, dtypes and devices of queries fit one another and the format."""
     if q_latent.dtype not in FLOAT_DTYPES or q_rope.dtype != q_latent.dtype:
         raise ConfigError(
             f"q_latent is {q_latent.dtype} and q_rope {q_rope.dtype}: use float32, bfloat16 or "
@@ -396,7 +382,7 @@ def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentForma
 
 
 def _query(call: LatentCall) -> torch.Tensor:
-    """The whole queries, [..., latent_dim + rope_dim], if they can attend to the segments."""
+    """Check the queries and join their parts: [..., latent_dim + rope_dim]."""
     if not call.segments:
         raise ShapeError("no segments: attention needs at least one")
     fmt = call.segments[0].k_format
@@ -420,8 +406,7 @@ def _cuda_kernel() -> Callable[..., Result]:
 
 
 def _op_call(q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any) -> LatentCall:
-    """The call, from the arguments of the op; where some sequences share a prefix, it is the first
-    segment."""
+    """The call from the arguments of the op; a prefix is the first segment."""
     *fields, q_lens, shares, sm_scale, return_lse, num_splits, backend = args
     dims = int(q_latent.shape[-1]), int(q_rope.shape[-1])
     segments = [

@@ -36,13 +36,12 @@ def quantize_rows(
     Args:
         x: [..., head_dim], float32, bfloat16 or float16, of any strides; on the CPU or CUDA, or
             with backend="reference" on any device.
-        fmt: the format of the rows, or its short name ("int4-g4"); a LatentFormat for latent rows,
-            whose elements are the latent and behind it the RoPE part.
-        check: look for values that the format cannot hold (NaN, Inf, magnitudes over fmt.max_abs)
-            and raise. With False such a row is written so that all of it decodes to NaN; of a
-            latent row the part that has such a value.
-        backend: "cpu" (numba), "cuda" (torch on CUDA) or "reference" (plain torch); by the device
-            of x when None. Their bytes are equal.
+        fmt: the format of the rows, or its short name ("int4-g4"); with a LatentFormat x is the
+            latent, then the RoPE part.
+        check: raise if there is a value that the format cannot hold (NaN, Inf, magnitudes over
+            fmt.max_abs). With False its row, or its part of a latent row, decodes to NaN.
+        backend: "cpu" (numba), "cuda" (torch on CUDA) or "reference" (plain torch), all with
+            equal bytes; by device when None.
 
     Returns:
         [..., row_bytes], uint8, contiguous, on the device of x.
@@ -91,10 +90,8 @@ def dequantize_rows(
     Args:
         rows: [..., row_bytes], uint8, of any strides; devices as in quantize_rows.
         fmt: the format that they were written in, or its short name.
-        dtype: of the result: float32, bfloat16 or float16. Values are computed in float32 and
-            rounded once.
-        backend: "cpu" (numba), "cuda" (torch on CUDA) or "reference" (plain torch); by the device
-            of rows when None. Their values are equal.
+        dtype: float32, bfloat16 or float16; values are computed in float32 and rounded once.
+        backend: as in quantize_rows, with equal values.
 
     Returns:
         [..., head_dim], dtype, contiguous, on the device of rows.
@@ -124,7 +121,7 @@ def dequantize_rows(
 def dequantize_segment(
     segment: Segment, sequence: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one sequence in the order of its tokens: [num_kv_heads, seq_len, head_dim]."""
+    """K and V of one sequence in token order: [num_kv_heads, seq_len, head_dim]."""
     k = dequantize_rows(segment.rows(sequence, "k"), segment.k_format, dtype)
     return k, dequantize_rows(segment.rows(sequence, "v"), segment.v_format, dtype)
 
@@ -145,16 +142,14 @@ def quantize_calibrated(
         clip: [num_kv_heads], float32: share of its range that a group keeps; None for all.
         feedback: [num_kv_heads, head_dim, head_dim], float32, from feedback_matrix; None for the
             nearest codes.
-        backend: as in quantize_rows; on CUDA feedback is one launch in place of about 800 of torch.
+        backend: as in quantize_rows; on CUDA feedback is one launch, not about 800 of torch.
 
     Returns:
-        [batch, num_kv_heads, tokens, row_bytes], uint8; rows with values that the format cannot
-        hold decode to NaN.
+        [batch, num_kv_heads, tokens, row_bytes], uint8; a row with a value that the format cannot
+        hold decodes to NaN.
 
     Raises:
-        ShapeError: clip or feedback does not fit the rows.
-        ConfigError: clip or feedback is not float32.
-        DeviceError: they lie on another device than x.
+        ShapeError, ConfigError, DeviceError: clip or feedback does not fit x.
         UnsupportedError: feedback on CUDA without the cuda extra, or on too old a GPU.
     """
     _check_calibrated(x, clip, feedback)
@@ -191,7 +186,7 @@ def quantize_calibrated(
 def _check_calibrated(
     x: torch.Tensor, clip: torch.Tensor | None, feedback: torch.Tensor | None
 ) -> None:
-    """Raise unless clip and feedback can be those of the heads of x."""
+    """Raise unless clip and feedback fit the heads of x."""
     if x.ndim != 4:
         raise ShapeError(
             f"x is {list(x.shape)}: it must be [batch, num_kv_heads, tokens, head_dim]"

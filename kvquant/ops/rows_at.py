@@ -1,11 +1,4 @@
-"""Rows at slots: copied, put, and read back as values.
-
-    dequantize_pages                      checks its arguments; one launch on CUDA
-    take, put                             the bytes of rows, of torch
-    torch.ops.kvquant.dequantize_pages    writes out
-
-The op is called under torch.compile only; formats are names, of the head_dim of out.
-"""
+"""Rows at slots: copied, put, and dequantized by torch.ops.kvquant.dequantize_pages."""
 
 from __future__ import annotations
 
@@ -42,12 +35,11 @@ def dequantize_pages(
 
     Args:
         rows: [num_pages, num_kv_heads, page_size, row_bytes], uint8, as in append_rows.
-        fmt: the format that they were written in, or its short name; a LatentFormat for latent
-            rows, whose values are the latent and behind it the RoPE part (on CUDA by torch).
+        fmt: the format that they were written in, or its short name; a LatentFormat gives the
+            latent, then the RoPE part (on CUDA by torch).
         slots: [num_tokens], int64, contiguous: page * page_size + place in the page; a negative one
             gives zeros.
-        dtype: of the result: float32, bfloat16 or float16. Values are computed in float32 and
-            rounded once.
+        dtype: float32, bfloat16 or float16; values are computed in float32 and rounded once.
         out: where to write: [num_tokens, num_kv_heads, head_dim], dtype, contiguous; new when None.
         backend: as in append_rows.
 
@@ -90,7 +82,6 @@ def dequantize_pages(
 def _dequantize(
     rows: torch.Tensor, fmt: AnyFormat, slots: torch.Tensor, out: torch.Tensor, backend: str | None
 ) -> None:
-    """Check and dequantize into out; see dequantize_pages."""
     backend = kernels_for(rows, backend)
     # latent rows and their parts have none
     has_kernel = isinstance(fmt, RowFormat) and fmt.is_of_heads
@@ -132,14 +123,14 @@ def take(storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def put(storage: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows as _take gives them."""
+    """Write rows as `take` gives them."""
     page_size, wide = max(storage.shape[2], 1), _widest(storage)
     flat = rows.flatten().view(wide.dtype)  # view looks at strides of axes of size 1, too
     wide[slots // page_size, :, slots % page_size] = flat.view(*rows.shape[:2], wide.shape[-1])
 
 
 def _widest(rows: torch.Tensor) -> torch.Tensor:
-    """The same bytes as the largest numbers that they can be: indexing takes time by the number."""
+    """The same bytes as the largest possible numbers: indexing takes time by the number."""
     numbers = rows.shape[-1] | int(rows.storage_offset()) | rows.data_ptr()
     for stride in rows.stride()[:-1]:
         numbers |= stride
@@ -150,7 +141,7 @@ def _widest(rows: torch.Tensor) -> torch.Tensor:
 def check_dequantize(
     rows: torch.Tensor, fmt: AnyFormat, slots: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Raise unless the rows at slots can be dequantized into out; errors as of check_append."""
+    """Raise as check_append unless the rows at slots can be dequantized into out."""
     check_pages("rows", rows, fmt)
     if slots.ndim != 1:
         raise ShapeError(f"slots is {list(slots.shape)}: it must be [num_tokens]")
@@ -164,7 +155,7 @@ def check_dequantize(
 
 
 def _op_arguments(rows: torch.Tensor, name: str, *others: Any) -> tuple[Any, ...]:
-    """The arguments of check_dequantize and the backend, from those of the op."""
+    """The arguments of check_dequantize and the backend, from the op's."""
     slots, out, backend = others
     return rows, parse_any(name, int(out.shape[-1])), slots, out, backend
 

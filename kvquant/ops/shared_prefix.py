@@ -3,14 +3,11 @@
     q          [batch, q_heads]                      own tokens ──▶ (out, lse) ──┐
        └──▶    [members x ratio] of each KV head     prefix     ──▶ (out, lse) ──┴──▶ merged
 
-To the prefix the queries of all members are those of one sequence: they see all of it, so it makes
-no difference that there may be several of each member. On CUDA a kernel expands its rows once for
-up to 256 queries (kernels/cuda/prefix/launch.py); on the CPU, where scores are changed, and where
-rows have more than 256 elements, they are one token with many heads. The two states are merged by
-their log-sum-exp, exactly.
-
-torch.ops.kvquant.add_prefix, which is called under torch.compile only, is the prefix's part on
-CUDA; it writes out and lse.
+To the prefix the queries of all members are those of one sequence, because they see all of it. On
+CUDA a kernel expands its rows once for up to 256 queries (kernels/cuda/prefix/launch.py); on the
+CPU, for changed scores, and for rows of more than 256 elements, they are many heads of one token.
+The log-sum-exps merge both states exactly. torch.ops.kvquant.add_prefix is the prefix's part under
+torch.compile.
 
 Source: cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html.
 """
@@ -72,12 +69,12 @@ _OF_QUERIES = {"sink_logits", "soft_cap", "score_offsets", "tree_mask"}
 
 
 def is_shareable(variant: AttentionVariant | None) -> bool:
-    """Whether sequences that attend so can read a prefix once for all of them."""
+    """Whether sequences with this variant can read a prefix once for all of them."""
     return _OF_QUERIES.issuperset(names_of(variant))
 
 
 def has_kernel(*formats: RowFormat) -> bool:
-    """Whether the prefix kernel on CUDA expands such rows; others are read by the decode kernel."""
+    """Whether CUDA's prefix kernel expands these rows; the decode kernel reads others."""
     from ..kernels.cuda.prefix.spec import WIDEST
 
     return all(fmt.head_dim <= WIDEST for fmt in formats)
@@ -94,29 +91,25 @@ def attend_shared(
     """Attend to a shared prefix and to each sequence's own tokens.
 
     Args:
-        call: its segments are each sequence's tokens behind the prefix. Of several queries a
-            sequence, a member's must not stand in the prefix, but for the first, which may be its
-            last token (not with a tree_mask). Its variant may have soft_cap, sink_logits (which
-            take part once, when both states are merged), score_offsets and tree_mask. With a soft
-            cap or offsets the prefix is read by the decode kernels, once for all its queries too.
-        prefix: tokens of one sequence (batch 1) that come before those of the members. Its length
-            may be 0.
-        members: [num_members], int64: the sequences (indices into the batch) that share the
-            prefix, each once; negative entries are ignored. All sequences when None.
+        call: its segments are each sequence's tokens after the prefix. Queries of a member come
+            after the prefix; only the first may be its last token (not with a tree_mask). The
+            variant may have soft_cap, sink_logits, score_offsets and tree_mask; a soft cap or
+            offsets take the decode kernels.
+        prefix: tokens of one sequence (batch 1), before those of the members; may be empty.
+        members: [num_members], int64: the indices of sequences that share the prefix, each
+            once; negative ones are ignored. All sequences when None.
         basis, seq_lens, transformed: as in attend; seq_lens counts the prefix, too.
 
     Returns:
-        As attend: out in the dtype of q, to which the state of the own tokens is rounded before
-        they are merged.
+        As attend; the state of the own tokens is rounded to the dtype of q before the merge.
 
     Raises:
-        ShapeError: the prefix is of several sequences, members are not indices into the batch, or
-            have more queries than fit behind the prefix (on CUDA these values are read in debug
-            mode only; see kvquant.debug).
-        ConfigError: members are not int64, or the prefix is a ring.
-        DeviceError: members lie on another device than q.
-        UnsupportedError: the variant has window or alibi_slopes, which count positions: attend to
-            whole sequences.
+        ShapeError: the prefix is of several sequences, members are no indices into the batch,
+            or queries stand in the prefix (on CUDA in debug mode only; see kvquant.debug).
+        ConfigError, DeviceError: members are not int64 on the device of q, or the prefix is a
+            ring.
+        UnsupportedError: the variant has window or alibi_slopes, which count positions: attend
+            to whole sequences.
         As decode_attention.
     """
     q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend, *_ = call
@@ -193,7 +186,7 @@ def attend_shared(
 def _check_variant(
     variant: AttentionVariant | None, q: torch.Tensor, q_lens: torch.Tensor | None
 ) -> AttentionVariant | None:
-    """The variant, None if it changes nothing; raise unless all of a prefix is read alike."""
+    """The variant, None if it changes nothing; raise if it hides or shifts parts of a prefix."""
     variant = in_use(variant)
     if variant is None:
         return None
@@ -210,7 +203,6 @@ def _check_variant(
 
 
 def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment]) -> None:
-    """Raise unless the prefix is of one sequence, and goes with the query and the segments."""
     if prefix.k_rows.ndim != 4 or prefix.seq_lens.ndim != 1:
         raise ShapeError(
             f"the prefix has k_rows {list(prefix.k_rows.shape)} and seq_lens "
@@ -235,7 +227,6 @@ def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment])
 
 
 def _check_members(members: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise unless they are indices into the batch, each once."""
     check_tensors(members=members)
     batch = len(q)
     if members.ndim != 1 or members.dtype != torch.int64:
@@ -258,7 +249,7 @@ def _check_queries(
     segments: Sequence[Segment],
     in_tree: bool,
 ) -> None:
-    """Raise unless all queries of the members see the whole prefix; of a tree, stand behind it."""
+    """Raise unless all queries of the members see the whole prefix; a tree must follow it."""
     own = torch.stack([segment.seq_lens for segment in segments]).sum(0)
     counts = torch.full_like(own, q.shape[1]) if q_lens is None else q_lens
     inside = counts > own + (0 if in_tree else 1)  # the prefix's last token sees all of it
@@ -277,7 +268,7 @@ def _check_queries(
 def _queries_of(
     members: torch.Tensor | None, q_lens: torch.Tensor | None, q: torch.Tensor
 ) -> torch.Tensor | None:
-    """The queries of members, as their places among all [batch * q_len]; None for all."""
+    """The places of the members' queries among all [batch * q_len]; None for all."""
     if members is None and q_lens is None:
         return None
     batch, q_len = q.shape[:2]
@@ -299,7 +290,7 @@ def _merged(
     prefix_lse: torch.Tensor,
     members: torch.Tensor | None,
 ) -> State:
-    """Merge the states of the members, [num_kv_heads, num_members, ...], into those of all."""
+    """Merge the members' states, [num_kv_heads, num_members, ...], into those of all."""
     of_prefix = [x.transpose(0, 1).flatten(1, 2) for x in (prefix_out, prefix_lse)]
     if members is None:
         return merge_states((out, lse), (of_prefix[0], of_prefix[1]))
@@ -336,13 +327,11 @@ def _add_prefix(
 
 
 def check_prefix(q: torch.Tensor, prefix: Segment) -> None:
-    """Raise unless queries can attend to a prefix of one sequence."""
     if len(q):
         check_segments(q[:1], [prefix])
 
 
 def _op_arguments(q: torch.Tensor, *args: Any) -> tuple[Any, ...]:
-    """The arguments of _add_prefix, from those of the op."""
     k_rows, v_rows, seq_lens, k_format, v_format, table, members, out, *others = args
     rows = k_rows, v_rows, seq_lens, k_format, v_format, None, table
     prefix = segment_of(q, int(out.shape[-1]), *rows)

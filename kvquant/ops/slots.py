@@ -1,13 +1,8 @@
-"""Slots of new tokens: found and checked; in one launch with the lengths of a layer on CUDA.
+"""Slots of new tokens, found and checked; on CUDA in one launch with a layer's lengths.
 
-    slots_of                          checks its arguments, then as below
-    find_slots                        what a cache calls, which has checked already
-    check_slots                       whether slots exist and differ
-    torch.ops.kvquant.place_tokens    writes the lengths of a layer, lost and room
-
-place_tokens reads nothing on the host. As a custom op of torch it is called inside torch.compile
-only, which takes it with fullgraph=True: what it writes is declared, and it returns nothing. Its
-reference, which other devices and debug mode take, is find_slots and LayerCache.set_lens.
+find_slots is slots_of without its checks. Under torch.compile only, torch.ops.kvquant.place_tokens
+writes the lengths of a layer, lost and room, and reads nothing on the host. Its reference, also on
+other devices and in debug mode, is find_slots and LayerCache.set_lens.
 """
 
 from __future__ import annotations
@@ -60,27 +55,25 @@ def slots_of(
     Args:
         seq_lens: [batch], int32 or int64, tokens of each sequence before the append.
         packed_lens: [batch], how many of them are packed (see Split.packed_lens).
-        new_lens: [batch], how many of the new_tokens, the first ones, belong to each sequence; the
-            others get no slots. None: all.
+        new_lens: [batch], how many of new_tokens, the first ones, belong to each sequence; all
+            when None.
         new_tokens: new tokens per sequence.
         page_size: rows in a page; without pages the rows that a sequence has room for.
         sink_len: first tokens of each sequence, in rows 0 to sink_len of its 16-bit rows.
-        recent_len: last tokens of each sequence, in a ring of as many rows behind them.
+        recent_len: last tokens of each sequence, in a ring of as many rows after them.
         block_table: [batch, max_pages], int32: the pages of each sequence. None: page b alone.
-        seq_slots: [batch]: the sequence slot of each sequence among the 16-bit rows. None: sequence
-            slot b.
-        ring: whether packed rows, without pages, go round: a token takes the place of the one
-            page_size tokens before it.
-        at_once: whether tokens behind the sinks are packed when they come, those of the ring, too:
-            then none is evicted, and packed_lens only tell what is read.
+        seq_slots: [batch]: each sequence's slot among the 16-bit rows. None: sequence slot b.
+        ring: whether packed rows without pages are a ring of page_size rows.
+        at_once: whether tokens after the sinks, with those of the ring, are packed when they
+            come. Then none is evicted.
 
     Returns:
-        Slots of batch * new_tokens tokens, on the device of seq_lens; only packed ones if sink_len
-        and recent_len are 0.
+        Slots of batch * new_tokens tokens, on the device of seq_lens; packed ones only without
+        16-bit rows.
 
     Raises:
-        ShapeError: the tensors are not of the same sequences, or a length, page or sequence slot
-            cannot be (their values are looked at on the CPU, and in debug mode).
+        ShapeError: the tensors are not of the same sequences, or a length, page or sequence
+            slot is impossible (read on the CPU, and in debug mode).
         ConfigError: a size or a dtype that is not possible.
 
     Example:
@@ -107,7 +100,7 @@ def slots_of(
 
 
 def find_slots(call: SlotsCall) -> Slots:
-    """Find slots as slots_of does, without its checks of types and sizes."""
+    """Find slots without the checks of types and sizes."""
     if not torch.compiler.is_compiling() and _are_on_cpu(call.tensors.values()):
         found = _cpu().find_slots(call)
         if found is not None:  # else the checks below say what is not possible
@@ -124,16 +117,7 @@ def find_slots(call: SlotsCall) -> Slots:
 
 
 def check_slots(slots: Slots, num_packed: int, num_exact: int) -> None:
-    """Raise unless every slot exists and none is written twice; values are read.
-
-    Args:
-        slots: of [num_tokens].
-        num_packed: packed rows that there are.
-        num_exact: 16-bit rows that there are.
-
-    Raises:
-        ShapeError: which token has what instead.
-    """
+    """Raise ShapeError unless every slot exists and none is written twice; reads values."""
     packed, exact, evicted = slots
     if _are_on_cpu(slots) and _cpu().are_possible(slots, num_packed, num_exact):
         return
@@ -178,7 +162,7 @@ def _cpu() -> ModuleType:
 
 
 def _check_tensors(call: SlotsCall) -> None:
-    """Raise unless all are whole numbers of the same sequences."""
+    """Raise unless all tensors are whole numbers of the same sequences."""
     seq_lens = call.seq_lens
     batch = seq_lens.shape if isinstance(seq_lens, torch.Tensor) else torch.Size()
     for name, tensor in call.tensors.items():
@@ -196,7 +180,7 @@ def _check_tensors(call: SlotsCall) -> None:
 
 
 def _check_lens(call: SlotsCall) -> None:
-    """Raise unless the sequences can have these lengths; values are read."""
+    """Raise unless the sequences can have these lengths; reads values."""
     seq_lens, packed_lens, new_lens, new_tokens, _, sink_len, recent_len, *_ = call
     lens, packed = seq_lens.cpu().numpy(), packed_lens.cpu().numpy()  # small: torch takes longer
     bad = (lens < 0) | (lens > MAX_LENGTH)
@@ -226,7 +210,7 @@ def _check_places(
     block_table: torch.Tensor | None,
     seq_slots: torch.Tensor | None,
 ) -> None:
-    """Raise unless pages in use and sequence slots are such; values are read."""
+    """Raise unless pages in use and sequence slots exist; reads values."""
     if block_table is not None:
         at = torch.arange(block_table.shape[1], device=block_table.device) * page_size
         bad = (_is_no_place(block_table) & (at < packed_lens[:, None])).nonzero()
@@ -242,8 +226,7 @@ def _check_places(
 
 
 def _is_no_place(numbers: torch.Tensor) -> torch.Tensor:
-    """Which numbers cannot be a page or a sequence slot; int64 would not hold slots of larger
-    ones."""
+    """Which numbers cannot be a page or a sequence slot: int64 must hold the slots."""
     return (numbers < 0) | (numbers > MAX_LENGTH)
 
 
@@ -261,7 +244,7 @@ def _check_room(
 
 
 def _check_targets(name: str, slots: torch.Tensor, count: int) -> None:
-    """slots: less than count, and no two alike but the negative ones."""
+    """Raise unless slots are less than count and differ, but for negative ones."""
     check_existing(name, slots, count)
     numbers = slots.cpu().numpy()
     used = np.sort(numbers[numbers >= 0])
@@ -289,8 +272,6 @@ class Lens(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How the tokens of a layer are split; see LayerCache."""
-
     sink_len: int
     packed_len: int
     recent_len: int
@@ -300,24 +281,14 @@ class Sizes(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where tokens go, and the lengths before them.
-
-    Attributes:
-        slots: of batch * new_tokens tokens.
-        room: [3, batch * new_tokens + batch], int64: slots, and the lengths.
-    """
+    """Slots of new tokens, and `room`, int64: these slots and the lengths before the tokens."""
 
     slots: Slots
     room: torch.Tensor
 
 
 def takes_one_launch(lens: torch.Tensor, recorded: bool) -> bool:
-    """Whether tokens are placed by place_tokens: the lengths are on CUDA and not to be read.
-
-    Args:
-        lens: of a layer.
-        recorded: what debug.is_recorded says of them.
-    """
+    """Whether place_tokens serves: the lengths are on CUDA and the host must not read them."""
     return (lens.is_cuda and (recorded or not debug.enabled)) or is_rehearsed(lens)
 
 
@@ -328,19 +299,13 @@ def place_tokens(
     new_tokens: int,
     overflow: torch.Tensor,
 ) -> Placed:
-    """Find the slots of new tokens, and set the lengths to those after them.
+    """Find the slots of new tokens, and advance the lengths in place.
 
     Args:
-        lens: set in place.
-        sizes: of the layer.
-        new_lens: [batch], int32 or int64, how many of the new_tokens belong to each sequence,
-            taken as 0 to new_tokens; all when None.
-        new_tokens: new tokens per sequence, 1 or more.
-        overflow: [1], int32: tokens beyond max_seq_len, which get no slots, are added to it.
+        new_lens: [batch], int32 or int64, clamped to 0 to new_tokens; all when None.
+        overflow: [1], int32: adds the tokens beyond max_seq_len, which get no slots.
 
-    Raises:
-        UnsupportedError: the GPU is too old, or what is installed cannot do it.
-        DeviceError: CUDA refuses the launch.
+    It raises UnsupportedError without a kernel for the GPU, DeviceError if CUDA refuses.
     """
     batch, device = lens.seq_lens.shape[0], lens.seq_lens.device
     num_tokens = batch * new_tokens
@@ -356,10 +321,9 @@ def place_tokens(
 
 
 def bind_place(lens: Lens, sizes: Sizes, new_tokens: int, room: torch.Tensor) -> Launch | None:
-    """place_tokens without new_lens, bound to the tensors of a layer and to room (see Placed).
+    """place_tokens without new_lens, bound to a layer's tensors and room (see Placed).
 
-    Returns:
-        A launch that takes the address of overflow; None if there are no sequences.
+    The launch takes the address of overflow. None if there are no sequences.
     """
     from ..kernels.cuda.slots.launch import bind_place
 

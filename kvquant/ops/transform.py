@@ -1,10 +1,4 @@
-"""Rows and queries into a basis, outputs back out of it.
-
-    torch.ops.kvquant.affine_rows    returns x M + offset
-
-16-bit queries and outputs on CUDA take one launch each; under torch.compile that is the op. Other
-devices, float32 and the reference take plain torch: Basis.transform_query and Basis.restore.
-"""
+"""Rows and queries into a basis, outputs out of it: 16 bit on CUDA by affine_rows."""
 
 from __future__ import annotations
 
@@ -26,15 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def encode_rows(x: torch.Tensor, basis: Basis) -> torch.Tensor:
-    """Change rows into what a basis stores: Basis.encode, on the CPU by a kernel where it can.
-
-    Args:
-        x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16.
-        basis: of the rows.
-
-    Returns:
-        The same shape, float32; of both ways the same bits.
-    """
+    """Basis.encode, on the CPU by a kernel with the same bits, where it can."""
     is_plain = basis.kind != "matrix" and x.shape[-1] % 16 == 0
     if not is_plain or not x.is_cpu or torch.compiler.is_compiling():
         return basis.encode(x)
@@ -51,18 +37,7 @@ def transform_query(
     backend: str | None,
     check: Callable[[], None],
 ) -> tuple[torch.Tensor, float | None]:
-    """Bring queries into the basis of K, where they give the scores of the rows as they came.
-
-    Args:
-        q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim].
-        basis: of K.
-        sm_scale: factor on q·k; None for 1 / sqrt(head_dim).
-        backend: of the attention.
-        check: raises unless q can attend to the rows.
-
-    Returns:
-        The queries, of the same shape, and the factor that goes with them.
-    """
+    """Bring queries into the basis of K; return them with the factor on their scores."""
     check_tensors(q=q)
     if q.requires_grad:
         q = q.detach()
@@ -78,7 +53,7 @@ def transform_query(
 def _matrix_for(
     q: torch.Tensor, basis: Basis, sm_scale: float | None
 ) -> tuple[torch.Tensor | None, float | None]:
-    """The matrix of a basis for 16-bit queries, and the factor that goes with it."""
+    """The matrix of a basis for 16-bit queries, and the factor on their scores."""
     if q.dtype != torch.float16:
         return basis.matrix, sm_scale
     # fp16 may not hold what the query becomes
@@ -90,12 +65,7 @@ def _matrix_for(
 def queries_of(
     q: torch.Tensor, basis: LayerBasis | None, sm_scale: float | None, backend: str | None
 ) -> tuple[Queries, float | None] | None:
-    """What transform_query would launch for queries, for an append to do it in its own launch.
-
-    Returns:
-        The queries with their matrix, and the factor that goes with them; None if no launch is
-        needed, or something else than one is.
-    """
+    """What transform_query would multiply, for an append's launch; None unless one launch does."""
     if basis is None or not takes_one_launch(q, backend) or torch.compiler.is_compiling():
         return None
     sm_scale = None if sm_scale is None else check_scale(sm_scale)
@@ -113,20 +83,15 @@ def restore_result(
     backend: str | None,
     is_whole: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Bring attention over rows in a basis to that over the rows as they came.
+    """Bring attention over rows in a basis back to that over the original rows.
 
     Args:
         out: [batch, num_q_heads, head_dim of V] or [batch, q_len, num_q_heads, head_dim of V].
         lse: the shape of out without its last axis, or None.
         q: the queries, before transform_query.
-        basis: of the rows.
-        seq_lens: [batch or more], or [batch, q_len], int32: tokens that a query sees: without any,
-            out is 0 and lse -inf; None where every query sees tokens.
-        sm_scale, backend: as in transform_query.
-        is_whole: whether the scores had missing_scores added to them, so that lse is right.
-
-    Returns:
-        out, the dtype of q, and lse, with the part of the scores that softmax does not see.
+        seq_lens: [batch or more], or [batch, q_len], int32: tokens that a query sees; without
+            any, out is 0 and lse -inf. None where every query sees tokens.
+        is_whole: whether lse includes the missing_scores already.
     """
     is_launched = takes_one_launch(q, backend)
     is_empty = None
@@ -150,27 +115,18 @@ def restore_result(
 
 
 def missing_scores(q: torch.Tensor, basis: Basis, sm_scale: float | None) -> torch.Tensor:
-    """What all scores of a query lack where K is in a basis with an offset.
-
-    Args:
-        q: [..., num_q_heads, head_dim], before transform_query.
-        basis: of K.
-        sm_scale: as in transform_query.
-
-    Returns:
-        [..., num_q_heads], float32: sm_scale * q·offset.
-    """
+    """The term sm_scale * q·offset that all scores of q lack: [..., num_q_heads], float32."""
     return basis.missing_score(q.detach()) * _held_scale(q, sm_scale)
 
 
 def _held_scale(q: torch.Tensor, sm_scale: float | None) -> float:
-    """The factor on scores, which float32 can hold: with a larger one every score is NaN anyway."""
+    """The factor on scores, clamped to float32: with a larger one every score is NaN anyway."""
     scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
     return FLOAT32_MAX if abs(scale) > FLOAT32_MAX else scale
 
 
 def takes_one_launch(x: torch.Tensor, backend: str | None) -> bool:
-    """Whether affine_rows serves rows: 16 bit on CUDA, and the reference was not asked for."""
+    """Whether affine_rows serves these rows: 16 bit on CUDA, and not the reference."""
     return (x.is_cuda or is_rehearsed(x)) and x.dtype in DTYPES and backend != "reference"
 
 
@@ -191,20 +147,19 @@ def affine_rows(
         matrix: [num_kv_heads, head_dim, head_dim], float32, contiguous but for the first axis; a
             row is multiplied from the left. None for none, then there is an offset.
         offset: [num_kv_heads, head_dim], float32, contiguous; None for none.
-        seq_lens: [batch or more], or [batch, q_len], int32: rows of length 0 become zeros, whatever
-            they hold; None if there are none.
-        check: raises unless the arguments fit one another; called only where no launch is cached;
-            check_affine when None.
-        overlaps: whether what was launched before on this stream is attention, which gives x, and
-            changes neither matrix nor offset: then this launch may begin while that one ends.
+        seq_lens: [batch or more], or [batch, q_len], int32: zeros for rows of length 0; None
+            without.
+        check: raises unless the arguments fit, for uncached launches only; None for
+            check_affine.
+        overlaps: whether the last launch on this stream is the attention that gives x, and
+            writes neither matrix nor offset: then this launch may begin before it ends.
 
     Returns:
         The same shape and dtype, rounded once, contiguous.
 
     Raises:
-        ShapeError, ConfigError, DeviceError: the arguments do not fit one another.
+        ShapeError, ConfigError, DeviceError: the arguments do not fit, or CUDA refuses.
         UnsupportedError: the GPU is too old, or what is installed cannot do it.
-        DeviceError: CUDA refuses the launch.
     """
     if x.ndim == 4:  # the rows of each query as those of a sequence of its own
         lens = None if seq_lens is None else seq_lens.flatten()
@@ -223,7 +178,7 @@ def check_affine(
     offset: torch.Tensor | None,
     seq_lens: torch.Tensor | None,
 ) -> None:
-    """Raise unless affine_rows can take its arguments; the values in the tensors are not read."""
+    """Raise unless the arguments of affine_rows fit; values are not read."""
     if x.ndim != 3 or x.dtype not in DTYPES:
         raise ConfigError(
             f"x is {list(x.shape)} {x.dtype}: it must be [batch, num_q_heads, head_dim], bfloat16 "

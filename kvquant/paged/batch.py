@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class _Parts(NamedTuple):
-    """The rows of a layer, for some places of the batch: whole, and beside a shared prefix."""
+    """The rows of a layer for some places of the batch, whole or after a shared prefix."""
 
     whole: Sequence[Segment]
     prefix: Segment | None  # None where none is ever read once
@@ -63,10 +63,7 @@ _Seen: TypeAlias = tuple[_Parts, "torch.Tensor | None", bool]
 
 
 class StepBatch(NotCopied):
-    """Places of a batch, and the tensors of its steps: what batches of both kinds of rows have.
-
-    PagedBatch and LatentPagedBatch append to it, attend to it, and say what it is for.
-    """
+    """Places of a batch and the tensors of its steps, for batches of both kinds of rows."""
 
     @torch.inference_mode(False)  # else what is made inside it could not be changed outside
     def __init__(
@@ -146,17 +143,14 @@ class StepBatch(NotCopied):
 
     @property
     def positions(self) -> torch.Tensor:
-        """[max_tokens] int64, of each new token in its sequence; 0 where there is none.
-
-        At a fixed address, for the rotary embedding of a captured step.
-        """
+        """[max_tokens] int64: the position of each new token, else 0; fixed address."""
         return self._staged.tensors["positions"]
 
     @property
     def block_table(self) -> torch.Tensor:
         """[max_batch, max_pages] int32, the pages of each sequence's packed rows; fixed address.
 
-        Where layers have windows, those of the layers that see the most.
+        With windows, those of the layers that see the most.
         """
         return self._staged.tensors["block_table"]
 
@@ -183,23 +177,24 @@ class StepBatch(NotCopied):
     ) -> _Step:
         """Make a step that grows sequences by new tokens; write their rows inside its with block.
 
-        The step begins at `with`. At the end of the block full pages count as written, and new
-        sequences may find them. If the block raises, or leaves a layer out, the sequences with new
-        tokens have failed: free(id) them, every other call refuses them.
+        The step begins at `with`; if you never enter the block, nothing happens. At its end full
+        pages count as written, and new sequences may find them. If the block raises, or leaves a
+        layer out, the sequences with new tokens have failed: free(id) them; all other calls refuse
+        them.
 
         Args:
             ids: the sequences; they take the first places of the batch in this order.
             counts: new tokens of each, or of all.
-            tokens: the ids of all new tokens, sequence after sequence; None if they are not known,
-                then no page is found by others from here on.
+            tokens: the ids of all new tokens, sequence after sequence; None if unknown: then
+                others find no page from here on.
 
         Raises:
-            At `with`, and the sequences are as they were:
+            Raised at `with`, and the sequences are as they were:
             OutOfPagesError: there are not enough pages for all.
-            ShapeError: more sequences or tokens than the batch has places for, counts that do not
-                fit, or a sequence would outgrow max_seq_len.
-            ConfigError: a sequence does not live or is given twice, or a step is open; at the end
-                of the block, that a layer was not appended to.
+            ShapeError: more sequences or tokens than places, counts that do not fit, or a
+                sequence would outgrow max_seq_len.
+            ConfigError: a sequence does not live or is given twice, or a step is open; at the
+                end of the block, a layer without an append.
         """
         return _Step(self, ids, counts, tokens)
 
@@ -249,7 +244,7 @@ class StepBatch(NotCopied):
         queries: Queries | None,
         variant: AttentionVariant | None = None,
     ) -> torch.Tensor | None:
-        """Append; queries: as write_rows takes them, and returns them; variant: of a step."""
+        """Append; queries go to write_rows, which gives the result; variant is of a step."""
         self.cache.check_layer(layer)
         compiling = torch.compiler.is_compiling()  # one graph for all steps: nothing of this one
         if rope is None and queries is None and not compiling:
@@ -326,12 +321,11 @@ class StepBatch(NotCopied):
         return multiplied
 
     def _to_write(self, layer: int, call: AppendCall) -> AppendCall:
-        """The call with what is left to do with the new rows of a layer where they are written."""
+        """The call with the encodings of new rows in a layer."""
         return call
 
     def _reads_once(self, fixed: bool) -> bool:
-        """Whether a call reads a shared prefix once; fixed: whether it is kept for other steps,
-        which have other prefixes, or none."""
+        """Whether a call reads a shared prefix once; `fixed` if other steps keep it."""
         return bool(self.shared_prefix) or (self._num_members > 0 and not fixed)
 
     def _seen_by(
@@ -342,8 +336,7 @@ class StepBatch(NotCopied):
         variant: AttentionVariant | None = None,
         in_step: bool = False,
     ) -> _Seen:
-        """What queries attend to, if they fit the step; variant: of the attention; in_step: the
-        call appends the step's tokens next."""
+        """What queries attend to, if they fit the step; with in_step the tokens come next."""
         compiling = torch.compiler.is_compiling()
         fixed = self._is_fixed(compiling)
         if not isinstance(q, torch.Tensor) or q.ndim not in (3, 4):
@@ -403,31 +396,17 @@ class StepBatch(NotCopied):
         return parts, q_lens, fixed
 
     def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
-        """Whether reading a prefix once saves more time than it costs.
-
-        Args:
-            batch: sequences of the step.
-            num_members: those that share the prefix.
-            tokens: of the prefix.
-            ratio: queries on a KV head of a sequence.
-        """
+        """Whether one read of a prefix saves time; ratio is a sequence's queries on a KV head."""
         raise NotImplementedError
 
     def _check_open(self) -> None:
-        """Raise ConfigError unless a step of this batch is open."""
         if not self._is_open:
             raise ConfigError(
                 "no step of this batch is open: append and attend inside `with batch.extend(...):`"
             )
 
     def _check_appended(self, layer: int, *, in_step: bool) -> None:
-        """Raise unless the tokens of this step's sequences may all stand in a layer; in_step: or
-        come next.
-
-        Raises:
-            ConfigError: it is known that the step's new tokens were not appended to it.
-            ShapeError: the sequences have no tokens.
-        """
+        """Raise unless a layer has, or with in_step gets next, this step's tokens."""
         if not in_step and self._lacks(layer):
             raise ConfigError(
                 f"layer {layer} was not appended to in this step: append its new tokens to it "
@@ -437,12 +416,12 @@ class StepBatch(NotCopied):
             raise ShapeError(f"layer {layer} holds no tokens of these sequences: append some first")
 
     def _lacks(self, layer: int) -> bool:
-        """Whether it is known that a layer was not appended to in this step."""
+        """Whether this step has not appended to a layer, as far as the host knows."""
         may_have = layer in self._appended or layer in self._in_graphs or self._is_compiled
         return self._num_tokens > 0 and not may_have
 
     def check_complete(self) -> None:
-        """Raise ConfigError if it is known that a layer was not appended to in this step."""
+        """Raise ConfigError if the host knows of a layer without an append in this step."""
         missing = [layer for layer in range(self.cache.num_layers) if self._lacks(layer)]
         if missing:
             raise ConfigError(
@@ -452,7 +431,7 @@ class StepBatch(NotCopied):
 
     @staticmethod
     def _refuse(name: str, x: torch.Tensor, axes: str, **others: torch.Tensor) -> NoReturn:
-        """Raise what is wrong with new rows or a query."""
+        """Raise the error about new rows or a query."""
         check_tensors(**{name: x}, **others)
         hint = ""
         if x.ndim == 4 and not name.startswith("q"):
@@ -461,25 +440,19 @@ class StepBatch(NotCopied):
         raise ShapeError(f"{name} is {list(x.shape)}: it must be {axes}{hint}")
 
     def _takes(self, q: torch.Tensor) -> bool:
-        """Whether there are kernels for queries of this dtype, one of those that check_options
-        knows."""
+        """Whether there are kernels for queries of this dtype, which check_options has checked."""
         return not (self._on_cuda and q.dtype is torch.float32)
 
     def _is_fixed(self, compiling: bool) -> bool:
-        """Whether what runs now is kept for other steps.
+        """Whether other steps keep what runs now.
 
-        compiling: torch.compiler.is_compiling() of the caller. Dynamo may compile this function by
-            itself, behind an error in another one, and it would be True here alone.
+        compiling is torch.compiler.is_compiling() of the caller: after an error in another function
+        Dynamo may compile this one alone, and it would be True here.
         """
         return compiling or (self._on_cuda and torch.cuda.is_current_stream_capturing())
 
     def _segments_of(self, layer: int, batch: int, compiling: bool = False) -> _Parts:
-        """The rows of a layer, for the first places of the batch; compiling as of _is_fixed.
-
-        Raises:
-            ShapeError: batch is less than the sequences of the step, or more than max_batch.
-            ConfigError: the layer does not exist.
-        """
+        """The rows of a layer for the first places of the batch; raises for others."""
         if compiling:
             return self._make_segments(layer, batch)
         if not self._num_ids <= batch <= self.max_batch:
@@ -510,14 +483,13 @@ class StepBatch(NotCopied):
         return _Parts(whole, prefix, [own, *others])
 
     def _make_slots(self, group: int, num_tokens: int) -> Slots:
-        """The slots of the first tokens of a step, in the layers of a group."""
+        """The slots of a step's first tokens in the layers of a group."""
         names = _in_group("packed", group), "exact", _in_group("evicted", group)
         packed, exact, evicted = (self._staged.tensors[name][:num_tokens] for name in names)
         has_exact = self.cache.state.split.exact_len > 0
         return Slots(packed, exact, evicted) if has_exact else Slots(packed)
 
     def _set(self, step: Step) -> None:
-        """Set all tensors to a step, by one copy."""
         state, arrays = self.cache.state, self._staged.next_arrays()
         numbers_of = step.slots[0]._asdict()
         for group, slots in enumerate(step.slots[1:], 1):
@@ -555,7 +527,7 @@ class StepBatch(NotCopied):
         self._staged.send()
 
     def _share(self, step: Step, used: Numbers, arrays: Mapping[str, Numbers]) -> None:
-        """Find the pages to read once in this step, and set what reads them so."""
+        """Find the pages that this step reads once, and set the tensors for them."""
         state, seq_slots = self.cache.state, step.seq_slots
         count, page_size, packed_lens = (
             len(seq_slots),
@@ -591,7 +563,7 @@ class StepBatch(NotCopied):
 
 
 def _in_group(name: str, group: int) -> str:
-    """The name of a group's tensor: the first group has the plain one."""
+    """The name of a group's tensor; the first group has the plain one."""
     return f"{name}_{group}" if group else name
 
 
@@ -603,11 +575,7 @@ def _copy_pages(
     counts: Numbers,
     first: int = 0,
 ) -> None:
-    """Copy so many pages of each sequence slot, from the `first` on, to the beginning of each
-    place.
-
-    What stands behind them is left, or overwritten: nobody reads it.
-    """
+    """Copy so many pages of each sequence slot, from `first` on, to the start of each place."""
     width = int(counts.max(initial=0))
     if len(seq_slots) * width <= 4 * int(counts.sum()) + 4096:
         target[places, :width] = tables[seq_slots, first : first + width]
@@ -619,7 +587,7 @@ def _copy_pages(
 
 
 class _Step:
-    """A step, which is open inside its with block; see StepBatch.extend."""
+    """A step, open inside its with block; see StepBatch.extend."""
 
     def __init__(self, batch: StepBatch, *given: Any) -> None:
         self._batch, self._given = batch, given
@@ -642,28 +610,28 @@ class PagedBatch(StepBatch):
     """Places of a batch, given to other sequences or lengths before each step.
 
     append and attend read lengths, pages and slots from tensors on the device, so one CUDA graph
-    serves every step. Unused places have length 0, and unused tokens no slots: capture in an empty
-    step, with q, k and v of the size that is to be replayed.
+    serves every step. Unused places have length 0 and no slots: capture in an empty step, with q, k
+    and v of the size to replay.
 
         with batch.extend([]), torch.cuda.graph(graph):
             ...  # in every layer batch.append, batch.attend
         with batch.extend(ids, tokens=tokens):
             graph.replay()
 
-    A step with new tokens appends to every layer once: a layer that Python leaves out, or appends
-    to twice, is an error. What a replay or compiled code appends is not seen.
+    A step with new tokens appends to every layer once; Python code that skips or repeats a layer
+    raises. Replays and compiled code are not checked.
 
     Args:
         cache: the cache.
         max_batch: sequences of a step.
         max_tokens: new tokens of a step; max_batch when None.
-        shared_prefix: whether to read pages that sequences share once for all of them. None: where
-            this pays; but captured or compiled code reads them once only with True.
+        shared_prefix: whether to read pages that sequences share once for all of them. None:
+            where it pays, but in captured or compiled code only True does.
 
     Attributes:
-        step_variant: the AttentionVariant of later steps, whose kernels the first append compiles
-            on CUDA; None for plain attention. A first call of step sets it. Of its tensors only
-            shapes and dtypes count.
+        step_variant: the AttentionVariant of later steps, for which the first append compiles
+            kernels on CUDA; only shapes and dtypes count. None for plain attention. The first step
+            sets it.
 
     Raises:
         ConfigError: a size that is not possible.
@@ -696,8 +664,7 @@ class PagedBatch(StepBatch):
 
     @property
     def q_indptr(self) -> torch.Tensor:
-        """[max_batch + 1] int32: where the new tokens of each place begin among those of the step,
-        for ragged queries; fixed address."""
+        """[max_batch + 1] int32: where each place's new tokens begin; fixed address."""
         return self._staged.tensors["q_indptr"]
 
     @staticmethod
@@ -712,8 +679,8 @@ class PagedBatch(StepBatch):
     ) -> None:
         """Append the step's tokens, k and v of [num_tokens, num_kv_heads, head_dim], to a layer.
 
-        The tokens of all sequences follow one another; tokens come before heads. Heads first are
-        refused, except where num_tokens equals num_kv_heads: both orders have the same shape then.
+        Tokens of all sequences follow one another, before heads. Tensors with heads first raise,
+        but not if num_tokens equals num_kv_heads: the shapes are equal.
 
         Args:
             layer: index of the layer.
@@ -723,8 +690,8 @@ class PagedBatch(StepBatch):
             rope: the rotary embedding of K, if K comes without it.
 
         Raises:
-            ShapeError, ConfigError, DeviceError: as append_rows, fewer rows than new tokens,
-                outside of a step, or a layer for the second time in a step.
+            ShapeError, ConfigError, DeviceError: as append_rows; fewer rows than new tokens, a
+                call outside of a step, or a layer's second append in a step.
         """
         self._append(layer, k, v, rope, None)
 
@@ -773,8 +740,7 @@ class PagedBatch(StepBatch):
             As attend.
 
         Raises:
-            As append and attend; nothing is appended where q, the variant or an option is not
-            possible.
+            As append and attend; nothing is appended if q, the variant or an option is invalid.
 
         Example:
             >>> import torch
@@ -843,34 +809,34 @@ class PagedBatch(StepBatch):
     ) -> torch.Tensor | State:
         """Attend with q of each sequence: its last token's, or those of its new tokens.
 
-        One query belongs to the last token of a sequence. Several queries are those of the step's
-        new tokens; each sees the tokens before it and itself. An early one may read packed rows of
+        One query belongs to the last token of a sequence; several are those of the step's new
+        tokens, each of which sees the tokens up to its own. An early one may read packed rows of
         tokens that were still in 16 bit at its own step.
 
-        Ragged queries, of chunks of prompts and decode steps in one call, follow one another as the
-        tokens of append do: give `q_indptr=batch.q_indptr`.
+        Ragged queries (chunks of prompts beside decode steps) follow one another as the tokens of
+        append do: give `q_indptr=batch.q_indptr`.
 
         Args:
             layer: index of the layer; append the step's K and V to it first.
             q: [batch, num_q_heads, head_dim], at least a row for each sequence: the query of its
                 last token. Or [batch, q_len, num_q_heads, head_dim]: those of its new tokens, then
                 padding. Or with q_indptr [total, num_q_heads, head_dim].
-            q_indptr: [batch + 1 to max_batch + 1], int32, as in decode_attention: which rows of q
-                belong to which sequence. `batch.q_indptr` has those of the step's new tokens. A
-                CUDA graph serves any counts of tokens up to the rows of q. Each sequence reads a
-                shared prefix by itself. A layer with a window takes batch.q_indptr alone, or its
-                first entries: what older queries would see is gone.
-            variant: see AttentionVariant. A layer's own window needs none. With a window or ALiBi
-                each sequence reads a shared prefix by itself; with a soft cap, score offsets or a
-                tree too, unless shared_prefix is True.
+            q_indptr: [batch + 1 to max_batch + 1], int32, as in decode_attention;
+                `batch.q_indptr` has that of the step's new tokens. A CUDA graph serves any counts
+                up to the rows of q. A layer with a window takes batch.q_indptr, or its first
+                entries, only.
+            variant: see AttentionVariant; a layer's own window is applied without one. Ragged
+                queries, windows and ALiBi read a shared prefix for each sequence; a soft cap, score
+                offsets or a tree too, unless shared_prefix is True.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
         Returns:
             As decode_attention; zeros for places without a sequence, and rows without a query.
 
         Raises:
-            As decode_attention. ShapeError: there are fewer rows than sequences or new tokens, or
-            no sequence has a token. ConfigError: outside of a step, or before the append.
+            As decode_attention.
+            ShapeError: fewer rows than sequences or new tokens, or no sequence has a token.
+            ConfigError: outside of a step, or before the append.
         """
         options = sm_scale, num_splits, return_lse, backend
         seen = self._seen_by(layer, q, q_indptr, variant)
@@ -889,7 +855,7 @@ class PagedBatch(StepBatch):
         return_lse: bool,
         backend: str | None,
     ) -> torch.Tensor | State:
-        """Attend; transformed: q in the layer's basis, if an append has found it."""
+        """Attend; transformed is q in the layer's basis, if an append has computed it."""
         parts, q_lens, fixed = seen
         tensors, members = self._staged.tensors, None
         window = self.cache.windows[layer]
@@ -912,14 +878,7 @@ class PagedBatch(StepBatch):
         return out if lse is None else (out, lse)
 
     def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
-        """Whether reading a prefix once saves more time than it costs.
-
-        Args:
-            batch: sequences of the step.
-            num_members: those that share the prefix.
-            tokens: of the prefix.
-            ratio: queries on a KV head of a sequence.
-        """
+        """As StepBatch.pays."""
         if not all(has_kernel(at.k_format, at.v_format) for at in self.cache.rows.layers):
             return False  # the decode kernel unpacks a prefix for each 8 queries, here or there
         return pays(num_members, tokens, self.cache.num_kv_heads, ratio)

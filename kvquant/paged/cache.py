@@ -74,8 +74,8 @@ class PagedKVCache(NotCopied):
     """Keys and values of many sequences that come, fork, end and share their beginnings.
 
     The cache allocates all memory when it is made. Packed rows lie in pages that sequences share; a
-    shared last page is copied before it is written. 16-bit rows (sinks and recent window) lie in
-    sequence slots, one for each sequence. Rows are quantized as in KVCache. PagedBatch appends and
+    shared last page is copied before a write. 16-bit rows (sinks and recent window) lie in a
+    sequence slot for each sequence. Rows are quantized as in KVCache. PagedBatch appends and
     attends:
 
         present = cache.allocate("a", tokens)  # so many are known from other sequences
@@ -84,43 +84,40 @@ class PagedKVCache(NotCopied):
 
     Ids are strings or whole numbers. A call that raises has changed nothing. A step whose block
     raises leaves its sequences failed: free them. After an interrupt (Ctrl-C) of a call of the
-    cache itself, make another cache. Work on tensors is on the current stream, the same one for
-    all calls; a cache belongs to one thread.
+    cache, make another cache. One thread uses a cache, with one CUDA stream for all calls.
 
     Args:
         num_layers: layers with attention.
         num_kv_heads: KV heads of each layer.
         head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
         num_pages: pages of packed tokens, in every layer that sees all tokens, or the most.
-        max_num_seqs: sequences that may live at a time. Each has room for sink_len + recent_len
-            tokens in 16 bit, in every layer, and so many sinks are kept to be found again.
+        max_num_seqs: sequences that may live at a time. Each has 16-bit room for sink_len +
+            recent_len tokens in every layer; as many prefixes keep their sinks.
         max_seq_len: tokens that a sequence may have.
         page_size: tokens of a page: 1, 2, 4, 8, 16, 32, 64, 128 or 256.
-        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer. None
-            is the default: "int8-g4" with head_dim 64, 128 or 256 and the default window. Of other
-            head_dims, or without the window, rows/defaults.py says it.
-        v_format: of V, as k_format; None is "int4-g4" there, whatever K's format is.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
+            None is "int8-g4" for head_dim 64, 128 or 256 with the default window; see
+            rows/defaults.py for others.
+        v_format: of V, as k_format; None is "int4-g4" there, for any k_format.
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
-        exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
-        rollback_len: how many tokens truncate can take back exactly. The cache keeps the 16-bit
-            rows of so many tokens that left the recent window last, by two copies in each step. 0
-            keeps none. None keeps those of a sequence's last step, if it had 2 to 16 tokens (and at
-            most recent_len), as a step of drafted tokens has.
-        device: where all tensors lie. On "meta" a cache takes no memory and no sequences: nbytes
-            says how many bytes it would take.
-        bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
-        windows: of each layer, how many of the last tokens attention sees; None for all. Layers
-            with the same window have pages of their own, as many as max_num_seqs sequences and a
-            step of chunk_len new tokens need, at most num_pages. They keep the last window + 64 +
-            recent_len tokens of a sequence.
-        chunk_len: new tokens of a step, of all its sequences together, for which layers with a
-            window have pages. Give a longer prompt in several steps.
+        exact_format: "bf16" or "fp16" for the 16-bit rows; take the model's.
+        rollback_len: how many tokens truncate can take back exactly, by two more copies in each
+            step; 0 for none. None: a sequence's last step, if it had 2 to 16 tokens (drafts) and at
+            most recent_len.
+        device: where all tensors lie. On "meta" a cache takes no memory and no sequences, but
+            has its nbytes.
+        bases: the transform of each layer's rows, as in KVCache; see from_plan.
+        windows: how many of the last tokens each layer attends to; None for all. Layers of one
+            window have pages of their own for max_num_seqs sequences and a step of chunk_len
+            tokens, at most num_pages. They keep the last window + 64 + recent_len tokens.
+        chunk_len: new tokens of all sequences in a step that layers with a window have pages
+            for; give a longer prompt in several steps.
 
     Attributes:
         rows: the tensors.
         state: slots, lengths and pages of the sequences.
-        bad_rows: [2] int32, on the device: rows of K and of V that were written as NaN: see check.
+        bad_rows: [2] int32, on the device: rows of K and of V that became NaN: see check.
 
     Raises:
         ConfigError: a size or a format that does not exist.
@@ -230,10 +227,10 @@ class PagedKVCache(NotCopied):
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:
-            plan: of the model whose keys and values will come (see CachePlan.check_model), or the
-                path of its file. Layer i is the model's layer plan.places[i].
+            plan: a plan, or the path of its file, of the model whose keys and values will come
+                (CachePlan.check_model compares). Layer i is the model's layer plan.places[i].
             num_pages: as in PagedKVCache.
-            options: the others of PagedKVCache, but for formats and bases. A plan has no windows.
+            options: others of PagedKVCache. A plan has no windows.
 
         Raises:
             ConfigError: a size that is not possible, or an option that the plan decides.
@@ -256,8 +253,8 @@ class PagedKVCache(NotCopied):
     ) -> Self:
         """Make an empty cache with the layers, KV heads and windows of a model of transformers.
 
-        The cache holds the layers that have keys and values of their own, in the model's order. On
-        a rank of a model with a tp_plan it has the rank's heads.
+        The layers with keys and values of their own follow in the model's order. On a rank of a
+        model with a tp_plan the cache has the rank's heads.
 
         Args:
             model: the model, or its config.
@@ -302,9 +299,8 @@ class PagedKVCache(NotCopied):
     ) -> Self:
         """Make an empty cache whose tensors take at most so many bytes.
 
-        Sequence slots come first: max_num_seqs of them, or with seq_len as many as there can be
-        sequences of that length. Pages of layers with a window follow; pages of the other layers
-        get the rest. `token_capacity` says how many tokens fit.
+        Sequence slots come first: max_num_seqs, or with seq_len as many as sequences of that
+        length. Then pages of layers with a window; other layers get the rest. See `token_capacity`.
 
         Args:
             nbytes: bytes of cache.nbytes. PagedBatch, model and attention take more.
@@ -366,7 +362,7 @@ class PagedKVCache(NotCopied):
         return made
 
     def _bytes_of(self, num_pages: int, max_num_seqs: int) -> int:
-        """Bytes of a cache like this one, of so many pages and sequence slots."""
+        """Bytes of a cache like this one with so many pages and sequence slots."""
         rows = self.rows
         sizes = group_sizes(self.windows, num_pages, max_num_seqs, rows.split, self.chunk_len)
         each = zip(sizes, rows.groups, strict=True)
@@ -385,12 +381,12 @@ class PagedKVCache(NotCopied):
 
     @property
     def bases(self) -> list[LayerBasis] | None:
-        """What the rows of each layer are stored as; None if as they came."""
+        """The transforms of each layer's rows; None for none."""
         return [rows.basis for rows in self.rows.layers if rows.basis is not None] or None
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
+        """The number of layers."""
         return len(self.rows.layers)
 
     @property
@@ -410,8 +406,7 @@ class PagedKVCache(NotCopied):
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that a sequence can still take, cached ones included, reserved ones not; of the
-        layers that see the most."""
+        """Pages to take, also cached but not reserved ones, in the layers that see the most."""
         self._let_go()
         return self.state.num_free_pages
 
@@ -435,7 +430,6 @@ class PagedKVCache(NotCopied):
 
     @property
     def _num_pages(self) -> int:
-        """Pages of the layers that see the most."""
         return len(self.rows.groups[0].sides[0].layers[0])
 
     def length(self, sequence_id: SequenceId) -> int:
@@ -454,7 +448,7 @@ class PagedKVCache(NotCopied):
         return self.state.pool.namespace(sequence_id)
 
     def match_prefix(self, tokens: Sequence[int], *, namespace: str | None = None) -> int:
-        """How many of the tokens allocate would find present in a namespace."""
+        """How many of the tokens allocate would find in a namespace."""
         return self.state.match_prefix(tokens, plain_namespace(namespace))
 
     def allocate(
@@ -465,34 +459,33 @@ class PagedKVCache(NotCopied):
         room: int | None = None,
         namespace: str | None = None,
     ) -> int:
-        """Begin a sequence with the rows that are there for a prefix of its tokens, if any.
+        """Begin a sequence with the rows that the cache has for a prefix of its tokens, if any.
 
         With room the sequence begins only if there are pages for so many tokens, and reserves them
-        until it is freed or swapped out. A copy of a page that a fork shares is not included.
+        until it is freed or swapped out. Room has no page for a copy of one that a fork shares.
 
-        Whole pages are found, and the sinks; the recent window is empty and fills with the next
-        tokens. The last of the tokens is never present: its output is wanted.
+        allocate finds whole pages and the sinks; the recent window fills with the next tokens. The
+        last of the tokens is never present, because its output is needed.
 
-        Rows of equal tokens count as equal. Where rows depend on more (a LoRA adapter, images
-        behind placeholder tokens, embeddings), or where no tenant may learn from `present` or from
-        the time to the first token what others have asked, give a namespace.
+        Equal tokens stand for equal rows. Give a namespace where rows depend on more (a LoRA
+        adapter, images, embeddings), or where no tenant may learn from `present` or from latency
+        what others asked.
 
         Args:
             sequence_id: a new id.
             tokens: the token ids that the sequence will begin with.
-            room: tokens to reserve pages for, present ones included: len(tokens) for the prompt,
-                and more for the answer. Layers with a window reserve what a sequence holds between
-                steps. None reserves nothing.
-            namespace: a string, such as the adapter's name and a hash of the images. Sequences find
-                rows of their own namespace only. Forks, swaps and files keep it. None is the
-                namespace of all sequences without one.
+            room: tokens to reserve pages for: len(tokens) and the answer. Layers with a window
+                reserve what a sequence holds between steps. None reserves nothing.
+            namespace: a string, such as the adapter's name and a hash of the images, that
+                limits which rows sequences find. Forks, swaps and files keep it. None is that of
+                all sequences without one.
 
         Returns:
             How many of the tokens are present, the length of the sequence; extend it by the others.
 
         Raises:
-            OutOfPagesError: no sequence slot is free, or there are fewer pages than room needs and
-                others have reserved.
+            OutOfPagesError: no sequence slot is free, or too few pages that others have not
+                reserved.
             ShapeError: room is over max_seq_len.
             ConfigError: the id is in use, tokens or room are not whole numbers, or namespace is
                 neither a string nor None.
@@ -526,8 +519,8 @@ class PagedKVCache(NotCopied):
         """Begin a sequence with the tokens of another: pages are shared, 16-bit rows copied.
 
         Raises:
-            OutOfPagesError: no sequence slot is free. Or layers have windows, and too few pages
-                would be left for what allocate reserved.
+            OutOfPagesError: no sequence slot is free, or layers with windows would have too few
+                pages for what allocate reserved.
             ConfigError: the parent does not live, or the child's id is in use.
         """
         child_id = self.checked_id(child_id)
@@ -541,9 +534,9 @@ class PagedKVCache(NotCopied):
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence.
 
-        Taking back up to rollback_len tokens leaves the sequence as if they had never come; without
-        rollback_len, the last step if it had 2 to 16 tokens. Of more tokens, packed rows stay
-        packed. Swaps and files do not hold the rows that this needs.
+        Removing up to rollback_len tokens (by default the last step, if it had 2 to 16 tokens)
+        restores the sequence exactly. After more, or after a swap or a file, packed rows stay
+        packed.
 
         Raises:
             ShapeError: a length below 0 or over the present one, or pages that a window would show
@@ -557,8 +550,8 @@ class PagedKVCache(NotCopied):
             self.state.unpack(sequence_id, tokens)
 
     def free(self, sequence_id: SequenceId) -> None:
-        """End a sequence, swapped out, failed or neither; others find its full pages until the
-        pages are needed.
+        """End a sequence, also a swapped out or failed one; its full pages can be found until
+        others need them.
 
         Raises:
             ConfigError: there is no such sequence.
@@ -573,10 +566,9 @@ class PagedKVCache(NotCopied):
             self.state.free(sequence_id)
 
     def forget_prefixes(self) -> None:
-        """Let no sequence begin with rows that the cache holds now; sequences keep theirs.
+        """Let no new sequence begin with rows that the cache holds now; sequences keep theirs.
 
-        Call it where the rows of tokens are no longer what the model would compute: after new
-        weights, say.
+        Call it when the model would compute other rows for the same tokens: after new weights, say.
         """
         self._check_closed()
         with self.changing:
@@ -599,8 +591,8 @@ class PagedKVCache(NotCopied):
     def swap_out(self, sequence_id: SequenceId) -> None:
         """Move a sequence to host memory (pinned, on CUDA), on a stream beside the current one.
 
-        The host does not wait. Later calls find out when the copy is done; then the sequence slot
-        and the pages that no other sequence has are free.
+        The host does not wait. When a later call finds the copy done, it frees the sequence slot
+        and the pages that no other sequence has.
 
         Raises:
             ConfigError: the sequence does not live.
@@ -611,7 +603,7 @@ class PagedKVCache(NotCopied):
         self._let_go()
 
     def swap_in(self, sequence_id: SequenceId) -> None:
-        """Bring a sequence back; on the device, what touches it next waits for its rows.
+        """Bring a sequence back; the device waits for its rows before it uses them.
 
         Raises:
             OutOfPagesError: there are not enough pages, or no sequence slot.
@@ -623,17 +615,17 @@ class PagedKVCache(NotCopied):
             self.swap_space.swap_in(sequence_id)
 
     def finish_swaps(self) -> None:
-        """Let the host wait until all that was swapped out has left its pages and its slot."""
+        """Let the host wait until swapped out sequences have left their pages and slots."""
         with self.changing:
             self.swap_space.finish()
 
     def dequantized(
         self, sequence_id: SequenceId, layer: int, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the values of a sequence in the order of its tokens; the host waits.
+        """Copy the values of a sequence in token order; the host waits.
 
-        Of a layer with a window, the tokens in it. In a step, after append, the new tokens are
-        among them: so a prompt attends to rows that were present.
+        A layer with a window gives the tokens in it. In a step, after append, the new tokens are
+        included, so a prompt can attend to rows that were present.
 
         Returns:
             K [num_kv_heads, length, head_dim] and V of that shape, dtype; length is at most the
@@ -656,7 +648,7 @@ class PagedKVCache(NotCopied):
     def begin_step(
         self, ids: Sequence[SequenceId], counts: Sequence[int], tokens: Sequence[int] | None
     ) -> Step:
-        """Grow sequences, whose new rows are then to be written, for PagedBatch.extend."""
+        """Grow sequences for PagedBatch.extend, which then writes their rows."""
         self.prepare(ids)
         with self.changing:
             try:
@@ -674,7 +666,6 @@ class PagedKVCache(NotCopied):
         return step
 
     def _in_groups(self, copies: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """Copies of pages as those of each group's rows."""
         sources, targets = zip(*copies, strict=True) if copies else ((), ())
         places = self.state.places
         return [
@@ -683,7 +674,7 @@ class PagedKVCache(NotCopied):
         ]
 
     def end_step(self, *, written: bool) -> None:
-        """Let others find the filled pages; or, if rows are missing, fail what has grown."""
+        """Let others find the filled pages; if rows are missing, mark what has grown as failed."""
         with self.changing:
             step, self._step = self._step, None
             assert step is not None
@@ -694,11 +685,10 @@ class PagedKVCache(NotCopied):
             self.state.drop_pages(step)
 
     def _fail(self, ids: Iterable[SequenceId], counts: Iterable[int]) -> None:
-        """Mark the sequences of a step whose new rows may not be there."""
         self.state.failed.update(i for i, new in zip(ids, counts, strict=True) if new)
 
     def insert_prefixes(self, ids: Sequence[SequenceId]) -> None:
-        """Let others find the full pages of sequences whose rows are written."""
+        """Let others find the full pages of sequences, whose rows are written."""
         to_keep = self.state.insert(ids)
         try:
             while to_keep:
@@ -709,12 +699,12 @@ class PagedKVCache(NotCopied):
                 self.state.pool.lose(place)
 
     def prepare(self, ids: Sequence[SequenceId]) -> None:
-        """Make ready to change sequences; ConfigError if one does not live or a step is open."""
+        """Prepare to change sequences; ConfigError if one does not live or a step is open."""
         self._check_closed()
         self._await(ids)
 
     def _await(self, ids: Sequence[SequenceId]) -> None:
-        """Make ready to read sequences; ConfigError if one does not live."""
+        """Prepare to read sequences; ConfigError if one does not live."""
         check_holds(self.device)
         self.changing.check()
         self._let_go()
@@ -725,14 +715,14 @@ class PagedKVCache(NotCopied):
                 self.insert_prefixes(arrived)
 
     def check(self) -> None:
-        """Raise if rows were appended since the last check that decode to NaN, as KVCache.check.
+        """Raise if rows appended since the last check decode to NaN, as KVCache.check.
 
-        Reads the counter, so it waits for the GPU once, and sets it back. The outputs of sequences
-        that have such rows are NaN: free these. No later sequence begins with them: what the cache
-        holds is forgotten (forget_prefixes). Inside a step check raises, and does no more.
+        It waits for the GPU once, and resets the counter. Sequences with these rows output NaN:
+        free them. check forgets all prefixes (forget_prefixes), so no later sequence gets the rows;
+        inside a step it only raises.
 
         Raises:
-            NonFiniteError: rows came with values that their formats cannot hold, in any layer.
+            NonFiniteError: rows had values that their formats cannot hold, in any layer.
         """
         check_holds(self.device)
         counts = self.bad_rows.tolist()
@@ -744,8 +734,7 @@ class PagedKVCache(NotCopied):
     def like(
         self, layers: Sequence[int], num_pages: int, max_num_seqs: int, device: torch.device | str
     ) -> PagedKVCache:
-        """An empty cache with layers like these, of so many pages and sequence slots, on a device,
-        else like this one."""
+        """An empty cache like this one, with layers like these and other sizes, on a device."""
         bases = self.bases
         return self._made(
             layers,
@@ -763,7 +752,6 @@ class PagedKVCache(NotCopied):
         )
 
     def _made(self, layers: Sequence[int], **options: Any) -> PagedKVCache:
-        """A cache with rows like those of these layers, and other options as given."""
         kinds = [self.rows.layers[layer] for layer in layers]
         return PagedKVCache(
             num_kv_heads=self.num_kv_heads,
@@ -787,13 +775,13 @@ class PagedKVCache(NotCopied):
             )
 
     def _let_go(self) -> None:
-        """Free the pages and sequence slots of sequences that have left."""
+        """Free pages and sequence slots of sequences whose swap is done."""
         if self.swap_space.swapping_out:
             with self.changing:
                 self.swap_space.reclaim()
 
     def checked_id(self, sequence_id: SequenceId) -> SequenceId:
-        """The id of a new sequence, as it is kept; ConfigError if no new one may have it."""
+        """A new sequence's id as the cache keeps it; ConfigError if it is invalid or in use."""
         self._check_closed()
         self._let_go()
         new_id = plain_id(sequence_id)
@@ -806,7 +794,7 @@ class PagedKVCache(NotCopied):
 
 
 def _most(fits: Callable[[int], bool]) -> int:
-    """The largest whole number that fits, where all smaller ones do; 0 if none does."""
+    """The largest whole number that fits, if all smaller ones do; 0 if none does."""
     end = 1
     while fits(end):
         end *= 2
@@ -814,14 +802,12 @@ def _most(fits: Callable[[int], bool]) -> int:
 
 
 class _Change:
-    """A change of the bookkeeping, as a with block. An interrupt in it ends the use of the cache,
-    because the change is then done in part."""
+    """A with block that changes bookkeeping; after an interrupt in it the cache is unusable."""
 
     def __init__(self) -> None:
         self._is_torn = False
 
     def check(self) -> None:
-        """Raise ConfigError if an interrupt has stopped a change."""
         if self._is_torn:
             raise ConfigError(
                 "an interrupt (Ctrl-C) has stopped a call that changed this cache: make another one"

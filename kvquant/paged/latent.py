@@ -1,9 +1,4 @@
-"""LatentPagedKVCache: a PagedKVCache whose K and V are the two parts of one latent row.
-
-As in cache/latent.py the latent stands where K does, the RoPE part where V does, of one KV head.
-All bookkeeping is that of PagedKVCache; two things differ: both rows of a token lie in one row of
-memory, in a page as in a sequence slot, and attention reads that row whole.
-"""
+"""LatentPagedKVCache: a PagedKVCache with the latent for K and the RoPE part for V, in one row."""
 
 from __future__ import annotations
 
@@ -36,10 +31,8 @@ if TYPE_CHECKING:
 class LatentPagedKVCache(PagedKVCache):
     """Latent rows of many sequences of a model with multi-head latent attention, in pages.
 
-    It is a PagedKVCache of one KV head whose K is the latent and whose V is the RoPE part, as
-    LatentKVCache is a KVCache: allocate, fork, truncate, free, swap_out, swap_in, match_prefix,
-    check, dequantized, save_sequences and load_sequences are those of PagedKVCache, and errors call
-    the latent k and the RoPE part v. It has no windows. LatentPagedBatch appends and attends.
+    It is a PagedKVCache of one KV head without windows, whose K is the latent and V the RoPE part,
+    also in errors and files. LatentPagedBatch appends and attends.
 
     Args:
         num_layers: layers with attention.
@@ -55,9 +48,8 @@ class LatentPagedKVCache(PagedKVCache):
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
         ShapeError: a basis is of other sizes.
-        UnsupportedError: on CUDA a format that kernels do not read: latents of fewer than 4 groups,
-            RoPE parts of others, of 32 elements all but 16 bit; or a basis with feedback, which
-            kernels have not for such rows.
+        UnsupportedError: a basis with feedback; or, on CUDA, a format without kernels: latents
+            of fewer than 4 groups, and RoPE parts of others, or of 32 elements unless in 16 bit.
 
     Example:
         >>> import torch
@@ -123,15 +115,12 @@ class LatentPagedKVCache(PagedKVCache):
         """Make an empty cache whose formats and bases are those of a plan of latent rows.
 
         Args:
-            plan: of the model whose latents will come, or the path of its file;
-                CachePlan.check_model tells whether it is. Layer i is the model's layer
-                plan.places[i].
-            num_pages: as in LatentPagedKVCache.
-            options: the others of LatentPagedKVCache, but for formats, sizes and bases.
+            plan, num_pages: as in PagedKVCache.from_plan.
+            options: others of LatentPagedKVCache.
 
         Raises:
-            ConfigError: a size that is not possible, an option that the plan decides, or the plan
-                is of keys and values of heads.
+            ConfigError: a size that is not possible, an option that the plan decides, or a plan
+                of keys and values of heads.
             UnsupportedError: as LatentPagedKVCache.
         """
         return cls(num_pages=num_pages, **planned_options(plan, cast(Any, options)))
@@ -155,10 +144,9 @@ class LatentPagedKVCache(PagedKVCache):
     def pages(self, layer: int) -> torch.Tensor:
         """The pages of a layer, as engines have them: [num_pages, page_size, 1, row_bytes], uint8.
 
-        A view: what is appended later is seen. A page's rows follow one another without gaps. Which
-        pages are a sequence's, in the order of its packed tokens, LatentPagedBatch.block_table
-        tells; without 16-bit rows (sink_len=0, recent_len=0) these are all its tokens. Pages of 64
-        tokens in the format "fp8" are what FlashMLA reads, and vLLM in its fp8_ds_mla caches.
+        A view, with the rows of a page contiguous. LatentPagedBatch.block_table has the pages of a
+        sequence's packed tokens: all tokens with sink_len=0 and recent_len=0. FlashMLA, and vLLM in
+        fp8_ds_mla caches, read pages of 64 tokens in the format "fp8".
 
         Raises:
             ConfigError: the layer does not exist.

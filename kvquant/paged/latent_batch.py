@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class LatentPagedBatch(StepBatch):
-    """A PagedBatch over latent rows: extend, positions and CUDA graphs are as there.
+    """A PagedBatch over latent rows; extend, positions and CUDA graphs work as there.
 
     Args:
         cache: the cache.
         max_batch: sequences of a step.
         max_tokens: new tokens of a step; max_batch when None.
-        shared_prefix: as in PagedBatch. It saves time with few heads: many are bound by products,
-            which are as many.
+        shared_prefix: as in PagedBatch. It saves time with few heads; with many, products take
+            the time.
 
     Raises:
         ConfigError: a size that is not possible, or a cache that is no LatentPagedKVCache.
@@ -66,13 +66,12 @@ class LatentPagedBatch(StepBatch):
     def append(self, layer: int, latent: torch.Tensor, rope: torch.Tensor) -> None:
         """Append the step's new tokens, rows of [num_tokens, 1, dim], to a layer.
 
-        Tokens of all sequences follow one another. Errors are those of PagedBatch.append.
+        Tokens of all sequences follow one another. It raises as PagedBatch.append.
 
         Args:
             layer: index of the layer.
-            latent: [num_tokens, 1, latent_dim], bfloat16 or float16 (on the CPU float32 too), after
-                its norm, sequence after sequence; what comes after the tokens of the step is not
-                read.
+            latent: [num_tokens, 1, latent_dim], bfloat16 or float16 (on the CPU float32 too),
+                after its norm; rows after the tokens of the step are not read.
             rope: [num_tokens, 1, rope_dim], after RoPE.
         """
         self._append(layer, latent, rope, None, None)
@@ -113,21 +112,20 @@ class LatentPagedBatch(StepBatch):
     ) -> torch.Tensor | State:
         """Attend with queries [batch, num_heads, dim], or [batch, q_len, num_heads, dim].
 
-        One query belongs to the last token of a sequence, several to its new ones. Which tokens
-        and rows the queries see is told in PagedBatch.attend.
+        One query belongs to the last token of a sequence, several to its new ones; see
+        PagedBatch.attend for what they see.
 
         Args:
             layer: index of the layer; append the step's rows to it first.
-            q_latent: [batch, num_heads, latent_dim], a row for each sequence at least: the query of
-                its last token. Or [batch, q_len, num_heads, latent_dim]: those of its new tokens,
-                in the first rows of its q_len; what stands in the others is not read.
+            q_latent: [batch, num_heads, latent_dim], at least a row for each sequence: the
+                query of its last token. Or [batch, q_len, num_heads, latent_dim]: those of its new
+                tokens, then padding.
             q_rope: the same but for its last axis, rope_dim.
             sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
             q_indptr: None, because latent rows have no ragged queries.
 
         Returns:
-            As mla_decode_attention; zeros for places without a sequence, and rows without a new
-            token.
+            As mla_decode_attention; zeros for places without a sequence, and rows without a query.
 
         Raises:
             As mla_decode_attention; ShapeError and ConfigError as PagedBatch.attend.
@@ -193,8 +191,7 @@ class LatentPagedBatch(StepBatch):
     ) -> torch.Tensor | State:
         """Append rows [num_tokens, 1, dim], and attend with queries of each sequence.
 
-        Rows have no axis of sequences, and queries have one. It is what append and attend give, bit
-        for bit.
+        Rows have no axis of sequences, queries have one. The result is that of append and attend.
 
         Args:
             layer: index of the layer.
@@ -206,7 +203,7 @@ class LatentPagedBatch(StepBatch):
             As attend.
 
         Raises:
-            As append and attend; nothing is appended where a query or an option is not possible.
+            As append and attend; nothing is appended if a query or an option is invalid.
         """
         _check_padded(q_indptr)
         check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
@@ -230,12 +227,10 @@ class LatentPagedBatch(StepBatch):
         )
 
     def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
-        """As of PagedBatch."""
         return pays_of_latents(batch, num_members, tokens, ratio)
 
 
 def _check_padded(q_indptr: object) -> None:
-    """Raise UnsupportedError for ragged queries, which only PagedBatch takes."""
     if q_indptr is not None:
         raise UnsupportedError(
             "q_indptr is given, and latent rows have no ragged queries: give padded queries "

@@ -8,17 +8,14 @@
 
 A sequence is a table of pages and a length. Sequences share pages by reference counts, and a shared
 last page is copied before it is written (PagedAttention, https://arxiv.org/abs/2309.06180). A full
-page enters the prefix tree once its contents are written (insert), if its tokens are known. The
-first root_len tokens of a sequence stand outside the pages: they are counted in no length here, but
-prefixes begin with them (prefix_tree.py).
+page of known tokens enters the prefix tree once it is written (insert). The first root_len tokens
+of a sequence lie outside the pages and count in no length here; prefixes begin with them
+(prefix_tree.py).
 
-Layers with a window have rows of some pages only (window_pages.py): of those that a sequence sees
-in the window, and of those that are kept to be found again. So a page may be without rows there. A
-prefix is found as far as all layers have the rows that the next token sees.
-
-Pages are released from the last to the first, so that a cached page is never older than the cached
-pages that follow it. Several pages may have one node; of these, cached ones are those that others
-follow, or one alone.
+Layers with a window have rows of some pages only (window_pages.py). A prefix is found as far as all
+layers have the rows that the next token sees. Pages are released from the last to the first, so
+that a cached page is never older than those that follow it. Of several pages of one node, those are
+cached that others follow, or a single one.
 """
 
 from __future__ import annotations
@@ -40,12 +37,7 @@ SequenceId: TypeAlias = Hashable
 
 
 class Prefix(NamedTuple):
-    """What a new sequence begins with.
-
-    Attributes:
-        length: tokens in pages, the length of the sequence.
-        root: the place of the root under which they were found; None without pages.
-    """
+    """What a new sequence begins with: its tokens in pages, and the place of their root, if any."""
 
     length: int
     root: int | None
@@ -55,10 +47,10 @@ class Growth(NamedTuple):
     """What an append asks of the device, before the new tokens are written.
 
     Attributes:
-        entries: (place of the sequence in the call, index in its table, page): every entry of a
-            table that is new; the page's contents are undefined but for the copies.
+        entries: (place of the sequence in the call, index in its table, page): every new entry;
+            without a copy the page's contents are undefined.
         copies: (source, target) pages, at most one pair for a sequence: copy the source, which
-            others still read; the target stands in its place in the table. No source is a target.
+            others still read, to the target in the table. No source is a target.
     """
 
     entries: list[tuple[int, int, int]]
@@ -67,9 +59,7 @@ class Growth(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
-    """Pages of length tokens; the first `in_tree` ones are in the prefix tree, under the root, and
-    of each window the first `dropped` ones are seen no more. `room` pages in all are reserved
-    for it."""
+    """Pages of length tokens: `in_tree` and (by window) `dropped` first ones; `room` reserved."""
 
     pages: list[int]
     length: int
@@ -81,18 +71,16 @@ class _Sequence:
 
 
 class PagePool:
-    """Pages of a fixed size, shared by sequences that are known by their ids.
+    """Pages of a fixed size that sequences, known by their ids, share.
 
-    A call costs time in proportion to the pages it touches and the sequences with reserved pages.
-    OutOfPagesError says that more pages are needed than can be taken; nothing has changed then.
-    All else is checked by PagedState: ids, tokens, counts and lengths.
+    A call takes time for the pages it touches and the sequences with reserved pages.
+    OutOfPagesError changes nothing. PagedState checks all arguments.
 
     Args:
         num_pages: pages in the pool.
         page_size: tokens a page holds.
-        root_len: first tokens of a sequence that do not stand in pages.
-        num_roots: roots whose pages can be found again at a time; with as many as there can be
-            sequences every full page with known tokens is found again.
+        root_len: first tokens of a sequence, outside of the pages.
+        num_roots: roots whose pages can be found at a time; with one for each sequence all are.
         windows: those of the layers that do not see all tokens.
     """
 
@@ -122,19 +110,18 @@ class PagePool:
 
     @property
     def ids(self) -> list[SequenceId]:
-        """The sequences, the oldest first."""
         return list(self._sequences)
 
     def block_table(self, sequence_id: SequenceId) -> tuple[int, ...]:
-        """The pages of a sequence in the order of its tokens."""
+        """The pages of a sequence in token order."""
         return tuple(self._sequences[sequence_id].pages)
 
     def dropped(self, sequence_id: SequenceId) -> list[int]:
-        """How many of the first pages of a sequence are seen no more, in each window."""
+        """How many of a sequence's first pages it no longer sees, in each window."""
         return list(self._sequences[sequence_id].dropped)
 
     def drop(self, sequence_id: SequenceId, counts: Sequence[int]) -> None:
-        """Let a sequence see its first pages no more: so many, full ones, in each window."""
+        """Drop so many of a sequence's first pages, full ones, from each window."""
         sequence = self._sequences[sequence_id]
         for at, (window, count) in enumerate(zip(self.windows, counts, strict=True)):
             first = sequence.dropped[at]
@@ -143,7 +130,7 @@ class PagePool:
                 window.leave(page, is_found=self._is_found(page))
 
     def settle(self) -> None:
-        """The copies that append asked for are made: their sources are left in all windows."""
+        """Note that append's copies are made, and leave their sources in all windows."""
         while self._sources:
             source = self._sources.pop()
             for window in self.windows:
@@ -154,7 +141,7 @@ class PagePool:
         return self._sequences[sequence_id].length
 
     def match_prefix(self, tokens: Sequence[int], namespace: str | None = None) -> int:
-        """How many tokens after the root are in pages of the tree: a multiple of page_size."""
+        """Tokens after the root in pages of the tree: a multiple of page_size."""
         return len(self._match(tokens, namespace)) * self.page_size
 
     def allocate(
@@ -164,14 +151,10 @@ class PagePool:
         room: int = 0,
         namespace: str | None = None,
     ) -> Prefix:
-        """Begin a sequence with the pages that hold a prefix of its tokens, if there are any.
+        """Begin a sequence with the pages that hold a prefix of its tokens, if any.
 
-        Args:
-            sequence_id: a new id.
-            tokens: the token ids that the sequence will begin with, those of the root included.
-            room: tokens in pages to reserve pages for, those of the prefix included: no other
-                sequence takes these pages.
-            namespace: of the sequence: only pages of the same one are found.
+        tokens are the first token ids, with those of the root; room counts the prefix, too. The
+        sequence finds only pages of its namespace.
         """
         pages = self._match(tokens, namespace)
         length = len(pages) * self.page_size
@@ -193,15 +176,7 @@ class PagePool:
         sequence_ids: Sequence[SequenceId],
         counts: Sequence[int],
     ) -> Growth:
-        """Make room for counts[i] tokens at the end of each sequence, or of none.
-
-        Args:
-            sequence_ids: the sequences.
-            counts: new tokens of each.
-
-        Returns:
-            The pages taken, and the copies to make before the tokens are written.
-        """
+        """Make room for counts[i] tokens at the end of each sequence, or of none."""
         self.settle()  # a step that could not be ended has left some
         sequences = [self._sequences[i] for i in sequence_ids]
         needed, ends = self._needed(sequences, counts)
@@ -228,16 +203,10 @@ class PagePool:
     def insert(self, sequence_id: SequenceId, tokens: Sequence[int]) -> int | None:
         """Put the full pages of a sequence into the prefix tree, where others find them.
 
-        Call it when the contents are written, or are certain to be written before anything reads a
-        sequence that is allocated later.
+        Call it when the rows are written, or will be before anything reads a later sequence.
 
-        Args:
-            sequence_id: the sequence.
-            tokens: its first tokens, those of the root included, as far as they are known.
-
-        Returns:
-            The place of the root if nothing is kept there until now: what belongs to it, keep
-            there; if that fails, call lose.
+        tokens are the known first ones, with those of the root. The result is the place of a new
+        root: keep its rows there, or call lose if that fails.
         """
         sequence = self._sequences[sequence_id]
         full = min(len(tokens) - self.root_len, sequence.length) // self.page_size
@@ -250,7 +219,7 @@ class PagePool:
         return root.place
 
     def lose(self, place: int) -> None:
-        """Nothing is kept at the place of a root any more: under it no page is found."""
+        """Note that the place of a root keeps nothing: no page under it is found."""
         for root in self._tree.roots.values():
             if root.place == place:
                 root.is_kept = False
@@ -258,8 +227,8 @@ class PagePool:
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
         """Begin a sequence with the tokens of another; they share all pages.
 
-        OutOfPagesError is raised if that would take frames that are reserved: those that two
-        sequences see are not free when the one leaves them for whose room they count.
+        It raises OutOfPagesError if that takes reserved frames: one that two sequences see is not
+        free when the first leaves it.
         """
         parent = self._sequences[parent_id]
         if parent.room:
@@ -282,14 +251,13 @@ class PagePool:
         namespaces: Sequence[str | None] = (),
         dropped: Sequence[Sequence[int]] = (),
     ) -> list[int]:
-        """Begin sequences that share pages with one another as they did in another pool.
+        """Begin sequences that share pages as they did in another pool.
 
         Args:
-            tables: by their ids, the pages that they had, numbered from 0 without gaps.
+            tables: by ids, their pages there, numbered from 0 without gaps.
             lengths: tokens of each in its pages.
             namespaces: of the sequences; none if empty.
-            dropped: of each, how many of its first pages it sees no more in each window; none if
-                empty.
+            dropped: of each, its first pages no longer seen in each window; none if empty.
 
         Returns:
             The page of this pool for each page of the other one.
@@ -320,14 +288,13 @@ class PagePool:
         return pages
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
-        """Know a sequence by another id, without what is reserved for it."""
+        """Rename a sequence, and drop its reservation."""
         sequence = self._sequences[sequence_id]
         sequence.room = 0
         self._sequences[new_id] = sequence
         del self._sequences[sequence_id]
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
-        """Keep the first tokens of a sequence."""
         sequence = self._sequences[sequence_id]
         sequence.length = length
         sequence.in_tree = min(sequence.in_tree, length // self.page_size)
@@ -339,14 +306,13 @@ class PagePool:
         del self._sequences[sequence_id]
 
     def forget_all(self) -> None:
-        """Let nobody find a page, nor what is kept for a root; sequences keep their pages."""
+        """Let nobody find a page or a root; sequences keep their pages."""
         self._uncache(range(self.num_pages))
         self._tree = PrefixTree(*self._tree_sizes)
         for sequence in self._sequences.values():
             sequence.in_tree, sequence.root = 0, None
 
     def namespace(self, sequence_id: SequenceId) -> str | None:
-        """The namespace of a sequence."""
         return self._sequences[sequence_id].namespace
 
     def num_left(
@@ -354,12 +320,10 @@ class PagePool:
     ) -> list[int]:
         """Pages, and frames of each window, that can be taken and are not reserved.
 
-        A sequence that leaves a frame for a new one needs no other, unless somebody else sees it.
+        A sequence that swaps one frame for another needs no more, unless another one sees it.
 
-        Args:
-            ends: how many pages sequences have after a step, by the id() of each sequence. A
-                sequence that is not given keeps the number that it has now.
-            shared: pages that one more sequence is about to see, of each window.
+        ends are pages of sequences after a step, by their id(); the others keep their number.
+        shared are pages that one more sequence is about to see, of each window.
         """
         left = [self.num_free, *(window.num_free for window in self.windows)]
         for sequence in [one for one in self._sequences.values() if one.room]:
@@ -375,8 +339,7 @@ class PagePool:
     def _check_room(
         self, sequence_id: SequenceId, pages: list[int], dropped: list[int], needed: int
     ) -> None:
-        """Raise OutOfPagesError unless a new sequence finds so many pages beside those of its
-        prefix, in each window as many as it sees at most."""
+        """Raise OutOfPagesError unless so many pages beside a prefix's are left in each window."""
         cached = sum(page in self._cached for page in pages)
         left = self.num_left(shared=[set(pages[first:]) for first in dropped])
         left[0] -= cached  # which can no longer be taken then
@@ -388,7 +351,7 @@ class PagePool:
         self._check_free(needs, wanted, left)
 
     def _check_free(self, needs: str, wanted: Sequence[int], left: Sequence[int]) -> None:
-        """Raise OutOfPagesError unless as many pages are left as needed, and frames of windows."""
+        """Raise OutOfPagesError unless enough pages and frames of windows are left."""
         short = [at for at, count in enumerate(wanted) if count > left[at]]
         if not short:
             return
@@ -407,8 +370,7 @@ class PagePool:
         return self._tree.node_of_page[page] is not None
 
     def _match(self, tokens: Sequence[int], namespace: str | None) -> list[int]:
-        """The longest chain of pages that holds tokens after the root, and of which each window has
-        those that the next token sees."""
+        """The longest chain of pages with the tokens after the root that all windows can see."""
         way = self._tree.known_way(namespace, tokens)
         for count in range(len(way), 0, -1):
             for page in way[count - 1].pages:
@@ -417,7 +379,7 @@ class PagePool:
         return []
 
     def _sees(self, last: int, count: int) -> bool:
-        """Whether each window has what is seen behind a chain of so many pages, by its last."""
+        """Whether each window has what follows a chain of so many pages, by its last."""
         for window in self.windows:
             page: int | None = last
             for _ in range(count - window.first_seen(count * self.page_size)):
@@ -428,22 +390,19 @@ class PagePool:
         return True
 
     def _is_spare(self, page: int) -> bool:
-        """Whether what leads to a page leads to another one that serves as well, and on from
-        there: that has rows in all windows, or this one has not."""
+        """Whether another page after the same pages leads on and has rows where this one has."""
         twins = self._tree.node_of(page).pages
         return self._tree.is_spare(page) and (
             not self._has_rows(page) or any(self._has_rows(twin) for twin in twins if twin != page)
         )
 
     def _has_rows(self, page: int) -> bool:
-        """Whether a page has rows in all layers."""
         return all(window.frames[page] >= 0 for window in self.windows)
 
     def _needed(
         self, sequences: Iterable[_Sequence], counts: Iterable[int]
     ) -> tuple[int, dict[int, int]]:
-        """Pages to take for the tokens: new ones and copies of shared last ones; and how many pages
-        each sequence has then, see num_left."""
+        """Pages to take for new tokens and copies, and pages of each sequence then."""
         needed, size, writers, ends = 0, self.page_size, Counter[int](), dict[int, int]()
         for sequence, count in zip(sequences, counts, strict=True):
             ends[id(sequence)] = end = -(-(sequence.length + count) // size)
@@ -455,7 +414,7 @@ class PagePool:
         return needed, ends
 
     def _own_last_page(self, place: int, sequence: _Sequence, growth: Growth) -> None:
-        """Let a sequence write to its last page, which is partly full."""
+        """Copy a sequence's last, partly full page if it is shared."""
         source = sequence.pages[-1]
         if self._references[source] == 1:
             self._take_out(source)  # it was cut in a full page, whose last tokens now change
@@ -484,7 +443,7 @@ class PagePool:
         return page
 
     def _release(self, sequence: _Sequence, keep: int) -> None:
-        """Drop the references to all but the first pages of a sequence, the last page first."""
+        """Release all but a sequence's first pages, the last page first."""
         while len(sequence.pages) > keep:
             page = sequence.pages.pop()
             for window, first in zip(self.windows, sequence.dropped, strict=True):
@@ -498,7 +457,7 @@ class PagePool:
             sequence.root = None
 
     def _drop_reference(self, page: int) -> None:
-        """Refer to a page once less; without references it is cached or free."""
+        """Remove one reference to a page; without references it is cached or free."""
         self._references[page] -= 1
         if self._references[page]:
             return
@@ -509,7 +468,7 @@ class PagePool:
             self._cached[page] = None
 
     def _insert_pages(self, sequence: _Sequence, tokens: Sequence[int], full: int) -> None:
-        """Put the first `full` pages of a sequence into the tree, if there is a root for it."""
+        """Put a sequence's first `full` pages into the tree, if there is a root for it."""
         size, first = self.page_size, self.root_len
         if sequence.root is None:
             key = self._tree.root_key(sequence.namespace, tokens)
@@ -535,12 +494,11 @@ class PagePool:
             sequence.in_tree, before = at + 1, page
 
     def _drop(self, page: int) -> None:
-        """Free a cached page."""
         self._take_out(page)
         self._uncache([page])
 
     def _take_out(self, page: int) -> None:
-        """Take a page out of the tree; cached pages that are of no use without it become free."""
+        """Take a page out of the tree, and free the cached pages that become useless."""
         before = self._tree.before[page]
         self._forget_rows([page])
         self._uncache(self._tree.remove(page))
@@ -549,7 +507,7 @@ class PagePool:
             self._uncache([page, *self._tree.remove(page)])
 
     def _uncache(self, pages: Sequence[int]) -> None:
-        """Free those of the pages outside the tree that no sequence refers to."""
+        """Free pages outside of the tree that no sequence refers to."""
         self._forget_rows(pages)
         for page in pages:
             if page in self._cached:
@@ -557,7 +515,7 @@ class PagePool:
                 self._free.append(page)
 
     def _forget_rows(self, pages: Sequence[int]) -> None:
-        """Free the frames of pages outside the tree that no sequence sees."""
+        """Free the frames of pages outside of the tree that no sequence sees."""
         for window in self.windows:
             for page in pages:
                 window.forget(page)

@@ -4,14 +4,13 @@
                         │       └▶ (3, 3, 8, 4)     page stands for all tokens up to its end; pages
                         └ pages {6, 11}             may have the same node
 
-A root holds the first tokens of a sequence, which do not stand in pages, in a namespace: trees of
-two namespaces have no node in common. This is vLLM's prefix
-caching by chained hashes of blocks (https://docs.vllm.ai/en/latest/design/prefix_caching), but
-tokens are compared, not their hashes, so that no collision can give a wrong page.
+A root holds the first tokens of a sequence, which lie outside of the pages, in a namespace; trees
+of two namespaces share no node. vLLM's prefix caching chains hashes of blocks
+(https://docs.vllm.ai/en/latest/design/prefix_caching); this compares tokens, so that no collision
+gives a wrong page.
 
-Each page follows the page that stood before it where it was written, and what is found is such a
-chain: never pages of two sequences that had the same tokens at the same time. The rows of a root
-are kept once for all chains that begin with it.
+A page follows the page before it where it was written, and only these chains are found: never pages
+of two sequences that had the same tokens at the same time. Chains share their root's rows.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class PrefixNode:
     children: dict[Tokens, PrefixNode] = field(default_factory=dict)
 
     def tree(self) -> Iterator[PrefixNode]:
-        """This node and all that follow it."""
         stack = [self]
         while stack:
             node = stack.pop()
@@ -59,9 +57,9 @@ class PrefixRoot(PrefixNode):
 
     Attributes:
         namespace: of the sequences.
-        place: from 0 to num_roots - 1, where what belongs to these tokens is kept.
-        uses: sequences that stand under it; without any it may be given up.
-        is_kept: whether it is kept there; else no page is found.
+        place: from 0 to num_roots - 1, where the cache keeps the rows of these tokens.
+        uses: sequences under it; without any it may be replaced.
+        is_kept: whether its rows are kept there; else no page is found.
     """
 
     namespace: str | None = None
@@ -73,16 +71,10 @@ class PrefixRoot(PrefixNode):
 class PrefixTree:
     """The prefixes that the pages of a pool hold.
 
-    Args:
-        num_pages: pages in the pool.
-        page_size: tokens a page holds.
-        root_len: tokens of a root.
-        num_roots: roots that are known at a time.
-
     Attributes:
-        roots: by namespace and tokens, the least recently used first.
+        roots: by namespace and tokens, the least recently used first; num_roots at most.
         node_of_page: [num_pages], the node of each page or None.
-        before: [num_pages], of each page with a node the page that it follows; None for the first.
+        before: [num_pages], the page before each page with a node; None for the first.
     """
 
     def __init__(self, num_pages: int, page_size: int, root_len: int, num_roots: int) -> None:
@@ -94,16 +86,14 @@ class PrefixTree:
         self._free_places = list(range(num_roots - 1, -1, -1))
 
     def root_key(self, namespace: str | None, tokens: Sequence[int]) -> RootKey:
-        """The key of the root under which the tokens of a namespace stand."""
         return namespace, tuple(tokens[: self.root_len])
 
     def known_way(self, namespace: str | None, tokens: Sequence[int]) -> list[PrefixNode]:
-        """As way, where what belongs to the root is kept; else there is none."""
+        """As `way`, but empty unless the rows of the root are kept."""
         root = self.roots.get(self.root_key(namespace, tokens))
         return [] if root is None or not root.is_kept else self.way(namespace, tokens)
 
     def chain(self, last: int) -> list[int]:
-        """The pages up to this one, each after the one that it follows."""
         chain, page = [last], self.before[last]
         while page is not None:
             chain.append(page)
@@ -111,7 +101,7 @@ class PrefixTree:
         return chain[::-1]
 
     def way(self, namespace: str | None, tokens: Sequence[int]) -> list[PrefixNode]:
-        """The nodes of pages that hold the tokens after the root, as many as there are."""
+        """The nodes of pages that hold the tokens after the root, as far as there are any."""
         found: list[PrefixNode] = []
         node: PrefixNode | None = self.roots.get(self.root_key(namespace, tokens))
         for start in range(self.root_len, len(tokens) - self.page_size + 1, self.page_size):
@@ -122,7 +112,7 @@ class PrefixTree:
         return found
 
     def acquire(self, key: RootKey) -> PrefixRoot | None:
-        """Use a known root, until it is released as often as it was acquired."""
+        """Use a known root until it is released as often."""
         found = self.roots.get(key)
         if found is not None:
             found.uses += 1
@@ -130,11 +120,10 @@ class PrefixTree:
         return found
 
     def add_root(self, key: RootKey) -> tuple[PrefixRoot | None, list[int]]:
-        """Acquire a root that is not known yet, in the place of one that nobody uses.
+        """Acquire a new root, in the place of one that nobody uses.
 
         Returns:
-            The root, None if all are in use; and the pages that have lost their nodes with the root
-            that was given up.
+            The root, None if all are in use; and the pages that lost their nodes with the old root.
         """
         reclaimed: list[int] = []
         if not self._free_places:
@@ -152,10 +141,10 @@ class PrefixTree:
     def add(
         self, page: int, before: int | None, parent: PrefixNode, tokens: Tokens
     ) -> PrefixNode | None:
-        """Put a page under the node of its tokens, behind a node and the page that has that one.
+        """Put a page under the node of its tokens, after a parent node and its page.
 
         Returns:
-            The node; None if the page has another one or follows another page, and keeps to that.
+            The node; None if the page stays with another node or predecessor.
         """
         known = self.node_of_page[page]
         if known is not None:
@@ -171,21 +160,16 @@ class PrefixTree:
         return node
 
     def node_of(self, page: int) -> PrefixNode:
-        """The node of a page that has one."""
         node = self.node_of_page[page]
         assert node is not None
         return node
 
     def is_spare(self, page: int) -> bool:
-        """Whether what leads to a page leads to another as well, and on from there."""
+        """Whether another page follows the same pages, and leads on."""
         return len(self.node_of(page).pages) > 1 and page not in self._after
 
     def remove(self, page: int) -> list[int]:
-        """Take a page out of the tree, if it is there.
-
-        Returns:
-            Pages that followed it: no chain leads to them any more. They are out of the tree too.
-        """
+        """Take a page out of the tree, if it is there; return those after it, now out, too."""
         reclaimed = [page]
         for last in reclaimed:  # which grows
             reclaimed += self._after.pop(last, ())
@@ -202,7 +186,6 @@ class PrefixTree:
         return reclaimed[1:]
 
     def follow(self, root: PrefixNode | None, pages: Iterable[int]) -> bool:
-        """Whether the nodes of the pages follow one another from the root."""
         for page in pages:
             node = self.node_of_page[page]
             if node is None or node.parent is not root:
@@ -211,7 +194,7 @@ class PrefixTree:
         return True
 
     def _forget(self, node: PrefixNode) -> list[int]:
-        """Take all pages of a subtree out of the tree, and list them."""
+        """Take all pages of a subtree out of the tree; return them."""
         reclaimed = [page for below in node.tree() for page in below.pages]
         for page in reclaimed:
             self.node_of_page[page] = self.before[page] = None
@@ -220,7 +203,7 @@ class PrefixTree:
 
 
 def token_ids(tokens: Iterable[int]) -> list[int]:
-    """Token ids as Python integers of 64 bits, by which alone they are compared."""
+    """Token ids as 64-bit Python integers, for comparison."""
     try:
         ids = list(map(operator.index, tokens))
     except TypeError as error:
@@ -232,11 +215,7 @@ def token_ids(tokens: Iterable[int]) -> list[int]:
 
 
 def whole_number(name: str, value: int) -> int:
-    """A number as a Python integer, whatever type it came as.
-
-    Raises:
-        ConfigError: it is no whole number, True is none, or one of more than 64 bits.
-    """
+    """A number as a Python integer; ConfigError unless it is a whole number of 64 bits."""
     try:
         if not isinstance(value, bool) and abs(number := operator.index(value)) < 2**63:
             return number

@@ -22,27 +22,17 @@ Numbers = NDArray[np.integer]
 
 
 class SharedPrefix(NamedTuple):
-    """The first pages of some sequences, in common.
-
-    Attributes:
-        pages: the pages.
-        members: [num_members], the sequences' places in the batch.
-    """
+    """The first pages that some sequences share; members [num_members] are places in the batch."""
 
     pages: Numbers
     members: Numbers
 
 
 def find_prefix(tables: Numbers, packed_lens: Numbers, page_size: int) -> SharedPrefix | None:
-    """Find the full pages that sequences begin with in common, of which the most need not be read.
+    """Find the full pages that sequences begin with in common, and that save the most reads.
 
-    Args:
-        tables: [batch, max_pages], the pages of each sequence.
-        packed_lens: [batch], tokens in them.
-        page_size: tokens of a page.
-
-    Returns:
-        None if no two sequences share a page.
+    tables [batch, max_pages] are the pages of each sequence, packed_lens [batch] the tokens in
+    them. The result is None if no two sequences share a page.
     """
     full = packed_lens // page_size
     found, saved, at, members = None, 0, 0, np.flatnonzero(full)
@@ -61,16 +51,10 @@ def find_prefix(tables: Numbers, packed_lens: Numbers, page_size: int) -> Shared
 
 
 def pays(num_members: int, tokens: int, num_kv_heads: int, ratio: int) -> bool:
-    """Whether reading a prefix once saves more time than it costs.
+    """Whether one read of a prefix of `tokens` saves more time than it costs.
 
-    Its pages lie in the L2 cache for all but the first sequence, so that what is saved is work: the
-    decode kernel unpacks them for each sequence. Figures are those of an H200, a guess elsewhere.
-
-    Args:
-        num_members: sequences that share it.
-        tokens: of the prefix.
-        num_kv_heads: KV heads.
-        ratio: query heads on a KV head.
+    The L2 cache holds its pages for all but the first of num_members, so one read saves the work of
+    unpacking. Figures are those of an H200, guesses elsewhere. ratio is query heads on a KV head.
     """
     each = num_members * -(-ratio // HEADS) * DECODE
     once = max(num_members * ratio, QUERIES) * PREFIX
@@ -78,15 +62,10 @@ def pays(num_members: int, tokens: int, num_kv_heads: int, ratio: int) -> bool:
 
 
 def pays_of_latents(batch: int, num_members: int, tokens: int, columns: int) -> bool:
-    """The same of latent rows: the queries of all sequences of the step are multiplied with a
-    prefix that is read once. Many columns a sequence are bound by these products, so that nothing
-    is saved.
+    """The same for latent rows, where all queries of the step are multiplied with the prefix.
 
-    Args:
-        batch: sequences of the step.
-        num_members: those that share the prefix.
-        tokens: of the prefix.
-        columns: query heads of a sequence, of all its queries.
+    Products take the time of sequences with many columns (query heads of all queries), so one read
+    saves nothing there.
     """
     few, many = FEW * -(-columns // FEW_COLUMNS), MANY * -(-columns // MANY_COLUMNS)
     once = MANY * -(-batch * columns // MANY_COLUMNS)

@@ -16,21 +16,13 @@ _ALIGNMENT = 16
 
 
 class StagedTensors(NotCopied):
-    """Tensors that a CUDA graph reads, and what they are to hold next.
+    """Tensors that a CUDA graph reads, and arrays with their next values.
 
-    On CUDA values are written to one of two pinned buffers in turn, while the copy of the other may
-    still be under way; next_arrays waits only for the copy before that one. On the CPU the arrays
-    are the tensors.
+    On CUDA two pinned buffers alternate, so that one may still be copied; next_arrays waits for the
+    copy before that. On the CPU the arrays are the tensors.
 
-    Args:
-        specs: dtype and shape of each tensor by name.
-        device: where the tensors lie.
-
-    Raises:
-        ConfigError: they take more memory than there is.
-
-    Attributes:
-        tensors: by name; their addresses never change. Zeros at first.
+    specs has dtype and shape of each tensor by name. tensors, by name, are at fixed addresses and
+    zeros at first. It raises ConfigError without enough memory.
     """
 
     def __init__(
@@ -73,7 +65,7 @@ class StagedTensors(NotCopied):
         return self._target.nbytes
 
     def next_arrays(self) -> dict[str, NDArray[np.int64]]:
-        """Arrays to be filled, of which what they held before the last call may be left."""
+        """Arrays to fill, which may still hold the values before the last ones."""
         self._turn = (self._turn + 1) % len(self._hosts)
         if self._events:
             self._events[self._turn].synchronize()

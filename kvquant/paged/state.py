@@ -24,7 +24,7 @@ SPARE = 64  # tokens before a window whose pages are kept: as many can be trunca
 
 
 class Allocation(NamedTuple):
-    """The slot of a new sequence, the tokens that are present, and where its sinks are, if any."""
+    """The slot of a new sequence, its present tokens, and the place of its sinks, if any."""
 
     seq_slot: int
     present: int
@@ -32,11 +32,10 @@ class Allocation(NamedTuple):
 
 
 class RingTokens(NamedTuple):
-    """Tokens that have a row in the ring of their sequence, or had one before they were packed.
+    """Tokens that have a row in their sequence's ring, or had one before they were packed;
+    [num_tokens] each.
 
-    Attributes:
-        seq_slots: [num_tokens], the sequence slot of each.
-        indices: [num_tokens], their places among the tokens behind the sinks.
+    indices are places among the tokens after the sinks.
     """
 
     seq_slots: Ints
@@ -44,7 +43,7 @@ class RingTokens(NamedTuple):
 
     @classmethod
     def between(cls, seq_slots: Ints, firsts: Ints, ends: Ints) -> RingTokens:
-        """The tokens from the first one on, up to the end, of each sequence."""
+        """The tokens from first to end of each sequence."""
         counts = np.maximum(ends - firsts, 0)
         owner = np.repeat(np.arange(len(counts)), counts)
         starts = firsts + counts - np.cumsum(counts)
@@ -62,7 +61,7 @@ class Step:
         packed_lens: [batch], before the step.
         copies: (source, target) pages to copy before anything is written.
         slots: where the new tokens go, sequence after sequence, in the layers of each group.
-        leaving: tokens whose 16-bit rows are to be kept before they are overwritten.
+        leaving: tokens whose 16-bit rows to keep before they are overwritten.
     """
 
     ids: tuple[SequenceId, ...]
@@ -75,12 +74,7 @@ class Step:
 
 
 class GroupSize(NamedTuple):
-    """Layers that see as many tokens: how many of the last ones, and their pages.
-
-    Attributes:
-        window: None if they see all.
-        num_pages: that have rows at a time.
-    """
+    """Layers of one window (None if they see all tokens), and how many of their pages have rows."""
 
     window: int | None
     num_pages: int
@@ -89,25 +83,24 @@ class GroupSize(NamedTuple):
 class PagedState(NotCopied):
     """Sequence slots, lengths, pages and known tokens of the sequences of a paged cache.
 
-    A call that refuses has changed nothing. Layers with the same window are a group; their rows lie
-    in frames, not in the pool's pages (window_pages.py), see `places`.
+    A call that raises has changed nothing. Layers of one window are a group; their rows lie in
+    frames, not in the pool's pages (window_pages.py, `places`).
 
     Args:
         sizes: of the groups, that which sees the most first.
-        max_num_seqs: sequences that may live at a time.
-        max_seq_len: tokens that a sequence may have.
+        max_num_seqs, max_seq_len: as in PagedKVCache.
         split: how the tokens of a sequence are split.
-        rollback_len: tokens of a sequence that were packed last, whose 16-bit rows are kept.
+        rollback_len: tokens packed last of a sequence, whose 16-bit rows are kept.
         drafts_only: keep them in steps of 2 to rollback_len tokens of a sequence only.
 
     Attributes:
         pool: the pages; the length of a sequence there is its packed tokens.
         lengths: [max_num_seqs], the tokens of the sequence in each sequence slot.
         packed_lens: [max_num_seqs], how many of them are packed.
-        exact_firsts: [max_num_seqs], the first token behind the sinks whose 16-bit row is in the
-            ring, or kept.
+        exact_firsts: [max_num_seqs], the first token after the sinks with a 16-bit row, in the
+            ring or kept.
         tables: [max_num_seqs, max_pages] int32, the pages of each; undefined after the last in use.
-        groups: of each group its frames; None of layers that see all, which have every page.
+        groups: the frames of each group; None if it sees all tokens and has every page.
         failed: sequences of steps that have failed; only free takes them.
     """
 
@@ -146,7 +139,6 @@ class PagedState(NotCopied):
 
     @property
     def ids(self) -> list[SequenceId]:
-        """All sequences."""
         return list(self._seq_slots)
 
     @property
@@ -156,21 +148,20 @@ class PagedState(NotCopied):
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be taken and are not reserved, of the group that sees the most."""
+        """Unreserved pages that can be taken, of the group that sees the most."""
         return max(self.pool.num_left()[self.groups[0] is not None], 0)
 
     def places(self, group: int, pages: Sequence[int]) -> list[int]:
-        """Where the rows of pages are in the layers of a group; -1 where they are gone."""
+        """The frames of pages in the layers of a group; -1 where their rows are gone."""
         of = self.groups[group]
         return list(pages) if of is None else of.frames[list(pages)].tolist()
 
     def dropped(self, sequence_id: SequenceId) -> list[int]:
-        """How many of the first pages of a sequence are seen no more, in each group."""
+        """How many of a sequence's first pages it no longer sees, in each group."""
         dropped = iter(self.pool.dropped(sequence_id))
         return [0 if group is None else next(dropped) for group in self.groups]
 
     def seq_slot(self, sequence_id: SequenceId) -> int:
-        """The slot of a sequence."""
         try:
             found = self._seq_slots[sequence_id]
         except (KeyError, TypeError):  # what cannot be hashed is no id
@@ -185,7 +176,7 @@ class PagedState(NotCopied):
         return found
 
     def tokens(self, sequence_id: SequenceId) -> list[int]:
-        """The first tokens of a sequence, as far as they are known."""
+        """The known first tokens of a sequence."""
         return self._tokens[self.seq_slot(sequence_id)]
 
     def match_prefix(self, tokens: Sequence[int], namespace: str | None = None) -> int:
@@ -200,8 +191,7 @@ class PagedState(NotCopied):
         room: int = 0,
         namespace: str | None = None,
     ) -> Allocation:
-        """Begin a sequence of a namespace with what is known there of all but the last of its
-        tokens, and reserve pages for `room` tokens of it."""
+        """Begin a sequence with the known rows of its tokens; reserve pages for `room` tokens."""
         known = token_ids(tokens)[:-1]
         self._check_seq_slots([sequence_id])
         if room > self.max_seq_len:
@@ -226,10 +216,7 @@ class PagedState(NotCopied):
         namespaces: Sequence[str | None] = (),
         dropped: Sequence[Sequence[int]] = (),
     ) -> list[int]:
-        """Begin sequences as they were in another cache; see PagePool.place.
-
-        Nothing is published: do it when the rows are there.
-        """
+        """Begin sequences as in another cache (PagePool.place); their pages are not published."""
         self._check_seq_slots(ids)
         by_id = dict(zip(ids, tables, strict=True))
         pages = self.pool.place(by_id, packed_lens, namespaces, dropped)
@@ -249,11 +236,10 @@ class PagedState(NotCopied):
         return seq_slot, child
 
     def truncate(self, sequence_id: SequenceId, length: int) -> RingTokens:
-        """Keep the first tokens of a sequence; what is packed stays packed.
+        """Keep the first tokens of a sequence; packed rows stay packed.
 
         Returns:
-            Tokens that would be in 16 bit, had those behind them never been: put their 16-bit rows
-            back into the ring, then call unpack.
+            Tokens to restore to 16 bit: put their rows back into the ring, then call unpack.
         """
         seq_slot, length = self.seq_slot(sequence_id), whole_number("length", length)
         if not 0 <= length <= self.lengths[seq_slot]:
@@ -273,8 +259,7 @@ class PagedState(NotCopied):
         return self._cut(sequence_id, length)
 
     def _packed_of(self, seq_slot: int, length: int) -> tuple[int, int]:
-        """Packed tokens of a sequence that is cut to a length; and without those that can be read
-        from the ring again."""
+        """Packed tokens of a sequence cut to a length; and those that the ring cannot give."""
         behind = max(length - self.split.sink_len, 0)
         packed = min(int(self.packed_lens[seq_slot]), behind)
         if not self.rollback_len:
@@ -283,7 +268,6 @@ class PagedState(NotCopied):
         return packed, min(packed, max(exact_first, behind - self.split.recent_len))
 
     def _cut(self, sequence_id: SequenceId, length: int) -> RingTokens:
-        """Keep the first tokens of a sequence, which are there; see truncate."""
         seq_slot = self._seq_slots[sequence_id]
         packed, first = self._packed_of(seq_slot, length)
         if self.rollback_len:
@@ -294,13 +278,13 @@ class PagedState(NotCopied):
         return RingTokens(np.full(packed - first, seq_slot), np.arange(first, packed))
 
     def unpack(self, sequence_id: SequenceId, tokens: RingTokens) -> None:
-        """Read the last packed tokens of a sequence from the ring again, see truncate."""
+        """Read the last packed tokens of a sequence from the ring again; see truncate."""
         seq_slot = self.seq_slot(sequence_id)
         self.packed_lens[seq_slot] -= len(tokens.indices)
         self.pool.truncate(sequence_id, int(self.packed_lens[seq_slot]))
 
     def free(self, sequence_id: SequenceId) -> list[int]:
-        """End a sequence; return its first tokens, as far as they were known."""
+        """End a sequence; return its known first tokens."""
         seq_slot = self.seq_slot(sequence_id)
         del self._seq_slots[sequence_id]
         self.pool.free(sequence_id)
@@ -311,7 +295,7 @@ class PagedState(NotCopied):
 
     @contextmanager
     def or_free(self, ids: Iterable[SequenceId]) -> Iterator[None]:
-        """End sequences, whose rows are copied in the block, if it raises."""
+        """End these sequences if the block, which copies their rows, raises."""
         try:
             yield
         except BaseException:
@@ -320,7 +304,6 @@ class PagedState(NotCopied):
             raise
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
-        """Know a sequence by another id."""
         self.seq_slot(sequence_id)
         self.pool.rename(sequence_id, new_id)
         self._seq_slots[new_id] = self._seq_slots[sequence_id]
@@ -334,15 +317,10 @@ class PagedState(NotCopied):
     def extend(
         self, ids: Sequence[SequenceId], counts: Sequence[int], tokens: Sequence[int] | None = None
     ) -> Step:
-        """Grow sequences by new tokens, whose rows are still to be written.
+        """Grow sequences by new tokens, whose rows are written next.
 
-        Args:
-            ids: the sequences.
-            counts: new tokens of each.
-            tokens: the ids of all new tokens, sequence after sequence; None if not known.
-
-        Returns:
-            What is to be done. If it fails, add the ids to `failed`.
+        tokens are the ids of all new tokens, sequence after sequence; None if not known. If the
+        step fails, add the ids to `failed`.
         """
         seq_slots, new = self._to_extend(ids, counts)
         known = None if tokens is None else token_ids(tokens)
@@ -364,7 +342,7 @@ class PagedState(NotCopied):
         return Step(tuple(ids), new, seq_slots, packed_lens, growth.copies, each, leaving)
 
     def _in_group(self, slots: TokenSlots, group: WindowPages | None) -> TokenSlots:
-        """Slots of pages of the pool as those of a group's rows."""
+        """The same slots in a group's rows."""
         if group is None:
             return slots
 
@@ -378,12 +356,10 @@ class PagedState(NotCopied):
     def _let_leave(
         self, seq_slots: Ints, lengths: Ints, packed_lens: Ints, new: Ints
     ) -> RingTokens:
-        """The tokens that leave the ring and whose 16-bit rows are to be kept, of a step.
+        """The tokens that a step moves out of the ring and whose 16-bit rows are kept.
 
-        Args:
-            seq_slots: of the sequences, whose packed_lens are those after the step.
-            lengths, packed_lens: before it.
-            new: tokens that came in it.
+        The sequences' packed_lens are those after the step; the arguments lengths and packed_lens
+        are from before, new counts its tokens.
         """
         nobody = np.zeros(0, np.int64)
         if not self.rollback_len:
@@ -398,10 +374,10 @@ class PagedState(NotCopied):
         return RingTokens.between(seq_slots, np.maximum(firsts, packed_lens), ends.clip(max=held))
 
     def insert(self, ids: Sequence[SequenceId]) -> list[tuple[int, int]]:
-        """Let the full pages of sequences be found by others; their rows are written.
+        """Publish the full pages of sequences, whose rows are written.
 
         Returns:
-            (sequence slot, place) of sinks that were not known: keep their rows at this place.
+            (sequence slot, place) of sinks to keep at a place.
         """
         kept = []
         for sequence_id in ids:
@@ -412,16 +388,12 @@ class PagedState(NotCopied):
         return kept
 
     def to_insert(self, step: Step) -> list[SequenceId]:
-        """The sequences of a step that have filled a page."""
         size = self.split.page_size
         filled = self.packed_lens[step.seq_slots] // size > step.packed_lens // size
         return [step.ids[i] for i in filled.nonzero()[0]]
 
     def drop_pages(self, step: Step) -> None:
-        """Let a step's sequences see the pages before their windows no more; the step has ended.
-
-        SPARE tokens more stay in sight: so many can be truncated.
-        """
+        """Drop the pages before an ended step's windows, but for SPARE tokens to truncate."""
         self.pool.settle()
         if self.pool.windows:
             lengths = self.lengths[step.seq_slots].tolist()
@@ -429,17 +401,17 @@ class PagedState(NotCopied):
                 self.pool.drop(sequence_id, self.first_pages(length))
 
     def first_pages(self, length: int) -> list[int]:
-        """How many of its first pages a sequence of this length need not see, in each window."""
+        """How many first pages a sequence of this length need not see, in each window."""
         behind = length - self._outside_pages
         return [window.first_seen(behind - window.spare) for window in self.pool.windows]
 
     @property
     def _outside_pages(self) -> int:
-        """Tokens of a sequence in 16 bit, at most."""
+        """The most tokens of a sequence in 16 bit."""
         return self.split.sink_len + self.split.recent_len
 
     def forget_all(self) -> None:
-        """Let no sequence begin with rows that are here now, or publish them later."""
+        """Let no sequence begin with rows that are here now, nor publish them later."""
         for tokens in self._tokens:
             tokens.clear()
         self.pool.forget_all()
@@ -460,7 +432,7 @@ class PagedState(NotCopied):
     def _assign_slot(
         self, sequence_id: SequenceId, length: int, packed: int, tokens: list[int]
     ) -> int:
-        """Give a sequence, which the pool has, a sequence slot."""
+        """Give a sequence of the pool a sequence slot."""
         seq_slot = self._free_seq_slots.pop()
         table = self.pool.block_table(sequence_id)
         self.tables[seq_slot, : len(table)] = table
@@ -471,7 +443,7 @@ class PagedState(NotCopied):
         return seq_slot
 
     def _to_extend(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> tuple[Ints, Ints]:
-        """Sequence slots and counts of a step, checked but for the pages."""
+        """Sequence slots and counts of a step; all is checked but the pages."""
         seq_slots = np.array([self.seq_slot(sequence_id) for sequence_id in ids], np.int64)
         if len(set(ids)) < len(ids):
             raise ConfigError(f"sequences {shown(ids)} name one twice: name each once")
@@ -494,14 +466,13 @@ class PagedState(NotCopied):
         return seq_slots, new
 
     def _packed_counts(self, seq_slots: Ints, new: Ints) -> Ints:
-        """Tokens by which the packed ones grow."""
         packed_lens = self.packed_lens[seq_slots]
         return self.split.packed_lens(self.lengths[seq_slots] + new, packed_lens) - packed_lens
 
     def _learn(
         self, seq_slots: list[int], lengths: list[int], new: list[int], known: list[int]
     ) -> None:
-        """Keep the ids of new tokens where all before them are known."""
+        """Keep the ids of new tokens if all before them are known."""
         start = 0
         for seq_slot, length, count in zip(seq_slots, lengths, new, strict=True):
             tokens = self._tokens[seq_slot]
@@ -511,11 +482,7 @@ class PagedState(NotCopied):
 
 
 def listed(ids: Iterable[SequenceId]) -> list[SequenceId]:
-    """Ids of sequences as a list.
-
-    Raises:
-        ConfigError: they are one id, or nothing that holds any.
-    """
+    """Ids of sequences as a list; ConfigError for a single id, or what holds none."""
     if type(ids) is list:
         return ids
     if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
@@ -525,11 +492,7 @@ def listed(ids: Iterable[SequenceId]) -> list[SequenceId]:
 
 
 def for_each(ids: Sequence[SequenceId], counts: int | Sequence[int]) -> list[int]:
-    """Counts as one number for each sequence.
-
-    Raises:
-        ConfigError: they are not whole numbers.
-    """
+    """One count for each sequence; ConfigError unless they are whole numbers."""
     try:
         if getattr(counts, "ndim", isinstance(counts, Iterable)):
             return token_ids(counts)  # type: ignore[arg-type]
@@ -539,10 +502,9 @@ def for_each(ids: Sequence[SequenceId], counts: int | Sequence[int]) -> list[int
 
 
 def plain_id(sequence_id: SequenceId) -> SequenceId | None:
-    """An id as it is kept, a string or an integer of Python; None if it is neither.
+    """An id as a Python string or integer; None if it is neither.
 
-    True is none: it would be 1 once it has been in a file. Nor is a number that Python may refuse
-    to write in digits.
+    Neither True (1 after a file) nor numbers with too many digits for Python are ids.
     """
     if isinstance(sequence_id, str):
         return str.__str__(sequence_id)  # by which it is found; str() of an Enum is another one
@@ -553,11 +515,7 @@ def plain_id(sequence_id: SequenceId) -> SequenceId | None:
 
 
 def plain_namespace(namespace: str | None) -> str | None:
-    """A namespace as it is kept, a string of Python or None.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """A namespace as a Python string or None; ConfigError for others."""
     if namespace is None:
         return None
     check_kind("namespace", namespace, str, "give a string, or None for no namespace")
@@ -574,8 +532,8 @@ def group_sizes(
 ) -> list[GroupSize]:
     """The groups of layers with these windows, and their pages.
 
-    Those that see the most have num_pages. Others have what all sequences hold, and what the new
-    tokens of one step take, if this is less.
+    The group that sees the most has num_pages; others what all sequences hold and one step takes,
+    if less.
     """
     all_windows = set(windows)
     order: list[int | None] = [None] * (None in all_windows)

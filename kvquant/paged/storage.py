@@ -25,12 +25,12 @@ class LayerRows(NamedTuple):
     """The rows of one layer.
 
     Attributes:
-        group: the place of the layer's group among those of PagedRows.
+        group: the index of the layer's group in PagedRows.
         k_pages, v_pages: [num_pages, num_kv_heads, page_size, row_bytes], uint8.
         k_exact, v_exact: [max_num_seqs, num_kv_heads, exact_len, 16-bit row bytes], uint8.
         k_format, v_format: of the pages.
         k_exact_format, v_exact_format: of the 16-bit rows.
-        basis: what rows are stored as; None if as they came.
+        basis: the transform of rows; None for none.
     """
 
     group: int
@@ -46,19 +46,13 @@ class LayerRows(NamedTuple):
 
 
 class PageGroup(NamedTuple):
-    """The pages of the layers that see as many tokens.
-
-    Attributes:
-        layers: which these are.
-        sides: their packed rows of K and of V; of latent rows one for both.
-    """
+    """Layers of one window, and the packed rows of their K and V, or of latent rows."""
 
     layers: Sequence[int]
     sides: list[RowStacks]
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, in all these layers."""
         return sum(stack[:, :1].nbytes for stack in stacks_of(self.sides))
 
 
@@ -66,16 +60,10 @@ class PagedRows(NotCopied):
     """Rows of all layers.
 
     Args:
-        kind: of what kind the rows are.
-        k_formats, v_formats: formats of the packed rows of each layer.
-        bases: what the rows of each layer are stored as.
-        exact_format: "bf16" or "fp16".
-        num_kv_heads: KV heads of each layer.
+        kind: KEY_VALUE or LATENT.
         groups: the layers of each group, and its pages.
-        max_num_seqs: sequences that have 16-bit rows, and beginnings whose sinks are kept.
-        split: how the tokens of a sequence are split.
-        rollback_len: tokens of a sequence that were packed last, whose 16-bit rows are kept.
-        device: where the tensors lie.
+        max_num_seqs: sequences with 16-bit rows, and prefixes with kept sinks.
+        rollback_len: tokens packed last of a sequence, whose 16-bit rows are kept.
 
     Attributes:
         groups: packed rows, in pages.
@@ -150,7 +138,6 @@ class PagedRows(NotCopied):
 
     @property
     def pages(self) -> list[RowStacks]:
-        """Packed rows of K and of V, in pages, group after group."""
         return [side for group in self.groups for side in group.sides]
 
     @property
@@ -160,12 +147,11 @@ class PagedRows(NotCopied):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, in all layers."""
         return sum(group.page_bytes for group in self.groups)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the 16-bit rows of a sequence slot, in all layers, and of its kept sinks."""
+        """Bytes of a sequence slot's 16-bit rows, in all layers, and of its kept sinks."""
         return sum(stack[:, :1].nbytes for stack in stacks_of(self._of_slots))
 
     @property
@@ -183,8 +169,7 @@ class PagedRows(NotCopied):
         *,
         apart: bool = False,
     ) -> list[Segment]:
-        """The rows of sequences in a layer as attention reads them, or K and V apart; packed ones
-        first, then exact ones if there are any."""
+        """The rows of sequences as segments, packed ones first; with `apart` K and V apart."""
         at, split, kind = self.layers[layer], self.split, self.kind
         pages, slots = self._stored[layer], _rows_of(self.exact, layer)
         if apart:
@@ -208,10 +193,7 @@ class PagedRows(NotCopied):
         dtype: torch.dtype,
         dropped: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy K and V of one sequence in the order of its tokens; see PagedKVCache.
-
-        Without those of its first pages, if so many are dropped; table: where the others are.
-        """
+        """Copy K and V of a sequence in token order, without its first dropped pages."""
         start = self.split.ring_row(packed_len)
         in_pages = packed_len - dropped * self.split.page_size
         numbers = [[in_pages], [length - packed_len], [start], [seq_slot]]
@@ -232,18 +214,17 @@ class PagedRows(NotCopied):
         return k, v
 
     def copy_pages(self, pairs: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Copy whole pages, (source, target) each, in each group; no source is a target."""
+        """Copy whole pages, (source, target), in each group; no source is a target."""
         for group, of_one in zip(self.groups, pairs, strict=True):
             for side in group.sides:
                 side.copy_units(of_one)
 
     def copy_seq_slot(self, source: int, target: int) -> None:
-        """Copy the 16-bit rows of a sequence slot to another one."""
         for side in (*self.exact, *self._originals):
             side.copy_units([(source, target)])
 
     def copy_originals(self, tokens: RingTokens, *, back: bool = False) -> None:
-        """Keep the 16-bit rows of tokens that are about to leave the ring, or put them back."""
+        """Keep the 16-bit rows of tokens that leave the ring, or put them back."""
         if not len(tokens.indices):
             return
         sink_len, ring_row = self.split.sink_len, self.split.ring_row
@@ -261,17 +242,17 @@ class PagedRows(NotCopied):
                 originals[:, seq_slot, :, kept] = exact[:, seq_slot, :, ring]
 
     def keep_sinks(self, seq_slot: int, place: int) -> None:
-        """Keep the sinks of a sequence slot at a place, for sequences that will begin with them."""
+        """Keep the sinks of a sequence slot at a place, for later sequences."""
         for rows, kept in self._sink_stacks():
             kept[:, place].copy_(rows[:, seq_slot])
 
     def restore_sinks(self, place: int, seq_slot: int) -> None:
-        """Give a sequence slot the sinks that were kept at a place."""
+        """Copy the sinks kept at a place to a sequence slot."""
         for rows, kept in self._sink_stacks():
             rows[:, seq_slot].copy_(kept[:, place])
 
     def _sink_stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The sinks of all sequence slots and the kept ones, stack by stack; none without sinks."""
+        """The sinks of all sequence slots and the kept ones, by stack; none without sinks."""
         sink_len = self.split.sink_len
         return [
             (stack[:, :, :, :sink_len], kept)
@@ -282,17 +263,15 @@ class PagedRows(NotCopied):
 
 
 def stacks_of(sides: Iterable[RowStacks]) -> list[torch.Tensor]:
-    """The stacks of K and of V."""
     return [stack for side in sides for stack in side.stacks]
 
 
 def _rows_of(sides: Iterable[RowStacks], layer: int) -> tuple[torch.Tensor, ...]:
-    """The rows of a layer in the tensors that hold them."""
     return tuple(side.layers[layer] for side in sides)
 
 
 def _in_order(parts: Sequence[torch.Tensor], sinks: int) -> torch.Tensor:
-    """Packed values, and exact ones if there are any, of which the first are sinks."""
+    """Packed values between sinks and recent ones, if there are exact ones."""
     if len(parts) == 1:
         return parts[0]
     packed, exact = parts

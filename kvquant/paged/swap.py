@@ -5,8 +5,8 @@
     copy_in     side stream: waits for the current one, which may still read the pages' last owner
                 the current stream waits for it (await_rows) before it touches the sequence
 
-Pinned memory is kept for the next sequence by torch; the first ones wait until the system gives it.
-On the CPU the copies are plain ones and done at once.
+Pinned memory is kept for the next sequence by torch; the first ones wait for the system. On the CPU
+copies are immediate.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Swapped:
     """A sequence in host memory.
 
     Attributes:
-        length, packed_len: its tokens, and how many of them are packed.
-        tokens: its first tokens, as far as they are known.
+        length, packed_len: its tokens, and how many are packed.
+        tokens: its known first tokens.
         namespace: of the sequence.
-        dropped: in each window, how many of its first pages it sees no more.
+        dropped: its first pages no longer seen, in each window.
         pages: of each group, for every stack the pages that it sees, [layers, pages, num_kv_heads,
             page_size, row_bytes].
         exact: for every stack its 16-bit rows, [layers, num_kv_heads, exact_len, row_bytes].
-        done: when the copy ends; None for now.
+        done: the event that ends the copy; None if it is done.
     """
 
     length: int
@@ -51,25 +51,18 @@ class Swapped:
     done: torch.cuda.Event | None
 
     def is_done(self) -> bool:
-        """Whether the rows have been copied."""
         return self.done is None or self.done.query()
 
     def wait(self) -> None:
-        """Let the host wait until they have."""
         if self.done is not None:
             self.done.synchronize()
 
 
 class SwapSpace(NotCopied):
-    """Copies between the rows of a paged cache and host memory, and what lies there.
+    """Copies between a paged cache and host memory.
 
-    Args:
-        state: of the sequences that are here; those that leave are there by their Swapped.
-        rows: of the cache.
-
-    Attributes:
-        swapped: sequences that are swapped out, by their ids.
-        swapping_out: of these, or of those freed since, the ones still in their pages.
+    swapped has the sequences that are swapped out, by their ids; swapping_out those, or freed ones,
+    that are still in their pages.
     """
 
     def __init__(
@@ -86,7 +79,6 @@ class SwapSpace(NotCopied):
         self._arriving: dict[SequenceId, torch.cuda.Event | None] = {}
 
     def find(self, sequence_id: SequenceId) -> Swapped | None:
-        """A sequence that is swapped out."""
         try:
             return self.swapped.get(sequence_id)
         except TypeError:  # what cannot be hashed is no id
@@ -106,13 +98,13 @@ class SwapSpace(NotCopied):
             self._state.free(swapped)
 
     def finish(self) -> None:
-        """Let the host wait for those being swapped out, and free their pages and slots."""
+        """Let the host wait for all copies, and free their pages and slots."""
         for swapped in self.swapping_out:
             swapped.wait()
         self.reclaim()
 
     def swap_out(self, sequence_id: SequenceId) -> None:
-        """Begin to move a sequence; its pages and sequence slot are free when the copy is done."""
+        """Begin to move a sequence; its pages and slot are free when the copy is done."""
         state, seq_slot = self._state, self._state.seq_slot(sequence_id)
         dropped, table = state.pool.dropped(sequence_id), state.pool.block_table(sequence_id)
         firsts = enumerate(state.dropped(sequence_id))
@@ -126,7 +118,6 @@ class SwapSpace(NotCopied):
         self.swapping_out.append(swapped)
 
     def swap_in(self, sequence_id: SequenceId) -> None:
-        """Begin to bring a sequence back; see PagedKVCache."""
         swapped = self.find(sequence_id)
         if swapped is None:
             raise ConfigError(
@@ -153,7 +144,7 @@ class SwapSpace(NotCopied):
 
     @contextmanager
     def hinting(self) -> Iterator[None]:
-        """Let an error for lack of pages or sequence slots say that some will be free soon."""
+        """Add to an error for lack of pages or slots that some will be free soon."""
         try:
             yield
         except OutOfPagesError as error:
@@ -167,11 +158,7 @@ class SwapSpace(NotCopied):
     def copy_out(
         self, tables: Sequence[Sequence[int]], seq_slot: int
     ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], torch.cuda.Event | None]:
-        """Begin to copy a sequence's pages, in each group, and 16-bit rows to the host.
-
-        Returns:
-            pages, exact and done, as in Swapped.
-        """
+        """Begin to copy a sequence's rows to the host; return pages, exact and done of Swapped."""
         pages, exact = [], []
         with self._beside():
             for stacks, table in zip(self._pages, tables, strict=True):
@@ -191,7 +178,7 @@ class SwapSpace(NotCopied):
     def copy_in(
         self, sequence_id: SequenceId, swapped: Swapped, table: Sequence[int], seq_slot: int
     ) -> None:
-        """Begin to copy a sequence back, to pages and a sequence slot of its own."""
+        """Begin to copy a sequence back, to its own pages and sequence slot."""
         with self._beside():
             for group, first in enumerate(self._state.dropped(sequence_id)):
                 index = to_device(self._state.places(group, table[first:]), self._device)
@@ -204,11 +191,7 @@ class SwapSpace(NotCopied):
             self._arriving[sequence_id] = self._event()
 
     def await_rows(self, ids: Iterable[SequenceId]) -> list[SequenceId]:
-        """Let the current stream wait for the rows of those sequences that were on their way.
-
-        Returns:
-            These sequences.
-        """
+        """Let the current stream wait for the rows of sequences on their way; return these."""
         if not self._arriving:
             return []
         arrived = [sequence_id for sequence_id in ids if sequence_id in self._arriving]
@@ -220,7 +203,7 @@ class SwapSpace(NotCopied):
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Run on the side stream, after all that the current one was given."""
+        """Run on the side stream, after the work of the current one."""
         if self._device.type != "cuda":
             yield
             return

@@ -1,4 +1,4 @@
-"""Compile what steps of a batch will launch before they do; see kernels/cuda/runtime/warmup.py."""
+"""Compile the kernels of a batch's steps early; see kernels/cuda/runtime/warmup.py."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ Batch = Any  # a PagedBatch or a LatentPagedBatch, whose modules import this one
 
 @dataclass(frozen=True)
 class BatchCalls:
-    """What a batch will be called for: the rows of some tokens, and steps of a token a sequence.
+    """Calls of a batch to rehearse: rows of some tokens, and steps of a token a sequence.
 
     Attributes:
         kind: the class of the batch.
         cache: its cache, or one like it.
-        dtype: of new rows; queries have it too, or bfloat16 where it is float32.
-        num_tokens: in the first call of PagedBatch.append.
+        dtype: of new rows and queries (bfloat16 queries for float32).
+        num_tokens: in the first call of append.
         batches: sequences of steps.
-        rotary_dim: of a Rope that comes with K, and whether it is interleaved; None: none comes.
-        num_q_heads: of queries; when None those that are likely, see _q_heads.
-        most_ragged: tokens of a step with ragged queries, at most; 0 without such steps. Their
-            kernels differ by the mean number of queries of a sequence.
-        shared_prefix: of the batch. Unless it is False, steps that read a prefix once are told,
-            too: at most three kernels of a pair of formats attend to it, with blocks of 64, 128 or
-            256 queries, and one combines.
+        rotary_dim: of K's Rope, and whether it is interleaved; None without.
+        num_q_heads: of queries; None for likely ones.
+        most_ragged: tokens of a step with ragged queries, at most; 0 without. The mean number
+            of queries of a sequence decides their kernels.
+        shared_prefix: of the batch. Unless False, steps that read a prefix once are included:
+            at most three kernels for a pair of formats and one that combines.
         variant: of steps, as PagedBatch.step_variant.
     """
 
@@ -53,7 +52,7 @@ class BatchCalls:
     variant: AttentionVariant | None = None
 
     def __call__(self) -> None:
-        """Make all of them; those that are not possible will say why when they are made."""
+        """Make all calls; impossible ones raise later, when they are made."""
         most = max(self.batches)
         cache = _like(self.cache, most)
         batch = self.kind(cache, most, max(self.num_tokens, self.most_ragged, most))
@@ -83,7 +82,7 @@ class BatchCalls:
                         batch.append(layer, k, v, **self._rope(count))
 
     def _totals(self) -> Iterator[int]:
-        """Totals of ragged queries to compile for, so close that they meet nearly every kernel."""
+        """Totals of ragged queries, close enough to meet nearly every kernel."""
         total = 1
         while total < self.most_ragged:
             yield total
@@ -94,9 +93,8 @@ class BatchCalls:
     def _sharing(self, batch: Batch) -> Iterator[tuple[int, int, int, bool]]:
         """Steps that read a prefix once: sequences, query heads, and members.
 
-        What they launch depends on the queries of a KV head, all members' together, and not on the
-        prefix: its block table is as long as a sequence may be. The queries of one kernel reach
-        from some number to twice that at least, so numbers that double find every kernel.
+        The kernel depends on all members' queries on a KV head, not on the prefix. Each serves from
+        some number to at least its double, so doubling numbers find all.
         """
         if self.shared_prefix is False:
             return
@@ -113,14 +111,12 @@ class BatchCalls:
                     yield most, heads, count, False
 
     def _q_heads(self, ratios: Sequence[int]) -> tuple[int, ...]:
-        """Query heads of steps: as given, or else likely ones, so many on a KV head. A kernel
-        serves up to 8 of them; those of latents differ by their number."""
+        """Query heads of steps: the given ones, or likely ones, for all their kernels."""
         if self.num_q_heads:
             return (self.num_q_heads,)
         return self.cache.row_kind.likely_q_heads(self.cache.num_kv_heads, ratios)
 
     def _rope(self, count: int) -> dict[str, Rope]:
-        """The option of that name, if it comes."""
         if self.rotary_dim is None:
             return {}
         dim, interleaved = self.rotary_dim
@@ -130,7 +126,7 @@ class BatchCalls:
 
 @contextmanager
 def _failing(cache: PagedKVCache, ids: Iterable[int]) -> Iterator[None]:
-    """Begin sequences anew whose step is not possible."""
+    """Begin sequences anew if their step is not possible."""
     try:
         yield
     except KVQuantError:
@@ -140,10 +136,10 @@ def _failing(cache: PagedKVCache, ids: Iterable[int]) -> Iterator[None]:
 
 
 def likely_batches(batch: Batch, num_ids: int) -> tuple[int, ...]:
-    """Sequences of steps that kernels are compiled for ahead, those of the first among them.
+    """Sequences of steps to compile for, with those of the first step.
 
-    Fewer sequences of latents have more parts, and a kernel that combines as many. From one number
-    to the next they are a fourth more at most: none of the kernels, whose parts double, is missed.
+    With latents fewer sequences have more parts to combine; numbers grow by a fourth, so that no
+    kernel, whose parts double, is missed.
     """
     most = batch.max_batch
     found = {num_ids, most}
@@ -154,13 +150,7 @@ def likely_batches(batch: Batch, num_ids: int) -> tuple[int, ...]:
 
 
 def warm_up_batch(batch: Batch, k: object, rope: Rope | None, num_ids: int) -> None:
-    """Compile what a batch on CUDA that was not appended to yet will need.
-
-    Args:
-        batch: on CUDA.
-        k, rope: of the first append; what does not fit is left to the append to refuse.
-        num_ids: sequences of its step.
-    """
+    """Compile what a batch on CUDA needs before its first append, of k and rope."""
     if isinstance(k, torch.Tensor) and k.ndim == 3 and len(k) <= batch.max_tokens:
         rotary_dim = None if rope is None else (2 * rope.cos.shape[-1], rope.interleaved)
         from ..kernels.cuda.runtime.warmup import warm_up
@@ -173,9 +163,7 @@ def warm_up_batch(batch: Batch, k: object, rope: Rope | None, num_ids: int) -> N
 
 
 def warm_up_ragged(batch: Batch, q: torch.Tensor, variant: AttentionVariant | None) -> None:
-    """Compile the kernels of steps with ragged queries, such as q, [total, num_q_heads, head_dim],
-    and with the same variant. The first of these steps calls this, because most batches have
-    none."""
+    """Compile the kernels of steps with ragged queries like q and this variant."""
     from ..kernels.cuda.runtime.warmup import warm_up
 
     told = type(batch), batch.cache, q.dtype, 1, (batch.max_batch,)
@@ -185,8 +173,7 @@ def warm_up_ragged(batch: Batch, q: torch.Tensor, variant: AttentionVariant | No
 
 
 def _like(cache: PagedKVCache, max_num_seqs: int) -> PagedKVCache:
-    """An empty cache on the meta device, with a layer of each kind that another one has and few
-    pages."""
+    """An empty cache on the meta device, with each kind of layer once and few pages."""
     kinds: dict[Hashable, int] = {}
     for layer, at in enumerate(cache.rows.layers):
         window = cache.windows[layer]

@@ -6,9 +6,9 @@
      │         └────────────────────┤
      └──────────────────────────────┘ see: same prefix; forget: found no longer
 
-Layers that see all tokens have rows of every page, at its own number. Layers with a window need
-rows of few pages at a time, so they have fewer frames. A frame has room for one page's rows. A
-sequence that is past a page leaves it. The page stays in the pool, for the layers that see all.
+Layers that see all tokens have rows of every page, at its own number. Layers with a window have
+fewer frames, each for one page's rows. A sequence that is past a page leaves it; the page stays in
+the pool for the layers that see all.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class WindowPages:
         spare: tokens before the window that sequences keep in sight.
 
     Attributes:
-        frames: [num_pages] int32, the frame of each page of the pool; -1 where its rows are gone.
-        held: pages that a sequence sees at most, between steps and in one of a single token.
+        frames: [num_pages] int32, the frame of each page; -1 if its rows are gone.
+        held: pages that a sequence sees at most, between steps or in a step of one token.
     """
 
     def __init__(
@@ -51,21 +51,20 @@ class WindowPages:
         return len(self._free) + len(self._kept)
 
     def first_seen(self, length: int) -> int:
-        """How many of its first pages a sequence need not see, with so many tokens in pages."""
+        """How many first pages a sequence with so many tokens in pages need not see."""
         return first_seen(length, self.window, self.page_size)
 
     def num_kept(self, pages: Iterable[int]) -> int:
-        """How many of the pages have a frame that could be taken."""
         return sum(page in self._kept for page in pages)
 
     def num_alone(self, pages: Sequence[int], shared: Collection[int] = ()) -> int:
-        """How many of the pages that a sequence sees no other one sees, nor those of shared."""
+        """How many of a sequence's pages neither another one nor `shared` sees."""
         if not self._num_shared and not shared:
             return len(pages)
         return sum(self._seen[page] == 1 and page not in shared for page in pages)
 
     def take(self, page: int, seen: int = 1) -> None:
-        """Give a page a frame; so many sequences see it."""
+        """Give a page a frame that so many sequences see."""
         if self._free:
             frame = self._free.pop()
         else:
@@ -75,14 +74,13 @@ class WindowPages:
         self._num_shared += seen > 1
 
     def see(self, pages: Iterable[int]) -> None:
-        """Let one more sequence see pages that have frames."""
         for page in pages:
             self._kept.pop(page, None)
             self._seen[page] += 1
             self._num_shared += self._seen[page] == 2
 
     def leave(self, page: int, *, is_found: bool) -> None:
-        """Let one sequence less see a page; is_found: whether its tokens are in the tree."""
+        """Let one sequence less see a page; is_found says whether its tokens are in the tree."""
         self._seen[page] -= 1
         self._num_shared -= self._seen[page] == 1
         if not self._seen[page]:
@@ -91,7 +89,7 @@ class WindowPages:
                 self.forget(page)
 
     def forget(self, page: int) -> None:
-        """A page is found no longer: unless a sequence sees it its frame is free."""
+        """Free the frame of a page that is no longer in the tree, unless a sequence sees it."""
         if page in self._kept:
             del self._kept[page]
             self._free.append(int(self.frames[page]))
@@ -99,18 +97,17 @@ class WindowPages:
 
 
 def first_seen(length: int, window: int, page_size: int) -> int:
-    """How many of its first pages a sequence need not see, with so many tokens in pages.
+    """How many first pages a sequence with so many tokens in pages need not see.
 
-    It sees the window behind its full pages, so that others can begin with all of these.
+    It sees the window after its full pages, so that others can begin with all of these.
     """
     return max(length // page_size * page_size - window, 0) // page_size
 
 
 def held_pages(window: int, page_size: int, spare: int) -> int:
-    """Pages that a sequence sees at most, of layers with a window: see WindowPages.held."""
+    """Pages that a sequence sees at most, of a window: see WindowPages.held."""
     return -(-(window + spare) // page_size) + 2
 
 
 def seen_by(tables: Iterable[Sequence[int]]) -> Counter[int]:
-    """By how many of some sequences each page is seen, from the pages that each of them sees."""
     return Counter(page for table in tables for page in table)

@@ -1,4 +1,1 @@
-"""Packed rows: their formats, the quantizers, calibrated transforms, and what attention reads.
-
-Everything here has a plain torch version, which is the reference of the kernels.
-"""
+"""Packed rows: formats, quantizers, transforms, and plain torch references of the kernels."""

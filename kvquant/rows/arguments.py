@@ -16,7 +16,7 @@ MAX_LENGTH = 2**31 - 1  # lengths are int32
 
 
 def check_tensors(**given: object) -> None:
-    """Raise ConfigError unless each is a tensor, and no sparse one."""
+    """Raise ConfigError unless each is a dense tensor."""
     for name, value in given.items():
         if isinstance(value, torch.Tensor):
             if value.is_nested:
@@ -31,11 +31,7 @@ def check_tensors(**given: object) -> None:
 
 
 def check_readable(**given: object) -> None:
-    """Raise ConfigError unless each is a tensor whose values lie in memory.
-
-    Those of fake tensors, of torch.func's transformations (vmap, grad), of wrappers such as DTensor
-    and of freed storages do not: a kernel that went to their address would end the process.
-    """
+    """Raise ConfigError unless tensors have memory: fake ones, vmap's and DTensor have none."""
     check_tensors(**given)
     if torch.compiler.is_compiling():
         return
@@ -46,11 +42,7 @@ def check_readable(**given: object) -> None:
 
 
 def address(tensor: torch.Tensor, name: str = "one of the tensors") -> int:
-    """Where the values of a tensor begin, for a kernel; 0 if it has none.
-
-    Raises:
-        ConfigError: there are values, but not in memory.
-    """
+    """The address of a tensor's values, 0 if it has none; ConfigError if not in memory."""
     try:
         found = tensor.data_ptr()
     except Exception:  # of torch, as RuntimeError or as a warning
@@ -65,16 +57,10 @@ def address(tensor: torch.Tensor, name: str = "one of the tensors") -> int:
 
 
 def check_device(device: torch.device | str, *, or_meta: bool = False) -> torch.device:
-    """A device that kernels serve; "cuda" is the current GPU.
+    """The device, if kernels serve it (DeviceError else); "cuda" is the current GPU.
 
-    Args:
-        device: a device or its name.
-        or_meta: whether "meta" is one: an empty cache there takes no memory, and its nbytes is what
-            it would take.
-
-    Raises:
-        ConfigError: there is no such name.
-        DeviceError: no kernels serve it, or it is not there.
+    or_meta allows "meta", where an empty cache takes no memory and its nbytes is what it would
+    take.
     """
     try:
         found = torch.device(device)
@@ -104,30 +90,25 @@ def check_kind(name: str, value: object, kind: type, how: str) -> None:
 
 
 def name_of_kind(value: object) -> str:
-    """The name of a value's type; with transformers in front of those of that library, which has a
-    QuantizedCache as well."""
+    """The name of a value's type, with "transformers." before its QuantizedCache and others."""
     kind = type(value)
     is_theirs = kind.__module__.partition(".")[0] == "transformers"
     return "transformers." * is_theirs + kind.__name__
 
 
 def check_flag(name: str, value: bool) -> None:
-    """Raise ConfigError unless a value is True or False: what is neither may be meant as either."""
+    """Raise ConfigError unless a value is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {shown(value)}: use True or False")
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number of any kind; True and False are none."""
+    """Whether a value is a whole number of any kind, but no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_size(name: str, size: int, *, at_least: int = 0) -> int:
-    """A size as an int, whatever whole number it came as.
-
-    Raises:
-        ConfigError: it is no whole number (True is none), or out of bounds.
-    """
+    """A size as an int; ConfigError unless it is a whole number within bounds."""
     if not is_whole(size) or not at_least <= size <= MAX_LENGTH:
         raise ConfigError(
             f"{name} {shown(size)} is not possible: use a whole number from {at_least} to "
@@ -137,11 +118,7 @@ def check_size(name: str, size: int, *, at_least: int = 0) -> int:
 
 
 def check_scale(sm_scale: float) -> float:
-    """A factor on scores, as a float; torch.compile traces this, and takes any float.
-
-    Raises:
-        ConfigError: it is no number (True is none), or not a finite one.
-    """
+    """A factor on scores as a float; ConfigError unless finite. torch.compile traces this."""
     if not isinstance(sm_scale, float):
         if not isinstance(sm_scale, Real) or isinstance(sm_scale, bool):
             raise ConfigError(f"sm_scale is {shown(sm_scale)}: use a number")
@@ -155,11 +132,7 @@ def check_scale(sm_scale: float) -> float:
 
 
 def check_num_splits(num_splits: int | None) -> int | None:
-    """A number of splits as an int, whatever whole number it came as; torch.compile traces this.
-
-    Raises:
-        ConfigError: it is no whole number (True is none), or out of bounds.
-    """
+    """A number of splits as an int; ConfigError unless it is whole and within bounds. Traced."""
     if num_splits is None:
         return None
     is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)

@@ -5,9 +5,8 @@
     V    the output pays:   sum_t p_t v_t = M (sum_t p_t v'_t) + offset,  as sum_t p_t = 1
 
 Softmax does not see q·offset, which is the same for every token; a log-sum-exp gets it back. Both
-are one small product per step, whatever the number of tokens. M is nothing, the Hadamard rotation
-(rotation.py), or a matrix for each KV head. Products are computed in float32, inside torch.autocast
-too, and no gradient comes through.
+are one small product per step. M is the identity, the Hadamard rotation (rotation.py) or a matrix
+for each KV head. Products are float32, also inside torch.autocast, without gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ KINDS = ("none", "hadamard", "matrix")
 
 
 class Basis:
-    """What the rows of one side of one layer are stored as.
+    """How the rows of K or of V of one layer are transformed before they are stored.
 
     Args:
         offset: [num_kv_heads, head_dim], float32: subtracted from every row.
@@ -118,7 +117,7 @@ class Basis:
         return f"Basis({', '.join(parts)})"
 
     def to(self, device: torch.device | str) -> Basis:
-        """The same on a device: one object there for all that ask, as long as one has it."""
+        """A copy on a device; all callers share it while one of them holds it."""
         device = torch.device(device)
         if device.type == "meta":  # where nothing can be looked at again
             return self._moved(device)
@@ -138,7 +137,6 @@ class Basis:
             return found
 
     def _moved(self, device: torch.device) -> Basis:
-        """The same on a device, with all that was computed of its matrix."""
         seen: dict[int, torch.Tensor] = {}
 
         def moved(x: object) -> object:
@@ -159,13 +157,12 @@ class Basis:
         return twin
 
     def _set_fp16(self, on_cuda: bool) -> None:
-        """Find the matrix for fp16 queries, which elsewhere become float32."""
         self.fp16_matrix, self.fp16_factor = self.matrix, 1.0
         if self.matrix is not None and on_cuda:
             self.fp16_matrix, self.fp16_factor = for_fp16(self.matrix)
 
     def with_clip(self, clip: torch.Tensor | None) -> Basis:
-        """The same with other clip ratios."""
+        """A copy with other clip ratios."""
         twin = copy.copy(self)
         twin.clip = _checked_clip(clip, self.offset.shape[0])
         twin.encoding = self.encoding._replace(clip=twin.clip)
@@ -174,7 +171,7 @@ class Basis:
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal digits that differ where rows of one basis cannot be read in the other."""
+        """A hexadecimal digest; rows of one basis can be read in another of the same digest."""
         digest = hashlib.sha256(self.kind.encode())
         for tensor in (self.offset, self.matrix if self.kind == "matrix" else None):
             if tensor is not None:
@@ -182,7 +179,7 @@ class Basis:
         return digest.hexdigest()
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Change rows into what is stored.
+        """Transform rows for storage.
 
         Args:
             x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16.
@@ -228,15 +225,14 @@ _twins: WeakKeyDictionary[Basis, WeakValueDictionary[torch.device, Basis]] = Wea
 
 
 class Encoding(NamedTuple):
-    """What an append does to new rows of K or of V, and how it rounds them; see Basis.encoding.
+    """How an append transforms and rounds new rows; see Basis.encoding and transform_rows.
 
     Attributes:
         offset: [num_kv_heads, head_dim], float32, subtracted; None for none.
         rotate: whether rows are then rotated (rotation.rotate).
-        matrix: [num_kv_heads, head_dim, head_dim], float32, with which rows are then multiplied
-            from the right; None for none.
-        clip: [num_kv_heads], float32: see ops.quantize.quantize_calibrated.
-        feedback: [num_kv_heads, head_dim, head_dim], float32: see there.
+        matrix: [num_kv_heads, head_dim, head_dim], float32, the right factor then; None for
+            none.
+        clip, feedback: as in ops.quantize.quantize_calibrated.
     """
 
     offset: torch.Tensor | None = None
@@ -247,12 +243,7 @@ class Encoding(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries that are to be multiplied by a matrix, while new rows are appended.
-
-    Attributes:
-        x: [num_tokens, num_q_heads, head_dim], bfloat16 or float16, on CUDA.
-        matrix: as ops.transform.affine_rows takes it.
-    """
+    """Queries [num_tokens, num_q_heads, head_dim], 16 bit on CUDA, for an append's launch."""
 
     x: torch.Tensor
     matrix: torch.Tensor
@@ -261,20 +252,11 @@ class Queries(NamedTuple):
 def transform_rows(
     x: torch.Tensor, encoding: Encoding | None, rope: Rope | None = None
 ) -> torch.Tensor:
-    """Bring new rows to what is stored, without rounding: RoPE, offset, rotation, matrix.
+    """Apply RoPE, offset, rotation and matrix to new rows, in float32; x itself if none applies.
 
-    Every product, sum and difference is rounded to float32 by itself, and kernels fuse no
-    multiply-add, so that all of them give the same bits. Only those of the product with a matrix
-    differ in the last places: torch's may depend on how many rows there are. On CUDA 16-bit rows
-    without RoPE are multiplied by kernels/cuda/affine/launch.py, where they do not.
-
-    Args:
-        x: [num_tokens, num_kv_heads, head_dim], float32, bfloat16 or float16.
-        encoding: None for nothing.
-        rope: of K, before the rest; None for none.
-
-    Returns:
-        The same shape, float32; x itself if nothing is to be done.
+    Every product, sum and difference is rounded to float32 by itself; kernels fuse no multiply-add,
+    so all of them give the same bits. Only products with a matrix differ in the last places:
+    torch's may depend on the number of rows, those of kernels/cuda/affine/launch.py do not.
     """
     if rope is not None:
         x = apply_rope(x, rope)
@@ -298,21 +280,19 @@ class LayerBasis(NamedTuple):
 
     @property
     def is_identity(self) -> bool:
-        """Whether rows of both are stored as they come."""
         return self.k.is_identity and self.v.is_identity
 
     def to(self, device: torch.device | str) -> LayerBasis:
-        """The same on a device."""
         return LayerBasis(self.k.to(device), self.v.to(device))
 
 
 def fingerprints(bases: Sequence[LayerBasis] | None) -> list[dict[str, str]]:
-    """What a saved cache says of its bases: one object per layer; an empty list without bases."""
+    """The fingerprints of each layer's K and V for a saved cache; an empty list without bases."""
     return [{"k": basis.k.fingerprint, "v": basis.v.fingerprint} for basis in bases or ()]
 
 
 def _checked_clip(clip: torch.Tensor | None, heads: int) -> torch.Tensor | None:
-    """The clip ratios of so many heads; raises unless they are possible."""
+    """The clip ratios of so many heads, checked."""
     _check("clip", clip, (heads,))
     if clip is None:
         return None
@@ -332,10 +312,10 @@ def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> No
 
 
 def for_fp16(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """A matrix that turns no fp16 query beyond fp16, and what scores are multiplied with for it.
+    """The matrix scaled for fp16 queries, and the factor that undoes it on their scores.
 
-    It is divided by a power of two, the least over the sums of a column's magnitudes: digits are
-    lost only where a turned element is below 2**-14, in a query of which no element can be large.
+    The divisor is the least power of two over the sums of a column's magnitudes. Only products
+    below 2**-14 lose digits, in queries without large elements.
     """
     one = matrix if matrix.stride(0) else matrix[:1]  # of each head, or of all
     largest = float(one.abs().sum(-2).amax()) if one.numel() else 0.0

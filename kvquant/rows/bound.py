@@ -1,8 +1,4 @@
-"""Launches that are bound to tensors which stay, such as those of a cache.
-
-What a launch depends on is looked at and checked once, in the first call of a kind. The next call
-of this kind finds the launch, gives it the addresses of what is new, and that is all.
-"""
+"""Launches bound to tensors that stay: the first call of a kind checks, later ones only launch."""
 
 from __future__ import annotations
 
@@ -18,17 +14,10 @@ MOST_KINDS = 16  # of calls whose launches an owner remembers
 
 
 class Bound(dict[Hashable, Any]):
-    """The bound launches of an owner of tensors, by the kind of what is new in a call.
-
-    A copy begins without: its tensors lie elsewhere.
-    """
+    """An owner's bound launches by the kind of the new tensors in a call; a copy begins empty."""
 
     def find(self, *new: torch.Tensor) -> Any:
-        """What was kept for tensors of this kind; None where values have to be read, or in a graph.
-
-        Callers that torch.compile traces do not come here. After an error in a trace it runs them
-        uncompiled and compiles what they call, this function too: then it finds nothing.
-        """
+        """What was kept for tensors of this kind; None in traces, graphs, or if values are read."""
         if not self or debug.enabled or torch.compiler.is_dynamo_compiling():
             return None
         found = self.get(kind_of(*new))
@@ -47,7 +36,7 @@ class Bound(dict[Hashable, Any]):
 
 
 def kind_of(*new: torch.Tensor) -> Hashable:
-    """All of new tensors that a call to the same rows depends on; None if they are no tensors."""
+    """What a call depends on in its new tensors; None if they are no tensors."""
     try:
         return tuple(
             [

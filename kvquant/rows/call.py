@@ -16,9 +16,7 @@ from .variant import AttentionVariant
 
 
 class AttentionCall(NamedTuple):
-    """What a call of attention asks for.
-
-    A named tuple, because one is made in every call: a frozen dataclass takes .5 microseconds more.
+    """What a call of attention asks for; a frozen dataclass would take .5 microseconds more.
 
     Attributes:
         q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the queries
@@ -28,16 +26,13 @@ class AttentionCall(NamedTuple):
             heads and head dims. With several queries a sequence the segments are in the order of
             their tokens, but that the first Segment.sinks rows of a ring come before all others:
             [packed, ring with sinks] are sinks, packed rows, recent tokens.
-        sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
-        num_splits: splits of the tokens, as in decode_attention; chosen when None.
-        return_lse: whether the log-sum-exp is wanted.
-        q_lens: [batch], int32, with q of four axes: how many of q_len are queries, the first ones;
-            all when None.
+        sm_scale, num_splits, return_lse: as in decode_attention.
+        q_lens: [batch], int32, with q of four axes: how many of q_len are queries; None for
+            all.
         variant: what the model changes in attention; None for plain attention.
         backend: "cpu", "cuda" or "reference"; by the device of q when None.
-        q_indptr: [batch + 1], int32: where the queries of each sequence begin among the rows of a
-            ragged q (see indptr.py); None for other queries.
-        padded: whether rows of a ragged q may stand behind the last sequence's.
+        q_indptr: [batch + 1], int32: each sequence's first row in a ragged q (see indptr.py).
+        padded: whether rows of a ragged q may follow those of the last sequence.
     """
 
     q: torch.Tensor
@@ -56,9 +51,9 @@ class LatentPrefix(NamedTuple):
     """First tokens that sequences have in common, read once for all of them.
 
     Attributes:
-        rows: the tokens, of one sequence (batch 1), linear or in pages; none of them is one of the
-            queries', but that a sequence's only query may be the last one's. Their number may be 0.
-        shares: [batch], int32: whether each sequence begins with them: 1 or 0.
+        rows: the tokens of one sequence (batch 1), linear or in pages; may be empty. No query
+            is among them, but that of a sequence with one query may be the last one.
+        shares: [batch], int32: 1 where a sequence begins with the prefix, else 0.
     """
 
     rows: Segment
@@ -72,13 +67,11 @@ class LatentCall(NamedTuple):
         q_latent: [batch, num_heads, latent_dim], or [batch, q_len, num_heads, latent_dim]: W_UK^T q
             of each head; float32, bfloat16 or float16.
         q_rope: the same shape but for its last axis, rope_dim, and the same dtype.
-        segments: of rows.segment.latent_segment; of several queries in the order that AttentionCall
-            states, and on CUDA at most two of them. There each is a launch, cut into num_splits,
-            and another one combines them.
+        segments: of latent_segment, ordered as in AttentionCall; on CUDA at most two.
         sm_scale: factor on the scores.
         num_splits, return_lse, q_lens, backend: as in AttentionCall.
-        prefix: tokens before those of the segments, in which they are not; None if there are none.
-            On CUDA all sequences' queries are multiplied with it, whether they share it or not.
+        prefix: tokens before those of the segments; None without. On CUDA the queries of all
+            sequences are multiplied with it.
     """
 
     q_latent: torch.Tensor
@@ -93,7 +86,6 @@ class LatentCall(NamedTuple):
 
     @property
     def all_segments(self) -> list[Segment]:
-        """The segments, and before them that of the prefix."""
         return [*([] if self.prefix is None else [self.prefix.rows]), *self.segments]
 
 
@@ -116,7 +108,7 @@ class AppendSide(NamedTuple):
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether more has to be done than one plain launch does on CUDA."""
+        """Whether CUDA needs more than one plain launch."""
         return not (self.transform.matrix is None and self.transform.feedback is None)
 
     @property
@@ -126,15 +118,7 @@ class AppendSide(NamedTuple):
 
 
 class AppendCall(NamedTuple):
-    """What an append asks for; the fields are arguments of append_rows.
-
-    Attributes:
-        k, v: new rows of the same tokens.
-        slots: where each token goes.
-        exact_format: "bf16" or "fp16", of the 16-bit rows.
-        rope: the rotary embedding of K, or None.
-        bad: [2], int32: counts rows of K and of V that were written as NaN; None: nobody counts.
-    """
+    """The arguments of append_rows; `bad` [2], int32, counts NaN rows of K and of V."""
 
     k: AppendSide
     v: AppendSide

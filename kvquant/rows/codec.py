@@ -1,24 +1,23 @@
-"""The codecs: how one element of a row is stored. One table, which everything looks up.
+"""The codecs: how one element of a row is stored. The one table that all code looks up.
 
-A place that treats formats differently never compares names in a chain that ends in `else`. It
-reads a fact of the codec (`levels`, `bits`), or it picks by one of the codec's words:
+Code that treats formats differently reads a fact of the codec (`levels`, `bits`) or picks by one of
+these words; it never compares names in a chain that ends in `else`:
 
     layout     nibbles     two codes a byte, the even element in the low nibble
                quarters    four codes a byte, the first element in the lowest bits
-               planes      the two low bits of all codes, as quarters; behind them the high bits
+               planes      the two low bits of all codes, as quarters; then the high bits
                bytes       a code a byte
                elements    no codes: the 16-bit elements themselves
     numbers    integers    a code is an integer from 0 to levels
                e4m3        a code is an E4M3 number (finite, NaN but no Inf)
                bf16, fp16  the element
     header     pairs       scale and shift of each group, fp16, before the codes
-               scales      scale of each group, float32, a power of two, behind the codes; no shifts
+               scales      scale of each group, float32, a power of two, after the codes; no shifts
                none        no parameters
 
     PER_WORD = fmt.pick(nibbles=8, bytes=4)
 
-A codec whose word is not among the choices gets an error that names it. So a new codec is either
-served by a place or refused there, and never read as another one.
+A codec whose word is not among the choices raises an error that names it.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ class Codec:
     """How one element is stored.
 
     Attributes:
-        name: that format names begin with ("int4").
+        name: the first part of format names ("int4").
         bits: of a code, or of a 16-bit element.
         layout, numbers, header: words of the table above.
-        max_abs: the largest magnitude of an element: what the parameters, or the element, can hold.
+        max_abs: the largest magnitude that an element, or its parameters, can hold.
         levels: the greatest code; 0 without codes.
         groups: the numbers of groups that a row may have.
         only: the number of groups and the head_dim of all rows of the codec; None for any.
@@ -70,15 +69,10 @@ class Codec:
         return self.numbers == "integers"
 
     def pick(self, **choices: T) -> T:
-        """The choice for this codec.
-
-        Args:
-            choices: by words of the table above, of one kind or of several: what treats all codes
-                alike but for E4M3, and has no code for 16-bit elements, says pick(e4m3=a,
-                integers=b, elements=None). No codec may have two of the words.
+        """The choice for this codec, as in pick(e4m3=a, integers=b, elements=None).
 
         Raises:
-            UnsupportedError: none of them is for this codec, or two are.
+            UnsupportedError: no choice is for this codec, or two are.
         """
         words = [one for one in (self.layout, self.numbers, self.header) if one in choices]
         if len(words) == 1:
@@ -100,7 +94,7 @@ class Codec:
 
 
 def one_of(choices: Iterable[object]) -> str:
-    """Words to choose from: "a, b or c"."""
+    """The choices as "a, b or c"."""
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -122,7 +116,7 @@ EXACT_CODECS = tuple(name for name, codec in CODECS.items() if codec.header == "
 
 
 def codec_names() -> list[str]:
-    """The codecs that rows of any head_dim may have, as format names begin."""
+    """The names of the codecs that rows of any head_dim may have."""
     return [name for name, codec in CODECS.items() if codec.only is None]
 
 

@@ -1,10 +1,8 @@
-"""The formats of K and V where none are given: safe without a plan, on every model that was tried.
+"""The formats of K and V where none are given: safe without a plan on every model that was tried.
 
-Errors of K are what ruins a model: a few large channels take the codes of a whole group. So K has 8
-bits, in groups, and V has 4. Without 16-bit tokens beside them (pages of engines) every token is
-read from rows, and groups are smaller. At head_dims whose groups the CUDA kernels cannot read, rows
-have fewer groups and V has 8 bits, except at 192 with a window.
-tests/benchmarks/results/defaults.json has the figures.
+Errors of K harm most (a few large channels take a group's codes): K has 8 bits in groups, V 4.
+Without 16-bit tokens groups are smaller. Head dims without CUDA groups have fewer groups and V 8
+bits, except 192 with a window. tests/benchmarks/results/defaults.json has the figures.
 """
 
 from __future__ import annotations
@@ -33,13 +31,9 @@ def default_format(side: str, head_dim: int, sink_len: int = 0, recent_len: int 
 
     Args:
         side: "k" or "v".
-        head_dim: elements of its rows.
-        sink_len, recent_len: tokens that the cache keeps in 16 bit. Fewer than 4 and 128 count as
-            none.
-
-    Returns:
-        The short name of a row format. Of a head_dim that no rows have it is "int8", and
-        RowFormat.parse refuses that with it.
+        head_dim: elements of a row; one that no format has gives "int8", which RowFormat.parse
+            refuses.
+        sink_len, recent_len: 16-bit tokens of the cache; fewer than 4 and 128 count as none.
 
     Example:
         >>> default_format("k", 128, sink_len=4, recent_len=128)

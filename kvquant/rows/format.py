@@ -60,7 +60,7 @@ class RowFormat:
             "int3" and 16-bit rows, 4 for "fp8_ds_mla".
         head_dim: elements in a row: 64, 80, 96, 112, 128, 192, 256 or 512; 32 as part of latent
             rows.
-        facts: what the table of codecs says of the codec.
+        facts: the codec's entry in the table of codecs.
 
     Raises:
         ConfigError: a codec, a number of groups or a head_dim that does not exist.
@@ -147,7 +147,7 @@ class RowFormat:
 
     @property
     def is_of_heads(self) -> bool:
-        """Whether K and V of heads may have such rows; others are parts of latent rows."""
+        """Whether K and V of heads may have these rows; other rows are parts of latent rows."""
         return self.head_dim in HEAD_DIMS and self.facts.only is None
 
     def pick(self, **choices: T) -> T:
@@ -196,7 +196,7 @@ class RowFormat:
 
     @property
     def max_abs(self) -> float:
-        """The largest magnitude that the format can hold: what fp16 or bf16 can, or nearly."""
+        """The largest magnitude that the format can hold."""
         return self.facts.max_abs
 
     @cached_property
@@ -228,7 +228,7 @@ _NEAREST = {
 
 
 def nearest(name: str) -> str:
-    """What an error adds about a format's name of another project: ours, or nothing."""
+    """The format here that matches a name of another project, for an error message; or ""."""
     ours = _NEAREST.get(name.lower().removeprefix("torch."))
     return f"; the nearest here is {ours!r}" if ours else ""
 

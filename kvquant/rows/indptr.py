@@ -17,7 +17,6 @@ from .arguments import check_tensors
 def check_indptr(
     q: torch.Tensor, q_indptr: torch.Tensor, q_lens: torch.Tensor | None = None
 ) -> None:
-    """Raise unless q_indptr may say which rows of q are whose; its values are not read."""
     check_tensors(q_indptr=q_indptr)
     if q.ndim != 3:
         raise ShapeError(
@@ -38,15 +37,7 @@ def check_indptr(
 
 
 def check_indptr_values(q: torch.Tensor, q_indptr: torch.Tensor, *, padded: bool = False) -> None:
-    """Raise ShapeError unless q_indptr goes from 0 up to the rows of q, and never down.
-
-    As check_segment_values, not while a CUDA graph is captured.
-
-    Args:
-        q: [total, num_q_heads, head_dim].
-        q_indptr: [batch + 1], int32.
-        padded: whether rows of q may stand behind the last sequence's.
-    """
+    """Raise ShapeError unless q_indptr rises from 0 to the rows of q (or less if `padded`)."""
     if debug.is_recorded(q_indptr):
         return
     starts, total = q_indptr.cpu().numpy(), q.shape[0]
@@ -67,23 +58,15 @@ def check_indptr_values(q: torch.Tensor, q_indptr: torch.Tensor, *, padded: bool
 
 
 def sequences_of_rows(q_indptr: torch.Tensor, total: int) -> torch.Tensor:
-    """The sequence of each row of q, [total], int64; the number of sequences behind the last one's
-    rows."""
+    """The sequence of each row of q, [total], int64; for rows after the last, the batch."""
     row = torch.arange(total, dtype=torch.int32, device=q_indptr.device)
     return torch.searchsorted(q_indptr[1:].contiguous(), row, right=True)
 
 
 def visible_to_rows(seq_lens: torch.Tensor, q_indptr: torch.Tensor, total: int) -> torch.Tensor:
-    """How many tokens of its sequence each row of q sees: the first ones, up to its own.
+    """How many tokens of its sequence each row of q sees, counted from the first: [total], int32.
 
-    Args:
-        seq_lens: [batch], int32: tokens of each sequence, in all segments.
-        q_indptr: [batch + 1], int32.
-        total: rows of q.
-
-    Returns:
-        [total], int32; 0 for rows behind the last sequence's, and for queries that would come
-        before the first token.
+    It is 0 for rows after the last sequence's, and for queries before the first token.
     """
     sequence = sequences_of_rows(q_indptr, total)
     before_first = torch.nn.functional.pad(seq_lens - q_indptr[1:], (0, 1), value=-(1 << 30))

@@ -1,7 +1,6 @@
 """The kinds of rows that a cache holds: keys and values of heads, or latent rows.
 
-A cache, its layers, its pages and its batches are written once, for K and V. What differs between
-the kinds is asked of KEY_VALUE or LATENT:
+Caches, layers, pages and batches are written once, for K and V, and ask KEY_VALUE or LATENT:
 
     KEY_VALUE   K and V are two rows, each in a tensor of its own
     LATENT      K is the latent, V the RoPE part, of one KV head: both parts lie side by side in one
@@ -42,15 +41,13 @@ class KeyValue:
     )
 
     def check_formats(self, formats: Sequence[RowFormat]) -> None:
-        """Raise ConfigError unless K and V can have rows of these formats."""
         check_head_dims(*formats)
 
     def stored(self, k_format: RowFormat, v_format: RowFormat) -> tuple[AnyFormat, ...]:
-        """The formats of the rows as they lie in memory, one for each tensor."""
+        """The formats of the rows in memory, one for each tensor."""
         return k_format, v_format
 
     def k_and_v(self, tensors: Sequence[torch.Tensor], k_format: RowFormat) -> Rows:
-        """K and V in the tensors that hold them, as views."""
         k, v = tensors
         return k, v
 
@@ -64,7 +61,7 @@ class KeyValue:
         sinks: int = 0,
         seq_slots: torch.Tensor | None = None,
     ) -> Segment:
-        """The rows in these tensors, of formats that `stored` gives, as attention reads them."""
+        """The rows in these tensors as a segment; the formats are those of `stored`."""
         (k, v), (k_format, v_format) = tensors, formats
         assert isinstance(k_format, RowFormat) and isinstance(v_format, RowFormat)
         return Segment(k, v, lens, k_format, v_format, starts, block_table, sinks, seq_slots)
@@ -72,32 +69,28 @@ class KeyValue:
     def to_write(
         self, k: torch.Tensor, v: torch.Tensor, basis: LayerBasis | None
     ) -> tuple[Rows, Encodings]:
-        """New rows [num_tokens, heads, elements], and what is left to do where they are written."""
+        """New rows [num_tokens, heads, elements], and how to encode them."""
         if basis is None:
             return (k, v), (Encoding(), Encoding())
         return (k, v), (basis.k.encoding, basis.v.encoding)
 
     def likely_q_heads(self, num_kv_heads: int, ratios: Sequence[int] = (1,)) -> tuple[int, ...]:
-        """Query heads of a model to compile kernels for: one serves up to 8 on a KV head."""
+        """Query heads to compile kernels for: a kernel serves up to 8 on a KV head."""
         return tuple(ratio * num_kv_heads for ratio in ratios)
 
 
 class Latent(KeyValue):
-    """Latent rows."""
-
     sides = "latent", "rope"
     query = "q_latent"
     stores = ("packed",), ("exact_rows",)
 
     def check_formats(self, formats: Sequence[RowFormat]) -> None:
-        """LatentFormat has checked them."""
+        """Nothing: LatentFormat has checked them."""
 
     def stored(self, k_format: RowFormat, v_format: RowFormat) -> tuple[AnyFormat, ...]:
-        """One format for both parts."""
         return (LatentFormat(k_format, v_format),)
 
     def k_and_v(self, tensors: Sequence[torch.Tensor], k_format: RowFormat) -> Rows:
-        """Latents and RoPE parts."""
         (rows,) = tensors
         return rows[..., : k_format.row_bytes], rows[..., k_format.row_bytes :]
 
@@ -119,7 +112,7 @@ class Latent(KeyValue):
     def to_write(
         self, k: torch.Tensor, v: torch.Tensor, basis: LayerBasis | None
     ) -> tuple[Rows, Encodings]:
-        """As of KeyValue; torch transforms: kernels that multiply rows have not such widths."""
+        """New rows, transformed by torch: no kernel multiplies rows of these widths."""
         if basis is None:
             return super().to_write(k, v, basis)
         encodings = basis.k.encoding, basis.v.encoding
@@ -129,7 +122,7 @@ class Latent(KeyValue):
         return (k, v), (Encoding(clip=encodings[0].clip), Encoding(clip=encodings[1].clip))
 
     def likely_q_heads(self, num_kv_heads: int, ratios: Sequence[int] = (1,)) -> tuple[int, ...]:
-        """Those of DeepSeek's models."""
+        """The query heads of DeepSeek's models."""
         return LIKELY_Q_HEADS
 
 

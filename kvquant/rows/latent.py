@@ -11,8 +11,8 @@ the RoPE part, which serves as K only. Each has its own format, header first (fo
           ├────────────── V ──────────┤
           ├─────────────────────── K ────────────────────────────┤
 
-"int4-g8+fp8-g4" takes as many bytes, and five times the error of RoPE parts (of Gaussian ones 0.021
-for 0.004), which scores are made of.
+"int4-g8+fp8-g4" takes the same bytes with five times the error of RoPE parts (Gaussian: 0.021, not
+0.004).
 
 "fp8" is the layout of FlashMLA's FP8 cache (V3.2; vLLM's fp8_ds_mla) to the byte, 656 bytes: the
 codes first, 512 E4M3; then a float32 scale for each 128 of them, a power of two; then 64 bf16. See
@@ -116,7 +116,7 @@ class LatentFormat:
 
     @property
     def latent_dim(self) -> int:
-        """Elements of the latent: of V, and the first ones of K."""
+        """Elements of the latent: V, and the first ones of K."""
         return self.latent.head_dim
 
     @property
@@ -149,7 +149,6 @@ AnyFormat: TypeAlias = "RowFormat | LatentFormat"
 
 
 def parse_any(name: str, head_dim: int) -> AnyFormat:
-    """The format of rows of so many elements, which of a latent row are those of both parts."""
     for latent_dim in LATENT_DIMS:
         if head_dim - latent_dim in ROPE_DIMS:
             return LatentFormat.parse(name, latent_dim, head_dim - latent_dim)
@@ -157,12 +156,11 @@ def parse_any(name: str, head_dim: int) -> AnyFormat:
 
 
 def parts_of(fmt: AnyFormat) -> tuple[RowFormat, ...]:
-    """The rows that lie side by side in a row: one, or those of a latent row."""
+    """The rows side by side in a row: one, or the two of a latent row."""
     return fmt.parts if isinstance(fmt, LatentFormat) else (fmt,)
 
 
 def _rope_of(latent: str) -> str:
-    """The name of the RoPE part where only that of the latent is given."""
     return "fp16" if latent == "fp16" else "bf16"
 
 

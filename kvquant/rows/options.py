@@ -1,4 +1,4 @@
-"""Options of attention by name, which type checkers read: what a call returns goes with return_lse.
+"""Types of attention's options: return_lse decides what a call returns.
 
     @overload
     def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[No]]) -> Tensor: ...
@@ -7,8 +7,7 @@
     @overload
     def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[bool]]) -> Either: ...
 
-Nothing of this file is needed at run time: import it under TYPE_CHECKING. The function itself names
-its options, so that help() shows them and a wrong name is refused before anything is done.
+Import this file under TYPE_CHECKING. Each function names its options, for help().
 """
 
 from __future__ import annotations
@@ -37,58 +36,58 @@ class _Options(TypedDict, Generic[Lse], total=False):
 
 
 class RankOptions(_Options[Lse], total=False):
-    """Of ContextParallelCache.attend."""
+    """Options of ContextParallelCache.attend."""
 
     variant: AttentionVariant | None
     sm_scale: float | None
 
 
 class StepOptions(RankOptions[Lse], total=False):
-    """Of KVCache.step."""
+    """Options of KVCache.step."""
 
     num_splits: int | None
 
 
 class AttendOptions(StepOptions[Lse], total=False):
-    """Of KVCache.attend. LatentKVCache has q_rope in the place of q_lens, so the name is here."""
+    """Options of KVCache.attend; LatentKVCache has q_rope in place of q_lens."""
 
     q_lens: Maybe
     in_step: bool
 
 
 class PagedAttendOptions(StepOptions[Lse], total=False):
-    """Of PagedBatch.attend."""
+    """Options of PagedBatch.attend."""
 
     q_indptr: Maybe
 
 
 class PagedStepOptions(PagedAttendOptions[Lse], total=False):
-    """Of PagedBatch.step."""
+    """Options of PagedBatch.step."""
 
     rope: Rope | None
 
 
 class LatentStepOptions(StepOptions[Lse], total=False):
-    """Of LatentKVCache.step."""
+    """Options of LatentKVCache.step."""
 
     in_basis: bool
 
 
 class LatentAttendOptions(LatentStepOptions[Lse], total=False):
-    """Of LatentKVCache.attend."""
+    """Options of LatentKVCache.attend."""
 
     in_step: bool
 
 
 class LatentOptions(_Options[Lse], total=False):
-    """Of LatentPagedBatch."""
+    """Options of LatentPagedBatch."""
 
     sm_scale: Required[float]
     num_splits: int | None
 
 
 class MlaOptions(LatentOptions[Lse], total=False):
-    """Of mla_decode_attention."""
+    """Options of mla_decode_attention."""
 
     fmt: Required[str | LatentFormat]
     block_table: Maybe
@@ -96,7 +95,7 @@ class MlaOptions(LatentOptions[Lse], total=False):
 
 
 class RowOptions(TypedDict, Generic[Lse], total=False):
-    """Of reference_attention."""
+    """Options of reference_attention."""
 
     return_lse: Lse
     k_format: Required[str | RowFormat]
@@ -109,7 +108,7 @@ class RowOptions(TypedDict, Generic[Lse], total=False):
 
 
 class OpOptions(RowOptions[Lse], total=False):
-    """Of decode_attention."""
+    """Options of decode_attention."""
 
     num_splits: int | None
     backend: str | None

@@ -1,9 +1,8 @@
 """What rounded keys do to attention: the measure by which K rows of few bits are refused.
 
-Attention's weights from rounded keys are compared with those from exact ones, in each layer, by
-their KL divergence. A model's figure is the mean over its layers. It is for rows of 4 bits or
-fewer: 8-bit keys move layer 0 of Qwen2.5-Coder-0.5B by 1.25, the mean by .056, and cost nothing.
-tests/benchmarks/bench_probe.py measures the figure beside the KL of predictions.
+It is the KL divergence of attention's weights from rounded and from exact keys, averaged over
+layers, for rows of 4 bits or fewer: 8-bit keys move layer 0 of Qwen2.5-Coder-0.5B by 1.25 (mean
+.056) at no cost. tests/benchmarks/bench_probe.py sets it beside the KL of predictions.
 """
 
 from __future__ import annotations
@@ -27,15 +26,9 @@ def divergence(
 ) -> torch.Tensor:
     """The mean KL divergence of attention's weights from rounded keys to those from exact keys.
 
-    Args:
-        q: [batch, num_q_heads, tokens, head_dim], after RoPE.
-        k: [batch, num_kv_heads, tokens, head_dim], after RoPE.
-        fmt: of the rows that k is rounded to.
-        sm_scale: attention's factor on q·k.
-        window: tokens that a query sees, the last ones; all when None.
-
-    Returns:
-        float32, a tensor of one element on the device of k, in nats; NaN where fmt cannot hold k.
+    q is [batch, num_q_heads, tokens, head_dim], k [batch, num_kv_heads, tokens, head_dim], both
+    after RoPE; a query sees the last `window` tokens. The result is one float32 on the device of k,
+    in nats; NaN where fmt cannot hold k.
     """
     tokens, device = k.shape[2], k.device
     at = torch.arange(min(_FIRST, tokens // 2), tokens, _STRIDE, device=device)
@@ -47,12 +40,8 @@ def divergence(
 def divergence_among(
     q: torch.Tensor, k: torch.Tensor, fmt: RowFormat, sm_scale: float, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """The same of queries that see all keys but the hidden ones.
-
-    Args:
-        q: [batch, num_q_heads, queries, head_dim].
-        k, fmt, sm_scale: as in divergence.
-        hidden: bool, to be broadcast to [batch, num_kv_heads, heads of each, queries, tokens].
+    """`divergence` of queries [batch, num_q_heads, queries, head_dim] that see all keys but the
+    hidden ones: bool, broadcast to [batch, num_kv_heads, heads of each, queries, tokens].
     """
     queries = q.detach().float().unflatten(1, (k.shape[1], -1))
 
@@ -67,13 +56,13 @@ def divergence_among(
 
 
 def loss_of(figure: float) -> str:
-    """What a figure from WARNED on means, for messages."""
+    """What a figure of WARNED or more means, for messages."""
     limit = f"from {REFUSED:g} on texts are ruined"
     found = f"change what attention reads: its weights move by a KL divergence of {figure:.2g}"
     return f"{found}, and {limit}" if figure >= REFUSED else f"{found}. Expect a loss; {limit}"
 
 
 def combined(divergences: Iterable[torch.Tensor]) -> float:
-    """The figure of a model, of its layers' divergences."""
+    """A model's figure from its layers' divergences."""
     layers = torch.stack([one.to("cpu", torch.float64) for one in divergences])
     return float(layers.mean())

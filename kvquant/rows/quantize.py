@@ -29,12 +29,10 @@ element lies outside the codes' range and for every finite input, with u = 2**-2
     FP8_DS_MLA   |x - value| <= max(|x| / 16, scale * 2**-10)
 
 code * scale is exact in float32 (at most 8 + 11 bits), so a fused multiply-add gives the same
-value. FBGEMM rounds both parameters to the nearest fp16 and computes codes from the unrounded ones:
-its rows and these are read the same way, but a group whose offset is large against its range loses
-most of its codes there.
+value. FBGEMM reads these rows alike, but rounds parameters to the nearest fp16 and codes against
+the unrounded ones: groups with a large offset lose most of their codes.
 
-Calibrated rows are better ones of the same formats. Other scales, shifts and codes are chosen; how
-a row is read does not change, so decoding costs nothing more.
+Calibrated rows have the same formats with other scales, shifts and codes; reading costs the same.
 
     clip        a group's elements are clamped to the middle of its range +- ratio * half of it:
                 a few large errors for many smaller ones
@@ -81,15 +79,10 @@ LEAST_DS_SCALE = 1e-4  # FlashMLA's, before it is rounded up to a power of two
 
 
 def quantize(x: torch.Tensor, fmt: AnyFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize the last axis; a row with a value that the format cannot hold decodes to NaN, and of
-    a latent row the part that has it.
+    """Quantize the last axis of x [..., head_dim] to rows [..., row_bytes], uint8.
 
-    Args:
-        x: [..., head_dim], float32, bfloat16 or float16.
-        fmt: the format of the rows.
-
-    Returns:
-        [..., row_bytes], uint8; and whether every value could be held, a bool tensor of one.
+    A row, or part of a latent row, with a value that the format cannot hold decodes to NaN. The
+    second result, a bool tensor of one, says whether every value was held.
     """
     if isinstance(fmt, LatentFormat):
         latent, rope = map(quantize, x.split([fmt.latent_dim, fmt.rope_dim], dim=-1), fmt.parts)
@@ -192,12 +185,11 @@ def unpack(packed: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
 
 
 def _viewed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of bytes as numbers; the bytes may lie at odd addresses, which view refuses."""
+    """A copy of bytes as numbers; view refuses odd addresses."""
     return rows.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _holdable(x: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
-    """Where x is finite and not beyond the format; in float32, where max_abs is not rounded."""
     if isinstance(fmt, LatentFormat):
         parts = x.split([fmt.latent_dim, fmt.rope_dim], dim=-1)
         return torch.cat(list(map(_holdable, parts, fmt.parts)), dim=-1)
@@ -227,31 +219,14 @@ def _power_up(x: torch.Tensor) -> torch.Tensor:
 
 
 def feedback_matrix(weights: torch.Tensor) -> torch.Tensor:
-    """The matrix L of the module's docstring.
-
-    Args:
-        weights: [num_kv_heads, head_dim, head_dim], symmetric and positive definite: how much the
-            products of errors count.
-
-    Returns:
-        The same shape and dtype, unit lower triangular.
-    """
+    """The L of the module's docstring, from weights [num_kv_heads, head_dim, head_dim]."""
     upper = torch.linalg.cholesky(weights.flip(-1, -2)).flip(-1, -2)
     unit: torch.Tensor = upper / upper.diagonal(dim1=-2, dim2=-1)[..., None, :]
     return unit.mT.contiguous()
 
 
 def clip_rows(x: torch.Tensor, groups: int, ratio: torch.Tensor) -> torch.Tensor:
-    """Clamp the elements of each group to a share of its range.
-
-    Args:
-        x: [batch, num_kv_heads, tokens, head_dim], float32.
-        groups: of a row.
-        ratio: [num_kv_heads], float32.
-
-    Returns:
-        The same shape.
-    """
+    """Clamp the groups of x [batch, num_kv_heads, tokens, head_dim] to ratio [num_kv_heads]."""
     grouped = x.unflatten(-1, (groups, -1))
     least, greatest = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
     middle = (least + greatest) * 0.5
@@ -263,16 +238,12 @@ def clip_rows(x: torch.Tensor, groups: int, ratio: torch.Tensor) -> torch.Tensor
 def round_with_feedback(
     x: torch.Tensor, params: torch.Tensor, feedback: torch.Tensor, levels: float
 ) -> torch.Tensor:
-    """The codes of rows, one element after another.
+    """The codes of rows, one element after another, in float32.
 
     Args:
         x: [batch, num_kv_heads, tokens, head_dim], float32.
         params: [batch, num_kv_heads, tokens, groups, 2], float32: scale and shift.
         feedback: [num_kv_heads, head_dim, head_dim], float32, from feedback_matrix.
-        levels: the greatest code.
-
-    Returns:
-        The shape of x, float32.
     """
     batch, dim = len(x), x.shape[-1]
     params = params.repeat_interleave(dim // params.shape[-2], dim=-2)
@@ -290,7 +261,6 @@ def round_with_feedback(
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise ConfigError unless values can be given back as such numbers."""
     if dtype not in FLOAT_DTYPES:
         raise ConfigError(
             f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
@@ -298,12 +268,7 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 
 def format_of(rows: torch.Tensor, fmt: str | AnyFormat) -> AnyFormat:
-    """The format of rows, also where only its short name is given.
-
-    Raises:
-        ConfigError: there is no such format, or rows is no tensor.
-        ShapeError: no rows of this name are so long.
-    """
+    """The format of rows, by their length if fmt is a name; ConfigError or ShapeError if none."""
     check_readable(rows=rows)
     if not isinstance(fmt, str):
         return fmt
@@ -319,7 +284,6 @@ def format_of(rows: torch.Tensor, fmt: str | AnyFormat) -> AnyFormat:
 
 
 def check_rows(rows: torch.Tensor, fmt: AnyFormat, name: str = "rows") -> None:
-    """Raise unless a tensor can hold rows of a format."""
     check_format(fmt)
     if rows.dtype != torch.uint8:
         raise ConfigError(f"{name} is {rows.dtype}: rows are uint8")
@@ -331,17 +295,9 @@ def check_rows(rows: torch.Tensor, fmt: AnyFormat, name: str = "rows") -> None:
 
 
 def is_nan_row(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
-    """Which rows stand for what their format could not hold.
+    """Which rows [..., row_bytes] mark an input that their format could not hold: [...], bool.
 
-    In such a row every element (16-bit rows), or every scale and shift, is NaN and every code is 0:
-    all of it decodes to NaN. In no other row is any of these NaN, so the first one tells.
-
-    Args:
-        rows: [..., row_bytes], uint8.
-        fmt: the format that they were written in.
-
-    Returns:
-        [...], bool.
+    The elements (16-bit rows), or all scales and shifts, are NaN there only, and the codes 0.
     """
     dtype = fmt.pick(pairs=torch.float16, scales=torch.float32, **EXACT_DTYPES)
     first = fmt.pick(pairs=slice(2), scales=slice(-4, None), none=slice(2))
@@ -362,7 +318,6 @@ def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def check_format(fmt: AnyFormat) -> None:
-    """Raise ConfigError unless a format is a RowFormat, or a LatentFormat."""
     if not isinstance(fmt, RowFormat | LatentFormat):
         raise ConfigError(
             f"the format is {shown(fmt)}: give a name ('int4-g4') or a RowFormat, such as "
@@ -371,7 +326,7 @@ def check_format(fmt: AnyFormat) -> None:
 
 
 def non_finite(x: torch.Tensor, fmt: AnyFormat) -> NonFiniteError:
-    """What to raise where x has a value that a format cannot hold."""
+    """The error for x with a value that a format cannot hold."""
     index = tuple((~_holdable(x, fmt)).nonzero()[0].tolist())
     if isinstance(fmt, LatentFormat):
         fmt = fmt.latent if index[-1] < fmt.latent_dim else fmt.rope
@@ -380,7 +335,7 @@ def non_finite(x: torch.Tensor, fmt: AnyFormat) -> NonFiniteError:
 
 
 def beyond(place: str, value: float, fmt: RowFormat, then: str) -> NonFiniteError:
-    """What to raise for a value that rows of a format cannot hold, with what to do."""
+    """The error for a value that rows of a format cannot hold, with what to do."""
     if not math.isfinite(value):
         how = "look for NaN and Inf in the model and its input, and run a float16 model in bfloat16"
     elif fmt.max_abs <= FP16_MAX:

@@ -1,7 +1,7 @@
 """Ragged queries in pieces, which kernels for padded queries take.
 
-A piece is some consecutive queries of one sequence. The queries behind them are those of the last
-tokens, which the piece does not see: so it attends as the last queries of a shorter sequence.
+A piece is some consecutive queries of one sequence. It attends as the last queries of a shorter
+sequence, because it does not see the tokens of later queries.
 
     5 queries, the last tokens of 9    0 1 2 3 4    pieces of 2: 2 of 6 tokens, 2 of 8, 1 of 9
 """
@@ -21,14 +21,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pieces(NamedTuple):
-    """Pieces of ragged queries; [number of pieces] each, int64.
-
-    Attributes:
-        sequences: whose queries.
-        firsts: the first row of q.
-        counts: queries.
-        behind: queries of the sequence behind the piece.
-    """
+    """Pieces, int64 each: sequence, first row of q, queries, and the sequence's queries after."""
 
     sequences: Numbers
     firsts: Numbers
@@ -37,12 +30,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(starts: Numbers, most: int) -> Pieces:
-    """Cut queries into pieces.
-
-    Args:
-        starts: q_indptr, on the host.
-        most: queries of a piece; the last one of a sequence may have fewer.
-    """
+    """Cut queries into pieces of at most `most`; starts is q_indptr on the host."""
     starts = starts.astype(np.int64)
     numbers = -(-np.diff(starts) // most)
     sequences = np.arange(len(numbers)).repeat(numbers)
@@ -59,18 +47,10 @@ def attend_to_pieces(
     attend: Callable[[AttentionCall], State],
     dtype: torch.dtype = torch.float32,
 ) -> State:
-    """Attend with ragged queries by calls of padded ones: the pieces of one length make a call, so
-    that no query is padded.
+    """Attend with ragged queries by padded calls, one for each length of piece.
 
-    Args:
-        call: of ragged queries, checked; q_indptr is read.
-        most: queries of a piece.
-        attend: takes q [batch, q_len, num_q_heads, head_dim]; gives out and lse.
-        dtype: of out and lse.
-
-    Returns:
-        out [total, num_q_heads, head_dim of V] and lse [total, num_q_heads]; rows behind the last
-        sequence's are 0 and -inf.
+    out [total, num_q_heads, head_dim of V] and lse [total, num_q_heads] are of `dtype`; rows after
+    the last sequence's are 0 and -inf.
     """
     q, segments, variant = call.q, call.segments, call.variant
     assert call.q_indptr is not None

@@ -131,11 +131,7 @@ def reference_over_segments(
     variant: AttentionVariant | None = None,
     q_indptr: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the tokens of all segments as to one sequence; see reference_attention.
-
-    Returns:
-        out and lse, float64.
-    """
+    """Attend to all segments as to one sequence (see reference_attention); out and lse, float64."""
     variant = variant or PLAIN
     if q_indptr is not None:
 
@@ -188,7 +184,7 @@ def reference_over_segments(
 def _is_seen(
     variant: AttentionVariant, positions: torch.Tensor, b: int, i: int, at: int, count: int
 ) -> torch.Tensor:
-    """Which tokens query i of sequence b sees, one of count of them, whose own position is `at`."""
+    """Which of `count` tokens the query i of sequence b at position `at` sees."""
     seen = positions <= at
     if variant.tree_mask is not None:
         row = positions - (at - i)  # of the token among the queries
@@ -206,7 +202,7 @@ def _changed(
     i: int,
     at: int,
 ) -> torch.Tensor:
-    """Scores [num_q_heads, tokens] of a query with tokens at these positions, changed."""
+    """Scores [num_q_heads, tokens] of a query, changed by the variant."""
     if variant.score_offsets is not None:
         scores = scores + variant.score_offsets[b, i, :, None]
     if variant.soft_cap is not None:

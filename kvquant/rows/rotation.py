@@ -3,8 +3,8 @@
     rotate(x) = H x,   H = the Sylvester matrix of b / sqrt(b) in every block of b elements,
                        b = the largest power of two that divides head_dim (128 -> 128, 80 -> 16)
 
-H is symmetric and orthonormal: rotate undoes itself, and q·k = rotate(q)·rotate(k). Every element
-of a block is spread over all of it, so that an outlier channel no longer sets the scale of a group.
+H is symmetric and orthonormal: rotate undoes itself, and q·k = rotate(q)·rotate(k). It spreads an
+outlier channel over its block, so that the channel no longer sets the scale of a group.
 The contract, which kernels repeat bit for bit, all in float32: butterflies of stride 1, 2, 4, ...,
 b / 2, each of which puts the sum of two elements at the lower place and lower - upper at the upper
 one; at last one product with 1 / sqrt(b) rounded to float32.
@@ -29,19 +29,9 @@ def block_size(head_dim: int) -> int:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotate the last axis, block by block.
+    """Rotate the last axis of x in float32, rounded once to its dtype; ConfigError for others.
 
-    Args:
-        x: [..., head_dim], float32, bfloat16 or float16.
-
-    Returns:
-        [..., head_dim], the dtype of x: computed in float32 and rounded once.
-
-    Raises:
-        ConfigError: the dtype is another.
-
-    Source: the rotations of QuaRot (https://arxiv.org/abs/2404.00456), of blocks where head_dim is
-    no power of two.
+    Source: QuaRot's rotations (https://arxiv.org/abs/2404.00456), in blocks.
     """
     if x.dtype not in FLOAT_DTYPES:
         raise ConfigError(f"x is {x.dtype}: use float32, bfloat16 or float16")
@@ -75,17 +65,7 @@ class Rope(NamedTuple):
 
 
 def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotate the first rotary_dim elements of rows.
-
-    Args:
-        x: [num_tokens, num_kv_heads, head_dim], float32, bfloat16 or float16.
-        rope: the angles of each token.
-
-    Returns:
-        The same shape, float32.
-
-    Source: RoFormer (https://arxiv.org/abs/2104.09864).
-    """
+    """Apply RoPE (https://arxiv.org/abs/2104.09864) to the first rotary_dim elements; float32."""
     cos, sin = rope.cos[:, None], rope.sin[:, None]
     half = cos.shape[-1]
     rotated, rest = x.float().split([2 * half, x.shape[-1] - 2 * half], dim=-1)

@@ -1,4 +1,4 @@
-"""A sequence is a few segments, each with rows of its own formats, attended as one."""
+"""Segments: the parts of a sequence, each in rows of its own formats, attended as one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ RUN = 16  # rows of a page that kernels find by one look-up; of a smaller page a
 
 
 class Segment(NamedTuple):
-    """Rows of K and V that belong to the same tokens; check_segments checks them.
+    """Rows of K and V of the same tokens; check_segments checks them.
 
-    Attention of one query does not depend on the order of the rows, so a segment may be a ring.
-    With several queries a sequence each sees the tokens up to its own: segments are then in the
-    order of their tokens, but that sinks come before all others. A named tuple, because one is made
-    in every call: a frozen dataclass takes 0.5 microseconds longer.
+    Attention of one query does not depend on the order of rows, so a segment may be a ring. With
+    several queries segments are in the order of their tokens, but sinks come before all others. A
+    named tuple: a frozen dataclass takes 0.5 microseconds longer.
 
     Attributes:
         k_rows: [batch, num_kv_heads, capacity, k_format.row_bytes], uint8; rows contiguous, the
@@ -41,15 +40,14 @@ class Segment(NamedTuple):
         k_format: format of k_rows, or its short name ("int4-g4").
         v_format: format of v_rows, whose head_dim may differ, or its short name (then of the
             head_dim of the query).
-        starts: [batch], int32: the first row in use, from which the others follow, through the end
-            to row 0 (a ring); None for 0.
-        block_table: [batch, max_pages], int32: the pages of each sequence in the order of its
-            tokens; what stands after its last page in use is not read. None: no pages.
-        sinks: the first rows, which hold the first tokens and are no part of the ring: starts are
-            counted, and the ring closes, behind them.
-        seq_slots: [batch], int32: the sequence of k_rows and v_rows that each sequence of q reads;
-            they may hold more or fewer sequences than q. None: the same ones. Segments with pages
-            have neither sinks nor sequence slots.
+        starts: [batch], int32: the first row in use; the rows go on past the end at row 0 (a
+            ring). None for 0.
+        block_table: [batch, max_pages], int32: each sequence's pages in the order of its
+            tokens; entries after the last page in use are not read. None: no pages.
+        sinks: the first rows hold the first tokens, outside the ring; starts are counted after
+            them.
+        seq_slots: [batch], int32: the sequence of k_rows and v_rows that each sequence of q
+            reads; None for the same one. Segments with pages have neither sinks nor sequence slots.
     """
 
     k_rows: torch.Tensor
@@ -69,11 +67,7 @@ class Segment(NamedTuple):
         return pages * self.k_rows.shape[2]
 
     def rows(self, sequence: int, side: str) -> torch.Tensor:
-        """Copy the rows of one sequence, of side "k" or "v", in the order of its tokens.
-
-        Returns:
-            [num_kv_heads, seq_len, row_bytes], uint8.
-        """
+        """The rows of a sequence, side "k" or "v", in token order: [heads, tokens, row_bytes]."""
         rows = self.k_rows if side == "k" else self.v_rows
         seq_len = int(self.seq_lens[sequence])
         split = Split(self.sinks, self.capacity - self.sinks, rows.shape[2])
@@ -87,11 +81,7 @@ class Segment(NamedTuple):
         return rows[seq_slot].index_select(1, torch.where(token < self.sinks, token, in_ring))
 
     def dequantized(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one sequence in the order of its tokens, by plain torch.
-
-        Returns:
-            [num_kv_heads, seq_len, head_dim] each, float32.
-        """
+        """K and V of one sequence in token order: [num_kv_heads, seq_len, head_dim], float32."""
         k = dequantize(self.rows(sequence, "k"), self.k_format)
         return k, dequantize(self.rows(sequence, "v"), self.v_format)
 
@@ -113,11 +103,7 @@ def latent_segment(
 
 
 class FixedSegments(tuple[Segment, ...]):
-    """Segments of a cache: their tensors are never moved nor reshaped, so they are looked at once.
-
-    Attributes:
-        bound: the launches that are bound to them, by all else that a call depends on.
-    """
+    """Segments of a cache, checked once: their tensors stay. `bound` holds their launches."""
 
     bound: Bound
 
@@ -131,11 +117,7 @@ class FixedSegments(tuple[Segment, ...]):
 
 
 def parse_formats(q: torch.Tensor, segment: Segment) -> Segment:
-    """The segment with formats in place of their names, which have the head_dim of q.
-
-    Raises:
-        ConfigError: a format does not exist, or is that of a part of latent rows.
-    """
+    """The segment with formats in place of names; ConfigError for parts of latent rows."""
     head_dim = query_shape(q)[-1]
     k_format, v_format = RowFormat.parse(segment.k_format, head_dim), segment.v_format
     if not isinstance(v_format, RowFormat):
@@ -145,17 +127,7 @@ def parse_formats(q: torch.Tensor, segment: Segment) -> Segment:
 
 
 def visible_tokens(seq_lens: torch.Tensor, q_lens: torch.Tensor | None, q_len: int) -> torch.Tensor:
-    """How many tokens of its sequence each query sees: the first ones, up to its own.
-
-    Args:
-        seq_lens: [batch], int32: tokens of each sequence, in all segments.
-        q_lens: [batch], int32: queries of each sequence, its last tokens'; q_len of all when None.
-        q_len: rows of queries, of which the first q_lens count.
-
-    Returns:
-        [batch, q_len], int32; 0 for rows that are no queries, and for queries that would come
-        before the first token.
-    """
+    """How many tokens of its sequence each query sees, from the first: [batch, q_len], int32."""
     row = torch.arange(q_len, dtype=torch.int32, device=seq_lens.device)
     if q_lens is None:
         return (seq_lens[:, None] - q_len + row + 1).clamp(min=0)
@@ -167,25 +139,13 @@ def visible_tokens(seq_lens: torch.Tensor, q_lens: torch.Tensor | None, q_len: i
 def visible_rows(
     segments: Sequence[Segment], q_lens: torch.Tensor | None, q_len: int
 ) -> torch.Tensor:
-    """How many rows of each segment each query sees: the first ones, in the order of its tokens.
-
-    Args:
-        segments: in the order of the tokens, but that the sinks of rings come before all others.
-        q_lens, q_len: as in visible_tokens.
-
-    Returns:
-        [segments, batch, q_len], int32; their sum over the segments is visible_tokens.
-    """
+    """How many rows of each segment, from its first, each query sees: [segments, batch, q_len]."""
     lens = torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)
     return rows_before(segments, visible_tokens(lens, q_lens, q_len))
 
 
 def rows_before(segments: Sequence[Segment], positions: torch.Tensor) -> torch.Tensor:
-    """How many rows of each segment hold tokens before positions [batch, any number].
-
-    Returns:
-        [segments, batch, any number], int32: these are the first ones, in the order of its tokens.
-    """
+    """Rows of each segment with tokens before positions [batch, n]: [segments, batch, n]."""
     parts, before = _parts(segments)
     found = (positions - before[..., None]).clamp(min=0).minimum(parts[..., None])
     of_sinks, of_others = found.chunk(2)
@@ -193,11 +153,9 @@ def rows_before(segments: Sequence[Segment], positions: torch.Tensor) -> torch.T
 
 
 def first_positions(segments: Sequence[Segment]) -> torch.Tensor:
-    """Where the rows of segments stand among the tokens of their sequences.
+    """The positions of the rows of segments in their sequences, [2, segments, batch], int32.
 
-    Returns:
-        [2, segments, batch], int32: row i of a segment, in the order of its tokens, is token
-        i + [0] of its sequence if it is one of its sinks, else i + [1].
+    Row i in token order is token i + [0] if it is a sink, else i + [1].
     """
     parts, before = _parts(segments)
     of_sinks, of_others = before.chunk(2)
@@ -205,8 +163,7 @@ def first_positions(segments: Sequence[Segment]) -> torch.Tensor:
 
 
 def _parts(segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of each part of the sequences, in their order: the sinks of all segments, then
-    their other rows; and those of all parts before it. [2 * segments, batch] each, int32."""
+    """The tokens of each part (all sinks, then other rows), and of those before: int32."""
     lens = torch.stack([segment.seq_lens for segment in segments])
     sinks = torch.stack([segment.seq_lens.clamp(max=segment.sinks) for segment in segments])
     parts = torch.cat([sinks, lens - sinks])
@@ -219,16 +176,13 @@ def check_segments(
     q_lens: torch.Tensor | None = None,
     q_indptr: torch.Tensor | None = None,
 ) -> None:
-    """Raise unless queries can attend to the segments; the values in the tensors are not read.
+    """Raise unless queries can attend to the segments; values in the tensors are not read.
 
-    This runs in every call but those that CUDA remembers (see kernels/cuda/decode/launch.py: its
-    key must hold all that is looked at here): an attribute of a tensor takes 0.1 microseconds
-    and is read once, and what a message needs is looked up when there is one.
+    It runs in every call that CUDA does not remember (the key in kernels/cuda/decode/launch.py must
+    hold all that it reads). An attribute of a tensor takes 0.1 microseconds: read each once.
 
-    Raises:
-        ShapeError: the tensors do not fit one another or the formats.
-        ConfigError: a dtype is wrong, or a segment has pages and what does not go with them.
-        DeviceError: the tensors lie on different devices.
+    It raises ShapeError, ConfigError or DeviceError, also for a segment with pages and what cannot
+    go with pages.
     """
     if not segments:
         raise ShapeError("no segments: attention needs at least one")
@@ -290,14 +244,13 @@ def check_segments(
 
 
 def check_query_dtype(q: torch.Tensor) -> None:
-    """Raise ConfigError unless queries are of a dtype that attention reads."""
     if q.dtype not in FLOAT_DTYPES:
         check_tensors(q=q)
         raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
 
 
 def query_shape(q: torch.Tensor) -> torch.Size:
-    """The shape of queries; ShapeError unless they are one a sequence, or a few."""
+    """The shape of queries; ShapeError unless it has three or four axes."""
     shape = q.shape
     if len(shape) != 3 and len(shape) != 4:
         raise ShapeError(
@@ -308,7 +261,6 @@ def query_shape(q: torch.Tensor) -> torch.Size:
 
 
 def _check_q_lens(q: torch.Tensor, q_lens: torch.Tensor) -> None:
-    """Raise unless they count the queries of each sequence; their values are not read."""
     check_tensors(q_lens=q_lens)
     if q.ndim != 4:
         raise ShapeError(
@@ -319,7 +271,7 @@ def _check_q_lens(q: torch.Tensor, q_lens: torch.Tensor) -> None:
 
 
 def check_counts(name: str, counts: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise unless they are one int32 for each sequence of q; their values are not read."""
+    """Raise unless counts are one int32 for each sequence of q; values are not read."""
     if counts.dtype is not torch.int32 or counts.shape != q.shape[:1]:
         _refuse_counts(name, counts, q.shape[0])
     if counts.device != q.device:
@@ -327,7 +279,7 @@ def check_counts(name: str, counts: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) -> int:
-    """The batch, which the block table has."""
+    """Check the block table and return its batch."""
     if page_size not in PAGE_SIZES:
         raise ShapeError(f"page_size {page_size} is not supported: use {one_of(PAGE_SIZES)}")
     if segment.starts is not None or segment.sinks or segment.seq_slots is not None:
@@ -344,7 +296,7 @@ def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) ->
 
 
 def _refuse_rows(segment: Segment) -> None:
-    """Raise what is wrong with the rows of a segment."""
+    """Raise the error about the rows of a segment."""
     k_rows, v_rows = segment.k_rows, segment.v_rows
     check_tensors(k_rows=k_rows, v_rows=v_rows)
     check_rows(k_rows, segment.k_format, "k_rows")
@@ -392,13 +344,7 @@ def _refuse_devices(q: torch.Tensor, segment: Segment) -> None:
 
 
 def check_segment_values(segments: Sequence[Segment]) -> None:
-    """Raise unless every length, start and page in use exists.
-
-    Nothing can be read, and nothing is checked, while a CUDA graph is captured.
-
-    Raises:
-        ShapeError: which sequence has what instead.
-    """
+    """Raise ShapeError unless lengths, starts and pages in use exist; not in a graph capture."""
     for segment in segments:
         if segment.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
             return
@@ -416,20 +362,14 @@ def check_segment_values(segments: Sequence[Segment]) -> None:
 
 
 def check_q_len_values(q: torch.Tensor, q_lens: torch.Tensor) -> None:
-    """Raise unless every count of queries is one of 0 to the q_len of q.
-
-    As check_segment_values, not while a CUDA graph is captured.
-
-    Raises:
-        ShapeError: which sequence has what instead.
-    """
+    """Raise ShapeError unless counts are 0 to the q_len of q; nothing while capturing a graph."""
     if not (q_lens.is_cuda and torch.cuda.is_current_stream_capturing()):
         q_len = q.shape[1]
         _check_range("q_lens", q_lens.cpu().numpy(), q_len, f"q has room for 0 to {q_len} queries")
 
 
 def _check_page_values(segment: Segment, block_table: torch.Tensor, lens: Numbers) -> None:
-    """Look at the entries in use; a table is as wide as the longest sequence there may be."""
+    """Check the entries in use only: a table is as wide as the longest sequence allowed."""
     num_pages, _, page_size, _ = segment.k_rows.shape
     used = -(-lens // page_size)
     table = block_table[:, : used.max(initial=0)].cpu().numpy()
@@ -440,7 +380,7 @@ def _check_page_values(segment: Segment, block_table: torch.Tensor, lens: Number
 
 
 def _check_range(name: str, values: Numbers, last: int, allowed: str, *place: Numbers) -> None:
-    """values: one for each sequence, or for each place: a sequence and an entry; 0 to last."""
+    """Raise unless values, one for each sequence or each (sequence, entry), are 0 to last."""
     if not values.size or (values.min() >= 0 and values.max() <= last):
         return
     at = int(((values < 0) | (values > last)).argmax())

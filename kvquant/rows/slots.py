@@ -4,16 +4,16 @@
     exact slot  = sequence slot * exact_len + row          (the 16-bit rows: sinks, then a ring)
 
 A token goes to the sinks, into the ring, or, if as many or more follow in the same call, straight
-into the packed rows. A token written into the ring takes the row of one that leaves it (if that was
-not packed before), which is quantized from its 16-bit values:
+into the packed rows. A token written into the ring takes the row of an older one, which is
+quantized from its 16-bit values unless it is packed:
 
     evicted    exact row now at the token's exact slot  ->  packed slot
     exact      the new token, in 16 bit                 ->  exact slot
 
-With `at_once` (KVCache) none leaves: a token behind the sinks is packed when it comes, and written
-into the ring, too, if it is among the last ones. Which of its rows is read is a matter of lengths.
+With `at_once` (KVCache) a token after the sinks is packed when it comes; the last ones are written
+into the ring, too. The lengths decide which row is read.
 
-A negative slot is none. Everything is computed where the lengths are, without waiting for a GPU.
+Negative slots write nothing. Slots are computed where the lengths are, without a wait for a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Slots(NamedTuple):
 
 
 class SlotsCall(NamedTuple):
-    """What a search for slots asks for; the fields are the arguments of ops.slots.slots_of."""
+    """The arguments of ops.slots.slots_of."""
 
     seq_lens: torch.Tensor
     packed_lens: torch.Tensor
@@ -60,13 +60,12 @@ class SlotsCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor | None]:
-        """Its tensors by their names."""
         names = "seq_lens", "packed_lens", "new_lens", "block_table", "seq_slots"
         return {name: getattr(self, name) for name in names}
 
 
 def reference_slots(call: SlotsCall) -> Slots:
-    """The slots of new tokens, in plain torch on any device; see ops.slots.slots_of."""
+    """The slots of new tokens in plain torch; see ops.slots.slots_of."""
     seq_lens, packed_lens, new_lens, new_tokens, page_size, sink_len, recent_len = call[:7]
     block_table, seq_slots, ring, at_once = call[7:]
     offsets = torch.arange(new_tokens, device=seq_lens.device)
@@ -103,7 +102,7 @@ def reference_slots(call: SlotsCall) -> Slots:
 def _packed_slots(
     index: torch.Tensor, chosen: torch.Tensor, split: Split, block_table: torch.Tensor | None
 ) -> torch.Tensor:
-    """Packed slots of the tokens index [batch, new_tokens] behind the sinks; -1 if not chosen."""
+    """Packed slots of the tokens index [batch, new_tokens] after the sinks; -1 if not chosen."""
     if block_table is None:
         page = torch.arange(len(index), device=index.device)[:, None]
         return torch.where(chosen, page * split.page_size + split.page_row(index), -1)
@@ -123,13 +122,12 @@ class Split(NamedTuple):
                                token i >= sink_len has row sink_len + ring_row(i - sink_len)
         packed rows            token i has the index i - sink_len
 
-    In pages a row is quantized once, when it leaves the recent window; what is packed stays packed,
-    so after a truncation into the packed tokens the window is empty and fills again. A KVCache has
-    both rows of the last tokens: see cache/layer.py.
+    In pages a row is quantized once, when it leaves the recent window. After a truncation into the
+    packed tokens the window is empty and fills again. A KVCache has both rows of the last tokens
+    (cache/layer.py).
 
     Attributes:
-        sink_len: first tokens kept in 16 bit.
-        recent_len: last tokens kept in 16 bit.
+        sink_len, recent_len: first and last tokens kept in 16 bit.
         page_size: packed tokens a page holds.
         rollback_len: tokens before the recent ones that are in 16 bit in the ring, too.
     """
@@ -141,62 +139,47 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, sink_len: int, recent_len: int, page_size: int, max_seq_len: int) -> Split:
-        """The same for sequences of up to max_seq_len tokens, without rows that none can fill."""
+        """The split for sequences of up to max_seq_len tokens, without rows that none can fill."""
         sink_len = min(sink_len, max_seq_len)
         return cls(sink_len, min(recent_len, max_seq_len - sink_len), page_size)
 
     @property
     def ring_len(self) -> int:
-        """Rows of the ring."""
         return self.recent_len + self.rollback_len
 
     @property
     def exact_len(self) -> int:
-        """16-bit rows of a sequence slot."""
         return self.sink_len + self.ring_len
 
     def ring_row(self, index: Index) -> Index:
-        """The row in the ring of the token with this index behind the sinks."""
+        """The ring row of the token with this index after the sinks."""
         return index % max(self.ring_len, 1)
 
     def page_row(self, index: Index) -> Index:
-        """The row in its page; of a sequence without pages, whose rows are a ring, in these."""
+        """The row in its page; without pages, the row in the packed ring."""
         return index % self.page_size
 
     def num_pages(self, packed_len: Index) -> Index:
-        """Pages that so many packed tokens take."""
         return -(-packed_len // self.page_size)
 
     def packed_len(self, length: int) -> int:
-        """Packed tokens of a sequence that has grown to this length in pages."""
+        """Packed tokens of a sequence that grew to this length in pages."""
         return max(length - self.sink_len - self.recent_len, 0)
 
     def exact_rows(self, length: int, packed_len: int) -> Ints:
-        """Where the exact tokens of a sequence stand in its sequence slot, in their order."""
+        """The rows of a sequence's 16-bit tokens in its slot, in token order."""
         recent = np.arange(packed_len, max(length - self.sink_len, 0))
         ring = self.sink_len + self.ring_row(recent)
         return np.concatenate([np.arange(min(length, self.sink_len)), ring])
 
     def packed_lens(self, lengths: Lens, before: Lens) -> Lens:
-        """Packed tokens of sequences that have grown: what has left the window behind the sinks.
-
-        Args:
-            lengths: [batch], tokens after the append.
-            before: [batch], packed tokens before it.
-        """
+        """Packed tokens [batch] of sequences that have grown: those that have left the window."""
         most = torch.maximum if isinstance(before, torch.Tensor) else np.maximum
         return most(before, lengths - (self.sink_len + self.recent_len))
 
 
 class TokenSlots(NamedTuple):
-    """Where the new tokens go, [num_tokens] each, slots -1 for none; see slots.Slots.
-
-    Attributes:
-        packed: page * page_size + place in it, of a token that is quantized at once.
-        exact: sequence slot * exact_len + row, of a token that is kept in 16 bit.
-        evicted: the packed slot of the row that the token takes the place of in the ring.
-        positions: of the token in its sequence.
-    """
+    """Slots of new tokens and their positions, [num_tokens] each; see slots.Slots."""
 
     packed: Ints
     exact: Ints
@@ -212,15 +195,10 @@ def token_slots(
     counts: Ints,
     tables: NDArray[np.int32],
 ) -> TokenSlots:
-    """The slots of counts[i] tokens after the first lengths[i] ones of each sequence.
+    """The slots of counts[i] tokens after the first lengths[i] of each sequence.
 
-    Args:
-        split: how tokens are split.
-        seq_slots: [batch], the sequence slots of the sequences.
-        lengths: [batch], tokens before the step.
-        packed_lens: [batch], packed tokens before the step.
-        counts: [batch], new tokens.
-        tables: [max_num_seqs, max_pages], the pages after the step.
+    seq_slots, lengths, packed_lens and counts are [batch], from before the step; tables
+    [max_num_seqs, max_pages] holds the pages after it.
     """
     sink_len, recent_len, page_size, _ = split
     first = lengths - sink_len

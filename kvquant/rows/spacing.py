@@ -1,13 +1,8 @@
-"""How many rows a sequence has in memory, so that those of many sequences are read at full speed.
+"""How many rows to allocate for a sequence, so that many sequences are read at full speed.
 
-The rows of a KV head of one sequence lie behind those of another, and a kernel reads many of them
-at the same time. Two things cost time, where nothing else is wrong (64 KV heads and more, 8,192
-tokens):
-
-- They begin within a line of the L2 cache: 4 % for int4-g4 and int8-g4 rows, 13 % for int4-g8 and
-  28 % for int4 on an H200.
-- They are a multiple of many KiB apart, and the GPU spreads addresses over its memories so that all
-  begin in the same one: 22 % for int4-g4 on an H100, which has five, with rows of 5 x 16 bytes.
+The rows of KV heads lie one after another. Reads slow down where heads begin within an L2 line (4
+to 28 % on an H200), or a multiple of many KiB apart, in the same memory channel (22 % on an H100).
+tests/benchmarks/bench_spacing.py measures both.
 """
 
 from __future__ import annotations
@@ -23,9 +18,8 @@ def spaced_len(length: int, row_bytes: Iterable[int]) -> int:
     """The rows to allocate for a sequence: those it needs, and a few dozen more at most.
 
     Args:
-        length: rows that it needs.
-        row_bytes: of each kind of its rows, such as K and V, which have as many. Rows of whole
-            lines, as most 16-bit rows are, need nothing.
+        row_bytes: of each kind of row that has this length. Whole lines (most 16-bit rows) need
+            no more.
 
     Example:
         >>> from kvquant.rows.spacing import spaced_len

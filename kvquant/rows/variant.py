@@ -29,16 +29,15 @@ class AttentionVariant(NamedTuple):
     Attributes:
         soft_cap: scores s become soft_cap * tanh(s / soft_cap); a positive number up to MOST_CAP:
             float32 has 1e-7 of it as the error of a score.
-        sink_logits: [num_q_heads], float32: a logit of each head that takes part in its softmax,
-            and has no value. lse includes it: a sink is a token whose value is zero. A query that
-            sees no token still gives zeros and -inf.
+        sink_logits: [num_q_heads], float32: a logit in each head's softmax, without a value;
+            lse includes it. A query that sees no token still gives zeros and -inf.
         alibi_slopes: [num_q_heads], float32: adds slope * (position of the token - position of the
             query).
         window: a query sees this many tokens up to its own, the last ones.
-        tree_mask: [batch, q_len, q_len], bool: which of the sequence's last q_lens tokens each
-            query sees, in place of those up to its own; all tokens before them are seen. A query
-            has the position of its row, and sees nothing if that is before the first token. Only
-            with q of four axes, q_len 64 at most; a row of a query must not be all False.
+        tree_mask: [batch, q_len, q_len], bool: which of the last q_lens tokens each query sees;
+            it sees all tokens before them. A query has the position of its row and sees nothing if
+            that is before the first token. Only with q of four axes, q_len at most 64; no query's
+            row may be all False.
         score_offsets: the shape of q without its last axis, float32: added to all scores of a
             query.
 
@@ -80,11 +79,7 @@ PLAIN = AttentionVariant()
 
 
 def names_of(variant: AttentionVariant | None) -> tuple[str, ...]:
-    """The names of the fields in use, sorted; none for plain attention.
-
-    Raises:
-        ConfigError: the variant is no AttentionVariant.
-    """
+    """The names of the fields in use, sorted; ConfigError for another type."""
     if variant is None:
         return ()
     check_kind("variant", variant, AttentionVariant, "give a kvquant.AttentionVariant, or None")
@@ -92,15 +87,14 @@ def names_of(variant: AttentionVariant | None) -> tuple[str, ...]:
 
 
 def moved(variant: AttentionVariant, device: torch.device | str) -> AttentionVariant:
-    """A copy of the variant with its tensors on a device."""
+    """A copy with its tensors on a device."""
     given = variant._asdict().items()
     tensors: dict[str, Any] = {name: x.to(device) for name, x in given if torch.is_tensor(x)}
     return variant._replace(**tensors)
 
 
 def in_use(variant: AttentionVariant | None) -> AttentionVariant | None:
-    """The variant, its tensors without gradients, or None for one that changes nothing; errors as
-    of names_of."""
+    """The variant without gradients, or None if it changes nothing; raises as names_of."""
     if variant is None or not names_of(variant):
         return None
     learned: dict[str, Any] = {
@@ -112,21 +106,14 @@ def in_use(variant: AttentionVariant | None) -> AttentionVariant | None:
 
 
 def within(variant: AttentionVariant | None, window: int) -> AttentionVariant:
-    """A variant where no more than a layer's window, the last tokens, can be seen."""
+    """The variant with its window limited to a layer's window."""
     variant = variant or PLAIN
     shown = window if variant.window is None else min(variant.window, window)
     return variant._replace(window=shown)
 
 
 def check_variant(q: torch.Tensor, variant: AttentionVariant) -> None:
-    """Raise unless queries, as check_segments has taken them, can attend so; the values in the
-    tensors are not read.
-
-    Raises:
-        ConfigError: a number is out of its range, or a dtype or a type is wrong.
-        ShapeError: a tensor does not fit q, or a tree mask comes without an axis of queries.
-        DeviceError: a tensor lies on another device than q.
-    """
+    """Raise unless the queries, checked by check_segments, fit the variant; values are not read."""
     if (cap := variant.soft_cap) is not None:
         is_number = isinstance(cap, Real) and not isinstance(cap, bool)
         if not is_number or not 0 < cap <= MOST_CAP:
@@ -163,12 +150,7 @@ def check_variant(q: torch.Tensor, variant: AttentionVariant) -> None:
 def check_variant_values(
     q: torch.Tensor, q_lens: torch.Tensor | None, variant: AttentionVariant
 ) -> None:
-    """Raise unless the values of a variant are possible; not while a CUDA graph is captured.
-
-    Raises:
-        ConfigError: slopes that are not finite, or a logit that is NaN or +inf.
-        ShapeError: a query of a tree sees none of it.
-    """
+    """Raise unless a variant's values are possible; nothing while capturing a CUDA graph."""
     if debug.is_recorded(q):
         return
     given = variant._asdict().items()
@@ -191,16 +173,7 @@ def check_variant_values(
 def add_sinks(
     out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention without sink logits as it is with them.
-
-    Args:
-        out: [..., num_q_heads, head_dim].
-        lse: [..., num_q_heads], base e.
-        sink_logits: [num_q_heads].
-
-    Returns:
-        out, its dtype, and lse, both in the shapes they came in.
-    """
+    """Add sink logits [num_q_heads] to out [..., num_q_heads, head_dim] and its lse."""
     share = torch.sigmoid(lse - sink_logits)[..., None]
     empty = lse == -torch.inf
     whole = torch.logaddexp(lse, sink_logits.to(lse.dtype)).masked_fill(empty, -torch.inf)
