@@ -257,8 +257,7 @@ def _warm_up(
 def _rehearse(
     basis: Basis, formats: Mapping[str, RowFormat], base: str, shapes: Iterable[tuple[int, int]]
 ) -> None:
-    """Store rows [count, heads, tokens, dim] of each of these shapes, without values: as they are
-    compared and as they are clipped. See kvquant/rehearsal.py."""
+    """Rehearse what stores and clips rows [count, heads, tokens, dim] of each of these shapes."""
     heads, dim = basis.offset.shape
     clipped = basis.with_clip(torch.ones_like(basis.offset[:, 0])).to("meta")
     for count, tokens in shapes:

@@ -123,15 +123,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a model's cache, and the formats that they are given a choice of.
-
-    Attributes:
-        k_dim, v_dim: elements of rows of K and of V; of the parts of latent rows.
-        are_latent: whether they are latent.
-        exact: their 16-bit format.
-        budget: of bits per element; None for any.
-        in_16_bit: share of the layers that stay in 16 bit.
-    """
+    """The rows of a model's cache, and the formats that they are given a choice of."""
 
     k_dim: int
     v_dim: int
@@ -477,16 +469,7 @@ def _assembled(
     kept: Mapping[int, str],
     facts: Mapping[str, Any],
 ) -> CachePlan:
-    """Make the plan, with the same formats for all layers and nothing measured yet.
-
-    Args:
-        moments: what was observed.
-        chosen: for every layer and side.
-        start: the formats of K and of V.
-        exact: the 16-bit format of layers that are kept.
-        kept: these layers, and why.
-        facts: "model", "observed_tokens", "zero_data" and "settings".
-    """
+    """Make the plan, with the same formats for all layers and nothing measured yet."""
     order = sorted(moments.layers)
     tensors: dict[str, torch.Tensor] = {}
     for side in "kv":

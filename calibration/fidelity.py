@@ -238,8 +238,7 @@ def warm_up_copies(
 def _calls(
     model: DecodingModel, exact_format: str, length: int, make: Callable[[], KVCache]
 ) -> list[Calls]:
-    """What is done with a quantized_copy: its rows come in the dtype of the 16-bit cache, those of
-    steps in the model's."""
+    """The calls of a quantized_copy: its rows have the 16-bit cache's dtype, steps the model's."""
     copied = Calls(make, EXACT_DTYPES[exact_format], prompts=(length,), steps=())
     return [copied, Calls(make, model.dtype)]
 

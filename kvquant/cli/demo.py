@@ -247,8 +247,7 @@ def _row(name: str, compared: tuple[float, float, float]) -> dict[str, Any]:
 
 
 def _time(starts: Sequence[Start]) -> list[list[float]]:
-    """Milliseconds of each step, in turn, so that all meet the same machine; after ROUNDS steps
-    they begin anew from copies of the caches."""
+    """Milliseconds of each step, in turn; after ROUNDS steps from fresh copies of the caches."""
     taken: list[list[float]] = [[] for _ in starts]
     end = time.perf_counter() + MOST_SECONDS
     while True:

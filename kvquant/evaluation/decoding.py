@@ -269,13 +269,10 @@ def score(
 def _reader(
     model: CachedModel, cache: KVCache, num_tokens: int
 ) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
-    """How many tokens to read in a call, and what gives their logits [batch, tokens, vocabulary].
-
-    On a CPU most time goes into reading the model's weights, once a call. The tokens of a call read
-    one another in 16 bit, so they are few beside the last tokens that the cache keeps in 16 bit;
-    without these they come one by one. A GPU replays a step's graph, which writes its logits anew.
-    Layers with a state take steps, too: those of Jamba forget it in longer calls.
-    """
+    """How many tokens a call reads, and what gives their logits [batch, tokens, vocabulary]."""
+    # On a CPU each call reads the model's weights, which takes most of the time. Tokens of one call
+    # read one another in 16 bit, so a call takes few beside the recent window; without a window,
+    # one. Layers with a state take one token a call, too: those of Jamba forget it in longer calls.
     formats = [fmt for layer in cache.layers for fmt in (layer.k_format, layer.v_format)]
     is_exact = all(one.row_bytes >= 2 * one.head_dim for one in formats)
     width = AT_ONCE if is_exact else min(AT_ONCE, cache.recent_len // 4)

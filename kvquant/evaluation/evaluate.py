@@ -535,8 +535,8 @@ class _Run:
 
     @cached_property
     def parts(self) -> int:
-        """How often progress is called: for each batch of a task once for each cache, and for each
-        number of facts to try, also where the search ends before it."""
+        """How often progress is called, tries of numbers of facts included even if the search ends
+        early."""
         kinds = self.task.kinds
         rungs = [one for tasks in self.written.values() for one in tasks.values()]
         counts = [self.sizes.prompts] * len(rungs)
@@ -616,17 +616,7 @@ class _Run:
     def _hardest(
         self, name: str, length: int, rungs: list[list[Prompt]]
     ) -> tuple[list[Prompt], list[list[bool]]]:
-        """The most facts among which the 16-bit cache finds ANSWERS of TRIAL prompts' answers.
-
-        Args:
-            name: of the task.
-            length: of the contexts.
-            rungs: prompts with ever more facts; those behind the first that fails are not tried.
-
-        Returns:
-            The prompts; and where 16 bit fails among the fewest facts, its answers there, of which
-            fewer than ANSWERS are right: this tests no cache.
-        """
+        """The most facts among which the 16-bit cache finds ANSWERS of TRIAL prompts' answers."""
         tried: list[list[list[bool]]] = []  # the answers of each trial
         passed = int(len(rungs) == 1)  # how many
         for at, prompts in enumerate(rungs if len(rungs) > 1 else ()):

@@ -183,16 +183,7 @@ class Writer:
         *,
         among: bool,
     ) -> Prompt | None:
-        """Make a prompt of a sheet; None if no question is about facts before the 16-bit window.
-
-        Args:
-            sheet: the facts, examples and questions.
-            lines: tokens of each fact.
-            tail: tokens of the examples.
-            missing: tokens of filler that bring the prompt to its length.
-            seed: chooses the questions, and the places of the facts.
-            among: facts stand among the sentences of the filler, else behind it.
-        """
+        """Make a prompt of a sheet; None if no question is about facts before the 16-bit window."""
         fill = (self._filler * (1 + missing // len(self._filler)))[:missing]
         cuts = [missing] * len(lines)
         if among:

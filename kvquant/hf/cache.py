@@ -694,8 +694,9 @@ class QuantizedLayerWithState(QuantizedLayer, LinearAttentionLayer):
 
 
 def _forget_tensors(layer: Any) -> None:
-    """Let a layer of transformers that was reset make its tensors anew: the next text may have
-    more sequences, and before transformers 5.18 zeros would stay in front of its keys."""
+    """Let a reset layer of transformers make new tensors."""
+    # The next text may have more sequences, and before transformers 5.18 zeros would precede its
+    # keys.
     if isinstance(layer, DynamicLayer):
         layer.is_initialized = False
     for name in ("is_conv_states_initialized", "is_recurrent_states_initialized"):
@@ -704,8 +705,7 @@ def _forget_tensors(layer: Any) -> None:
 
 
 def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to 16 bit and keep the dtype: so a chunk attends to the same values that later calls
-    read as 16-bit rows, wherever it ends. Returns a new tensor, whose mark ends with the call."""
+    """Round to 16 bit in the same dtype, as later calls read 16-bit rows; a new tensor."""
     if states.dtype == dtype:
         return states.view_as(states)
     return states.to(dtype).to(states.dtype)

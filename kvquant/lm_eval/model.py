@@ -283,8 +283,7 @@ class KvquantLM(TemplateLM):
         return [*contexts.values()]
 
     def _score(self, batch: Sequence[Context]) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Of each request behind contexts of one length its number, the log-likelihood, and whether
-        greedy decoding would have written the continuation; some come twice."""
+        """Number, log-likelihood and "greedy would write it" of each request; some come twice."""
         rounds = [*rounds_of(batch)]
         longest = max(len(fed) for lines in rounds for fed, _ in lines)
         make = self._maker([one.tokens for one in batch], longest)

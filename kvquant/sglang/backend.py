@@ -170,14 +170,7 @@ class RowsAttention(AttentionBackend):
 def _describe(
     tables: Sequence[torch.Tensor], lens: torch.Tensor, counts: Sequence[int], host: torch.Tensor
 ) -> list[Step]:
-    """A step for each part of the pool.
-
-    Args:
-        tables: [num_seqs, max_pages], int32: the pages in each part.
-        lens: [num_seqs], int32: tokens of each sequence, the new ones included.
-        counts: new tokens of each.
-        host: lens on the CPU.
-    """
+    """A step for each part of the pool."""
     starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
     new = NewTokens(tables[0], lens, starts, host.to(torch.int32), int(starts[-1]))
     step = describe_step(new)

@@ -107,11 +107,7 @@ def _layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _rows_of(layer: Any, runner: Any, settings: Settings) -> LayerRows:
-    """The rows of a layer on this rank.
-
-    Raises:
-        KVQuantError: the layer cannot have rows; the message is the reason.
-    """
+    """The rows of a layer on this rank."""
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
         kind = "cross attention" if layer.is_cross_attention else layer.attn_type.value
         raise UnsupportedError(f"it is of type {kind}, and rows serve decoders only")

@@ -51,13 +51,11 @@ def _make_backend(runner: Any) -> Any:
 
 @hook("sglang")
 def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Let SGLang adjust its arguments to the model. For gpt-oss and Gemma 4 it accepts only the
-    backends of a fixed list. While it looks there, kvquant's backend has the name of SGLang's
-    Triton backend, which serves the same models.
-
-    Here the model is known, and SGLang has not started its other processes: the kept plan takes the
-    place of "auto" in their environment.
-    """
+    """Let SGLang adjust its arguments to the model."""
+    # For gpt-oss and Gemma 4 SGLang accepts only a fixed list of backends. During its check
+    # kvquant's backend has the name of SGLang's Triton backend, which serves the same models. Here
+    # the model is known and SGLang has not started its other processes: so the kept plan replaces
+    # "auto" in their environment.
     from sglang.srt.arg_groups import model_hook
 
     backends_of = model_hook.attention_backends_of
@@ -75,17 +73,7 @@ def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def _is_asked(configurator: Any, args: tuple[object, ...], more: dict[str, object]) -> bool:
-    """Whether the model that is served has rows; a draft model has a backend of its own.
-
-    Args:
-        configurator: of SGLang's pool.
-        args, more: what SGLang's method is called with, and kvquant does not know.
-
-    Raises:
-        ConfigError: prompts and decoding sequences would have different backends.
-        UnsupportedError: SGLang is not of the version that was tried, or those arguments are not
-            neutral.
-    """
+    """Whether the model that is served has rows; a draft model has a backend of its own."""
     from sglang.srt.runtime_context import attention_backends
 
     asked = set(attention_backends())
@@ -104,11 +92,7 @@ def _is_asked(configurator: Any, args: tuple[object, ...], more: dict[str, objec
 def _pool_class(
     original: Any, configurator: Any, *args: Any, kind: str, default: type, **more: Any
 ) -> Any:
-    """The class of the memory pool: RowsPool if rows are asked for, else SGLang's choice.
-
-    Raises:
-        UnsupportedError: SGLang would take a pool of another layout.
-    """
+    """The class of the memory pool: RowsPool if rows are asked for, else SGLang's choice."""
     if kind != "mha" or not _is_asked(configurator, args, more):
         return original(configurator, *args, kind=kind, default=default, **more)
     from .pool import RowsPool

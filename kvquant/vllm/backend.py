@@ -272,11 +272,9 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         return self._describe(common_attn_metadata, lens)
 
     def _draft_lens(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
-        """Lengths of the sequences of a draft model; None where they have to be read.
-
-        vLLM gives it more tokens than the lengths that the CPU knows: how many depends on the kind
-        of the draft. Decoding sequences need none; those of prompts are waited for.
-        """
+        """Lengths of a draft model's sequences; None if the host has to read them."""
+        # vLLM adds tokens to those that the CPU's lengths count; how many depends on the kind of
+        # draft. Decoding sequences need no lengths; for prompts the host waits.
         starts = common.query_start_loc_cpu.numpy()
         counts = starts[1:] - starts[:-1]
         return torch.from_numpy(counts + 1) if counts.max() <= self.most_queries else None
@@ -365,11 +363,7 @@ def check_request(held: Request, vllm_config: VllmConfig) -> None:
 def _rows_of(
     name: str, layer: Attention, vllm_config: VllmConfig, device: torch.device
 ) -> LayerRows:
-    """The rows of a layer on this rank.
-
-    Raises:
-        KVQuantError: why it cannot have any.
-    """
+    """The rows of a layer on this rank."""
     settings, impl = layer.attn_backend.settings, layer.impl
     if layer.attn_type != AttentionType.DECODER:
         raise UnsupportedError(f"it is of type {layer.attn_type}, and rows serve decoders only")

@@ -95,10 +95,8 @@ def _has_latents(config: Any, is_draft: bool) -> bool:
 
 
 def _entries() -> dict[str, Any]:
-    """Entries of vLLM's registry whose lookups lead here, by name: those that have a class.
-
-    Entries for other GPUs are left as they are: vLLM imports modules by the path of one of them.
-    """
+    """Entries of vLLM's registry whose lookups lead here, by name: those that have a class."""
+    # vLLM imports modules by the path of an entry for other GPUs, so those stay as they are.
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     return {
@@ -109,13 +107,7 @@ def _entries() -> dict[str, Any]:
 
 
 def _check_choice(name: str, attention: Any) -> None:
-    """Raise ConfigError or UnsupportedError where the model that is served, with rows, would take
-    a backend of vLLM's own.
-
-    Args:
-        name: of the backend.
-        attention: vLLM's AttentionConfig.
-    """
+    """Raise if the served model, with rows, would take one of vLLM's own backends."""
     if any(part in name for part in SPARSE):
         raise UnsupportedError(
             "--additional-config asks for rows of kvquant, which do not serve this model's sparse "
@@ -135,8 +127,8 @@ def _check_choice(name: str, attention: Any) -> None:
 
 
 def _check_keys(given: dict[Any, Any]) -> None:
-    """Raise ConfigError where a key of additional_config seems to be meant for kvquant: without it
-    an engine would start with other rows than were asked for, or in 16 bit."""
+    """Raise ConfigError for a misplaced kvquant key of additional_config."""
+    # Without this check the engine would start with other rows than the user wants, or in 16 bit.
     ours = ["kvquant", "k_format", "v_format", "plan"]
     fmt = given.get("format")
     if isinstance(fmt, str) and "kvquant" not in given:

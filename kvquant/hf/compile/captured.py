@@ -180,21 +180,7 @@ def _check(model: Steps, cache: KVCache) -> None:
 
 
 def _compiled(model: Steps, cache: KVCache, past: Any, tokens: torch.Tensor) -> Call:
-    """Compile a model's call for steps of one token; the cache holds the same tokens as before.
-
-    Args:
-        model: the model that the cache belongs to.
-        cache: it needs room for one more token of each sequence.
-        past: the cache in the form that the call takes (past_of).
-        tokens: [batch, 1], ids of the vocabulary.
-
-    Returns:
-        The compiled call, which has run once.
-
-    Raises:
-        ShapeError: a sequence has no room for a token.
-        UnsupportedModelError: torch cannot compile the call.
-    """
+    """Compile a model's call for steps of one token; the cache keeps the same tokens."""
     call = model.compiled()
     _try(cache, model.call, past, tokens)  # it checks layers and makes masks: a graph cannot
     try:
@@ -220,16 +206,7 @@ def _try(cache: KVCache, call: Call, past: Any, tokens: torch.Tensor) -> None:
 
 @contextmanager
 def _captured(graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream) -> Iterator[None]:
-    """Capture what the block launches on the current GPU.
-
-    Args:
-        graph: what it becomes.
-        side: the current stream inside.
-
-    Raises:
-        UnsupportedModelError: the block has waited for the GPU, or CUDA refuses the graph. torch
-            goes on as before.
-    """
+    """Capture what the block launches on the current GPU."""
     before, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
     first: BaseException | None = None
     try:

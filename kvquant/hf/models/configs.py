@@ -279,8 +279,7 @@ def input_device(model: Any) -> torch.device:
 
 
 def _device_of(module: torch.nn.Module) -> torch.device | None:
-    """That of a module's first weight; of one that a hook of accelerate brings, where it brings
-    it to."""
+    """The device of a module's first weight, or the one that accelerate's hook moves it to."""
     for part in module.modules():
         for weight in part.parameters(recurse=False):
             if not weight.is_meta:
@@ -471,8 +470,8 @@ def _scaled_from(config: Any) -> int | None:
 
 
 def _shared_layers(config: Any, kinds: list[str | None]) -> dict[int, int]:
-    """The layers that attend to the keys and values of another one: the last before them of their
-    kind that has some."""
+    """Layers that attend to the keys of another: the last earlier one of their kind that has
+    keys."""
     modes, count = getattr(config, "kv_sharing_modes", None), len(kinds)
     if modes is None:  # before transformers 5.18
         own = count - (getattr(config, "num_kv_shared_layers", None) or 0)
@@ -506,11 +505,7 @@ def _check_chunk(config: Any, longest: int | None) -> None:
 def _shape(
     config: Any, layer: int, layer_kind: str | None, window: int | None
 ) -> tuple[int, int, int]:
-    """KV heads of a layer, elements of a key and of a value; 1, of a latent and of a RoPE part.
-
-    Raises:
-        UnsupportedModelError: why no KVCache holds the layer, to stand behind its name.
-    """
+    """KV heads, elements of a key and of a value; for latent rows 1, latent_dim, rope_dim."""
     if layer_kind is not None and layer_kind not in _ATTENTION | _WITH_STATE:
         raise UnsupportedModelError(f"is {layer_kind!r}, which keeps other than keys and values")
     q_heads = _number(config, "num_attention_heads", layer)

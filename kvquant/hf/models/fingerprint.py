@@ -124,10 +124,8 @@ def _combined(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _digest(name: str, tensor: torch.Tensor) -> bytes:
-    """The digest of a tensor: of the numbers in its name (layer, expert), its shape, samples.
-
-    The words in a name stay out: they change with versions of transformers and with wrappers.
-    """
+    """Digest of a tensor: the numbers in its name (layer, expert), its shape and samples."""
+    # Words of the name are left out: versions of transformers and wrappers change them.
     if tensor.is_meta:
         raise UnsupportedModelError(
             f"{name} is not in memory (offloaded by device_map): load the model whole"

@@ -126,8 +126,7 @@ def _check_own(model: Any, found: Mapping[int, Projections]) -> None:
 
 
 def _check_same(model: Any, found: Mapping[int, Projections], bases: Mapping[int, Basis]) -> None:
-    """Raise unless the model computes the same with the bases between these linear layers, by
-    hooks: a layer whose values are its keys, too, does not."""
+    """Raise unless hooks with the bases between these layers leave the model's result the same."""
 
     def encode(basis: Basis) -> Any:
         def hook(linear: torch.nn.Module, _: Any, given: torch.Tensor) -> torch.Tensor:

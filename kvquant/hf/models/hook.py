@@ -94,15 +94,7 @@ def _see(
 
 
 def _is_whole(came: int, columns: int | None, positions: torch.Tensor | None, held: int) -> bool:
-    """Whether the first call with drafts gives the whole text, as generate is asked for. One token
-    is a step: on CUDA generate speaks of drafts before steps, too.
-
-    Args:
-        came: columns of its ids.
-        columns: of its mask, which generate leaves out where nothing is padded.
-        positions: [..., columns] of its ids; some models take none.
-        held: columns that the cache holds.
-    """
+    """Whether the first call with drafts gives the whole text. One token is a step."""
     if came == 1:
         return False
     if positions is not None:
@@ -111,13 +103,7 @@ def _is_whole(came: int, columns: int | None, positions: torch.Tensor | None, he
 
 
 def _behind(given: dict[str, Any], held: int, whole: int) -> dict[str, Any]:
-    """What a decoder is given of the tokens behind those that the cache holds.
-
-    Args:
-        given: of the whole text.
-        held: columns that the cache holds, the first ones.
-        whole: columns of the text.
-    """
+    """What a decoder is given of the tokens behind those that the cache holds."""
     if given.get("output_hidden_states"):
         raise ConfigError(
             f"the hidden states of {whole} tokens are asked for, and the cache holds {held} of "

@@ -107,8 +107,7 @@ class FoldedWeights:
 
 
 def _version_of(weight: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place, but through its .data; None where torch does not
-    count (tensors made in inference mode)."""
+    """torch's count of in-place changes, without those through .data; None if torch keeps none."""
     return None if weight.is_inference() else weight._version
 
 

@@ -207,11 +207,9 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
 
 @contextmanager
 def _placed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name and the options by which transformers finds a folder or a GGUF file.
-
-    A GGUF file is alone in a temporary folder: transformers would take files beside it as its own,
-    such as another model's tokenizer.json.
-    """
+    """The name and the options by which transformers finds a folder or a GGUF file."""
+    # A GGUF file gets a temporary folder of its own: transformers would load the files beside it,
+    # such as another model's tokenizer.json.
     if not is_gguf(path):
         yield str(path), dict(LOCAL)
         return
@@ -287,11 +285,7 @@ def _empty(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _check_folder(folder: Path) -> list[list[int]]:
-    """Raise ConfigError for a folder that would lead elsewhere, or run something.
-
-    Returns:
-        The shapes of its weights.
-    """
+    """Raise ConfigError for a folder that would lead elsewhere, or run something."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a model's folder: it has no config.json")
     config = _read_json(folder / "config.json")

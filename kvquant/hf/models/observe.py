@@ -32,11 +32,7 @@ OBSERVED = "kvquant-observed"
 
 
 class _Latents(DynamicCache):
-    """Takes the latent rows of each layer, to be shown, and keeps none.
-
-    Attributes:
-        rows: of the layer that handed some last: its index, latents and RoPE parts.
-    """
+    """Takes the latent rows of each layer, to be shown, and keeps none."""
 
     rows: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
@@ -54,15 +50,7 @@ class _Latents(DynamicCache):
 
 
 class _Watch(threading.local):
-    """Who is watching attention at the moment, in this thread.
-
-    Attributes:
-        observer: is shown every call.
-        owners: of each layer that has attended, the layer whose keys these were.
-        last: the one that attended last, until its output projection is found.
-        out: what attention gave it, [batch, tokens, num_q_heads, head_dim].
-        latents: takes latent rows; None where no layer has any.
-    """
+    """Who is watching attention at the moment, in this thread."""
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
