@@ -72,33 +72,26 @@ Report = Callable[[str, int], None]  # a stage and how much of it was done, in h
 class CalibratedModel(ObservableModel, DecodingModel, Protocol):
     """A model that can be observed and that decodes; kvquant.CachedModel is one."""
 
-    def shared_layers(self) -> dict[int, int]:
-        """The layers that attend to the keys and values of another one, and that one."""
+    def shared_layers(self) -> dict[int, int]: ...
 
     @property
-    def config_dict(self) -> dict[str, Any]:
-        """The whole config."""
+    def config_dict(self) -> dict[str, Any]: ...
 
     @property
-    def max_positions(self) -> int | None:
-        """Tokens that the model was made for."""
+    def max_positions(self) -> int | None: ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and arithmetic."""
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What the plan has to reach.
+    """What the plan has to reach; contradictions and impossible goals raise ConfigError.
 
     Attributes:
         max_kl: KL to the 16-bit cache, nats per token.
         budget: bits per element of the packed rows.
         format: of all layers; with neither of the others. Of latent rows as LatentFormat takes it.
-
-    Raises:
-        ConfigError: they contradict one another or cannot be reached at all.
     """
 
     max_kl: float | None = None
@@ -235,28 +228,28 @@ def calibrate(
 
     Args:
         model: a CachedModel, a model of transformers, or what CachedModel.from_pretrained loads.
-        tokens: the text to observe, as the ids of its tokens. When None a packaged text of
-            encyclopedia, code and dialogue is observed, and another one scored unless held is
-            given. With zero_data random tokens are observed, and only held is scored.
-        held: the text to score on, not observed; the last quarter of tokens when None.
+        tokens: token ids of the text to observe. None: a packaged text of encyclopedia, code and
+            dialogue, and another one to score unless held is given. With zero_data calibrate
+            observes random tokens, and scores held only.
+        held: another text to score; the last quarter of tokens when None.
         sizes: how much to read; Sizes(), within the model's positions, when None.
         goal: what to reach; Goal(format="int4") when None, or "int4-g8" of latent rows.
-        rounding: "feedback", where it is better, or "nearest", as latent rows always are.
+        rounding: "feedback", where it is better, or "nearest", as latent rows always have.
         zero_data: observe random tokens in place of the text.
-        state: a file that keeps the sums, so that an interrupted run goes on; none when None.
-        progress: called with the stage and what was done of it since, in hundredths.
-        window: sink_len and recent_len of the caches that the plan is for. The plan is chosen
-            without them, and measured with them too where a passage's context is longer.
-        tokenizer: of a model of transformers, for the packaged text; that beside its weights
-            (name_or_path) when None.
+        state: a file that keeps the sums, so that an interrupted run continues; none when None.
+        progress: called with the stage and its new progress in hundredths.
+        window: sink_len and recent_len of the caches that the plan is for. calibrate chooses
+            without them, and measures with them too if a passage's context is longer.
+        tokenizer: of a model of transformers, for the packaged text; None for the one beside its
+            weights (name_or_path).
 
     Returns:
-        The plan, met or not; None on the ranks but the first, where torch.distributed runs.
+        The plan, also if it misses the goal; None on all ranks of torch.distributed but the first.
 
     Raises:
-        ConfigError: a text is too short for the sizes or is none, or an option is not possible.
-        UnsupportedModelError: the model keeps latent rows, and cannot decode from them; its
-            layers have unlike head_dim; or it runs its layers several times.
+        ConfigError: a text is no text or too short for the sizes, or an option is not possible.
+        UnsupportedModelError: the model has latent rows and cannot decode from them, layers with
+            unlike head_dim, or layers that run several times.
 
     Example:
         >>> from kvquant import CachedModel, calibrate
@@ -400,8 +393,8 @@ def finish(
     """Everything after the moments; see calibrate.
 
     Args:
-        fitted: [num_windows, tokens] that bases and clip ratios are chosen on.
-        passages: [windows, context + scored + 1] that are decoded; nothing is measured when None.
+        fitted: [num_windows, tokens] to choose bases and clip ratios on.
+        passages: [windows, context + scored + 1] to decode; without them nothing is measured.
         zero_data: whether the moments are not of a text.
     """
     shared = model.shared_layers()

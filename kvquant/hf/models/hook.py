@@ -1,8 +1,7 @@
-"""A hook on a model's decoder: what a call gives it is shown to the cache, and cut to what is new.
+"""A hook on a model's decoder: it shows the cache a call's arguments, and cuts them to new tokens.
 
-Where generate drafts (prompt lookup, an assistant) its first call gives the ids of the whole text,
-also to a cache that holds the beginning: a DynamicCache of transformers 5.24 then keeps this twice.
-Here the decoder gets what it gets where generate does not draft, the ids behind the cache's.
+When generate drafts (prompt lookup, an assistant), its first call has the ids of the whole text, so
+a DynamicCache of transformers 5.24 keeps the cached part twice. Here the decoder gets new ids only.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ UNUSED = (
 
 
 class Shown(NamedTuple):
-    """What a model's decoder was given in a call.
+    """A decoder's arguments in a call.
 
     Attributes:
         positions: its position_ids, if any.
@@ -45,13 +44,10 @@ class Shown(NamedTuple):
 
 
 class DecoderHook:
-    """A hook on a model's decoder that shows each cache what its calls are given.
+    """A hook on a model's decoder that shows each cache the arguments of its calls.
 
-    Some models do not pass it on to attention (Llama 4, Granite 4 hybrids). The hook does nothing
-    in calls without a QuantizedCache, and is removed when this goes.
-
-    Args:
-        decoder: of a model of transformers.
+    Some models do not pass them on to attention (Llama 4, Granite 4 hybrids). The hook ignores
+    calls without a QuantizedCache, and goes with this object.
     """
 
     def __init__(self, decoder: torch.nn.Module) -> None:
