@@ -646,7 +646,7 @@ def _windowed(
 def _check_goal(
     model: CalibratedModel, goal: Goal, layers: CacheLayers | None, has_text: bool
 ) -> None:
-    """Raise unless there can be such plans of a model; layers: of its config, if it tells them."""
+    """Raise unless a model can have plans that reach the goal; layers: of its config, if known."""
     is_latent = layers is not None and layers.are_latent
     if goal.format is not None and "+" in goal.format and not is_latent:
         raise ConfigError(f"format {goal.format} is of latent rows, and this model has K and V")

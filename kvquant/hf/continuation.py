@@ -135,7 +135,7 @@ def check_positions(text: CachedText, positions: Any, is_traced: bool) -> None:
 
 
 def _check_traced(text: CachedText, told: torch.Tensor | None) -> None:
-    """Compare the positions of a step in a graph with those behind the cache's tokens."""
+    """Compare the positions of a step in a graph with the next ones of the cache."""
     if text.is_placed:
         return
     if told is not None:
@@ -163,7 +163,7 @@ def check_goes_on(text: CachedText) -> None:
 
 
 def _check_not_anew(text: CachedText, told: list[int]) -> None:
-    """Raise if a text is read from its beginning behind tokens; told: see _starts_by."""
+    """Raise if a text is read from its beginning into a cache with tokens; see _starts_by."""
     known = zip(told, text.past.lens, text.counts, strict=True)
     behind = [first for first, held, count in known if held and count]
     if behind and not any(behind):
@@ -197,7 +197,7 @@ def _starts_by(text: CachedText, told: torch.Tensor | None) -> list[int]:
 
 
 def _check_next(text: CachedText, told: torch.Tensor) -> None:
-    """Raise unless a step's positions, [batch], are those behind the cache's tokens."""
+    """Raise unless a step's positions, [batch], are the next ones of the cache."""
     assert text.kv is not None
     now = text.kv.start_positions + text.kv.layers[0].seq_lens
     _check(text, (told.to(now.device) != now).any(), 1)

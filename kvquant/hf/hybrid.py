@@ -35,7 +35,7 @@ _FORGETFUL = {"jamba"}
 
 
 class _Beside(NamedTuple):
-    """The layers that transformers keeps, behind a text."""
+    """The layers that transformers keeps, as of a text's end."""
 
     length: int
     layers: Sequence[Any]

@@ -90,7 +90,7 @@ def _whole(cache: CachedText, came: torch.Tensor, mask: Any) -> torch.Tensor | N
 
 
 def _held(cache: CachedText, text: torch.Tensor, came: Any, sequences: Any) -> torch.Tensor | None:
-    """The ids that a cache holds behind a call of generate; None if they are not known."""
+    """The ids that a cache holds after a call of generate; None if unknown."""
     assert cache.kv is not None
     own = _repeated(text.to(cache.kv.device), cache.kv.batch)
     if own is None or not isinstance(sequences, torch.Tensor):

@@ -262,8 +262,7 @@ class CachedText:
             self.call.padding = Padding.behind(lens, columns, self.kv.device)
 
     def _refresh(self) -> None:
-        """Count what complete calls appended, or count anew if the KVCache changed between
-        calls."""
+        """Count what complete calls appended; recount if the KVCache changed between calls."""
         self._settle()
         if not self.call.due and self._is_changed:
             assert self.kv is not None

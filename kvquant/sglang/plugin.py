@@ -1,8 +1,7 @@
-"""The entry point: SGLang finds kvquant's backend here, in every process, and uses it where asked.
+"""The entry point: SGLang finds kvquant's backend here, in every process.
 
-SGLang has a registry of attention backends. It has none of memory pools, nor of the bytes that a
-token takes in them. So kvquant wraps three methods by SGLang's own hooks. Unless the attention
-backend is kvquant's, the wrapped methods do what SGLang's do.
+SGLang has a registry of attention backends, but none of memory pools or of bytes a token. So
+kvquant wraps three methods by SGLang's own hooks; with other backends they do what SGLang's do.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ WINDOW_SIZES = SIZES + "HybridSWAPoolConfigurator.__init__"
 
 @hook("sglang")
 def register() -> None:
-    """Register the backend, and hook the choice and the size of the memory pool. SGLang calls this
-    in every process before it reads its arguments."""
+    """Register the backend and hook the memory pool, before SGLang reads its arguments."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -92,7 +90,7 @@ def _is_asked(configurator: Any, args: tuple[object, ...], more: dict[str, objec
 def _pool_class(
     original: Any, configurator: Any, *args: Any, kind: str, default: type, **more: Any
 ) -> Any:
-    """The class of the memory pool: RowsPool if rows are asked for, else SGLang's choice."""
+    """The class of the memory pool: RowsPool for rows, else SGLang's choice."""
     if kind != "mha" or not _is_asked(configurator, args, more):
         return original(configurator, *args, kind=kind, default=default, **more)
     from .pool import RowsPool

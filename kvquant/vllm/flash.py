@@ -1,4 +1,4 @@
-"""Attention of a prompt's tokens to 16-bit K and V, by the FlashAttention that vLLM comes with."""
+"""Attention of a prompt's tokens to 16-bit K and V, by vLLM's FlashAttention."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ VERSIONS = 2, 3  # of FlashAttention: the next one compiles a kernel where it is
 
 
 def causal_attention_of(impl: Any, v_size: int, device: torch.device) -> CausalAttention | None:
-    """The kernel that vLLM has for the prompts of a layer; None where it has none, and torch's
-    serve. The log says which, once.
-
-    Args:
-        impl: KVQuantImpl of the layer, whose weights are loaded.
-        v_size: head_dim of V.
-        device: where it runs.
-    """
+    """vLLM's kernel for a layer's prompts; None, and a line in the log, for torch's."""
     if device.type != "cuda":
         return None
     try:

@@ -114,7 +114,7 @@ def fingerprint_of(source: str | Path) -> str:
 
 
 def _combined(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The digest of a set of tensors: equal ones of one layer, such as tied ones, count once."""
+    """The digest of a set of tensors: equal ones of one layer (tied ones) count once."""
     each = {_digest(name, x) for name, x in tensors if isinstance(x, torch.Tensor)}
     return hashlib.sha256(b"".join(sorted(each))).hexdigest()
 

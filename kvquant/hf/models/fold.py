@@ -1,7 +1,7 @@
 """Fold the basis of V into a model's weights: then no product with it is left in a decode step.
 
-stored      v' = E (W_v x + b_v - offset)             W_v' = E W_v     b_v' = E (b_v - offset)
-attention   y  = W_o (M sum_t p_t v'_t + offset)      W_o' = W_o M     b_o' = b_o + W_o offset
+    stored      v' = E (W_v x + b_v - offset)             W_v' = E W_v     b_v' = E (b_v - offset)
+    attention   y  = W_o (M sum_t p_t v'_t + offset)      W_o' = W_o M     b_o' = b_o + W_o offset
 
 E = M^-1. W_v and b_v are those of a KV head, W_o the columns of each query head that reads it. This
 is exact except for rounding: float64 products, rounded once to the dtype of the weights.

@@ -99,7 +99,7 @@ def _is_whole(came: int, columns: int | None, positions: torch.Tensor | None, he
 
 
 def _behind(given: dict[str, Any], held: int, whole: int) -> dict[str, Any]:
-    """What a decoder is given of the tokens behind those that the cache holds."""
+    """The decoder's arguments, cut to the tokens that the cache does not hold."""
     if given.get("output_hidden_states"):
         raise ConfigError(
             f"the hidden states of {whole} tokens are asked for, and the cache holds {held} of "
