@@ -159,7 +159,6 @@ def with_feedback(basis: Basis, weights: torch.Tensor) -> Basis:
 
 
 def _power(moment: torch.Tensor, exponent: float) -> torch.Tensor:
-    """A power of symmetric positive matrices."""
     values, vectors = torch.linalg.eigh(moment)
     values = values.clamp(min=torch.finfo(torch.float32).tiny)
     found: torch.Tensor = (vectors * values.pow(exponent)[:, None]) @ vectors.mT

@@ -127,14 +127,14 @@ class _Rows:
 
     @property
     def left(self) -> float | None:
-        """What the layers that stay in 16 bit leave of the budget to an element of the others."""
+        """Bits of the budget for an element of the packed layers, after those in 16 bit."""
         if self.budget is None or self.in_16_bit == 1:
             return None
         return (self.budget - 16 * self.in_16_bit) / (1 - self.in_16_bit)
 
     @property
     def few_bits(self) -> tuple[str, ...]:
-        """Formats below 4 bits, which are offered where the budget asks for them."""
+        """Formats below 4 bits, for a budget that needs them."""
         least = self.bits(BASE_FORMAT, BASE_FORMAT)
         asked = not self.are_latent and self.left is not None and self.left < least - 1e-9
         return FEW_BITS if asked else ()
@@ -148,7 +148,7 @@ class _Rows:
 
     @property
     def _told(self) -> str:
-        """What a refused budget is counted with, beside the formats."""
+        """The facts in the error about a budget."""
         share = f"{self.in_16_bit:.0%} of the layers stay in 16 bit, which the budget counts"
         return f" ({share})" if self.in_16_bit else ""
 
@@ -162,11 +162,9 @@ class _Rows:
             )
 
     def pair(self, k_name: str, v_name: str) -> tuple[RowFormat, RowFormat]:
-        """Formats by their names."""
         return RowFormat.parse(k_name, self.k_dim), RowFormat.parse(v_name, self.v_dim)
 
     def bits(self, k_name: str, v_name: str) -> float:
-        """Bits per element of rows in these formats."""
         row_bytes = sum(fmt.row_bytes for fmt in self.pair(k_name, v_name))
         return 8 * row_bytes / (self.k_dim + self.v_dim)
 
@@ -335,7 +333,7 @@ def calibrate(
 
 
 def _cached_layers(model: Any) -> CacheLayers | None:
-    """The layers that caches of a model have; None where its config does not tell them."""
+    """The layers that caches of the model have; None if its config does not say."""
     try:
         return cache_layers(getattr(model, "config", None))
     except UnsupportedModelError:
@@ -635,7 +633,7 @@ def _windowed(
     sizes: Sizes,
     window: tuple[int, int],
 ) -> dict[str, Any] | None:
-    """What the plan keeps with a window of 16-bit tokens; None where there is none to measure."""
+    """What the plan keeps with a window of 16-bit tokens; None without one to measure."""
     if not 0 < sum(window) < sizes.context:
         return None
     found = measure(Planned(plan, "the plan", *window))
@@ -699,14 +697,13 @@ def _costs(
 
 
 def _fidelity_facts(found: Fidelity) -> dict[str, Any]:
-    """What of a measurement goes into a plan."""
+    """The facts of a measurement for a plan."""
     names = ("kl", "kl_error", "top1", "top1_error", "perplexity")
     facts = {name: getattr(found, name) for name in names}
     return {**facts, "kl_passages": list(found.kl_passages)}
 
 
 def _kept(moments: Moments) -> dict[int, str]:
-    """The layers that stay in 16 bit, and why."""
     found = {}
     for layer, at in moments.layers.items():
         for side in "kv":
@@ -726,7 +723,6 @@ def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
 
 
 def _rank() -> tuple[int, int]:
-    """This process and how many there are."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1

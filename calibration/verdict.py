@@ -122,7 +122,6 @@ def next_steps(
 
 
 def _too_few(measured: Mapping[str, Any]) -> str:
-    """A sentence if too little text was scored."""
     scored, passages = measured["scored"], measured["passages"]
     if scored >= LEAST_SCORED and passages >= LEAST_PASSAGES:
         return ""

@@ -209,8 +209,6 @@ def progress(
 
 
 def _mover(bars: Progress, task: TaskID, label: str) -> Callable[..., None]:
-    """What moves a bar."""
-
     def update(amount: int, stage: str | None = None) -> None:
         bars.update(task, advance=amount, description=f"{label}: {stage}" if stage else label)
 

@@ -187,7 +187,7 @@ def _shown_errors() -> Iterator[None]:
 
 
 def _failure(message: str) -> click.UsageError:
-    """One line, and exit code 2; without a context no usage is printed."""
+    """One line, and exit code 2; without a context no usage."""
     return click.UsageError(" ".join(message.split()))
 
 

@@ -237,7 +237,6 @@ def _continue(model: CachedModel, cache: KVCache, token: int, num_tokens: int) -
 
 
 def _name(scheme: Scheme) -> str:
-    """What the table calls a cache."""
     return str(scheme).replace(f"{SINKS} sinks, {RECENT} recent", "window")
 
 

@@ -344,7 +344,6 @@ def render(found: dict[str, Any]) -> str:
 
 
 def _row(row: dict[str, Any], place: str) -> Sequence[str]:
-    """A row of a table of verdicts."""
     facts = row[place]
     suffix = "" if place == "window" else "_without_window"
     head = row["cache"], row[f"formats{suffix}"], f"{row[f'bits{suffix}']:.2f}"

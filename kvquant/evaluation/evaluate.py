@@ -304,7 +304,7 @@ class _Run:
                 )
 
     def _check_packed(self) -> None:
-        """Raise if a cache would keep a whole prompt in 16 bit: nothing would be measured."""
+        """Raise if a cache would keep a whole prompt in 16 bit: that measures nothing."""
         counts, chunk = self._contexts, self.reading.chunk
         if self.reading.from_rows and chunk is not None and chunk >= min(counts):
             raise ConfigError(
@@ -369,7 +369,7 @@ class _Run:
             )
 
     def _written(self, length: int) -> dict[str, list[list[Prompt]]]:
-        """The rungs of each retrieval task, before work begins: what has no room is refused."""
+        """The rungs of each retrieval task, before work begins; raise if one has no room."""
         if "retrieval" not in self.task.kinds:
             return {}
         writer = Writer(
@@ -440,7 +440,7 @@ class _Run:
         }
 
     def _check_memory(self) -> None:
-        """Raise unless the caches fit that are there at a time."""
+        """Raise unless the two caches fit that exist at a time."""
         device = self.model.model.device
         free = free_bytes(device)
         if free is not None and self.cache_bytes > free:
@@ -452,7 +452,7 @@ class _Run:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the 16-bit cache and the largest other one: no more are there at a time."""
+        """Bytes of the 16-bit cache and the largest other one, which exist together."""
         new = self.sizes.new_tokens
         tokens = [len(one.tokens) + new for one in self.examples]  # alone in a batch
         if not self.examples or {"kl", "retrieval"} & {*self.task.kinds}:

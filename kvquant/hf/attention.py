@@ -108,7 +108,7 @@ def _attention(
 
 
 def _is_outside(module: torch.nn.Module, handed: Any) -> bool:
-    """Whether attention that torch.compile meets is no part of a graph."""
+    """Whether torch.compile meets attention outside of its graph."""
     if isinstance(handed, Handed):
         return not handed.is_traced
     return hasattr(module, "kv_b_proj") and running.traced is None
@@ -122,7 +122,7 @@ def _latent_heads(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> LatentHeads | None:
-    """The heads that attend to latents; None where keys and values were handed."""
+    """The heads that attend to latents; None for keys and values."""
     if handed.latents is None:
         return None
     latent_dim, rope_dim = (x.shape[-1] for x in handed.latents)
@@ -134,7 +134,7 @@ def _latent_heads(
 def _check_keys(
     handed: Handed, name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Raise unless a layer attends to keys and values as they were handed to it, and with those."""
+    """Raise unless a layer attends to exactly the keys and values that it got."""
     if getattr(value, "kvquant_values", None) is not handed:
         raise UnsupportedModelError(
             f"{name} attends to other values than it gave to the cache (split, scaled or "
@@ -253,7 +253,7 @@ def _attend(
     variant: AttentionVariant | None,
     heads: LatentHeads | None,
 ) -> torch.Tensor:
-    """Attend to the past and the new tokens, which are appended by the first that attends."""
+    """Attend to the past and the new tokens; the first layer that attends appends them."""
     kv, padding = handed.kv, handed.padding
     asked, new = query.shape[2], key.shape[2]
     if not handed.is_traced and kv.is_cold:  # the first append compiles the kernels of steps

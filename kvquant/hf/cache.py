@@ -214,7 +214,6 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         self.fit(layers, DynamicCache(config=config).layers if is_hybrid else ())
 
     def _know(self, model: Any) -> None:
-        """Know the model that calls."""
         decoder = model.get_decoder()
         self._decoder, self.hook = weakref.ref(decoder), DecoderHook(decoder)
         self.names_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -319,17 +318,17 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
 
     @property
     def _num_layers(self) -> int:
-        """Layers of the model, as far as it is known."""
+        """Layers of the model, if known."""
         return len(self.layers) if self.model_layers is None else self.model_layers.count
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """The layers that follow one another and are kept alike, and what they are kept as."""
+        """Neighbouring layers that are kept alike, and their description."""
         for text, group in groupby(range(self._num_layers), self._text_of):
             first, *others = group
             yield f"layers {first}-{others[-1]}" if others else f"layer {first}", text
 
     def _text_of(self, layer: int) -> str:
-        """What a layer of the model is kept as."""
+        """The description of a layer."""
         if layer in self._kept:
             kept = type(self.layers[layer]).__name__
             return f"{kept} of transformers, as it {self._kept[layer]}"

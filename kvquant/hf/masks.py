@@ -142,7 +142,7 @@ def _mask(
 
 
 def _asked(columns: int) -> CachedText | None:
-    """The cache that was asked for the sizes of the mask that is made now, for so many columns."""
+    """The cache for whose sizes transformers makes this mask, of so many columns."""
     if torch.compiler.is_compiling():
         return running.take()
     if running.traced is not None:  # a graph has ended in between

@@ -749,7 +749,7 @@ class CachedModel:
 
     @cached_property
     def _positions(self) -> int | None:
-        """Positions that the model has; None where they have no end."""
+        """Positions of the model; None for no end."""
         return positions_of(self.model)
 
     def check_tokens(self, tokens: torch.Tensor, shape: tuple[int | None, ...]) -> None:
@@ -784,7 +784,6 @@ class CachedModel:
             self._check_positions(int((cache.positions.cpu() + counts).max()))
 
     def _check_positions(self, count: int) -> None:
-        """Raise unless the model has this many positions."""
         if self._positions is not None and count > self._positions:
             raise ShapeError(
                 f"{count} positions are needed, and the model has learned {self._positions}: give "

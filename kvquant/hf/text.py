@@ -239,16 +239,15 @@ class CachedText:
         self._mark()
 
     def _mark(self) -> None:
-        """Know the KVCache as it is now."""
         self._marks = None if self.kv is None else _marks_of(self.kv)
 
     @property
     def _is_changed(self) -> bool:
-        """Whether somebody else has changed the KVCache; while a layer appends it is too."""
+        """Whether another owner has changed the KVCache; True while a layer appends."""
         return self.kv is not None and _marks_of(self.kv) != self._marks
 
     def _begin(self, columns: int, *, was_asked: bool) -> None:
-        """A new call of this many columns, if none is open."""
+        """Begin a call of this many columns, if none is open."""
         if self.asked not in (None, columns):
             raise UnsupportedModelError(
                 f"the model was given {self.asked} columns of ids, and its layers get {columns}: "

@@ -291,7 +291,6 @@ class KvquantLM(TemplateLM):
         return partial(Caches(self.model, tokens, new_tokens, Reading()).copy, self.choice)
 
     def _text(self, number: int, context: str, settings: Mapping[str, Any]) -> Text:
-        """What a request of generate_until asks for."""
         told = dict(normalize_gen_kwargs(dict(settings), NEW_TOKENS))
         until, num_tokens = told.pop("until"), told.pop("max_gen_toks")
         samples, heat = told.pop("do_sample"), told.pop("temperature", 1.0)

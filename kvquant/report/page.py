@@ -74,7 +74,6 @@ def text(parts: Iterable[Section | Verdict | str]) -> str:
 
 
 def _blocks(part: Section | Verdict | str) -> list[str]:
-    """The paragraphs and tables of a part."""
     if isinstance(part, str):
         return [paragraph(part)]
     if isinstance(part, Verdict):

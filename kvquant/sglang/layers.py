@@ -99,14 +99,12 @@ def with_sinks(rows: LayerRows, sinks: torch.Tensor) -> LayerRows:
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The layers of attention, with their names."""
     for name, module in model.named_modules():
         if isinstance(module, RadixAttention):
             yield name, module
 
 
 def _rows_of(layer: Any, runner: Any, settings: Settings) -> LayerRows:
-    """The rows of a layer on this rank."""
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
         kind = "cross attention" if layer.is_cross_attention else layer.attn_type.value
         raise UnsupportedError(f"it is of type {kind}, and rows serve decoders only")

@@ -245,7 +245,6 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config)
 
     def _calls(self, layer: Attention) -> StepCalls:
-        """What a layer will be called for."""
         given = layer.impl.rows, layer.num_heads, self.most_queries
         calls = calls_of(StepCalls, self.vllm_config, *given)
         # where a layer has local chunks, each is a sequence of its own
@@ -397,7 +396,6 @@ def check_cache_dtype(name: str) -> None:
 
 
 def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
-    """The KV heads of this rank."""
     return rank_heads(
         vllm_config.model_config.get_total_num_kv_heads(),
         get_tensor_model_parallel_rank(),

@@ -54,7 +54,6 @@ def causal_attention_of(impl: Any, v_size: int, device: torch.device) -> CausalA
 def _causal(
     impl: Any, version: int, varlen: Callable[..., object], device: torch.device
 ) -> CausalAttention:
-    """The kernel, with all that stays."""
     slopes: torch.Tensor | None = None
     if impl.alibi_slopes is not None:
         slopes = torch.tensor(impl.alibi_slopes, dtype=torch.float32, device=device)
@@ -86,5 +85,4 @@ def _causal(
 
 @lru_cache
 def _tell(kernel: str) -> None:
-    """Log once what prompts attend by."""
     logger.info("kvquant: prompts attend by %s", kernel)

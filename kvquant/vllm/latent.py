@@ -160,7 +160,6 @@ class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: igno
 
 
 def _rows_of(name: str, layer: Any, vllm_config: VllmConfig, device: torch.device) -> LatentRows:
-    """The rows of a layer."""
     settings, impl, parallel = layer.attn_backend.settings, layer.impl, vllm_config.parallel_config
     check_cache_dtype(layer.kv_cache_dtype)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

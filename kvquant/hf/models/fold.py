@@ -191,7 +191,6 @@ def _fold_into_output(linear: torch.nn.Linear, basis: Basis) -> None:
 
 
 def _set_bias(linear: torch.nn.Linear, bias: torch.Tensor) -> None:
-    """Give a linear layer a bias, if it is one."""
     if linear.bias is not None:
         linear.bias.copy_(bias)
     elif bool(bias.any()):

@@ -310,7 +310,7 @@ class LatentHeads:
 
     @property
     def _of_heads(self) -> torch.Tensor:
-        """[heads, nope_dim + v_dim, latent_dim]."""
+        """The weight as [heads, nope_dim + v_dim, latent_dim]."""
         rows = self._head_rows
         return self.weight.view(len(self.weight) // rows, rows, -1)
 

@@ -136,7 +136,6 @@ def tokenizer_of(model: Any) -> Any:
 
 
 def _tokenizer(name: str | Path, where: str, options: dict[str, Any]) -> Any:
-    """A tokenizer, by what _placed gives."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
     tokenizer.model_max_length = sys.maxsize  # or it warns of texts that are cut later
     tokenizer.name_or_path = str(name)
@@ -258,7 +257,6 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _empty(config: Any, dtype: torch.dtype) -> Any:
-    """The model of a config, with weights on the meta device."""
     try:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(
@@ -356,7 +354,6 @@ def _check_size(folder: Path, config: Any, dtype: torch.dtype, shapes: list[list
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object of a file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -367,7 +364,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """An error's first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
     if isinstance(error, (OSError, ValueError, ImportError, RuntimeError)) and said:

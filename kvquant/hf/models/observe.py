@@ -29,7 +29,7 @@ OBSERVED = "kvquant-observed"
 
 
 class _Latents(DynamicCache):
-    """Takes the latent rows of each layer, to be shown, and keeps none."""
+    """Shows each layer's latent rows, and keeps none."""
 
     rows: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
@@ -41,13 +41,12 @@ class _Latents(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Cache."""
         self.rows = layer_idx, key_states, value_states
         return key_states, value_states
 
 
 class _Watch(threading.local):
-    """Who is watching attention at the moment, in this thread."""
+    """The observer of attention in this thread."""
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
