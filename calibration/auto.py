@@ -25,18 +25,18 @@ log = logging.getLogger("kvquant")
 def auto_plan(model: Any) -> CachePlan | None:
     """Take the kept plan of a model, or make one from the packaged texts and keep it.
 
-    One line of the log "kvquant" says which, and what the plan costs.
+    The log "kvquant" has a line on which of the two, and what the plan costs.
 
     Args:
         model: as of calibrate.
 
     Returns:
-        The plan; None, with a warning, if the model cannot have one, or one that costs too much:
-        the default formats are to be taken.
+        The plan; None, with a warning, if the model cannot have one, or only one that costs too
+        much: take the default formats.
 
     Raises:
-        ConfigError: a plan must be made, and the model's tokenizer is not found, or this process is
-            one of several (torch.distributed); or bases of V were folded into the model.
+        ConfigError: no plan is kept, and the model's tokenizer is not found, or this process is one
+            of several (torch.distributed); or bases of V were folded into the model.
     """
     told = "taken from the user's folder"
     try:

@@ -5,16 +5,15 @@ stored channels, their weighted size is proportional to
 
     tr(Mᵀ W M) · tr(M^-1 C M^-T)        W the weights of an error, C the covariance of the rows
 
-W is the second moment of the queries for K, of the output projection for V. The least value is
-(sum of the singular values)² of W^½ C^½ = U S Vᵀ, reached by M = W^-½ U S^½ R with any rotation R;
-one whose elements are of one size, as a Hadamard matrix, makes all channels alike. The scale of M
-is free: stored rows keep the variance that the rows have about their mean.
+W is the second moment of the queries for K, of the output projection for V. The least value is (sum
+of the singular values)² of W^½ C^½ = U S Vᵀ, reached by M = W^-½ U S^½ R with any rotation R; one
+with elements of one size, as a Hadamard matrix, makes all channels alike. The scale of M is free:
+stored rows keep the variance that the rows have about their mean.
 
-Rounding with feedback (kvquant/rows/quantize.py) makes of the first trace
-tr(sqrt(Mᵀ W M))² / dim, for channels that a rotation has made alike (theorem 1 of
-https://arxiv.org/abs/2307.13304). With M = W^-½ U S^a R the product is then
-mean(s^(2 - 2a)) · mean(s^a)², whose exponents add up to 2 with their weights: it is least where
-they are equal, at a = 2/3.
+Rounding with feedback (kvquant/rows/quantize.py) makes of the first trace tr(sqrt(Mᵀ W M))² / dim,
+for channels that a rotation has made alike (theorem 1 of https://arxiv.org/abs/2307.13304). With M
+= W^-½ U S^a R the product is then mean(s^(2 - 2a)) · mean(s^a)², whose weighted exponents add up to
+2: it is least if they are equal, at a = 2/3.
 """
 
 from __future__ import annotations
@@ -34,12 +33,7 @@ NOISE = 1e-12  # of the mean square of rows: what float32 leaves of rows that ar
 
 
 def regularized(moment: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
-    """A moment [heads, dim, dim] with a little of the identity, so that it has an inverse.
-
-    Args:
-        moment: float64.
-        noise: [heads], the least of the identity that is added; as good as nothing when None.
-    """
+    """A moment [heads, dim, dim], float64, plus a little identity (at least noise [heads])."""
     diagonal = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
     tiny = torch.finfo(torch.float32).tiny
     ridge = (RIDGE * diagonal).clamp(min=tiny if noise is None else noise.clamp(min=tiny))
@@ -48,15 +42,15 @@ def regularized(moment: torch.Tensor, noise: torch.Tensor | None = None) -> torc
 
 
 def output_moment(weight: torch.Tensor | None, num_kv_heads: int, dim: int) -> torch.Tensor:
-    """The weights of V's errors: the sum of W_oᵀ W_o over the query heads of each KV head.
+    """W of V's errors: the sum of W_oᵀ W_o over the query heads of each KV head.
 
     Args:
-        weight: [hidden, num_q_heads * dim] of the output projection; None where it is not known.
+        weight: [hidden, num_q_heads * dim] of the output projection; None if unknown.
         num_kv_heads: KV heads.
         dim: channels of a value.
 
     Returns:
-        [num_kv_heads, dim, dim], float64; the identity where the projection is not known.
+        [num_kv_heads, dim, dim], float64; the identity if weight is None.
     """
     if weight is None or weight.shape[1] % (num_kv_heads * dim):
         eye = torch.eye(dim, dtype=torch.float64, device="cpu")
@@ -66,15 +60,11 @@ def output_moment(weight: torch.Tensor | None, num_kv_heads: int, dim: int) -> t
 
 
 def spreading(dim: int) -> torch.Tensor:
-    """R of the module's docstring: elements of one size, or nearly so.
+    """R of the module's docstring, [dim, dim], float64: orthonormal, elements of like size.
 
-    Args:
-        dim: channels.
-
-    Returns:
-        [dim, dim], float64, orthonormal and symmetric: Hadamard's matrix where dim is a power of
-        two. Else Hartley's, (cos + sin)(2 pi i j / dim) / sqrt(dim), because blocks of Hadamard's
-        would mix directions of like size only: singular values are sorted.
+    Hadamard's matrix if dim is a power of two. Else Hartley's, (cos + sin)(2 pi i j / dim) /
+    sqrt(dim): singular values are sorted, so blocks of Hadamard's would mix directions of like size
+    only.
     """
     if block_size(dim) == dim:
         return rotate(torch.eye(dim, dtype=torch.float32, device="cpu")).double()
@@ -84,9 +74,9 @@ def spreading(dim: int) -> torch.Tensor:
 
 
 def mixing(dim: int) -> torch.Tensor:
-    """The same with its rows in random order and of random signs, always the same ones.
+    """spreading with its rows in random order and of random signs, always the same ones.
 
-    The errors of rows are seldom as independent as theory has them, and V's are mostly smaller so.
+    Errors of rows are seldom as independent as in theory, and V's are mostly smaller so.
     """
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(2, (dim, 1), generator=generator, device="cpu") * 2 - 1
@@ -101,16 +91,13 @@ def optimal_matrix(
     feedback: bool = False,
     noise: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """M of the module's docstring.
+    """M of the module's docstring, [heads, dim, dim], float64.
 
     Args:
         weights: [heads, dim, dim], float64: W.
         covariance: of the same shape: C.
         feedback: whether rows will be rounded with feedback.
-        noise: [heads], float64: variance of a channel that is rounding; none when None.
-
-    Returns:
-        The same shape, float64.
+        noise: [heads], float64: a channel's variance from rounding; none when None.
     """
     u, s, _ = torch.linalg.svd(root_product(weights, covariance, noise))
     inverse_root = _power(regularized(weights), -0.5)
@@ -135,10 +122,7 @@ def root_product(
 def candidates(
     moments: LayerMoments, weights: dict[str, torch.Tensor], side: str
 ) -> dict[str, Basis]:
-    """The bases to be compared for one side of one layer, by the step that they stand for.
-
-    Those whose names end in "+feedback" are rounded so.
-    """
+    """The bases to compare for one side of a layer, by name; "+feedback" rounds with feedback."""
     mean, covariance = moments.mean(side), moments.covariance(side)
     offset = mean.float()
     noise = NOISE * (covariance.diagonal(dim1=-2, dim2=-1) + mean.square()).mean(-1)
@@ -175,7 +159,6 @@ def with_feedback(basis: Basis, weights: torch.Tensor) -> Basis:
 
 
 def _power(moment: torch.Tensor, exponent: float) -> torch.Tensor:
-    """A power of symmetric positive matrices."""
     values, vectors = torch.linalg.eigh(moment)
     values = values.clamp(min=torch.finfo(torch.float32).tiny)
     found: torch.Tensor = (vectors * values.pow(exponent)[:, None]) @ vectors.mT

@@ -1,9 +1,8 @@
 """Choose the basis, the rounding and the clip ratios of every layer by measured, weighted errors.
 
-The error e of a row counts as eᵀ W e: for K the square of what it adds to the scores of the queries
-that meet its head, for V of what it adds to the layer's output, both on average; of latent rows see
-error_weights. It is measured on tokens that the moments did not see. Given as a share: the root of
-its sum over that of the rows about their mean.
+The error e of a row counts as eᵀ W e: for K its mean squared effect on scores, for V on the layer's
+output; of latent rows see error_weights. It is measured on tokens that the moments did not see, and
+given as a share: the root of its sum over that of the rows about their mean.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ class ObservableModel(Protocol):
     """A model that shows what its layers attend with; kvquant.CachedModel is one."""
 
     def observe(self, tokens: torch.Tensor, observer: Observer, begin: float = 0.0) -> None:
-        """Call the observer with every layer's index, queries, keys, values and sm_scale. The
-        tokens begin at this share of the model's positions."""
+        """As of CachedModel; tokens begin at this share of the model's positions."""
 
     def output_weights(self) -> dict[int, torch.Tensor]:
-        """The output projection of each layer's attention, as far as there is one."""
+        """As of CachedModel."""
 
 
 class ErrorMeter:
@@ -51,7 +49,7 @@ class ErrorMeter:
 
     Args:
         weights: for every layer and side [num_kv_heads, head_dim, head_dim]: W.
-        means: for every layer and side [num_kv_heads, head_dim]: the rows' mean.
+        means: for every layer and side [num_kv_heads, head_dim].
     """
 
     def __init__(self, weights: Weights, means: Weights) -> None:
@@ -62,13 +60,13 @@ class ErrorMeter:
         self.sums: dict[tuple[int, str, str], torch.Tensor] = {}
 
     def spread(self, layer: int, side: str, x: torch.Tensor) -> None:
-        """Take in rows [batch, num_kv_heads, tokens, head_dim], to which errors are compared."""
+        """Add rows [batch, num_kv_heads, tokens, head_dim], the measure of errors."""
         self._add(layer, side, "", x.float() - self.means[layer][side][:, None].float())
 
     def measure(
         self, layer: int, side: str, name: str, x: torch.Tensor, basis: Basis, fmt: RowFormat
     ) -> None:
-        """Take in the errors of rows that are stored in a basis and a format."""
+        """Add the errors of rows that are stored in a basis and a format."""
         rows = stored_rows(x, basis, fmt)
         self._add(layer, side, name, basis.decode(dequantize_rows(rows, fmt)) - x.float())
 
@@ -83,7 +81,6 @@ class ErrorMeter:
         return (self.sums[layer, side, name].clamp(min=0) / spread).sqrt().float().cpu()
 
     def total(self, layer: int, side: str, name: str) -> float:
-        """The error of all heads."""
         return float(self.sums[layer, side, name].sum())
 
 
@@ -95,7 +92,7 @@ def stored_rows(x: torch.Tensor, basis: Basis, fmt: RowFormat) -> torch.Tensor:
 
 @dataclass
 class Chosen:
-    """What was chosen for one side of one layer.
+    """The choice for one side of one layer.
 
     Attributes:
         basis: with feedback, if that is better, and without clipping.
@@ -156,9 +153,6 @@ def choose(
         rounding: "feedback", if it is better, or "nearest".
         batch: windows read at a time.
         progress: called with 1 for each layer of each batch, and once more for each layer.
-
-    Returns:
-        What was chosen by layer and side.
     """
     weights = error_weights(model, moments)
     means = {at: {s: m.mean(s) for s in "kv"} for at, m in moments.layers.items()}
@@ -257,8 +251,7 @@ def _warm_up(
 def _rehearse(
     basis: Basis, formats: Mapping[str, RowFormat], base: str, shapes: Iterable[tuple[int, int]]
 ) -> None:
-    """Store rows [count, heads, tokens, dim] of each of these shapes, without values: as they are
-    compared and as they are clipped. See kvquant/rehearsal.py."""
+    """Rehearse what stores and clips rows [count, heads, tokens, dim] of each of these shapes."""
     heads, dim = basis.offset.shape
     clipped = basis.with_clip(torch.ones_like(basis.offset[:, 0])).to("meta")
     for count, tokens in shapes:

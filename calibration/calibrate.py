@@ -72,33 +72,26 @@ Report = Callable[[str, int], None]  # a stage and how much of it was done, in h
 class CalibratedModel(ObservableModel, DecodingModel, Protocol):
     """A model that can be observed and that decodes; kvquant.CachedModel is one."""
 
-    def shared_layers(self) -> dict[int, int]:
-        """The layers that attend to the keys and values of another one, and that one."""
+    def shared_layers(self) -> dict[int, int]: ...
 
     @property
-    def config_dict(self) -> dict[str, Any]:
-        """The whole config."""
+    def config_dict(self) -> dict[str, Any]: ...
 
     @property
-    def max_positions(self) -> int | None:
-        """Tokens that the model was made for."""
+    def max_positions(self) -> int | None: ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and arithmetic."""
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What the plan has to reach.
+    """What the plan has to reach; contradictions and impossible goals raise ConfigError.
 
     Attributes:
         max_kl: KL to the 16-bit cache, nats per token.
         budget: bits per element of the packed rows.
         format: of all layers; with neither of the others. Of latent rows as LatentFormat takes it.
-
-    Raises:
-        ConfigError: they contradict one another or cannot be reached at all.
     """
 
     max_kl: float | None = None
@@ -123,15 +116,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a model's cache, and the formats that they are given a choice of.
-
-    Attributes:
-        k_dim, v_dim: elements of rows of K and of V; of the parts of latent rows.
-        are_latent: whether they are latent.
-        exact: their 16-bit format.
-        budget: of bits per element; None for any.
-        in_16_bit: share of the layers that stay in 16 bit.
-    """
+    """The rows of a model's cache, and the formats that they are given a choice of."""
 
     k_dim: int
     v_dim: int
@@ -142,14 +127,14 @@ class _Rows:
 
     @property
     def left(self) -> float | None:
-        """What the layers that stay in 16 bit leave of the budget to an element of the others."""
+        """Bits of the budget for an element of the packed layers, after those in 16 bit."""
         if self.budget is None or self.in_16_bit == 1:
             return None
         return (self.budget - 16 * self.in_16_bit) / (1 - self.in_16_bit)
 
     @property
     def few_bits(self) -> tuple[str, ...]:
-        """Formats below 4 bits, which are offered where the budget asks for them."""
+        """Formats below 4 bits, for a budget that needs them."""
         least = self.bits(BASE_FORMAT, BASE_FORMAT)
         asked = not self.are_latent and self.left is not None and self.left < least - 1e-9
         return FEW_BITS if asked else ()
@@ -163,7 +148,7 @@ class _Rows:
 
     @property
     def _told(self) -> str:
-        """What a refused budget is counted with, beside the formats."""
+        """The facts in the error about a budget."""
         share = f"{self.in_16_bit:.0%} of the layers stay in 16 bit, which the budget counts"
         return f" ({share})" if self.in_16_bit else ""
 
@@ -177,11 +162,9 @@ class _Rows:
             )
 
     def pair(self, k_name: str, v_name: str) -> tuple[RowFormat, RowFormat]:
-        """Formats by their names."""
         return RowFormat.parse(k_name, self.k_dim), RowFormat.parse(v_name, self.v_dim)
 
     def bits(self, k_name: str, v_name: str) -> float:
-        """Bits per element of rows in these formats."""
         row_bytes = sum(fmt.row_bytes for fmt in self.pair(k_name, v_name))
         return 8 * row_bytes / (self.k_dim + self.v_dim)
 
@@ -243,28 +226,28 @@ def calibrate(
 
     Args:
         model: a CachedModel, a model of transformers, or what CachedModel.from_pretrained loads.
-        tokens: the text to observe, as the ids of its tokens. When None a packaged text of
-            encyclopedia, code and dialogue is observed, and another one scored unless held is
-            given. With zero_data random tokens are observed, and only held is scored.
-        held: the text to score on, not observed; the last quarter of tokens when None.
+        tokens: token ids of the text to observe. None: a packaged text of encyclopedia, code and
+            dialogue, and another one to score unless held is given. With zero_data calibrate
+            observes random tokens, and scores held only.
+        held: another text to score; the last quarter of tokens when None.
         sizes: how much to read; Sizes(), within the model's positions, when None.
         goal: what to reach; Goal(format="int4") when None, or "int4-g8" of latent rows.
-        rounding: "feedback", where it is better, or "nearest", as latent rows always are.
+        rounding: "feedback", where it is better, or "nearest", as latent rows always have.
         zero_data: observe random tokens in place of the text.
-        state: a file that keeps the sums, so that an interrupted run goes on; none when None.
-        progress: called with the stage and what was done of it since, in hundredths.
-        window: sink_len and recent_len of the caches that the plan is for. The plan is chosen
-            without them, and measured with them too where a passage's context is longer.
-        tokenizer: of a model of transformers, for the packaged text; that beside its weights
-            (name_or_path) when None.
+        state: a file that keeps the sums, so that an interrupted run continues; none when None.
+        progress: called with the stage and its new progress in hundredths.
+        window: sink_len and recent_len of the caches that the plan is for. calibrate chooses
+            without them, and measures with them too if a passage's context is longer.
+        tokenizer: of a model of transformers, for the packaged text; None for the one beside its
+            weights (name_or_path).
 
     Returns:
-        The plan, met or not; None on the ranks but the first, where torch.distributed runs.
+        The plan, also if it misses the goal; None on all ranks of torch.distributed but the first.
 
     Raises:
-        ConfigError: a text is too short for the sizes or is none, or an option is not possible.
-        UnsupportedModelError: the model keeps latent rows, and cannot decode from them; its
-            layers have unlike head_dim; or it runs its layers several times.
+        ConfigError: a text is no text or too short for the sizes, or an option is not possible.
+        UnsupportedModelError: the model has latent rows and cannot decode from them, layers with
+            unlike head_dim, or layers that run several times.
 
     Example:
         >>> from kvquant import CachedModel, calibrate
@@ -350,7 +333,7 @@ def calibrate(
 
 
 def _cached_layers(model: Any) -> CacheLayers | None:
-    """The layers that caches of a model have; None where its config does not tell them."""
+    """The layers that caches of the model have; None if its config does not say."""
     try:
         return cache_layers(getattr(model, "config", None))
     except UnsupportedModelError:
@@ -408,8 +391,8 @@ def finish(
     """Everything after the moments; see calibrate.
 
     Args:
-        fitted: [num_windows, tokens] that bases and clip ratios are chosen on.
-        passages: [windows, context + scored + 1] that are decoded; nothing is measured when None.
+        fitted: [num_windows, tokens] to choose bases and clip ratios on.
+        passages: [windows, context + scored + 1] to decode; without them nothing is measured.
         zero_data: whether the moments are not of a text.
     """
     shared = model.shared_layers()
@@ -477,16 +460,7 @@ def _assembled(
     kept: Mapping[int, str],
     facts: Mapping[str, Any],
 ) -> CachePlan:
-    """Make the plan, with the same formats for all layers and nothing measured yet.
-
-    Args:
-        moments: what was observed.
-        chosen: for every layer and side.
-        start: the formats of K and of V.
-        exact: the 16-bit format of layers that are kept.
-        kept: these layers, and why.
-        facts: "model", "observed_tokens", "zero_data" and "settings".
-    """
+    """Make the plan, with the same formats for all layers and nothing measured yet."""
     order = sorted(moments.layers)
     tensors: dict[str, torch.Tensor] = {}
     for side in "kv":
@@ -659,7 +633,7 @@ def _windowed(
     sizes: Sizes,
     window: tuple[int, int],
 ) -> dict[str, Any] | None:
-    """What the plan keeps with a window of 16-bit tokens; None where there is none to measure."""
+    """What the plan keeps with a window of 16-bit tokens; None without one to measure."""
     if not 0 < sum(window) < sizes.context:
         return None
     found = measure(Planned(plan, "the plan", *window))
@@ -670,7 +644,7 @@ def _windowed(
 def _check_goal(
     model: CalibratedModel, goal: Goal, layers: CacheLayers | None, has_text: bool
 ) -> None:
-    """Raise unless there can be such plans of a model; layers: of its config, if it tells them."""
+    """Raise unless a model can have plans that reach the goal; layers: of its config, if known."""
     is_latent = layers is not None and layers.are_latent
     if goal.format is not None and "+" in goal.format and not is_latent:
         raise ConfigError(f"format {goal.format} is of latent rows, and this model has K and V")
@@ -723,14 +697,13 @@ def _costs(
 
 
 def _fidelity_facts(found: Fidelity) -> dict[str, Any]:
-    """What of a measurement goes into a plan."""
+    """The facts of a measurement for a plan."""
     names = ("kl", "kl_error", "top1", "top1_error", "perplexity")
     facts = {name: getattr(found, name) for name in names}
     return {**facts, "kl_passages": list(found.kl_passages)}
 
 
 def _kept(moments: Moments) -> dict[int, str]:
-    """The layers that stay in 16 bit, and why."""
     found = {}
     for layer, at in moments.layers.items():
         for side in "kv":
@@ -750,7 +723,6 @@ def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
 
 
 def _rank() -> tuple[int, int]:
-    """This process and how many there are."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1

@@ -1,14 +1,14 @@
 """Decode a text from quantized caches and compare with the 16-bit cache.
 
 Perplexity of a prompt that is read at once does not see the cache: its tokens attend to exact keys
-and values. Here every scored token is decoded alone, by the fused call, and all before it is read
-from the cache. The text is given (teacher forcing), so all formats answer the same questions:
+and values. Here the fused call decodes every scored token alone, and reads all earlier ones from
+the cache. The text is given (teacher forcing), so all formats answer the same questions:
 
     prompt   read once with exact attention; its 16-bit keys and values go into every cache
-    scored   fed one by one; after each, the prediction is compared with that of the 16-bit cache
+    scored   fed one by one; each prediction is compared with that of the 16-bit cache
 
-So two formats differ in the rows that decoding reads, the prompt's and those of the fed tokens, and
-in nothing else. The model, its dtype and the kernel are those of the 16-bit cache.
+So two formats differ in the rows that decoding reads, and in nothing else: the model, its dtype and
+the kernel are those of the 16-bit cache.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The formats of a cache's rows, and its 16-bit window. If is_latent, k_format is the format of
-    the latents and v_format that of the RoPE parts. "default" is what caches have by default."""
+    """A cache's formats and its 16-bit window; "default" is the default of caches."""
+
+    # If is_latent, k_format is the format of latents and v_format that of RoPE parts.
 
     k_format: str
     v_format: str
@@ -59,7 +60,7 @@ class Scheme:
 
 @dataclass(frozen=True, init=False)
 class Planned:
-    """A cache as a plan says.
+    """A cache by a plan.
 
     Attributes:
         plan: of the model; it may be given as the path of its file.
@@ -104,10 +105,10 @@ class Fidelity:
         bits: bits per element of K and V, headers and 16-bit rows included.
         nbytes: bytes of the cache, of all sequences.
         kl: mean KL divergence of the predictions from those of the 16-bit cache, nats per token.
-        top1: share of tokens for which both think the same next token likeliest, 0 to 1.
+        top1: share of tokens with the same likeliest next token, 0 to 1.
         perplexity: of the text under the predictions.
         kl_error, top1_error: standard errors of both; None of a single passage.
-        kl_passages: the KL of each passage: two schemes are compared passage by passage.
+        kl_passages: the KL of each passage, for paired comparisons.
     """
 
     scheme: Scheme | Planned
@@ -124,13 +125,7 @@ class Fidelity:
     def of(
         cls, scheme: Scheme | Planned, bits: float, nbytes: int, parts: torch.Tensor, scored: int
     ) -> Fidelity:
-        """What was found in passages.
-
-        Args:
-            scheme, bits, nbytes: as above.
-            parts: of compare_passages.
-            scored: tokens of each passage.
-        """
+        """Make it from compare_passages' parts, with so many scored tokens a passage."""
         kl, top1, nll = parts.mean(1).tolist()
         errors, each = standard_errors(parts, scored), tuple(parts[0].tolist())
         return cls(scheme, bits, nbytes, kl, top1, perplexity_of(nll), *errors, each)
@@ -143,8 +138,7 @@ class DecodingModel(Protocol):
     model: Any  # transformers' own
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of its keys and values."""
+    def dtype(self) -> torch.dtype: ...
 
     def new_cache(
         self,
@@ -154,28 +148,16 @@ class DecodingModel(Protocol):
         plan: CachePlan | None = None,
         accept_loss: bool = False,
         **options: Unpack[CacheOptions],
-    ) -> KVCache:
-        """An empty cache of its shape."""
+    ) -> KVCache: ...
 
-    def prefill(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
-        """Read tokens [batch, new_tokens] with exact attention to the chunk."""
+    def prefill(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor: ...
 
     def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What decodes one token of each sequence, and will for so many: from tokens [batch] to
-        logits [batch, vocabulary], which last until its next call."""
+        """As of CachedModel: a call decodes tokens [batch] and gives logits [batch, vocabulary]."""
 
 
 def read_prompt(model: DecodingModel, prompt: torch.Tensor, new_tokens: int) -> KVCache:
-    """Read a prompt into a 16-bit cache.
-
-    Args:
-        model: reads it.
-        prompt: [batch, tokens], int64.
-        new_tokens: how many will be decoded later.
-
-    Returns:
-        A cache of 16-bit rows only.
-    """
+    """Read a prompt [batch, tokens], int64, into a 16-bit cache with room for new_tokens."""
     cache = _exact_cache(model, prompt.shape[0], prompt.shape[1], new_tokens)
     model.prefill(cache, prompt)
     return cache
@@ -191,15 +173,12 @@ def _exact_cache(
 
 
 def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planned) -> KVCache:
-    """Append the tokens of a 16-bit cache to a new one of another scheme.
+    """Append the tokens of a 16-bit cache to a new one of a scheme, with the same capacity.
 
     Args:
         model: of both.
-        exact: a cache of 16-bit rows, whose sequences are of one length.
+        exact: a cache of 16-bit rows, whose sequences have one length.
         scheme: of the copy.
-
-    Returns:
-        A cache of the same capacity.
 
     Raises:
         NonFiniteError: keys or values that a format cannot hold.
@@ -220,8 +199,7 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
 def warm_up_copies(
     model: DecodingModel, exact: KVCache, schemes: Iterable[Scheme | Planned]
 ) -> None:
-    """Compile together the kernels that quantized copies of all schemes, and their steps, need.
-    Where caches are not on CUDA nothing is done."""
+    """On CUDA compile the kernels of all schemes' copies and steps together."""
     length, wanted = int(exact.seq_lens.max()), tuple(schemes)
 
     def calls(_: object) -> Iterator[Calls]:
@@ -238,8 +216,7 @@ def warm_up_copies(
 def _calls(
     model: DecodingModel, exact_format: str, length: int, make: Callable[[], KVCache]
 ) -> list[Calls]:
-    """What is done with a quantized_copy: its rows come in the dtype of the 16-bit cache, those of
-    steps in the model's."""
+    """The calls of a quantized_copy: its rows have the 16-bit cache's dtype, steps the model's."""
     copied = Calls(make, EXACT_DTYPES[exact_format], prompts=(length,), steps=())
     return [copied, Calls(make, model.dtype)]
 
@@ -267,15 +244,7 @@ def options_of(scheme: Scheme | Planned, *, is_latent: bool) -> dict[str, Any]:
 
 
 def stored_bits(cache: KVCache, exact: KVCache) -> float:
-    """Bits per element of K and V, headers and 16-bit rows included.
-
-    Args:
-        cache: what is measured.
-        exact: a 16-bit cache of the same capacity and windows.
-
-    Returns:
-        What the rows of its tokens take for an element that the other keeps in 16 bits.
-    """
+    """Bits per element of a cache, headers included, by the size of a 16-bit cache like it."""
     return 16 * _rows_of_tokens(cache) / _rows_of_tokens(exact)
 
 
@@ -290,22 +259,13 @@ def _rows_of_tokens(cache: KVCache) -> int:
 
 
 def predict(model: DecodingModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
-    """Feed tokens one by one.
-
-    Args:
-        model: decodes.
-        cache: the past; the tokens are added to it.
-        tokens: [batch, tokens], int64.
-
-    Returns:
-        [tokens, batch, vocabulary], float32: the log probabilities after each token.
-    """
+    """Feed tokens [batch, tokens]: log probabilities [tokens, batch, vocabulary], float32."""
     step = model.stepper(cache, tokens.shape[1])
     return torch.stack([step(column).float().log_softmax(-1) for column in tokens.unbind(1)])
 
 
 def scored_tokens(windows: torch.Tensor, context: int) -> int:
-    """Tokens of a window behind the prompt that have a successor; ShapeError if there are none."""
+    """Tokens after the prompt that have a successor; ShapeError if there are none."""
     scored = windows.shape[1] - context - 1
     if context < 1 or scored < 1:
         raise ShapeError(
@@ -316,12 +276,12 @@ def scored_tokens(windows: torch.Tensor, context: int) -> int:
 
 
 class Reference:
-    """Passages decoded from the 16-bit cache: what other caches are compared with.
+    """Passages decoded from the 16-bit cache, the reference of other caches.
 
     Args:
         model: decodes.
-        windows: [batch, context + scored + 1], int64: a prompt of context tokens, the scored ones,
-            and the last one's successor.
+        windows: [batch, context + scored + 1], int64: prompt, scored tokens, the last one's
+            successor.
         context: tokens of the prompt.
 
     Attributes:
@@ -375,7 +335,7 @@ def compare(
 
 
 def perplexity_of(nll: float) -> float:
-    """exp of a mean negative log likelihood; Inf where that is more than a float holds."""
+    """exp of a mean negative log likelihood; Inf if that overflows a float."""
     return float(torch.tensor(nll, dtype=torch.float64, device="cpu").exp())
 
 
@@ -398,19 +358,16 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def standard_errors(parts: torch.Tensor, scored: int) -> tuple[float | None, float | None]:
-    """The standard errors of KL and of top-1.
+    """The standard errors of KL and of top-1; None for a single passage.
 
-    Tokens of one passage are alike, so each passage counts as one observation: the errors are the
-    standard deviation of the passages' means over the root of their number. That of top-1 is at
-    least what as many independent tokens have, one of each kind added to them: eight of eight equal
-    tokens are 100 %, with an error of 11.
+    Each passage counts as one observation, as its tokens are alike: the standard deviation of the
+    passages' means over the root of their number. The floor of top-1's error is that of as many
+    independent tokens plus one hit and one miss: eight equal tokens of eight are 100 %, with an
+    error of 11.
 
     Args:
         parts: [3, passages], of compare_passages.
         scored: tokens of each passage.
-
-    Returns:
-        Both; None where there is one passage.
     """
     passages = parts.shape[1]
     if passages < 2:

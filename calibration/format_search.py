@@ -1,10 +1,9 @@
 """Choose the format of K and V of every layer: the fewest bits that keep the predictions.
 
-What a side of a layer costs, in KL, is measured once by decoding with this side alone in the
-cheapest format; in another format it is taken to shrink as the square of the weighted error of its
-rows. Costs add up, times a factor that the decoding of the whole plan tells. The greedy step is the
-one that saves the most KL per bit. K keeps at least the bits of V, unless V alone was measured to
-cost more than K alone, or the sides are the parts of latent rows.
+The cost of a layer's side, in KL, is measured once by decoding with this side alone in the cheapest
+format; other formats scale it by the square of their weighted error. Costs add up, times a factor
+from decoding the whole plan. The greedy step saves the most KL per bit. K keeps at least the bits
+of V, unless V alone cost more than K alone, or the sides are the parts of latent rows.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ class Costs:
     k_first: bool = True
 
     def total(self, formats: Mapping[Side, str]) -> float:
-        """The KL of all sides."""
         return sum(self.kl[side][name] for side, name in formats.items())
 
     def mean_bits(self, formats: Mapping[Side, str]) -> float:
-        """Bits per element."""
         taken = sum(self.row_bits(side, name) for side, name in formats.items())
         return taken / self.width(formats)
 
@@ -58,15 +55,12 @@ class Costs:
 def allocate(
     costs: Costs, *, max_kl: float | None = None, budget: float | None = None
 ) -> dict[Side, str]:
-    """Choose formats.
+    """Choose the format of every side; the best within the budget if max_kl is out of reach.
 
     Args:
         costs: what they cost.
         max_kl: stop as soon as the costs add up to no more; never when None.
         budget: bits per element to stay within; any number when None.
-
-    Returns:
-        The format of every side; the best within the budget where max_kl is out of reach.
     """
     formats = {side: next(iter(costs.offered(side))) for side in costs.kl}
     while max_kl is None or costs.total(formats) > max_kl:

@@ -1,8 +1,7 @@
-"""Which layers of a model a cache holds, and those that it cannot, with the reason of each.
+"""Which layers of a model a cache holds, and why it cannot hold the others.
 
-A cache holds layers with attention whose keys and values have one shape. A hybrid model has others
-between them: they keep their own state, in the precision of the model. Layers that attend to the
-keys and values of another one have none; their queries and projections count with that one's.
+A cache holds layers whose keys and values have one shape. Other layers of a hybrid keep their own
+state in 16 bit. If a layer attends to another one's keys, its queries and projections count there.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class HeldLayers:
     Args:
         model: of all layers.
         places: the model's layer at each place of the cache.
-        shared: the layers that attend to the keys and values of another one, and that one.
+        shared: layers that attend to the keys and values of another one, and that one.
     """
 
     def __init__(
@@ -37,8 +36,6 @@ class HeldLayers:
         self._at = {layer: at for at, layer in enumerate(places)}
 
     def observe(self, tokens: torch.Tensor, observer: Observer, begin: float = 0.0) -> None:
-        """Show what the layers of the cache attend with; see ObservableModel."""
-
         def show(layer: int, *shown: Any) -> None:
             if layer in self._at:
                 observer(self._at[layer], *shown)
@@ -46,7 +43,6 @@ class HeldLayers:
         self.model.observe(tokens, show, begin)
 
     def output_weights(self) -> dict[int, torch.Tensor]:
-        """The output projections of these layers, and of those that attend to their values."""
         weights = self.model.output_weights()
         found = {}
         for layer, at in self._at.items():
@@ -63,20 +59,17 @@ def held_layers(
     shared: Mapping[int, int] | None = None,
     cached: CacheLayers | None = None,
 ) -> tuple[list[int], dict[int, str]]:
-    """Tell the layers that a cache can hold from the others.
+    """The model's layer at each index of the cache, and why others have none, by their layer.
 
     Args:
         moments: of all layers that attend.
-        shared: the layers that attend to the keys and values of another one, and that one.
-        config: of the text model; what it says of num_hidden_layers and layer_types is used.
-        cached: the layers that caches of the model have, where the config tells them. Without it
-            the layers whose rows have the shape of most layers are held.
-
-    Returns:
-        The model's layer at each index of the cache, and why others have none, by their layer.
+        shared: as of HeldLayers.
+        config: of the text model: num_hidden_layers and layer_types.
+        cached: the layers of caches by the config, if known; else those of the most frequent row
+            shape.
 
     Raises:
-        UnsupportedError: no layer can be held.
+        UnsupportedError: no cache can hold any layer.
         UnsupportedModelError: caches have rows for layers that do not attend by themselves.
     """
     shared = shared or {}
@@ -127,13 +120,7 @@ def held_layers(
 def renumbered(
     moments: Moments, places: list[int], shared: Mapping[int, int] | None = None
 ) -> Moments:
-    """The moments of the layers of the cache, counted from 0.
-
-    Args:
-        moments: of all layers that attend.
-        places: the model's layer at each place of the cache.
-        shared: as in held_layers; their queries meet the keys of that layer.
-    """
+    """Moments of the cache's layers, from 0; shared layers' queries go to their keys' layer."""
     held = Moments()
     for at, layer in enumerate(places):
         readers = [moments.layers[reader] for reader in _readers(layer, shared or {})]

@@ -29,17 +29,16 @@ class LayerMoments:
     Args:
         num_q_heads: query heads, a multiple of num_kv_heads.
         num_kv_heads: KV heads.
-        k_dim: channels of a key.
-        v_dim: channels of a value.
+        k_dim, v_dim: channels of a key and of a value.
         device: where the sums lie.
         is_latent: keys are latents and values RoPE parts, of one KV head; queries meet both.
 
     Attributes:
         tensors: the sums by name: "count" [1] of tokens, "k_sum" [num_kv_heads, k_dim], "k_outer"
             and "q_outer" [num_kv_heads, k_dim, k_dim], "k_min" and "k_max" [num_kv_heads, k_dim];
-            the same of V. Of latent rows "r_outer" [1, v_dim, v_dim], too: what q_outer is of
-            queries' part that meets latents, it is of the part that meets RoPE parts; both of
-            queries times sm_scale.
+            the same of V. Of latent rows "r_outer" [1, v_dim, v_dim], too: q_outer is of the
+            queries' part that meets latents, r_outer of the part that meets RoPE parts, times
+            sm_scale.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class LayerMoments:
             }
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Take in tokens: q [batch, num_q_heads, tokens, k_dim], k and v of the KV heads.
+        """Add tokens: q [batch, num_q_heads, tokens, k_dim], k and v of the KV heads.
 
         Of latent rows q [batch, num_heads, tokens, k_dim + v_dim], times sm_scale.
         """
@@ -97,12 +96,10 @@ class LayerMoments:
 
     @property
     def count(self) -> int:
-        """Tokens seen."""
         return int(self.tensors["count"])
 
     @property
     def is_latent(self) -> bool:
-        """Whether these are latents and RoPE parts."""
         return "r_outer" in self.tensors
 
     @property
@@ -150,7 +147,7 @@ class Moments:
     def observe(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> None:
-        """Take in what a layer attends with; a model's observer."""
+        """Add a layer's queries, keys and values; a model's observer."""
         is_latent = k.shape[1] == 1 and q.shape[-1] == k.shape[-1] + v.shape[-1]
         if is_latent:
             q = q * sm_scale
@@ -167,13 +164,12 @@ class Moments:
     def follow(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> None:
-        """Bring the sums of a layer to where it attends; a model's observer."""
+        """Move a layer's sums to the device where it attends; a model's observer."""
         at = self.layers[layer]
         at.tensors = {name: tensor.to(k.device) for name, tensor in at.tensors.items()}
 
     @property
     def count(self) -> int:
-        """Tokens seen."""
         return next(iter(self.layers.values())).count if self.layers else 0
 
     def all_reduce(self) -> None:
@@ -188,7 +184,7 @@ class Moments:
                 torch.distributed.all_reduce(tensor, operations[name])
 
     def save(self, path: Path, key: str) -> None:
-        """Write the sums to a file, to go on from them; key names the run that they belong to."""
+        """Write the sums to a file; key names the run."""
         sources = {
             f"{layer}.{name}": TensorSource.of(tensor.detach().cpu())
             for layer, moments in self.layers.items()
@@ -200,12 +196,7 @@ class Moments:
 
     @classmethod
     def load(cls, path: Path, key: str) -> Moments | None:
-        """Read what save wrote.
-
-        Returns:
-            The sums, on the CPU; None if there is no file, or one of another run or a damaged one,
-            which is warned of.
-        """
+        """The sums of save, on the CPU; None without a file or, with a warning, for a wrong one."""
         try:
             return cls._read(path, key)
         except FileNotFoundError:

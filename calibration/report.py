@@ -65,7 +65,7 @@ def sections(plan: CachePlan, *, drawn: bool = False) -> list[Section]:
 
 
 def notes(plan: CachePlan) -> list[str]:
-    """What the user has to know about a plan, beside its verdict."""
+    """What the user has to know about a plan besides its verdict."""
     found, measured = [], plan.facts["measured"]
     if measured and measured["in_one_pass"]:
         found.append(

@@ -1,9 +1,8 @@
 """Fidelity of many caches, each in one pass: passages predicted from the rows that a cache keeps.
 
-Reference in fidelity.py decodes token by token from a cache. Here the scored tokens are computed at
-once, and each attends to the rows that a cache would hold of the tokens up to it, and to those in
-its 16-bit window (kvquant/hf/single_pass.py). Both tell the same but for the rounding of sums, and
-this one takes a fraction of the time. Layers that no cache holds stay as they are.
+Reference in fidelity.py decodes token by token. Here one pass computes all scored tokens, and each
+attends to the rows that a cache would hold by then (kvquant/hf/single_pass.py). Results agree up to
+the rounding of sums, in a fraction of the time. Layers that no cache holds stay as they are.
 """
 
 from __future__ import annotations
@@ -48,11 +47,10 @@ class PassReference:
         context: tokens of the prompt.
         places: the model's layer at each place of the cache.
         why: the model cannot decode from a KVCache; "" if it can.
-        keeps_context: as of hf.single_pass.Passages.
-        tick: called often while the context is read, see hf.single_pass.Passages.
+        keeps_context, tick: as of hf.single_pass.Passages.
 
     Attributes:
-        seen: called for each layer of each batch of passages that is measured.
+        seen: called for each measured layer of each batch of passages.
     """
 
     def __init__(
@@ -94,11 +92,7 @@ class PassReference:
         self.perplexity = perplexity_of(float(self._compared(self._expected)[2].mean()))
 
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
-        """Compare the predictions by the rows of a scheme.
-
-        Raises:
-            NonFiniteError: keys or values are NaN, Inf or what a format cannot hold.
-        """
+        """Compare the predictions by a scheme's rows; NonFiniteError if no format holds them."""
         window = scheme.sink_len, scheme.recent_len
         if isinstance(scheme, Planned):
             plan = scheme.plan
@@ -183,15 +177,14 @@ def reference_of(
     why: str = "",
     tick: Callable[[], object] = lambda: None,
 ) -> Reference | PassReference:
-    """What caches of a model are compared with: one pass, or decoding where rows are latent.
+    """The reference of a CachedModel's caches: one pass, or decoding for latent rows.
 
     Args:
         model: a CachedModel.
         windows: [batch, context + scored + 1], int64.
         context: tokens of the prompt.
-        layers: of the model's caches; None where its config does not tell them.
-        places, why: as of PassReference.
-        tick: as of PassReference; decoding does not call it.
+        layers: of the model's caches; None if its config does not say.
+        places, why, tick: as of PassReference; decoding does not call tick.
     """
     if layers is not None and layers.are_latent:
         return Reference(model, windows, context)

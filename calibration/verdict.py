@@ -51,8 +51,7 @@ def judge(kl: float, error: float | None) -> str:
 
 
 def verdict(plan: CachePlan) -> Verdict:
-    """Whether to use a plan, by its KL with the 16-bit window, or without where that was not
-    measured."""
+    """Whether to use a plan, by its KL with the 16-bit window if measured, else without."""
     bare, limit = plan.facts["measured"], plan.facts["limit"]
     if bare is None:
         words = f"{plan.bits:.2f} bits per element; what they cost was not measured: give --text."
@@ -89,7 +88,7 @@ def next_steps(
     """What to do with a plan, and the line of Python or of the command that does it.
 
     Args:
-        plan: what calibration found.
+        plan: of calibration.
         file: its name. Commands that make another plan write another file.
         on_page: leave out the step that makes the page.
         is_auto: whether "auto" takes the plan.
@@ -123,7 +122,6 @@ def next_steps(
 
 
 def _too_few(measured: Mapping[str, Any]) -> str:
-    """A sentence if too little text was scored."""
     scored, passages = measured["scored"], measured["passages"]
     if scored >= LEAST_SCORED and passages >= LEAST_PASSAGES:
         return ""
@@ -165,8 +163,7 @@ def _gain(plan: CachePlan) -> str:
 
 
 def paired_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """The standard error of the difference of two KLs, passage by passage; of one passage that of
-    both together."""
+    """Standard error of the difference of two KLs, by passage; of one passage, of both together."""
     first, second = one["kl_passages"], other["kl_passages"]
     if len(first) < 2 or len(second) < 2:
         return math.hypot(*(figures["kl_error"] or 0.0 for figures in (one, other)))

@@ -49,7 +49,7 @@ class Sizes:
 
 
 def packaged_texts() -> tuple[str, str]:
-    """The text that is observed where the user gives none, and the one that is scored."""
+    """The packaged texts to observe and to score."""
     observed, held = (
         (TEXTS / f"{name}.txt").read_text(encoding="utf-8") for name in ("observed", "held")
     )
@@ -57,13 +57,7 @@ def packaged_texts() -> tuple[str, str]:
 
 
 def too_little(observed: int, sizes: Sizes, *, is_scored: bool) -> str:
-    """A sentence if there is too little text for a good plan or for a verdict; else nothing.
-
-    Args:
-        observed: tokens that will be observed.
-        sizes: how much is scored.
-        is_scored: whether anything is.
-    """
+    """A sentence if there is too little text for a good plan or for a verdict; else ""."""
     found = []
     if observed < LEAST_OBSERVED:
         found.append(f"{observed} tokens are observed, a good plan needs {LEAST_OBSERVED}")
@@ -77,11 +71,7 @@ def too_little(observed: int, sizes: Sizes, *, is_scored: bool) -> str:
 
 
 def token_ids(name: str, tokens: Text) -> torch.Tensor:
-    """The tokens of a text as int64 on the CPU.
-
-    Raises:
-        ConfigError: they are no whole numbers, or more than one text.
-    """
+    """A text's tokens as int64 on the CPU; ConfigError for other numbers or several texts."""
     if not isinstance(tokens, (torch.Tensor, np.ndarray, Sequence)) or isinstance(tokens, str):
         raise ConfigError(f"{name} is of type {type(tokens).__name__}: give the ids of a text")
     ids = whole_numbers(name, tokens)
@@ -105,14 +95,7 @@ def observed_windows(
 
 
 def spread(tokens: Text, count: int, length: int) -> torch.Tensor:
-    """Take windows from a text, evenly spaced and not overlapping.
-
-    Returns:
-        [count, length], int64.
-
-    Raises:
-        ConfigError: the text is too short.
-    """
+    """Windows [count, length], int64, evenly spaced, apart; ConfigError for a short text."""
     if len(tokens) < count * length:
         most = len(tokens) // length
         raise ConfigError(
@@ -129,14 +112,14 @@ def spread(tokens: Text, count: int, length: int) -> torch.Tensor:
 def begin_of(number: int) -> float:
     """Where a window begins, as a share of the model's positions: 0 for the first, then spread.
 
-    RoPE turns a key by its position. A plan made of the first positions alone loses more behind
-    longer contexts.
+    RoPE turns a key by its position: a plan of the first positions alone loses more in long
+    contexts.
     """
     return number * GOLDEN % 1
 
 
 def random_tokens(config: Mapping[str, Any], count: int) -> list[int]:
-    """Tokens drawn evenly from the vocabulary of a model's config, always the same."""
+    """The same random tokens of a config's vocabulary each time."""
     generator = torch.Generator().manual_seed(0)
     config = config.get("text_config") or config
     most = int(config["vocab_size"])

@@ -1,10 +1,9 @@
 """Quantized KV caches for PyTorch decode loops.
 
-Names are loaded when they are first asked for, and with them the operators torch.ops.kvquant:
-`import kvquant` and `kvquant --help` do not wait for torch. Five names need the hf extra:
-CachedModel, CapturedStep, QuantizedCache, calibrate and evaluate. `from kvquant import *` takes
-them where it is installed, and leaves them out elsewhere. `import kvquant.hf`, or any of the first
-three, makes attn_implementation="kvquant" known to transformers.
+Names load on first use, and the operators torch.ops.kvquant with them: `import kvquant` and
+`kvquant --help` do not wait for torch. CachedModel, CapturedStep, QuantizedCache, calibrate and
+evaluate need the hf extra; without it `from kvquant import *` leaves them out. `import kvquant.hf`,
+or any of the first three, registers attn_implementation="kvquant" in transformers.
 """
 
 import importlib
@@ -153,7 +152,7 @@ if not typing.TYPE_CHECKING:  # else a type checker would take any name for a kn
         return value
 
     def __dir__() -> list[str]:
-        """All names that can be had; help() asks for each of them."""
+        """All available names; help() asks for each of them."""
         return sorted({*globals(), *_available(), "__all__"})
 
     def _available() -> list[str]:

@@ -4,10 +4,10 @@ On the CPU they always run. On a GPU reading waits for all its work, so there th
 only: with KVQUANT_DEBUG=1 in the environment when kvquant is imported, or after
 `kvquant.debug.enabled = True`. Without it
 
-    a kernel     takes a length over the capacity for the capacity, and a page, a start or a
-                 sequence slot that does not exist reads memory that is not the cache's
+    a kernel     takes a length over the capacity for the capacity, and reads memory outside of
+                 the cache for a page, a start or a sequence slot that does not exist
     an append    writes a row with NaN, Inf or what its format cannot hold as one that decodes to
-                 NaN, and counts it; KVCache.check raises what was counted
+                 NaN, and counts it; KVCache.check raises
 
 While a CUDA graph is captured or torch.compile traces, nothing can be read, even in debug mode.
 """
@@ -29,7 +29,7 @@ def may_read(values: torch.Tensor) -> bool:
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:
-    """Whether what runs now is recorded to run again: by torch.compile, or in a CUDA graph."""
+    """Whether torch.compile or a CUDA graph records what runs now."""
     if torch.compiler.is_compiling():
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -24,7 +24,7 @@ _INNER = {"kvquant", "numba", "torch", "contextlib"}  # packages in which no war
 
 
 def shown(value: object, length: int = 80) -> str:
-    """The first characters of a value's repr, for messages; of any value, however large."""
+    """The first characters of a value's repr, for messages."""
     try:
         return repr(value)[:length]
     except Exception:  # such as Python's for integers of more than 4,300 digits
@@ -40,13 +40,7 @@ def warn(message: str) -> None:
 
 
 def missing_extra(what: str, extra: str, error: ImportError) -> UnsupportedError:
-    """An error that says by which command to install an extra.
-
-    Args:
-        what: that needs it, and of which packages.
-        extra: its name in pyproject.toml.
-        error: of the import.
-    """
+    """An error that says how to install pyproject's `extra` for `what`."""
     checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     place = [f"{DISTRIBUTION}[{extra}]"]  # pip takes the version that is installed
     if os.path.isfile(os.path.join(checkout, "pyproject.toml")):

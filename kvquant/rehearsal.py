@@ -1,7 +1,7 @@
 """Rehearsals: calls on the meta device, without memory, which note the kernels they would launch.
 
-A call goes its usual way, up to the launch of a kernel, which is noted for a GPU that need not be
-here. So what a call will need is told by the call itself: see kvquant/cache/warmup.py.
+A call goes its usual way up to the launch, for a GPU that need not be here: so the call itself says
+what it will need. See kvquant/cache/warmup.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 
 class Rehearsal(NamedTuple):
-    """What is under way.
+    """The running rehearsal.
 
     Attributes:
         gpu: kernels.cuda.runtime.launch.GPU, for which kernels are chosen.
-        kernels: their specs, in the order in which they were noted.
+        kernels: their specs, in order.
     """
 
     gpu: Any
@@ -31,7 +31,7 @@ _current: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
 
 @contextmanager
 def rehearse(gpu: Any) -> Iterator[Rehearsal]:
-    """Let calls of this thread on the meta device be rehearsed for a GPU."""
+    """Rehearse calls of this thread on the meta device for a GPU."""
     rehearsal = Rehearsal(gpu, {})
     token = _current.set(rehearsal)
     try:
@@ -41,7 +41,7 @@ def rehearse(gpu: Any) -> Iterator[Rehearsal]:
 
 
 def current() -> Rehearsal | None:
-    """The rehearsal that is under way in this thread."""
+    """This thread's rehearsal, if any."""
     return _current.get()
 
 

@@ -1,5 +1,4 @@
-"""Text for a terminal: tables, drawn by rich, that fit it or 80 columns; numbers and sizes; how far
-a long run is."""
+"""Text for a terminal: tables that fit it or 80 columns, numbers and sizes, progress."""
 
 from __future__ import annotations
 
@@ -41,9 +40,9 @@ class Column:
 
     Attributes:
         title: of one line or more.
-        left: words, which begin at the left and may be broken; numbers end at the right.
-        part: columns of one part stay beside each other. Where a table is too wide its parts stand
-            below each other, each with the columns of part 0.
+        left: words, which begin at the left and may break; numbers end at the right.
+        part: columns of one part stay together. The parts of a too wide table stand below each
+            other, each with the columns of part 0.
     """
 
     title: str
@@ -64,15 +63,12 @@ def terminal_width() -> int:
 def render_table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None
 ) -> str:
-    """Draw a table.
+    """Lines of a table without colours, control sequences or trailing spaces.
 
     Args:
         columns: at least one of part 0.
         rows: a cell for each column.
         width: to fit in; the terminal's when None.
-
-    Returns:
-        Lines without colours, control sequences or trailing spaces.
     """
     width = width or terminal_width()
     sizes = _sizes(columns, rows)
@@ -177,15 +173,15 @@ def progress(
 ) -> Iterator[Callable[..., None]]:
     """Show how far a long run is: a bar where stderr is a terminal, else a line now and then.
 
-    A run within another has a bar of its own below that one while it lasts.
+    A run within another has a bar of its own below that one.
 
     Args:
         length: amounts that make the whole.
         label: what is done.
-        line: what takes these lines, such as the method of a logger; None prints them on stderr.
+        line: takes these lines, for example the method of a logger; None prints them on stderr.
 
     Yields:
-        update(amount, stage): so much more was done, or is done of a stage that begins.
+        update(amount, stage): so much more is done, of this stage.
     """
     if not (sys.stderr and sys.stderr.isatty()):
         yield _lines(length, label, line or _print)
@@ -213,8 +209,6 @@ def progress(
 
 
 def _mover(bars: Progress, task: TaskID, label: str) -> Callable[..., None]:
-    """What moves a bar."""
-
     def update(amount: int, stage: str | None = None) -> None:
         bars.update(task, advance=amount, description=f"{label}: {stage}" if stage else label)
 

@@ -32,15 +32,12 @@ class Case:
     """A call of decode attention: one query of each sequence, rows of one format.
 
     Attributes:
-        k_format, v_format: of the rows; of latent rows (MLA) a LatentFormat, and that of its
-            latents.
+        k_format, v_format: of the rows; of latent rows (MLA) a LatentFormat, and its latents'
+            format.
         batch: sequences.
         num_q_heads, num_kv_heads: heads.
         seq_len: tokens of each sequence.
         dtype: of q and of the output.
-
-    Raises:
-        ConfigError: the query heads are no multiple of the KV heads.
     """
 
     k_format: AnyFormat
@@ -64,7 +61,6 @@ class Case:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head of K."""
         return self.k_format.head_dim
 
     @property
@@ -80,7 +76,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """The case in words, as messages name it."""
+        """The case in words, for messages."""
         return f"{self.name}, batch {self.batch}, {self.heads} heads, T {self.seq_len}"
 
     @property
@@ -106,18 +102,15 @@ def list_cases(
     head_dim: int = 128,
     dtype: torch.dtype | None = None,
 ) -> list[Case]:
-    """Make all combinations of formats, batches and lengths.
+    """Make all combinations of formats, batches and lengths, or raise ConfigError.
 
     Args:
         formats: names, as parse_formats takes them.
-        batches: 64 if none is given.
-        seq_lens: tokens; 8192 if none is given.
-        num_q_heads, num_kv_heads: 32 and 8 if none are given; latent rows have one KV head.
+        batches: 64 if empty.
+        seq_lens: tokens; 8192 if empty.
+        num_q_heads, num_kv_heads: 32 and 8 by default; latent rows have one KV head.
         head_dim: elements of a row of K.
-        dtype: of q; bfloat16 if none is given.
-
-    Raises:
-        ConfigError: a format does not exist, or the heads do not fit one another.
+        dtype: of q; bfloat16 by default.
     """
     cases = []
     for seq_len, batch, name in product(seq_lens or (8192,), batches or (64,), formats):
@@ -128,10 +121,10 @@ def list_cases(
 
 
 def parse_formats(name: str, head_dim: int) -> tuple[AnyFormat, RowFormat]:
-    """K's and V's format: of "int4-g4", of "int8-g4/int4-g4", or of a latent row and its latents.
+    """K's and V's format of "int4-g4" or "int8-g4/int4-g4"; a latent row's and its latents' format.
 
-    A head_dim of 576 (512 latents and 64 RoPE elements), 544, 320 or 288 is that of latent rows.
-    With another one "int8-g4+bf16" has 576.
+    "int8-g4+bf16" has head_dim 576 (512 latents and 64 RoPE elements); 544, 320 or 288 are latent,
+    too.
     """
     if head_dim in HEAD_DIMS and "+" not in name:
         k, _, v = name.partition("/")
@@ -142,25 +135,20 @@ def parse_formats(name: str, head_dim: int) -> tuple[AnyFormat, RowFormat]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A query [batch, num_q_heads, head_dim], the rows that it attends to, and for latent rows the
-    two parts of the query."""
+    """A query [batch, num_q_heads, head_dim] and its rows; of latent rows the query's two parts."""
 
     q: torch.Tensor
     segments: tuple[Segment, ...]
     parts: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def attend(self) -> torch.Tensor:
-        """What is timed."""
         if self.parts is None:
             return attend(AttentionCall(self.q, self.segments))[0]
         return attend_latents(LatentCall(*self.parts, self.segments, LATENT_SCALE))[0]
 
 
 def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
-    """Make several inputs of a case, each in memory of its own.
-
-    Queries and rows are random, and all sequences hold the same tokens.
-    """
+    """Several random inputs of a case, each in its own memory; all sequences are the same."""
     # the meta device has no values, and no generator
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
     count = copies * case.batch
@@ -192,7 +180,7 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
 
 
 def take_sequences(segment: Segment, first: int, count: int) -> Segment:
-    """Some sequences of a segment, sharing its memory."""
+    """Some sequences of a segment, in the same memory."""
     k, v, lens = (
         x[first : first + count] for x in (segment.k_rows, segment.v_rows, segment.seq_lens)
     )
@@ -200,20 +188,13 @@ def take_sequences(segment: Segment, first: int, count: int) -> Segment:
 
 
 def rehearse_case(case: Case) -> None:
-    """Attend without values, for a rehearsal: see kvquant/rehearsal.py."""
+    """Rehearse the case's attention; see kvquant/rehearsal.py."""
     (inputs,) = make_inputs(case, 1, torch.device("meta"))
     inputs.attend()
 
 
 def check(case: Case, inputs: Inputs) -> float:
-    """Compare the first and the last sequence with the float64 reference.
-
-    Returns:
-        The greater of their relative L2 errors.
-
-    Raises:
-        KVQuantError: the error is over the limit of the output's dtype.
-    """
+    """The greater relative L2 error of first and last sequence; KVQuantError if over the limit."""
     out, limit = inputs.attend(), MAX_ERROR[case.dtype]
     errors = []
     for b in sorted({0, case.batch - 1}):

@@ -32,11 +32,11 @@ def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
 
     Returns:
         The case and its figures, as time_figures makes them. "error" is relative L2. "sdpa" has the
-        figures of torch's fastest call, its name, and "ratio", torch's time divided by ours; what
-        is fastest in a row may be another call. "sdpa" is empty where no call of torch's runs.
+        figures of torch's fastest call, its name, and "ratio", torch's time divided by ours. "sdpa"
+        is empty if no call of torch's runs.
 
     Raises:
-        KVQuantError: the result is wrong; nothing is timed then.
+        KVQuantError: the result is wrong.
         torch.OutOfMemoryError: the rows do not fit the GPU.
     """
     exact, inputs = case.exact, rotated_inputs(case, timer)
@@ -70,11 +70,11 @@ def rotated_inputs(case: Case, timer: Timer) -> list[Inputs]:
 
 
 def torch_calls(case: Case, inputs: Sequence[Inputs]) -> dict[str, list[Call]]:
-    """Ways of torch to attend to a 16-bit cache: by name, a call for each of the inputs.
+    """torch's ways to attend to a 16-bit cache: by name, a call for each of the inputs.
 
-    scaled_dot_product_attention with the query heads of a KV head as its queries ("folded") or with
-    enable_gqa: by each backend on a GPU, and in float32, too, on a CPU. And two products with a
-    softmax in float32 between them.
+    scaled_dot_product_attention folds a KV head's query heads into its queries, or has enable_gqa:
+    on a GPU by each backend, on a CPU also in float32. Another way is two products and a float32
+    softmax.
     """
     found: defaultdict[str, list[Call]] = defaultdict(list)
     sm_scale = LATENT_SCALE if case.is_latent else case.head_dim**-0.5
@@ -118,7 +118,7 @@ def matmul_attention(
 
 
 def running(calls: dict[str, list[Call]]) -> dict[str, list[Call]]:
-    """Those that run here: a backend refuses shapes, a call may need too much memory."""
+    """Those that run here: a backend may reject a shape, a call may need too much memory."""
     found = {}
     for name, one in calls.items():
         with warnings.catch_warnings():

@@ -1,9 +1,8 @@
 """Stopwatches: of a GPU, by replays of CUDA graphs, and of a CPU, by calls that take turns.
 
-A call has two times on a GPU. Alone: a graph of one call, the L2 cache overwritten before each
-replay, with events around the replay only; launch and cold start are in it. In a row: a graph of
-many calls, each on inputs of its own, together several times larger than the L2 cache; time per
-call. On a CPU a call has the first time only.
+Alone: on a GPU a graph of one call, with a cold L2 cache and events around each replay; launch is
+included. In a row (GPU only): time per call in a graph of many calls, on inputs that together are
+several times larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ class Machine:
 
 
 class Timer:
-    """Times calls on the CPU, in microseconds.
-
-    Args:
-        seconds: about how long calls are timed together.
-    """
+    """Times calls on the CPU in microseconds, for about so many seconds."""
 
     device = torch.device("cpu")
 
@@ -65,11 +60,11 @@ class Timer:
         return 0
 
     def alone(self, call: Call, limit: float = math.inf) -> float:
-        """Median of single calls; a GPU's timer times one that takes longer than limit roughly."""
+        """Median of single calls; on a GPU a rough time beyond the limit."""
         return self.alone_each([call])[0]
 
     def alone_each(self, calls: Sequence[Call]) -> list[float]:
-        """The same of several calls, which take turns, so that all see the same machine."""
+        """The same of several calls, which take turns to see the same machine."""
         times: list[list[float]] = [[] for _ in calls]
         end = time.perf_counter() + self.seconds
         while not times[0] or time.perf_counter() < end:
@@ -80,7 +75,6 @@ class Timer:
         return [1e6 * statistics.median(taken) for taken in times]
 
     def in_a_row(self, calls: Sequence[Call]) -> float:
-        """Per call, one after the other; for GPUs."""
         raise NotImplementedError
 
     def read_bandwidth(self) -> float:
@@ -90,11 +84,7 @@ class Timer:
 
 
 class GraphTimer(Timer):
-    """Times calls on the current device by replays of CUDA graphs.
-
-    Args:
-        seconds: about how long a graph is replayed.
-    """
+    """Times calls on the current GPU by CUDA graphs, each for about so many seconds."""
 
     def __init__(self, seconds: float = 0.05) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -105,17 +95,14 @@ class GraphTimer(Timer):
         self.scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def rotation(self, nbytes: int) -> int:
-        """See Timer."""
         copies = -(-L2_TIMES * self.l2_bytes // nbytes)
         return copies if copies <= MAX_COPIES else 0
 
     def alone(self, call: Call, limit: float = math.inf) -> float:
-        """See Timer."""
         return self._median(capture([call]), limit)
 
     def alone_each(self, calls: Sequence[Call]) -> list[float]:
-        """See Timer; one much slower than an earlier one is timed roughly, and one whose graph has
-        no room takes forever."""
+        """See Timer; a much slower call is timed roughly, one without room is infinite."""
         found: list[float] = []
         for call in calls:
             try:
@@ -125,7 +112,6 @@ class GraphTimer(Timer):
         return found
 
     def in_a_row(self, calls: Sequence[Call]) -> float:
-        """See Timer."""
         many = [calls[i % len(calls)] for i in range(max(MIN_CALLS, len(calls)))]
         return self._median(capture(many)) / len(many)
 
@@ -149,7 +135,7 @@ class GraphTimer(Timer):
         return statistics.median(self.replay(graph, count))
 
     def replay(self, graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-        """Microseconds of so many replays, the L2 cache overwritten before each."""
+        """Microseconds of so many replays, each with a cold L2 cache."""
         spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for start, end in spans:
             self.scratch.zero_()
@@ -173,7 +159,7 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 
 def describe_machine(timer: Timer, version: str) -> Machine:
-    """Measure the bandwidth of the timer's device and name what else matters."""
+    """The timer's device, its measured bandwidth, and what else matters."""
     if timer.device.type == "cuda":
         device, cuda = torch.cuda.get_device_properties(timer.device).name, ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
@@ -191,13 +177,7 @@ def describe_machine(timer: Timer, version: str) -> Machine:
 
 
 def processor_name() -> str:
-    """The processor's name in /proc/cpuinfo; the architecture where it has none (Arm).
-
-    Virtual machines cut names short, so the family and the model follow.
-
-    Example:
-        AMD EPYC (family 25, model 17)
-    """
+    """ "AMD EPYC (family 25, model 17)", as virtual machines cut names; on Arm the architecture."""
     text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
     facts = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
     name = facts.get("model name") or platform.machine()

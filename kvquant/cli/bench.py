@@ -152,8 +152,7 @@ def _formats(head_dim: int) -> Sequence[str]:
 def _measure(
     cases: Sequence[Case], timer: Timer, machine: Machine, results: list[dict[str, Any]]
 ) -> None:
-    """Measure cases; on a GPU their kernels are compiled before, all at a time. Cases that are too
-    large for the GPU are named."""
+    """Measure cases, all kernels compiled first; name the cases that are too large for the GPU."""
     from torch import OutOfMemoryError
 
     from ..bench.cases import rehearse_case

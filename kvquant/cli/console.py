@@ -41,7 +41,6 @@ class Source(click.Path):
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Refuse what is none of these; see click.Path."""
         try:
             return check_source(str(super().convert(value, param, ctx)))
         except ConfigError as error:
@@ -52,7 +51,6 @@ class PlanFile(click.Path):
     """The file of a plan, or "auto"."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Let "auto" pass; see click.Path."""
         return value if value == AUTO else super().convert(value, param, ctx)
 
 
@@ -63,7 +61,6 @@ class Name(click.Path):
         super().__init__(dir_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Refuse an empty name too, which would be that of the folder; see click.Path."""
         if not str(value):
             self.fail("the name is empty", param, ctx)
         path = super().convert(value, param, ctx)
@@ -82,16 +79,14 @@ class Format(click.Choice[str]):
         self.separators = separators
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """See click.Choice."""
         return "FORMAT"
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """Name the nearest of ours; see click.Choice."""
+        """Name the nearest format."""
         message = super().get_invalid_choice_message(value, ctx)
         return message.removesuffix(".") + nearest(str(value))
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check each format; see click.Choice."""
         separator = self._separator_of(str(value))
         names = str(value).split(separator or None)
         if len(names) > 2:
@@ -103,7 +98,6 @@ class Format(click.Choice[str]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Complete the last format; see click.Choice."""
         separator = self._separator_of(incomplete)
         first, _, last = incomplete.rpartition(separator) if separator else ("", "", incomplete)
         items = super().shell_complete(ctx, param, last)
@@ -123,7 +117,6 @@ class Positive(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Refuse nan and inf too; see click.FloatRange."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
@@ -134,7 +127,6 @@ class Device(click.Choice[str]):
     """cpu, cuda or cuda:N."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Take numbered GPUs too; see click.Choice."""
         if re.fullmatch("cuda:[0-9]{1,3}", str(value)):
             return str(value)
         return super().convert(value, param, ctx)
@@ -168,12 +160,11 @@ class Commands(click.Group):
     """Commands whose foreseen errors are one line, shown by click; others keep their traceback."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Print help, if that is asked for; see click.Group.parse_args."""
+        """Print help, if the user wants it."""
         with _shown_errors():
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; see click.Group.invoke."""
         with _shown_errors():
             return super().invoke(ctx)
 
@@ -196,12 +187,12 @@ def _shown_errors() -> Iterator[None]:
 
 
 def _failure(message: str) -> click.UsageError:
-    """One line, and exit code 2; without a context no usage is printed."""
+    """One line, and exit code 2; without a context no usage."""
     return click.UsageError(" ".join(message.split()))
 
 
 def given_options(*names: str) -> list[str]:
-    """Those of the running command's parameters that the user gave, as --options."""
+    """The running command's options that the user gave, as --options."""
     context = click.get_current_context()
     unset = (None, ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
     found = {one.name: one.opts[-1] for one in context.command.params}
@@ -209,7 +200,7 @@ def given_options(*names: str) -> list[str]:
 
 
 def refuse_options(names: Sequence[str], why: str) -> None:
-    """Raise UsageError if one of these options of the running command was given."""
+    """Raise UsageError if the user gave one of these options."""
     for option in given_options(*names):
         raise click.UsageError(f"{option} {why}")
 
@@ -231,7 +222,7 @@ def enough_memory(options: str) -> Iterator[None]:
 
 
 def compile_kernels(kernels: Sequence[Spec], arch: str) -> int:
-    """Compile CUDA kernels that are not on the disk, and return how many these were."""
+    """Compile CUDA kernels that are not on the disk, and return their number."""
     from ..kernels.cuda.runtime.compile import missing
     from ..kernels.cuda.runtime.compile_pool import compile_all
     from ..text import progress
@@ -256,7 +247,7 @@ def check_output(
     Args:
         path: the file; None is fine.
         inputs: files and folders that the run reads.
-        endings: that the name may have.
+        endings: allowed ones of the name.
     """
     if path is None:
         return
@@ -301,7 +292,7 @@ def _holds_model(folder: Path) -> bool:
 
 
 def json_text(data: object) -> str:
-    """Plain data as JSON, which has no NaN and no infinite numbers: null stands for them."""
+    """Plain data as JSON, with null for NaN and infinite numbers."""
 
     def plain(value: object) -> object:
         if isinstance(value, Mapping):
@@ -335,7 +326,7 @@ def read_text(path: Path) -> str:
 
 
 def check_device(name: str) -> None:
-    """Raise DeviceError if torch finds no such GPU."""
+    """Raise DeviceError if torch does not find the GPU."""
     if name == "cpu":
         return
     import torch

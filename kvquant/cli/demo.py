@@ -62,14 +62,14 @@ def run_demo(
         source: a model, as of CachedModel.from_pretrained; the bundled one when None.
         text_file: what it reads; the packaged text when None.
         context: tokens of each passage's prompt; SIZES when None, and fewer for a short text.
-        scored: tokens of each passage that are decoded and compared; SIZES when None.
+        scored: tokens of each passage to decode and compare; SIZES when None.
         continued: tokens of the free continuation.
         report: called with the name of each stage when it begins.
 
     Returns:
         Plain data. "caches" has a row for each cache; "ms_spread" is half the distance between the
         quartiles of its times. "left_out" has the caches that the model cannot have, and why.
-        "rounds" is how often each step was timed, "is_stable" whether the times are reliable.
+        "rounds" counts timings of each step, "is_stable" says whether times are reliable.
     """
     if source is None and not MODEL.exists():
         raise ConfigError(
@@ -139,7 +139,7 @@ def run_demo(
 
 
 def render_demo(result: dict[str, Any]) -> str:
-    """The result of run_demo as text: the table, the continuations, and what to take."""
+    """The result of run_demo as text: the table, the continuations, and the advice."""
     caches = result["caches"]
     plain, sixteen = caches[:2]
     rows = [
@@ -237,7 +237,6 @@ def _continue(model: CachedModel, cache: KVCache, token: int, num_tokens: int) -
 
 
 def _name(scheme: Scheme) -> str:
-    """What the table calls a cache."""
     return str(scheme).replace(f"{SINKS} sinks, {RECENT} recent", "window")
 
 
@@ -247,8 +246,7 @@ def _row(name: str, compared: tuple[float, float, float]) -> dict[str, Any]:
 
 
 def _time(starts: Sequence[Start]) -> list[list[float]]:
-    """Milliseconds of each step, in turn, so that all meet the same machine; after ROUNDS steps
-    they begin anew from copies of the caches."""
+    """Milliseconds of each step, in turn; after ROUNDS steps from fresh copies of the caches."""
     taken: list[list[float]] = [[] for _ in starts]
     end = time.perf_counter() + MOST_SECONDS
     while True:

@@ -115,7 +115,7 @@ def warmup(
 def _make(
     make: Callable[..., KVCache], batch: int, num_q_heads: int | None, options: dict[str, Any]
 ) -> KVCache:
-    """A cache that knows which attention its steps will ask for."""
+    """A cache whose step_variant is set."""
     import torch
 
     from ..cache.warmup import likely_q_heads
@@ -202,7 +202,6 @@ def _caches(
 
 
 def _check_heads(num_q_heads: int | None, num_kv_heads: int) -> None:
-    """Refuse query heads that cannot share KV heads evenly."""
     if num_q_heads is not None and num_q_heads % num_kv_heads:
         raise click.UsageError(
             f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads: --q-heads is a multiple"

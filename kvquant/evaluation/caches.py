@@ -25,16 +25,13 @@ GRAMMAR = "K[/V][,sinks=N][,recent=N], or PLAN.safetensors or auto in place of K
 
 
 def parse_cache(text: str, *, latent: bool = False, model: Any = None) -> Scheme | Planned:
-    """Read the text of a cache.
+    """Read the text of a cache: a Planned for a plan's file or "auto", else a Scheme.
 
     Args:
         text: in the grammar at the top of this file.
-        latent: whether the model caches latents and RoPE parts in place of K and V. A single
-            format is then that of the latents, and RoPE parts stay in 16 bit.
+        latent: whether the model caches latents and RoPE parts in place of K and V. A single format
+            is then that of the latents, and RoPE parts stay in 16 bit.
         model: a CachedModel, for "auto".
-
-    Returns:
-        A Planned if the text names a plan's file or is "auto", else a Scheme.
 
     Raises:
         ConfigError: the text does not follow the grammar, names no known format, or is for the

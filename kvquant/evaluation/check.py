@@ -54,9 +54,9 @@ class Rung:
 
     Attributes:
         name: of its row in the table.
-        windowed, bare: with the 16-bit window, and without it. The default has other formats then.
-        arguments: what a user passes to QuantizedCache and KVCache for it, as Python.
-        settings: what a user gives vLLM.
+        windowed, bare: with the 16-bit window, and without it: the default then has other formats.
+        arguments: of QuantizedCache and KVCache, as Python.
+        settings: for vLLM.
     """
 
     name: str
@@ -79,10 +79,10 @@ def check(
     """Say which caches are safe for a model.
 
     Args:
-        model: a CachedModel, or what CachedModel.from_pretrained takes, which is loaded on the CPU
+        model: a CachedModel, or what CachedModel.from_pretrained takes: check loads it on the CPU
             in float32.
-        plan: a plan of the model, compared, too.
-        plan_name: what the printed lines give as plan: "auto", or its path.
+        plan: a plan of the model to compare, too.
+        plan_name: the plan in the printed lines: "auto", or its path.
         memory: bytes for caches; the result then says how many sequences fit.
         text: to compare predictions on; a packaged one when None.
         samples: passages of the text; of fewer than 4 every verdict is "too close to tell".
@@ -94,8 +94,8 @@ def check(
         it) with "kl", "kl_error" (nats per token), "top1" (0 to 1) and "verdict".
 
     Raises:
-        ConfigError: the text is too short for the samples, or the model has too few positions for
-            a prompt that is longer than the 16-bit window.
+        ConfigError: the text is too short for the samples, or the model has too few positions for a
+            prompt that is longer than the 16-bit window.
         UnsupportedModelError: no cache of kvquant serves the model.
 
     Example:
@@ -186,7 +186,7 @@ def check_size(
 
 
 def ladder_of(layers: CacheLayers, plan: CachePlan | None, plan_name: str = "auto") -> list[Rung]:
-    """The caches that are compared, from the most bits to the fewest."""
+    """The caches to compare, from the most bits to the fewest."""
     found = []
     dims = layers.k_dims[0], layers.v_dims[0]
     for name in LATENT_LADDER if layers.are_latent else LADDER:
@@ -277,10 +277,7 @@ def best(found: dict[str, Any], place: str) -> dict[str, Any] | None:
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of a text such as "24GiB" or "80 GB".
-
-    Raises:
-        ConfigError: it is none, or has no unit.
+    """Bytes of a text with a unit, or ConfigError.
 
     Example:
         >>> parse_memory("24GiB")
@@ -347,7 +344,6 @@ def render(found: dict[str, Any]) -> str:
 
 
 def _row(row: dict[str, Any], place: str) -> Sequence[str]:
-    """A row of a table of verdicts."""
     facts = row[place]
     suffix = "" if place == "window" else "_without_window"
     head = row["cache"], row[f"formats{suffix}"], f"{row[f'bits{suffix}']:.2f}"

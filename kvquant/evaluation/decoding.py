@@ -34,8 +34,8 @@ class Simulated(Protocol):
     """A cache that kvquant does not have, given by the values that attention would read from it.
 
     apply gives these values for the prompt's tokens between the first sink_len and the last
-    recent_len, and they are rounded to 16 bit. All other tokens stay as they are in 16 bit, those
-    behind the prompt too. kvquant's own caches also pack tokens that leave the recent window.
+    recent_len, and evaluate rounds them to 16 bit. All other tokens, also later ones, stay in 16
+    bit. kvquant's own caches pack tokens that leave the recent window.
 
     Attributes:
         sink_len, recent_len: how many of the prompt's first and last tokens stay in 16 bit.
@@ -52,14 +52,11 @@ class Simulated(Protocol):
     def apply(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the values that attention would read of a layer's K and V.
+        """The values that attention would read, of the shapes and dtypes of keys and values.
 
         Args:
             layer: as in KVCache.
             keys, values: [batch, num_kv_heads, tokens, head_dim], 16 bit, K after RoPE.
-
-        Returns:
-            Keys and values, of the same shapes and dtypes.
         """
 
 
@@ -71,8 +68,8 @@ class Reading:
     """How prompts come into caches.
 
     Attributes:
-        chunk: how many tokens of a prompt the model reads at a time; when None, as many as
-            CachedModel.prefill does.
+        chunk: how many tokens of a prompt the model reads at a time; as CachedModel.prefill when
+            None.
         from_rows: if true, the model reads each prompt anew for each cache, and later chunks attend
             to packed rows, as in a server. If false, the model reads each prompt once, with exact
             attention, and each cache quantizes its 16-bit rows.
@@ -107,9 +104,9 @@ class Caches:
     Args:
         model: decodes.
         tokens: [batch, tokens] token ids of prompts of one length, int64.
-        new_tokens: how many tokens will be decoded behind the prompts.
+        new_tokens: how many tokens will follow the prompts.
         reading: how prompts come into caches.
-        choices: caches that `copy` will make later. Their kernels are compiled together.
+        choices: later arguments of `copy`, whose kernels compile together.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class Caches:
             warm_up_copies(model, self.exact, packed)
 
     def original(self) -> KVCache:
-        """The 16-bit cache of the prompts alone, without the tokens decoded behind them."""
+        """The 16-bit cache of the prompts alone, without later tokens."""
         added = int(self.exact.seq_lens.max()) - self.length
         if added > SPARE and self.model.windows():  # layers that forget cannot be cropped so far
             size = self.exact.max_seq_len
@@ -144,7 +141,7 @@ class Caches:
         return self.copy_and_logits(choice)[0]
 
     def copy_and_logits(self, choice: Choice) -> tuple[KVCache, torch.Tensor]:
-        """A cache of this kind, filled with the prompts, and the logits behind them.
+        """A cache of this kind, filled with the prompts, and the logits after them.
 
         The logits are those of the exact attention; with Reading.from_rows, those of this cache.
         """
@@ -156,7 +153,7 @@ class Caches:
         return self._with_states(quantized_copy(self.model, self.exact, choice)), self.logits
 
     def _with_states(self, cache: KVCache) -> KVCache:
-        """The cache; a model with states beside it gets copies of those behind the prompts."""
+        """The cache; a model with states beside it gets copies of those at the prompts' end."""
         if isinstance(self.model, WithStates):
             self.model.copy_states(self.exact, cache)
         return cache
@@ -190,9 +187,8 @@ def ask_all(
 ) -> Iterator[list[list[bool]]]:
     """Ask the questions of prompts of one length.
 
-    The model decodes questions and right answers. An answer counts as right if each
-    of its tokens is the likeliest one behind the tokens so far. Then greedy decoding would have
-    written it.
+    The model decodes questions and right answers. An answer counts as right if greedy decoding
+    would have written it: each of its tokens is the likeliest one after all before it.
 
     Yields:
         [prompts][questions], right or not: of the 16-bit cache, then of each choice.
@@ -230,15 +226,14 @@ def score(
     make: Callable[[], KVCache],
     rounds: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Decode given tokens behind prompts; each round begins behind the prompts alone.
+    """Decode given tokens after prompts; each round begins at the prompts' end.
 
     After the last round its cache holds the prompts alone again, if cropping can undo the round.
 
     Args:
         model: decodes.
-        make: gives a cache of the prompts. It is called again after a round that cropping cannot
-            undo.
-        rounds: pairs of the tokens to decode, [batch, tokens], and the choices for the token behind
+        make: gives a cache of the prompts, anew after a round that cropping cannot undo.
+        rounds: pairs of the tokens to decode, [batch, tokens], and the choices for the token after
             each of them, [batch, tokens, choices]; token ids, int64.
 
     Yields:
@@ -269,13 +264,10 @@ def score(
 def _reader(
     model: CachedModel, cache: KVCache, num_tokens: int
 ) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
-    """How many tokens to read in a call, and what gives their logits [batch, tokens, vocabulary].
-
-    On a CPU most time goes into reading the model's weights, once a call. The tokens of a call read
-    one another in 16 bit, so they are few beside the last tokens that the cache keeps in 16 bit;
-    without these they come one by one. A GPU replays a step's graph, which writes its logits anew.
-    Layers with a state take steps, too: those of Jamba forget it in longer calls.
-    """
+    """How many tokens a call reads, and what gives their logits [batch, tokens, vocabulary]."""
+    # On a CPU each call reads the model's weights, which takes most of the time. Tokens of one call
+    # read one another in 16 bit, so a call takes few beside the recent window; without a window,
+    # one. Layers with a state take one token a call, too: those of Jamba forget it in longer calls.
     formats = [fmt for layer in cache.layers for fmt in (layer.k_format, layer.v_format)]
     is_exact = all(one.row_bytes >= 2 * one.head_dim for one in formats)
     width = AT_ONCE if is_exact else min(AT_ONCE, cache.recent_len // 4)

@@ -38,8 +38,8 @@ def diverge(
         reading: how prompts come into caches.
 
     Yields:
-        None for the 16-bit cache, then scores for each choice: the KL divergence of each prediction
-        from the 16-bit cache's, in nats, and whether both have the same likeliest token (1 or 0).
+        None for the 16-bit cache, then for each choice the KL divergence of each prediction from
+        the 16-bit cache's, in nats, and whether both have the same likeliest token (1 or 0).
     """
     fed = windows[:, context:]
     caches = Caches(model, windows[:, :context], fed.shape[1], reading, choices)
@@ -57,13 +57,12 @@ def diverge(
 
 
 def summary(scores: Scores) -> dict[str, Any]:
-    """Summarize the scores of one cache.
+    """The scores of one cache as plain data.
 
-    Returns:
-        "kl", "top1": means over all tokens. "kl_error", "top1_error": their standard errors, with a
-        passage as one observation; None for a single passage. "kl_tail": the KL that a share TAIL
-        of the tokens stays below. "by_position": the mean KL in each of PARTS parts of a
-        passage, from the first to the last. "tokens", "passages": how many there are.
+    "kl", "top1": means over all tokens. "kl_error", "top1_error": their standard errors, with a
+    passage as one observation; None for one passage. "kl_tail": the KL that a share TAIL of the
+    tokens stays below. "by_position": the mean KL in PARTS parts of a passage. "tokens",
+    "passages": numbers.
     """
     kl, top1 = scores["kl"], scores["top1"]
     flat = [one for passage in kl for one in passage]

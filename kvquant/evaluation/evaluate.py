@@ -58,12 +58,12 @@ class Sizes:
     Attributes:
         lengths: of contexts, in tokens. When empty, one length: 1,024 on a CPU and 4,096 on a GPU,
             or less if the model has fewer positions.
-        prompts: how many prompts each retrieval task has, and generation.
+        prompts: of each retrieval task, and of generation.
         questions: how many questions a retrieval prompt has, at most.
-        facts: how many facts a retrieval prompt has; 0 for as many as fit. The 16-bit cache tries
-            several numbers from the fewest on, as the largest, as many as fit; each task takes the
-            last number before the first that fails. A model that knows sheets of facts and no text
-            may answer more facts than that: give (0,).
+        facts: how many facts a retrieval prompt has; 0, the largest number, for as many as fit.
+            With several numbers the 16-bit cache tries them from the fewest on, and each task takes
+            the last before one fails. A model that knows sheets of facts and no text may answer
+            more: give (0,).
         passages: how many passages of the text kl has.
         scored: how many tokens of a passage kl compares.
         new_tokens: how many tokens of text generation adds to a prompt.
@@ -101,8 +101,7 @@ class Example:
 
     Attributes:
         tokens: token ids of the prompt, with the chat template applied if the model needs one.
-        answer: the right answer, as Task.pattern finds it in the generated text; None if there is
-            none to compare.
+        answer: the right answer, as Task.pattern finds it in the generated text, or None.
     """
 
     tokens: list[int]
@@ -163,8 +162,8 @@ def evaluate(
 
     Args:
         model: a CachedModel, on a CPU or a GPU. Or a folder, which kvquant.hf.hybrid.load_decoder
-            loads on the CPU in float32. Or a model of transformers, if neither a text nor
-            retrieval needs a tokenizer: give CachedModel(model, tokenizer) where one does.
+            loads on the CPU in float32. Or a model of transformers, if neither a text nor retrieval
+            needs a tokenizer: else give CachedModel(model, tokenizer).
         caches: settings as text, K[/V][,sinks=N][,recent=N] or a plan's file in place of K/V:
             "int8/int4-g4,recent=64".
         task: what is evaluated.
@@ -175,8 +174,8 @@ def evaluate(
         reading: how prompts come into caches.
         state: a file that keeps the results so far. A run with the same settings continues from it.
             Remove the file when you have saved the result.
-        progress: called after each part, with the name of its task and the number of all parts. A
-            part is what one cache does with one batch of prompts.
+        progress: called after each part (one cache, one batch of prompts), with the name of its
+            task and the number of all parts.
 
     Returns:
         Plain data that json can write. The same seed gives the same data on one machine, apart from
@@ -184,11 +183,10 @@ def evaluate(
 
         "settings": of the run. "caches": what each cache costs, the 16-bit cache first; "bits" of
         an element in a full cache with its 16-bit tokens, "packed_bits" without them, and more.
-        "cache_bytes": of the 16-bit cache and the largest other one, which exist together.
-        "notes": sentences on layers that no cache holds, if the model has any. "kl", "generation",
+        "cache_bytes": of the 16-bit cache and the largest other one, which exist together. "notes":
+        sentences on layers that no cache holds, if the model has any. "kl", "generation",
         "retrieval": results by the length of the context, in lists of the quantized caches.
-        "seconds": how long each task took with each cache; that of the 16-bit cache includes
-        reading the prompts.
+        "seconds": of each task with each cache; the 16-bit cache's include reading the prompts.
 
     Raises:
         ConfigError: a cache, size or text that cannot be evaluated, raised before work begins.
@@ -281,12 +279,12 @@ class _Run:
 
     @property
     def _behind(self) -> int:
-        """Tokens that the tasks decode behind a context."""
+        """Tokens that the tasks decode after a context."""
         of_kind = {"kl": self.sizes.scored, "generation": self.sizes.new_tokens}
         return max(MARGIN, *(of_kind.get(kind, 0) for kind in self.task.kinds))
 
     def _check_examples(self) -> None:
-        """Raise unless the model has positions for each prompt and the text behind it."""
+        """Raise unless the model has positions for each prompt and the text after it."""
         most, new = self.model.max_positions, self.sizes.new_tokens
         if self.examples and "generation" not in self.task.kinds:
             raise ConfigError("prompts are for generation, which tasks do not name")
@@ -306,7 +304,7 @@ class _Run:
                 )
 
     def _check_packed(self) -> None:
-        """Raise if a cache would keep a whole prompt in 16 bit: nothing would be measured."""
+        """Raise if a cache would keep a whole prompt in 16 bit: that measures nothing."""
         counts, chunk = self._contexts, self.reading.chunk
         if self.reading.from_rows and chunk is not None and chunk >= min(counts):
             raise ConfigError(
@@ -371,7 +369,7 @@ class _Run:
             )
 
     def _written(self, length: int) -> dict[str, list[list[Prompt]]]:
-        """The rungs of each retrieval task, before work begins: what has no room is refused."""
+        """The rungs of each retrieval task, before work begins; raise if one has no room."""
         if "retrieval" not in self.task.kinds:
             return {}
         writer = Writer(
@@ -442,7 +440,7 @@ class _Run:
         }
 
     def _check_memory(self) -> None:
-        """Raise unless the caches fit that are there at a time."""
+        """Raise unless the two caches fit that exist at a time."""
         device = self.model.model.device
         free = free_bytes(device)
         if free is not None and self.cache_bytes > free:
@@ -454,7 +452,7 @@ class _Run:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the 16-bit cache and the largest other one: no more are there at a time."""
+        """Bytes of the 16-bit cache and the largest other one, which exist together."""
         new = self.sizes.new_tokens
         tokens = [len(one.tokens) + new for one in self.examples]  # alone in a batch
         if not self.examples or {"kl", "retrieval"} & {*self.task.kinds}:
@@ -497,7 +495,6 @@ class _Run:
         }
 
     def all(self) -> dict[str, Any]:
-        """Run what is asked for."""
         measures: Mapping[str, Callable[[int], Any]] = {
             "kl": self._kl,
             "generation": self._generation,
@@ -517,7 +514,7 @@ class _Run:
         return found | {"seconds": self.records.seconds()}
 
     def _measured(self, what: str, name: str, measure: Callable[[], Iterable[Any]]) -> list[Any]:
-        """The results of a name, see Records.get; each is told to progress."""
+        """The results of a name, see Records.get; progress counts each."""
         left = len(self.costs)
 
         def told() -> Iterator[Any]:
@@ -535,8 +532,8 @@ class _Run:
 
     @cached_property
     def parts(self) -> int:
-        """How often progress is called: for each batch of a task once for each cache, and for each
-        number of facts to try, also where the search ends before it."""
+        """How often progress is called, tries of numbers of facts included even if the search ends
+        early."""
         kinds = self.task.kinds
         rungs = [one for tasks in self.written.values() for one in tasks.values()]
         counts = [self.sizes.prompts] * len(rungs)
@@ -616,17 +613,7 @@ class _Run:
     def _hardest(
         self, name: str, length: int, rungs: list[list[Prompt]]
     ) -> tuple[list[Prompt], list[list[bool]]]:
-        """The most facts among which the 16-bit cache finds ANSWERS of TRIAL prompts' answers.
-
-        Args:
-            name: of the task.
-            length: of the contexts.
-            rungs: prompts with ever more facts; those behind the first that fails are not tried.
-
-        Returns:
-            The prompts; and where 16 bit fails among the fewest facts, its answers there, of which
-            fewer than ANSWERS are right: this tests no cache.
-        """
+        """The most facts among which the 16-bit cache finds ANSWERS of TRIAL prompts' answers."""
         tried: list[list[list[bool]]] = []  # the answers of each trial
         passed = int(len(rungs) == 1)  # how many
         for at, prompts in enumerate(rungs if len(rungs) > 1 else ()):
@@ -724,5 +711,5 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def hash_of(text: str) -> str:
-    """Which text it was."""
+    """A text's hash, for the settings."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -29,7 +29,6 @@ def _rows(count: int, columns: int) -> int:
 
 
 def _axes(sheet: Any, count: int, columns: int, **options: Any) -> list[Any]:
-    """Axes of a grid of as many columns at most."""
     shape = _rows(count, columns), min(count, columns)
     grid = sheet.subplots(*shape, squeeze=False, **options).flatten()
     for axes in grid[count:]:
@@ -58,7 +57,6 @@ def _legend_height(found: Mapping[str, Any]) -> float:
 
 
 def _tasks(found: Mapping[str, Any]) -> list[str]:
-    """The retrieval tasks: the same for each length."""
     return list(next(iter(found["retrieval"].values())))
 
 

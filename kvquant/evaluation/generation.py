@@ -1,8 +1,8 @@
 """The task generation: where the texts of a cache diverge from those of the 16-bit cache.
 
 A greedy text diverges where the likeliest token leads the second by less than the cache's error.
-Sampled texts use the same random numbers with every cache (a Gumbel number for
-each token of the vocabulary at each step), so they diverge only where the distributions differ.
+Sampled texts use the same Gumbel numbers with every cache (one for each token of the vocabulary at
+each step), so they diverge only where the distributions differ.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: of the softmax; the likeliest token is chosen when None.
-        seed: of the random numbers, which are the same for all caches.
+        temperature: of the softmax; None for the likeliest token.
+        seed: of the random numbers, the same for all caches.
         first: the number of the batch's first prompt. Each prompt has its own random numbers.
     """
 
@@ -58,7 +58,7 @@ def free_run(
     Args:
         model: decodes.
         tokens: [prompts, tokens] token ids, int64: prompts of one length.
-        num_tokens: how many tokens each text gets.
+        num_tokens: of each text.
         choices: the quantized caches.
         reading: how prompts come into caches.
         ways: how each token is chosen.
@@ -95,12 +95,12 @@ def decode(
     Args:
         model: decodes.
         cache: the past of each text.
-        logits: [batch, vocabulary], behind that past.
+        logits: [batch, vocabulary], after that past.
         num_tokens: the most tokens to generate; you may stop reading before.
         sampling: how each token is chosen.
 
     Yields:
-        [batch] int64: the next token of each text. The last one is not in the cache.
+        [batch] int64: the next token of each text. The cache lacks the last one.
     """
     drawn = [
         torch.Generator("cpu").manual_seed((sampling.seed << 20) + sampling.first + row)
@@ -146,10 +146,9 @@ def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
 def summary(exact: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Compare the texts of a cache with those of the 16-bit cache.
 
-    Returns:
-        "first_divergence": for each prompt the index of the first token that differs, or None.
-        "agreement": for numbers of tokens the share of prompts whose texts are equal up to there,
-        and its standard error. "prompts": how many there are.
+    "first_divergence": for each prompt the index of the first token that differs, or None.
+    "agreement": for numbers of tokens the share of prompts whose texts are equal up to there, and
+    its standard error. "prompts": their number.
     """
     parted = [first_divergence(*both) for both in zip(exact, given, strict=True)]
     length = len(exact[0])
@@ -168,7 +167,7 @@ class Drafts:
     """How much greedy decoding would gain from prompt lookup.
 
     Attributes:
-        drafted: how many tokens were drafted.
+        drafted: tokens of drafts.
         accepted: how many of these the model itself would have written.
         steps: calls of the model. Each adds the accepted tokens of a draft and one of the model's.
         tokens: how many tokens were written.
@@ -189,12 +188,12 @@ def looked_up(
     """Count how many tokens prompt lookup would draft for greedy texts, and how many count.
 
     Before each step prompt lookup searches the last NGRAM tokens in all tokens before them. The
-    draft is up to DRAFTED tokens behind the first match. The model accepts the tokens that it would
-    have written itself. The text tells which these are, so no model runs here.
+    draft is up to DRAFTED tokens after the first match. The text itself shows which ones the model
+    accepts, so no model runs here.
 
     Args:
         contexts: token ids of each prompt.
-        texts: token ids that the model wrote behind each context; those behind an end do not count.
+        texts: token ids of the model's text after each context, up to an end.
         ends: token ids that end a text.
 
     Example:
@@ -229,14 +228,7 @@ def _looked_up(context: Sequence[int], text: Sequence[int]) -> Drafts:
 
 
 def answer_of(text: str, pattern: str) -> str:
-    """The last match of a regular expression in a text, or its first group if it has one.
-
-    Returns:
-        The match; "" if there is none.
-
-    Raises:
-        ConfigError: pattern is no regular expression.
-    """
+    """The last match of a regular expression or its first group, or ""; ConfigError if invalid."""
     try:
         found = list(re.finditer(pattern, text))
     except re.error as error:

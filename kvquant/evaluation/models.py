@@ -1,7 +1,6 @@
-"""What an evaluation needs of hybrids, models that have layers outside of a KVCache.
+"""What an evaluation needs of hybrids, whose layers are partly outside of a KVCache.
 
-Tasks read and decode with the methods of CachedModel, and every cache is a KVCache. A hybrid gives
-two things more: copies of the states behind a prompt, and facts on these layers for the report.
+Besides CachedModel's methods they copy states after a prompt, and give facts for the report.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ class WithStates(Protocol):
     dequantizes: bool  # its attention gets dequantized rows
 
     @property
-    def layers(self) -> CacheLayers:
-        """Which layers a KVCache holds, and why it does not hold the others."""
+    def layers(self) -> CacheLayers: ...
 
-    def copy_states(self, source: KVCache, target: KVCache) -> None:
-        """Copy the states behind the prompt from the cache of prefill to one with the same rows."""
+    def copy_states(self, source: KVCache, target: KVCache) -> None: ...
 
 
 def notes(model: CachedModel) -> Iterator[str]:

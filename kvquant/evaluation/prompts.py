@@ -1,10 +1,9 @@
 """Retrieval sheets as token ids: contexts of an exact length, and the questions to them.
 
-A writer tokenizes each line alone, as it would be tokenized after a line break. So it knows the
-position of every fact. Tokens of a text, the filler, bring a context to its length. With a given
-number of facts, the facts stand among the sentences of the filler. With as many facts as fit, they
-follow the filler. So all contexts of a task fit one batch, and the distance of a fact to the end of
-its context is exact.
+A writer tokenizes each line alone, as after a line break, so it knows the position of every fact.
+Tokens of a text, the filler, bring a context to its length. A given number of facts stands among
+the filler's sentences; as many facts as fit follow the filler. So all contexts of a task fit one
+batch, and the distance of a fact to the end of its context is exact.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class Asked:
     Attributes:
         question: what follows the context.
         answer: the right answer, which follows the question.
-        distance: tokens from the end of the last line that holds the answer to the end of the
-            context.
+        distance: tokens from the end of the last line with the answer to the context's end.
         lines: how many lines hold the answer. A chain of three lines has two steps.
     """
 
@@ -49,7 +47,7 @@ class Prompt:
     Attributes:
         context: token ids.
         asked: the questions.
-        facts: how many lines with facts the context has.
+        facts: lines with facts in the context.
     """
 
     context: list[int]
@@ -58,11 +56,7 @@ class Prompt:
 
 
 def has_chat(tokenizer: Any, chat: bool | None) -> bool:
-    """Whether to apply the chat template: where there is one, when chat is None.
-
-    Raises:
-        ConfigError: chat is True, and the tokenizer has no template.
-    """
+    """Whether to apply the chat template; ConfigError if chat is True and there is none."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if chat and not has_template:
         raise ConfigError("this tokenizer has no chat template: leave --chat out")
@@ -93,8 +87,8 @@ class Writer:
         chat: whether to apply the tokenizer's chat template; when None, if it has one.
 
     Raises:
-        ConfigError: there is no tokenizer, it cannot write letters and digits, it has no chat
-            template, or length has no room beyond the window.
+        ConfigError: there is no tokenizer, it lacks letters, digits or a chat template, or length
+            has no room beyond the window.
     """
 
     def __init__(
@@ -133,12 +127,11 @@ class Writer:
         Args:
             task: of TASKS.
             seed: chooses facts, places and questions.
-            facts: how many lines of facts stand among the sentences of the filler; 0 for as many as
-                fit, behind it.
+            facts: lines of facts among the sentences of the filler; 0 for as many as fit, after it.
 
         Raises:
-            ConfigError: so many facts leave less than half of the context to the filler, or make no
-                question, or the sheet wants to stand alone, or not even LEAST facts fit beyond the
+            ConfigError: so many facts leave less than half of the context to the filler, make no
+                question, or the sheet needs to stand alone; or not even LEAST facts fit beyond the
                 window.
         """
         make, count = TASKS[task], facts or self._count_of(task)
@@ -183,16 +176,7 @@ class Writer:
         *,
         among: bool,
     ) -> Prompt | None:
-        """Make a prompt of a sheet; None if no question is about facts before the 16-bit window.
-
-        Args:
-            sheet: the facts, examples and questions.
-            lines: tokens of each fact.
-            tail: tokens of the examples.
-            missing: tokens of filler that bring the prompt to its length.
-            seed: chooses the questions, and the places of the facts.
-            among: facts stand among the sentences of the filler, else behind it.
-        """
+        """Make a prompt of a sheet; None if no question is about facts before the 16-bit window."""
         fill = (self._filler * (1 + missing // len(self._filler)))[:missing]
         cuts = [missing] * len(lines)
         if among:

@@ -18,8 +18,8 @@ class Records:
     The first word of a name is its task; the other words name the part of the task.
 
     Args:
-        path: of the file. When None, results are kept in memory alone.
-        settings: of the run, plain data. A file that a run with other settings left is overwritten.
+        path: of the file; None for memory alone.
+        settings: of the run, plain data. Records of other settings are overwritten.
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
@@ -34,7 +34,7 @@ class Records:
                 pass  # a file of another version: everything is measured again
 
     def get(self, name: str, measure: Callable[[], Iterable[Any]]) -> list[Any]:
-        """The results of this name, one for each cache. measure makes them if there are none."""
+        """The results of this name, one for each cache; measure makes missing ones."""
         if name not in self._measured:
             results, seconds = [], []
             start = time.perf_counter()

@@ -61,7 +61,7 @@ def render_page(
     """The HTML page; UnsupportedError if matplotlib or jinja2 is not installed.
 
     Args:
-        found: what evaluate returned.
+        found: of evaluate.
         names: of the inputs: "model", and "text" and "prompts" if they were files.
         limit: points of accuracy that a cache may lose, for a verdict.
     """
@@ -95,8 +95,8 @@ def render_page(
 def sections(found: Mapping[str, Any], *, drawn: bool = False) -> Iterator[Section]:
     """What caches take, and a section for each task, with a figure if drawn.
 
-    Where the model fails a task with its 16-bit cache, the cells of the other caches have
-    NOT_ASKED, or NO_TEST if they were asked, too.
+    If the 16-bit cache fails a task, other caches' cells have NOT_ASKED, or NO_TEST if it asked
+    them.
     """
     names = [one["cache"] for one in found["caches"]]
     yield Section("What each cache takes", tables=[_costs(found["caches"])])
@@ -117,16 +117,15 @@ def sections(found: Mapping[str, Any], *, drawn: bool = False) -> Iterator[Secti
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
-    """A verdict on each cache; then layers that no cache holds, prompts that lay in 16 bit, and
-    tasks that the model fails with its 16-bit cache."""
+    """Verdicts, then layers that no cache holds, prompts within 16 bit, tasks failed in 16 bit."""
     return [*verdicts(found), *found.get("notes", []), *failures(found)]
 
 
 def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each quantized cache: its KL, the answers that it lost and won, and a verdict.
 
-    A loss counts if it is more than two standard errors. Otherwise the sentence says how small a
-    loss would not show.
+    A loss counts from two standard errors on. Else the sentence says how small a loss would not
+    show.
     """
     for at, one in enumerate(found["caches"][1:]):
         told = []
@@ -320,11 +319,7 @@ def failures(found: Mapping[str, Any]) -> list[str]:
 
 
 def against_limit(found: Mapping[str, Any], limit: float) -> tuple[str, list[str]]:
-    """Compare the loss of accuracy of each cache and task with a limit.
-
-    Args:
-        found: what evaluate returned.
-        limit: points of accuracy that a cache may lose.
+    """Compare the loss of accuracy of each cache and task with a limit in points.
 
     Returns:
         A word, and a sentence for each reason. "exceeded": a cache loses more than the limit and

@@ -1,16 +1,15 @@
 """Retrieval sheets: facts among similar ones, made from a seed, for any tokenizer.
 
 Each task makes a sheet: lines of text that hold facts, and questions about them. A bad cache
-confuses a fact with similar ones first. So a key has two words, and other keys share each of them.
-Small models shall answer 4 facts or fewer: they share no word, and copy asks for one, behind which
-SmolLM2-135M loses the line that it has found. The definitions follow
-RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv 2402.01032:
+confuses a fact with similar ones first, so a key has two words, and other keys share each of them.
+For small models 4 facts or fewer share no word, and copy asks for one. Definitions follow RULER
+(arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv 2402.01032:
 
     single       one fact in a text
     keys         the code of a key of two words, among many such keys
     values       the three codes of one key, in the order of the text
-    overwritten  the last code of a key. Half of the keys get a second code. Second codes stand
-                 among first ones, so it does not help to read the last lines alone
+    overwritten  the last code of a key. Half of the keys get a second code, among first codes:
+                 so reading the last lines alone does not help
     variables    the number at the end of a chain x1 = 417, x5 = x1, ... of 3 to 7 lines, which
                  stand among the lines of other chains
     phonebook    the number of seven digits of a name of two words
@@ -18,7 +17,7 @@ RULER (arXiv 2404.06654), Zoology (arXiv 2312.04927) and the phone book of arXiv
     frequent     the most frequent word of a text
     tools        a tool call in JSON, whose two arguments stand in one of many records
 
-TASKS has them by name. A task that is added there can be evaluated like these.
+To add a task, add it to TASKS.
 """
 
 from __future__ import annotations
@@ -52,10 +51,9 @@ class Sheet:
 
     Attributes:
         lines: of the context, in order.
-        questions: to choose from. The writer of prompts asks none whose lines lie in the 16-bit
-            window.
+        questions: to choose from; the writer skips those whose lines lie in the 16-bit window.
         examples: answered questions for the end of the context, which show how to answer.
-        is_alone: whether the sentences of a text among the lines would change the answers.
+        is_alone: whether filler among the lines would change the answers.
     """
 
     lines: list[str]
@@ -68,8 +66,7 @@ DISTINCT = 4
 
 
 def two_words(rng: Random, count: int) -> list[str]:
-    """Different keys of two words. They are all pairs of few words, so other keys share each word.
-    Of DISTINCT keys or fewer none share a word."""
+    """Different keys of two words from few; DISTINCT keys or fewer share no word."""
     if count <= DISTINCT:
         pairs = zip(rng.sample(ADJECTIVES, count), rng.sample(NOUNS, count), strict=True)
         return [" ".join(pair) for pair in pairs]
@@ -203,8 +200,7 @@ GIVEN, FOLLOWING = 3, 4  # words of `copy`
 
 
 def copy(rng: Random, count: int) -> Sheet:
-    """Random words, eight to a line; a question asks for those that follow three given ones. Of
-    DISTINCT lines or fewer none share a word, and it asks for the first."""
+    """Random words, eight to a line; see the module. With DISTINCT lines it asks for one word."""
     is_easy, size = count <= DISTINCT, 8 * count
     told = 1 if is_easy else FOLLOWING
     all_words = rng.sample(NOUNS, size) if is_easy else [rng.choice(NOUNS) for _ in range(size)]
@@ -220,8 +216,7 @@ def copy(rng: Random, count: int) -> Sheet:
 
 
 def frequent(rng: Random, count: int) -> Sheet:
-    """Words whose counts fall as 1/rank. The last third of the lines lacks the most frequent word:
-    these lines alone give another answer."""
+    """Words with counts as 1/rank; the last third of the lines alone gives another answer."""
     ranked = rng.sample(NOUNS, len(NOUNS))
     weights = [1 / (rank + 1) for rank in range(len(ranked))]
     told = max(2 * count // 3, 1)

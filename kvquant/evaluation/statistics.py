@@ -1,8 +1,8 @@
 """Paired differences to the 16-bit cache, with standard errors.
 
-Questions to one prompt are alike, so a prompt counts as one observation. Where no answer differs,
-that would give an error of 0. So the error has a floor: the error of as many independent questions,
-one more of which differs. If both caches answer 20 questions alike, the result is 0 ± 4.8 points.
+Questions to one prompt are alike, so a prompt counts as one observation. If no answer differs, that
+error would be 0. So its floor is the error of as many independent questions with one more
+difference: two caches that answer 20 questions alike differ by 0 ± 4.8 points.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Paired:
         drop: exact - given.
         error: the standard error of drop.
         lost, won: answers that only the 16-bit cache, or only the other one, has right.
-        answers, prompts: how many there were.
+        answers, prompts: their numbers.
     """
 
     exact: float
@@ -69,7 +69,7 @@ def share_of(answers: Sequence[Sequence[bool]]) -> float:
 def chosen(
     answers: Sequence[Sequence[bool]], kinds: Sequence[Sequence[int]], kind: int
 ) -> list[list[bool]]:
-    """The answers to questions of one kind, of the prompts that have such.
+    """The answers to questions of one kind, of the prompts with any.
 
     Example:
         >>> chosen([[True, False], [True]], [[3, 4], [4]], 4)

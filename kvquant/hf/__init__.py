@@ -1,8 +1,7 @@
-"""Hugging Face transformers: its models decode from a kvquant cache, and are observed.
+"""Hugging Face transformers: models decode from a kvquant cache, and calibration observes them.
 
-`import kvquant.hf` registers the attention "kvquant" in transformers and wraps its `generate`
-(ids.py), and so does each name of kvquant that needs the hf extra. A bare `import kvquant` does
-not: it loads no library.
+`import kvquant.hf`, or any name of kvquant that needs the hf extra, registers the attention
+"kvquant" in transformers and wraps its `generate` (ids.py). A bare `import kvquant` does neither.
 """
 
 from ..errors import missing_extra

@@ -1,5 +1,4 @@
-"""The argument by which a model takes its cache: `cache`, and before transformers 5.24
-`past_key_values`."""
+"""The argument by which a model takes its cache."""
 
 from __future__ import annotations
 
@@ -15,12 +14,7 @@ ARGUMENT = next(x for x in NAMES if x in inspect.signature(create_causal_mask).p
 
 
 def as_argument(model: Any, past: Any) -> dict[str, Any]:
-    """A cache as a model takes it: model(tokens, **as_argument(model, past)).
-
-    Args:
-        model: of transformers, compiled or not, or code of one's own for an older one.
-        past: the cache, of transformers or a QuantizedCache.
-    """
+    """{"cache": past} for model(tokens, ...); "past_key_values" before transformers 5.24."""
     kind: Any = type(getattr(model, "_orig_mod", model))
     return {_argument_of(kind): past}
 

@@ -1,19 +1,16 @@
-"""The attention registered as "kvquant": of marked keys and values, with the rows of a KVCache.
+"""The attention registered as "kvquant": it reads marked keys and values, and rows of a KVCache.
 
-    one new token      append it, then KVCache.attend: the fused call, nothing is dequantized
-    a few, drafted     the same, where generate tries tokens of an assistant or a lookup
-    a chunk of them    attend to the layer's dequantized past and causally to the chunk, then append
+    one new token      append it, then KVCache.attend: the fused call, without dequantizing
+    drafted tokens     the same, where generate tries tokens of an assistant or a lookup
+    a prompt's chunk   attend to the layer's dequantized past and causally to the chunk, then append
 
-So a prompt is quantized as it goes, and one layer at a time has a 16-bit copy. Latent rows are
-attended to likewise (models/latent.py). Keys that a model makes of them bear no mark. A layer that
-gets the marked keys of another one attends to the same rows and values as that one did, with all
-queries or with the last ones only (Gemma 4 in generate), and appends nothing; the 16-bit copy then
-lives as long as those keys.
+So the cache quantizes a prompt chunk by chunk, and only one layer at a time has a 16-bit copy.
+Latent rows work likewise (models/latent.py); the keys that a model makes of them bear no mark. A
+layer that gets another layer's marked keys (Gemma 4) attends to the same rows and appends nothing.
 
-A layer's mask tells whether its sliding window is that of the cache. Soft caps and sink logits are
-an AttentionVariant. What cannot be computed (other masks, weights) is refused. A call without a
-QuantizedCache is computed by transformers' SDPA, and caps and sink logits, which that has not, by
-the model's own eager attention: so a model may stay set to "kvquant".
+The layer's mask says whether its window is the cache's; masks and weights that kvquant cannot
+compute raise. Calls without a QuantizedCache go to SDPA, or to the model's eager attention for soft
+caps and sink logits: so a model may stay set to "kvquant".
 """
 
 from __future__ import annotations
@@ -67,16 +64,7 @@ def _attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers' attention functions do, and append the new tokens.
-
-    Args:
-        query: [batch, num_q_heads, new_tokens, head_dim].
-        key: [batch, num_kv_heads, new_tokens, head_dim], from QuantizedCache.update.
-        value: as key.
-
-    Returns:
-        [batch, new_tokens, num_q_heads, head_dim], and None for the weights.
-    """
+    """Attend as transformers' attention functions do, and append the new tokens."""
     handed = getattr(key, "kvquant_keys", None)
     if torch.compiler.is_compiling() and _is_outside(module, handed):
         outside: tuple[torch.Tensor, None] = outside_of_graphs(
@@ -120,7 +108,7 @@ def _attention(
 
 
 def _is_outside(module: torch.nn.Module, handed: Any) -> bool:
-    """Whether attention that torch.compile meets is no part of a graph."""
+    """Whether torch.compile meets attention outside of its graph."""
     if isinstance(handed, Handed):
         return not handed.is_traced
     return hasattr(module, "kv_b_proj") and running.traced is None
@@ -134,7 +122,7 @@ def _latent_heads(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> LatentHeads | None:
-    """The heads that attend to latents; None where keys and values were handed."""
+    """The heads that attend to latents; None for keys and values."""
     if handed.latents is None:
         return None
     latent_dim, rope_dim = (x.shape[-1] for x in handed.latents)
@@ -146,7 +134,7 @@ def _latent_heads(
 def _check_keys(
     handed: Handed, name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Raise unless a layer attends to keys and values as they were handed to it, and with those."""
+    """Raise unless a layer attends to exactly the keys and values that it got."""
     if getattr(value, "kvquant_values", None) is not handed:
         raise UnsupportedModelError(
             f"{name} attends to other values than it gave to the cache (split, scaled or "
@@ -235,12 +223,7 @@ def _plain_attention(
     attention_mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers does: by SDPA, or by the eager attention of the model where SDPA does
-    not compute what the layer asks for.
-
-    Raises:
-        UnsupportedError: the model has no eager attention.
-    """
+    """Attend by SDPA, or by the model's eager attention for what SDPA does not compute."""
     attend, mask = exact_attention(module, options), attention_mask
     if any(options.get(option) is not None for option in VARIANT):
         mask = _added_mask(mask, query, key, _is_causal(module, options))
@@ -270,12 +253,7 @@ def _attend(
     variant: AttentionVariant | None,
     heads: LatentHeads | None,
 ) -> torch.Tensor:
-    """Attend to the past and the new tokens, which are appended by the first that attends.
-
-    Args:
-        rows: what is appended: key and value, or the latents of which they were made.
-        heads: of latents.
-    """
+    """Attend to the past and the new tokens; the first layer that attends appends them."""
     kv, padding = handed.kv, handed.padding
     asked, new = query.shape[2], key.shape[2]
     if not handed.is_traced and kv.is_cold:  # the first append compiles the kernels of steps
@@ -323,12 +301,7 @@ def _attend(
 def _seen(
     handed: Handed, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[()] | tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """What a chunk attends to, before it is appended.
-
-    Returns:
-        Keys and values of each sequence's dequantized past, or of its window, the chunk right
-        behind them; how many these are. Empty where that is what all layers are handed.
-    """
+    """What a chunk attends to, before it is appended."""
     layer, new = handed.kv.layers[handed.at], key.shape[2]
     past_lens = layer.held_lens.tolist()
     if not any(past_lens):
@@ -364,14 +337,7 @@ def _whole_mask(
 
 
 def _check_window(handed: Handed, window: int | None, option: int | None, name: str) -> None:
-    """Raise unless a layer of the cache sees what the model's does.
-
-    Args:
-        handed: the keys, of the layer of the cache.
-        window: of the mask that the model's layer got.
-        option: the window that the layer gave the attention function, if any.
-        name: of the model's layer.
-    """
+    """Raise unless a layer of the cache sees what the model's does."""
     at = handed.kv.layers[handed.at]
     if at.window == window and option in (None, window):
         return

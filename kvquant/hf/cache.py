@@ -1,13 +1,9 @@
 """QuantizedCache: a KVCache in the form that transformers' models take as their cache.
 
 A model hands each layer's new keys and values to a cache and then calls an attention function by
-name. Both are ours: this cache passes keys and values on, rounded to its 16-bit format and marked;
-the function in attention.py attends to marked ones, and appends them. Each layer of the KVCache is
-appended once in a call of the model, in order, or the call is refused (text.py, call.py).
-
-Layers that no KVCache holds (states, other numbers of KV heads) are transformers' own objects in
-the same list, in the model's order; attention that is theirs is SDPA, with the mask that
-transformers makes. A layer with a state beside its attention is both.
+name. This cache rounds them to its 16-bit format and marks them; attention.py attends to marked
+ones and appends them. A call of the model appends once to each layer, in order, or raises (text.py,
+call.py). transformers' own layers (states, other numbers of KV heads) stand in the same list.
 """
 
 from __future__ import annotations
@@ -61,65 +57,63 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvquant")
         model.generate(**inputs, **QuantizedCache(model).argument)
 
-    Rows: a KVCache, made when the first tokens come, for their sequences, device and 16-bit dtype.
-    It grows as they do, to twice its room at a time. With a device_map each layer's rows lie where
-    the layer does. A model with multi-head latent attention (DeepSeek V2, V3) gets a LatentKVCache.
-    transformers keeps layers that no KVCache holds (linear attention, other numbers of KV heads)
-    and states beside attention, in 16 bit and outside of kv and its files: see describe().
+    Rows: the first tokens make a KVCache for their sequences, device and 16-bit dtype. It doubles
+    its room when it is full. With a device_map each layer's rows lie on its device. A model with
+    multi-head latent attention (DeepSeek V2, V3) gets a LatentKVCache. transformers keeps layers
+    that no KVCache holds (linear attention, other numbers of KV heads) and states beside attention,
+    in 16 bit and outside of kv and its files: see describe().
 
-    Padding: prompts may be padded, on the left (generate) or on the right: give attention_mask. The
-    cache stores no padding. get_seq_length counts columns, as transformers does; kv.seq_lens counts
-    tokens.
+    Padding may stand on the left (generate) or on the right: give attention_mask. The cache stores
+    no padding. get_seq_length counts columns, as transformers does; kv.seq_lens counts tokens.
 
-    Errors: on CUDA a step of one token reads nothing. Call check() at times: it raises for NaN, and
-    for a mask or position_ids that contradict the cache. A call that fails in attention is taken
-    back at once, one that fails elsewhere by the next call, which raises; crop(0) does so, too.
-    Layers that transformers keeps cannot forget: reset() then. After the attention of the last
-    layer a failed call leaves its tokens: crop them. No gradient flows: backward raises.
+    Errors: on CUDA a step of one token reads nothing, so call check() at times: it raises for NaN,
+    and for a mask or position_ids that contradict the cache. A call that fails in attention is
+    undone at once; one that fails elsewhere is undone by crop(0), or by the next call, which
+    raises. Layers that transformers keeps cannot forget: call reset(). A call that fails after
+    attention in the last layer leaves its tokens: crop them. backward raises.
 
-    Positions count from 0, alike for all sequences. Where those of the cache differ (padding,
-    sequences cropped apart), give position_ids, as generate does. With LongRoPE (Phi-3) a text may
-    not cross original_max_position_embeddings; read a longer prompt in one call.
+    Positions count from 0, alike for all sequences. If they differ (padding, sequences cropped
+    apart), give position_ids, as generate does. With LongRoPE (Phi-3) a text may not cross
+    original_max_position_embeddings; read a longer prompt in one call.
 
-    A cache belongs to one text: call reset() before another. For generate, a shorter text, or other
-    ids than generate has put there, raises. Where others have put the ids (a file, your own loop) a
-    longer different text goes unnoticed and gives wrong output.
+    A cache belongs to one text: call reset() before another. generate raises for a shorter text,
+    and for other ids than its own. If a file or your own loop filled the cache, a longer different
+    text goes unnoticed and gives wrong output.
 
     transformers has another QuantizedCache (backend=, nbits=): import this one from kvquant.
 
     Args:
         source: a model of transformers that attends by "kvquant" (with dequantize in any way), its
             config, or a KVCache (of load_cache, or CachedModel.new_cache) with formats and lengths
-            of its own. A KVCache of unequal lengths goes on with ids padded on the left to the
-            longest.
+            of its own. After a KVCache of unequal lengths pad ids on the left to the longest.
         k_format, v_format, sink_len, recent_len: as of KVCache.
-        plan: of `kvquant calibrate`, for this model, or the path of its file: it says the formats.
-            "auto" takes the kept plan of the model's weights, or makes and keeps one in a minute or
-            so; source must be the model. False is no plan.
+        plan: of `kvquant calibrate`, for this model, or the path of its file: it sets the formats.
+            "auto" takes the kept plan of the model's weights, or makes and keeps one in about a
+            minute; source must be the model. False is no plan.
         fmt: of latent rows, in place of k_format and v_format; as of LatentKVCache.
-        exact_format: "bf16" or "fp16", the 16-bit rows; what fits the dtype of the keys when None.
-        max_seq_len: tokens that a sequence has room for, from the beginning; more are refused.
-            None: the cache grows.
-        placed: the caller gives position_ids in every call, and the cache does not check them. A
-            model that does not show them to attention (Llama 4, Granite 4 hybrids, Persimmon) needs
-            this where the cache does not know the model.
-        drafts: up to 16 tokens behind others in one call are drafted ones: each attends to the rows
-            of the cache as it would alone (KVCache.step). Other calls of several tokens are chunks
-            of a prompt, whose tokens meet each other in 16 bit.
-        dequantize: the model gets keys and values of the whole text in 16 bit, one layer at a time,
-            and attends in its own way: for models that do not attend through transformers'
-            interface (Falcon, BLOOM, MPT). It saves memory; steps take longer than with a 16-bit
-            cache. Padding is kept like tokens, and layers with a window keep all tokens.
-        model: that will call, where source is a KVCache: generate can then draft with it, and no
+        exact_format: "bf16" or "fp16", of 16-bit rows; None for what fits the dtype of the keys.
+        max_seq_len: room for tokens of a sequence, from the beginning; more raise. None: the cache
+            grows.
+        placed: you give position_ids in every call, and the cache does not check them. Models that
+            hide them from attention (Llama 4, Granite 4 hybrids, Persimmon) need this if the cache
+            does not know the model.
+        drafts: up to 16 tokens in one call after others are drafted ones: each attends to the rows
+            as it would alone (KVCache.step). Other calls of several tokens are chunks of a prompt,
+            whose tokens meet each other in 16 bit.
+        dequantize: give the model 16-bit keys and values of the whole text, one layer at a time,
+            for its own attention: for models outside of transformers' attention interface (Falcon,
+            BLOOM, MPT). This saves memory; steps take longer than with a 16-bit cache. Padding
+            takes rows, and layers with a window keep all tokens.
+        model: the calling model, if source is a KVCache: generate can then draft with it, and no
             model needs placed.
-        accept_loss: make the cache where K rows of 4 bits or fewer, without a plan, ruin the model,
-            which else raises: kvquant/hf/README.md, "A probe of K rows".
+        accept_loss: make the cache even if K rows of 4 bits or fewer, without a plan, ruin the
+            model: kvquant/hf/README.md, "A probe of K rows".
 
     Attributes:
         kv: the KVCache; None before the first tokens come.
 
     Raises:
-        ConfigError: source is none of these, or a model that attends otherwise; an option is not
+        ConfigError: source is none of these, or a model with other attention; or an option is not
             possible.
         AccuracyError: K rows of 4 bits or fewer, without a plan, ruin the model's texts.
         CheckpointError: the plan was made for another model.
@@ -220,7 +214,6 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         self.fit(layers, DynamicCache(config=config).layers if is_hybrid else ())
 
     def _know(self, model: Any) -> None:
-        """Know the model that calls."""
         decoder = model.get_decoder()
         self._decoder, self.hook = weakref.ref(decoder), DecoderHook(decoder)
         self.names_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -230,12 +223,12 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
 
         Args:
             layers: which those of the KVCache are.
-            others: all layers of the model as transformers keeps them; needed for layers.others and
+            others: all layers as transformers keeps them; needed for layers.others and
                 layers.states.
 
         Raises:
             ShapeError: the KVCache is not one for these layers.
-            UnsupportedModelError: the model has others, which are not given.
+            UnsupportedModelError: others are needed and not given.
         """
         if not others:
             layers.check_whole()
@@ -257,13 +250,12 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
 
     @property
     def argument(self) -> dict[str, Any]:
-        """The cache under the name that transformers has for it: {"cache": self}, before 5.24
-        {"past_key_values": self}."""
+        """{"cache": self}, before transformers 5.24 {"past_key_values": self}."""
         return {ARGUMENT: self}
 
     @torch.inference_mode(False)  # else the copy's tensors could not be changed outside
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedCache:
-        """A cache for the same model, which goes on by itself."""
+        """A copy for the same model, with a life of its own."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -271,14 +263,12 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which count changes of their KVCache anew; what is loaded from a
-        pickle does not know the model."""
+        """For copies and pickles: changes count anew, and a loaded pickle has no model."""
         is_known = self.kv is not None and not self._is_changed
         here = {"_decoder": None, "hook": None, "awaits_whole_text": False}
         return vars(self) | here | {"_marks": () if is_known else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Be a copy; layers that were copied are its own."""
         vars(self).update(state)
         if self.kv is not None and self._marks is not None:
             self._mark()
@@ -289,9 +279,8 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
     def __bool__(self) -> bool:
         """False for a model with LongRoPE (Phi-3), or while the model is unknown.
 
-        transformers drops a true cache where a text crosses the switch, and goes on with a 16-bit
-        one. This cache serves a longer prompt, and raises UnsupportedModelError where a text would
-        cross.
+        transformers replaces a true cache by a 16-bit one when a text crosses the switch. This
+        cache serves a longer prompt, and raises UnsupportedModelError if a text would cross.
         """
         layers = self.model_layers
         return layers is not None and (layers.turn is None or layers.turn.again)
@@ -310,15 +299,13 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor of the KVCache, and of layers and states that transformers keeps;
-        0 before the first tokens come."""
+        """Bytes of all tensors, transformers' layers included; 0 before the first tokens."""
         states = tree_leaves([vars(self.layers[at]) for at in self._stateful])
         kept = sum(one.nbytes for one in states if isinstance(one, torch.Tensor))
         return kept + (0 if self.kv is None else self.kv.nbytes)
 
     def describe(self) -> str:
-        """What each layer of the model is kept as, and why; equal layers that follow one another
-        have one line.
+        """The format of each layer of the model, and why; equal neighbours share a line.
 
         Example:
             >>> from transformers import LlamaConfig
@@ -331,17 +318,17 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
 
     @property
     def _num_layers(self) -> int:
-        """Layers of the model, as far as it is known."""
+        """Layers of the model, if known."""
         return len(self.layers) if self.model_layers is None else self.model_layers.count
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """The layers that follow one another and are kept alike, and what they are kept as."""
+        """Neighbouring layers that are kept alike, and their description."""
         for text, group in groupby(range(self._num_layers), self._text_of):
             first, *others = group
             yield f"layers {first}-{others[-1]}" if others else f"layer {first}", text
 
     def _text_of(self, layer: int) -> str:
-        """What a layer of the model is kept as."""
+        """The description of a layer."""
         if layer in self._kept:
             kept = type(self.layers[layer]).__name__
             return f"{kept} of transformers, as it {self._kept[layer]}"
@@ -364,7 +351,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
     def hand(
         self, layer: int, at: int | None, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pass a layer's new tokens on in 16-bit precision; the attention function appends them.
+        """Pass on a layer's new tokens in 16-bit precision; the attention function appends them.
 
         Args:
             layer: of the model.
@@ -372,13 +359,11 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             keys, values: [batch, num_kv_heads, columns, head_dim]; or latents and RoPE parts.
 
         Returns:
-            Keys and values, marked; latents unmarked, as the model makes others of them. With
-            dequantize those of all tokens.
+            Marked keys and values, or unmarked latents; with dequantize those of all tokens.
 
         Raises:
-            UnsupportedModelError: the layer before did not attend to its tokens; or it has latents
-                and gives none.
-            ShapeError: it is not this layer's turn, or the tokens are of another batch or shape.
+            UnsupportedModelError: the layer before did not attend; or this one gives no latents.
+            ShapeError: it is not this layer's turn, or its tokens have another batch or shape.
         """
         if self.call.awaits_mask:  # it was made for another attention, which is about to run
             outside_of_graphs(self.refuse_mask, str(layer))
@@ -473,13 +458,12 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             self.kv.grow(max(self.past.length + new, 2 * self.kv.max_seq_len))
 
     def check(self) -> None:
-        """Raise what could not be raised in a step on CUDA; see KVCache.check.
+        """Raise errors of steps on CUDA, which read nothing; see KVCache.check.
 
         Raises:
-            ConfigError: a step's mask showed other tokens than the cache has, or its position_ids
-                were others than the cache's.
-            UnsupportedModelError: a layer was handed its keys in the last call, and did not attend
-                to them by kvquant's attention.
+            ConfigError: a step's mask or position_ids contradicted the cache.
+            UnsupportedModelError: a layer got its keys in the last call, and did not attend to them
+                by kvquant's attention.
             NonFiniteError, ShapeError: as KVCache.check.
         """
         self.check_attended()
@@ -499,7 +483,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         return sizes
 
     def reset(self) -> None:
-        """Forget all tokens. The memory stays, for as many sequences."""
+        """Forget all tokens, and keep the memory for as many sequences."""
         for layer in self._stateful:
             self.layers[layer].reset()
             _forget_tensors(self.layers[layer])
@@ -520,9 +504,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             self._taken(beam_idx)
 
     def activate_past_recording(self) -> None:
-        """Expect drafts: transformers says so before it tries some. Kernels for steps of several
-        tokens are compiled with those of the prompt then. Of a text whose beginning is here the
-        next call gives all ids, see models/hook.py."""
+        """Expect drafts, which transformers announces, and compile their kernels, too."""
         super().activate_past_recording()  # type: ignore[no-untyped-call]  # transformers has no types
         decoder = None if self._decoder is None else self._decoder()
         self.awaits_whole_text = self.length_of(0) > 0 and decoder is not None
@@ -586,13 +568,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
 
 
 class QuantizedLayer(CacheLayerMixin):
-    """A layer of the model, for transformers to look at; QuantizedCache does the work.
-
-    Args:
-        cache: which it is of.
-        layer: of the model.
-        at: its place in the KVCache; None if it attends to the keys of another layer.
-    """
+    """A layer of the model, for transformers; `at` is None for another layer's keys."""
 
     is_sliding = False
     is_croppable = True  # by the whole cache; with a window too, which keeps SPARE tokens more
@@ -603,25 +579,22 @@ class QuantizedLayer(CacheLayerMixin):
         self.bind(cache)
 
     def bind(self, cache: QuantizedCache) -> None:
-        """Be a layer of this cache. A cycle of references would keep its memory until Python's
-        collector comes, which does not see how much that is."""
+        """Belong to this cache, by a weak reference: a cycle would hold its memory for long."""
         self._cache = weakref.ref(cache)
 
     @property
     def cache(self) -> QuantizedCache:
-        """Which it is of."""
         cache = self._cache()
         if cache is None:
             raise ReferenceError("the cache of this layer is gone: keep the QuantizedCache")
         return cache
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles of the cache, which bind it again."""
+        """For copies and pickles of the cache, which bind the layer again."""
         return {name: value for name, value in vars(self).items() if name != "_cache"}
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the memory is there."""
         return self.cache.kv is not None
 
     @is_initialized.setter
@@ -629,14 +602,14 @@ class QuantizedLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Sequences; there is none before the first ones."""
+        """Sequences; 0 before the first ones."""
         if self.cache.kv is None:
             raise AttributeError("no sequence has come yet")
         return self.cache.kv.batch
 
     @property
     def keys(self) -> NoReturn:
-        """Not possible: a KVCache attends, it does not give out what it holds."""
+        """Raise: a KVCache attends, and gives out no keys."""
         raise UnsupportedModelError(
             "the model reads the keys of a cache by itself (as cross-attention does), which a "
             "KVCache does not give out"
@@ -648,20 +621,18 @@ class QuantizedLayer(CacheLayerMixin):
     values = keys
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the first call makes the memory."""
+        """Do nothing: the first call makes the memory."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pass new tokens on; see QuantizedCache.hand."""
         return self.cache.hand(self.layer, self.at, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """Columns, padding among them."""
+        """Columns, padding included."""
         return self.cache.length_of(self.at)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns to attend to, and where they start."""
         return self.cache.mask_sizes(query_length)
 
     def get_max_length(self) -> int:
@@ -670,13 +641,7 @@ class QuantizedLayer(CacheLayerMixin):
 
 
 class QuantizedLayerWithState(QuantizedLayer, LinearAttentionLayer):
-    """A layer with attention, whose rows a QuantizedCache keeps, and a state, which is kept as
-    transformers does (Falcon-H1, Zaya). What is done with sequences is done with the state alone.
-
-    Args:
-        cache, layer, at: as of QuantizedLayer.
-        states: their number.
-    """
+    """A layer with rows in a QuantizedCache and a state of transformers' (Falcon-H1, Zaya)."""
 
     is_compileable = False
     is_croppable = getattr(LinearAttentionLayer, "is_croppable", False)  # not in older ones
@@ -694,8 +659,9 @@ class QuantizedLayerWithState(QuantizedLayer, LinearAttentionLayer):
 
 
 def _forget_tensors(layer: Any) -> None:
-    """Let a layer of transformers that was reset make its tensors anew: the next text may have
-    more sequences, and before transformers 5.18 zeros would stay in front of its keys."""
+    """Let a reset layer of transformers make new tensors."""
+    # The next text may have more sequences, and before transformers 5.18 zeros would precede its
+    # keys.
     if isinstance(layer, DynamicLayer):
         layer.is_initialized = False
     for name in ("is_conv_states_initialized", "is_recurrent_states_initialized"):
@@ -704,8 +670,7 @@ def _forget_tensors(layer: Any) -> None:
 
 
 def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to 16 bit and keep the dtype: so a chunk attends to the same values that later calls
-    read as 16-bit rows, wherever it ends. Returns a new tensor, whose mark ends with the call."""
+    """Round to 16 bit in the same dtype, as later calls read 16-bit rows; a new tensor."""
     if states.dtype == dtype:
         return states.view_as(states)
     return states.to(dtype).to(states.dtype)

@@ -1,8 +1,7 @@
-"""Whether a model's call continues the text in its cache, as its mask and positions say.
+"""Whether a model's call continues the text in its cache, by its mask and positions.
 
-transformers counts padded columns; rows hold none (padding.py). All is checked on the host, but for
-two things in a step of one token: that the mask shows the tokens there are, and position_ids. These
-are compared on the device, as a GPU would have to be waited for; QuantizedCache.check raises them.
+The host checks everything except the mask and position_ids of a one-token step: the device compares
+these, so that the host need not wait, and QuantizedCache.check raises the errors.
 """
 
 from __future__ import annotations
@@ -38,16 +37,10 @@ _PLACED = (
 
 
 def take_mask(text: CachedText, mask: torch.Tensor, columns: int) -> None:
-    """Take from the mask of a call which columns hold tokens.
-
-    Args:
-        text: that the call goes on with.
-        mask: [batch, past and new columns] bool.
-        columns: the new ones.
+    """Read which columns hold tokens from a mask, [batch, past and new columns] bool.
 
     Raises:
-        ConfigError: it does not show the tokens that the cache has; in a step on CUDA check raises
-            that.
+        ConfigError: the mask contradicts the cache's tokens; for a step on CUDA check() raises it.
     """
     if torch.compiler.is_compiling():
         _check_step_mask(text, mask)
@@ -103,17 +96,15 @@ def check_positions(text: CachedText, positions: Any, is_traced: bool) -> None:
     """Raise unless the positions of a call's tokens are those of the cache.
 
     Args:
-        text: that the call goes on with.
-        positions: [batch or 1, columns], if the model tells attention; else those that its decoder
-            was given, if any. With an axis more they are those of images, others than the tokens'
-            numbers.
+        text: that the call continues.
+        positions: [batch or 1, columns], from attention or else from the decoder, if any. A third
+            axis means positions of images, which do not count tokens.
         is_traced: of Handed.
 
     Raises:
-        ConfigError: sequences go on from others than the model counts; or a text is read from its
-            beginning, and the cache holds tokens already.
-        UnsupportedModelError: where a model turns keys, or scales queries, by the positions, those
-            of other tokens would be wrong.
+        ConfigError: the model counts from other positions than the cache, or reads a text from its
+            beginning into a cache with tokens.
+        UnsupportedModelError: the model turns keys or scales queries by wrong positions.
     """
     assert text.kv is not None
     columns = 1 if is_traced else text.call.columns
@@ -144,7 +135,7 @@ def check_positions(text: CachedText, positions: Any, is_traced: bool) -> None:
 
 
 def _check_traced(text: CachedText, told: torch.Tensor | None) -> None:
-    """Compare the positions of a step in a graph with those behind the cache's tokens."""
+    """Compare the positions of a step in a graph with the next ones of the cache."""
     if text.is_placed:
         return
     if told is not None:
@@ -154,8 +145,8 @@ def _check_traced(text: CachedText, told: torch.Tensor | None) -> None:
 
 
 def check_goes_on(text: CachedText) -> None:
-    """Raise if a call of other attention does not go on behind the cache's tokens, as far as its
-    decoder was told."""
+    """Raise if a call of other attention does not continue the cache, as far as its decoder
+    shows."""
     call, text.shown = text.shown, Shown()
     past, new = text.past.length, text.call.columns
     if not past:
@@ -172,7 +163,7 @@ def check_goes_on(text: CachedText) -> None:
 
 
 def _check_not_anew(text: CachedText, told: list[int]) -> None:
-    """Raise if a text is read from its beginning behind tokens; told: see _starts_by."""
+    """Raise if a text is read from its beginning into a cache with tokens; see _starts_by."""
     known = zip(told, text.past.lens, text.counts, strict=True)
     behind = [first for first, held, count in known if held and count]
     if behind and not any(behind):
@@ -180,14 +171,7 @@ def _check_not_anew(text: CachedText, told: list[int]) -> None:
 
 
 def _starts_by(text: CachedText, told: torch.Tensor | None) -> list[int]:
-    """The position of each sequence's first token, as this call tells it.
-
-    Args:
-        told: [batch], of the first new token of each sequence.
-
-    Raises:
-        ConfigError: sequences go on from other positions than the model takes.
-    """
+    """The position of each sequence's first token, by what this call says of its first new one."""
     past, starts = text.past, text.starts
     if told is not None and text.is_step(text.call.columns):
         _check_next(text, told)
@@ -213,7 +197,7 @@ def _starts_by(text: CachedText, told: torch.Tensor | None) -> list[int]:
 
 
 def _check_next(text: CachedText, told: torch.Tensor) -> None:
-    """Raise unless a step's positions, [batch], are those behind the cache's tokens."""
+    """Raise unless a step's positions, [batch], are the next ones of the cache."""
     assert text.kv is not None
     now = text.kv.start_positions + text.kv.layers[0].seq_lens
     _check(text, (told.to(now.device) != now).any(), 1)

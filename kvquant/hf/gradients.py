@@ -1,4 +1,4 @@
-"""No gradient flows through packed rows: backward says so, where it would leave attention out."""
+"""No gradient flows through packed rows: backward raises, as it would leave attention out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from ..errors import UnsupportedError
 
 
 class NoGradient(torch.autograd.Function):
-    """What comes out of the packed rows."""
-
     @staticmethod
     def forward(_: Any, out: torch.Tensor, *of: torch.Tensor) -> torch.Tensor:
         return out.view_as(out)

@@ -1,12 +1,8 @@
 """HybridModel: a CachedModel of a decoder that a KVCache alone does not serve.
 
-QuantizedCache serves two kinds of models that CachedModel refuses. Hybrids have layers that no
-KVCache holds (linear attention, other numbers of KV heads): transformers keeps these. Other models
-compute attention by themselves: they get dequantized rows.
-
-A HybridModel calls such a model with a QuantizedCache, which it makes around the rows of a KVCache.
-For each KVCache it remembers the layers that transformers keeps, in two states: behind the prompt,
-and behind the last token. So you can crop a KVCache to its prompt and decode from there again.
+These are hybrids, whose other layers (linear attention, states) transformers keeps, and models that
+compute attention by themselves and get dequantized rows. For each KVCache a HybridModel remembers
+transformers' layers in two states: after the prompt, and after the last token.
 """
 
 from __future__ import annotations
@@ -39,12 +35,7 @@ _FORGETFUL = {"jamba"}
 
 
 class _Beside(NamedTuple):
-    """The layers that transformers keeps, behind a text.
-
-    Attributes:
-        length: tokens of the text.
-        layers: all layers of the model, as a QuantizedCache has them.
-    """
+    """The layers that transformers keeps, as of a text's end."""
 
     length: int
     layers: Sequence[Any]
@@ -60,15 +51,14 @@ class HybridModel(CachedModel):
     """A CachedModel of a decoder that QuantizedCache serves, and a KVCache alone does not.
 
     A KVCache holds the layers that it can. transformers keeps the others, in 16 bit or as states.
-    All sequences of a batch must have the same length, and keep their order: these layers do not
-    follow `reorder` and `select` of a cache. You can crop a cache to the end of the
-    prompt that prefill has read, and to no other length. So a text that generate has ended before
-    others is filled up with its end token in the cache, too.
+    These do not follow `reorder` and `select`, so all sequences of a batch have one length and keep
+    their order. Crop a cache to the end of the prompt that prefill read, and to no other length.
+    generate therefore fills a text that ends early with its end token in the cache, too.
 
     Args:
         model, tokenizer, exact_format: as of CachedModel.
-        dequantize: if true, each call dequantizes the rows and the model computes attention by
-            itself, as with QuantizedCache(dequantize=True).
+        dequantize: dequantize rows in each call, for a model that computes attention by itself, as
+            QuantizedCache(dequantize=True).
 
     Attributes:
         dequantizes: the argument dequantize.
@@ -118,11 +108,8 @@ class HybridModel(CachedModel):
         chunk: int | None = None,
         progress: Progress | None = None,
     ) -> torch.Tensor:
-        """As CachedModel. Afterwards you can crop the cache to the end of this prompt.
-
-        Raises:
-            ShapeError: the sequences differ in length; else as CachedModel.
-        """
+        """As CachedModel; sequences of unlike lengths raise ShapeError. You can crop to this
+        prompt's end."""
         if chunk is None and self.config.model_type in _FORGETFUL:
             chunk = tokens.shape[1]
         logits = super().prefill(cache, tokens, lens, append=append, chunk=chunk, progress=progress)
@@ -130,11 +117,11 @@ class HybridModel(CachedModel):
         return logits
 
     def copy_states(self, source: KVCache, target: KVCache) -> None:
-        """Copy the layers that transformers keeps, behind the prompt, to another cache.
+        """Copy transformers' layers, as of the prompt's end, from one cache to another.
 
         Args:
             source: the cache that prefill has read the prompt into.
-            target: a KVCache with rows of the same prompt; you can decode from it afterwards.
+            target: a KVCache with rows of the same prompt.
 
         Raises:
             ConfigError: this model has not read a prompt into source, or target has another length.
@@ -195,11 +182,8 @@ class HybridModel(CachedModel):
         return logits if given else logits[:, keep]
 
     def _beside(self, cache: KVCache) -> Sequence[Any]:
-        """All layers behind the tokens of a cache.
-
-        Raises:
-            ConfigError: the cache ends neither at the last token nor at the prompt.
-        """
+        """All layers after a cache's tokens; ConfigError unless it ends at the prompt or last
+        token."""
         length = int(cache.seq_lens.max())
         if not length:
             layers = self._layers
@@ -252,14 +236,7 @@ class HybridModel(CachedModel):
 def load_decoder(
     folder: str | Path, *, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> CachedModel:
-    """Load a model and its tokenizer, in the first form that serves it (decoder_of).
-
-    Args:
-        folder, dtype, device: as of CachedModel.from_pretrained.
-
-    Raises:
-        KVQuantError: as CachedModel.from_pretrained and decoder_of.
-    """
+    """Load a model and its tokenizer, as CachedModel.from_pretrained, in the form of decoder_of."""
     return decoder_of(**loaded(folder, dtype, device))
 
 
@@ -269,9 +246,6 @@ def decoder_of(
     """Make the first form of a model that serves it, after a trial on three tokens.
 
     The forms are CachedModel, HybridModel and HybridModel(dequantize=True), in this order.
-
-    Args:
-        model, tokenizer, exact_format: as of CachedModel.
 
     Raises:
         UnsupportedModelError: no form serves the model; the message has the reason of each.
@@ -292,11 +266,6 @@ def decoder_of(
 
 
 def _try_out(model: CachedModel) -> None:
-    """Read two tokens and decode one.
-
-    Raises:
-        UnsupportedModelError: this form cannot, or the model's own code refuses the cache.
-    """
     if not isinstance(model, HybridModel):
         cache_layers(model.config, longest=None).check_whole()  # for texts of any length
     name = model.exact_format

@@ -1,11 +1,8 @@
-"""Whether `generate` goes on with the text in its cache, as the token ids tell.
+"""Whether `generate` continues the text in its cache, by comparing token ids.
 
-transformers gives a cache the tokens behind those that it holds, so no call of a model shows that
-the text has another beginning. Only `generate` is given all ids. It is wrapped here: where it has a
-QuantizedCache, the ids of the text that the cache holds are compared with those that come, before
-anything is computed, and the ids that generate returned are kept after the call. The ids themselves
-are kept, 8 bytes a token: a checksum could not follow crop. No step is compared, and nothing is
-read in a step.
+No call of a model shows that a text has another beginning: only `generate` gets all ids. The
+wrapper compares them before generate computes anything, and keeps the ids that it returned: 8 bytes
+a token, as a checksum could not follow crop. Steps compare and read nothing.
 """
 
 from __future__ import annotations
@@ -59,18 +56,7 @@ def _size(cache: CachedText) -> tuple[int, int]:
 
 
 def _whole(cache: CachedText, came: torch.Tensor, mask: Any) -> torch.Tensor | None:
-    """The ids of the text that a call of generate goes on with.
-
-    Args:
-        came: [texts, columns] ids, of the whole text, or the new ones.
-        mask: attention_mask of the whole text, if any.
-
-    Returns:
-        [texts or sequences, columns] int64, ANY where padding is; None if they cannot be known.
-
-    Raises:
-        ConfigError: the cache holds other tokens.
-    """
+    """The ids of the text that a call of generate goes on with."""
     if came.ndim != 2 or came.is_floating_point():
         return None
     held, ids = cache.length_of(0), came.long()
@@ -104,13 +90,7 @@ def _whole(cache: CachedText, came: torch.Tensor, mask: Any) -> torch.Tensor | N
 
 
 def _held(cache: CachedText, text: torch.Tensor, came: Any, sequences: Any) -> torch.Tensor | None:
-    """The ids that a cache holds behind a call of generate; None if they are not known.
-
-    Args:
-        text: of _whole.
-        came: as there.
-        sequences: what generate returned; None if it has failed.
-    """
+    """The ids that a cache holds after a call of generate; None if unknown."""
     assert cache.kv is not None
     own = _repeated(text.to(cache.kv.device), cache.kv.batch)
     if own is None or not isinstance(sequences, torch.Tensor):

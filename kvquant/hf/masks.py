@@ -1,9 +1,8 @@
-"""What a model's attention mask says to a KVCache: causal, a window, or what it cannot compute.
+"""What a model's attention mask means for a KVCache: causal, a window, or not computable.
 
-transformers makes masks by a function that is registered under the name of the attention. In a call
-with a QuantizedCache ours makes none: it tells from the code of the function that a model wants
-which mask that would be, and hands on a mark. Attention reads the mark. A function of other code is
-told by the values of its mask: that of a text without images is causal in Gemma 3 and 4, too.
+transformers calls the mask function registered for an attention. In a call with a QuantizedCache
+ours makes no mask: it recognizes the wanted one by its function's code and returns a mark, which
+attention reads. For unknown code the values of the mask decide (Gemma 3 and 4 without images).
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class MaskMark(NamedTuple):
     """What a mask of a call with a QuantizedCache shows.
 
     Attributes:
-        window: tokens that each token sees, the last ones; None for all.
-        chunk: tokens from which on it shows less: it ends at multiples of them. None: never.
+        window: how many last tokens each token sees; None for all.
+        chunk: from this token on it shows less, by chunks of this size; None for never.
         problem: why no KVCache can compute it, else None.
     """
 
@@ -74,16 +73,8 @@ def _with_mark(mask: torch.Tensor, mark: MaskMark) -> _Mask:
 
 
 def window_of(attention_mask: torch.Tensor | None, name: str, columns: int) -> int | None:
-    """The window of a mask, or None.
-
-    Args:
-        attention_mask: that a layer got.
-        name: of the layer.
-        columns: that it attends to.
-
-    Raises:
-        UnsupportedModelError: the mask is none that a KVCache can compute.
-    """
+    """The window of a layer's mask, or None; UnsupportedModelError if a KVCache cannot compute
+    it."""
     if attention_mask is None:
         return None
     mark: MaskMark | None = getattr(attention_mask, "kvquant_mask", None)
@@ -109,13 +100,9 @@ def _mask(
     config: Any = None,
     **sizes: Any,
 ) -> torch.Tensor | None:
-    """The mask of a call with a QuantizedCache as a mark; else that of SDPA.
-
-    Where the cache has layers that are transformers' own it is SDPA's mask, marked: they share it.
-
-    Returns:
-        None for the causal one of SDPA, which attention computes by itself.
-    """
+    """The mask of a call with a QuantizedCache as a mark; else that of SDPA."""
+    # A cache whose layers are in part transformers' own gets SDPA's mask with a mark: they share
+    # it.
     given: dict[str, Any] = {"mask_function": mask_function, "attention_mask": attention_mask}
     given |= {"local_size": local_size, "use_vmap": use_vmap, "config": config}
     cache = _asked(sizes["q_length"])
@@ -155,7 +142,7 @@ def _mask(
 
 
 def _asked(columns: int) -> CachedText | None:
-    """The cache that was asked for the sizes of the mask that is made now, for so many columns."""
+    """The cache for whose sizes transformers makes this mask, of so many columns."""
     if torch.compiler.is_compiling():
         return running.take()
     if running.traced is not None:  # a graph has ended in between
@@ -170,12 +157,7 @@ def _asked(columns: int) -> CachedText | None:
 def _marks_of(
     cache: CachedText, given: dict[str, Any], sizes: dict[str, Any]
 ) -> tuple[MaskMark, ...]:
-    """What a mask shows: what its function always shows; or, of a function of other code, each mask
-    that this one is in this call, twice the first.
-
-    Args:
-        given, sizes: what sdpa_mask takes of it.
-    """
+    """What a mask shows. For unknown code: each mask whose values this one has in this call."""
     mask_function, local_size = given["mask_function"], given["local_size"]
     if not given["use_vmap"]:  # else it has functions of the caller's own
         if local_size is None and mask_function is causal_mask_function:
@@ -216,10 +198,8 @@ def is_chunk(mask_function: Callable[..., Any], size: int) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two functions run the same code with the same values around it.
-
-    Tensors count as equal: the one there is, left padding, is zeros where nothing is hidden.
-    """
+    """Whether two functions run the same code with the same values around it."""
+    # Tensors count as equal: the only one is left padding, zeros where nothing is hidden.
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
         around = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other)]
         return one.__code__ is other.__code__ and _same(*around)

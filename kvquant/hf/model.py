@@ -78,14 +78,13 @@ class CachedModel:
     Threads may share it, each with caches of its own. On CUDA, attention of a float32 model takes
     and gives bfloat16 in each step.
 
-    Ranks (tp_plan, torchrun): each process calls the same methods with the same tokens; its caches
-    hold the KV heads of its rank, and each saves a file of its own. An error on one rank alone
-    leaves the others waiting.
+    Ranks (tp_plan, torchrun): each process calls the same methods with the same tokens, keeps the
+    KV heads of its rank, and saves a file of its own. After an error on one rank the others wait.
 
     Args:
         model: a causal language model that attends through transformers' attention interface.
-        tokenizer: its tokenizer; needed by encode and decode only, which raise ConfigError without.
-        exact_format: its 16-bit rows; "fp16" for a float16 model, else "bf16", when None.
+        tokenizer: for encode and decode, which raise ConfigError without it.
+        exact_format: of 16-bit rows; None for "fp16" with a float16 model, else "bf16".
 
     Attributes:
         config: of the text model.
@@ -94,7 +93,7 @@ class CachedModel:
     Raises:
         ConfigError: model is no model of transformers.
         UnsupportedModelError: it is no causal language model, none of its layers attends, or it
-            computes attention by itself. Layers that no KVCache holds are told by new_cache.
+            computes attention by itself. new_cache names layers that no KVCache holds.
 
     Example:
         >>> import torch
@@ -137,18 +136,19 @@ class CachedModel:
     ) -> CachedModel:
         """Load a model and its tokenizer from a folder, a GGUF file, or the Hugging Face hub.
 
-        No code of the model's own runs, and weights come from safetensors or GGUF files only.
+        Code in the model's folder never runs, and weights must be safetensors or GGUF.
 
         Args:
-            folder: what save_pretrained wrote; a GGUF file, whose weights are dequantized (the
-                extra gguf); or a name on the hub, OWNER/NAME, of which the safetensors, the config
-                and the tokenizer are downloaded, unless the hub's cache folder has them.
+            folder: of save_pretrained; a GGUF file, which is dequantized (extra gguf); or a name on
+                the hub, OWNER/NAME: safetensors, config and tokenizer come from the hub or its
+                cache folder.
             dtype: of weights and arithmetic. float32 is faster on CPUs without bfloat16 units; 16
                 bit takes half the memory. 16-bit rows of caches have this dtype; with float32, that
                 of the saved model.
             device: where to run; the CPU when None.
             tp_plan: "auto", or as transformers' DistributedConfig has it, in each process of
-                torchrun: which weights are spread over them. transformers chooses the devices.
+                torchrun: which weights to spread over the processes. transformers chooses the
+                devices.
 
         Raises:
             ConfigError: no such folder, file, name or device, no network, a model that transformers
@@ -166,10 +166,7 @@ class CachedModel:
 
     @property
     def config_dict(self) -> dict[str, Any]:
-        """The whole config and the weights' fingerprint, as save_cache and model_identity take it.
-
-        Of a model that is spread over ranks, all ranks must ask for it.
-        """
+        """The config and the weights' fingerprint, for save_cache; all ranks must ask for it."""
         return identified(self.model)
 
     @property
@@ -180,24 +177,16 @@ class CachedModel:
 
     @property
     def max_positions(self) -> int | None:
-        """Tokens that the model was made for, None where it does not say."""
+        """Tokens that the model was made for; None if its config names none."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text.
-
-        Raises:
-            ConfigError: there is no tokenizer.
-        """
+        """Token ids of a text; ConfigError without a tokenizer."""
         ids: list[int] = self._known_tokenizer("encode")(text)["input_ids"]
         return ids
 
     def decode(self, tokens: Sequence[int] | torch.Tensor) -> str:
-        """The text of token ids.
-
-        Raises:
-            ConfigError: there is no tokenizer.
-        """
+        """The text of token ids; ConfigError without a tokenizer."""
         text: str = self._known_tokenizer("decode").decode(tokens)
         return text
 
@@ -223,8 +212,8 @@ class CachedModel:
         """Make an empty KVCache of this model's layers.
 
         It holds the layers that own keys and values, in order. Their head_dim may differ, their
-        number of KV heads may not. Of a model with multi-head latent attention (DeepSeek V2, V3) it
-        is a LatentKVCache.
+        number of KV heads may not. With multi-head latent attention (DeepSeek V2, V3) it is a
+        LatentKVCache.
 
         Args:
             batch: sequences.
@@ -237,8 +226,8 @@ class CachedModel:
             ConfigError: an option is not supported.
             AccuracyError: K rows of 4 bits or fewer, without a plan, ruin the model's texts.
             CheckpointError: the plan was made for another model.
-            UnsupportedModelError: layers that are not attention, or of a shape that is not
-                supported; or the plan has not all layers.
+            UnsupportedModelError: a layer is no attention or has an unsupported shape; or the plan
+                lacks layers.
         """
         check_flag("accept_loss", accept_loss)
         device = layer_devices(self.model, self._layers.places) or self.model.device
@@ -258,24 +247,23 @@ class CachedModel:
     def fold_values(self, plan: Plan) -> CachePlan:
         """Move the plan's bases of V from caches into the model's weights, in place.
 
-        The value and output projections of each layer change. The model computes what it did
-        before, with any cache, but for one rounding of its weights; a decode step no longer
-        multiplies by the basis. Projections get a bias where the plan has offsets.
+        The value and output projections of each layer change, and get a bias if the plan has
+        offsets. The model computes the same as before, with any cache, except for one rounding of
+        its weights; decode steps save a multiplication by the basis.
 
         Args:
             plan: as in new_cache.
 
         Returns:
-            The plan for caches of this model from now on: without bases of V. Caches that were made
-            before, and plans that this one is not, are for the model as it was.
+            The plan, without bases of V, for all later caches of this model. Caches that you made
+            before, and other plans, are for the model as it was.
 
         Raises:
             CheckpointError: the plan was made for another model.
-            ConfigError: bases of V were folded into this model before, or it has none: the plan is
-                of latent rows.
-            UnsupportedModelError: values or outputs of a layer do not come from, or go into, a
-                linear layer as they are, or the model is spread over ranks; nothing has changed
-                then.
+            ConfigError: bases of V are in this model already, or the plan is of latent rows.
+            UnsupportedModelError: a layer's values or outputs do not come straight from, or go
+                straight into, a linear layer, or the model is spread over ranks; nothing has
+                changed.
         """
         self._check_alone("its weights hold a part of each projection")
         plan = as_plan(plan)
@@ -308,28 +296,28 @@ class CachedModel:
     ) -> torch.Tensor:
         """Read a text, or with append more of it, into a cache in chunks.
 
-        A call that raises is taken back; with windows at least to the last whole chunk.
+        A call that raises is undone; with windows at least to the last whole chunk.
 
         Args:
-            cache: from new_cache, empty; with append what it holds already is the past.
+            cache: from new_cache, empty; with append its tokens are the past.
             tokens: [batch, new_tokens], whole numbers; padding, if any, last.
-            lens: [batch], whole numbers: tokens of each sequence that are no padding, 1 or more;
-                all when None.
-            append: go on with the texts of the cache: a second turn, what follows a saved prefix,
-                the next part of a prompt. The cache may be empty.
+            lens: [batch], whole numbers: tokens of each sequence without padding, 1 or more; all
+                when None.
+            append: continue the texts of the cache: a second turn, text after a saved prefix, the
+                next part of a prompt. The cache may be empty.
             chunk: tokens of each sequence computed at a time: more are faster, and activations take
-                more memory. None: 16,384 of all sequences together; all at once where rotary
-                embeddings depend on the length of the text, and it is beyond it.
+                more memory. None: 16,384 of all sequences together; all at once if rotary
+                embeddings depend on the length of the text, and the text exceeds it.
             progress: called with the number of tokens done after each chunk.
 
         Returns:
             [batch, vocabulary]: the logits after each sequence's last token.
 
         Raises:
-            ShapeError: tokens or lens do not fit the cache, or not into it, or the cache not the
-                model; or a position beyond the model's position embeddings.
+            ShapeError: tokens, lens or cache do not fit one another or the model; no room in the
+                cache; or a position beyond the model's position embeddings.
             ConfigError: the cache holds tokens, and append is not given; tokens or lens are no
-                whole numbers, or not in the vocabulary (on CUDA looked at in debug mode only).
+                whole numbers, or not in the vocabulary (checked on CUDA in debug mode only).
             NonFiniteError: keys or values that the formats cannot hold, see KVCache.check.
             UnsupportedModelError: attention that KVCache cannot compute, with the layer.
         """
@@ -368,7 +356,7 @@ class CachedModel:
         return logits
 
     def step(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
-        """Decode one token of each sequence by the fused call.
+        """Decode one token of each sequence by the fused call; errors as of prefill.
 
         Args:
             cache: the past of each sequence, of any lengths.
@@ -376,9 +364,6 @@ class CachedModel:
 
         Returns:
             [batch, vocabulary]: the logits of the next token.
-
-        Raises:
-            As prefill.
         """
         check_kind("cache", cache, KVCache, _GIVE_CACHE)
         self.check_tokens(tokens, (cache.batch,))
@@ -387,19 +372,17 @@ class CachedModel:
         return self._run(cache, tokens[:, None], None, [0])[:, 0]
 
     def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The fastest way to decode tokens of a cache one by one that needs no torch.compile.
+        """The fastest way, without torch.compile, to decode tokens of a cache one by one.
+
+        Call cache.check() at the end. Errors are those of prefill.
 
         Args:
             cache: the past of each sequence.
             num_tokens: how many are to come.
 
         Returns:
-            On CUDA a CapturedStep, if there are 8 tokens or more, the model's step can be captured,
-            and memory is left; else step, from Python (the log says why, at INFO). Logits last
-            until the next call; call cache.check() at the end.
-
-        Raises:
-            As prefill.
+            On CUDA a CapturedStep, for 8 tokens or more, if a graph can hold the model's step and
+            memory is left; else step (the log says why, at INFO). Logits last until the next call.
         """
         check_kind("cache", cache, KVCache, _GIVE_CACHE)
         if num_tokens >= LEAST_CAPTURED:
@@ -426,29 +409,29 @@ class CachedModel:
     ) -> torch.Tensor:
         """Continue each sequence up to an end token, by stepper.
 
-        A call that raises has added nothing, also where choose raises. A text that ends before
-        others leaves no more in the cache than it has alone. (It takes part in the steps of the
-        others. What it appends is cropped, every rollback_len tokens.)
+        If a call raises, also in choose, it has added nothing. A text that ends early leaves no
+        more in the cache than alone: it takes part in the steps of the others, and generate crops
+        what these append, every rollback_len tokens.
 
         Args:
             cache: the past of each sequence.
-            logits: [batch, vocabulary] after its last token, as prefill or step has just returned
-                them. Whether they are those of this cache cannot be seen.
+            logits: [batch, vocabulary] after its last token, just returned by prefill or step.
+                kvquant cannot check that they are of this cache.
             num_tokens: the most tokens to add, 1 or more.
             eos_token_id: the token that ends a text, or several; end_tokens when None. With () no
                 text ends before num_tokens, and on CUDA no step waits for the GPU.
-            choose: takes the logits of a step, [batch, vocabulary], and gives the next token of
-                each sequence, [batch] int64: to sample, or to show tokens as they come. The
-                likeliest tokens when None. Ranks (tp_plan) must choose alike.
+            choose: maps logits of a step, [batch, vocabulary], to the next token of each sequence,
+                [batch] int64: to sample, or to show tokens as they come. The likeliest tokens when
+                None. Ranks (tp_plan) must choose alike.
 
         Returns:
-            [batch, at most num_tokens], int64: up to the longest text. Behind its end a shorter
-            text is filled with its end token. The last token of a text is not in the cache yet:
-            step with it, or put it before the tokens that prefill(..., append=True) reads.
+            [batch, at most num_tokens], int64: up to the longest text; a shorter text repeats its
+            end token. The cache does not hold the last token of a text yet: step with it, or put it
+            before the tokens of prefill(..., append=True).
 
         Raises:
-            ConfigError: a sequence of the cache is empty, so the logits are of another one; or an
-                end token or tokens of choose that are not possible, or choose is no function.
+            ConfigError: a sequence of the cache is empty, so the logits are of another one; an end
+                token or a token of choose is not possible; or choose is no function.
             Else as prefill.
 
         Example:
@@ -540,11 +523,11 @@ class CachedModel:
     def plain(self, tokens: torch.Tensor, past: Any = None) -> torch.Tensor:
         """Run the model as transformers does: SDPA, and a DynamicCache of the model's dtype.
 
-        Where SDPA cannot compute a model's attention (soft caps, sink logits), by its eager one.
+        The model's eager attention computes soft caps and sink logits, which SDPA lacks.
 
         Args:
             tokens: [batch, new_tokens], whole numbers.
-            past: a DynamicCache, which is added to; none is kept when None.
+            past: a DynamicCache to extend, or None.
 
         Returns:
             [batch, vocabulary]: the logits after the last token.
@@ -593,8 +576,8 @@ class CachedModel:
     def output_weights(self) -> dict[int, torch.Tensor]:
         """The output projection of each layer's attention, [hidden, num_q_heads * head_dim].
 
-        Of a layer with latent attention a smaller one, [heads * v_dim, latent_dim], which makes
-        errors of a latent as large as W_UV and the projection make them.
+        For latent attention a smaller matrix, [heads * v_dim, latent_dim], which enlarges errors of
+        a latent as much as W_UV and the projection do.
 
         Raises:
             UnsupportedModelError: the model is spread over ranks, weights are offloaded, or a layer
@@ -666,11 +649,7 @@ class CachedModel:
         return None
 
     def not_compiled(self, past: QuantizedCache) -> str | None:
-        """Why torch.compile cannot compile a decode step; None if no reason is known.
-
-        Args:
-            past: of past_of, for a cache and model that not_captured has no objection to.
-        """
+        """Why torch.compile cannot compile a step with this past; None if no reason is known."""
         if past.is_compileable:
             return None
         if self._layers.scaled_from is not None:
@@ -678,8 +657,7 @@ class CachedModel:
         return "some of its layers attend to the keys of other ones, which takes torch 2.13"
 
     def read_in_bases(self, cache: KVCache) -> list[Any]:
-        """Fold the bases of latent rows into weights (models/latent.py), as the first call with a
-        cache does, for a graph, which cannot; what a step reads besides the model and the cache."""
+        """Fold bases of latent rows for a graph; return what else a step reads."""
         if not isinstance(cache, LatentKVCache):
             return []
         places: dict[Any, int] = {layer: at for at, layer in enumerate(self._layers.places)}
@@ -691,24 +669,18 @@ class CachedModel:
         return list(cache.folded)
 
     def past_of(self, cache: KVCache, new_lens: torch.Tensor | None = None) -> QuantizedCache:
-        """A cache as the model takes it for one call, which reads lengths when it is made.
-
-        Args:
-            cache: of the model.
-            new_lens: as QuantizedCache.tell has it.
-        """
+        """A cache as the model takes it for one call; new_lens as in QuantizedCache.tell."""
         past = QuantizedCache(cache, placed=True, drafts=False, max_seq_len=cache.max_seq_len)
         past.tell(self._layers, new_lens)  # some models make masks of their own
         return past
 
     def call(self, past: QuantizedCache, tokens: torch.Tensor, keep: list[int]) -> torch.Tensor:
-        """One call of the model, at the positions behind the cache's tokens; nothing is read.
+        """Call the model at the positions after the cache's tokens; the host reads nothing.
 
         Args:
-            past: of past_of; it is appended to.
+            past: of past_of; the call appends to it.
             tokens: [batch, new_tokens].
-            keep: n places of new tokens; no tensor, which hooks of accelerate bring to a device
-                that may not be that of the last layer.
+            keep: n places of new tokens; no tensor, as hooks of accelerate would move it.
 
         Returns:
             [batch, n, vocabulary]: the logits at these places.
@@ -716,10 +688,9 @@ class CachedModel:
         return self._call_by(self.model, past, tokens, keep)
 
     def compiled(self) -> Callable[[QuantizedCache, torch.Tensor, list[int]], torch.Tensor]:
-        """Make a version of `call` that torch.compile compiles, for steps of one token.
+        """Compile `call` by torch.compile for steps of one token, as one graph (fullgraph).
 
-        torch compiles the model as one graph (fullgraph), without a CUDA graph. Before the first
-        compiled call run `call` itself, with the same past.
+        Before the first compiled call run `call` itself, with the same past.
         """
         forward = torch.compile(self.model.__call__, fullgraph=True, dynamic=False)
         return partial(self._call_by, forward)
@@ -778,7 +749,7 @@ class CachedModel:
 
     @cached_property
     def _positions(self) -> int | None:
-        """Positions that the model has; None where they have no end."""
+        """Positions of the model; None for no end."""
         return positions_of(self.model)
 
     def check_tokens(self, tokens: torch.Tensor, shape: tuple[int | None, ...]) -> None:
@@ -813,7 +784,6 @@ class CachedModel:
             self._check_positions(int((cache.positions.cpu() + counts).max()))
 
     def _check_positions(self, count: int) -> None:
-        """Raise unless the model has this many positions."""
         if self._positions is not None and count > self._positions:
             raise ShapeError(
                 f"{count} positions are needed, and the model has learned {self._positions}: give "
@@ -822,13 +792,7 @@ class CachedModel:
 
 
 def as_cached_model(model: Any, tokenizer: Any = None) -> Any:
-    """A CachedModel of a model of transformers, or of what CachedModel.from_pretrained loads; what
-    is neither comes back as it is.
-
-    Args:
-        model: as above.
-        tokenizer: of a model of transformers; None where no text will be read.
-    """
+    """A CachedModel of a model of transformers or of a folder; else the argument itself."""
     if isinstance(model, str | os.PathLike):
         return CachedModel.from_pretrained(os.fsdecode(model))
     return CachedModel(model, tokenizer) if isinstance(model, torch.nn.Module) else model
@@ -840,7 +804,7 @@ def loaded(
     device: torch.device | str | None,
     tp_plan: TensorPlan | None = None,
 ) -> dict[str, Any]:
-    """What a CachedModel is made of; see from_pretrained."""
+    """The parts of a CachedModel; see from_pretrained."""
     device = check_device("cpu" if device is None else device)
     model, tokenizer, saved = load(folder, dtype, tp_plan)
     exact = exact_codec(saved if dtype == torch.float32 else dtype)

@@ -5,8 +5,8 @@
     attention   0 0 1 1 1 1                  e f g h i
     _mask       0 1 1 1 1 1
 
-Padding may stand on the left, on the right or between the turns of a conversation. All of it is
-known on the host: masks of several tokens are read once, in a step every column holds a token.
+Padding may stand on the left, on the right or between turns. The host knows all of it: it reads
+masks of several tokens once, and in a step every column holds a token.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ import torch
 class Padding:
     """The new columns of one call, some of which hold no token.
 
-    Args:
-        kept: [batch, columns] bool: those that hold one.
-        on_host: the same, on the CPU.
-
     Attributes:
-        on_host: as above.
+        on_host: [batch, columns] bool on the CPU: columns that hold a token.
         counts: tokens of each sequence.
         lens: [batch] int32, the same on the device of kept.
-        order: [batch, columns] int64: the columns, those with tokens first; None if they are.
+        order: [batch, columns] int64: columns with tokens first; None if they already are.
     """
 
     def __init__(self, kept: torch.Tensor, on_host: torch.Tensor) -> None:
@@ -41,7 +37,6 @@ class Padding:
         self._elsewhere: dict[torch.device, Padding] = {}
 
     def on(self, device: torch.device) -> Padding:
-        """The same, with its tensors on a device."""
         if device == self.lens.device:
             return self
         if device not in self._elsewhere:
@@ -50,42 +45,34 @@ class Padding:
 
     @classmethod
     def behind(cls, lens: torch.Tensor, columns: int, device: torch.device) -> Padding:
-        """Padding behind the first lens[b] of the columns.
-
-        Args:
-            lens: [batch], on the CPU.
-        """
+        """Padding after the first lens[b] columns; lens is [batch] on the CPU."""
         on_host = torch.arange(columns, device="cpu") < lens[:, None]
         return cls(on_host.to(device), on_host)
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
-        """[batch, heads, columns, elements] with the tokens first, what padding holds behind."""
+        """[batch, heads, columns, elements] with the tokens first."""
         if self.order is None:
             return states
         return states.take_along_dim(self.order[:, None, :, None], dim=2)
 
     def unpack(self, states: torch.Tensor) -> torch.Tensor:
-        """What was packed, in its columns again."""
+        """The inverse of pack."""
         if self.order is None:
             return states
         return states.take_along_dim(self._places[:, None, :, None], dim=2)
 
     def first(self, columns: torch.Tensor) -> torch.Tensor:
-        """[batch, columns] -> [batch]: what the first token of each sequence has."""
+        """[batch, columns] -> [batch]: the value of each sequence's first token."""
         return columns[:, 0] if self.order is None else columns.gather(1, self.order[:, :1])[:, 0]
 
 
 class Columns:
-    """All columns that a cache was given; it does not change, what comes makes another one.
-
-    Args:
-        length: columns.
-        padding: where it is: the first column of a part, and [batch, columns] bool, on the CPU,
-            which of these hold tokens.
-        pads: columns of each sequence that hold none.
+    """All columns of a cache's texts; immutable.
 
     Attributes:
-        length, pads: as above.
+        length: columns.
+        padding: parts: the first column, and [batch, columns] bool, on the CPU: tokens.
+        pads: columns of each sequence that hold no token.
         is_empty: no sequence has a token yet.
         has_empty: a sequence has none, or there is no sequence.
     """
@@ -99,7 +86,7 @@ class Columns:
 
     @classmethod
     def of_lens(cls, lens: Sequence[int]) -> Columns:
-        """Of sequences of which lengths are all that is known: shorter ones have padding first."""
+        """Columns of sequences with known lengths: shorter ones have padding first."""
         length = max(lens)
         pads = [length - one for one in lens]
         if not any(pads):
@@ -109,11 +96,10 @@ class Columns:
 
     @property
     def lens(self) -> list[int]:
-        """Tokens of each sequence."""
         return [self.length - pads for pads in self.pads]
 
     def with_more(self, columns: int, padding: Padding | None) -> Columns:
-        """With those of a call behind them."""
+        """With those of a call appended."""
         if padding is None:
             return Columns(self.length + columns, self.pads, self._padding)
         pads = [own + columns - n for own, n in zip(self.pads, padding.counts, strict=True)]
@@ -121,7 +107,6 @@ class Columns:
         return Columns(self.length + columns, pads, parts)
 
     def without_last(self, columns: int) -> Columns:
-        """Without the last ones, whatever they hold."""
         length = max(self.length - columns, 0)
         parts = tuple(
             (first, kept[:, : length - first]) for first, kept in self._padding if first < length
@@ -129,7 +114,6 @@ class Columns:
         return self._of_parts(length, parts, len(self.pads))
 
     def take(self, index: Sequence[int]) -> Columns:
-        """Those of the sequences at these places."""
         places = torch.tensor(index, device="cpu")
         parts = tuple((first, kept[places]) for first, kept in self._padding)
         return self._of_parts(self.length, parts, len(index))

@@ -15,16 +15,16 @@ from .models.fingerprint import identified
 def plan_of_model(
     plan: ModelPlan, model: Any, options: Mapping[str, object] | None = None
 ) -> CachePlan | None:
-    """The plan that was asked for; None for none.
+    """The plan that the user wants; None for none.
 
     Args:
         plan: a plan, the path of one, "auto", or False or None for none.
-        model: a CachedModel, or a model of transformers; what else there is where no model is.
-        options: of the cache: formats among them contradict a plan.
+        model: a CachedModel or a model of transformers, if there is one.
+        options: of the cache; formats among them contradict a plan.
 
     Raises:
         ConfigError: "auto" without a model or with formats; or as as_plan, or as auto_plan.
-        CheckpointError: the plan was made for other weights than the model has.
+        CheckpointError: the plan was made for other weights.
     """
     if plan is None or plan is False:
         return None

@@ -1,14 +1,13 @@
 """Predict a text in one pass whose tokens attend to what a cache would have kept.
 
-It gives the predictions of decoding token by token, because a token's row does not depend on later
-tokens: all scored tokens may be computed at once. Each of them meets
+The result is that of decoding token by token, because a token's row does not depend on later
+tokens. Each scored token attends to
 
     packed rows     of the tokens that a cache would have packed by then: what `store` makes of them
-    16-bit rows     of the first and the last tokens up to it, where the cache has such a window
+    16-bit rows     of the first and the last tokens up to it, if the cache has a 16-bit window
 
-The context before the scored tokens is read once, by exact attention. Its 16-bit keys and values
-stay, so a pass computes the scored tokens alone. Models with layers that cannot go on from a kept
-context (states, keys of other layers) read the context again in each pass.
+Exact attention reads the context once, and a pass computes the scored tokens alone. Models that
+cannot continue from kept keys and values (states, shared keys) read the context in each pass.
 """
 
 from __future__ import annotations
@@ -48,12 +47,7 @@ _pass = _Pass()
 
 
 def exact_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
-    """The attention function that computes all that a layer asks for.
-
-    Args:
-        module: calls it.
-        options: that it gives: SDPA has no caps ("softcap") and no sink logits ("s_aux").
-    """
+    """The attention function that computes a layer's options; SDPA lacks softcap and s_aux."""
     if all(options.get(name) is None for name in ("softcap", "s_aux")):
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return attend
@@ -68,7 +62,7 @@ def exact_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callabl
 
 
 def owner_of(key: torch.Tensor, layer: int) -> int:
-    """The layer whose keys these are: the first that attends with them, which is marked on them."""
+    """The layer whose marked keys these are."""
     owner: int | None = getattr(key, "kvquant_owner", None)
     if owner is None:
         owner = key.kvquant_owner = layer  # type: ignore[attr-defined]  # a mark on it
@@ -76,15 +70,15 @@ def owner_of(key: torch.Tensor, layer: int) -> int:
 
 
 class Passages:
-    """Passages of a text, whose tokens behind a context are predicted from rows.
+    """Passages of a text: predictions from rows, after a context.
 
     Args:
         model: of transformers; it attends through transformers' attention interface.
         tokens: [batch, tokens], int64.
-        context: how many of the first tokens are read by exact attention.
+        context: how many first tokens exact attention reads.
         exact: dtype of a cache's 16-bit rows.
-        keeps_context: whether every layer can go on from the kept keys and values of the context.
-        tick: called after each linear layer while the context is read.
+        keeps_context: whether every layer can continue from the context's keys and values.
+        tick: called after each linear layer of the context.
     """
 
     def __init__(
@@ -111,16 +105,12 @@ class Passages:
             self._past = past
 
     def predict(self, store: Store, window: tuple[int, int] = (0, 0)) -> torch.Tensor:
-        """Predict what comes after each token behind the context.
+        """Logits [batch, tokens - context, vocabulary] after each token that follows the context.
 
         Args:
-            store: called with each layer's index, keys and values; gives what is read of packed
-                rows. A layer that attends to the keys of another one reads what is stored as that
-                one's.
+            store: maps a layer's index, keys and values to what packed rows give. A layer with the
+                keys of another one reads that one's.
             window: sink_len and recent_len, the tokens that stay in 16 bit.
-
-        Returns:
-            [batch, tokens - context, vocabulary]: logits.
         """
         tokens, options = self._tokens, {"use_cache": False}
         keep = tokens.shape[1] - self._context
@@ -139,8 +129,8 @@ class Passages:
 
 
 def _continued(past: DynamicCache) -> DynamicCache:
-    """A cache that goes on from another one, which stays as it is: layers replace their tensors and
-    write into none."""
+    """Extend a cache that itself stays unchanged: layers replace their tensors, never write into
+    them."""
     found = copy.copy(past)
     found.layers = [copy.copy(layer) for layer in past.layers]
     return found
@@ -154,10 +144,8 @@ def _stored_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend to packed rows and, by a mask, to the 16-bit rows beside them.
-
-    Keys are those of the last tokens, so that the last query and the last key are of one token.
-    """
+    """Attend to packed rows and, by a mask, to 16-bit rows; the last query is of the last key's
+    token."""
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or _pass.store is None:
         raise UnsupportedError(f"{type(module).__name__} does not say which layer it is")

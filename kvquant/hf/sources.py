@@ -1,5 +1,5 @@
-"""What a QuantizedCache may be made of: a model that attends by "kvquant", its config, or a KVCache
-that fits the model. Everything else is refused here, with what to give."""
+"""What a QuantizedCache may be made of: a model that attends by "kvquant", its config, or a fitting
+KVCache. Everything else raises, with what to give."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _THEIRS = "backend", "config", "nbits", "axis_key", "axis_value", "q_group_size"
 
 
 def check_names(theirs: tuple[object, ...], others: dict[str, Any]) -> None:
-    """Raise for arguments that are not of this QuantizedCache: ConfigError if they are those of
-    transformers', else TypeError, as Python does."""
+    """Raise for unknown arguments: ConfigError for transformers' own, else TypeError."""
     named = [name for name in others if name in _THEIRS]
     if theirs or named:
         came = " and ".join(named) or f"{1 + len(theirs)} arguments without a name"
@@ -36,11 +35,7 @@ def check_names(theirs: tuple[object, ...], others: dict[str, Any]) -> None:
 
 
 def config_of(source: Any) -> Any:
-    """The config of a model, or the config that was given.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """The config of a model, or the given config; ConfigError if it is neither."""
     if isinstance(source, torch.nn.Module) and hasattr(source, "config"):
         return source.config
     if hasattr(source, "kv"):
@@ -54,14 +49,11 @@ def config_of(source: Any) -> Any:
 
 
 def check_caller(model: Any, *, dequantize: bool) -> None:
-    """Raise unless a model can call a QuantizedCache.
-
-    Args:
-        dequantize: it attends in any way.
+    """Raise unless a model can call a QuantizedCache; with dequantize any attention may.
 
     Raises:
-        ConfigError: it attends otherwise than by "kvquant".
-        UnsupportedModelError: it is no decoder, or cannot attend by "kvquant".
+        ConfigError: the model does not attend by "kvquant".
+        UnsupportedModelError: the model is no decoder, or cannot attend by "kvquant".
     """
     check_decoder(model)
     if dequantize:
@@ -101,8 +93,7 @@ def check_layers(kv: KVCache, layers: CacheLayers) -> None:
 
 
 def check_columns(kv: KVCache, lens: list[int]) -> None:
-    """Raise ConfigError unless the rows of a cache are all columns that a model counts, as
-    dequantize=True needs them."""
+    """Raise ConfigError unless a cache's rows are all columns, as dequantize=True needs them."""
     windows = [window for window in kv.windows if window]
     if windows:
         raise ConfigError(

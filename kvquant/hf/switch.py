@@ -1,7 +1,7 @@
-"""Run a model with another attention implementation for the time of a call.
+"""Run a model with another attention implementation during a call.
 
-The model is the user's: after the call it attends as before it, and trains if it did. Threads that
-want the same implementation run side by side; one that wants another waits for them.
+Afterwards the user's model attends, and trains, as before. Threads that want the same
+implementation run side by side; a thread that wants another waits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DEQUANTIZE = (
 
 
 def plain_implementation(model: Any) -> str:
-    """The one of transformers' own by which a model attends exactly: "sdpa", or "eager" where SDPA
-    cannot compute its attention (soft caps, sink logits)."""
+    """transformers' exact attention for a model: "sdpa", or "eager" for soft caps and sink
+    logits."""
     config = model.config.get_text_config(decoder=True)
     # before transformers 5.21 models with caps asked for SDPA, which leaves them out
     has_caps = getattr(config, "attn_logit_softcapping", None) is not None
@@ -34,15 +34,11 @@ def plain_implementation(model: Any) -> str:
 
 @contextmanager
 def attending(model: Any, implementation: str) -> Iterator[None]:
-    """A model attends by an implementation inside the block, in evaluation mode.
-
-    Args:
-        model: of transformers, compiled or not.
-        implementation: a name in transformers' attention interface.
+    """Let a model attend by an implementation inside the block, in evaluation mode.
 
     Raises:
-        UnsupportedModelError: the model does not attend through that interface.
-        ConfigError: the block stands inside one of another implementation.
+        UnsupportedModelError: the model does not attend through transformers' interface.
+        ConfigError: the block is inside one of another implementation.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     with _making:
@@ -57,13 +53,12 @@ def attending(model: Any, implementation: str) -> Iterator[None]:
 
 
 def linears(model: Any) -> list[torch.nn.Linear]:
-    """Its linear layers."""
     return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
 
 
 @contextmanager
 def hooked(hooks: Iterable[Any]) -> Iterator[None]:
-    """Modules have these hooks inside the block, by the handles that torch gave for them."""
+    """Keep these hooks on modules inside the block."""
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.remove)

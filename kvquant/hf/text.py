@@ -1,10 +1,9 @@
 """A text in a KVCache, as the calls of one model continue it.
 
 CachedText knows on the host what the rows hold, how far the model's call is (call.py), and which
-layers of the model they are of. Keys and values go from `hand` to attention (attention.py) marked
-with a Handed. That mark is the one channel, as transformers passes nothing but the tensors on. Two
-readers do not get the mark: the function that makes masks, which gets sizes, and attention to keys
-that a model makes of latents. These two ask `running` for the cache of the call.
+layers the rows are of. `hand` marks keys and values with a Handed for attention.py: transformers
+passes on nothing but tensors. Two readers get no mark and ask `running` for the cache of the call:
+the function that makes masks, and attention to keys that a model makes of latents.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ class Handed:
         kv: its KVCache.
         at: the place there.
         layer: of the model.
-        padding: which columns hold no tokens, if any do not.
-        appended: they are in the cache, so what gets them now is another layer.
-        seen: with the first attention, in a chunk: all keys and values that it met, and their
-            number (_seen); empty if it met the chunk alone.
-        mask: that the first attention got, if any.
-        reads_rows: they are appended before attention, which reads the rows only.
+        padding: which columns hold no tokens, if any.
+        appended: they are in the cache, so the next reader is another layer.
+        seen: for a chunk: all keys and values of the first attention, and their number (_seen);
+            empty if it read the chunk alone.
+        mask: of the first attention, if any.
+        reads_rows: append before attention, which then reads rows only.
         is_traced: this is part of a graph (compile/tracing.py).
     """
 
@@ -72,8 +71,7 @@ class Handed:
 
     @property
     def latents(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The latents and RoPE parts that were handed, where these are not keys and values. They
-        bear no mark that attention sees, so they are of a call only while that has them."""
+        """Latents and RoPE parts, if these are not keys and values; only while the call runs."""
         if self.is_traced or not self._latents:
             return self._traced
         latents, ropes = self._latents[0](), self._latents[1]()
@@ -94,21 +92,19 @@ class CachedText:
         kv: the KVCache; None before the first tokens come.
         call: how far the model's call is.
         past: the columns before this call.
-        has_empty: a sequence has no token yet, nor got one in the last complete call. A bool of
-            its own, as graphs read it.
+        has_empty: a sequence still has no token after the last complete call; graphs read it.
         starts: the position of each sequence's first token.
         wrong: [2], on the device: what steps have found, see continuation.WRONG.
-        model_layers: those of the model, once they are known.
-        is_told: CachedModel says in place of the model and its mask what these are.
-        asked: columns that the model is called with, where CachedModel calls it.
-        is_placed: the caller gives position_ids that are not looked at.
-        shown: what the model's decoder was given in this call.
-        hook: of the decoder, while attention is not known to be shown positions.
-        latents: what the layer that attends next has handed, where these are latents.
-        step_masks: of one token, by their local_size and use_vmap, as made last outside of graphs.
-        ids: [batch, columns] of the first columns, as generate was given and has chosen them
-            (ids.py); None where they are not known.
-        has_beams: sequences were put at other places in this call of generate.
+        model_layers: of the model, once known.
+        is_told: CachedModel gives model and mask itself (tell).
+        asked: columns of CachedModel's call.
+        is_placed: the caller gives position_ids that the cache does not check.
+        shown: the decoder's arguments in this call.
+        hook: of the decoder, until attention is known to get positions.
+        latents: of the layer that attends next, if it hands over latents.
+        step_masks: of one token, by their local_size and use_vmap, made last outside of graphs.
+        ids: [batch, columns] of the first columns, as generate got or chose them (ids.py), or None.
+        has_beams: this call of generate has moved sequences.
     """
 
     layers: list[Any]  # ours, and transformers' own
@@ -144,11 +140,7 @@ class CachedText:
         self.has_beams = False
 
     def fit(self, layers: CacheLayers) -> None:
-        """Hold these layers of a model.
-
-        Raises:
-            ShapeError: the KVCache is not one for these layers.
-        """
+        """Hold these layers of a model; ShapeError if the KVCache is not one for them."""
         if self.kv is not None:
             check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
         self.model_layers = layers
@@ -157,26 +149,18 @@ class CachedText:
         self._stateful = sorted([*layers.others, *layers.states])
 
     def tell(self, layers: CacheLayers, new_lens: torch.Tensor | None) -> None:
-        """Say in place of the model and its mask what it is, and which new columns hold tokens.
+        """State the model's layers, and which new columns hold tokens, in place of model and mask.
 
         Args:
             layers: of the model.
-            new_lens: [batch], on the CPU: of the next call, how many columns, the first ones, hold
-                tokens of each sequence; all when None.
+            new_lens: [batch], on the CPU: the first so many new columns hold tokens; all when None.
         """
         self.fit(layers)
         self._new_lens, self.is_told = new_lens, True
 
     def check_model(self, config: Any) -> None:
-        """Raise unless the rows are those of the model that calls, once there are some.
-
-        Args:
-            config: of the model, or of a layer; each is looked at once.
-
-        Raises:
-            ShapeError: the model has other layers, KV heads or head_dims.
-            UnsupportedModelError: it has layers that a KVCache does not hold, and there is no more.
-        """
+        """Raise unless the rows, if any, are those of the calling model or layer; looks once a
+        config."""
         if self.kv is None or self.is_told or any(config is known for known in self._configs):
             return
         longest = self.kv.max_seq_len if self._make is None else self._max_seq_len
@@ -188,19 +172,18 @@ class CachedText:
         self._configs.append(config)
 
     def keeps(self, layer: int | None) -> bool:
-        """Whether a layer of the model is transformers' own, or attends to the keys of one."""
+        """Whether a layer is transformers' own, or attends to the keys of one."""
         if layer not in self._kept and self.model_layers is not None and layer is not None:
             layer = self.model_layers.shared.get(layer)
         return layer in self._kept
 
     @property
     def keeps_attention(self) -> bool:
-        """Whether a layer that is transformers' own attends, and so needs a mask."""
+        """Whether a layer of transformers' own attends, and so needs a mask."""
         return any(isinstance(self.layers[at], CacheLayerMixin) for at in self._kept)
 
     @property
     def num_places(self) -> int:
-        """Layers that own keys and values."""
         if self._places is not None:
             return len(self._places)
         assert self.kv is not None
@@ -222,10 +205,10 @@ class CachedText:
 
     @property
     def is_compileable(self) -> bool:
-        """Whether torch.compile takes a step as one graph, which serves all steps; generate looks
-        at it. The cache has its room from the beginning, on one device, and the model does not turn
-        keys or scale queries by the length of the text; before torch 2.13 none of its layers
-        attends to the keys of another one."""
+        """Whether torch.compile takes steps as one graph; generate reads it."""
+        # So a cache has its room from the beginning, on one device, and the model turns no keys and
+        # scales no queries by the length of the text. Before torch 2.13 no layer attends to another
+        # one's keys.
         layers = self.model_layers
         if layers is not None:
             depends = layers.turn is not None or layers.scaled_from is not None
@@ -236,7 +219,6 @@ class CachedText:
 
     @property
     def is_spread(self) -> bool:
-        """Whether layers lie on several devices."""
         return len(set(self._devices or ())) > 1 if self.kv is None else self.kv.is_spread
 
     @property
@@ -257,16 +239,15 @@ class CachedText:
         self._mark()
 
     def _mark(self) -> None:
-        """Know the KVCache as it is now."""
         self._marks = None if self.kv is None else _marks_of(self.kv)
 
     @property
     def _is_changed(self) -> bool:
-        """Whether somebody else has changed the KVCache; while a layer appends it is too."""
+        """Whether another owner has changed the KVCache; True while a layer appends."""
         return self.kv is not None and _marks_of(self.kv) != self._marks
 
     def _begin(self, columns: int, *, was_asked: bool) -> None:
-        """A new call of this many columns, if none is open."""
+        """Begin a call of this many columns, if none is open."""
         if self.asked not in (None, columns):
             raise UnsupportedModelError(
                 f"the model was given {self.asked} columns of ids, and its layers get {columns}: "
@@ -280,8 +261,7 @@ class CachedText:
             self.call.padding = Padding.behind(lens, columns, self.kv.device)
 
     def _refresh(self) -> None:
-        """Count what complete calls have appended; or all anew, where the owner of the KVCache has
-        changed it between calls."""
+        """Count what complete calls appended; recount if the KVCache changed between calls."""
         self._settle()
         if not self.call.due and self._is_changed:
             assert self.kv is not None
@@ -306,13 +286,12 @@ class CachedText:
         return self.past.with_more(self.call.columns, self.call.padding)
 
     def is_step(self, columns: int) -> bool:
-        """Whether so many new columns are a token of each sequence, behind others: of these nothing
-        is read on the host. A column of a prompt may be padding until each sequence has begun."""
+        """Whether so many new columns are a token of each sequence after others."""
+        # The host reads nothing of these. Until each sequence has begun, a column may be padding.
         return columns == 1 and not self.has_empty
 
     def is_traced(self, columns: int) -> bool:
-        """Whether a call of so many columns, which torch.compile traces, becomes part of a graph;
-        else it runs outside."""
+        """Whether torch.compile makes a call of so many columns part of a graph."""
         if not self.is_step(columns) or not self.is_compileable:
             return False
         # len: torch 2.11 traces no bool() of a subclass of list
@@ -320,14 +299,12 @@ class CachedText:
         return self.kv is not None and is_known and not self.call.is_between
 
     def takes_drafts(self) -> bool:
-        """Whether the new tokens attend to rows only, as one new token does: a few behind others,
-        as drafted ones are. The model then finds what it finds one by one."""
+        """Whether the new tokens are drafted ones, which attend to rows only, as one token does."""
         is_few = self._drafts and self.call.columns <= DRAFTS and self.call.padding is None
         return is_few and not self.past.has_empty
 
     @property
     def counts(self) -> list[int]:
-        """Tokens of each sequence in this call."""
         padding = self.call.padding
         return [self.call.columns] * len(self.starts) if padding is None else padding.counts
 
@@ -339,7 +316,7 @@ class CachedText:
         return self.past.length + self.call.columns
 
     def length_of(self, at: int | None) -> int:
-        """Columns of a layer, those of this call among them once they are appended."""
+        """Columns of a layer, with those of this call once appended."""
         if torch.compiler.is_compiling() and self.is_traced(1):
             assert self.kv is not None
             columns: Any = self.kv.layers[at or 0].seq_lens.max()  # as in a StaticCache
@@ -350,7 +327,7 @@ class CachedText:
         return self.past.length + (self.call.columns if (at or 0) < self.call.due else 0)
 
     def append(self, handed: Handed, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append what was handed to a layer, packed; the next one is due then."""
+        """Append a layer's tokens, packed; the next layer is due."""
         self.call.check_handed()
         lens = None if handed.padding is None else handed.padding.lens
         handed.kv.append(handed.at, keys, values, lens)
@@ -363,8 +340,7 @@ class CachedText:
         rows: tuple[torch.Tensor, torch.Tensor],
         **options: Any,
     ) -> torch.Tensor:
-        """Append the token, or the drafted ones, that were handed to a layer, and attend by
-        KVCache.step; queries, rows and options are those that it takes."""
+        """Append a layer's one token, or drafted ones, and attend by KVCache.step."""
         self.call.check_handed()
         kv, at = handed.kv, handed.at
         step: Callable[..., torch.Tensor] = kv.step
@@ -388,15 +364,14 @@ class CachedText:
             self.has_empty = self._past_and_call.has_empty
 
     def take_latents(self, layer: Any) -> Handed | None:
-        """What this layer has handed as latents, and not attended to yet; None once nobody has
-        them any more, as where its call has failed."""
+        """The latents that this layer attends to; None once nobody holds them, as after a failed
+        call."""
         handed = self.latents
         is_its = handed is not None and handed.layer == layer and handed.latents is not None
         return handed if is_its else None
 
     def take_back(self) -> None:
-        """Drop what this call of the model has appended so far, and begin anew; what is recorded
-        has not run."""
+        """Drop what this call has appended, and begin anew; a recorded call has not run."""
         self.latents = None
         self.call.fail(is_torn=bool(self._stateful))
         if self.kv is None or debug.is_recorded(self.kv.start_positions):
@@ -418,14 +393,14 @@ class CachedText:
         self._count(past)
 
     def begin_at(self, starts: list[int]) -> None:
-        """Let each sequence's first token have this position, until the call is taken back."""
+        """Set the position of each sequence's first token, until the call is undone."""
         assert self.kv is not None
         if starts != self.starts:
             self._starts_before, self.starts = self.starts, starts
             self.kv.start_positions.copy_(torch.tensor(starts, device="cpu"))
 
     def check_attended(self) -> None:
-        """Raise if a layer was handed its keys but did not attend through "kvquant"."""
+        """Raise if a layer did not attend to its keys by "kvquant"."""
         try:
             self.call.check_attended()
         except BaseException:
@@ -433,14 +408,14 @@ class CachedText:
             raise
 
     def refuse_mask(self, layer: str) -> None:
-        """Raise for a layer whose mask another attention has made, which is about to run."""
+        """Raise for a layer with the mask of another attention."""
         running.traced = None  # noted for our mask function, which this call has not reached
         self._settle()  # in a graph nobody has: the call before is complete, and stays
         self.take_back()
         refuse_attention(layer)
 
     def check_complete(self) -> None:
-        """Raise unless every layer of the cache was appended in the call that has ended."""
+        """Raise unless the call that has ended appended to every layer."""
         self.check_attended()
         if not self.call.is_complete:
             raise ShapeError(
@@ -450,12 +425,12 @@ class CachedText:
             )
 
     def end_call(self) -> None:
-        """Forget that a call has begun, which was refused before its first layer."""
+        """Forget a call that raised before its first layer."""
         if not torch.compiler.is_compiling():  # there nothing has run
             self.call.end()
 
     def mask_sizes(self, columns: int) -> tuple[int, int]:
-        """Columns to attend to, and where they start; asked before a mask is made."""
+        """Columns to attend to, and where they start; the model asks before it makes a mask."""
         if torch.compiler.is_compiling():
             if self.is_traced(columns):
                 running.note(self)
@@ -502,7 +477,7 @@ class CachedText:
             )
 
     def refuse_anew(self) -> NoReturn:
-        """Raise ConfigError for a text that is read from its beginning."""
+        """Raise ConfigError for a text that begins anew."""
         raise ConfigError(
             f"a text is read from its beginning, and the cache holds {self.past.length} tokens "
             f"already. {ANOTHER}. If generate does this in a text of its own, either it drafts "
@@ -512,7 +487,6 @@ class CachedText:
         )
 
     def refuse_shorter(self) -> NoReturn:
-        """Raise ConfigError for a text that does not go beyond the cache."""
         raise ConfigError(
             f"the text that came ends where the tokens of the cache do, or before: the cache holds "
             f"{self.past.length}, and the text brings nothing new or is another one. {ANOTHER}"
@@ -533,14 +507,11 @@ class CachedText:
 
 
 class Running:
-    """The cache of the model's call that runs, for those to whom transformers hands no mark.
+    """The cache of the model's running call, for readers without a mark.
 
-    Threads run calls side by side, so each has a note of its own. A graph of torch.compile can
-    guard none of these; while a call is traced, which one thread does at a time, the note is a
-    plain attribute, taken away by who reads it, as a graph keeps what it refers to.
-
-    Attributes:
-        traced: the note while a call is traced.
+    Each thread has its own note. A graph of torch.compile cannot guard that, so a traced call (one
+    at a time) keeps its note in the plain attribute `traced`; the reader removes it, because a
+    graph keeps what it refers to.
     """
 
     def __init__(self) -> None:
@@ -548,18 +519,17 @@ class Running:
         self.traced: CachedText | None = None
 
     def note(self, cache: CachedText) -> None:
-        """Know that the call of this cache runs."""
         if torch.compiler.is_compiling():
             self.traced = cache
         else:
             self._of_thread.cache = weakref.ref(cache)
 
     def forget(self) -> None:
-        """Know that a call without a QuantizedCache runs."""
+        """Note that a call without a QuantizedCache runs."""
         self._of_thread.cache = None
 
     def take(self) -> CachedText | None:
-        """The cache of the call that runs, if it has one; in a graph it is told once."""
+        """The cache of the running call, if any; a graph can take it once."""
         if torch.compiler.is_compiling():
             cache, self.traced = self.traced, None
             return cache

@@ -1,7 +1,7 @@
 """The command lm_eval, which knows the model kvquant: python -m kvquant.lm_eval --model kvquant ...
 
-The harness has no entry point for models of other packages; a class registers itself when its
-module is imported. All options are those of lm_eval.
+The harness has no entry point for other packages' models: importing a class registers it. All
+options are those of lm_eval.
 """
 
 from __future__ import annotations

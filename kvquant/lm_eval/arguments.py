@@ -35,7 +35,7 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Load the model that model_args names, and read the settings of its cache.
 
     Args:
-        given: some of DEFAULTS, the texts and numbers that the harness makes of the command line.
+        given: some of DEFAULTS: the harness's texts and numbers from the command line.
 
     Returns:
         The arguments of KvquantLM.

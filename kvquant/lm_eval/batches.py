@@ -1,4 +1,4 @@
-"""Requests of the harness as tokens, and those of them that are decoded together."""
+"""Requests of the harness as tokens, and those that are decoded together."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Context:
-    """A context without its last token, and all that is decoded behind it.
+    """A context without its last token, and all that is decoded after it.
 
     Attributes:
         tokens: of the context, without the last one.
-        fed: the last token and a continuation without its own last token -> the requests that feed
-            these, as number and last token.
+        fed: the last token and a continuation without its own last token -> number and last token
+            of the requests that feed these.
     """
 
     tokens: Tokens
@@ -28,7 +28,7 @@ class Context:
 
     @property
     def lines(self) -> list[Line]:
-        """What is fed, the longest first."""
+        """Lines of fed tokens, the longest first."""
         return sorted(self.fed.items(), key=lambda line: -len(line[0]))
 
 
@@ -59,7 +59,7 @@ class Text:
 def batches(
     items: Iterable[Item], size: int, kind: Callable[[Item], Hashable]
 ) -> Iterator[list[Item]]:
-    """Items of one kind together, so many at most, in their order.
+    """Items of one kind together, at most so many, in order.
 
     Example:
         >>> [*batches([5, 7, 2, 9], 2, lambda number: number % 2)]
@@ -74,21 +74,18 @@ def batches(
 
 
 def rounds_of(batch: Sequence[Context]) -> Iterator[list[Line]]:
-    """A line of each context, then the next one of each.
-
-    A context that has no more repeats its first one.
-    """
+    """A line of each context, then the next one of each; contexts without more repeat the first."""
     lines = [one.lines for one in batch]
     for at in range(max(map(len, lines))):
         yield [own[at] if at < len(own) else own[0] for own in lines]
 
 
 def tensors_of(lines: Sequence[Line]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A round as evaluation's score takes it.
+    """A round as evaluation's score takes it; padding of lines and requests is not read.
 
     Returns:
-        Tokens that are fed, [batch, tokens], and those whose probability is asked for after each,
-        [batch, tokens, requests]. What pads lines and requests to one size is not read.
+        Tokens to feed, [batch, tokens], and those whose probability the requests want after each,
+        [batch, tokens, requests].
     """
     width = max(len(fed) for fed, _ in lines)
     most = max(len(asked) for _, asked in lines)

@@ -64,8 +64,8 @@ class KvquantLM(TemplateLM):
         model: decodes; it has a tokenizer.
         cache: as `kvquant evaluate --cache` has it: "int4-g4,recent=0".
         batch_size: contexts of one length that are decoded together.
-        max_length: the most tokens that the model reads of a request; longer requests lose their
-            first tokens. When None, the positions of the model's config, or 2,048.
+        max_length: the most tokens of a request; longer requests lose their first tokens. When
+            None, the positions of the model's config, or 2,048.
 
     Raises:
         ConfigError: no tokenizer, or a cache or sizes that are not possible.
@@ -119,15 +119,12 @@ class KvquantLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
     ) -> KvquantLM:
-        """Make it of --model_args.
+        """Make it of --model_args; errors are those of read_arguments and of KvquantLM.
 
         Args:
             arg_dict: as read_arguments has it.
-            additional_config: options of lm_eval; model_args of the same names come first, since
-                the harness always gives a device and a batch size.
-
-        Raises:
-            KVQuantError: as read_arguments, and as above.
+            additional_config: options of lm_eval. model_args of the same names win, since the
+                harness always gives a device and a batch size.
         """
         options = {k: v for k, v in (additional_config or {}).items() if v is not None}
         return cls(**read_arguments({**options, **arg_dict}))
@@ -174,11 +171,7 @@ class KvquantLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """See LM.
-
-        Raises:
-            ConfigError: the tokenizer has no chat template.
-        """
+        """See LM; ConfigError if the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template: leave --apply_chat_template out")
         text: str = self.tokenizer.apply_chat_template(
@@ -192,8 +185,7 @@ class KvquantLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids of a text. Chat templates write BOS themselves: a text that begins with it gets
-        no second one."""
+        """Token ids of a text, without a second BOS after the one of a chat template."""
         begin = self.tokenizer.bos_token or self.tokenizer.eos_token
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False
@@ -247,11 +239,7 @@ class KvquantLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts behind contexts; see LM.
-
-        Raises:
-            ConfigError: generation_kwargs of a task that are not served, or no room for the text.
-        """
+        """Texts after contexts; see LM. ConfigError for unknown generation_kwargs, or no room."""
         found: dict[int, str] = {}
         texts = [self._text(number, *request.args) for number, request in enumerate(requests)]
         texts.sort(key=lambda one: len(one.tokens), reverse=True)
@@ -283,8 +271,7 @@ class KvquantLM(TemplateLM):
         return [*contexts.values()]
 
     def _score(self, batch: Sequence[Context]) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Of each request behind contexts of one length its number, the log-likelihood, and whether
-        greedy decoding would have written the continuation; some come twice."""
+        """Number, log-likelihood and "greedy would write it" of each request; some come twice."""
         rounds = [*rounds_of(batch)]
         longest = max(len(fed) for lines in rounds for fed, _ in lines)
         make = self._maker([one.tokens for one in batch], longest)
@@ -297,14 +284,13 @@ class KvquantLM(TemplateLM):
                     yield number, (sums[choice], greedy[choice])
 
     def _maker(self, contexts: Sequence[Tokens], new_tokens: int) -> Callable[[], KVCache]:
-        """What makes a cache of contexts of one length, with room behind them."""
+        """What makes a cache of contexts of one length, with room for more tokens."""
         if not contexts[0]:
             return partial(self.model.new_cache, len(contexts), new_tokens, **self._options)
         tokens = torch.tensor(contexts, device="cpu")
         return partial(Caches(self.model, tokens, new_tokens, Reading()).copy, self.choice)
 
     def _text(self, number: int, context: str, settings: Mapping[str, Any]) -> Text:
-        """What a request of generate_until asks for."""
         told = dict(normalize_gen_kwargs(dict(settings), NEW_TOKENS))
         until, num_tokens = told.pop("until"), told.pop("max_gen_toks")
         samples, heat = told.pop("do_sample"), told.pop("temperature", 1.0)

@@ -40,12 +40,7 @@ Draw: TypeAlias = Callable[[Any, Any], None]  # on a matplotlib figure, of what
 
 
 def figure(height: Callable[[Any], float]) -> Callable[[Draw], Callable[[Any], str]]:
-    """Decorate a function (matplotlib figure, subject): it then takes the subject alone and returns
-    an SVG element.
-
-    Args:
-        height: of a subject's figure, in inches.
-    """
+    """Decorate a function (matplotlib figure, subject) to map subjects to SVG; height in inches."""
 
     def decorate(draw: Draw) -> Callable[[Any], str]:
         @wraps(draw)

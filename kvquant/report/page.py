@@ -19,8 +19,7 @@ BREAKS = (" -o ", " \\\n        -o "), (", k_format", ",\n        k_format")
 
 @dataclass(frozen=True)
 class Table:
-    """A table: the first row is the head, of titles or of Columns. A page folds it under its
-    summary unless is_open; the caption says how to read it."""
+    """A table; row 0 is the head. A page folds it under its summary unless is_open."""
 
     summary: str
     rows: Sequence[Sequence[str | Column]]
@@ -49,8 +48,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict in a few words (mark), the reason, and more reasons; kind ("good", "notice" or
-    "bad") is its colour."""
+    """A verdict (mark), its reason and more; kind is "good", "notice" or "bad", for its colour."""
 
     kind: str
     mark: str
@@ -60,8 +58,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Page:
-    """An HTML page, in this order; title is of the browser's tab, sub a line below the heading, and
-    notes are warnings."""
+    """An HTML page; title is of the browser's tab, sub below the heading, notes are warnings."""
 
     title: str
     heading: str
@@ -77,7 +74,6 @@ def text(parts: Iterable[Section | Verdict | str]) -> str:
 
 
 def _blocks(part: Section | Verdict | str) -> list[str]:
-    """The paragraphs and tables of a part."""
     if isinstance(part, str):
         return [paragraph(part)]
     if isinstance(part, Verdict):
@@ -99,11 +95,7 @@ def _blocks(part: Section | Verdict | str) -> list[str]:
 
 
 def check_libraries(what: str) -> None:
-    """Raise UnsupportedError if matplotlib or jinja2 is not installed.
-
-    Args:
-        what: the command that writes the page, for the error.
-    """
+    """Raise UnsupportedError, naming the command, if matplotlib or jinja2 is missing."""
     try:
         import jinja2  # noqa: F401  # only whether they are there
         import matplotlib  # noqa: F401

@@ -1,4 +1,4 @@
-"""The attention backend that SGLang instantiates: its batches as steps of the engine contract."""
+"""The attention backend of SGLang: its batches as steps of the engine contract."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .pool import RowsPool, pages_of
 class RowsAttention(AttentionBackend):
     """Attention to rows, of one ModelRunner of SGLang.
 
-    SGLang's pool may have two parts: one for layers that see all tokens, and one for layers with a
-    window. Then a batch has a step for each part, because pages and slots differ.
+    SGLang's pool may have one part for layers that see all tokens and one for layers with a window.
+    Then a batch has a step for each part, because pages and slots differ.
 
     Raises:
         UnsupportedError: SGLang's pool has no rows, tokens are drafted, prompts run in whole CUDA
@@ -90,11 +90,7 @@ class RowsAttention(AttentionBackend):
         return size
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Make the tables and lengths that graphs of decoding sequences read, at fixed addresses.
-
-        Raises:
-            UnsupportedError: a sequence would have several tokens in a step.
-        """
+        """Make the tables and lengths of graphs; UnsupportedError for several tokens a step."""
         if max_num_tokens != max_bs:
             raise UnsupportedError(
                 "kvquant has CUDA graphs of one token for each sequence: leave "
@@ -111,7 +107,7 @@ class RowsAttention(AttentionBackend):
         raise UnsupportedError("kvquant has no graphs on the CPU: leave --enable-torch-compile out")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of sequences that pad a graph's batch: 1 token, in SGLang's reserved slot."""
+        """The length of a graph's padding sequences: 1 token, in SGLang's reserved slot."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -170,14 +166,7 @@ class RowsAttention(AttentionBackend):
 def _describe(
     tables: Sequence[torch.Tensor], lens: torch.Tensor, counts: Sequence[int], host: torch.Tensor
 ) -> list[Step]:
-    """A step for each part of the pool.
-
-    Args:
-        tables: [num_seqs, max_pages], int32: the pages in each part.
-        lens: [num_seqs], int32: tokens of each sequence, the new ones included.
-        counts: new tokens of each.
-        host: lens on the CPU.
-    """
+    """A step for each part of the pool."""
     starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
     new = NewTokens(tables[0], lens, starts, host.to(torch.int32), int(starts[-1]))
     step = describe_step(new)

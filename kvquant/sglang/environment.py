@@ -1,4 +1,4 @@
-"""What the environment asks of kvquant in SGLang."""
+"""The settings of kvquant for SGLang, from the environment."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ DEFAULT = "{}"
 
 @lru_cache
 def settings() -> Settings:
-    """The settings in the environment variable.
-
-    Raises:
-        ConfigError: the variable holds no JSON, or settings that Settings.parse refuses.
-    """
+    """The environment variable's settings; ConfigError for no JSON or for wrong settings."""
     return Settings.parse(given(), VARIABLE)
 
 
 def given() -> Any:
-    """What the environment variable says; ConfigError if it holds no JSON."""
+    """The environment variable's value; ConfigError if it holds no JSON."""
     text = os.environ.get(VARIABLE, DEFAULT)
     try:
         return json.loads(text)

@@ -24,8 +24,8 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
     """The rows of a model's layers, by SGLang's layer_id.
 
     Args:
-        runner: SGLang's ModelRunner, with a pool of rows and a model whose weights are loaded.
-        settings: what the user asks for.
+        runner: SGLang's ModelRunner, with a pool of rows and loaded weights.
+        settings: of the user.
 
     Raises:
         UnsupportedError: some layers cannot have rows; the message names them and the reasons.
@@ -65,12 +65,11 @@ def _saved_config(runner: Any) -> dict[str, Any]:
 
 
 def has_windows(pool: Any) -> bool:
-    """Whether a pool has a part for layers with a window, which keeps only the window's tokens."""
+    """Whether a pool has a part for layers with a window."""
     return isinstance(pool, SWAKVPool)
 
 
 def calls_of(runner: Any, rows: dict[int, LayerRows]) -> list[StepCalls]:
-    """The calls that the layers will make."""
     schedule = runner.server_args
     most = schedule.chunked_prefill_size or 0
     calls = []
@@ -100,18 +99,12 @@ def with_sinks(rows: LayerRows, sinks: torch.Tensor) -> LayerRows:
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The layers of attention, with their names."""
     for name, module in model.named_modules():
         if isinstance(module, RadixAttention):
             yield name, module
 
 
 def _rows_of(layer: Any, runner: Any, settings: Settings) -> LayerRows:
-    """The rows of a layer on this rank.
-
-    Raises:
-        KVQuantError: the layer cannot have rows; the message is the reason.
-    """
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
         kind = "cross attention" if layer.is_cross_attention else layer.attn_type.value
         raise UnsupportedError(f"it is of type {kind}, and rows serve decoders only")

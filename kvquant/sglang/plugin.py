@@ -1,8 +1,7 @@
-"""The entry point: SGLang finds kvquant's backend here, in every process, and uses it where asked.
+"""The entry point: SGLang finds kvquant's backend here, in every process.
 
-SGLang has a registry of attention backends. It has none of memory pools, nor of the bytes that a
-token takes in them. So kvquant wraps three methods by SGLang's own hooks. Unless the attention
-backend is kvquant's, the wrapped methods do what SGLang's do.
+SGLang has a registry of attention backends, but none of memory pools or of bytes a token. So
+kvquant wraps three methods by SGLang's own hooks; with other backends they do what SGLang's do.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ WINDOW_SIZES = SIZES + "HybridSWAPoolConfigurator.__init__"
 
 @hook("sglang")
 def register() -> None:
-    """Register the backend, and hook the choice and the size of the memory pool. SGLang calls this
-    in every process before it reads its arguments."""
+    """Register the backend and hook the memory pool, before SGLang reads its arguments."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -51,13 +49,11 @@ def _make_backend(runner: Any) -> Any:
 
 @hook("sglang")
 def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Let SGLang adjust its arguments to the model. For gpt-oss and Gemma 4 it accepts only the
-    backends of a fixed list. While it looks there, kvquant's backend has the name of SGLang's
-    Triton backend, which serves the same models.
-
-    Here the model is known, and SGLang has not started its other processes: the kept plan takes the
-    place of "auto" in their environment.
-    """
+    """Let SGLang adjust its arguments to the model."""
+    # For gpt-oss and Gemma 4 SGLang accepts only a fixed list of backends. During its check
+    # kvquant's backend has the name of SGLang's Triton backend, which serves the same models. Here
+    # the model is known and SGLang has not started its other processes: so the kept plan replaces
+    # "auto" in their environment.
     from sglang.srt.arg_groups import model_hook
 
     backends_of = model_hook.attention_backends_of
@@ -75,17 +71,7 @@ def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def _is_asked(configurator: Any, args: tuple[object, ...], more: dict[str, object]) -> bool:
-    """Whether the model that is served has rows; a draft model has a backend of its own.
-
-    Args:
-        configurator: of SGLang's pool.
-        args, more: what SGLang's method is called with, and kvquant does not know.
-
-    Raises:
-        ConfigError: prompts and decoding sequences would have different backends.
-        UnsupportedError: SGLang is not of the version that was tried, or those arguments are not
-            neutral.
-    """
+    """Whether the model that is served has rows; a draft model has a backend of its own."""
     from sglang.srt.runtime_context import attention_backends
 
     asked = set(attention_backends())
@@ -104,11 +90,7 @@ def _is_asked(configurator: Any, args: tuple[object, ...], more: dict[str, objec
 def _pool_class(
     original: Any, configurator: Any, *args: Any, kind: str, default: type, **more: Any
 ) -> Any:
-    """The class of the memory pool: RowsPool if rows are asked for, else SGLang's choice.
-
-    Raises:
-        UnsupportedError: SGLang would take a pool of another layout.
-    """
+    """The class of the memory pool: RowsPool for rows, else SGLang's choice."""
     if kind != "mha" or not _is_asked(configurator, args, more):
         return original(configurator, *args, kind=kind, default=default, **more)
     from .pool import RowsPool

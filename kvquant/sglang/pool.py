@@ -23,18 +23,15 @@ except ImportError as error:
 
 
 def row_bytes(layout: PageLayout) -> tuple[int, int]:
-    """Bytes that a row of K and one of V take, padded to 16: CUDA reads rows at such multiples."""
+    """Bytes of a row of K and of V, padded to multiples of 16, as CUDA reads them."""
     k, v = (-(-fmt.row_bytes // UNIT) * UNIT for fmt in (layout.k_format, layout.v_format))
     return k, v
 
 
 class RowsPool(MHATokenToKVPool):
-    """Rows of all layers. In SGLang's pool of two parts (SWAKVPool) there are two RowsPools: one
-    for layers with a window, and one for the others.
+    """Rows of all layers; SWAKVPool has two RowsPools, one of them for layers with a window."""
 
-    Raises:
-        UnsupportedError: SGLang asks for a dtype or a layout that rows cannot have.
-    """
+    # It raises UnsupportedError if SGLang wants a dtype or a layout that rows cannot have.
 
     def __init__(
         self,
@@ -75,12 +72,7 @@ class RowsPool(MHATokenToKVPool):
 
 
 def pages_of(pool: Any, layer_id: int) -> Pages:
-    """The pages of K and of V of a layer, two tensors as in the engine contract.
-
-    Args:
-        pool: a RowsPool, or an SWAKVPool of two.
-        layer_id: of the model.
-    """
+    """A layer's pages of K and V in a RowsPool or an SWAKVPool, as in the engine contract."""
     size: int = pool.page_size
     k, v = (
         buffer[: len(buffer) // size * size].unflatten(0, (-1, size)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The classes that vLLM asks an attention backend for: its pages, its steps, its layers."""
+"""The classes of an attention backend for vLLM: its pages, its steps, its layers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Calls = TypeVar("Calls")
 
 
 class _ToVLLM(logging.Handler):
-    """Hands on what the rest of kvquant logs, such as that it compiles kernels, to vLLM's log."""
+    """Hands on kvquant's log, for example on compiling kernels, to vLLM's."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logger.isEnabledFor(record.levelno):  # asked now: vLLM sets levels when an engine starts
@@ -81,12 +81,12 @@ _log_to_vllm()
 
 
 class Request(NamedTuple):
-    """The rows that an engine asks for: backends are made once for each.
+    """The rows that an engine's config names; each request has a backend of its own.
 
     Attributes:
         given: what Settings.parse takes, as JSON.
-        plan: of the plan's file the path from the root, the time of its last change, and its bytes;
-            None where there is no such file. A path alone may be that of another plan by now.
+        plan: path from the root, time of change and bytes of the plan's file, as the file may
+            change; None without such a file.
     """
 
     given: str
@@ -94,7 +94,7 @@ class Request(NamedTuple):
 
     @classmethod
     def of(cls, given: object) -> Request:
-        """From what stands under "kvquant" in additional_config, which may be anything."""
+        """From "kvquant" in additional_config, which may be anything."""
         path = given.get("plan") if isinstance(given, dict) else None
         plan = None
         if isinstance(path, str):
@@ -106,8 +106,7 @@ class Request(NamedTuple):
 
 @hook("vllm")
 class RowsBackend(AttentionBackend):
-    """What vLLM must know of every backend with quantized rows in its pages. bind makes a class of
-    it for an engine's settings."""
+    """What vLLM must know of a backend with rows; bind makes a class for an engine's settings."""
 
     request: ClassVar[Request]
     name: ClassVar[str]
@@ -131,7 +130,7 @@ class RowsBackend(AttentionBackend):
 
     @classmethod
     def room_of_rows(cls, spec: AttentionSpec) -> dict[str, int]:
-        """The fields of a spec by which a page has room for rows; ConfigError: there are none."""
+        """Fields of a spec that make room for rows; ConfigError if there are none."""
         raise NotImplementedError
 
     @classmethod
@@ -153,7 +152,7 @@ class RowsBackend(AttentionBackend):
 
 @hook("vllm")
 class KVQuantBackend(RowsBackend):
-    """Attention to rows of keys and values. backend_of binds it to an engine's settings."""
+    """Attention to rows of keys and values; see backend_of."""
 
     settings: ClassVar[Settings]
     forward_includes_kv_cache_update = False
@@ -186,21 +185,16 @@ class KVQuantBackend(RowsBackend):
 
 @lru_cache
 def backend_of(name: str, request: Request) -> type[KVQuantBackend]:
-    """The backend of an engine for layers with keys and values of heads.
-
-    Args:
-        name: of the entry in vLLM's registry.
-        request: of the engine.
-    """
+    """The backend of an engine for keys and values of heads, under this name in vLLM's registry."""
     return bind(KVQuantBackend, Settings, name, request)
 
 
 def bind(kind: type[Backend], settings: Any, name: str, request: Request) -> type[Backend]:
     """A subclass of a backend that holds an engine's settings.
 
-    vLLM calls some methods of a backend where no engine's config is current, so settings belong to
-    the class. vLLM also looks the class up by its module and name, in the process of each worker:
-    plugin.__getattr__ then finds it, for the engine whose config is current.
+    vLLM calls some methods while no engine's config is current, so settings belong to the class.
+    Each worker looks the class up by module and name: plugin.__getattr__ finds it for the current
+    config.
     """
     asked = settings.parse(json.loads(request.given), 'additional_config["kvquant"]')
     known = {"request": request, "settings": asked, "name": name}
@@ -251,7 +245,6 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config)
 
     def _calls(self, layer: Attention) -> StepCalls:
-        """What a layer will be called for."""
         given = layer.impl.rows, layer.num_heads, self.most_queries
         calls = calls_of(StepCalls, self.vllm_config, *given)
         # where a layer has local chunks, each is a sequence of its own
@@ -272,11 +265,9 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         return self._describe(common_attn_metadata, lens)
 
     def _draft_lens(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
-        """Lengths of the sequences of a draft model; None where they have to be read.
-
-        vLLM gives it more tokens than the lengths that the CPU knows: how many depends on the kind
-        of the draft. Decoding sequences need none; those of prompts are waited for.
-        """
+        """Lengths of a draft model's sequences; None if the host has to read them."""
+        # vLLM adds tokens to those that the CPU's lengths count; how many depends on the kind of
+        # draft. Decoding sequences need no lengths; for prompts the host waits.
         starts = common.query_start_loc_cpu.numpy()
         counts = starts[1:] - starts[:-1]
         return torch.from_numpy(counts + 1) if counts.max() <= self.most_queries else None
@@ -310,10 +301,10 @@ def calls_of(
     num_heads: int,
     most_queries: int,
 ) -> Calls:
-    """The calls that a layer will make, by what is known before its pages are.
+    """The calls (StepCalls or LatentCalls) that a layer will make, known before its pages.
 
     Args:
-        kind: StepCalls, or LatentCalls.
+        kind: of calls.
         rows: of the layer.
         num_heads: query heads on this rank.
         most_queries: of a decoding sequence.
@@ -332,8 +323,7 @@ def calls_of(
 
 
 def check_refused(refused: Sequence[str]) -> None:
-    """Raise UnsupportedError if layers cannot have rows. Each string is the name of a layer and the
-    reason."""
+    """Raise UnsupportedError for layers without rows; each string is a name and the reason."""
     if refused:
         raise UnsupportedError(
             "kvquant cannot hold the rows of these layers:\n  "
@@ -344,10 +334,8 @@ def check_refused(refused: Sequence[str]) -> None:
 
 
 def check_request(held: Request, vllm_config: VllmConfig) -> None:
-    """Raise ConfigError unless a backend is that of the engine with this config.
-
-    vLLM remembers backends without regard to it, so a second engine in a process gets the first's.
-    """
+    """Raise ConfigError unless a backend is of the engine with this config."""
+    # vLLM remembers backends without their config: a second engine in a process gets the first's.
     config: object = vllm_config.additional_config
     is_asked = isinstance(config, dict) and "kvquant" in config
     asked = request_of(vllm_config) if is_asked else None
@@ -365,11 +353,7 @@ def check_request(held: Request, vllm_config: VllmConfig) -> None:
 def _rows_of(
     name: str, layer: Attention, vllm_config: VllmConfig, device: torch.device
 ) -> LayerRows:
-    """The rows of a layer on this rank.
-
-    Raises:
-        KVQuantError: why it cannot have any.
-    """
+    """The rows of a layer on this rank."""
     settings, impl = layer.attn_backend.settings, layer.impl
     if layer.attn_type != AttentionType.DECODER:
         raise UnsupportedError(f"it is of type {layer.attn_type}, and rows serve decoders only")
@@ -403,7 +387,7 @@ def _rows_of(
 
 
 def check_cache_dtype(name: str) -> None:
-    """Raise UnsupportedError if a layer asks for a cache dtype of vLLM's own."""
+    """Raise UnsupportedError for a layer with one of vLLM's own cache dtypes."""
     if name not in RowsBackend.supported_kv_cache_dtypes:
         raise UnsupportedError(
             f"--kv-cache-dtype or the checkpoint asks for {name}, and rows have formats of their "
@@ -412,7 +396,6 @@ def check_cache_dtype(name: str) -> None:
 
 
 def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
-    """The KV heads of this rank."""
     return rank_heads(
         vllm_config.model_config.get_total_num_kv_heads(),
         get_tensor_model_parallel_rank(),
@@ -452,15 +435,15 @@ def _tell_without_rows(backend: str, layers: tuple[str, ...]) -> None:
 
 
 def is_draft() -> bool:
-    """Whether the layers that are being made are those of a draft model (EAGLE, MTP, too)."""
+    """Whether vLLM is making the layers of a draft model (EAGLE, MTP, too)."""
     part: str = parts.model_tag  # of the model, which is being made
     return part != "backbone"
 
 
 def begin_to_compile(vllm_config: VllmConfig, impl: Any) -> None:
-    """Begin to compile a layer's kernels on a GPU, when vLLM makes the model. Cores are idle while
-    vLLM loads and compiles the model. The builder asks for the same kernels, and reports what
-    fails."""
+    """Begin to compile a layer's kernels on a GPU while vLLM makes the model."""
+    # Cores are idle while vLLM loads and compiles. The builder needs the same kernels, and reports
+    # errors.
     if not torch.cuda.is_available():
         return
     device, drafts = torch.device("cuda", torch.cuda.current_device()), 0
@@ -482,7 +465,7 @@ class KVQuantImpl(AttentionImpl[Step]):
     """Attention of a layer.
 
     Attributes:
-        rows: what the builder found for it, once the model is loaded.
+        rows: of the layer, from the builder, once the model is loaded.
         is_draft: whether the layer is of a draft model (EAGLE and MTP heads, too).
     """
 
@@ -513,12 +496,10 @@ class KVQuantImpl(AttentionImpl[Step]):
             begin_to_compile(config, self)
 
     def probable_calls(self, vllm_config: VllmConfig, queries: int) -> Iterator[StepCalls]:
-        """The calls that the layer will get, for each basis that it may have. The layer's name says
-        which basis it has, but the layer does not know its name yet.
+        """The layer's calls for each basis that it may have: it does not know its name, and so its
+        basis, yet.
 
-        Args:
-            vllm_config: of the engine.
-            queries: the most that a decoding sequence has: 1, and its drafted tokens.
+        queries is the most that a decoding sequence has: 1, and its drafted tokens.
         """
         settings = backend_of(OURS[0], request_of(vllm_config)).settings
         layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
@@ -539,7 +520,7 @@ class KVQuantImpl(AttentionImpl[Step]):
             yield calls_of(StepCalls, vllm_config, *given)
 
     def variant(self, device: torch.device) -> AttentionVariant:
-        """What the model changes in attention; weights are loaded by now."""
+        """What the model changes in attention; needs loaded weights."""
         sinks, slopes = self.sinks, self.alibi_slopes
         return AttentionVariant(
             soft_cap=self.soft_cap or None,

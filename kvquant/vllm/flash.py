@@ -1,4 +1,4 @@
-"""Attention of a prompt's tokens to 16-bit K and V, by the FlashAttention that vLLM comes with."""
+"""Attention of a prompt's tokens to 16-bit K and V, by vLLM's FlashAttention."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ VERSIONS = 2, 3  # of FlashAttention: the next one compiles a kernel where it is
 
 
 def causal_attention_of(impl: Any, v_size: int, device: torch.device) -> CausalAttention | None:
-    """The kernel that vLLM has for the prompts of a layer; None where it has none, and torch's
-    serve. The log says which, once.
-
-    Args:
-        impl: KVQuantImpl of the layer, whose weights are loaded.
-        v_size: head_dim of V.
-        device: where it runs.
-    """
+    """vLLM's kernel for a layer's prompts; None, and a line in the log, for torch's."""
     if device.type != "cuda":
         return None
     try:
@@ -61,7 +54,6 @@ def causal_attention_of(impl: Any, v_size: int, device: torch.device) -> CausalA
 def _causal(
     impl: Any, version: int, varlen: Callable[..., object], device: torch.device
 ) -> CausalAttention:
-    """The kernel, with all that stays."""
     slopes: torch.Tensor | None = None
     if impl.alibi_slopes is not None:
         slopes = torch.tensor(impl.alibi_slopes, dtype=torch.float32, device=device)
@@ -93,5 +85,4 @@ def _causal(
 
 @lru_cache
 def _tell(kernel: str) -> None:
-    """Log once what prompts attend by."""
     logger.info("kvquant: prompts attend by %s", kernel)

@@ -1,8 +1,8 @@
 """The backend of layers with latent attention (MLA): rows of latents in vLLM's pages.
 
-It is made from vLLM's common parts of MLA backends. vLLM absorbs the matrices, and its kernels
-compute the attention of prompt tokens. kvquant does what touches a page: it appends rows, attends
-with decoding sequences, and dequantizes the latents of a prompt's past.
+vLLM's common parts of MLA backends absorb the matrices and compute the attention of prompt tokens.
+kvquant does what touches a page: it appends rows, attends with decoding sequences, and dequantizes
+the latents of a prompt's past.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LATENT_AND_ROPE = {576: (512, 64), 320: (256, 64)}
 
 @hook("vllm")
 class KVQuantLatentBackend(RowsBackend, MLACommonBackend):  # type: ignore[misc]
-    """Attention to latent rows. latent_backend_of binds it to an engine's settings."""
+    """Attention to latent rows; see latent_backend_of."""
 
     settings: ClassVar[LatentSettings]
 
@@ -87,7 +87,7 @@ class KVQuantLatentBackend(RowsBackend, MLACommonBackend):  # type: ignore[misc]
 
 @lru_cache
 def latent_backend_of(name: str, request: Request) -> type[KVQuantLatentBackend]:
-    """The backend of an engine for layers with latent attention. Arguments as in backend_of."""
+    """The backend of an engine for latent attention; see backend_of."""
     return bind(KVQuantLatentBackend, LatentSettings, name, request)
 
 
@@ -96,8 +96,7 @@ class LatentMetadata(MLACommonMetadata[Step]):  # type: ignore[misc]
     """vLLM's metadata of a step, with a Step of the engine contract for the decoding sequences.
 
     Attributes:
-        kept: slots of the tokens of each part of the past that prompts attend to, by the part's
-            index.
+        kept: slots of each part of the past that prompts attend to, by the part's index.
     """
 
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -161,11 +160,6 @@ class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: igno
 
 
 def _rows_of(name: str, layer: Any, vllm_config: VllmConfig, device: torch.device) -> LatentRows:
-    """The rows of a layer.
-
-    Raises:
-        KVQuantError: the layer cannot have rows; the message is the reason.
-    """
     settings, impl, parallel = layer.attn_backend.settings, layer.impl, vllm_config.parallel_config
     check_cache_dtype(layer.kv_cache_dtype)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -192,7 +186,7 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
     """Attention of a layer.
 
     Attributes:
-        rows: the layer's rows, which the builder sets once the model is loaded.
+        rows: the layer's rows, from the builder, once the model is loaded.
         is_draft: whether the layer belongs to a draft model (MTP heads, too).
     """
 
@@ -211,7 +205,6 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
         begin_to_compile(get_current_vllm_config(), self)
 
     def probable_calls(self, vllm_config: VllmConfig, queries: int) -> Iterator[LatentCalls]:
-        """As KVQuantImpl.probable_calls."""
         settings = latent_backend_of(OURS[0], request_of(vllm_config)).settings
         fmt = settings.layout(self.kv_lora_rank, self.qk_rope_head_dim)
         bases: list[Any] = [None]
@@ -254,8 +247,7 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Attend with the tokens of prompts. With "prompts": "rows" their own latents are those of
-        their rows."""
+        """Attend with prompts' tokens; "prompts": "rows" reads their own latents from rows."""
         if self.rows.prompts_from_rows:
             first = attn_metadata.num_decode_tokens
             slots = attn_metadata.slot_mapping[first : first + len(q)]
@@ -307,7 +299,7 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
 
 
 def _slots_of(chunk: Any, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The slots of the tokens of a part of the past, one prompt behind another, int64."""
+    """The slots of the tokens of a part of the past, prompt by prompt, int64."""
     prompt: torch.Tensor = chunk.token_to_seq.long()
     token = torch.arange(len(prompt), device=prompt.device)
     token += chunk.starts[prompt] - chunk.cu_seq_lens[prompt]

@@ -1,7 +1,7 @@
-"""The entry point: vLLM finds kvquant's backend here, in every process, and uses it where asked.
+"""The entry point: vLLM finds kvquant's backend here, in every process.
 
-vLLM looks a backend up by the name of its class, while the config of the engine is current: that is
-when additional_config decides. So the names of this module are made when they are asked for.
+vLLM looks a backend up by the name of its class, while the engine's config is current: that is when
+additional_config decides. So this module makes its names on request.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ LIKENESS = 0.87  # of a misspelt key: "kv_quant" has 0.93, "quant" 0.83
 def register() -> None:
     """Put the backend into vLLM's registry; vLLM calls this in every process, even twice.
 
-    The entries of vLLM's own backends lead here, too: the lookup of one of them is the place to say
-    that rows were asked for, and would not be there. An entry that another plugin has taken is left
-    to it.
+    The entries of vLLM's own backends lead here, too: their lookup is the place to raise if the
+    user wants rows and would get none. An entry of another plugin stays as it is.
     """
     from vllm.logger import init_logger
     from vllm.v1.attention.backends.registry import register_backend
@@ -51,10 +50,10 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
     """The backend of an entry, for the engine whose config is current.
 
     Raises:
-        ConfigError: --attention-backend CUSTOM was asked for, and no rows, or rows alone; or a key
-            of additional_config is misspelt, or not where it belongs.
-        UnsupportedError: rows were asked for, and vLLM is of another version than those that were
-            tried, or the model has sparse attention or chooses its own backend.
+        ConfigError: --attention-backend CUSTOM without rows, or rows without it; or a key of
+            additional_config is misspelt or misplaced.
+        UnsupportedError: rows, with an untried version of vLLM, or with a model that has sparse
+            attention or chooses its own backend.
     """
     if not name.isupper() or name not in _entries():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -95,10 +94,8 @@ def _has_latents(config: Any, is_draft: bool) -> bool:
 
 
 def _entries() -> dict[str, Any]:
-    """Entries of vLLM's registry whose lookups lead here, by name: those that have a class.
-
-    Entries for other GPUs are left as they are: vLLM imports modules by the path of one of them.
-    """
+    """Entries of vLLM's registry whose lookups lead here, by name: those that have a class."""
+    # vLLM imports modules by the path of an entry for other GPUs, so those stay as they are.
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     return {
@@ -109,13 +106,7 @@ def _entries() -> dict[str, Any]:
 
 
 def _check_choice(name: str, attention: Any) -> None:
-    """Raise ConfigError or UnsupportedError where the model that is served, with rows, would take
-    a backend of vLLM's own.
-
-    Args:
-        name: of the backend.
-        attention: vLLM's AttentionConfig.
-    """
+    """Raise if the served model, with rows, would take one of vLLM's own backends."""
     if any(part in name for part in SPARSE):
         raise UnsupportedError(
             "--additional-config asks for rows of kvquant, which do not serve this model's sparse "
@@ -135,8 +126,8 @@ def _check_choice(name: str, attention: Any) -> None:
 
 
 def _check_keys(given: dict[Any, Any]) -> None:
-    """Raise ConfigError where a key of additional_config seems to be meant for kvquant: without it
-    an engine would start with other rows than were asked for, or in 16 bit."""
+    """Raise ConfigError for a misplaced kvquant key of additional_config."""
+    # Without this check the engine would start with other rows than the user wants, or in 16 bit.
     ours = ["kvquant", "k_format", "v_format", "plan"]
     fmt = given.get("format")
     if isinstance(fmt, str) and "kvquant" not in given:

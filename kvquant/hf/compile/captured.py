@@ -1,8 +1,8 @@
 """CapturedStep: a decode step of a whole model as one CUDA graph.
 
-From Python a layer's step takes the host longer than the GPU, whatever the cache holds. A graph is
-launched once for all layers. Lengths lie on the device and the kernels cut their work from them, so
-one graph serves every step: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+From Python a layer's step takes the host longer than the GPU. One launch of a graph serves all
+layers, and every step: the kernels read lengths on the device.
+https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator of pinned memory s
 
 
 class Steps(Protocol):
-    """What a step needs of a CachedModel; model.py makes steps, so it is not imported here."""
+    """What a step needs of a CachedModel; model.py makes steps, so this module cannot import it."""
 
     def past_of(self, cache: KVCache) -> Any: ...
     def read_in_bases(self, cache: KVCache) -> list[Any]: ...
@@ -47,32 +47,31 @@ class _TakeBack(Exception):
 class CapturedStep:
     """CachedModel.step for one cache, as a CUDA graph.
 
-    The cache may be cropped, reordered, reset, prefilled and stepped from Python between steps.
-    Nothing is read in a step but where others changed the cache since the last: call cache.check()
-    at times, which raises what came with NaN.
+    You may crop, reorder, reset, prefill and step the cache from Python between steps. A step reads
+    nothing on the host unless others have changed the cache: call cache.check() at times, which
+    raises for NaN.
 
-    Threads may make steps at the same time: one waits for another. While a step is made, other
-    threads may run models, but not use this cache, capture graphs in other ways, or wait for the
-    whole GPU (torch.cuda.synchronize), which CUDA refuses then.
+    Threads may make steps at the same time: one waits for another. Meanwhile other threads may run
+    models, but not use this cache, capture graphs in other ways, or wait for the whole GPU
+    (torch.cuda.synchronize), which CUDA refuses then.
 
     Args:
         model: a CachedModel on CUDA.
         cache: of the model; its tensors are part of the graph.
         compile: compile the step with torch.compile before the capture, which fuses small kernels
-            (norms, rotary embeddings, activations). It needs Triton and a C compiler. Compiling a
-            model takes a minute or more. A cache with another batch, max_seq_len or format takes as
-            long again. To compile, CapturedStep decodes one token in the cache twice, and crops the
-            token each time.
+            (norms, rotary embeddings, activations). It needs Triton and a C compiler, and takes a
+            minute or more for a model, and for each further batch, max_seq_len or format. To
+            compile, CapturedStep decodes one token in the cache twice, and crops the token each
+            time.
 
     Raises:
         ConfigError: compile is no bool.
         DeviceError: the cache is not on CUDA, or on several devices.
         ShapeError: with compile, a sequence has no room for a token.
-        UnsupportedModelError: the model is spread over ranks (tp_plan), looks at the positions on
-            the host in each step, has fewer positions than the cache has room for, or waits for
-            the GPU in its forward pass, as hooks do that bring weights to the GPU. With compile,
-            also: torch cannot compile the model's step. In all these cases the cache holds the
-            same tokens as before.
+        UnsupportedModelError: the model is spread over ranks (tp_plan), reads positions on the host
+            in each step, has fewer positions than the cache has room for, or waits for the GPU in
+            its forward pass, as hooks do that bring weights to the GPU. With compile, also: torch
+            cannot compile the model's step. The cache holds the same tokens as before.
 
     Example:
         >>> import torch
@@ -131,12 +130,12 @@ class CapturedStep:
             tokens: [batch], whole numbers on the cache's device.
 
         Returns:
-            [batch, vocabulary]: the logits of the next token; the next call writes them anew.
+            [batch, vocabulary]: the logits of the next token; the next call overwrites them.
 
         Raises:
             ShapeError: tokens of another batch, or no room is left for them.
-            ConfigError: tokens are no ids, the cache has grown, so its rows lie elsewhere, or
-                weights have changed that hold its bases (latent rows with a plan).
+            ConfigError: tokens are no ids, the cache has grown and so moved, or weights that hold
+                its bases have changed (latent rows with a plan).
         """
         cache = self.cache
         self._model.check_tokens(tokens, (cache.batch,))
@@ -180,21 +179,7 @@ def _check(model: Steps, cache: KVCache) -> None:
 
 
 def _compiled(model: Steps, cache: KVCache, past: Any, tokens: torch.Tensor) -> Call:
-    """Compile a model's call for steps of one token; the cache holds the same tokens as before.
-
-    Args:
-        model: the model that the cache belongs to.
-        cache: it needs room for one more token of each sequence.
-        past: the cache in the form that the call takes (past_of).
-        tokens: [batch, 1], ids of the vocabulary.
-
-    Returns:
-        The compiled call, which has run once.
-
-    Raises:
-        ShapeError: a sequence has no room for a token.
-        UnsupportedModelError: torch cannot compile the call.
-    """
+    """Compile a model's call for steps of one token; the cache keeps the same tokens."""
     call = model.compiled()
     _try(cache, model.call, past, tokens)  # it checks layers and makes masks: a graph cannot
     try:
@@ -220,16 +205,7 @@ def _try(cache: KVCache, call: Call, past: Any, tokens: torch.Tensor) -> None:
 
 @contextmanager
 def _captured(graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream) -> Iterator[None]:
-    """Capture what the block launches on the current GPU.
-
-    Args:
-        graph: what it becomes.
-        side: the current stream inside.
-
-    Raises:
-        UnsupportedModelError: the block has waited for the GPU, or CUDA refuses the graph. torch
-            goes on as before.
-    """
+    """Capture what the block launches on the current GPU."""
     before, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
     first: BaseException | None = None
     try:

@@ -1,8 +1,7 @@
 """What torch.compile makes of a model's call with a QuantizedCache.
 
-A step of one token of each sequence with a cache that has its room from the beginning is traced, as
-one graph for all steps: nothing of the host that differs from step to step is read in it. All else
-runs outside of graphs.
+One traced graph serves all steps of one token of each sequence, with a cache that has its room from
+the beginning: it reads nothing of the host that differs between steps. All else runs outside.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _in_place: weakref.WeakSet[KVCache] = weakref.WeakSet()
 
 @torch.compiler.disable(**_reason)  # type: ignore[untyped-decorator]  # torch has no type for it
 def outside_of_graphs(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a function as without torch.compile: the graph ends before, and another begins after."""
+    """Call a function without torch.compile, between two graphs."""
     return call(*args, **options)
 
 
 def keep_in_place(kv: KVCache, *others: torch.Tensor) -> None:
-    """Let CUDA graphs that torch.compile makes read tensors where they lie, not copy them."""
+    """Let torch.compile's CUDA graphs read tensors in place, without copies."""
     if kv in _in_place:
         return
     _in_place.add(kv)
@@ -51,6 +50,6 @@ def keep_in_place(kv: KVCache, *others: torch.Tensor) -> None:
 
 
 def keep_in_new_place(kv: KVCache) -> None:
-    """As keep_in_place, where tensors of a KVCache lie elsewhere now."""
+    """As keep_in_place, after tensors of a KVCache have moved."""
     _in_place.discard(kv)
     keep_in_place(kv)

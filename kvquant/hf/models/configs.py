@@ -1,10 +1,7 @@
-"""What a model's config says of its layers: which of them a KVCache holds, and in which shape; and
-the caches for them.
+"""What a model's config says of its layers: which ones a KVCache holds, and in which shape.
 
-Configs of transformers are read by attribute; nothing is imported from there. A layer that attends
-to the keys and values of an earlier one owns none: the cache has no place for it. Layers with
-latent rows are those of a LatentKVCache. Layers that no KVCache holds (states, other numbers of KV
-heads) are told with the reason.
+kvquant reads transformers' configs by attribute and imports nothing from there. A layer that
+attends to an earlier one's keys and values has no place in the cache.
 """
 
 from __future__ import annotations
@@ -48,14 +45,12 @@ SERVED = (
 
 @dataclass(frozen=True)
 class Turn:
-    """Rotary embeddings whose angles depend on how long the text is.
-
-    Packed keys cannot be rotated again.
+    """Rotary embeddings that depend on the text's length: packed keys cannot rotate again.
 
     Attributes:
         kind: rope_type.
-        positions: in texts of more of them the angles are others, of all tokens.
-        again: they change with every token more ("dynamic"), not once ("longrope").
+        positions: in longer texts the angles of all tokens change.
+        again: they change with every further token ("dynamic"), not once ("longrope").
     """
 
     kind: str
@@ -71,19 +66,18 @@ class CacheLayers:
         places: the model's layer at each place of the cache.
         num_kv_heads: of each of them.
         k_dims, v_dims: elements of a row of K and of V, for each place.
-        are_latent: they keep one latent row a token, the latent as K and the RoPE part as V of one
-            KV head: a LatentKVCache.
-        windows: the tokens that attention sees, the last ones, for each place; None for all.
+        are_latent: a LatentKVCache keeps one latent row a token, the latent as K and the RoPE part
+            as V of one KV head.
+        windows: how many last tokens attention sees, for each place; None for all.
         count: all layers of the model.
-        turn: where all keys would have to be turned anew, if anywhere.
-        scaled_from: the position from which on queries are scaled by how far they are, counted by
-            the model from the longest sequence for all of them; None where they are not.
-        others: the model's layers that own what no KVCache holds, and why it does not.
+        turn: rotary embeddings that depend on the text's length, if any.
+        scaled_from: the position from which the model scales queries by their distance, counted
+            from the longest sequence; None for never.
+        others: the model's layers that no KVCache holds, and why.
         states: the layers of places that have a state beside their attention (Mamba, convolution).
-        shared: those that attend to the keys and values of another one, and of which. The rest
-            keep nothing.
-        rank, ranks: which of so many ranks has these heads, see of_rank; 0 and 1 for all heads. Of
-            latent rows each rank has all, and a share of the query heads.
+        shared: layers that attend to the keys and values of another one, and that one.
+        rank, ranks: which of so many ranks has these heads, see of_rank; 0 and 1 for all heads.
+            Each rank has all latent rows, and a share of the query heads.
     """
 
     places: tuple[int, ...]
@@ -102,16 +96,9 @@ class CacheLayers:
     ranks: int = 1
 
     def of_rank(self, num_kv_heads: int) -> CacheLayers:
-        """Those of this process, where a model's heads are spread over ranks (tensor parallelism).
-
-        transformers gives each rank consecutive heads, and neighbouring ranks one copy of a model.
-
-        Args:
-            num_kv_heads: of the keys that come, on this rank.
-
-        Returns:
-            These layers with so many heads; as they are where that is no rank's share.
-        """
+        """These layers with num_kv_heads, if that is one rank's share; else unchanged."""
+        # transformers gives each rank consecutive heads, and neighbouring ranks one copy of a
+        # model.
         ranks, rest = divmod(self.num_kv_heads, num_kv_heads)
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if rest or ranks < 2 or world % ranks:
@@ -131,11 +118,7 @@ class CacheLayers:
 
 
 def check_has_attention(config: Any) -> None:
-    """Raise UnsupportedModelError for a model with an encoder, or without a layer that attends.
-
-    Args:
-        config: as in cache_layers.
-    """
+    """Raise UnsupportedModelError for a model with an encoder, or without attention."""
     config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
@@ -163,8 +146,8 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
 
     Args:
         config: of the text model, or of a model with others beside it.
-        longest: tokens of a sequence, at most; None where they have no end. A layer that attends to
-            chunks is held where a sequence fits into one.
+        longest: the most tokens of a sequence, or None. A cache holds a layer that attends to
+            chunks if a sequence fits into one.
 
     Raises:
         UnsupportedModelError: a KVCache holds none of the model's layers.
@@ -220,16 +203,7 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
 
 
 def layers_of_rank(model: Any, layers: CacheLayers) -> CacheLayers:
-    """Those that this process has of a model, as its tp_plan spreads heads over ranks.
-
-    Args:
-        model: a module of transformers.
-        layers: with all heads.
-
-    Raises:
-        UnsupportedModelError: ranks have parts of KV heads, with which transformers cannot run
-            either.
-    """
+    """The layers with this rank's heads; UnsupportedModelError if ranks split a KV head."""
     ranks = getattr(model, "tp_size", None) or 1
     styles = (getattr(model, "tp_plan", None) or {}).items()
     are_cut = any(name.split(".")[-1] in _KEYS and style == "colwise" for name, style in styles)
@@ -246,15 +220,9 @@ def layers_of_rank(model: Any, layers: CacheLayers) -> CacheLayers:
 
 
 def layer_devices(model: Any, places: Sequence[int]) -> list[torch.device] | None:
-    """Where layers of a model compute, if it is spread over devices, or its weights are elsewhere
-    (device_map).
+    """The device of each of these layers, for a model with a device_map; None if it has one device.
 
-    Args:
-        model: a module of transformers; attention modules have a layer_idx there.
-        places: the layers that are asked for.
-
-    Returns:
-        Of each place; None where all are on the model's device.
+    Attention modules of the model have a layer_idx.
     """
     text = model.config.get_text_config(decoder=True)
     found: dict[int, torch.device] = {}
@@ -271,7 +239,7 @@ def layer_devices(model: Any, places: Sequence[int]) -> list[torch.device] | Non
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a model takes tokens: where its embeddings are, or accelerate brings them to."""
+    """Where a model takes tokens: at its embeddings, or where accelerate moves them."""
     embeddings = model.get_input_embeddings()
     found = _device_of(embeddings) if isinstance(embeddings, torch.nn.Module) else None
     device: torch.device = found or model.device
@@ -279,8 +247,7 @@ def input_device(model: Any) -> torch.device:
 
 
 def _device_of(module: torch.nn.Module) -> torch.device | None:
-    """That of a module's first weight; of one that a hook of accelerate brings, where it brings
-    it to."""
+    """The device of a module's first weight, or the one that accelerate's hook moves it to."""
     for part in module.modules():
         for weight in part.parameters(recurse=False):
             if not weight.is_meta:
@@ -303,7 +270,8 @@ def new_cache(
     is_probed: bool = False,
     **options: Any,
 ) -> KVCache:
-    """An empty KVCache of a model's layers; a LatentKVCache where these keep latent rows.
+    """An empty KVCache of a model's layers, or a LatentKVCache for latent rows; errors as
+    CachedModel's.
 
     Args:
         config: the whole one of the model.
@@ -311,12 +279,7 @@ def new_cache(
         batch, max_seq_len, options: as in KVCache.
         plan: for this model.
         fmt: of latent rows, as in LatentKVCache; not with a plan.
-        is_probed: the model is at hand, and models/probe.py looks at it: the cache does not.
-
-    Raises:
-        ConfigError: an option is not possible, or plan is none.
-        CheckpointError: the plan was made for another model.
-        UnsupportedModelError: the plan has not all layers.
+        is_probed: models/probe.py looks at the model, so the cache does not.
     """
     kind = LatentKVCache if layers.are_latent else KVCache
     sizes = {"batch": batch, "max_seq_len": max_seq_len}
@@ -339,12 +302,7 @@ def new_paged_cache(
     fmt: LatentFormats | None = None,
     **options: Any,
 ) -> Any:
-    """An empty paged cache of a model's layers; see PagedKVCache.for_model.
-
-    Args:
-        kind: PagedKVCache or LatentPagedKVCache.
-        model, num_pages, max_seq_len, plan, fmt, options: as there.
-    """
+    """An empty cache of this kind (paged, or latent paged); see PagedKVCache.for_model."""
     config: Any = getattr(model, "config", None) if isinstance(model, torch.nn.Module) else model
     if not hasattr(config, "get_text_config"):
         raise ConfigError(
@@ -436,11 +394,7 @@ def _check_plan(config: Any, layers: CacheLayers, plan: CachePlan) -> None:
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """The sliding window of every layer of a text model, as transformers' own cache has them.
-
-    Returns:
-        In tokens; None where attention sees all of them, and for layers that are not attention.
-    """
+    """The window of every layer in tokens, as in transformers; None for full or no attention."""
     by_layer = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     windows = [getattr(layer, "sliding_window", None) for layer in by_layer]
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(windows)
@@ -471,8 +425,8 @@ def _scaled_from(config: Any) -> int | None:
 
 
 def _shared_layers(config: Any, kinds: list[str | None]) -> dict[int, int]:
-    """The layers that attend to the keys and values of another one: the last before them of their
-    kind that has some."""
+    """Layers that attend to the keys of another: the last earlier one of their kind that has
+    keys."""
     modes, count = getattr(config, "kv_sharing_modes", None), len(kinds)
     if modes is None:  # before transformers 5.18
         own = count - (getattr(config, "num_kv_shared_layers", None) or 0)
@@ -506,11 +460,7 @@ def _check_chunk(config: Any, longest: int | None) -> None:
 def _shape(
     config: Any, layer: int, layer_kind: str | None, window: int | None
 ) -> tuple[int, int, int]:
-    """KV heads of a layer, elements of a key and of a value; 1, of a latent and of a RoPE part.
-
-    Raises:
-        UnsupportedModelError: why no KVCache holds the layer, to stand behind its name.
-    """
+    """KV heads, elements of a key and of a value; for latent rows 1, latent_dim, rope_dim."""
     if layer_kind is not None and layer_kind not in _ATTENTION | _WITH_STATE:
         raise UnsupportedModelError(f"is {layer_kind!r}, which keeps other than keys and values")
     q_heads = _number(config, "num_attention_heads", layer)

@@ -1,4 +1,4 @@
-"""Whether a model is a decoder that takes a cache, as its modules tell, not its config."""
+"""Whether a model is a decoder that takes a cache, by its modules, not its config."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from .configs import SERVED
 
 
 def check_decoder(model: Any, *, gives_logits: bool = False) -> None:
-    """Raise UnsupportedModelError for encoders, models of images, and what else takes no cache.
-
-    Args:
-        model: of transformers, compiled or not.
-        gives_logits: it has to predict a next token, so a decoder without a head will not do.
-    """
+    """Raise UnsupportedModelError for a model without a cache, or (gives_logits) without a head."""
     for module in model.modules():  # a wrapper may stand around what peft has made
         check_adapter(module)
     modules, kind = list(model.modules()), type(getattr(model, "_orig_mod", model)).__name__
@@ -42,12 +37,9 @@ def check_decoder(model: Any, *, gives_logits: bool = False) -> None:
 
 
 def check_adapter(model: Any) -> None:
-    """Raise UnsupportedModelError for a model of PEFT whose active adapter learns a prompt (prompt
-    tuning, prefix tuning, P-tuning): its forward puts virtual tokens in front of those that come.
-
-    Args:
-        model: of any kind; LoRA, IA3 and other adapters of weights pass.
-    """
+    """Raise UnsupportedModelError if a PEFT model's active adapter learns a prompt."""
+    # Prompt tuning, prefix tuning and P-tuning put virtual tokens before the text. LoRA, IA3 and
+    # other adapters of weights pass.
     config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False) is True:
         kind = getattr(config.peft_type, "value", config.peft_type)

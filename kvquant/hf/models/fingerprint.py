@@ -1,8 +1,7 @@
 """Fingerprints of weights: which model it is, down to the fine-tune.
 
-A config tells the shape of a model, and fine-tunes share it. A fingerprint is made of samples of
-every tensor of weights. How the weights are stored changes nothing: neither the dtype, as long as
-bfloat16 values survive it, nor the order, the number of files, or the device.
+Fine-tunes share a config, so a fingerprint samples every tensor of weights. It does not depend on
+storage: a dtype that keeps bfloat16 values, the order, the number of files, the device.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ LEAST = 2.0**-14  # magnitudes below count as 0: float16 holds bfloat16's values
 def fingerprint(model: torch.nn.Module) -> str:
     """Name the weights of a loaded model.
 
-    Two models have one fingerprint if 4,096 elements, evenly spread, of each of their tensors are
-    the same bfloat16 numbers, and have the same shapes, in the same layers. Tied tensors
-    count once. Each call computes it anew, in 0.1 s or so, so it follows weights that change, but
-    for CachedModel.fold_values: the model computes what it did before.
+    Two models have one fingerprint if their layers have tensors of the same shapes and 4,096
+    elements, evenly spread, of each are the same bfloat16 numbers. Tied tensors count once. Each
+    call takes about 0.1 s and follows weights that change, except by CachedModel.fold_values: that
+    leaves the model's results as they were.
 
     Args:
-        model: any module. Of a model that is spread over ranks every rank calls this, and all get
-            the fingerprint of the whole.
+        model: any module. All ranks of a spread model call this and get the whole's fingerprint.
 
     Returns:
         64 hexadecimal digits.
@@ -62,9 +60,7 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def identified(model: Any) -> dict[str, Any]:
-    """The config of a loaded model of transformers as a dict, with the fingerprint of its weights:
-    what model_identity, check_model and save_cache take. Weights that are not in memory have none,
-    which is warned of: plans and files are then compared with the config alone."""
+    """Config and fingerprint of a loaded model; a warning, and no fingerprint, if offloaded."""
     config: dict[str, Any] = model.config.to_dict()
     try:
         half = {HALF: True} if model.dtype == torch.float16 else {}
@@ -77,16 +73,16 @@ def identified(model: Any) -> dict[str, Any]:
 def fingerprint_of(source: str | Path) -> str:
     """Name the weights of a model that is not loaded: as `fingerprint` of the loaded model.
 
-    Of a folder only samples are read. A GGUF file must be loaded for it, in bfloat16: dequantizing
-    takes seconds per GB, and 2 bytes a weight.
+    kvquant reads only samples of a folder. It loads a GGUF file in bfloat16: this takes seconds per
+    GB, and 2 bytes a weight.
 
     Args:
         source: a folder with safetensors files, a GGUF file, or a name on the hub.
 
     Raises:
         ConfigError: as CachedModel.from_pretrained.
-        UnsupportedModelError: transformers makes the weights of the model from those of the folder
-            (it fuses experts, for example), so that they are known once the model is loaded.
+        UnsupportedModelError: transformers makes other weights from the folder's (it fuses experts,
+            for example): load the model.
 
     Example:
         >>> from kvquant import CachedModel
@@ -118,16 +114,14 @@ def fingerprint_of(source: str | Path) -> str:
 
 
 def _combined(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The digest of a set of tensors: equal ones of one layer, such as tied ones, count once."""
+    """The digest of a set of tensors: equal ones of one layer (tied ones) count once."""
     each = {_digest(name, x) for name, x in tensors if isinstance(x, torch.Tensor)}
     return hashlib.sha256(b"".join(sorted(each))).hexdigest()
 
 
 def _digest(name: str, tensor: torch.Tensor) -> bytes:
-    """The digest of a tensor: of the numbers in its name (layer, expert), its shape, samples.
-
-    The words in a name stay out: they change with versions of transformers and with wrappers.
-    """
+    """Digest of a tensor: the numbers in its name (layer, expert), its shape and samples."""
+    # Words of the name are left out: versions of transformers and wrappers change them.
     if tensor.is_meta:
         raise UnsupportedModelError(
             f"{name} is not in memory (offloaded by device_map): load the model whole"

@@ -3,15 +3,12 @@
     stored      v' = E (W_v x + b_v - offset)             W_v' = E W_v     b_v' = E (b_v - offset)
     attention   y  = W_o (M sum_t p_t v'_t + offset)      W_o' = W_o M     b_o' = b_o + W_o offset
 
-E = M^-1. W_v and b_v are those of a KV head, W_o the columns of each query head that reads it. The
-model computes what it did before, with any cache: the basis has moved from the cache into the
-weights, and the values that it hands to a cache are those that are stored. This is exact but for
-rounding: products are computed in float64 and rounded to the dtype of the weights once.
+E = M^-1. W_v and b_v are those of a KV head, W_o the columns of each query head that reads it. This
+is exact except for rounding: float64 products, rounded once to the dtype of the weights.
 
-The two linear layers are found by what passes through them, not by their names: values must be the
-last features of what a linear layer of the attention gives, as it gives them, and what attention
-gives must be what another one takes. A model in which anything stands between (a norm of values, a
-gate) is refused.
+The values themselves, not names, identify the two linear layers: values must be the last features
+of one layer's output, and attention's output the input of another. A model with anything between (a
+norm of values, a gate) raises.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class Projections(NamedTuple):
 
     Attributes:
         owner: the layer whose values these are.
-        values: gives them, as its last features; None where the layer attends to another one's.
+        value: outputs them as its last features; None if the layer attends to another one's values.
         output: takes what attention gives.
     """
 
@@ -48,16 +45,11 @@ class Projections(NamedTuple):
 
 
 def fold_values(model: Any, bases: Mapping[int, Basis]) -> None:
-    """Move bases of V from a cache into the weights of a model, in place.
-
-    Args:
-        model: attends through transformers' attention interface.
-        bases: of V, by the layer of the model that owns the values.
+    """Move bases of V, by the owning layer, from a cache into the weights of a model, in place.
 
     Raises:
-        UnsupportedModelError: a layer whose values or outputs do not come from, or go into, a
-            linear layer of its own as they are, or whose weights are offloaded; nothing has
-            changed then.
+        UnsupportedModelError: a layer's values or outputs do not come straight from, or go straight
+            into, a linear layer of its own, or weights are offloaded; nothing has changed.
     """
     found = find_projections(model)
     missing = sorted(bases.keys() - {at.owner for at in found.values()})
@@ -78,7 +70,7 @@ def fold_values(model: Any, bases: Mapping[int, Basis]) -> None:
 
 
 def find_projections(model: Any) -> dict[int, Projections]:
-    """The linear layers around the values of each layer of a model; errors as of fold_values."""
+    """The linear layers around each layer's values; errors as of fold_values."""
     name, found = type(model).__name__, {}
     for layer, seen in observe_linears(model).items():
         value = seen.value.transpose(1, 2).flatten(2)
@@ -126,8 +118,7 @@ def _check_own(model: Any, found: Mapping[int, Projections]) -> None:
 
 
 def _check_same(model: Any, found: Mapping[int, Projections], bases: Mapping[int, Basis]) -> None:
-    """Raise unless the model computes the same with the bases between these linear layers, by
-    hooks: a layer whose values are its keys, too, does not."""
+    """Raise unless hooks with the bases between these layers leave the model's result the same."""
 
     def encode(basis: Basis) -> Any:
         def hook(linear: torch.nn.Module, _: Any, given: torch.Tensor) -> torch.Tensor:
@@ -200,7 +191,6 @@ def _fold_into_output(linear: torch.nn.Linear, basis: Basis) -> None:
 
 
 def _set_bias(linear: torch.nn.Linear, bias: torch.Tensor) -> None:
-    """Give a linear layer a bias, if it is one."""
     if linear.bias is not None:
         linear.bias.copy_(bias)
     elif bool(bias.any()):

@@ -1,8 +1,7 @@
-"""A hook on a model's decoder: what a call gives it is shown to the cache, and cut to what is new.
+"""A hook on a model's decoder: it shows the cache a call's arguments, and cuts them to new tokens.
 
-Where generate drafts (prompt lookup, an assistant) its first call gives the ids of the whole text,
-also to a cache that holds the beginning: a DynamicCache of transformers 5.24 then keeps this twice.
-Here the decoder gets what it gets where generate does not draft, the ids behind the cache's.
+When generate drafts (prompt lookup, an assistant), its first call has the ids of the whole text, so
+a DynamicCache of transformers 5.24 keeps the cached part twice. Here the decoder gets new ids only.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ UNUSED = (
 
 
 class Shown(NamedTuple):
-    """What a model's decoder was given in a call.
+    """A decoder's arguments in a call.
 
     Attributes:
         positions: its position_ids, if any.
@@ -45,13 +44,10 @@ class Shown(NamedTuple):
 
 
 class DecoderHook:
-    """A hook on a model's decoder that shows each cache what its calls are given.
+    """A hook on a model's decoder that shows each cache the arguments of its calls.
 
-    Some models do not pass it on to attention (Llama 4, Granite 4 hybrids). The hook does nothing
-    in calls without a QuantizedCache, and is removed when this goes.
-
-    Args:
-        decoder: of a model of transformers.
+    Some models do not pass them on to attention (Llama 4, Granite 4 hybrids). The hook ignores
+    calls without a QuantizedCache, and goes with this object.
     """
 
     def __init__(self, decoder: torch.nn.Module) -> None:
@@ -94,15 +90,7 @@ def _see(
 
 
 def _is_whole(came: int, columns: int | None, positions: torch.Tensor | None, held: int) -> bool:
-    """Whether the first call with drafts gives the whole text, as generate is asked for. One token
-    is a step: on CUDA generate speaks of drafts before steps, too.
-
-    Args:
-        came: columns of its ids.
-        columns: of its mask, which generate leaves out where nothing is padded.
-        positions: [..., columns] of its ids; some models take none.
-        held: columns that the cache holds.
-    """
+    """Whether the first call with drafts gives the whole text. One token is a step."""
     if came == 1:
         return False
     if positions is not None:
@@ -111,13 +99,7 @@ def _is_whole(came: int, columns: int | None, positions: torch.Tensor | None, he
 
 
 def _behind(given: dict[str, Any], held: int, whole: int) -> dict[str, Any]:
-    """What a decoder is given of the tokens behind those that the cache holds.
-
-    Args:
-        given: of the whole text.
-        held: columns that the cache holds, the first ones.
-        whole: columns of the text.
-    """
+    """The decoder's arguments, cut to the tokens that the cache does not hold."""
     if given.get("output_hidden_states"):
         raise ConfigError(
             f"the hidden states of {whole} tokens are asked for, and the cache holds {held} of "

@@ -1,17 +1,15 @@
 """Heads of multi-head latent attention (MLA; DeepSeek V2, V3), which decode from latent rows.
 
-transformers hands a cache one latent (after its norm) and one RoPE part (after RoPE) a token, and
-makes keys and values of all heads from what the cache gives back:
+transformers caches one latent (after its norm) and one RoPE part (after RoPE) a token, and makes
+keys and values of all heads from the cache's output:
 
     K of a head = W_UK latent, the RoPE part beside it        V of a head = W_UV latent
 
-W_UK and W_UV of all heads are the rows of one weight, kv_b_proj. What a cache holds is not expanded
-in a step: W_UK goes into the query and W_UV into the output (absorption, ops/mla.py). A chunk of a
-prompt is cheaper expanded, as each latent then meets many queries: a few heads at a time.
-
-Rows in a basis (rows/basis.py), latent = M stored + offset, cost a step no product more: W_UK M and
-W_UV M take the places of the two matrices (FoldedWeights). What is left is a product with the basis
-of RoPE parts, where they have one: RoPE stands between it and the weights.
+W_UK and W_UV are the rows of one weight, kv_b_proj. Steps do not expand latents: W_UK goes into the
+query and W_UV into the output (absorption, ops/mla.py). In a prompt's chunk each latent meets many
+queries, so expansion is cheaper: a few heads at a time. For rows in a basis (rows/basis.py), latent
+= M stored + offset, W_UK M and W_UV M replace the two matrices (FoldedWeights): a step multiplies
+by a basis of RoPE parts only, as RoPE stands between it and the weights.
 
 Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), 2.1.2.
 """
@@ -42,13 +40,13 @@ _NEWER = (
 
 
 class FoldedWeights:
-    """W_UK and W_UV of a layer, M and offset of its latents' basis folded into them.
+    """W_UK and W_UV of a layer, with M and offset of its latents' basis folded in.
 
         queries     (W_UK M / factor)^T q       results     (W_UV M) out + W_UV offset
 
-    Computed in float32, and rounded to the dtype of the weights once. They take as much memory as
-    kv_b_proj, which chunks of prompts still read, and serve all caches in a basis. The factor, a
-    power of two, is that of scores: with it no query leaves fp16 that was within (basis.for_fp16).
+    Computed in float32, and rounded once to the weights' dtype. They take as much memory as
+    kv_b_proj, which prompts still read, and serve all caches in a basis. The factor, a power of
+    two, scales scores and keeps queries within fp16 (basis.for_fp16).
 
     Args:
         weight: [heads, nope_dim + v_dim, latent_dim].
@@ -57,8 +55,8 @@ class FoldedWeights:
 
     Attributes:
         weight: of the same shape: W_UK M / factor and W_UV M.
-        bias: [heads, v_dim]: W_UV offset; None where it is of zeros.
-        factor: on scores; 1 for bfloat16, which reaches as far as float32.
+        bias: [heads, v_dim]: W_UV offset; None if it is zero.
+        factor: on scores; 1 for bfloat16, which has the range of float32.
         rope: basis of the RoPE parts.
     """
 
@@ -107,16 +105,15 @@ class FoldedWeights:
 
 
 def _version_of(weight: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place, but through its .data; None where torch does not
-    count (tensors made in inference mode)."""
+    """torch's count of in-place changes, without those through .data; None if torch keeps none."""
     return None if weight.is_inference() else weight._version
 
 
 class LatentHeads:
     """The heads of one layer.
 
-    Products are computed in the dtype of the weights: a copy of these in float32 would be read in
-    each step, and matrix products of 16 bit are summed up in float32 anyway.
+    Products have the dtype of the weights: each step would read a float32 copy, and 16-bit products
+    sum in float32 anyway.
 
     Args:
         module: of transformers, that attends.
@@ -124,7 +121,7 @@ class LatentHeads:
         latent_dim, rope_dim: elements of its latent rows.
 
     Raises:
-        UnsupportedModelError: it makes keys and values otherwise, or its weight cannot be absorbed.
+        UnsupportedModelError: it makes keys and values otherwise, or cannot absorb its weight.
     """
 
     def __init__(
@@ -169,7 +166,6 @@ class LatentHeads:
 
     @property
     def output_dim(self) -> int:
-        """Elements that attention gives, of all heads."""
         return len(self._of_heads) * self.v_dim
 
     def _check_same(self, module: Any) -> None:
@@ -198,12 +194,7 @@ class LatentHeads:
         _checked.add(module)
 
     def check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raise unless attention got expanded keys and values of the new tokens, of all heads.
-
-        Args:
-            query, key: [batch, heads, new_tokens, nope_dim + rope_dim].
-            value: [batch, heads, new_tokens, v_dim].
-        """
+        """Raise unless query, key and value are expanded, of all heads and the new tokens."""
         heads = self.weight.shape[0] // self._head_rows
         rows = query.shape[0], heads, query.shape[2]
         wanted = (*rows, self.nope_dim + self.rope_dim), (*rows, self.v_dim)
@@ -215,21 +206,7 @@ class LatentHeads:
             )
 
     def read_in_basis(self, cache: LatentKVCache, at: int) -> FoldedWeights | None:
-        """Attend to a layer of a cache by weights that hold its basis, if it has one.
-
-        They are computed once for a weight and a basis, outside of graphs, and kept by the caches
-        that are in it.
-
-        Args:
-            cache: of latent rows.
-            at: index of its layer.
-
-        Returns:
-            These weights; None without a basis.
-
-        Raises:
-            UnsupportedModelError: a CUDA graph is captured before a call without.
-        """
+        """Folded weights of a cache's layer, or None without a basis; cached outside of graphs."""
         basis, self.folded = cache.layers[at].basis, cache.folded[at]
         if basis is None or basis.is_identity:
             return None
@@ -251,7 +228,7 @@ class LatentHeads:
         return found
 
     def absorb(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries that attend to latent rows, in their basis if there is one.
+        """Absorbed queries for latent rows, in their basis if there is one.
 
         Args:
             query: [..., heads, nope_dim + rope_dim].
@@ -268,7 +245,7 @@ class LatentHeads:
         return absorbed.to(query.dtype), q_rope.to(query.dtype)
 
     def scale_of(self, sm_scale: float | None) -> float | None:
-        """The factor on scores of absorbed queries, by that on the model's own."""
+        """The scale of scores of absorbed queries, from the model's own."""
         if sm_scale is None or self.folded is None:
             return sm_scale
         return sm_scale * self.folded.factor
@@ -281,14 +258,9 @@ class LatentHeads:
         return found if bias is None else found + bias.to(found.dtype)
 
     def output_factor(self, projection: torch.Tensor) -> torch.Tensor:
-        """What errors of latents become behind the output projection W_O, in as few rows.
+        """F [heads * v_dim, latent_dim], float32: |F e|^2 = sum over the heads of |W_O W_UV e|^2.
 
-        Args:
-            projection: [hidden, heads * v_dim], W_O of all heads.
-
-        Returns:
-            F [heads * v_dim, latent_dim], float32: |F e|^2 is the sum over the heads of
-            |W_O W_UV e|^2.
+        projection is W_O of all heads, [hidden, heads * v_dim].
         """
         up = self._of_heads[:, self.nope_dim :].detach().float()
         heads = projection.detach().float().unflatten(1, (len(up), self.v_dim)).transpose(0, 1)
@@ -303,7 +275,7 @@ class LatentHeads:
         lens: Sequence[int],
         sm_scale: float | None,
     ) -> torch.Tensor:
-        """Attend causally with the last tokens of each sequence, to keys and values expanded.
+        """Attend causally with the last tokens of each sequence, to expanded keys and values.
 
         Args:
             query: [batch, heads, q_len, nope_dim + rope_dim].
@@ -338,7 +310,7 @@ class LatentHeads:
 
     @property
     def _of_heads(self) -> torch.Tensor:
-        """[heads, nope_dim + v_dim, latent_dim]."""
+        """The weight as [heads, nope_dim + v_dim, latent_dim]."""
         rows = self._head_rows
         return self.weight.view(len(self.weight) // rows, rows, -1)
 
@@ -356,14 +328,12 @@ _folded = WeakKeyDictionary()
 
 
 def hands_latents(module: torch.nn.Module) -> bool:
-    """Whether a module attends to all tokens (without an indexer), and gives latent rows to its
-    cache."""
+    """Whether a module attends to all tokens (no indexer) and caches latent rows."""
     is_whole = getattr(module, "indexer", None) is None
     return hasattr(module, "kv_b_proj") and hasattr(module, "expand_kv") and is_whole
 
 
 def heads_of(module: torch.nn.Module, latent_dim: int, rope_dim: int) -> LatentHeads:
-    """The heads of a module; errors name it."""
     name = f"layer {getattr(module, 'layer_idx', None)} ({type(module).__name__})"
     return LatentHeads(module, name, latent_dim=latent_dim, rope_dim=rope_dim)
 
@@ -376,7 +346,7 @@ def check_latent_layers(model: torch.nn.Module, *, latent_dim: int, rope_dim: in
 
 
 def check_latents(layer: int, keys: torch.Tensor, values: torch.Tensor, fmt: LatentFormat) -> None:
-    """Raise UnsupportedModelError unless what a layer gives its cache are such latent rows."""
+    """Raise UnsupportedModelError unless a layer caches latent rows of this shape."""
     heads, dims = (keys.shape[1], values.shape[1]), (keys.shape[3], values.shape[3])
     if heads != (1, 1) or dims != (fmt.latent_dim, fmt.rope_dim):
         raise UnsupportedModelError(f"layer {layer} {_NEWER}")

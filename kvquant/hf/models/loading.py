@@ -1,8 +1,8 @@
-"""Load a model from a folder, a GGUF file, or the Hugging Face hub: nothing that is in it runs.
+"""Load a model from a folder, a GGUF file, or the Hugging Face hub, and run nothing from it.
 
-What could is refused before transformers sees it: code of the model's own, weights that are pickles
-(pytorch_model.bin), weights that need other packages' kernels (quantization_config), adapters,
-which lead to other folders. The attention implementation is ours, whatever config.json names.
+kvquant checks before transformers reads: the model's own code, pickled weights (pytorch_model.bin),
+quantization_config, which needs other packages, and adapters, which name other folders, all raise.
+The attention implementation is ours, whatever config.json names.
 """
 
 from __future__ import annotations
@@ -43,24 +43,19 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 def load(
     source: str | Path, dtype: torch.dtype, tp_plan: TensorPlan | None = None
 ) -> tuple[Any, Any, torch.dtype | None]:
-    """Load a model and its tokenizer.
+    """Load a model and its tokenizer; the third result is the dtype of the saved model.
 
-    Weights that the model has no use for stay unused, with a warning: folders hold more than the
-    decoder (images, layers that predict several tokens). Weights of a GGUF file are dequantized.
+    Weights that the model does not use (images, prediction of several tokens) cause a warning.
 
     Args:
-        source: as of located.
+        source: as of located; weights of a GGUF file are dequantized.
         dtype: of weights and arithmetic.
         tp_plan: as of CachedModel.from_pretrained.
 
-    Returns:
-        Model, tokenizer, and the dtype that the model was saved in.
-
     Raises:
-        ConfigError: as located; no model that transformers can load by its own code and from
-            safetensors or GGUF, or weights that are missing or do not fit; or a tp_plan and one
-            process.
-        UnsupportedError: a GGUF file, and the packages that read one are not installed.
+        ConfigError: as located; no model that transformers loads by its own code from safetensors
+            or GGUF; weights that are missing or do not fit; or a tp_plan and one process.
+        UnsupportedError: a GGUF file, without the packages that read one.
     """
     if tp_plan is not None and int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ConfigError(
@@ -126,11 +121,7 @@ def load(
 
 
 def tokenizer_of(model: Any) -> Any:
-    """The tokenizer beside the weights that a model was loaded from, on this machine.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The tokenizer beside a loaded model's weights; ConfigError if there is none."""
     name = getattr(model, "name_or_path", "")
     try:
         if not name:
@@ -145,7 +136,6 @@ def tokenizer_of(model: Any) -> Any:
 
 
 def _tokenizer(name: str | Path, where: str, options: dict[str, Any]) -> Any:
-    """A tokenizer, by what _placed gives."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
     tokenizer.model_max_length = sys.maxsize  # or it warns of texts that are cut later
     tokenizer.name_or_path = str(name)
@@ -162,15 +152,14 @@ def _spreading(tp_plan: TensorPlan | None) -> dict[str, Any]:
 
 
 def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
-    """The folder or the GGUF file of a model, downloaded if it is on the hub.
+    """The folder or the GGUF file of a model, from the hub if its cache folder lacks it.
 
     Args:
-        source: a folder with safetensors files, a GGUF file, or a name on the Hugging Face hub:
-            OWNER/NAME. Files that the hub's cache folder has are not downloaded again.
+        source: a folder with safetensors files, a GGUF file, or OWNER/NAME on the Hugging Face hub.
         files: patterns of those to download.
 
     Raises:
-        ConfigError: there is no such thing, or the hub cannot be reached or does not give it.
+        ConfigError: there is no such model, or the hub does not answer or refuses it.
     """
     path = check_source(source)
     if path.exists():
@@ -207,11 +196,9 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
 
 @contextmanager
 def _placed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name and the options by which transformers finds a folder or a GGUF file.
-
-    A GGUF file is alone in a temporary folder: transformers would take files beside it as its own,
-    such as another model's tokenizer.json.
-    """
+    """The name and the options by which transformers finds a folder or a GGUF file."""
+    # A GGUF file gets a temporary folder of its own: transformers would load the files beside it,
+    # such as another model's tokenizer.json.
     if not is_gguf(path):
         yield str(path), dict(LOCAL)
         return
@@ -234,10 +221,7 @@ def _placed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def load_config(source: str | Path) -> Any:
-    """Read the config of a model; a folder need not hold the weights.
-
-    Args:
-        source: as of located; of the hub the config alone is downloaded.
+    """Read the config of a model, without its weights.
 
     Raises:
         ConfigError: as located, or no config that transformers knows.
@@ -273,7 +257,6 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _empty(config: Any, dtype: torch.dtype) -> Any:
-    """The model of a config, with weights on the meta device."""
     try:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(
@@ -287,11 +270,7 @@ def _empty(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _check_folder(folder: Path) -> list[list[int]]:
-    """Raise ConfigError for a folder that would lead elsewhere, or run something.
-
-    Returns:
-        The shapes of its weights.
-    """
+    """Raise ConfigError for a folder that would lead elsewhere, or run something."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a model's folder: it has no config.json")
     config = _read_json(folder / "config.json")
@@ -375,7 +354,6 @@ def _check_size(folder: Path, config: Any, dtype: torch.dtype, shapes: list[list
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object of a file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -386,7 +364,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """An error's first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
     if isinstance(error, (OSError, ValueError, ImportError, RuntimeError)) and said:

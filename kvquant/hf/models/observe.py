@@ -1,10 +1,7 @@
 """Watch a Hugging Face decoder attend: queries, keys and values, and output projections.
 
-Of a layer with latent attention what a cache of latent rows meets is shown: latents, RoPE parts and
-absorbed queries.
-
-Layers are found through transformers' attention interface, not by the names of models: whatever
-calls the attention function is a layer with attention.
+With latent attention the observer sees latents, RoPE parts and absorbed queries. Every module that
+calls transformers' attention function is a layer with attention; names of models do not matter.
 """
 
 from __future__ import annotations
@@ -32,11 +29,7 @@ OBSERVED = "kvquant-observed"
 
 
 class _Latents(DynamicCache):
-    """Takes the latent rows of each layer, to be shown, and keeps none.
-
-    Attributes:
-        rows: of the layer that handed some last: its index, latents and RoPE parts.
-    """
+    """Shows each layer's latent rows, and keeps none."""
 
     rows: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
@@ -48,21 +41,12 @@ class _Latents(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Cache."""
         self.rows = layer_idx, key_states, value_states
         return key_states, value_states
 
 
 class _Watch(threading.local):
-    """Who is watching attention at the moment, in this thread.
-
-    Attributes:
-        observer: is shown every call.
-        owners: of each layer that has attended, the layer whose keys these were.
-        last: the one that attended last, until its output projection is found.
-        out: what attention gave it, [batch, tokens, num_q_heads, head_dim].
-        latents: takes latent rows; None where no layer has any.
-    """
+    """The observer of attention in this thread."""
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
@@ -125,11 +109,7 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None, first: 
     Args:
         model: attends through transformers' attention interface.
         tokens: [batch, tokens], int64.
-        observer: called with the layer, queries [batch, num_q_heads, tokens, head_dim] and keys
-            [batch, num_kv_heads, tokens, head_dim] (after RoPE), values alike, and sm_scale. A
-            layer that attends to the keys of another one is shown with those. One with latent
-            attention is shown with latents [batch, 1, tokens, latent_dim] as keys, RoPE parts as
-            values, and absorbed queries [batch, num_heads, tokens, latent_dim + rope_dim].
+        observer: as of CachedModel.observe. A layer that attends to another one's keys shows those.
         first: the position of the first token.
 
     Raises:
@@ -163,13 +143,11 @@ def shared_layers(model: Any) -> dict[int, int]:
 def output_weights(model: Any) -> dict[int, torch.Tensor]:
     """The output projection of each layer: [hidden, num_q_heads * head_dim].
 
-    It is the weight of the first linear layer that runs in the attention module after attention;
-    a layer without one is left out. Of one with latent attention it is LatentHeads.output_factor of
-    that, [heads * v_dim, latent_dim], for one head of latents.
+    It is the weight of the first linear layer that runs in the module after attention; a layer
+    without one is left out. For latent attention it is LatentHeads.output_factor of that weight.
 
     Raises:
-        UnsupportedModelError: weights that are brought to a device for the time of a call only, or
-            a layer with latent attention that has none.
+        UnsupportedModelError: weights are offloaded, or a layer with latent attention has none.
     """
     found: dict[int, torch.Tensor] = {}
 
@@ -201,12 +179,7 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
 
 
 def check_here(linear: torch.nn.Linear, name: str) -> None:
-    """Raise UnsupportedModelError unless a linear layer's weight lies on a device.
-
-    Args:
-        linear: the layer.
-        name: of what it is in.
-    """
+    """Raise UnsupportedModelError if the weight of a linear layer, in `name`, is offloaded."""
     if linear.weight.is_meta:
         raise UnsupportedModelError(
             f"{name} has its weights elsewhere (offloaded by device_map), and calibration and "
@@ -226,9 +199,9 @@ class Linears:
     Attributes:
         owner: the layer whose keys and values it attends to.
         value: [batch, num_kv_heads, tokens, head_dim], as attention meets them.
-        before: the linear layers that have run in its module, and what they gave.
-        out: [batch, tokens, num_q_heads, head_dim], what attention gave.
-        after: the first one that ran there after attention, and what it took.
+        before: the linear layers that have run in its module, and their outputs.
+        out: [batch, tokens, num_q_heads, head_dim], of attention.
+        after: the first one that ran there after attention, and its input.
     """
 
     owner: int

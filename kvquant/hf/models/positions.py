@@ -1,5 +1,4 @@
-"""How a Hugging Face model counts positions: whether from those that it is given, which these are,
-and how far; and where keys in a cache, or queries, depend on how far a text goes."""
+"""How a model counts positions, and whether keys or queries depend on the text's length."""
 
 from __future__ import annotations
 
@@ -18,14 +17,10 @@ _OTHERS = ("audio", "image", "speech", "vision", "visual")
 
 
 def positions_of(model: Any) -> int | None:
-    """How many positions a model has.
-
-    Returns:
-        Rows of its learned position embeddings, as far as tokens get them; None where positions
-        are computed, and have no end.
+    """How many rows of learned position embeddings tokens can get; None if positions are computed.
 
     Raises:
-        UnsupportedModelError: it does not take positions that count from 0.
+        UnsupportedModelError: the model takes no positions that count from 0.
     """
     kind = model.config.model_type
     forwards = {type(module).forward for module in model.modules()}
@@ -79,13 +74,7 @@ def check_turn(
 def check_scale(
     scaled_from: int, starts: list[int], lens: list[int], counts: list[int], counted: int
 ) -> None:
-    """Raise if a call's queries would be scaled by the positions of another sequence.
-
-    Args:
-        scaled_from: of the model: the first position whose queries are scaled.
-        starts, lens, counts: as in check_turn.
-        counted: the position that the model takes for all sequences' next token.
-    """
+    """Raise if another sequence's position (counted) would scale a call's queries."""
     for start, held, count in zip(starts, lens, counts, strict=True):
         before = start + held
         if before != counted and count and max(before, counted) + count > scaled_from:

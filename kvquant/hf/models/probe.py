@@ -1,8 +1,8 @@
 """Refuse K rows of few bits that ruin a model, before it decodes from them.
 
-The model reads 256 random ids of its vocabulary once, and rows/probe.py compares what its attention
-reads. Random ids give the figures that texts give, within a quarter, and need no tokenizer. Figures
-are kept in the folder of kernels/disk_cache.py, by the fingerprint of the weights.
+The model reads 256 random ids once, and rows/probe.py compares what its attention reads. Random ids
+give the figures of texts, within a quarter, without a tokenizer. kernels/disk_cache.py keeps the
+figures by the fingerprint of the weights.
 """
 
 from __future__ import annotations
@@ -40,19 +40,14 @@ _figures: WeakKeyDictionary[Any, dict[tuple[str, ...], float | None]] = WeakKeyD
 
 
 def check_accuracy(model: Any, cache: Any, layers: CacheLayers) -> None:
-    """Raise if K rows of few bits ruin what a model's attention reads, and warn if they may.
+    """Raise AccuracyError if K rows of few bits ruin what attention reads, or warn.
 
-    Rows of more than 4 bits are not looked at, which costs nothing. Latent rows and models that
-    are spread over ranks are not probed.
+    Rows of more than 4 bits, latent rows and models that are spread over ranks pass at no cost.
 
     Args:
         model: of transformers.
-        cache: one for it, made without a plan, or the rows of a paged one; its formats are looked
-            at.
+        cache: one for it, made without a plan, or the rows of a paged one: only formats matter.
         layers: of the cache.
-
-    Raises:
-        AccuracyError: the figure is over the limit.
     """
     if layers.are_latent or layers.ranks > 1:
         return
@@ -88,22 +83,15 @@ def check_accuracy(model: Any, cache: Any, layers: CacheLayers) -> None:
 
 
 def check_paged(model: Any, paged: Any) -> None:
-    """As check_accuracy, of a paged cache that was made for a model; a config is not probed."""
+    """As check_accuracy, for a paged cache of a model; a config passes."""
     if isinstance(model, torch.nn.Module) and paged.bases is None:
         layers = cache_layers(model.config, longest=paged.max_seq_len)
         check_accuracy(model, paged.rows, layers_of_rank(model, layers))
 
 
 def kept_figure(source: str | Path, k_format: str) -> float | None:
-    """The figure of a model that is not loaded, with one K format in all layers.
-
-    Args:
-        source: a folder; nothing else is looked at, for no engine's start may wait for it.
-        k_format: short name.
-
-    Returns:
-        None where no figure is kept, or the weights cannot be named.
-    """
+    """The kept figure of a folder's model with one K format in all layers, or None."""
+    # kvquant looks at nothing else than a folder: no engine's start may wait for this.
     if not Path(source).is_dir():  # the hub would be asked, a GGUF file loaded
         return None
     with suppress(OSError, KVQuantError):
@@ -138,13 +126,13 @@ def figures(
     """The figures of several choices of K formats, of one pass of the model.
 
     Args:
-        model: of transformers; what torch.compile has compiled runs as it was.
+        model: of transformers, without its compiled version.
         layers: that a cache of it holds.
         formats: of each choice, those of the layers.
         ids: [1, tokens] to read; random ones when None.
 
     Returns:
-        Of each choice, see rows/probe.py; NaN where a format cannot hold the keys.
+        Of each choice, see rows/probe.py; NaN if a format cannot hold the keys.
     """
     if ids is None:
         config = model.config.get_text_config(decoder=True)
