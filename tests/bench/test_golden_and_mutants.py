@@ -32,7 +32,7 @@ def test_golden_values_show_a_changed_row_and_no_changed_version(tmp_path: Path)
     for last in (2.0, 2.0, 3.0):
         cache = KVCache(1, 1, 1, 64, 8, k_format="int4", recent_len=0)
         cache.append(0, *torch.full((2, 1, 1, 6, 64), last))
-        (path,) = save_cache(cache, tmp_path / "cache.safetensors")
+        path = save_cache(cache, tmp_path / "cache.safetensors")
         found.append(dict(golden.content(path)))
     assert not {"manifest version", "manifest writer", "manifest sha256"} & found[0].keys()
     assert not [*golden.differences(found[0], found[1], 0.1)]

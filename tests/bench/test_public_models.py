@@ -36,7 +36,7 @@ from peer_caches import (
 )
 from peer_schemes import kivi, kivi_keys, kivi_values
 from public_models import Rows, Sampled
-from public_tables import at_most, losses
+from public_tables import AGAIN, at_most, losses
 from tiny_models import tiny_model
 from transformers import AutoTokenizer
 
@@ -446,7 +446,7 @@ def test_humaneval_asks_every_cache_and_goes_on(
         assert done.exit_code == 0, done.output
     rows = json.loads(path.read_text())["rows"]
     names = [one["key"]["cache"] for one in rows]
-    own = ["16 bit", public_models.AGAIN, "int8", "int8"]
+    own = ["16 bit", AGAIN, "int8", "int8"]
     assert names == [*own, *own, *["KIVI", "same"] * 2]  # 16 bit serves peers, too
     assert len(texts) == 2 * len(rows) and {one["passed"] for one in rows} == {"11"}
     # threads judge the two answers of a row

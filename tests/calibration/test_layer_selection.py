@@ -123,7 +123,7 @@ def test_widths_that_no_row_has_are_refused() -> None:
 
 def test_the_layers_of_the_cache_are_counted_from_0() -> None:
     class Model:
-        def observe(self, tokens: torch.Tensor, observer: Any, begin: float) -> None:
+        def observe(self, tokens: torch.Tensor, observer: Any, begin: float = 0.0) -> None:
             for layer in range(4):
                 observer(layer, *[torch.tensor(layer)] * 3, 1.0)
 
@@ -147,7 +147,7 @@ def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
     assert (places, others) == ([0, 1], {2: "it attends to the keys and values of layer 0"})
 
     class Model:
-        def observe(self, tokens: torch.Tensor, observer: Any, begin: float) -> None:
+        def observe(self, tokens: torch.Tensor, observer: Any, begin: float = 0.0) -> None:
             for layer in shapes:
                 observer(layer, *[torch.tensor(layer)] * 3, 1.0)
 
