@@ -12,7 +12,7 @@ from relative_l2 import relative_l2
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
-from kvquant.errors import ConfigError, NonFiniteError, ShapeError
+from kvquant.errors import NonFiniteError, ShapeError
 from kvquant.rows.reference import reference_over_segments
 
 BATCH, HEADS, DIM, MAX = 3, 2, 64, 40
@@ -230,16 +230,6 @@ def test_crop_takes_a_length_for_each_sequence() -> None:
     assert cache.seq_lens.tolist() == [18, 9, 0]
     cache.crop(10)
     assert cache.seq_lens.tolist() == [10, 9, 0]
-    before = everything(cache)
-    wrong: list[Any] = [-1, [11, 9, 0], [10, 9, -1], [10, 9], [[10, 9, 0]]]
-    for lengths in wrong:
-        with pytest.raises(ShapeError, match=r"cannot crop sequences of \[10, 9, 0\] tokens"):
-            cache.crop(lengths)
-    fractions: list[Any] = [[1.5, 2, 0], torch.ones(3), torch.ones(3, dtype=torch.bool)]
-    for lengths in fractions:
-        with pytest.raises(ConfigError, match="use whole numbers"):
-            cache.crop(lengths)
-    assert unchanged(cache, before)
 
 
 def test_reorder_moves_sequences_with_all_they_have() -> None:
@@ -273,9 +263,6 @@ def test_repeat_puts_copies_side_by_side() -> None:
     assert many.start_positions.tolist() == [0, 0, 100, 100, 200, 200]
     for x, y in zip(cache.dequantized(1), many.dequantized(1), strict=True):
         assert torch.equal(y, x.repeat_interleave(2, 0))
-    for times in (0, -1, 1.5):
-        with pytest.raises(ConfigError, match=r"times .* is not possible"):
-            cache.repeat(times)  # type: ignore[arg-type]
 
 
 def test_a_fork_shares_nothing_with_its_origin() -> None:
@@ -307,9 +294,6 @@ def test_select_keeps_sequences_in_place() -> None:
     for mine, theirs in zip(cache.dequantized(0), wanted.dequantized(0), strict=True):
         assert torch.equal(mine, theirs)
     cache.append(0, tokens(3)[:1].expand(4, -1, -1, -1), tokens(3)[:1].expand(4, -1, -1, -1))
-    for wrong in ([4], [-1], []):
-        with pytest.raises(ShapeError, match="give places from 0 to 3"):
-            cache.select(wrong)
     assert cache.batch == 4 and cache.layers[0].seq_lens.tolist() == [23] * 4
 
 
