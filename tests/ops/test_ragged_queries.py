@@ -163,19 +163,10 @@ def test_nan_where_nothing_is_and_in_rows_of_padding(backend: str) -> None:
 
 def test_no_query_and_no_sequence() -> None:
     rows = packed(2, HEADS, 20)
-    out, lse = decode_attention(
-        torch.zeros(0, 4, 64),
-        rows,
-        rows,
-        lens(5, 20),
-        q_indptr=lens(0, 0, 0),
-        **BOTH,
-        return_lse=True,
-    )
+    q, options = torch.zeros(0, 4, 64), {**BOTH, "return_lse": True}
+    out, lse = decode_attention(q, rows, rows, lens(5, 20), q_indptr=lens(0, 0, 0), **options)
     assert (out.shape, lse.shape) == ((0, 4, 64), (0, 4))
-    none = decode_attention(
-        torch.zeros(0, 4, 64), rows[:0], rows[:0], lens(), q_indptr=lens(0), **BOTH
-    )
+    none = decode_attention(q, rows[:0], rows[:0], lens(), q_indptr=lens(0), **BOTH)
     assert none.shape == (0, 4, 64)
 
 

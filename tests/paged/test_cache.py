@@ -36,13 +36,8 @@ from kvquant.rows.rotation import apply_rope
 def beside(**options: Any) -> tuple[PagedBatch, KVCache]:
     """A batch of a paged cache, and a KVCache of one sequence with the same rows."""
     cache = make(**options)
-    options = {
-        "sink_len": SINKS,
-        "recent_len": RECENT,
-        "k_format": "int4-g4",
-        "v_format": "int8",
-        **options,
-    }
+    formats = {"k_format": "int4-g4", "v_format": "int8"}
+    options = {"sink_len": SINKS, "recent_len": RECENT, **formats, **options}
     return PagedBatch(cache, 4, 100), KVCache(LAYERS, 1, HEADS, DIM, 100, **options)
 
 
@@ -84,17 +79,8 @@ def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
     rows = begin(batch, "a", 50)
     cache.fork("a", "b")
     extend(batch, ["a", "b"], [1, 1])
-    contiguous = KVCache(
-        3,
-        1,
-        HEADS,
-        DIM,
-        100,
-        k_format=formats,
-        v_format="int2",
-        sink_len=SINKS,
-        recent_len=RECENT,
-    )
+    options: Any = {"k_format": formats, "v_format": "int2"}
+    contiguous = KVCache(3, 1, HEADS, DIM, 100, sink_len=SINKS, recent_len=RECENT, **options)
     for layer in range(3):
         contiguous.append(layer, *(x.transpose(0, 1)[None] for x in rows))
         expected = contiguous.dequantized(layer)
