@@ -37,6 +37,7 @@ from kvquant import (
     quantize_rows,
 )
 from kvquant.errors import ConfigError, NonFiniteError, UnsupportedError
+from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import mla
@@ -252,8 +253,14 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"recent_len": 0, "sink_len": 0}, {"fmt": "fp8"}, {"bases": [random_basis(512, 64)] * 2}],
-    ids=["plain", "packed", "fp8", "bases"],
+    [
+        {},
+        {"recent_len": 0, "sink_len": 0},
+        {"fmt": "fp8"},
+        {"bases": [random_basis(512, 64)] * 2},
+        {"num_pages": 64, "max_seq_len": 2048},
+    ],
+    ids=["plain", "packed", "fp8", "bases", "shared prefix"],
 )
 def test_what_is_launched_was_told(
     options: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch
@@ -261,14 +268,17 @@ def test_what_is_launched_was_told(
     driver: FakeDriver = install_for_caches(monkeypatch)
     monkeypatch.setattr(mla, "kernels_for", lambda *_: "cuda")
     monkeypatch.setattr(mla, "takes_one_launch", lambda x, backend: x.dtype == torch.bfloat16)
-    cache = LatentPagedKVCache(2, 32, max_num_seqs=4, max_seq_len=512, **options)
-    calls = BatchCalls(LatentPagedBatch, cache, torch.bfloat16, 40, (4,))
+    shares = "num_pages" in options
+    given = {"num_pages": 32, "max_seq_len": 512, **options}
+    cache = LatentPagedKVCache(2, max_num_seqs=4, **given)
+    first, shared = (512, True) if shares else (40, None)
+    calls = BatchCalls(LatentPagedBatch, cache, torch.bfloat16, first, (4,), shared_prefix=shared)
     told = kernels_of([calls], runtime.gpu_of(CPU))
     assert not driver.launched and not cache.ids
-    batch = LatentPagedBatch(cache, 4, 40)
-    for name in range(4):
+    batch = LatentPagedBatch(cache, 4, first, shared_prefix=shared)
+    for name in range(1 if shares else 4):
         cache.allocate(name)
-    for ids, count in (([0], 40), (range(4), 1)):
+    for ids, count in (([0], first), (range(4), 1)):
         total = count * len(ids)
         latent, rope = (torch.zeros(total, 1, n, dtype=torch.bfloat16) for n in (512, 64))
         with batch.extend(list(ids), count):
@@ -278,7 +288,11 @@ def test_what_is_launched_was_told(
                     continue
                 q = [torch.zeros(4, heads, n, dtype=torch.bfloat16) for n in (512, 64)]
                 batch.step(layer, q[0], q[1], latent, rope, sm_scale=SCALE)
+        for child in {*range(4)} - {*cache.ids}:
+            cache.fork(0, child)
     assert driver.launched and {*loaded_specs()} <= {*told}
+    combined = [spec.shared for spec in loaded_specs() if isinstance(spec, MlaCombineSpec)]
+    assert any(combined) or not shares
 
 
 # On a GPU
