@@ -72,7 +72,7 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         self.sink_len, self.recent_len = lengths
         self.rollback_len = rollback_len
-        kept = {"sink_len": self.sink_len, "recent_len": self.recent_len}
+        kept: Any = {"sink_len": self.sink_len, "recent_len": self.recent_len}
         formats: Any = {"k_format": K_FORMAT, "v_format": V_FORMAT, "rollback_len": rollback_len}
         cache = KVCache(2, batch, HEADS, DIM, max_seq_len, **kept, **formats)
         cache.start_positions[:] = torch.arange(batch) * 10

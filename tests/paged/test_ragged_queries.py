@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_refused() -> None:
             (own.to("meta"), DeviceError, "q is on cpu, q_indptr on meta"),
         ):
             with pytest.raises(error, match=message):
-                batch.step(0, q, rows[0], rows[1], q_indptr=at)  # type: ignore[arg-type]
+                batch.step(0, q, rows[0], rows[1], q_indptr=at)
         for layer in range(LAYERS):
             batch.append(layer, *rows)
         for given, at, message in (

@@ -374,15 +374,8 @@ def test_under_torch_compile() -> None:
     weight = torch.randn(128, 128, device="cuda", dtype=torch.bfloat16) / 11
 
     def step(x: torch.Tensor) -> Any:
-        q = x @ weight
-        return decode_attention(
-            q,
-            segment.k_rows,
-            segment.v_rows,
-            segment.seq_lens,
-            k_format="int4-g4",
-            v_format="int4-g4",
-        )
+        rows = segment.k_rows, segment.v_rows, segment.seq_lens
+        return decode_attention(x @ weight, *rows, k_format="int4-g4", v_format="int4-g4")
 
     x = query(segment, 8)
     compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
