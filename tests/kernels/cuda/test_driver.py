@@ -53,22 +53,6 @@ def test_streams_have_workspaces_that_grow(
     assert larger.counters_address == larger.counters.data_ptr()
 
 
-def test_captured_launches_have_counters_of_their_own(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spaces = workspace.Workspaces(torch.device("cpu"))
-    spaces.take(1, 10, 10)
-    assert spaces._slab is not None
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    places = [spaces.take(1, 100, 10).counters_address for _ in range(3)]
-    first = spaces._slab.data_ptr()
-    assert places == [first, first + 400, first + 800]
-    rest = spaces.take(1, workspace.SLAB - 299, 10)  # more than is left
-    assert not rest.counters.any()
-    assert rest.counters.untyped_storage().data_ptr() != spaces._slab.untyped_storage().data_ptr()
-    assert not workspace.Workspaces(torch.device("cpu")).take(1, 10, 10).counters.any()
-
-
 def test_large_shared_memory_is_asked_for(cuda: FakeDriver) -> None:
     driver.Kernel(b"", "f", 0, threads=32, shared=48 << 10)
     assert "cuFuncSetAttribute" not in cuda.calls
