@@ -592,7 +592,7 @@ def test_tokens_beyond_what_int64_holds_are_refused() -> None:
     with batch.extend(["a"], 10):
         batch.append(0, rows, rows)
     for count in (2**63 - 1, 2**63 - 10, 2**63):
-        for use in (batch.extend, one.can_append):
+        for use in (lambda ids, n: batch.extend(ids, n).__enter__(), one.can_append):
             with pytest.raises(KVQuantError):
                 use(["a"], [count])
     assert one.length("a") == 10

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from relative_l2 import relative_l2
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operations import Operations
 
 from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import NonFiniteError, ShapeError
@@ -388,22 +388,6 @@ def test_a_value_that_is_taken_never_turns_into_nan(
     assert bool(cache.dequantized(0)[0].isfinite().all())
 
 
-class Work(TorchDispatchMode):
-    """Counts the elements of all that torch makes or changes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not function.is_view:
-            self.elements += result.numel()
-        return result
-
-
 MOVES: dict[str, Callable[[KVCache], object]] = {
     "reorder": lambda cache: cache.reorder([2, 0, 0]),
     "fork": lambda cache: cache.fork([1, 1]),
@@ -424,9 +408,9 @@ def test_sequences_move_at_the_cost_of_their_tokens() -> None:
         assert cache.nbytes > room * BATCH * HEADS * 2 * 40  # there is as much memory
         work[room] = {}
         for name, call in MOVES.items():
-            with Work() as counted:
+            with Operations() as counted:
                 call(cache)
-            work[room][name] = counted.elements
+            work[room][name] = sum(counted.sizes)
     assert work[10_000] == work[1_000_000]
     rows = 2 * BATCH * HEADS * (30 * 40 + 70 * 128 + 30 * 40 + 68 * 128)  # both layers and sides
     assert work[10_000]["reorder"] < 4 * rows and work[10_000]["crop"] < 200
@@ -460,9 +444,9 @@ def test_moved_sequences_are_whole(window: int | None) -> None:
 
 
 def test_large_rooms_are_free_until_they_are_used() -> None:
-    with Work() as counted:
+    with Operations() as counted:
         cache = KVCache(2, 1, HEADS, DIM, 1 << 20)
-    assert counted.elements < 1e6 < 1e8 < cache.nbytes
+    assert sum(counted.sizes) < 1e6 < 1e8 < cache.nbytes
     assert not cache.layers[1].k_packed[0, 1, -100:].any()
 
 
