@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
-from fake_cuda import FakeDriver, make_query, make_segment
+from fake_cuda import FakeDriver, OnCuda, make_query, make_segment
 from relative_l2 import relative_l2
 
 from kvquant import (
@@ -231,12 +231,6 @@ def test_segments_that_do_not_fit_one_another_are_refused() -> None:
     for starts in (lens(0, 8), lens(-1, 0)):
         with pytest.raises(ShapeError, match=r"starts of sequence . is .*: rows are 0 to 7"):
             attend_segments(q, [Segment(K_ROWS, V_ROWS, lens(8, 3), INT4, INT4, starts)])
-
-
-class OnCuda(torch.Tensor):
-    """A tensor on the CPU that says that it is on CUDA."""
-
-    is_cuda = True
 
 
 def call(q: torch.Tensor, segment: Segment, **options: Any) -> Any:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeDriver
+from fake_cuda import FakeDriver, OnCuda
+from refusals import refused
 
 from kvquant import AttentionVariant, RowFormat, decode_attention, reference_attention
-from kvquant.errors import KVQuantError
 from kvquant.ops import attention
 from kvquant.rows.segment import check_segments
 
@@ -178,34 +178,23 @@ VALUES: list[Case] = [  # which nobody reads on CUDA, but in debug mode
 EVERY = CASES + ELSEWHERE + NUMBERS + VALUES
 
 
-def assert_refused(call: Any, text: str, **given: Any) -> None:
-    with pytest.raises(KVQuantError) as caught:
-        call(**given)
-    error, _, words = text.partition(": ")
-    assert type(caught.value).__name__ == error and words in str(caught.value), caught.value
-
-
 @pytest.mark.parametrize("backend", [None, "cpu", "reference"])
 @pytest.mark.parametrize(("change", "text"), EVERY, ids=[text for _, text in EVERY])
 def test_what_does_not_fit_is_refused(
     change: dict[str, Any], text: str, backend: str | None
 ) -> None:
     given = GIVEN | change
-    assert_refused(decode_attention, text, **{"backend": backend, **given})
+    with refused(text):
+        decode_attention(**{"backend": backend, **given})
     if backend == "reference" and text not in [text for _, text in NUMBERS]:
-        assert_refused(reference_attention, text, **given)
+        with refused(text):
+            reference_attention(**given)
 
 
 def test_the_calls_that_the_refusals_change_are_right() -> None:
     for change in ({}, PAGED, {"q": MANY, "q_lens": ints(3, 0)}, {"num_splits": 2}):
         decode_attention(**GIVEN | change)
     decode_attention(**GIVEN | {"q": RAGGED, "q_indptr": ints(0, 3, 6)})
-
-
-class OnCuda(torch.Tensor):
-    """A tensor on the CPU that says that it is on CUDA."""
-
-    is_cuda = True
 
 
 def on_cuda(q: torch.Tensor, **given: Any) -> Any:
@@ -231,7 +220,8 @@ def test_a_settled_call_is_not_checked_again_but_any_other_is(
     on_16_bit = [({"q": Q.float()}, "ConfigError: on CUDA use bfloat16")]
     for change, text in CASES + NUMBERS + on_16_bit:
         for _ in range(2):
-            assert_refused(on_cuda, text, **GIVEN | change)
+            with refused(text):
+                on_cuda(**GIVEN | change)
     assert len(cuda.launched) == 12
 
 
