@@ -1,4 +1,4 @@
-"""After each refused call of each public cache its whole state is what it was."""
+"""What calls of each public cache refuse: each a clear error, and the whole state is as before."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from refusals import refused
 from snapshots import changes, snapshot
 
 from kvquant import (
@@ -23,15 +25,11 @@ from kvquant import (
     LatentPagedKVCache,
     PagedBatch,
     PagedKVCache,
-)
-from kvquant.errors import (
-    ConfigError,
-    DeviceError,
-    KVQuantError,
-    NonFiniteError,
-    OutOfPagesError,
-    ShapeError,
-    UnsupportedError,
+    Rope,
+    debug,
+    load_sequences,
+    save_cache,
+    save_sequences,
 )
 
 LAYERS, BATCH, HEADS, Q_HEADS, DIM, ROOM = 2, 3, 2, 4, 64, 40
@@ -44,14 +42,12 @@ KNOWN = {"changes", "_segments", "_slots", "step_masks", "_growing", "_moving", 
 KNOWN |= {"_is_user_defined"}
 
 
-class Refused(NamedTuple):
-    """A call that is refused: what to do with the object, and the error."""
-
-    call: Callable[[Any], object]
-    error: Any  # a class, or several
+Row = tuple[Callable[[Any], object], str]  # a call of the object; the error, and words that it has
+Table = dict[str, Row]
 
 
-Table = dict[str, Refused]
+def table(*rows: Row) -> Table:
+    return {f"{i}: {text}": (call, text) for i, (call, text) in enumerate(rows)}
 
 
 def calls(name: str, *given: Any, **options: Any) -> Callable[[Any], object]:
@@ -71,159 +67,210 @@ def bad(value: float, *axes: int) -> torch.Tensor:
 
 
 # what append of [batch, heads, tokens, dim] refuses; k and v are of other widths in latent caches
-def bad_appends(heads: int, k_dim: int, v_dim: int) -> Table:
+def bad_appends(heads: int, k_dim: int, v_dim: int, names: str = "k v", must: str = "") -> Table:
     def k(count: int, batch: int = BATCH, heads: int = heads, dim: int = k_dim) -> torch.Tensor:
         return rows(count, batch=batch, heads=heads, dim=dim)
 
     def v(count: int, batch: int = BATCH, heads: int = heads, dim: int = v_dim) -> torch.Tensor:
         return rows(count, batch=batch, heads=heads, dim=dim)
 
-    table = {
-        "no such layer": ((9, k(1), v(1)), ConfigError),
-        "a layer from the end": ((-1, k(1), v(1)), ConfigError),
-        "no number of a layer": (("0", k(1), v(1)), ConfigError),
-        "no tensor": ((0, None, v(1)), ConfigError),
-        "no axis of tokens": ((0, k(1)[:, :, 0], v(1)[:, :, 0]), ShapeError),
-        "another batch": ((0, k(4, batch=2), v(4, batch=2)), ShapeError),
-        "other heads": ((0, k(4, heads=5), v(4, heads=5)), ShapeError),
-        "other widths of k": ((0, k(4, dim=48), v(4)), ShapeError),
-        "other widths of v": ((0, k(1), v(1, dim=48)), ShapeError),
-        "several tokens, other widths of v": ((0, k(4), v(4, dim=48)), ShapeError),
-        "more k than v": ((0, k(4), v(3)), ShapeError),
-        "float64": ((0, k(4).double(), v(4).double()), ConfigError),
-        "a float64 token": ((0, k(1), v(1).double()), ConfigError),
-        "whole numbers": ((0, k(4).int(), v(4)), ConfigError),
-        "another device": ((0, k(1), v(1).to("meta")), (ConfigError, DeviceError)),
-        "several tokens, another device": ((0, k(4), v(4).to("meta")), (ConfigError, DeviceError)),
-        "NaN in k": ((0, bad(math.nan, BATCH, heads, 4, k_dim), v(4)), NonFiniteError),
-        "NaN in a v": ((0, k(1), bad(math.nan, BATCH, heads, 1, v_dim)), NonFiniteError),
-        "more than 16 bit hold": ((0, bad(7e4, BATCH, heads, 4, k_dim), v(4)), NonFiniteError),
-        "more than there is room": ((0, k(ROOM + 1), v(ROOM + 1)), ShapeError),
-        "too few counts": ((0, k(4), v(4), [1]), ShapeError),
-        "a negative count": ((0, k(4), v(4), [1, -1, 1]), ShapeError),
-        "a count over the tokens": ((0, k(4), v(4), [1, 5, 1]), ShapeError),
-        "no whole counts": ((0, k(4), v(4), [1.5, 1, 1]), ConfigError),
-    }
-    return {
-        f"append: {name}": Refused(calls("append", *given), error)
-        for name, (given, error) in table.items()
-    }
+    def odd(value: float) -> torch.Tensor:
+        return bad(value, BATCH, heads, 4, k_dim)
+
+    x, y = names.split()
+    k_must, v_must = (must and f": it must be [3, {heads}, {must}, {n}]" for n in (k_dim, v_dim))
+    no_layer, taken = "does not exist: the cache has layers 0 to 1", "use float32, bfloat16 or fl"
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        ((9, k(1), v(1)), f"ConfigError: layer 9 {no_layer}"),
+        ((-1, k(1), v(1)), f"ConfigError: layer -1 {no_layer}"),
+        (("0", k(1), v(1)), f"ConfigError: layer '0' {no_layer}"),
+        ((0, None, v(1)), f"ConfigError: {x} is of type NoneType: give a tensor"),
+        ((0, [1], v(1)), f"ConfigError: {x} is of type list: give a tensor"),
+        ((0, k(1)[:, :, 0], v(1)[:, :, 0]), f"ShapeError: {x} is [3, {heads}, {k_dim}]{k_must}"),
+        ((0, k(4, 2), v(4, 2)), f"ShapeError: {x} is [2, {heads}, 4, {k_dim}]{k_must}"),
+        ((0, k(4, heads=5), v(4, heads=5)), f"ShapeError: {x} is [3, 5, 4, {k_dim}]{k_must}"),
+        ((0, k(4, dim=48), v(4)), f"ShapeError: {x} is [3, {heads}, 4, 48]{k_must}"),
+        ((0, k(1), v(1, dim=48)), f"ShapeError: {y} is [3, {heads}, 1, 48]{v_must}"),
+        ((0, k(4), v(4, dim=48)), f"ShapeError: {y} is [3, {heads}, 4, 48]{v_must}"),
+        ((0, k(4), v(3)), f"ShapeError: {x} has 4 new tokens, {y} 3" if must else "ShapeError"),
+        ((0, k(4).double(), v(4).double()), f"ConfigError: {x} is torch.float64: {taken}"),
+        ((0, k(1), v(1).double()), f"ConfigError: {y} is torch.float64: {taken}"),
+        ((0, k(4).int(), v(4)), f"ConfigError: {x} is torch.int32: {taken}"),
+        ((0, k(4), v(4).int()), f"ConfigError: {y} is torch.int32: {taken}"),
+        ((0, k(1), v(1).to("meta")), f"DeviceError: {y} is on meta, the cache on cpu"),
+        ((0, k(4), v(4).to("meta")), f"DeviceError: {y} is on meta, the cache on cpu"),
+        ((0, odd(math.nan), v(4)), "NonFiniteError: values up to 65504; look for NaN and Inf"),
+        ((0, k(1), bad(math.nan, BATCH, heads, 1, v_dim)), f"NonFiniteError: {y}[2, {heads - 1}, "),
+        ((0, odd(-math.inf), v(4)), f"NonFiniteError: {x}[2, {heads - 1}, 3, {k_dim - 1}] is -inf"),
+        ((0, odd(7e4), v(4)), "NonFiniteError: 70000.0"),
+        ((0, odd(7e4), v(4)), "NonFiniteError: to 65504; give the format 'bf16', for 16-bit rows"),
+        ((0, odd(65536.0).bfloat16(), v(4)), "NonFiniteError: is 65536.0"),
+        ((0, odd(65500.0), v(4)), "NonFiniteError: ; nothing was appended"),  # 65536 in bf16
+        ((0, k(ROOM + 1), v(ROOM + 1)), "ShapeError: sequence 0 would grow to"),
+        ((0, k(41), v(41), [1, 1, 41]), "ShapeError: sequence 2 would grow to"),
+        ((0, k(41), v(41), [1, 1, 41]), "ShapeError: max_seq_len is 40: crop it, or make a larger"),
+        ((0, k(4), v(4), [1]), "ShapeError: [1]: give ["),
+        ((0, k(4), v(4), [1, -1, 1]), "ShapeError: new_lens "),
+        ((0, k(4), v(4), [1, 5, 1]), "ShapeError: [1, 5, 1]: give ["),
+        ((0, k(4), v(4), [1, 5, 1]), "ShapeError: ] of 0 to 4"),
+        ((0, k(4), v(4), [1.5, 1, 1]), "ConfigError: new_lens is torch.float32: use whole numbers"),
+    ]
+    return table(*((calls("append", *given), text) for given, text in cases))
 
 
-BAD_OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
-    "no such backend": ({"backend": "tpu"}, ConfigError),
-    "the backend of another device": ({"backend": "cuda"}, DeviceError),
-    "NaN as scale": ({"sm_scale": math.nan}, ConfigError),
-    "no flag": ({"return_lse": 1}, ConfigError),
-    "no number of splits": ({"num_splits": 0}, ConfigError),
-}
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"backend": "tpu"}, "ConfigError: backend 'tpu' does not exist: use cpu, cuda or reference"),
+    ({"backend": "cuda"}, "DeviceError: backend 'cuda' takes CUDA tensors, not cpu"),
+    ({"sm_scale": math.nan}, "ConfigError: sm_scale is nan: use a finite number"),
+    ({"return_lse": 1}, "ConfigError: return_lse is 1: use True or False"),
+    ({"num_splits": 0}, "ConfigError: num_splits 0 is not possible: use a whole number from 1"),
+]
+# queries and keys of another order, and what to do
+ORDERS = [
+    (
+        (3, 4, 64),
+        (3, 1, 2, 64),
+        "[3, 2, 1, 64], the heads before the tokens: give k.transpose(1, 2)",
+    ),
+    ((3, 4, 64), (3, 2, 64), "[3, 2, 1, 64]: give k.unsqueeze(2)"),
+    (
+        (3, 5, 4, 64),
+        (3, 5, 2, 64),
+        "[3, 2, 5, 64], the heads before the tokens: give k.transpose(1, 2)",
+    ),
+    ((3, 4, 5, 64), (3, 2, 5, 64), "In q tokens must come before heads: give q.transpose(1, 2)"),
+    ((3, 2, 5, 64), (3, 2, 5, 64), "In q tokens must come before heads: give q.transpose(1, 2)"),
+    ((3, 5, 4, 64), (3, 2, 6, 64), "[3, 2, 5, 64]"),
+]
 
 
 def bad_steps(*, rank: bool = False) -> Table:
     """What step of keys and values refuses."""
     q, k = torch.ones(BATCH, Q_HEADS, DIM), rows(1)
-    window = AttentionVariant(window=3)
-    table: dict[str, tuple[tuple[Any, ...], dict[str, Any], Any]] = {
-        "no such layer": ((9, q, k, k), {}, ConfigError),
-        "other query heads": ((0, torch.ones(BATCH, 3, DIM), k, k), {}, ShapeError),
-        "another batch of queries": ((0, q[:2], k, k), {}, ShapeError),
-        "other widths of queries": ((0, q[..., :48], k, k), {}, ShapeError),
-        "float64 queries": ((0, q.double(), k, k), {}, ConfigError),
-        "more tokens than queries": ((0, q, rows(2), rows(2)), {}, ShapeError),
-        "NaN": ((0, q, k, bad(math.nan, BATCH, HEADS, 1, DIM)), {}, NonFiniteError),
-        "sinks of other heads": (
-            (0, q, k, k),
-            {"variant": AttentionVariant(sink_logits=torch.ones(3))},
-            ShapeError,
+    found: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((9, q, k, k), {}, "ConfigError: layer 9 does not exist"),
+        ((0, q[:, :3], k, k), {}, "ShapeError: num_q_heads a multiple of 2, or [3, new_tokens"),
+        ((0, q[:2], k, k), {}, "ShapeError: q is [2, 4, 64]: it must be [3, num_q_heads, 64]"),
+        (
+            (0, q[..., :48], k, k),
+            {},
+            "ShapeError: q is [3, 4, 48]: it must be [3, num_q_heads, 64]",
         ),
-    }
-    for name, (options, error) in BAD_OPTIONS.items():
+        ((0, q.double(), k, k), {}, "ConfigError: q is torch.float64: use float32, bfloat16 or fl"),
+        ((0, q.long(), k, k), {}, "ConfigError: q is torch.int64"),
+        ((0, q, rows(2), rows(2)), {}, "ShapeError: a step with q [3, 4, 64] has 1 of each sequ"),
+        (
+            (0, q, k, bad(math.nan, BATCH, HEADS, 1, DIM)),
+            {},
+            "NonFiniteError: v[2, 1, 0, 63] is nan",
+        ),
+    ]
+    for variant, text in (
+        (
+            AttentionVariant(sink_logits=torch.ones(3)),
+            "ShapeError: sink_logits is [3]: it must be [4]",
+        ),
+        (AttentionVariant(soft_cap=1e5), "ConfigError: soft_cap"),
+        (AttentionVariant(alibi_slopes=torch.full((4,), math.nan)), "ConfigError: alibi_slopes"),
+        (AttentionVariant(window=3), "UnsupportedError: a variant with window needs positions"),
+    ):
+        if rank == (variant.window is not None) or variant.sink_logits is not None:
+            found.append(((0, q, k, k), {"variant": variant}, text))
+    for options, text in BAD_OPTIONS:
         if not (rank and {"return_lse", "num_splits"} & {*options}):
-            table[name] = (0, q, k, k), options, error
-    if rank:
-        table["a window"] = (0, q, k, k), {"variant": window}, UnsupportedError
-    return {
-        f"step: {name}": Refused(calls("step", *a, **o), error)
-        for name, (a, o, error) in table.items()
-    }
+            found.append(((0, q, k, k), options, text))
+    if not rank:
+        for of_q, of_k, text in ORDERS:
+            given = 0, torch.ones(of_q), torch.ones(of_k), torch.ones(of_k)
+            found.append((given, {}, f"ShapeError: {text}"))
+    return table(*((calls("step", *a, **o), text) for a, o, text in found))
 
 
 def bad_latent_steps() -> Table:
     q, rope = torch.ones(BATCH, 16, LATENT), torch.ones(BATCH, 16, ROPE)
     new = rows(1, heads=1, dim=LATENT), rows(1, heads=1, dim=ROPE)
-    table: dict[str, tuple[tuple[Any, ...], dict[str, Any], Any]] = {
-        "no scale": ((0, q, rope, *new), {}, ConfigError),
-        "other widths of queries": ((0, q[..., :48], rope, *new), {"sm_scale": 1.0}, ShapeError),
-        "another batch of queries": ((0, q[:2], rope[:2], *new), {"sm_scale": 1.0}, ShapeError),
-        "another batch of RoPE parts": ((0, q, rope[:2], *new), {"sm_scale": 1.0}, ShapeError),
-        "no RoPE parts": ((0, q, None, *new), {"sm_scale": 1.0}, ConfigError),
-        "a variant": (
-            (0, q, rope, *new),
-            {"sm_scale": 1.0, "variant": AttentionVariant(soft_cap=2.0)},
-            UnsupportedError,
-        ),
-        "NaN": (
-            (0, q, rope, new[0], bad(math.nan, BATCH, 1, 1, ROPE)),
-            {"sm_scale": 1.0},
-            NonFiniteError,
-        ),
-    }
-    for name, (options, error) in BAD_OPTIONS.items():
-        table[name] = (0, q, rope, *new), {"sm_scale": 1.0, **options}, error
-    return {
-        f"step: {name}": Refused(calls("step", *a, **o), error)
-        for name, (a, o, error) in table.items()
-    }
+    spoiled = new[0], bad(math.nan, BATCH, 1, 1, ROPE)
+    soft: dict[str, Any] = {"variant": AttentionVariant(soft_cap=2.0)}
+    found: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((0, q, rope, *new), {"sm_scale": None}, "ConfigError: sm_scale is None: give the model's"),
+        ((0, q[..., :48], rope, *new), {}, "ShapeError: q is [3, 16, 48]: it must be [3, num_q_h"),
+        ((0, q[:2], rope[:2], *new), {}, "ShapeError: q is [2, 16, 256]: it must be [3, num_q_he"),
+        ((0, q, rope[:2], *new), {}, "ShapeError: q_latent is [3, 16, 256] and q_rope [2, 16, 32]"),
+        ((0, q, rope[:, :5], *new), {}, "ShapeError: q_rope [3, 5, 32]: they must be"),
+        ((0, q, None, *new), {}, "ConfigError: q_rope is of type NoneType"),
+        ((0, q, rope, *new), soft, "UnsupportedError: latent rows have none, leave it out"),
+        ((0, q, rope, *spoiled), {}, "NonFiniteError: rope[2, 0, 0, 31] is nan"),
+        *(((0, q, rope, *new), options, text) for options, text in BAD_OPTIONS),
+    ]
+    return table(*((calls("step", *a, **{"sm_scale": 1.0, **o}), text) for a, o, text in found))
 
 
-REORDERS: Table = {
-    "reorder: no such place": Refused(lambda cache: cache.reorder([0, 1, 3]), ShapeError),
-    "reorder: a place from the end": Refused(lambda cache: cache.reorder([0, 1, -1]), ShapeError),
-    "reorder: too few places": Refused(lambda cache: cache.reorder([0, 1]), ShapeError),
-    "reorder: no whole numbers": Refused(lambda cache: cache.reorder([0.5, 1, 2]), ConfigError),
-}
-CROPS: Table = {
-    "crop: more than there is": Refused(lambda cache: cache.crop([9, 99, 9]), ShapeError),
-    "crop: a negative length": Refused(lambda cache: cache.crop([1, -1, 1]), ShapeError),
-    "crop: below nothing": Refused(lambda cache: cache.crop(-1), ShapeError),
-    "crop: too few lengths": Refused(lambda cache: cache.crop([1]), ShapeError),
-    "crop: no whole numbers": Refused(lambda cache: cache.crop([0.5, 1, 1]), ConfigError),
-}
-
-
-def raising(cache: KVCache) -> None:
-    with cache.attempt(3):
-        for layer in cache.layers:
-            layer.check_filled(0)
-        raise ConfigError("of the caller")
-
-
-OTHERS: Table = {
-    "select: no such place": Refused(lambda cache: cache.select([3]), ShapeError),
-    "select: nothing": Refused(lambda cache: cache.select([]), ShapeError),
-    "fork: no such place": Refused(lambda cache: cache.fork([-1]), ShapeError),
-    "repeat: no times": Refused(lambda cache: cache.repeat(0), ConfigError),
-    "repeat: too often": Refused(lambda cache: cache.repeat(2**31 - 1), ConfigError),
-    "grow: less": Refused(lambda cache: cache.grow(ROOM - 1), ConfigError),
-    "grow: more than all memory": Refused(lambda cache: cache.grow(2**40), ConfigError),
-    "attempt: no number": Refused(lambda cache: cache.attempt(-1).__enter__(), ConfigError),
-    "dequantized: no such dtype": Refused(
-        lambda cache: cache.dequantized(0, torch.int8), ConfigError
+PLACES = "give places from 0 to 2, one or more"
+REORDERS = [
+    (calls("reorder", [0, 1, 3]), f"ShapeError: index is [0, 1, 3]: {PLACES}"),
+    (calls("reorder", [0, 1, -1]), f"ShapeError: index is [0, 1, -1]: {PLACES}"),
+    (calls("reorder", []), f"ShapeError: {PLACES}"),
+    (calls("reorder", [[0, 1, 2]]), "ShapeError: index"),
+    (calls("reorder", 1), "ShapeError: index"),
+    (calls("reorder", [0, 1]), "ShapeError: index has 2 places, the batch 3"),
+    (calls("reorder", [0.5, 1, 2]), "ConfigError: index is torch.float32: use whole numbers"),
+    (calls("reorder", torch.arange(3.0)), "ConfigError: index is torch.float32: use whole numbers"),
+    (calls("reorder", [10**30, 0, 1]), "ConfigError: use whole numbers"),
+]
+LENGTHS = "give lengths from 0 to the present ones"
+CROPS = [
+    *(
+        (calls("crop", lens), f"ShapeError: {LENGTHS}")
+        for lens in ([9, 99, 9], [1, -1, 1], -1, [1], [[10, 9, 0]])
     ),
-    "segments: no such layer": Refused(lambda cache: cache.segments(9), ConfigError),
-}
+    *(
+        (calls("crop", lens), "ConfigError: use whole numbers")
+        for lens in ([0.5, 1, 1], True, 1.0, None, "3", torch.ones(3), torch.ones(3).bool())
+    ),
+]
+
+
+OTHERS = [
+    (calls("select", [3]), f"ShapeError: index is [3]: {PLACES}"),
+    (calls("select", [-1]), f"ShapeError: index is [-1]: {PLACES}"),
+    (calls("select", []), f"ShapeError: index is []: {PLACES}"),
+    *(
+        (calls("fork", index), f"ShapeError: {PLACES}")
+        for index in ([], 5, [-1], [0, 1, 3], [[0, 1, 2]], 1)
+    ),
+    *(
+        (calls("fork", index), "ConfigError: use whole numbers")
+        for index in ("0", [True, False], [0, None], torch.tensor([True, False]))
+    ),
+    *((calls("repeat", n), f"ConfigError: times {n!r} is not possible") for n in (0, -1, 1.5, "2")),
+    (calls("repeat", 2**31 - 1), "ConfigError: more than there is: use a smaller number of times"),
+    (calls("grow", ROOM - 1), "ConfigError: has room for 40 tokens: it can only grow"),
+    (calls("grow", 2**40), "ConfigError: max_seq_len 1099511627776 is not possible"),
+    (lambda cache: cache.attempt(-1).__enter__(), "ConfigError: new_tokens -1 is not possible"),
+    (calls("dequantized", 0, torch.int8), "ConfigError: dtype torch.int8 is not supported: use fl"),
+    (calls("segments", 9), "ConfigError: layer 9 does not exist"),
+    (calls("crop", -(10**30)), f"ShapeError: {LENGTHS}"),
+]
 
 
 def attends(*q: torch.Tensor, **options: Any) -> Table:
-    found = {
-        "attend: no such layer": Refused(lambda cache: cache.attend(9, *q, **options), ConfigError),
-        "attend: another batch": Refused(
-            lambda cache: cache.attend(0, *(x[:2] for x in q), **options), ShapeError
-        ),
-    }
-    for name, (others, error) in BAD_OPTIONS.items():
-        found[f"attend: {name}"] = Refused(calls("attend", 0, *q, **options | others), error)
-    return found
+    several = [x[:, None] for x in q]
+    found = [
+        (calls("attend", 9, *q, **options), "ConfigError: layer 9 does not exist"),
+        (calls("attend", 0, *(x[:2] for x in q), **options), "ShapeError: the batch must be the s"),
+        (calls("attend", 0, *(x[0] for x in q), **options), "ShapeError: be [batch, num_"),
+        (calls("attend", 0, *several, [1, 1, 1], **options), "ConfigError: q_lens is"),
+        (calls("attend", 0, *q, in_step="no", **options), "ConfigError: in_step is 'no'"),
+        *((calls("attend", 0, *q, **options | others), text) for others, text in BAD_OPTIONS),
+    ]
+    if len(q) > 1:
+        soft = AttentionVariant(soft_cap=30.0)
+        found += [
+            (calls("attend", 0, q[0]), "ConfigError: q_rope is of type NoneType"),
+            (calls("attend", 0, *q), "ConfigError: sm_scale is None: give the model's"),
+            (calls("attend", 0, *q, variant=soft, **options), "UnsupportedError: have none"),
+        ]
+    return table(*found)
 
 
 def contiguous(**options: Any) -> KVCache:
@@ -314,65 +361,142 @@ def full(batch: Batch) -> PagedKVCache:
     return batch.cache
 
 
-PAGED: Table = {
-    "allocate: a name in use": Refused(lambda b: b.cache.allocate("a"), ConfigError),
-    "allocate: the name of what is out": Refused(lambda b: b.cache.allocate("out"), ConfigError),
-    "allocate: no name": Refused(lambda b: b.cache.allocate(["x"]), ConfigError),
-    "allocate: no token ids": Refused(lambda b: b.cache.allocate("x", [0.5]), ConfigError),
-    "allocate: a negative room": Refused(lambda b: b.cache.allocate("x", room=-1), ConfigError),
-    "allocate: too much room": Refused(lambda b: b.cache.allocate("x", room=MOST + 1), ShapeError),
-    "allocate: too few pages": Refused(
-        lambda b: b.cache.allocate("x", [*range(1000, 1040)], room=MOST), OutOfPagesError
+KV: Any = KVCache(1, 1, 1, DIM, 8)
+ODD: Any = "no"
+NONE, OUT = "ConfigError: no sequence 'x'", "ConfigError: sequence 'out' is swapped out: swap it in"
+NOT_ID, INTEGERS = (
+    "ConfigError: cannot be the id of a new sequence",
+    "ConfigError: tokens must be int",
+)
+PAGED: Table = table(
+    (lambda b: b.cache.allocate("a"), "ConfigError: sequence 'a' exists: free it or use another"),
+    (lambda b: b.cache.allocate("out"), NOT_ID),
+    (lambda b: b.cache.allocate(["x"]), NOT_ID),
+    (lambda b: b.cache.allocate(("x",)), "ConfigError: give a string or a whole number"),
+    *((lambda b, t=t: b.cache.allocate("x", t), INTEGERS) for t in ([0.5], 5, "tokens")),
+    (lambda b: b.cache.allocate("x", room=-1), "ConfigError: room -1 is not possible"),
+    (
+        lambda b: b.cache.allocate("x", room=MOST + 1),
+        "ShapeError: room for 101 tokens, max_seq_len",
     ),
-    "match_prefix: no token ids": Refused(lambda b: b.cache.match_prefix(["x"]), ConfigError),
-    "fork: no such sequence": Refused(lambda b: b.cache.fork("x", "y"), ConfigError),
-    "fork: a name in use": Refused(lambda b: b.cache.fork("a", "b"), ConfigError),
-    "fork: of what is out": Refused(lambda b: b.cache.fork("out", "y"), ConfigError),
-    "truncate: no such sequence": Refused(lambda b: b.cache.truncate("x", 0), ConfigError),
-    "truncate: a negative length": Refused(lambda b: b.cache.truncate("a", -1), ShapeError),
-    "truncate: more than there is": Refused(lambda b: b.cache.truncate("a", 41), ShapeError),
-    "truncate: no whole number": Refused(lambda b: b.cache.truncate("a", 0.5), ConfigError),
-    "free: no such sequence": Refused(lambda b: b.cache.free("x"), ConfigError),
-    "can_append: no such sequence": Refused(lambda b: b.cache.can_append(["x"]), ConfigError),
-    "can_append: more than a sequence": Refused(
-        lambda b: b.cache.can_append(["a"], 61), ShapeError
+    (
+        lambda b: b.cache.allocate("x", [*range(1000, 1040)], room=MOST),
+        "OutOfPagesError: 'x' needs 5 more pages (1 pages of its prefix are there, 1 of these am",
     ),
-    "swap_out: no such sequence": Refused(lambda b: b.cache.swap_out("x"), ConfigError),
-    "swap_out: what is out": Refused(lambda b: b.cache.swap_out("out"), ConfigError),
-    "swap_in: what is here": Refused(lambda b: b.cache.swap_in("a"), ConfigError),
-    "length: no such sequence": Refused(lambda b: b.cache.length("x"), ConfigError),
-    "dequantized: no such sequence": Refused(lambda b: b.cache.dequantized("x", 0), ConfigError),
-    "dequantized: no such layer": Refused(lambda b: b.cache.dequantized("a", 9), ConfigError),
-    "dequantized: what is out": Refused(lambda b: b.cache.dequantized("out", 0), ConfigError),
-    "extend: no such sequence": Refused(lambda b: b.extend(["a", "x"]).__enter__(), ConfigError),
-    "extend: what is out": Refused(lambda b: b.extend(["a", "out"]).__enter__(), ConfigError),
-    "extend: twice": Refused(lambda b: b.extend(["a", "a"]).__enter__(), ConfigError),
-    "extend: no list of names": Refused(lambda b: b.extend("ab").__enter__(), ConfigError),
-    "extend: a negative count": Refused(
-        lambda b: b.extend(["a", "b"], [1, -1]).__enter__(), ShapeError
+    *((lambda b, t=t: b.cache.match_prefix(t), INTEGERS) for t in (["x"], [0.5, 1])),
+    (lambda b: b.cache.fork("x", "y"), NONE),
+    (lambda b: b.cache.fork("a", "b"), "ConfigError: sequence 'b' exists"),
+    (lambda b: b.cache.fork("a", "a"), "ConfigError: sequence 'a' exists"),
+    (lambda b: b.cache.fork("out", "y"), OUT),
+    (lambda b: b.cache.truncate("x", 0), NONE),
+    (
+        lambda b: b.cache.truncate("a", -1),
+        "ShapeError: has 40 tokens: it cannot be truncated to -1",
     ),
-    "extend: no whole counts": Refused(lambda b: b.extend(["a"], [0.5]).__enter__(), ConfigError),
-    "extend: too few counts": Refused(lambda b: b.extend(["a", "b"], [1]).__enter__(), ShapeError),
-    "extend: more tokens than places": Refused(
-        lambda b: b.extend(["a", "b"], 31).__enter__(), ShapeError
+    (
+        lambda b: b.cache.truncate("a", 41),
+        "ShapeError: has 40 tokens: it cannot be truncated to 41",
     ),
-    "extend: more than a sequence": Refused(lambda b: b.extend(["b"], 58).__enter__(), ShapeError),
-    "extend: other numbers of tokens": Refused(
-        lambda b: b.extend(["a", "b"], 2, [1, 2, 3]).__enter__(), ShapeError
+    *(
+        (lambda b, n=n: b.cache.truncate("a", n), f"ConfigError: length {n!r} is not possible: use")
+        for n in (0.5, 1.5, "1", None, True)
     ),
-    "extend: no token ids": Refused(lambda b: b.extend(["a"], 1, [0.5]).__enter__(), ConfigError),
-    "append: no step": Refused(lambda b: b.append(0, *new_tokens(b, 3)), ConfigError),
-    "attend: no step": Refused(lambda b: attend(b), ConfigError),
-    "step: no step": Refused(lambda b: step(b), ConfigError),
-}
-PAGED_FULL: Table = {
-    "allocate: no slot": Refused(lambda b: b.cache.allocate("x"), OutOfPagesError),
-    "fork: no slot": Refused(lambda b: b.cache.fork("a", "x"), OutOfPagesError),
-    "swap_in: no slot": Refused(lambda b: b.cache.swap_in("out"), OutOfPagesError),
-    "extend: too few pages": Refused(
-        lambda b: b.extend(["more 2", "more 1"], 30).__enter__(), OutOfPagesError
+    (lambda b: b.cache.free("x"), NONE),
+    (lambda b: b.cache.can_append(["x"]), NONE),
+    (lambda b: b.cache.can_append(["a"], 61), "ShapeError: 'a' would grow to 101 tokens, max_seq_"),
+    (lambda b: b.cache.can_append("a"), "ConfigError: ids is the text 'a': give a list of ids"),
+    (lambda b: b.cache.can_append(None), "ConfigError: ids is None: give a list of ids"),
+    (lambda b: b.cache.swap_out("x"), NONE),
+    (lambda b: b.cache.swap_out("out"), OUT),
+    (lambda b: b.cache.truncate("out", 3), OUT),
+    (lambda b: b.cache.can_append(["out"]), OUT),
+    (lambda b: b.cache.namespace("x"), NONE),
+    (lambda b: b.cache.swap_in("a"), "ConfigError: sequence 'a' is not swapped out"),
+    (lambda b: b.cache.length("x"), NONE),
+    (lambda b: b.cache.dequantized("x", 0), NONE),
+    (lambda b: b.cache.dequantized("a", 9), "ConfigError: layer 9 does not exist"),
+    (lambda b: b.cache.dequantized("a", None), "ConfigError: layer None does not exist"),
+    (lambda b: b.cache.dequantized("a", 0, torch.int32), "ConfigError: dtype torch.int32 is not"),
+    (lambda b: b.cache.dequantized("out", 0), OUT),
+    *(
+        (lambda b, use=use: use(b.cache, ["a"]), "ConfigError: sequence ['a']")
+        for use in (
+            lambda cache, x: cache.length(x),
+            lambda cache, x: cache.free(x),
+            lambda cache, x: cache.truncate(x, 0),
+            lambda cache, x: cache.fork(x, "d"),
+            lambda cache, x: cache.swap_out(x),
+            lambda cache, x: cache.swap_in(x),
+            lambda cache, x: cache.dequantized(x, 0),
+            lambda cache, x: cache.can_append([x]),
+            lambda cache, x: save_sequences(cache, [x], "x.safetensors"),
+        )
     ),
-}
+    (lambda b: b.extend(["a", "x"]).__enter__(), NONE),
+    (lambda b: b.extend(["a", "out"]).__enter__(), OUT),
+    (
+        lambda b: b.extend(["a", "a"]).__enter__(),
+        "ConfigError: ['a', 'a'] name one twice: name each",
+    ),
+    (lambda b: b.extend("ab").__enter__(), "ConfigError: ids is the text 'ab': give a list of ids"),
+    (lambda b: b.extend(3).__enter__(), "ConfigError: ids is 3: give a list of ids"),
+    (lambda b: b.extend(["a", "b"], [1, -1]).__enter__(), "ShapeError: give one >= 0 for each"),
+    (lambda b: b.extend(["a"], -1).__enter__(), "ShapeError: give one >= 0 for each"),
+    (lambda b: b.extend(["a", "b"], [1]).__enter__(), "ShapeError: counts [1] for 2 ids: give one"),
+    *(
+        (lambda b, use=use, n=n: use(b, n), "ConfigError: must be whole numbers")
+        for n in ([0.5], None, 2.0, "x", ["x"], torch.tensor(1.5), True)
+        for use in (
+            lambda b, n: b.extend(["a"], n).__enter__(),
+            lambda b, n: b.cache.can_append(["a"], n),
+        )
+    ),
+    (lambda b: b.extend(list("abcd")).__enter__(), "ShapeError: 4 sequences and 4 tokens: the bat"),
+    (
+        lambda b: b.extend(["a", "b"], 31).__enter__(),
+        "ShapeError: the batch has places for 3 and 60",
+    ),
+    (
+        lambda b: b.extend(["b"], 58).__enter__(),
+        "ShapeError: 'b' would grow to 101 tokens, max_seq_len is 100",
+    ),
+    (
+        lambda b: b.extend(["a", "b"], 2, [1, 2, 3]).__enter__(),
+        "ShapeError: 3 tokens for counts that add up to 4",
+    ),
+    (lambda b: b.extend(["a"], 1, [0.5]).__enter__(), INTEGERS),
+    (lambda b: b.extend(["a"], 1, ["x"]).__enter__(), INTEGERS),
+    *(
+        (use, "ConfigError: no step of this batch is open: append and attend inside `with batch.ex")
+        for use in (
+            lambda b: b.append(0, *new_tokens(b, 3)),
+            lambda b: attend(b),
+            lambda b: step(b),
+        )
+    ),
+    (lambda b: save_sequences(b.cache, "a", "x.safetensors"), "ConfigError: the text 'a'"),
+    (
+        lambda b: save_sequences(KV, ["a"], "x.safetensors"),
+        "ConfigError: save_cache saves a KVCache",
+    ),
+    (lambda b: save_cache(b.cache, "x.safetensors"), "ConfigError: save_sequences saves those"),
+    (lambda b: load_sequences(KV, "x.safetensors"), "ConfigError: load_cache reads a KVCache"),
+    (lambda b: load_sequences(b.cache, "x", ids=ODD), "ConfigError: a dict of new ids by saved"),
+    (lambda b: type(b)(KV, 1), "ConfigError: PagedKVCache"),
+    (lambda b: type(b)(b.cache, 1, shared_prefix=ODD), "ConfigError: shared_prefix is 'no': use"),
+    (lambda b: type(b)(b.cache, 0), "ConfigError: max_batch 0"),
+    (lambda b: type(b)(b.cache, 1, 0), "ConfigError: max_tokens 0"),
+)
+NO_SLOT = "OutOfPagesError: 1 sequence slots are needed, but 0 of 5 are free"
+PAGED_FULL: Table = table(
+    (lambda b: b.cache.allocate("x"), NO_SLOT),
+    (lambda b: b.cache.fork("a", "x"), NO_SLOT),
+    (lambda b: b.cache.swap_in("out"), NO_SLOT),
+    (
+        lambda b: b.extend(["more 2", "more 1"], 30).__enter__(),
+        "OutOfPagesError: 'more 2', 'more 1' need 4 more pages for 44 tokens, but 2 of 8 are free",
+    ),
+)
 
 
 def attend(batch: Batch, layer: int = 0, *, rows: int = 2, heads: int = 4, **options: Any) -> Any:
@@ -400,80 +524,154 @@ def step(
     return batch.step(layer, *q, *new, **{"sm_scale": 1.0, **options})
 
 
-def append(batch: Batch, count: int = 5, layer: int = 1, change: Any = None) -> None:
+def append(batch: Batch, count: int = 5, layer: Any = 1, change: Any = None) -> None:
     k, v = new_tokens(batch, count)
     batch.append(layer, *((k, v) if change is None else change(k, v)))
 
 
+def angles(num_tokens: int, rotary_dim: int) -> Rope:
+    return Rope(*torch.zeros(2, num_tokens, rotary_dim // 2))
+
+
 # in the block of a step of five tokens, which were appended to layer 0 and not to layer 1
-IN_STEP: Table = {
-    "append: no such layer": Refused(lambda b: append(b, layer=9), ConfigError),
-    "append: twice": Refused(lambda b: append(b, layer=0), ConfigError),
-    "append: too few tokens": Refused(lambda b: append(b, 4), ShapeError),
-    "append: more tokens than places": Refused(lambda b: append(b, 61), ShapeError),
-    "append: no tensors": Refused(lambda b: append(b, change=lambda k, v: (1, v)), ConfigError),
-    "append: an axis more": Refused(
-        lambda b: append(b, change=lambda k, v: (k[None], v[None])), ShapeError
+IN_STEP: Table = table(
+    (
+        lambda b: append(b, layer=9),
+        "ConfigError: layer 9 does not exist: the cache has layers 0 to",
     ),
-    "append: other widths": Refused(
-        lambda b: append(b, change=lambda k, v: (k[..., :16], v)), ShapeError
+    (lambda b: append(b, layer="0"), "ConfigError: layer '0' does not exist"),
+    (
+        lambda b: append(b, layer=0),
+        "ConfigError: layer 0 was appended to in this step: give all its",
     ),
-    "append: other heads": Refused(
-        lambda b: append(b, change=lambda k, v: (k.repeat(1, 3, 1), v.repeat(1, 3, 1))), ShapeError
-    ),
-    "append: fewer v": Refused(lambda b: append(b, change=lambda k, v: (k, v[:3])), ShapeError),
-    "append: float64": Refused(
-        lambda b: append(b, change=lambda k, v: (k.double(), v)), ConfigError
-    ),
-    "append: another device": Refused(
-        lambda b: append(b, change=lambda k, v: (k, v.to("meta"))), (ConfigError, DeviceError)
-    ),
-    "attend: a layer without the tokens": Refused(lambda b: attend(b, 1), ConfigError),
-    "attend: no such layer": Refused(lambda b: attend(b, 9), ConfigError),
-    "attend: too few queries": Refused(lambda b: attend(b, rows=1), ShapeError),
-    "attend: more queries than places": Refused(lambda b: attend(b, rows=4), ShapeError),
-    "step: no such layer": Refused(lambda b: step(b, 9), ConfigError),
-    "step: too few queries": Refused(lambda b: step(b, 1, rows=1), ShapeError),
-    "step: more queries than places": Refused(lambda b: step(b, 1, rows=4), ShapeError),
-    "step: float64 queries": Refused(lambda b: step(b, 1, dtype=torch.float64), ConfigError),
-    "step: whole numbers": Refused(lambda b: step(b, 1, dtype=torch.int32), ConfigError),
-    "extend: a step is open": Refused(lambda b: b.extend(["a"]).__enter__(), ConfigError),
-    "allocate: a step is open": Refused(lambda b: b.cache.allocate("x"), ConfigError),
-    "fork: a step is open": Refused(lambda b: b.cache.fork("a", "x"), ConfigError),
-    "truncate: a step is open": Refused(lambda b: b.cache.truncate("a", 3), ConfigError),
-    "free: a step is open": Refused(lambda b: b.cache.free("a"), ConfigError),
-    "swap_out: a step is open": Refused(lambda b: b.cache.swap_out("a"), ConfigError),
-    "swap_in: a step is open": Refused(lambda b: b.cache.swap_in("out"), ConfigError),
-    **{
-        f"{name}: {what}": Refused(partial(call, layer=layer, **options), error)
-        for what, (options, error) in BAD_OPTIONS.items()
-        for name, call, layer in (("attend", attend, 0), ("step", step, 1))
-    },
-}
-IN_STEP_OF_HEADS: Table = {
-    "attend: other query heads": Refused(lambda b: attend(b, heads=3), ShapeError),
-    "step: other query heads": Refused(lambda b: step(b, 1, heads=3), ShapeError),
-    "step: sinks of other heads": Refused(
-        lambda b: step(b, 1, variant=AttentionVariant(sink_logits=torch.ones(3))), KVQuantError
-    ),
-    "step: no q_indptr": Refused(lambda b: step(b, 1, q_indptr=[0, 1]), ConfigError),
-    "step: q_indptr of fewer": Refused(
-        lambda b: step(b, 1, q_indptr=torch.zeros(1, dtype=torch.int32)), ShapeError
-    ),
-    **{
-        f"step: q_indptr {starts}": Refused(
-            partial(step, layer=1, rows=5, q_indptr=torch.tensor(starts, dtype=torch.int32)),
-            (ShapeError, ConfigError),  # layers with a window refuse any of the caller's own
+    (lambda b: append(b, 4), "ShapeError: has 4 tokens, the step 5 and the batch places for 60"),
+    (lambda b: append(b, 61), "ShapeError: has 61 tokens, the step 5"),
+    *(
+        (lambda b, change=change: append(b, change=change), text)
+        for change, text in (
+            (lambda k, v: (1, v), "ConfigError: is of type int: give a tensor"),
+            (lambda k, v: ([1], v), "ConfigError: is of type list: give a tensor"),
+            (lambda k, v: (k.numpy(), v), "ConfigError: is of type ndarray"),
+            (lambda k, v: (k, None), "ConfigError: is of type NoneType: give a tensor"),
+            (lambda k, v: (k[None], v[None]), "ShapeError: .transpose(1, 2).flatten(0, 1)"),
+            (lambda k, v: (k[:, 0], v[:, 0]), "ShapeError: it must be [num_tokens"),
+            (lambda k, v: (k[..., :16], v), "ShapeError: , 16]: rows of the cache have"),
+            (lambda k, v: (k, v[..., :16]), "ShapeError: , 16]: rows of the cache have"),
+            (
+                lambda k, v: (k.repeat(1, 3, 1), v.repeat(1, 3, 1)),
+                "ShapeError: KV heads, ",
+            ),
+            (
+                lambda k, v: (k, v[:3]),
+                "ShapeError: both must be [num_tokens, num_kv_heads, head_dim]",
+            ),
+            (lambda k, v: (k, v.flatten(1)), "ShapeError: both must be [num_tokens"),
+            (
+                lambda k, v: (k.double(), v),
+                "ConfigError: use float32, bfloat16 or float16 for both",
+            ),
+            (lambda k, v: (k, v.half()), "ConfigError: float16 for both"),
+            (
+                lambda k, v: (torch.cat([k, k], -1)[..., ::2], v),
+                "ShapeError: row must",
+            ),
+            (lambda k, v: (k, v.to("meta")), "DeviceError: is on cpu, one of the other tensors"),
         )
-        for starts in ([0, 3, 9], [0, 6, 5], [1, 3, 5])
-    },
-}
+    ),
+    (lambda b: attend(b, 1), "ConfigError: layer 1 was not appended to in this step: append its"),
+    (lambda b: attend(b, 9), "ConfigError: layer 9 does not exist"),
+    (lambda b: attend(b, rows=1), "ShapeError: has 1 rows, the step 2 sequences and the batch pl"),
+    (lambda b: attend(b, rows=4), "ShapeError: has 4 rows, the step 2 sequences"),
+    (lambda b: step(b, 9), "ConfigError: layer 9 does not exist"),
+    (lambda b: step(b, 1, rows=1), "ShapeError: has 1 rows, the step 2 sequences"),
+    (lambda b: step(b, 1, rows=4), "ShapeError: has 4 rows, the step 2 sequences"),
+    (lambda b: step(b, 1, dtype=torch.float64), "ConfigError: torch.float64"),
+    (lambda b: step(b, 1, dtype=torch.int32), "ConfigError: torch.int32"),
+    *(
+        (use, "ConfigError: a step is open, leave its block first: `with batch.extend(...)`")
+        for use in (
+            lambda b: b.extend(["a"]).__enter__(),
+            lambda b: b.cache.allocate("x"),
+            lambda b: b.cache.fork("a", "x"),
+            lambda b: b.cache.truncate("a", 3),
+            lambda b: b.cache.free("a"),
+            lambda b: b.cache.swap_out("a"),
+            lambda b: b.cache.swap_in("out"),
+        )
+    ),
+    *(
+        (partial(call, layer=layer, **options), text)
+        for options, text in BAD_OPTIONS
+        for call, layer in ((attend, 0), (step, 1))
+    ),
+)
+SINKS = AttentionVariant(sink_logits=torch.ones(3))
+IN_STEP_OF_HEADS: Table = table(
+    (lambda b: attend(b, heads=3), "ShapeError: num_q_heads a multiple of num_kv_heads"),
+    (lambda b: step(b, 1, heads=3), "ShapeError: num_q_heads a multiple of num_kv_heads"),
+    (lambda b: b.attend(0, [1]), "ConfigError: q is of type list: give a tensor"),
+    (lambda b: b.attend(0, torch.zeros(DIM)), "ShapeError: q is [64]: it must be [batch"),
+    (lambda b: b.attend(0, torch.zeros(2, 4, 4, 1, DIM)), "ShapeError: or [batch, q_len, num_q_he"),
+    (lambda b: step(b, 1, variant=SINKS), "ShapeError: sink_logits is [3]: it must be [4]"),
+    (lambda b: step(b, 1, q_indptr=[0, 1]), "ConfigError: q_indptr is of type list: give a tensor"),
+    (
+        lambda b: step(b, 1, q_indptr=torch.zeros(1, dtype=torch.int32)),
+        "ShapeError: q_indptr is [batch + 1] [1], the step has 2 sequences and the batch places f",
+    ),
+    *(
+        (
+            partial(step, layer=1, rows=5, q_indptr=torch.tensor(starts, dtype=torch.int32)),
+            f"ShapeError: q_indptr {text}",
+        )
+        for starts, text in (
+            ([0, 3, 9], "ends with 9, and q has 5 rows: it must end with no more"),
+            ([0, 6, 5], "falls from 6 to 5 at sequence 1"),
+            ([1, 3, 5], "begins with 1: it must begin with 0"),
+        )
+    ),
+    *(
+        (lambda b, rope=rope: b.append(1, *new_tokens(b, 5), rope=rope), text)
+        for rope, text in (
+            (angles(5, 8)[:2], "ConfigError: rope is of type tuple: give Rope"),
+            (angles(4, 8), "ShapeError: rope.cos is [4, 4]"),
+            (angles(5, 66), "ShapeError: rotary_dim at most the head_dim 64 of K"),
+        )
+    ),
+)
+RAGGED: Any = {"sm_scale": 1.0, "q_indptr": torch.zeros(3, dtype=torch.int32)}
+IN_STEP_OF_LATENTS: Table = table(
+    *(
+        (lambda b, change=change: b.attend(0, *change(*latent_queries()), sm_scale=1.0), text)
+        for change, text in (
+            (lambda q, rope: (q, rope[:, :3]), "ShapeError: q_rope [2, 3, 32]: they must be"),
+            (lambda q, rope: (q[:0], rope[:0]), "ShapeError: q_latent has 0 rows, the step 2 seq"),
+            (lambda q, rope: (q[0], rope[0]), "ShapeError: q_latent is [4, 256]: it must be"),
+            (
+                lambda q, rope: (q.half(), rope),
+                "ConfigError: q_latent is torch.float16 and q_rope torch.float32",
+            ),
+        )
+    ),
+    (
+        lambda b: b.attend(0, *latent_queries(), **RAGGED),
+        "UnsupportedError: latent rows have no ragged queries",
+    ),
+    (
+        lambda b: b.step(1, *latent_queries(), *new_tokens(b, 5), **RAGGED),
+        "UnsupportedError: latent rows have no ragged queries",
+    ),
+)
+
+
+def latent_queries() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(2, 4, LATENT), torch.ones(2, 4, ROPE)
 
 
 @contextmanager
-def in_step(kind: type[Batch], **options: Any) -> Iterator[Batch]:
-    batch = paged(kind, **options)
-    with suppress(KeyboardInterrupt), batch.extend(["a", "b"], [2, 3]):
+def in_step(kind: type[Batch], reads: bool = False) -> Iterator[Batch]:
+    batch = paged(kind)
+    in_debug_mode = mock.patch.object(debug, "enabled", reads)
+    with suppress(KeyboardInterrupt), in_debug_mode, batch.extend(["a", "b"], [2, 3]):
         append(batch, layer=0)
         yield batch
         raise KeyboardInterrupt  # the step is not to be completed
@@ -486,29 +684,20 @@ def when_full(kind: type[Batch]) -> Iterator[Batch]:
     yield batch
 
 
-HEADS_APPENDS = bad_appends(HEADS, DIM, DIM)
+HEADS_APPENDS = bad_appends(HEADS, DIM, DIM, must="new_tokens")
+RANK_APPENDS = bad_appends(HEADS, DIM, DIM)
+LATENT_APPENDS = bad_appends(1, LATENT, ROPE, "latent rope", "new_tokens")
 QUERY = torch.ones(BATCH, Q_HEADS, DIM)
-OF_HEADS: Table = {
-    **HEADS_APPENDS,
-    **bad_steps(),
-    **attends(QUERY),
-    **REORDERS,
-    **CROPS,
-    **OTHERS,
-}
-OF_RANK: Table = {
-    **HEADS_APPENDS,
-    **bad_steps(rank=True),
-    **REORDERS,
-    **CROPS,
-}
-OF_LATENTS: Table = {
-    **bad_appends(1, LATENT, ROPE),
-    **bad_latent_steps(),
-    **attends(torch.ones(BATCH, 16, LATENT), torch.ones(BATCH, 16, ROPE), sm_scale=1.0),
-    **REORDERS,
-    **CROPS,
-    **OTHERS,
+QUERIES = torch.ones(BATCH, 16, LATENT), torch.ones(BATCH, 16, ROPE)
+MOVES = table(*REORDERS, *CROPS, *OTHERS)
+RANK_MOVES = table(*REORDERS, *CROPS)
+OF_HEADS = {"append": HEADS_APPENDS, "step": bad_steps(), "attend": attends(QUERY), "": MOVES}
+OF_RANK = {"append": RANK_APPENDS, "step": bad_steps(rank=True), "": RANK_MOVES}
+OF_LATENTS = {
+    "append": LATENT_APPENDS,
+    "step": bad_latent_steps(),
+    "attend": attends(*QUERIES, sm_scale=1.0),
+    "": MOVES,
 }
 
 
@@ -557,65 +746,75 @@ def writes(count: Any = 3, batch: int = 2, **options: Any) -> Callable[[Reader],
 
 
 OF_MODEL: Table = {
-    "prefill: it holds tokens": Refused(reads(ids(2, 3), append=False), ConfigError),
-    "prefill: no flag": Refused(reads(ids(2, 3), append=1), ConfigError),
-    "prefill: no tensor": Refused(reads([[1], [2]]), ConfigError),
-    "prefill: another batch": Refused(reads(ids(3, 3)), ShapeError),
-    "prefill: no axis of tokens": Refused(reads(ids(2, 3)[0]), ShapeError),
-    "prefill: no token ids": Refused(reads(ids(2, 3).float()), ConfigError),
-    "prefill: beyond the vocabulary": Refused(reads(ids(2, 3) + 253), ConfigError),
-    "prefill: too few lengths": Refused(reads(ids(2, 3), [3]), ShapeError),
-    "prefill: a length of nothing": Refused(reads(ids(2, 3), [3, 0]), ShapeError),
-    "prefill: no chunk": Refused(reads(ids(2, 3), chunk=0), ConfigError),
-    "prefill: more than there is room": Refused(reads(ids(2, 24)), ShapeError),
-    "step: another batch": Refused(lambda of: of.model.step(of.cache, ids(1, 3)[0]), ShapeError),
-    "step: beyond the vocabulary": Refused(
-        lambda of: of.model.step(of.cache, ids(1, 2)[0] + 255), ConfigError
+    "prefill: it holds tokens": (reads(ids(2, 3), append=False), "ConfigError"),
+    "prefill: no flag": (reads(ids(2, 3), append=1), "ConfigError"),
+    "prefill: no tensor": (reads([[1], [2]]), "ConfigError"),
+    "prefill: another batch": (reads(ids(3, 3)), "ShapeError"),
+    "prefill: no axis of tokens": (reads(ids(2, 3)[0]), "ShapeError"),
+    "prefill: no token ids": (reads(ids(2, 3).float()), "ConfigError"),
+    "prefill: beyond the vocabulary": (reads(ids(2, 3) + 253), "ConfigError"),
+    "prefill: too few lengths": (reads(ids(2, 3), [3]), "ShapeError"),
+    "prefill: a length of nothing": (reads(ids(2, 3), [3, 0]), "ShapeError"),
+    "prefill: no chunk": (reads(ids(2, 3), chunk=0), "ConfigError"),
+    "prefill: more than there is room": (reads(ids(2, 24)), "ShapeError"),
+    "step: another batch": (lambda of: of.model.step(of.cache, ids(1, 3)[0]), "ShapeError"),
+    "step: beyond the vocabulary": (
+        lambda of: of.model.step(of.cache, ids(1, 2)[0] + 255),
+        "ConfigError",
     ),
-    "generate: another batch": Refused(writes(batch=3), ShapeError),
-    "generate: no tokens": Refused(writes(0), ConfigError),
-    "generate: more than there is room": Refused(writes(25), ShapeError),
-    "generate: an end beyond the vocabulary": Refused(writes(eos_token_id=256), ConfigError),
-    "generate: no function": Refused(writes(choose=1), ConfigError),
+    "generate: another batch": (writes(batch=3), "ShapeError"),
+    "generate: no tokens": (writes(0), "ConfigError"),
+    "generate: more than there is room": (writes(25), "ShapeError"),
+    "generate: an end beyond the vocabulary": (writes(eos_token_id=256), "ConfigError"),
+    "generate: no function": (writes(choose=1), "ConfigError"),
 }
 OF_TRANSFORMERS: Table = {
-    "crop: no negative number": Refused(lambda of: of.cache.crop(1), ConfigError),
-    "reorder: no such place": Refused(
-        lambda of: of.cache.reorder_cache(torch.tensor([0, 2])), ShapeError
+    "crop: no negative number": (lambda of: of.cache.crop(1), "ConfigError"),
+    "reorder: no such place": (
+        lambda of: of.cache.reorder_cache(torch.tensor([0, 2])),
+        "ShapeError",
     ),
-    "reorder: too few places": Refused(
-        lambda of: of.cache.reorder_cache(torch.tensor([0])), ShapeError
+    "reorder: too few places": (lambda of: of.cache.reorder_cache(torch.tensor([0])), "ShapeError"),
+    "select: no such place": (
+        lambda of: of.cache.batch_select_indices(torch.tensor([2])),
+        "ShapeError",
     ),
-    "select: no such place": Refused(
-        lambda of: of.cache.batch_select_indices(torch.tensor([2])), ShapeError
+    "select: nothing": (
+        lambda of: of.cache.batch_select_indices(torch.tensor([False, False])),
+        "ShapeError",
     ),
-    "select: nothing": Refused(
-        lambda of: of.cache.batch_select_indices(torch.tensor([False, False])), ShapeError
+    "repeat: no times": (lambda of: of.cache.batch_repeat_interleave(0), "ShapeError"),
+    "its keys": (lambda of: of.cache.layers[0].keys, "UnsupportedModelError"),
+    "another batch": (
+        lambda of: of.model(ids(3, 9), **of.cache.argument, use_cache=True),
+        "ShapeError",
     ),
-    "repeat: no times": Refused(lambda of: of.cache.batch_repeat_interleave(0), ShapeError),
-    "its keys": Refused(lambda of: of.cache.layers[0].keys, UnsupportedError),
-    "another batch": Refused(
-        lambda of: of.model(ids(3, 9), **of.cache.argument, use_cache=True), ShapeError
-    ),
-    "generate: a text that ends before": Refused(
-        lambda of: of.model.generate(ids(2, 4), **of.cache.argument, max_new_tokens=2), ConfigError
+    "generate: a text that ends before": (
+        lambda of: of.model.generate(ids(2, 4), **of.cache.argument, max_new_tokens=2),
+        "ConfigError",
     ),
 }
-KINDS: dict[str, tuple[Callable[[], Any], Table]] = {
+KINDS: dict[str, tuple[Callable[[], Any], dict[str, Table]]] = {
     "KVCache": (filled_contiguous, OF_HEADS),
-    "empty KVCache": (contiguous, HEADS_APPENDS),
+    "empty KVCache": (contiguous, {"append": HEADS_APPENDS}),
     "KVCache with windows": (partial(filled_contiguous, windows=[None, 6]), OF_HEADS),
     "LatentKVCache": (filled_latents, OF_LATENTS),
     "ContextParallelCache": (filled_spread, OF_RANK),
     "empty ContextParallelCache": (spread, OF_RANK),
-    "PagedKVCache": (partial(paged, PagedBatch), PAGED),
-    "PagedKVCache with windows": (partial(paged, PagedBatch, windows=[None, 20]), PAGED),
-    "LatentPagedKVCache": (partial(paged, LatentPagedBatch), PAGED),
-    "full PagedKVCache": (partial(when_full, PagedBatch), PAGED_FULL),
-    "step of a PagedBatch": (partial(in_step, PagedBatch), IN_STEP | IN_STEP_OF_HEADS),
-    "step of a LatentPagedBatch": (partial(in_step, LatentPagedBatch), IN_STEP),
-    "CachedModel": (reader, OF_MODEL),
-    "QuantizedCache": (quantized, OF_TRANSFORMERS),
+    "PagedKVCache": (partial(paged, PagedBatch), {"": PAGED}),
+    "PagedKVCache with windows": (partial(paged, PagedBatch, windows=[None, 20]), {"": PAGED}),
+    "LatentPagedKVCache": (partial(paged, LatentPagedBatch), {"": PAGED}),
+    "full PagedKVCache": (partial(when_full, PagedBatch), {"": PAGED_FULL}),
+    **{
+        f"step of a {kind.__name__}{', debug mode' * reads}": (
+            partial(in_step, kind, reads),
+            {"": IN_STEP, "of its rows": own},
+        )
+        for kind, own in ((PagedBatch, IN_STEP_OF_HEADS), (LatentPagedBatch, IN_STEP_OF_LATENTS))
+        for reads in (False, True)
+    },
+    "CachedModel": (reader, {"": OF_MODEL}),
+    "QuantizedCache": (quantized, {"": OF_TRANSFORMERS}),
 }
 OF_HF = {"CachedModel", "QuantizedCache"}
 
@@ -630,18 +829,20 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("kind", "call", "name"),
     [
-        pytest.param(kind, name, marks=[pytest.mark.extra("hf")] * (kind in OF_HF))
-        for kind, (_, table) in KINDS.items()
-        for name in table
+        pytest.param(kind, call, name, marks=[pytest.mark.extra("hf")] * (kind in OF_HF))
+        for kind, (_, tables) in KINDS.items()
+        for call, rows in tables.items()
+        for name in rows
     ],
 )
-def test_a_refused_call_changes_nothing(kind: str, name: str) -> None:
-    make, table = KINDS[kind]
+def test_a_refused_call_says_why_and_changes_nothing(kind: str, call: str, name: str) -> None:
+    make, tables = KINDS[kind]
     made = make()
     with made if hasattr(made, "__enter__") else nullcontext(made) as held:
         before = snapshot(held, KNOWN)
-        with pytest.raises(table[name].error):
-            table[name].call(held)
+        use, text = tables[call][name]
+        with refused(text):
+            use(held)
         assert not changes(before, snapshot(held, KNOWN))

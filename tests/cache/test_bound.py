@@ -21,7 +21,7 @@ from paged_cases import DIM as PAGED_DIM
 from paged_cases import begin, extend, new_rows
 from paged_cases import make as make_paged
 from small_caches import BATCH, DIM, HEADS, make, tokens
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operations import Operations
 
 from kvquant import KVCache, debug
 from kvquant.cache.layer import LayerCache
@@ -40,18 +40,6 @@ from kvquant.rows.variant import AttentionVariant
 OFFSET = torch.ones(HEADS, DIM)
 BASES = [LayerBasis(Basis(OFFSET, "hadamard"), Basis(OFFSET))] * 2
 ROOM = ("room", "packed", "exact", "evicted")  # what they share
-
-
-class Calls(TorchDispatchMode):
-    """Notes the operations of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -112,7 +100,7 @@ def test_an_append_like_the_last_one_is_the_same_two_launches(
     at = cache.layers[0]
     cache.append(0, *tokens(1))
     given = [tokens(1) for _ in range(3)]
-    with counted(at) as again, Calls() as calls:
+    with counted(at) as again, Operations() as calls:
         made = [launched(cuda, cache.append, 0, *new) for new in given]
     assert again == [True] * 3 and not calls.names and at.longest == 4
     assert made[0] != made[1], "they come from elsewhere"
@@ -375,7 +363,7 @@ def test_a_step_of_a_paged_cache_appends_again(
     monkeypatch.setattr("kvquant.paged.batch.bind_append", note)
     for _ in range(3):
         rows = new_rows(2)
-        with Calls() as calls:
+        with Operations() as calls:
             found = launched(cuda, step, batch, rows)
         assert not prepared and {*calls.names} <= {"clone", "unbind"}, "once a step"
         for kinds in batch._bound:
@@ -401,10 +389,9 @@ def test_a_step_is_checked_as_the_first_one(cuda: FakeDriver) -> None:
         with batch.extend(["a", "b"], [1, 2]):
             batch.append(0, *rows)
     assert not cuda.launched
-    for name in "ab":  # their step has failed
+    for name in "ab":  # of a step that has failed
         batch.cache.free(name)
-        begin(batch, name, 30)
-    cuda.launched.clear()
+        batch.cache.allocate(name)
     with pytest.raises(ConfigError, match="layer 0 was appended to in this step"):
         with batch.extend(["a", "b"]):
             batch.append(0, *rows)

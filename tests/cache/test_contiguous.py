@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from relative_l2 import relative_l2
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operations import Operations
 
 from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
-from kvquant.errors import ConfigError, NonFiniteError, ShapeError
+from kvquant.errors import NonFiniteError, ShapeError
 from kvquant.rows.reference import reference_over_segments
 
 BATCH, HEADS, DIM, MAX = 3, 2, 64, 40
@@ -230,16 +230,6 @@ def test_crop_takes_a_length_for_each_sequence() -> None:
     assert cache.seq_lens.tolist() == [18, 9, 0]
     cache.crop(10)
     assert cache.seq_lens.tolist() == [10, 9, 0]
-    before = everything(cache)
-    wrong: list[Any] = [-1, [11, 9, 0], [10, 9, -1], [10, 9], [[10, 9, 0]]]
-    for lengths in wrong:
-        with pytest.raises(ShapeError, match=r"cannot crop sequences of \[10, 9, 0\] tokens"):
-            cache.crop(lengths)
-    fractions: list[Any] = [[1.5, 2, 0], torch.ones(3), torch.ones(3, dtype=torch.bool)]
-    for lengths in fractions:
-        with pytest.raises(ConfigError, match="use whole numbers"):
-            cache.crop(lengths)
-    assert unchanged(cache, before)
 
 
 def test_reorder_moves_sequences_with_all_they_have() -> None:
@@ -273,9 +263,6 @@ def test_repeat_puts_copies_side_by_side() -> None:
     assert many.start_positions.tolist() == [0, 0, 100, 100, 200, 200]
     for x, y in zip(cache.dequantized(1), many.dequantized(1), strict=True):
         assert torch.equal(y, x.repeat_interleave(2, 0))
-    for times in (0, -1, 1.5):
-        with pytest.raises(ConfigError, match=r"times .* is not possible"):
-            cache.repeat(times)  # type: ignore[arg-type]
 
 
 def test_a_fork_shares_nothing_with_its_origin() -> None:
@@ -307,9 +294,6 @@ def test_select_keeps_sequences_in_place() -> None:
     for mine, theirs in zip(cache.dequantized(0), wanted.dequantized(0), strict=True):
         assert torch.equal(mine, theirs)
     cache.append(0, tokens(3)[:1].expand(4, -1, -1, -1), tokens(3)[:1].expand(4, -1, -1, -1))
-    for wrong in ([4], [-1], []):
-        with pytest.raises(ShapeError, match="give places from 0 to 3"):
-            cache.select(wrong)
     assert cache.batch == 4 and cache.layers[0].seq_lens.tolist() == [23] * 4
 
 
@@ -404,22 +388,6 @@ def test_a_value_that_is_taken_never_turns_into_nan(
     assert bool(cache.dequantized(0)[0].isfinite().all())
 
 
-class Work(TorchDispatchMode):
-    """Counts the elements of all that torch makes or changes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not function.is_view:
-            self.elements += result.numel()
-        return result
-
-
 MOVES: dict[str, Callable[[KVCache], object]] = {
     "reorder": lambda cache: cache.reorder([2, 0, 0]),
     "fork": lambda cache: cache.fork([1, 1]),
@@ -440,9 +408,9 @@ def test_sequences_move_at_the_cost_of_their_tokens() -> None:
         assert cache.nbytes > room * BATCH * HEADS * 2 * 40  # there is as much memory
         work[room] = {}
         for name, call in MOVES.items():
-            with Work() as counted:
+            with Operations() as counted:
                 call(cache)
-            work[room][name] = counted.elements
+            work[room][name] = sum(counted.sizes)
     assert work[10_000] == work[1_000_000]
     rows = 2 * BATCH * HEADS * (30 * 40 + 70 * 128 + 30 * 40 + 68 * 128)  # both layers and sides
     assert work[10_000]["reorder"] < 4 * rows and work[10_000]["crop"] < 200
@@ -476,9 +444,9 @@ def test_moved_sequences_are_whole(window: int | None) -> None:
 
 
 def test_large_rooms_are_free_until_they_are_used() -> None:
-    with Work() as counted:
+    with Operations() as counted:
         cache = KVCache(2, 1, HEADS, DIM, 1 << 20)
-    assert counted.elements < 1e6 < 1e8 < cache.nbytes
+    assert sum(counted.sizes) < 1e6 < 1e8 < cache.nbytes
     assert not cache.layers[1].k_packed[0, 1, -100:].any()
 
 

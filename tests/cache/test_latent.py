@@ -13,7 +13,6 @@ from latent_plans import latent_plan, random_basis, with_outliers
 from relative_l2 import relative_l2
 
 from kvquant import (
-    AttentionVariant,
     Basis,
     ContextParallelCache,
     KVCache,
@@ -185,9 +184,6 @@ def test_a_step_is_an_append_and_an_attend(device: str) -> None:
         other.append(0, latent, rope)
         wanted = other.attend(0, q_latent, q_rope, sm_scale=SCALE, in_step=True)
         assert torch.equal(out, wanted)
-    with pytest.raises(ShapeError, match="q_rope \\[3, 5, 32\\]: they must be"):
-        pair = queries(4, device=device)[0], queries(5, device=device)[1]
-        cache.step(0, *pair, *tokens(1, device), sm_scale=SCALE)
     assert cache.layers[0].seq_lens.tolist() == [64] * 3
 
 
@@ -212,44 +208,8 @@ def test_a_step_that_no_kernel_takes_appends_nothing(
     assert not cache.seq_lens.any()
 
 
-def test_options_of_attention_are_checked() -> None:
-    cache = LatentKVCache(1, 2, 64)
-    cache.append(0, torch.randn(2, 1, 3, 512), torch.randn(2, 1, 3, 64))
-    queries = torch.randn(2, 2, 4, 512), torch.randn(2, 2, 4, 64)
-    options: Any = {"sm_scale": SCALE, "in_step": True}
-    with pytest.raises(ConfigError, match="q_lens is"):
-        cache.attend(0, *queries, [2, 1], **options)  # type: ignore[call-overload]
-    with pytest.raises(ConfigError, match="in_step is 'no'"):
-        cache.attend(0, *queries, **(options | {"in_step": "no"}))
-    # what KVCache.attend and step take
-    with pytest.raises(ConfigError, match="q_rope is of type NoneType"):
-        cache.attend(0, queries[0])
-    with pytest.raises(ConfigError, match="sm_scale is None: give the model's"):
-        cache.attend(0, *queries)
-    soft = AttentionVariant(soft_cap=30.0)
-    with pytest.raises(UnsupportedError, match=r"variant is .*: latent rows have none"):
-        cache.attend(0, *queries, variant=soft, sm_scale=SCALE)
-    rows = torch.randn(2, 1, 2, 512), torch.randn(2, 1, 2, 64)
-    with pytest.raises(UnsupportedError, match="latent rows have none"):
-        cache.step(0, *queries, *rows, variant=soft, sm_scale=SCALE)
-    assert cache.seq_lens.tolist() == [3, 3]
-
-
 def test_what_does_not_fit_is_refused() -> None:
     cache = make_cache()
-    with pytest.raises(
-        ShapeError, match=r"rope is \[3, 1, 2, 64\]: it must be \[3, 1, new_tokens, 32\]"
-    ):
-        cache.append(0, tokens(2)[0], torch.randn(3, 1, 2, 64))
-    with pytest.raises(ShapeError, match="latent has 2 new tokens, rope 3"):
-        cache.append(0, tokens(2)[0], tokens(3)[1])
-    with pytest.raises(ConfigError, match="latent is of type list"):
-        cache.append(0, [1], tokens(1)[1])  # type: ignore[arg-type]
-    latent, rope = tokens(2)
-    rope[1, 0, 1, 3] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"rope\[1, 0, 1, 3\] is nan.*nothing was appended"):
-        cache.append(0, latent, rope)
-    assert not cache.seq_lens.any()
     with pytest.raises(ConfigError, match="fmt lists 1 formats for 2 layers"):
         make_cache(fmt=["bf16"])
     with pytest.raises(ConfigError, match="format 'int5' does not exist"):
@@ -320,8 +280,10 @@ def test_values_too_large_in_a_basis_are_told_as_such() -> None:
         cache.append(0, torch.full((1, 1, 2, 512), 3500.0), torch.ones(1, 1, 2, 64))
 
 
-def test_torch_compile_takes_a_step_whole() -> None:
-    cache, other = make_cache(), make_cache()
+@pytest.mark.parametrize("name", [None, "matrix"])
+def test_torch_compile_takes_a_step_whole(name: str | None) -> None:
+    bases = [BASES[name]] * 2 if name else None
+    cache, other = (make_cache(bases=bases) for _ in range(2))
 
     def step(
         cache: LatentKVCache, q: tuple[torch.Tensor, ...], x: tuple[torch.Tensor, ...]
@@ -331,8 +293,10 @@ def test_torch_compile_takes_a_step_whole() -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         q, x = queries(4), tokens(1)
-        assert torch.equal(compiled(cache, q, x), step(other, q, x))
-    assert torch.equal(layer_of(cache).packed, layer_of(other).packed)
+        found, wanted = compiled(cache, q, x), step(other, q, x)
+        torch.testing.assert_close(found, wanted)
+        assert name or torch.equal(found, wanted)
+    assert name or torch.equal(layer_of(cache).packed, layer_of(other).packed)
 
 
 def test_other_kernels_of_cuda_refuse_rows_of_such_widths() -> None:
@@ -499,20 +463,6 @@ def test_bases_and_plans_that_do_not_fit_are_refused() -> None:
         make_cache(bases=[LayerBasis(fed, Basis(torch.zeros(1, 32)))] * 2)
 
 
-def test_torch_compile_takes_a_step_in_a_basis_whole() -> None:
-    cache, other = (make_cache(bases=[BASES["matrix"]] * 2) for _ in range(2))
-
-    def step(
-        cache: LatentKVCache, q: tuple[torch.Tensor, ...], x: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
-        return cache.step(0, q[0], q[1], x[0], x[1], sm_scale=SCALE)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        q, x = queries(4), tokens(1)
-        torch.testing.assert_close(compiled(cache, q, x), step(other, q, x))
-
-
 # On a GPU: what the same calls give on the CPU
 
 
@@ -621,17 +571,8 @@ def test_a_gpu_attends_in_a_basis(fmt: str, exact: str, recent_len: int) -> None
     q_latent, q_rope = torch.randn(3, 4, 16, 512).to(dtype), torch.randn(3, 4, 16, 64).to(dtype)
     found = []
     for device in ("cpu", "cuda"):
-        cache = LatentKVCache(
-            1,
-            3,
-            96,
-            fmt=fmt,
-            exact_format=exact,
-            sink_len=2,
-            recent_len=recent_len,
-            device=device,
-            bases=bases,
-        )
+        options: Any = {"fmt": fmt, "exact_format": exact, "sink_len": 2, "bases": bases}
+        cache = LatentKVCache(1, 3, 96, recent_len=recent_len, device=device, **options)
         rows = latent.to(device), rope.to(device)
         cache.append(0, rows[0][:, :, :60], rows[1][:, :, :60], [60, 0, 7])
         last = rows[0][:, :, 60:], rows[1][:, :, 60:]

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 from slow_cases import mark_slow
 
-from kvquant import AttentionVariant, KVCache, load_cache, quantize_rows, save_cache
+from kvquant import KVCache, load_cache, quantize_rows, save_cache
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
 from kvquant.io.inspect import describe
@@ -278,29 +278,3 @@ def test_recent_rows_that_the_packed_format_cannot_hold_are_counted_when_a_file_
     assert cache.bad_rows.tolist() == [2, 0]
     with pytest.raises(NonFiniteError, match="2 rows of K and 0 of V"):
         cache.check()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"variant": AttentionVariant(soft_cap=1e5)},
-        {"variant": AttentionVariant(sink_logits=torch.zeros(3))},
-        {"variant": AttentionVariant(alibi_slopes=torch.full((4,), torch.nan))},
-        {"sm_scale": torch.nan},
-    ],
-    ids=str,
-)
-def test_a_step_that_is_refused_appends_nothing(wrong: dict[str, Any]) -> None:
-    cache = KVCache(1, 1, 2, 64, 100)
-    cache.append(0, *torch.randn(2, 1, 2, 5, 64))
-    with pytest.raises((ConfigError, ShapeError)):
-        cache.step(0, torch.randn(1, 4, 64), *torch.randn(2, 1, 2, 1, 64), **wrong)
-    assert cache.layers[0].seq_lens.tolist() == [5]
-
-
-def test_what_is_no_tensor_of_counts_is_told() -> None:
-    cache = KVCache(1, 1, 2, 64, 300)
-    cache.append(0, *torch.randn(2, 1, 2, 200, 64))
-    wrong: Any = [1]
-    with pytest.raises(ConfigError, match="q_lens"):
-        cache.attend(0, torch.randn(1, 2, 4, 64), wrong, in_step=True)

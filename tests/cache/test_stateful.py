@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -71,18 +72,9 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         self.sink_len, self.recent_len = lengths
         self.rollback_len = rollback_len
-        cache = KVCache(
-            2,
-            batch,
-            HEADS,
-            DIM,
-            max_seq_len,
-            k_format=K_FORMAT,
-            v_format=V_FORMAT,
-            sink_len=self.sink_len,
-            recent_len=self.recent_len,
-            rollback_len=rollback_len,
-        )
+        kept: Any = {"sink_len": self.sink_len, "recent_len": self.recent_len}
+        formats: Any = {"k_format": K_FORMAT, "v_format": V_FORMAT, "rollback_len": rollback_len}
+        cache = KVCache(2, batch, HEADS, DIM, max_seq_len, **kept, **formats)
         cache.start_positions[:] = torch.arange(batch) * 10
         self.pairs = [
             (cache, Model([Tokens() for _ in range(batch)], [10 * b for b in range(batch)]))

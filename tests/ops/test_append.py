@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -27,14 +28,7 @@ HEADS, PAGES, PAGE_SIZE = 2, 5, 7  # page sizes that attention does not take are
 SEQ_SLOTS, EXACT_LEN = 3, 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 USUAL = ("int2", "int3", "int4", "int4-g4", "int8-g8", "fp8", "bf16", "fp16")  # of them
-TRANSFORMS = {
-    "as it comes": (False, False, False),
-    "offset": (True, False, False),
-    "rotated": (False, True, False),
-    "offset and rotated": (True, True, False),
-    "rope": (False, False, True),
-    "all": (True, True, True),
-}
+TRANSFORMS = "as it comes", "offset", "rotated", "offset and rotated", "rope", "all"
 
 
 def storage(fmt: RowFormat, pages: int = PAGES, page_size: int = PAGE_SIZE) -> torch.Tensor:
@@ -106,7 +100,8 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
     kind: str, exact_format: str | None, backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(append_ops, "TOKENS_PER_PART", 4)
-    with_offset, with_rotation, with_rope = TRANSFORMS[kind]
+    words = ("offset", "rotated", "rope")
+    with_offset, with_rotation, with_rope = (kind == "all" or word in kind for word in words)
     for dtype, k_name, k_dim, v_name, v_dim in CASES[backend]:
         k_format, v_format = RowFormat.parse(k_name, k_dim), RowFormat.parse(v_name, v_dim)
         k, v = (3 * torch.randn(9, HEADS, dim).to(dtype) for dim in (k_dim, v_dim))
@@ -126,22 +121,10 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
         rows = [storage(k_format), storage(v_format)]
         expected = [x.clone() for x in rows]
         expected_exact = [None if x is None else x.clone() for x in exact]
-        append_rows(
-            k,
-            v,
-            rows[0],
-            rows[1],
-            slots,
-            k_format,
-            v_format,
-            exact_k=exact[0],
-            exact_v=exact[1],
-            exact_format=exact_format or "bf16",
-            k_transform=transforms[0],
-            v_transform=transforms[1],
-            rope=rope,
-            backend=backend,
-        )
+        options: dict[str, Any] = dict(zip(("exact_k", "exact_v"), exact, strict=True))
+        options |= zip(("k_transform", "v_transform"), transforms, strict=True)
+        options |= {"exact_format": exact_format or "bf16", "rope": rope, "backend": backend}
+        append_rows(k, v, rows[0], rows[1], slots, k_format, v_format, **options)
         for side, x in enumerate((k, v)):
             values = x.float() if side or rope is None else turned(x, rope)
             values = values - offsets[side] if with_offset else values
@@ -268,19 +251,9 @@ def test_a_row_that_cannot_be_held_is_nan_throughout_and_counted(
             bad_exact[1][1, 0, 1] = quantize_rows(
                 torch.full((64,), math.nan), exact_format, check=False
             )
-        append_rows(
-            k,
-            v,
-            rows[0],
-            rows[1],
-            slots,
-            fmt,
-            fmt,
-            exact_k=exact[0],
-            exact_v=exact[1],
-            bad=bad if exact is bad_exact else None,
-            backend=backend,
-        )
+        options: Any = {"exact_k": exact[0], "exact_v": exact[1], "backend": backend}
+        options["bad"] = bad if exact is bad_exact else None
+        append_rows(k, v, rows[0], rows[1], slots, fmt, fmt, **options)
     assert bad.tolist() == [102, 1], "two rows of a token are one, what leaves was counted before"
     nan_slots = ({(3, 1)}, {(20, 0), (25, 1)}), ({(7, 0)}, {(5, 1)})  # (slot, head) of K, V
     for fmt_at, places, good, got in (
@@ -351,18 +324,8 @@ def test_axes_of_one_may_have_any_stride(odd: int, exact: bool) -> None:
             packed, none = torch.arange(tokens), torch.full((tokens,), -1)
             slots = Slots(packed, packed.clone(), none) if exact else Slots(packed)
             both = (kept[0], kept[1]) if exact else (None, None)
-            append_rows(
-                new,
-                new,
-                rows[0],
-                rows[1],
-                slots,
-                fmt,
-                fmt,
-                exact_k=both[0],
-                exact_v=both[1],
-                backend=backend,
-            )
+            options: Any = {"exact_k": both[0], "exact_v": both[1], "backend": backend}
+            append_rows(new, new, rows[0], rows[1], slots, fmt, fmt, **options)
             found = dequantize_pages(rows[0], fmt, packed, torch.float32, backend=backend)
             results.append([*rows, *kept, found])
         assert all(map(torch.equal, *results))

@@ -90,21 +90,13 @@ class Cache:
             self.seq_lens, self.packed_lens, None, new, 30, sink_len=sink_len, recent_len=recent_len
         )
         has_exact = slots.exact is not None
-        append_rows(
-            k.transpose(1, 2).flatten(0, 1),
-            v.transpose(1, 2).flatten(0, 1),
-            self.packed[0],
-            self.packed[1],
-            slots,
-            self.formats[0],
-            self.formats[1],
-            exact_k=self.exact[0] if has_exact else None,
-            exact_v=self.exact[1] if has_exact else None,
-            k_transform=self.bases[0],
-            v_transform=self.bases[1],
-            bad=self.bad,
-            backend=self.backend,
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        options: Any = {"k_transform": self.bases[0], "v_transform": self.bases[1]}
+        options |= {"bad": self.bad, "backend": self.backend}
+        options |= zip(
+            ("exact_k", "exact_v"), self.exact if has_exact else (None, None), strict=True
         )
+        append_rows(k, v, self.packed[0], self.packed[1], slots, *self.formats, **options)
         self.seq_lens = self.seq_lens + new
         self.packed_lens = Split(sink_len, recent_len, 1).packed_lens(
             self.seq_lens, self.packed_lens
@@ -158,19 +150,9 @@ def test_bytes_are_those_of_the_basis_whatever_the_chunks(
 def test_bytes_are_those_of_a_cache(windows: tuple[int, int]) -> None:
     k, v = torch.randn(2, BATCH, HEADS, TOKENS, DIM)
     bases = BASES["hadamard with feedback and clip, matrix with clip"]
-    whole = KVCache(
-        1,
-        BATCH,
-        HEADS,
-        DIM,
-        30 + sum(windows),
-        k_format="int4-g4",
-        v_format="int8",
-        sink_len=windows[0],
-        recent_len=windows[1],
-        rollback_len=0,
-        bases=[LayerBasis(*bases)],
-    )
+    options: Any = {"sink_len": windows[0], "recent_len": windows[1], "rollback_len": 0}
+    options |= {"k_format": "int4-g4", "v_format": "int8", "bases": [LayerBasis(*bases)]}
+    whole = KVCache(1, BATCH, HEADS, DIM, 30 + sum(windows), **options)
     whole.append(0, k, v)
     cache = Cache(("int4-g4", "int8"), windows, bases)
     for part in range(TOKENS):
@@ -227,19 +209,8 @@ def test_rows_that_cannot_be_held_are_nan_and_counted(feedback: bool, backend: s
     rows = torch.zeros(2, 1, HEADS, 6, fmt.row_bytes, dtype=torch.uint8)
     bad = torch.tensor([5, 0], dtype=torch.int32)
     slots = torch.tensor([5, 4, 3, -1, 1, 0])
-    append_rows(
-        x,
-        x,
-        rows[0],
-        rows[1],
-        slots,
-        fmt,
-        fmt,
-        k_transform=basis,
-        v_transform=basis,
-        bad=bad,
-        backend=backend,
-    )
+    options: Any = {"k_transform": basis, "v_transform": basis, "bad": bad, "backend": backend}
+    append_rows(x, x, rows[0], rows[1], slots, fmt, fmt, **options)
     wrong = is_nan_row(rows[0, 0], fmt).nonzero().tolist()
     assert wrong == [[0, 1], [0, 4], [1, 3]] and bad.tolist() == [8, 3]
     assert bool(dequantize_rows(rows[0, 0, 0, 1], fmt).isnan().all())

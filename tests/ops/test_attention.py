@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
-from fake_cuda import FakeDriver, make_query, make_segment
+from fake_cuda import FakeDriver, OnCuda, make_query, make_segment
 from relative_l2 import relative_l2
 
 from kvquant import (
@@ -19,9 +19,8 @@ from kvquant import (
     quantize_rows,
     reference_attention,
 )
-from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
-from kvquant.ops import attention
-from kvquant.rows.segment import Segment, check_segments
+from kvquant.errors import ShapeError, UnsupportedError
+from kvquant.rows.segment import Segment
 
 INT4 = RowFormat.parse("int4-g4", 64)
 BACKENDS = ("cpu", "reference")
@@ -211,71 +210,6 @@ def test_queries_that_require_grad_are_taken() -> None:
 
 
 K_ROWS, V_ROWS = torch.zeros(2, 2, 2, 8, INT4.row_bytes, dtype=torch.uint8)
-META = torch.empty(2, 2, 8, INT4.row_bytes, dtype=torch.uint8, device="meta")
-
-
-@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"q": torch.zeros(4, 64)}, ShapeError, "q is [4, 64]: it must be [batch, num_q_heads"),
-        ({"q": torch.zeros(2, 4, 1, 64)}, ShapeError, "give q.transpose(1, 2)"),
-        ({"q": torch.zeros(1, 4, 64)}, ShapeError, "q [1, 4, 64] does not fit rows [2, 2, 8, 48]"),
-        ({"q": torch.zeros(2, 3, 64)}, ShapeError, "num_q_heads a multiple of num_kv_heads"),
-        ({"q": torch.zeros(2, 1, 64)}, ShapeError, "num_q_heads a multiple of num_kv_heads"),
-        ({"q": torch.zeros(2, 4, 128)}, ConfigError, "int4-g4 has head_dim 64, not 128"),
-        ({"q": torch.zeros(2, 4, 63)}, ConfigError, "int4-g4 has head_dim 64, not 63"),
-        ({"q": torch.zeros(2, 4, 64, dtype=torch.float64)}, ConfigError, "q is torch.float64: use"),
-        ({"q": torch.zeros(2, 4, 64, dtype=torch.int8)}, ConfigError, "q is torch.int8: use"),
-        ({"k_rows": K_ROWS[:, :, :7]}, ShapeError, "k_rows [2, 2, 7, 48] and v_rows [2, 2, 8, 48]"),
-        ({"k_rows": K_ROWS.float()}, ConfigError, "k_rows is torch.float32: rows are uint8"),
-        ({"v_rows": V_ROWS[..., :36]}, ShapeError, "v_rows is [2, 2, 8, 36]: the last axis"),
-        ({"k_rows": K_ROWS[:, :0], "v_rows": V_ROWS[:, :0]}, ShapeError, "does not fit rows"),
-        (
-            {"seq_lens": lens(8, 9)},
-            ShapeError,
-            "seq_lens of sequence 1 is 9: there is room for 0 to 8",
-        ),
-        ({"seq_lens": lens(-1, 3)}, ShapeError, "seq_lens of sequence 0 is -1"),
-        ({"seq_lens": lens(3)}, ShapeError, "seq_lens is [1]: it must be [2], the batch"),
-        ({"seq_lens": lens(3, 3).long()}, ConfigError, "seq_lens is torch.int64: use int32"),
-        ({"k_format": "int5"}, ConfigError, "format 'int5' does not exist"),
-        ({"v_format": "int8"}, ShapeError, "the 68 bytes of a row of int8"),
-        (
-            {"num_splits": 0},
-            ConfigError,
-            "num_splits 0 is not possible: use a whole number from 1 to 2147483647, or None",
-        ),
-        ({"num_splits": -1}, ConfigError, "num_splits -1 is not possible"),
-        ({"k_rows": META}, DeviceError, "q is on cpu, rows or lengths on meta"),
-        ({"v_rows": META}, DeviceError, "q is on cpu, rows or lengths on meta"),
-    ],
-    ids=[f"case{i}" for i in range(23)],
-)
-def test_what_does_not_fit_is_refused(
-    change: dict[str, Any], error: type[Exception], message: str, backend: str | None
-) -> None:
-    arguments: dict[str, Any] = {
-        "q": torch.zeros(2, 4, 64),
-        "k_rows": K_ROWS,
-        "v_rows": V_ROWS,
-        "seq_lens": lens(8, 3),
-        "k_format": INT4,
-        "v_format": INT4,
-        "backend": backend,
-    }
-    decode_attention(**arguments)
-    with pytest.raises(error) as caught:
-        decode_attention(**(arguments | change))
-    assert message in str(caught.value)
-
-
-def test_rows_whose_bytes_are_apart_are_refused() -> None:
-    apart = torch.zeros(2, 2, 8, 2 * INT4.row_bytes, dtype=torch.uint8)[..., ::2]
-    q, seq_lens = torch.zeros(2, 4, 64), lens(8, 3)
-    for k_rows, v_rows in ((apart, V_ROWS), (K_ROWS, apart)):
-        with pytest.raises(ShapeError, match="contiguous"):
-            decode_attention(q, k_rows, v_rows, seq_lens, k_format=INT4, v_format=INT4)
 
 
 def test_segments_that_do_not_fit_one_another_are_refused() -> None:
@@ -299,103 +233,11 @@ def test_segments_that_do_not_fit_one_another_are_refused() -> None:
             attend_segments(q, [Segment(K_ROWS, V_ROWS, lens(8, 3), INT4, INT4, starts)])
 
 
-def test_backends_are_chosen_by_name_and_device() -> None:
-    arguments: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
-    q, rows = torch.zeros(2, 4, 64), (K_ROWS, V_ROWS, lens(8, 3))
-    with pytest.raises(ConfigError, match="backend 'gpu' does not exist: use cpu, cuda or ref"):
-        decode_attention(q, *rows, backend="gpu", **arguments)
-    with pytest.raises(DeviceError, match="backend 'cuda' takes CUDA tensors, not cpu"):
-        decode_attention(q, *rows, backend="cuda", **arguments)
-    on_meta = [tensor.to("meta") for tensor in (q, *rows)]
-    with pytest.raises(DeviceError, match="no kernel serves meta"):
-        decode_attention(*on_meta, **arguments)
-    with pytest.raises(DeviceError, match="backend 'cpu' takes CPU tensors, not meta"):
-        decode_attention(*on_meta, backend="cpu", **arguments)
-
-
-@pytest.mark.parametrize("seq_len", [-1, 9], ids=["below zero", "over the capacity"])
-def test_the_reference_refuses_lengths_that_it_would_misread(seq_len: int) -> None:
-    fmt = RowFormat.parse("int8", 64)
-    rows = quantize_rows(torch.randn(1, 1, 8, 64), fmt)
-    lens = torch.tensor([seq_len], dtype=torch.int32)
-    with pytest.raises(ShapeError, match="there is room for 0 to 8 rows"):
-        reference_attention(torch.randn(1, 1, 64), rows, rows, lens, k_format=fmt, v_format=fmt)
-
-
-def test_the_reference_refuses_heads_and_batches_that_do_not_fit() -> None:
-    fmt = RowFormat.parse("int8", 64)
-    rows = quantize_rows(torch.randn(3, 2, 8, 64), fmt)
-    lens = torch.full((3,), 8, dtype=torch.int32)
-    for shape in [(1, 2, 64), (3, 7, 64)]:
-        with pytest.raises(ShapeError, match="does not fit rows"):
-            reference_attention(torch.randn(shape), rows, rows, lens, k_format=fmt, v_format=fmt)
-
-
-class OnCuda(torch.Tensor):
-    """A tensor on the CPU that says that it is on CUDA."""
-
-    is_cuda = True
-
-
 def call(q: torch.Tensor, segment: Segment, **options: Any) -> Any:
     """The public call on CUDA."""
     k_rows, v_rows, seq_lens, k_format, v_format, _, block_table, *_ = segment
     options = {"k_format": k_format, "v_format": v_format, "block_table": block_table} | options
     return decode_attention(q.as_subclass(OnCuda), k_rows, v_rows, seq_lens, **options)
-
-
-@pytest.mark.extra("cuda")
-def test_a_settled_call_is_not_checked_again_but_any_other_is(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked = []
-
-    def note(*arguments: Any) -> None:
-        checked.append(arguments)
-        check_segments(*arguments)
-
-    monkeypatch.setattr(attention, "check_segments", note)
-    q, good = make_query(), make_segment(capacity=64)
-    paged = make_segment(capacity=64, page_size=16)
-    assert paged.block_table is not None
-    for _ in range(3):
-        call(q, good)
-        call(q, good, num_splits=1)
-        call(q, good, k_format="int4-g4", v_format="int4-g4")
-        call(q, paged)
-    assert len(checked) == 4 and len(cuda.launched) == 12
-    wide = torch.zeros(2, 2, 64, 160, dtype=torch.uint8)
-    cases: list[tuple[Segment, dict[str, Any], type[Exception], str]] = [
-        (good, {"q": q[:1]}, ShapeError, "does not fit rows"),
-        (good, {"q": q[:, :3]}, ShapeError, "does not fit rows"),
-        (good, {"q": q[0]}, ShapeError, "q is [8, 128]"),
-        (good, {"q": q.double()}, ConfigError, "q is torch.float64"),
-        (good, {"q": q.float()}, ConfigError, "on CUDA use bfloat16"),
-        (good, {"k_rows": good.k_rows.char()}, ConfigError, "k_rows is torch.int8"),
-        (good, {"v_rows": good.v_rows.char()}, ConfigError, "v_rows is torch.int8"),
-        (good, {"k_rows": good.k_rows[:, :, :63]}, ShapeError, "k_rows [2, 2, 63, 80]"),
-        (good, {"v_rows": good.v_rows[..., :79]}, ShapeError, "v_rows is [2, 2, 64, 79]"),
-        (good, {"k_rows": wide[..., ::2]}, ShapeError, "must be contiguous"),
-        (good, {"seq_lens": good.seq_lens[:1]}, ShapeError, "seq_lens is [1]"),
-        (good, {"seq_lens": good.seq_lens.long()}, ConfigError, "seq_lens is torch.int64"),
-        (good, {"k_format": "int8"}, ShapeError, "the 132 bytes of a row of int8"),
-        (good, {"v_format": ["int4"]}, ConfigError, "the format is ['int4']: give a name"),
-        (good, {"num_splits": True}, ConfigError, "num_splits True is not possible"),
-        (good, {"num_splits": [1]}, ConfigError, "num_splits [1] is not possible"),
-        (paged, {"block_table": None}, ShapeError, "seq_lens is [2]: it must be [8]"),
-        (paged, {"block_table": paged.block_table.long()}, ConfigError, "block_table is torch"),
-        (paged, {"block_table": paged.block_table[0]}, ShapeError, "block_table is [4]"),
-    ]
-    for segment, change, error, message in cases:
-        arguments = segment._asdict() | {"q": q} | change
-        for name in ("starts", "sinks", "seq_slots"):
-            del arguments[name]
-        query = arguments.pop("q").as_subclass(OnCuda)
-        for _ in range(2):
-            with pytest.raises(error) as caught:
-                decode_attention(query, **arguments)
-            assert message in str(caught.value)
-    assert len(cuda.launched) == 12
 
 
 @pytest.mark.extra("cuda")

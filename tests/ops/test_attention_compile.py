@@ -15,7 +15,7 @@ from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant import Basis, KVCache, RowFormat, decode_attention, quantize_rows
-from kvquant.errors import ConfigError, ShapeError
+from kvquant.errors import ShapeError
 from kvquant.ops import attention
 from kvquant.rows.basis import LayerBasis
 from kvquant.rows.segment import Segment
@@ -156,45 +156,6 @@ def test_a_cache_is_attended_in_one_graph_while_it_grows(compiler: str) -> None:
         for part, expected in zip(compiled(q), attend(q), strict=True):
             torch.testing.assert_close(part, expected)
     assert counter.frame_count == 1
-
-
-def test_what_does_not_fit_is_refused_while_a_graph_is_traced() -> None:
-    k_rows, v_rows, lens = packed(2, 8)
-    compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
-    q = torch.zeros(2, 4, 64)
-    formats: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
-    for arguments, message in (
-        ((q[:1], k_rows, v_rows, lens), "does not fit rows"),
-        ((q[0], k_rows, v_rows, lens), "q is .* it must be .batch, num_q_heads, head_dim"),
-        ((q, k_rows[..., 1:], v_rows, lens), "the last axis must be the 48 bytes"),
-        ((q, k_rows, v_rows, lens.long()), "use int32"),
-    ):
-        with pytest.raises(Exception, match=message):  # the type is torch's
-            compiled(*arguments, **formats)
-    with pytest.raises(Exception, match="format 'int5' does not exist"):
-        compiled(q, k_rows, v_rows, lens, k_format="int5", v_format=INT4)
-
-
-@pytest.mark.parametrize("num_splits", [True, False, 0, -1, 2.0, "2"], ids=repr)
-def test_what_is_no_number_of_splits_is_refused(num_splits: Any) -> None:
-    k_rows, v_rows, lens = packed(2, 8)
-    q = torch.zeros(2, 4, 64)
-    segment = Segment(k_rows, v_rows, lens, INT4, INT4)
-
-    def rows() -> Any:
-        return decode_attention(
-            q, k_rows, v_rows, lens, k_format=INT4, v_format=INT4, num_splits=num_splits
-        )
-
-    def segments() -> Any:
-        return attend_segments(q, [segment], num_splits=num_splits)
-
-    for call in (rows, segments):
-        with pytest.raises(ConfigError, match=r"num_splits .* use a whole number from 1"):
-            call()
-        compiled = torch.compile(call, fullgraph=True, backend="eager")
-        with pytest.raises(Exception, match=r"num_splits .* use a whole number from 1"):
-            compiled()  # the type is torch's
 
 
 def test_one_graph_serves_all_numbers_of_splits() -> None:

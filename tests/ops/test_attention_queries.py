@@ -15,7 +15,6 @@ from segment_cases import HEADS, State, assert_close, lens, packed, segments_of
 from slow_cases import mark_slow
 
 from kvquant import KVCache, RowFormat, decode_attention, reference_attention
-from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.reference import reference_over_segments
 
@@ -217,47 +216,3 @@ def test_queries_may_have_any_strides(backend: str) -> None:
     assert (none[0].shape, none[1].shape) == ((0, 3, 4, 64), (0, 3, 4))
     grown = torch.randn(2, 3, 4, 64, requires_grad=True)
     assert not decode_attention(grown, *rows, lens(30, 9), **options).requires_grad
-
-
-@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"q_lens": lens(3)}, ShapeError, "q_lens is [1]: it must be [2], the batch"),
-        ({"q_lens": lens(3, 4)}, ShapeError, "q_lens of sequence 1 is 4: q has room for 0 to 3"),
-        ({"q_lens": lens(-1, 3)}, ShapeError, "q_lens of sequence 0 is -1: q has room for"),
-        ({"q_lens": lens(3, 3).long()}, ConfigError, "q_lens is torch.int64: use int32"),
-        ({"q_lens": lens(3, 3).to("meta")}, DeviceError, "q is on cpu, q_lens on meta"),
-        ({"q": torch.zeros(2, 4, 64)}, ShapeError, "q_lens are given with q [2, 4, 64]: they need"),
-        ({"q": torch.zeros(1, 3, 4, 64)}, ShapeError, "q_lens is [2]: it must be [1], the batch"),
-        ({"q": torch.zeros(2, 3, 3, 64)}, ShapeError, "num_q_heads a multiple of num_kv_heads"),
-        ({"q": torch.zeros(2, 3, 4, 128)}, ConfigError, "int4-g4 has head_dim 64, not 128"),
-    ],
-    ids=[f"case{i}" for i in range(9)],
-)
-def test_what_does_not_fit_is_refused(
-    change: dict[str, Any], error: type[Exception], message: str, backend: str | None
-) -> None:
-    rows = torch.zeros(2, HEADS, 8, INT4.row_bytes, dtype=torch.uint8)
-    given: dict[str, Any] = {
-        "q": torch.zeros(2, 3, 4, 64),
-        "q_lens": lens(3, 0),
-        "backend": backend,
-    }
-    given |= {"k_rows": rows, "v_rows": rows, "seq_lens": lens(8, 2), **BOTH}
-    decode_attention(**given)
-    with pytest.raises(error) as caught:
-        decode_attention(**(given | change))
-    assert message in str(caught.value)
-    if backend == "reference":
-        del given["backend"]
-        with pytest.raises(error) as caught:
-            reference_attention(**(given | change))
-        assert message in str(caught.value)
-
-
-def test_steps_have_a_token_for_each_query() -> None:
-    q = torch.zeros(2, 3, 4, 64)
-    cache = KVCache(1, 2, HEADS, 64, 32)
-    with pytest.raises(ShapeError, match=r"a step with q \[2, 3, 4, 64\] has 3 of each sequence"):
-        cache.step(0, q, *torch.zeros(2, 2, HEADS, 1, 64))

@@ -10,8 +10,7 @@ from attend import attend_segments
 from segment_cases import HEADS, assert_close, lens, packed, segments_of
 from variant_cases import FIELDS, by_hand, variant_with
 
-from kvquant import AttentionVariant, KVCache, RowFormat, decode_attention, reference_attention
-from kvquant.errors import ConfigError, DeviceError, ShapeError
+from kvquant import AttentionVariant, KVCache, RowFormat, decode_attention
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.reference import reference_over_segments
 
@@ -146,58 +145,3 @@ def test_what_a_model_has_learned_leads_to_no_gradient(name: str, backend: str) 
         found, decode_attention(q, rows, rows, lens(30, 9), variant=plain, **options), strict=True
     ):
         assert torch.equal(one, other)
-
-
-PADDED_TREE = torch.ones(2, 3, 3).bool()
-PADDED_TREE[1, 0, :2] = False  # sequence 1 has two queries; this one sees the place of no query
-
-
-@pytest.mark.parametrize("backend", [None, "reference"])
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"soft_cap": 0.0}, ConfigError, "soft_cap is 0.0: use a positive number"),
-        ({"soft_cap": torch.inf}, ConfigError, "soft_cap is inf"),
-        ({"soft_cap": True}, ConfigError, "soft_cap is True"),
-        ({"window": 0}, ConfigError, "window 0 is not possible: use a whole number from 1"),
-        ({"sink_logits": torch.zeros(2)}, ShapeError, "sink_logits is [2]: it must be [4]"),
-        ({"sink_logits": torch.full((4,), torch.nan)}, ConfigError, "sink_logits must be finite"),
-        ({"alibi_slopes": torch.zeros(4).half()}, ConfigError, "alibi_slopes is torch.float16"),
-        ({"alibi_slopes": torch.full((4,), torch.inf)}, ConfigError, "alibi_slopes must be finite"),
-        ({"alibi_slopes": torch.zeros(4).to("meta")}, DeviceError, "alibi_slopes on meta"),
-        ({"alibi_slopes": [1.0] * 4}, ConfigError, "alibi_slopes is of type list"),
-        ({"tree_mask": torch.ones(2, 3, 2).bool()}, ShapeError, "tree_mask is [2, 3, 2]"),
-        ({"tree_mask": torch.zeros(2, 3, 3).bool()}, ShapeError, "query 0 of sequence 0 sees no"),
-        ({"tree_mask": PADDED_TREE}, ShapeError, "query 0 of sequence 1 sees no token of the tree"),
-        ({"score_offsets": torch.zeros(2, 4)}, ShapeError, "it must be [2, 3, 4]"),
-    ],
-    ids=[f"case{i}" for i in range(14)],
-)
-def test_what_does_not_fit_is_refused(
-    change: dict[str, Any], error: type[Exception], message: str, backend: str | None
-) -> None:
-    rows = torch.zeros(2, HEADS, 8, INT4.row_bytes, dtype=torch.uint8)
-    variant = AttentionVariant(**change)
-    given: dict[str, Any] = {"q": torch.zeros(2, 3, 4, 64), "k_rows": rows, "v_rows": rows}
-    given |= {"seq_lens": lens(8, 2), "variant": variant, **BOTH}
-    if variant.tree_mask is PADDED_TREE:
-        given["q_lens"] = torch.tensor([3, 2], dtype=torch.int32)
-    with pytest.raises(error) as caught:
-        decode_attention(**given, backend=backend)
-    assert message in str(caught.value)
-    if backend == "reference":
-        with pytest.raises(error) as caught:
-            reference_attention(**given)
-        assert message in str(caught.value)
-
-
-def test_what_is_no_variant_is_refused() -> None:
-    rows = packed(1, HEADS, 8)
-    given: Any = torch.zeros(1, 4, 64), rows, rows, lens(8)
-    wrong: Any = {"soft_cap": 50.0}
-    for call in (decode_attention, reference_attention):
-        with pytest.raises(ConfigError, match="variant is of type dict: give a kvquant"):
-            call(*given, variant=wrong, **BOTH)
-    tree = AttentionVariant(tree_mask=torch.ones(1, 1, 1).bool())
-    with pytest.raises(ShapeError, match=r"a tree_mask is given with q \[1, 4, 64\]: it needs q"):
-        decode_attention(*given, variant=tree, **BOTH)

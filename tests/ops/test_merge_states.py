@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_cuda import OnCuda
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,12 +174,6 @@ def test_what_does_not_fit_is_refused() -> None:
         merge_states((out, torch.zeros(2)))
 
 
-class SaysCuda(torch.Tensor):
-    """A tensor of the CPU that says it lies on a GPU."""
-
-    is_cuda = True
-
-
 def gathered(world_size: int, device: str) -> torch.Tensor:
     """What ranks gather: out and lse of each side by side, [world_size, 3, 4, 64 + 1]."""
     return torch.randn(world_size, 3, 4, 65, device=device)
@@ -189,7 +184,7 @@ def test_the_kernel_is_given_rows_that_lie_one_after_another(
 ) -> None:
     found, seen = gathered(2, "cpu"), []
     monkeypatch.setattr(launch, "combine", lambda *given: seen.extend(given))
-    outs, lses = (x.as_subclass(SaysCuda) for x in (found[..., :-1], found[..., -1]))
+    outs, lses = (x.as_subclass(OnCuda) for x in (found[..., :-1], found[..., -1]))
     merge_by_kernels(outs, lses, torch.bfloat16, None)
     assert all(one is None or one.is_contiguous() for one in seen)
     assert torch.equal(seen[2], found[..., :-1].reshape(2, 1, 12, 64))
@@ -207,7 +202,7 @@ def test_rounded_states_are_merged_into_the_first(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launch, "combine", lambda *given: seen.extend(given))
     outs = found[..., :-1].bfloat16().contiguous()
     lses = found[..., -1].contiguous()
-    given = outs.as_subclass(SaysCuda), lses.as_subclass(SaysCuda)
+    given = outs.as_subclass(OnCuda), lses.as_subclass(OnCuda)
     out, lse = merge_by_kernels(*given, torch.bfloat16, None)
     assert torch.equal(seen[2], outs[1:].reshape(2, 1, 12, 64))
     assert torch.equal(seen[3], lses[1:].reshape(2, 1, 12))

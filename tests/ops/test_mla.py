@@ -10,6 +10,7 @@ import torch
 from attend import attend_latents
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 from mla_cases import raw_rows
+from refusals import refused
 from slow_cases import mark_slow
 
 from kvquant import (
@@ -21,7 +22,7 @@ from kvquant import (
     mla_decode_attention,
     quantize_rows,
 )
-from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
+from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.ops import mla
 from kvquant.rows.call import LatentPrefix
 from kvquant.rows.segment import latent_segment
@@ -305,40 +306,45 @@ def test_one_compiled_function_serves_rows_of_other_formats() -> None:
         assert torch.equal(compiled(*case, **options), mla_decode_attention(*case, **options))
 
 
+LATENTS = LatentFormat.parse("int8-g4")
+GIVEN: dict[str, Any] = {"fmt": LATENTS, "sm_scale": SCALE}
+GIVEN |= {"q_latent": torch.zeros(5, 4, 512).bfloat16(), "q_rope": torch.zeros(5, 4, 64).bfloat16()}
+GIVEN |= {"rows": torch.zeros(5, 700, LATENTS.row_bytes, dtype=torch.uint8)}
+GIVEN |= {"seq_lens": torch.zeros(5, dtype=torch.int32)}
+LATENT, ROPE, ROWS, LENS = (GIVEN[name] for name in ("q_latent", "q_rope", "rows", "seq_lens"))
+REFUSED: list[tuple[dict[str, Any], str]] = [  # what differs from GIVEN; the error, and its words
+    ({"q_latent": LATENT[..., :256]}, "ShapeError: they must be [batch, num_heads, 512"),
+    ({"q_rope": ROPE[:, :3]}, "ShapeError: q_rope [5, 3, 64]: they must be"),
+    ({"q_rope": ROPE[0, 0]}, "ShapeError: they must be"),
+    ({"q_rope": ROPE[:, None]}, "ShapeError: they must be"),
+    ({"q_rope": ROPE.half()}, "ConfigError: q_rope torch.float16"),
+    ({"q_latent": LATENT[:3], "q_rope": ROPE[:3]}, "ShapeError: batch must"),
+    ({"rows": ROWS[:, None]}, "ShapeError: [batch, capac"),
+    ({"rows": ROWS[..., 1:]}, f"ShapeError: the {LATENTS.row_bytes} bytes of a"),
+    ({"rows": ROWS.float()}, "ConfigError: rows are uint8"),
+    ({"seq_lens": LENS[:4]}, "ShapeError: seq_lens is [4]"),
+    ({"seq_lens": LENS.long()}, "ConfigError: seq_lens is torch.int64"),
+    ({"q_lens": LENS}, "ShapeError: q_lens"),
+    ({"q_lens": [1] * 5}, "ConfigError: q_lens is"),
+    ({"block_table": [[0]] * 5}, "ConfigError: block_table is"),
+    ({"fmt": "int6"}, "ConfigError: format 'int6' does not exist"),
+    ({"fmt": 4}, "ConfigError: the format is 4: give a name"),
+    ({"sm_scale": None}, "ConfigError: sm_scale is None: give the model's"),
+    ({"sm_scale": math.inf}, "ConfigError: sm_scale is inf"),
+    ({"num_splits": 0}, "ConfigError: num_splits 0 is not possible"),
+]
+ON_CPU: list[tuple[dict[str, Any], str]] = [
+    ({"seq_lens": LENS + 701}, "ShapeError: room for 0 to 700 rows"),
+    ({"backend": "cuda"}, "DeviceError: takes CUDA tensors"),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"q_latent": torch.zeros(5, 4, 512)}, ShapeError, "they must be \\[batch, num_heads, 256"),
-        ({"q_rope": torch.zeros(5, 3, 32)}, ShapeError, "q_rope \\[5, 3, 32\\]: they must be"),
-        ({"q_rope": torch.zeros(5, 4, 32).half()}, ConfigError, "q_rope torch.float16"),
-        ({"rows": torch.zeros(5, 1, 700, 336, dtype=torch.uint8)}, ShapeError, "\\[batch, capac"),
-        ({"rows": torch.zeros(5, 700, 337, dtype=torch.uint8)}, ShapeError, "the 336 bytes of a"),
-        ({"rows": torch.zeros(5, 700, 336)}, ConfigError, "rows are uint8"),
-        ({"seq_lens": torch.tensor([701] * 5).int()}, ShapeError, "room for 0 to 700 rows"),
-        ({"seq_lens": torch.zeros(4).int()}, ShapeError, "seq_lens is \\[4\\]"),
-        ({"seq_lens": torch.zeros(5).long()}, ConfigError, "seq_lens is torch.int64"),
-        ({"fmt": "int6"}, ConfigError, "format 'int6' does not exist"),
-        ({"fmt": 4}, ConfigError, "the format is 4: give a name"),
-        ({"sm_scale": None}, ConfigError, "sm_scale is None: give the model's"),
-        ({"sm_scale": math.inf}, ConfigError, "sm_scale is inf"),
-        ({"num_splits": 0}, ConfigError, "num_splits 0 is not possible"),
-        ({"backend": "cuda"}, DeviceError, "takes CUDA tensors"),
-    ],
+    ("change", "text"), REFUSED + ON_CPU, ids=[text for _, text in REFUSED + ON_CPU]
 )
-def test_what_does_not_fit_is_refused(
-    change: dict[str, object], error: type[Exception], message: str
-) -> None:
-    fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
-    given: dict[str, object] = {
-        "q_latent": torch.zeros(5, 4, 256),
-        "q_rope": torch.zeros(5, 4, 32),
-        "rows": torch.zeros(5, 700, fmt.row_bytes, dtype=torch.uint8),
-        "seq_lens": torch.zeros(5, dtype=torch.int32),
-        "fmt": fmt,
-        "sm_scale": SCALE,
-    }
-    with pytest.raises(error, match=message):
-        mla_decode_attention(**(given | change))  # type: ignore[call-overload]
+def test_what_does_not_fit_is_refused(change: dict[str, Any], text: str) -> None:
+    with refused(text):
+        mla_decode_attention(**GIVEN | change)
 
 
 @pytest.fixture
@@ -386,26 +392,14 @@ def test_cuda_launches_one_kernel_for_each_segment(gpu: FakeDriver) -> None:
 
 @pytest.mark.extra("cuda")
 def test_calls_on_cuda_are_checked(gpu: FakeDriver) -> None:
-    fmt = LatentFormat.parse("int8-g4")
-    case = make_case(fmt, 4, dtype=torch.bfloat16)
-    mla_decode_attention(*case, fmt=fmt, sm_scale=SCALE)
+    mla_decode_attention(**GIVEN)
     launched = len(gpu.launched)
-    for change, error, message in (
-        ({"q_rope": case.q_rope[0, 0]}, ShapeError, "they must be"),
-        ({"q_rope": case.q_rope[:, None]}, ShapeError, "they must be"),
-        ({"q_latent": case.q_latent[:3], "q_rope": case.q_rope[:3]}, ShapeError, "batch must"),
-        ({"seq_lens": case.seq_lens.long()}, ConfigError, "seq_lens is torch.int64"),
-        ({"q_lens": torch.zeros(5).int()}, ShapeError, "q_lens"),
-        ({"q_lens": [1] * 5}, ConfigError, "q_lens is"),
-        ({"block_table": [[0]] * 5}, ConfigError, "block_table is"),
-    ):
-        given = case._asdict() | {"fmt": fmt, "sm_scale": SCALE} | change
-        with pytest.raises(error, match=message):
-            mla_decode_attention(**given)
-    segments = [latent_segment(case.rows[:, None], case.seq_lens, fmt)] * 3
-    queries = case.q_latent[:, None], case.q_rope[:, None]
+    for change, text in REFUSED:
+        with refused(text):
+            mla_decode_attention(**GIVEN | change)
+    segments = [latent_segment(ROWS[:, None], LENS, LATENTS)] * 3
     with pytest.raises(UnsupportedError, match="no CUDA kernel attends several queries"):
-        attend_latents(*queries, segments, sm_scale=SCALE, q_lens=torch.zeros(5, dtype=torch.int32))
+        attend_latents(LATENT[:, None], ROPE[:, None], segments, sm_scale=SCALE, q_lens=LENS)
     assert len(gpu.launched) == launched
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from fake_cuda import FakeDriver, install_for_caches
 from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
 from slow_cases import mark_slow
 from small_caches import BATCH, make, tokens
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operations import Operations
 
 from kvquant import debug
 from kvquant.cache import layer
@@ -25,20 +24,6 @@ from kvquant.ops.slots import Lens, Sizes, place_tokens
 WITHOUT_KERNEL = "detach empty empty_strided slice squeeze transpose unbind view"
 
 
-class Calls(TorchDispatchMode):
-    """Notes the operations of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU whose driver takes notes."""
@@ -48,11 +33,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 def test_a_layer_takes_two_launches_and_no_operation_of_torch(gpu: FakeDriver) -> None:
     cache = make()
     k, v = tokens(1)
-    with Calls() as calls:
+    with Operations() as calls:
         for index in range(2):
             cache.append(index, k, v)
     assert [launched.block[0] == 512 for launched in gpu.launched] == [True, False] * 2
-    assert calls.names <= set(WITHOUT_KERNEL.split()), calls.names
+    assert {*calls.names} <= {*WITHOUT_KERNEL.split()}, calls.names
     assert [layer.longest for layer in cache.layers] == [1, 1]
 
 
@@ -214,7 +199,7 @@ def test_a_layer_takes_two_launches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     cache.append(0, k, v)  # the first append compiles kernels, which is rehearsed in torch
     for given in (None, new_lens, new_lens.long()):
         launches.clear()
-        with Calls() as calls:
+        with Operations() as calls:
             cache.append(0, k, v, given)
         assert len(launches) == 2
-        assert calls.names <= set(WITHOUT_KERNEL.split()), calls.names
+        assert {*calls.names} <= {*WITHOUT_KERNEL.split()}, calls.names

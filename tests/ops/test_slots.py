@@ -58,30 +58,15 @@ class Store:
         )
 
     def append(self, k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor | None) -> Slots:
-        slots = slots_of(
-            self.lens,
-            self.packed_lens,
-            new_lens,
-            k.shape[2],
-            self.packed["k"].shape[2],
-            sink_len=self.sink_len,
-            recent_len=self.recent_len,
-            block_table=self.table,
-            seq_slots=self.seq_slots,
-        )
+        options: Any = {"sink_len": self.sink_len, "recent_len": self.recent_len}
+        options |= {"block_table": self.table, "seq_slots": self.seq_slots}
+        room = self.packed["k"].shape[2]
+        slots = slots_of(self.lens, self.packed_lens, new_lens, k.shape[2], room, **options)
         has_exact = slots.exact is not None
-        append_rows(
-            k.transpose(1, 2).flatten(0, 1),
-            v.transpose(1, 2).flatten(0, 1),
-            self.packed["k"],
-            self.packed["v"],
-            slots,
-            K_FORMAT,
-            V_FORMAT,
-            exact_k=self.exact["k"] if has_exact else None,
-            exact_v=self.exact["v"] if has_exact else None,
-            backend="reference",
-        )
+        x, y = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        exact: Any = {f"exact_{side}": self.exact[side] for side in "kv"} if has_exact else {}
+        rows = self.packed["k"], self.packed["v"]
+        append_rows(x, y, *rows, slots, K_FORMAT, V_FORMAT, **exact, backend="reference")
         self.lens += k.shape[2] if new_lens is None else new_lens
         split = Split(self.sink_len, self.recent_len, 1)
         self.packed_lens = split.packed_lens(self.lens, self.packed_lens)
@@ -133,18 +118,9 @@ def test_rows_are_those_of_a_kv_cache_after_any_chunks(data: st.DataObject) -> N
     sink_len = data.draw(st.sampled_from([0, 1, 4, 12]), "sink_len")
     recent_len = data.draw(st.sampled_from([0, 1, 3, 8, 16]), "recent_len")
     store = Store(batch, sink_len, recent_len, data.draw(st.sampled_from([0, 1, 4, 16]), "page"))
-    cache = KVCache(
-        1,
-        batch,
-        HEADS,
-        HEAD_DIM,
-        MAX_SEQ_LEN,
-        k_format=K_FORMAT,
-        v_format=V_FORMAT,
-        sink_len=sink_len,
-        recent_len=recent_len,
-        rollback_len=0,
-    )
+    options: Any = {"sink_len": sink_len, "recent_len": recent_len, "rollback_len": 0}
+    formats: Any = {"k_format": K_FORMAT, "v_format": V_FORMAT}
+    cache = KVCache(1, batch, HEADS, HEAD_DIM, MAX_SEQ_LEN, **options, **formats)
     layer = cache.layers[0]
     for new in data.draw(chunks(batch), "chunks"):
         new_tokens = max(new) if isinstance(new, list) else new

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -136,26 +135,6 @@ def test_a_sequence_whose_rows_do_not_come_back_stays_swapped_out(
     assert same(values(cache, "a"), rows)
 
 
-@pytest.mark.parametrize("length", [1.5, "1", None, True])
-def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
-    cache = filled().cache
-    before = seen(cache)
-    with pytest.raises(ConfigError, match=r"length .* use a whole number"):
-        cache.truncate("a", length)
-    assert seen(cache) == before
-    check_invariants(cache)
-    cache.truncate("a", np.int64(20))  # type: ignore[arg-type]
-    assert type(cache.length("a")) is int
-
-
-@pytest.mark.parametrize("counts", [None, 2.0, "x", ["x"], torch.tensor(1.5), True])
-def test_counts_that_are_no_whole_numbers_are_refused(counts: Any) -> None:
-    batch = filled()
-    for call in (batch.cache.can_append, lambda *given: batch.extend(*given).__enter__()):
-        with pytest.raises(ConfigError, match="must be whole numbers"):
-            call(["a"], counts)
-
-
 @pytest.mark.parametrize("counts", [2, np.int64(2), torch.tensor(2), [2], torch.tensor([2])])
 def test_counts_are_whole_numbers_of_any_type(counts: Any) -> None:
     batch = filled()
@@ -202,28 +181,6 @@ def test_ids_are_kept_as_what_a_file_can_hold(tmp_path: Path) -> None:
     assert [type(token) for token in other.state.tokens(3)] == [int, int]
     with pytest.raises(ConfigError, match=r"ids names \['3'\]: the file has \[3\]"):
         load_sequences(other, path, ids={"3": "x"})
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda cache, x: cache.length(x),
-        lambda cache, x: cache.free(x),
-        lambda cache, x: cache.truncate(x, 0),
-        lambda cache, x: cache.fork(x, "d"),
-        lambda cache, x: cache.swap_out(x),
-        lambda cache, x: cache.swap_in(x),
-        lambda cache, x: cache.dequantized(x, 0),
-        lambda cache, x: cache.can_append([x]),
-        lambda cache, x: save_sequences(cache, [x], "x.safetensors"),
-    ],
-)
-def test_what_cannot_be_an_id_is_no_sequence(call: Callable[[PagedKVCache, Any], object]) -> None:
-    cache = filled().cache
-    before = seen(cache)
-    with pytest.raises(ConfigError, match=r"sequence \['a'\]"):
-        call(cache, ["a"])
-    assert seen(cache) == before
 
 
 def test_lack_of_pages_or_seats_says_who_is_leaving(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -37,7 +36,8 @@ from kvquant import (
     debug,
     quantize_rows,
 )
-from kvquant.errors import ConfigError, NonFiniteError, ShapeError, UnsupportedError
+from kvquant.errors import ConfigError, NonFiniteError, UnsupportedError
+from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import mla
@@ -195,11 +195,6 @@ def test_a_plan_has_the_bases_of_rows(device: str) -> None:
                 pair = queries(*shape, device=device)
                 assert_attends(batch, layer, "ab", given, pair, limit)
     batch.cache.check()
-    with (
-        pytest.raises(ShapeError, match=r"latent is \[1, 1, 256\] and rope \[2, 1, 32\]"),
-        batch.extend(["a"], 1),
-    ):
-        batch.append(0, new_rows(1, device)[0], new_rows(2, device)[1])
 
 
 def test_flash_mla_reads_the_pages_of_a_cache() -> None:
@@ -250,54 +245,22 @@ def test_what_does_not_fit_is_refused() -> None:
         LatentPagedKVCache.from_plan(example_plan(), 4)
     with pytest.raises(ConfigError, match=r"plan is of latent rows.*use LatentKVCache.from_plan"):
         PagedKVCache.from_plan(latent_plan(), 4)
-    latent, rope = new_rows(1)
-    for rows, message in (
-        ((latent, rope[..., :16]), r"rope is \[1, 1, 16\]: rows of the cache have 32 elements"),
-        (
-            (latent.expand(1, 2, 256), rope.expand(1, 2, 32)),
-            "latent and rope have 2 KV heads",
-        ),
-        ((latent[:0], rope[:0]), "latent has 0 tokens, the step 1"),
-        ((latent[None], rope), r"latent is \[1, 1, 1, 256\].*give latent\.transpose"),
-        ((latent, None), "rope is of type NoneType"),
-        ((latent, rope.float()), "latent is torch.bfloat16 and rope torch.float32"),
-    ):
-        cache.allocate("x")
-        with pytest.raises((ShapeError, ConfigError), match=message), batch.extend(["x"]):
-            batch.append(0, *rows)
-        cache.free("x")
-    q_latent, q_rope = queries(4, 6)
-    for pair, message in (
-        ((q_latent, q_rope[:, :5]), "q_rope \\[4, 5, 32\\]: they must be"),
-        ((q_latent[:0], q_rope[:0]), "q_latent has 0 rows, the step 1 sequences"),
-        ((q_latent[0], q_rope[0]), "q_latent is \\[6, 256\\]: it must be"),
-        ((q_latent.half(), q_rope), "q_latent is torch.float16 and q_rope torch.float32"),
-    ):
-        with pytest.raises((ShapeError, ConfigError), match=message), batch.extend(["a"], 0):
-            batch.attend(0, *pair, sm_scale=SCALE)
-    with pytest.raises(ConfigError, match="no step of this batch is open"):
-        batch.attend(0, q_latent, q_rope, sm_scale=SCALE)
-    ragged: dict[str, Any] = {"sm_scale": SCALE, "q_indptr": torch.zeros(5)}
-    for call in (batch.attend, partial(batch.step, latent=latent, rope=rope)):
-        refused = pytest.raises(UnsupportedError, match="latent rows have no ragged queries")
-        with refused, batch.extend(["a"], 0):
-            call(0, q_latent[0], q_rope[0], **ragged)
     assert seen(cache) == before
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8, 12 pages" in repr(cache)
-    with (
-        pytest.raises(ConfigError, match="layer 1 was not appended to in this step"),
-        batch.extend(["a"]),
-    ):
-        batch.append(0, latent, rope)
-        batch.attend(1, q_latent, q_rope, sm_scale=SCALE)
 
 
 @pytest.mark.extra("cuda")
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"recent_len": 0, "sink_len": 0}, {"fmt": "fp8"}, {"bases": [random_basis(512, 64)] * 2}],
-    ids=["plain", "packed", "fp8", "bases"],
+    [
+        {},
+        {"recent_len": 0, "sink_len": 0},
+        {"fmt": "fp8"},
+        {"bases": [random_basis(512, 64)] * 2},
+        {"num_pages": 64, "max_seq_len": 2048},
+    ],
+    ids=["plain", "packed", "fp8", "bases", "shared prefix"],
 )
 def test_what_is_launched_was_told(
     options: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch
@@ -305,14 +268,17 @@ def test_what_is_launched_was_told(
     driver: FakeDriver = install_for_caches(monkeypatch)
     monkeypatch.setattr(mla, "kernels_for", lambda *_: "cuda")
     monkeypatch.setattr(mla, "takes_one_launch", lambda x, backend: x.dtype == torch.bfloat16)
-    cache = LatentPagedKVCache(2, 32, max_num_seqs=4, max_seq_len=512, **options)
-    calls = BatchCalls(LatentPagedBatch, cache, torch.bfloat16, 40, (4,))
+    shares = "num_pages" in options
+    given = {"num_pages": 32, "max_seq_len": 512, **options}
+    cache = LatentPagedKVCache(2, max_num_seqs=4, **given)
+    first, shared = (512, True) if shares else (40, None)
+    calls = BatchCalls(LatentPagedBatch, cache, torch.bfloat16, first, (4,), shared_prefix=shared)
     told = kernels_of([calls], runtime.gpu_of(CPU))
     assert not driver.launched and not cache.ids
-    batch = LatentPagedBatch(cache, 4, 40)
-    for name in range(4):
+    batch = LatentPagedBatch(cache, 4, first, shared_prefix=shared)
+    for name in range(1 if shares else 4):
         cache.allocate(name)
-    for ids, count in (([0], 40), (range(4), 1)):
+    for ids, count in (([0], first), (range(4), 1)):
         total = count * len(ids)
         latent, rope = (torch.zeros(total, 1, n, dtype=torch.bfloat16) for n in (512, 64))
         with batch.extend(list(ids), count):
@@ -322,7 +288,11 @@ def test_what_is_launched_was_told(
                     continue
                 q = [torch.zeros(4, heads, n, dtype=torch.bfloat16) for n in (512, 64)]
                 batch.step(layer, q[0], q[1], latent, rope, sm_scale=SCALE)
+        for child in {*range(4)} - {*cache.ids}:
+            cache.fork(0, child)
     assert driver.launched and {*loaded_specs()} <= {*told}
+    combined = [spec.shared for spec in loaded_specs() if isinstance(spec, MlaCombineSpec)]
+    assert any(combined) or not shares
 
 
 # On a GPU

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import captured
-from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 from latent_pages import DIMS, LAYERS, SCALE, make
 from paged_cases import begin
 from relative_l2 import relative_l2
@@ -16,7 +15,6 @@ from kvquant import LatentPagedBatch, LatentPagedKVCache
 from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
-from kvquant.ops import mla
 from kvquant.paged.warmup import BatchCalls, likely_batches
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -32,57 +30,14 @@ def sequences(batch: LatentPagedBatch) -> None:
 
 
 @pytest.mark.extra("cuda")
-@pytest.mark.parametrize("heads", [16, 128])
-def test_what_is_launched_was_told(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver: FakeDriver = install_for_caches(monkeypatch)
-    monkeypatch.setattr(mla, "kernels_for", lambda *_: "cuda")
-    cache = LatentPagedKVCache(2, 64, max_num_seqs=4, max_seq_len=2048)
-    calls = BatchCalls(LatentPagedBatch, cache, torch.bfloat16, 512, (4,), shared_prefix=True)
-    told = kernels_of([calls], runtime.gpu_of(CPU))
-    assert not driver.launched
-    batch = LatentPagedBatch(cache, 4, 512, shared_prefix=True)
-    cache.allocate(0)
-    for ids, count in (([0], 512), (range(4), 1)):
-        total = count * len(ids)
-        latent, rope = (torch.zeros(total, 1, n, dtype=torch.bfloat16) for n in (512, 64))
-        with batch.extend(list(ids), count):
-            for layer in range(2):
-                if count > 1:
-                    batch.append(layer, latent, rope)
-                    continue
-                q = [torch.zeros(4, heads, n, dtype=torch.bfloat16) for n in (512, 64)]
-                batch.step(layer, q[0], q[1], latent, rope, sm_scale=SCALE)
-        for child in range(1, 4):
-            if child not in cache.ids:
-                cache.fork(0, child)
-    launched = {*loaded_specs()}
-    assert launched <= {*told}
-    assert any(isinstance(spec, MlaCombineSpec) and spec.shared for spec in launched)
-
-
-@pytest.mark.extra("cuda")
 @pytest.mark.parametrize("shared", [False, None, True])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_the_kernels_of_fewer_sequences_are_told(arch: str, shared: bool | None) -> None:
     """A batch of few is cut into more parts, which another kernel combines."""
     cache = LatentPagedKVCache(1, 64, max_num_seqs=48, max_seq_len=16384)
-    batch = LatentPagedBatch(cache, 48, 512)
+    batch, given = LatentPagedBatch(cache, 48, 512), (LatentPagedBatch, cache, torch.bfloat16, 512)
     told, needed = (
-        {
-            *kernels_of(
-                [
-                    BatchCalls(
-                        LatentPagedBatch,
-                        cache,
-                        torch.bfloat16,
-                        512,
-                        batches,
-                        shared_prefix=shared,
-                    )
-                ],
-                runtime.GPUS[arch],
-            )
-        }
+        {*kernels_of([BatchCalls(*given, batches, shared_prefix=shared)], runtime.GPUS[arch])}
         for batches in (likely_batches(batch, 3), tuple(range(1, 49)))
     )
     assert needed == told

@@ -216,8 +216,3 @@ def test_what_is_no_text_is_refused(namespace: Any) -> None:
         batch.cache.match_prefix(PROMPT, namespace=namespace)
     assert seen(batch.cache) == before
     check_invariants(batch.cache)
-
-
-def test_a_namespace_of_no_sequence() -> None:
-    with pytest.raises(ConfigError, match="no sequence 'x'"):
-        make().namespace("x")

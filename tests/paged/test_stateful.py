@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,24 +157,11 @@ class PagedMachine(RuleBasedStateMachine):
         self.page, self.pages = page, PAGES * PAGE // page
         plain = Basis(torch.zeros(HEADS, DIM))
         basis = make_basis() if in_basis else LayerBasis(plain, plain)
-        self.cache = PagedKVCache(
-            LAYERS,
-            HEADS,
-            DIM,
-            self.pages,
-            max_num_seqs=SEQ_SLOTS,
-            max_seq_len=MAX,
-            page_size=self.page,
-            k_format=FORMATS[0],
-            v_format=FORMATS[1],
-            sink_len=self.sinks,
-            recent_len=self.recent,
-            rollback_len=0,
-            device=self.device,
-            bases=[basis] * LAYERS if in_basis else None,
-            windows=windows,
-            chunk_len=2 * PAGE,
-        )
+        options: Any = {"max_num_seqs": SEQ_SLOTS, "max_seq_len": MAX, "page_size": self.page}
+        options |= {"k_format": FORMATS[0], "v_format": FORMATS[1], "windows": windows}
+        options |= {"sink_len": self.sinks, "recent_len": self.recent, "rollback_len": 0}
+        options |= {"bases": [basis] * LAYERS if in_basis else None, "chunk_len": 2 * PAGE}
+        self.cache = PagedKVCache(LAYERS, HEADS, DIM, self.pages, device=self.device, **options)
         self.batch = PagedBatch(self.cache, SEQ_SLOTS, 3 * MAX, shared_prefix=shared_prefix)
         self.values, self.next_id, self.turn = Values(basis, any(lengths)), 0, 0
         self.live: dict[int, list[Token]] = {}

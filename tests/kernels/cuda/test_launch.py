@@ -34,7 +34,6 @@ from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, WIDE, columns_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.launch import GPUS
-from kvquant.kernels.cuda.runtime.tensors import facts_of
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
 from kvquant.rehearsal import rehearse
 from kvquant.rows.bound import MOST_KINDS
@@ -174,12 +173,8 @@ def test_queries_are_copied_only_if_they_must_be(cuda: FakeDriver, name: str) ->
     assert (common["q"] == q.data_ptr()) is (name in IN_PLACE)
     assert strides == (q.stride() if name in IN_PLACE else q.contiguous().stride())[:-1]
     assert lse is not None and (common["out"], common["lse"]) == (out.data_ptr(), lse.data_ptr())
-    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
-        q.shape,
-        q.dtype,
-        q.shape[:-1],
-        torch.float32,
-    )
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert (lse.shape, lse.dtype) == (q.shape[:-1], torch.float32)
     assert out.is_contiguous() and lse.is_contiguous()
     assert not (out.requires_grad or lse.requires_grad)
     assert common["score_scale"] == pytest.approx(128**-0.5 * launch.LOG2_E)
@@ -287,10 +282,8 @@ def test_a_batch_has_workers_unless_splits_are_given(cuda: FakeDriver) -> None:
     assert common["most_parts"] > parts
     for batch, num_splits, capacity in ((6, 3, 8192), (1, None, 8192), (6, None, 100)):
         _, common = launched(batch, num_splits, capacity)
-        assert (
-            common["workers"] == 0
-            and common["places"] == batch * common["columns"] * (common["parts"])
-        )
+        assert common["workers"] == 0
+        assert common["places"] == batch * common["columns"] * common["parts"]
 
 
 def test_what_is_too_large_for_a_launch_is_refused(cuda: FakeDriver) -> None:
@@ -304,12 +297,6 @@ def test_what_is_too_large_for_a_launch_is_refused(cuda: FakeDriver) -> None:
     long = byte.expand(1, 1, (1 << 30) + 1, 80)
     with pytest.raises(UnsupportedError, match="at most 1073741824"):
         launch_attention(make_query(1), [Segment(long, long, lens[:1], fmt, fmt)], 1.0, None)
-
-
-def test_older_gpus_are_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(UnsupportedError, match=r"compute capability 8.0 .* has 7.5"):
-        launch_attention(make_query(), [make_segment()], 1.0, None)
 
 
 def test_a_call_is_prepared_once(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,13 +383,6 @@ def test_freed_tensors_of_a_known_kind_are_refused(cuda: FakeDriver, name: str) 
     with pytest.raises(ConfigError, match=f"{name} is a Tensor .* freed"):
         launch_once()
     assert len(cuda.launched) == 1
-
-
-def test_launches_by_facts_look_at_freed_tensors_again() -> None:
-    tensor = torch.zeros(16, dtype=torch.int32)
-    before = facts_of(tensor)
-    tensor.untyped_storage().resize_(0)
-    assert facts_of(tensor) != before
 
 
 def test_tensors_that_change_in_place_are_looked_at_again(cuda: FakeDriver) -> None:

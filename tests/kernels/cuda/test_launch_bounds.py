@@ -26,6 +26,7 @@ from kvquant.rows.slots import Slots
 FORMATS = ("int4", "int8", "fp8", "bf16", "fp16")
 HUGE = 2**31 - 1
 PAGE = 16
+OF_FILES = {"version": 1, "writer": "", "model": None, "creation": {}, "transforms": []}
 
 
 def check_slots(slots: Slots, packed_rows: int, exact_rows: int) -> None:
@@ -41,17 +42,10 @@ def check_cache(cache: KVCache) -> None:
         check_segment_values(segments)
         assert int(layer.seq_lens.min()) >= 0 and int(layer.packed_lens.min()) >= 0
         room = (cache.max_seq_len - layer.seq_lens.long()).clamp(0, 3)
-        slots = slots_of(
-            layer.seq_lens,
-            layer.packed_lens,
-            room,
-            3,
-            max(layer.packed_len, 1),
-            sink_len=layer.sink_len,
-            recent_len=layer.recent_len,
-            ring=layer.window is not None,
-        )
-        rows = cache.batch * max(layer.packed_len, 1)
+        options: Any = {"sink_len": layer.sink_len, "recent_len": layer.recent_len}
+        options["ring"], most = layer.window is not None, max(layer.packed_len, 1)
+        slots = slots_of(layer.seq_lens, layer.packed_lens, room, 3, most, **options)
+        rows = cache.batch * most
         check_slots(slots, rows, cache.batch * (layer.sink_len + layer.recent_len))
 
 
@@ -96,24 +90,11 @@ def draw_cache(rng: random.Random, path: Path) -> None:
                     rows[f"layers.{i}.{side}_{kind}"] = [count, heads, row_bytes]
         layers.append(entry if window is None else entry | {"window": window})
     starts = [rng.choice((0, 5, -3, 2**40)) for _ in seq_lens]
-    manifest: dict[str, Any] = {
-        "format": "kvquant.cache",
-        "version": 1,
-        "writer": "",
-        "num_kv_heads": heads,
-        "head_dim": 64,
-        "max_seq_len": most,
-        "sink_len": sink_len,
-        "recent_len": recent_len,
-        "exact_format": exact,
-        "seq_lens": seq_lens,
-        "start_positions": starts,
-        "positions": [n + start for n, start in zip(seq_lens, starts, strict=True)],
-        "layers": layers,
-        "model": None,
-        "creation": {},
-        "transforms": [],
-    }
+    manifest: dict[str, Any] = {"format": "kvquant.cache", **OF_FILES, "num_kv_heads": heads}
+    manifest |= {"head_dim": 64, "max_seq_len": most, "exact_format": exact, "layers": layers}
+    manifest |= {"sink_len": sink_len, "recent_len": recent_len, "seq_lens": seq_lens}
+    manifest["start_positions"] = starts
+    manifest["positions"] = [n + start for n, start in zip(seq_lens, starts, strict=True)]
     if rng.random() < 0.3:
         name = rng.choice(("max_seq_len", "sink_len", "recent_len", "num_kv_heads"))
         manifest[name] = rng.choice((0, 1, 2, 7, 30, 2000, HUGE))
@@ -167,13 +148,8 @@ def draw_sequences(rng: random.Random, path: Path) -> tuple[int, int, str]:
         tables.append(table)
         known = rng.choice((0, length, rng.randint(0, length)))
         tokens = [t % 5 if rng.random() < 0.97 else 9 for t in range(known)]
-        sequence: dict[str, Any] = {
-            "id": f"s{i}",
-            "length": length,
-            "packed_len": packed,
-            "pages": table,
-        }
-        sequences.append(sequence | {"tokens": tokens})
+        sequence: dict[str, Any] = {"id": f"s{i}", "length": length, "packed_len": packed}
+        sequences.append(sequence | {"pages": table, "tokens": tokens})
     fmt = RowFormat.parse("int8", 64)
     rows = {}
     exact_rows = sum(sequence["length"] - sequence["packed_len"] for sequence in sequences)
@@ -182,21 +158,10 @@ def draw_sequences(rng: random.Random, path: Path) -> tuple[int, int, str]:
             rows[f"layers.0.{side}_pages"] = [num_pages, heads, PAGE, fmt.row_bytes]
         if exact_rows:
             rows[f"layers.0.{side}_exact"] = [exact_rows, heads, 128]
-    manifest = {
-        "format": "kvquant.sequences",
-        "version": 1,
-        "writer": "",
-        "num_kv_heads": heads,
-        "page_size": PAGE,
-        "sink_len": sink_len,
-        "recent_len": recent_len,
-        "exact_format": exact,
-        "layers": [{side: {"format": "int8", "head_dim": 64} for side in "kv"}],
-        "sequences": sequences,
-        "model": None,
-        "creation": {},
-        "transforms": [],
-    }
+    manifest: dict[str, Any] = {"format": "kvquant.sequences", **OF_FILES, "num_kv_heads": heads}
+    manifest |= {"page_size": PAGE, "sink_len": sink_len, "recent_len": recent_len}
+    manifest |= {"exact_format": exact, "sequences": sequences}
+    manifest["layers"] = [{side: {"format": "int8", "head_dim": 64} for side in "kv"}]
     write(path, manifest, rows)
     return sink_len, recent_len, exact
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -661,15 +661,32 @@ def test_every_format_fits_every_gpu() -> None:
 # On a GPU
 
 
+def compare_on_gpu(case: MlaCase, **options: Any) -> None:
+    """Compare the kernel for few heads with float64, however many there are."""
+    limits = {"NARROW": dict.fromkeys(launching.NARROW, 1 << 30)}
+    assert compare_by(limits, case, **options) == {MlaSpec}
+
+
+# kernel, heads, lengths and pages
+KERNELS = [
+    pytest.param(compare_on_gpu, 16, (1000, 0, 1, 33, 700), (0, 1, 8, 64), id="few heads"),
+    pytest.param(
+        compare_many_heads, 64, (2500, 0, 1, 64, 700), (0, 1, 64), marks=needs_warpgroups, id="many"
+    ),
+]
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize(("compare", "heads", "lens", "pages"), KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats(name: str, dtype: torch.dtype) -> None:
+def test_formats(
+    name: str, dtype: torch.dtype, compare: Any, heads: int, lens: Any, pages: Sequence[int]
+) -> None:
     if dtype == torch.float16 and ("bf16" in name or name == "fp8"):
         pytest.skip("refused")
-    for page_size in (0, 1, 8, 64):
-        lens = (1000, 0, 1, 33, 700)
-        compare_on_gpu(make_mla(name, 16, lens, page_size=page_size, dtype=dtype, device="cuda"))
+    for page_size in pages:
+        compare(make_mla(name, heads, lens, page_size=page_size, dtype=dtype, device="cuda"))
 
 
 @pytest.mark.gpu
@@ -683,12 +700,6 @@ def test_other_sizes(name: str, dims: tuple[int, int]) -> None:
     q_lens, recent = (3, 1, 1, 2, 3), (128, 0, 1, 20, 60)
     options: dict[str, Any] = {"exact": "bf16", "sinks": 4, "recent": recent, "q_lens": q_lens}
     compare_on_gpu(make_mla(name, 8, lens, dims=dims, device="cuda", **options))
-
-
-def compare_on_gpu(case: MlaCase, **options: Any) -> None:
-    """Compare the kernel for few heads with float64, however many there are."""
-    limits = {"NARROW": dict.fromkeys(launching.NARROW, 1 << 30)}
-    assert compare_by(limits, case, **options) == {MlaSpec}
 
 
 @pytest.mark.gpu

@@ -23,7 +23,6 @@ from machine_code import (
 )
 from mla_calls import (
     AIM,
-    FORMATS,
     RAW,
     WIDE,
     attend,
@@ -246,19 +245,6 @@ def test_splits_of_many_heads_are_long_enough() -> None:
 
 
 # On a GPU
-
-
-@pytest.mark.gpu
-@needs_warpgroups
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_formats_for_many_heads(name: str, dtype: torch.dtype) -> None:
-    if dtype == torch.float16 and ("bf16" in name or name == "fp8"):
-        pytest.skip("refused")
-    for page_size in (0, 1, 64):
-        lens = (2500, 0, 1, 64, 700)
-        case = make_mla(name, 64, lens, page_size=page_size, dtype=dtype, device="cuda")
-        compare_many_heads(case)
 
 
 @pytest.mark.gpu

@@ -68,12 +68,12 @@ def spec_of(spec: DecodeSpec, chosen: Plan) -> DecodeSpec:
 
 
 names = st.sampled_from("int4 int4-g4 int8 int8-g4 fp8 bf16".split())
-head_dims = st.sampled_from([64, 128, 256])
+head_dims, gpus = st.sampled_from([64, 128, 256]), st.sampled_from(GPUS)
 shapes = st.tuples(st.integers(1, 100_000), st.integers(1, 1 << 21))
 exact_lens = st.none() | st.tuples(st.integers(1, 3000), st.integers(1, 3000))  # other segments
 
 
-@given(names, head_dims, st.sampled_from(GPUS), shapes, exact_lens)
+@given(names, head_dims, gpus, shapes, exact_lens)
 def test_plans_fit_the_gpu_and_no_split_is_empty(
     name: str, head_dim: int, gpu: GPU, shape: tuple[int, int], others: tuple[int, int] | None
 ) -> None:
@@ -94,15 +94,7 @@ def test_plans_fit_the_gpu_and_no_split_is_empty(
     assert sum(chosen.splits) <= fit(kernel, gpu).most_parts, "room to merge"
 
 
-@given(
-    names,
-    head_dims,
-    st.sampled_from(GPUS),
-    shapes,
-    st.integers(1, 300),
-    exact_lens,
-    st.booleans(),
-)
+@given(names, head_dims, gpus, shapes, st.integers(1, 300), exact_lens, st.booleans())
 def test_wide_groups_and_several_queries_have_plans_that_fit(
     name: str,
     head_dim: int,
@@ -143,7 +135,7 @@ def test_several_queries_cost_no_block_its_place(columns: int, gpu: GPU) -> None
             assert blocks_per_sm(causal, gpu) == one.blocks
 
 
-@given(names, st.sampled_from(GPUS), shapes)
+@given(names, gpus, shapes)
 def test_no_other_number_of_splits_is_cheaper_by_much(
     name: str, gpu: GPU, shape: tuple[int, int]
 ) -> None:
@@ -422,6 +414,7 @@ def test_the_table_lies_in_the_users_cache_folder(
         "{",
         "[]",
         '{"version": 2, "rows": []}',
+        '{"version": 0}',
         '{"version": "1", "rows": []}',
         '{"version": 1, "rows": 5}',
         '{"version": 1, "rows": [{"gpu": "x"}]}',
@@ -437,15 +430,9 @@ def test_a_damaged_table_is_warned_of_and_not_used(tmp_path: FilePath, text: str
     path.write_text(text)
     with pytest.warns(RuntimeWarning, match="planned by a formula"):
         assert load_table(path) == ()
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"version": 0}', '{"version": 1, "rows": [{}]}'])
-def test_a_damaged_or_older_table_is_replaced(tmp_path: FilePath, text: str) -> None:
-    path = tmp_path / "tuned.json"
-    path.touch(mode=0o600)  # others may not write it, whatever the umask
-    path.write_text(text)
-    save_table([row(8)], path)
-    assert load_table(path) == (row(8),)
+    if '"version": 2' not in text:  # which is a newer one
+        save_table([row(8)], path)
+        assert load_table(path) == (row(8),)
 
 
 def test_a_newer_table_is_left_as_it_is(tmp_path: FilePath) -> None:

@@ -4,7 +4,6 @@ an NVIDIA GPU."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from attend import attend_segments, launch_attention
 from cuda_cases import (
     LIMITS,
-    captured,
     compare_queries,
     int32,
     linear,
@@ -22,12 +20,10 @@ from cuda_cases import (
     ring,
     seated,
 )
-from query_cases import reference_of_queries
 from relative_l2 import relative_l2
 
 from kvquant import KVCache, RowFormat, quantize_rows
-from kvquant.errors import UnsupportedError
-from kvquant.rows.segment import FixedSegments, Segment
+from kvquant.rows.segment import Segment
 
 pytestmark = pytest.mark.gpu
 LENS = (1000, 37, 1, 0)
@@ -243,41 +239,6 @@ def test_a_query_gives_what_it_gives_alone() -> None:
         torch.testing.assert_close(lse[:, i], lse_alone, rtol=1e-5, atol=1e-3)
 
 
-def test_a_graph_follows_lengths_and_counts() -> None:
-    packed = linear("int4-g4", [4096] * 6, 2)
-    exact = ring("bf16", [132] * 6, 2, 132, sinks=4)
-    for segments in ([packed], [packed, exact]):
-        fixed = FixedSegments(segments)
-        q, q_lens = queries(packed, 4, 8), int32([4] * 6)
-        call = partial(launch_attention, q, fixed, None, None, q_lens=q_lens)
-        graph, (out, lse) = captured(call)
-        assert lse is not None
-        for lens, numbers in (
-            ([4096] * 6, [4] * 6),
-            ([0, 4096, 0, 1, 2, 3], [4, 3, 2, 1, 4, 4]),
-            ([0] * 6, [4] * 6),
-            ([100] * 6, [0, 1, 2, 3, 4, 4]),
-            ([4096, 9, 9, 9, 9, 2000], [0] * 6),
-            ([4096, 9, 31, 32, 33, 2000], [2, 1, 4, 4, 4, 4]),
-        ):
-            packed.seq_lens.copy_(torch.tensor(lens))
-            if len(segments) > 1:
-                exact.seq_lens.copy_(torch.tensor([min(n, 132) for n in lens]))
-            q_lens.copy_(torch.tensor(numbers))
-            q.normal_()
-            q[torch.arange(4, device="cuda") >= q_lens[:, None]] = torch.nan
-            out.fill_(torch.nan)
-            lse.fill_(torch.nan)
-            for _ in range(2):
-                graph.replay()
-            expected, expected_lse = reference_of_queries(q.float(), segments, q_lens)
-            used = expected_lse > -torch.inf
-            assert not out[~used].any() and bool((lse[~used] == -torch.inf).all())
-            if bool(used.any()):
-                assert relative_l2(out, expected) <= LIMITS[q.dtype]
-                assert float((lse - expected_lse)[used].abs().max()) <= 5e-3
-
-
 @pytest.mark.parametrize("sizes", [(0, 0), (4, 32), (0, 64)], ids=str)
 def test_a_cache(sizes: tuple[int, int]) -> None:
     cache = KVCache(1, 2, 2, 128, 400, sink_len=sizes[0], recent_len=sizes[1], device="cuda")
@@ -287,13 +248,3 @@ def test_a_cache(sizes: tuple[int, int]) -> None:
     q = torch.randn(2, 5, 8, 128, device="cuda", dtype=torch.bfloat16)
     compare_queries(q, cache.layers[0].segments())
     compare_queries(q, cache.layers[0].segments(), (3, 5))
-
-
-def test_segments_without_a_kernel_are_refused() -> None:
-    lens = (64, 3)
-    sinks, recent = linear("bf16", (4, 2), 2), ring("bf16", lens, 2, 64)
-    packed, pages = linear("int4-g4", lens, 2), paged("int4-g4", lens, 2, 64)
-    q = queries(packed, 2, 8)
-    for segments in ([sinks, packed, recent], [packed, pages]):
-        with pytest.raises(UnsupportedError, match="several queries a sequence"):
-            launch_attention(q, segments, None, None)

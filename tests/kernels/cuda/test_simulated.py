@@ -199,14 +199,8 @@ CASES |= {
         "heads=[17,1] columns=16 sharers=2 warps=4 exact=bf16 lens=[0,300,20] splits=[1,1,1] "
         "workers=4"
     ),
-    "wide, without V prefetch": {
-        "heads": [32, 1],
-        "columns": 16,
-        "sharers": 2,
-        "warps": 2,
-        "lens": [100],
-        "without": "V prefetch",
-    },
+    "wide, without V prefetch": of("heads=[32,1] columns=16 sharers=2 warps=2 lens=[100]")
+    | {"without": "V prefetch"},
 }
 # several queries a sequence (queries.py): a column is a query head of a query
 QUERIES: dict[str, dict[str, Any]] = {
@@ -284,73 +278,40 @@ PIECES: dict[str, dict[str, Any]] = {
 CASES |= {f"pieces, {name}": {**case, "ragged": True} for name, case in PIECES.items()}
 # variants (variant.py): the tensors of a field that is True are random
 TREE = {"q_len": 4, "q_lens": [4, 2, 0, 4, 3, 4], "lens": [33, 1, 40, 66, 0, 2]}
-ALL = dict.fromkeys(("alibi_slopes", "score_offsets", "sink_logits", "tree_mask"), True) | {
-    "soft_cap": 3.0,
-    "window": 40,
-}
+ALL = dict.fromkeys(("alibi_slopes", "score_offsets", "sink_logits", "tree_mask"), True) | of(
+    "soft_cap=3.0 window=40"
+)
 LINEAR = {name: value for name, value in ALL.items() if name != "tree_mask"}
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"lens": [33, 0, 70, 1], "variant": {name: LINEAR[name]}} for name in LINEAR},
     "tree_mask": {**TREE, "heads": [2, 1], "variant": {"tree_mask": True}},
     "all": {**TREE, "heads": [4, 2], "columns": 16, "variant": ALL},
     "all, one query": {"lens": [33, 0, 370, 1], "splits": [3], "variant": LINEAR, "query": "fp16"},
-    "without positions, three segments in any order": {
-        "exact": "bf16",
-        "splits": [1, 1, 1],
-        "variant": {"sink_logits": True, "soft_cap": 2.0, "score_offsets": True},
-    },
+    "without positions, three segments in any order": of("exact=bf16 splits=[1,1,1]")
+    | {"variant": {"sink_logits": True, "soft_cap": 2.0, "score_offsets": True}},
     "sinks, splits": {"lens": [70, 0, 33], "splits": [3], "variant": {"sink_logits": True}},
-    "sinks, balanced": {
-        "lens": RAGGED,
-        "workers": 5,
-        "heads": [4, 2],
-        "variant": {"sink_logits": True},
-    },
+    "sinks, balanced": of("workers=5 heads=[4,2]")
+    | {"lens": RAGGED, "variant": {"sink_logits": True}},
     "sinks and recent rows": QUERIES["sinks and recent rows"]
     | {"q_len": 3, "heads": [4, 1], "q_lens": [3, 2, 1, 2, 3], "variant": ALL},
-    "a window across sinks, packed and recent rows": {
-        "q_len": 2,
-        "heads": [2, 1],
-        "exact": "bf16",
-        "sinks": 40,
-        "lens": [50, 0, 20, 3],
-        "exact_lens": [[45, 42, 70, 12], []],
-        "splits": [1, 2, 0],
-        "variant": {"window": 60},
-    },
-    "a window of pages": {
-        "k": "int4",
-        "place": "paged",
-        "lens": [33, 0, 170, 1, 100],
-        "variant": {"window": 20},
-    },
-    "a window of large pages, several queries": {
-        "q_len": 3,
-        "heads": [2, 1],
-        "place": "paged",
-        "page_size": 64,
-        "lens": [200, 130, 2, 66],
-        "q_lens": [3, 1, 3, 0],
-        "variant": {"window": 1},
-    },
-    "a window, balanced": {
-        "place": "paged",
-        "lens": [700, 0, 1, 40, 33],
-        "workers": 5,
-        "q_len": 2,
-        "heads": [4, 2],
-        "exact": "bf16",
-        "sinks": 4,
-        "exact_lens": [[8, 3, 4, 2, 1], []],
-        "splits": [1, 1, 0],
-        "variant": {"window": 500, "sink_logits": True},
-    },
-    "a window in a ring": {
-        "place": "ring",
-        "sinks": 4,
-        "lens": [3, 66, 40],
-        "variant": {"window": 30, "alibi_slopes": True},
-    },
+    "a window across sinks, packed and recent rows": of(
+        "q_len=2 heads=[2,1] exact=bf16 sinks=40 lens=[50,0,20,3] exact_lens=[[45,42,70,12],[]] "
+        "splits=[1,2,0]"
+    )
+    | {"variant": {"window": 60}},
+    "a window of pages": of("k=int4 place=paged lens=[33,0,170,1,100]")
+    | {"variant": {"window": 20}},
+    "a window of large pages, several queries": of(
+        "q_len=3 heads=[2,1] place=paged page_size=64 lens=[200,130,2,66] q_lens=[3,1,3,0]"
+    )
+    | {"variant": {"window": 1}},
+    "a window, balanced": of(
+        "place=paged lens=[700,0,1,40,33] workers=5 q_len=2 heads=[4,2] exact=bf16 sinks=4 "
+        "exact_lens=[[8,3,4,2,1],[]] splits=[1,1,0]"
+    )
+    | {"variant": {"window": 500, "sink_logits": True}},
+    "a window in a ring": of("place=ring sinks=4 lens=[3,66,40]")
+    | {"variant": {"window": 30, "alibi_slopes": True}},
     "warps that share a ring": QUERIES["warps that share a ring"]
     | {"q_lens": None, "variant": ALL},
     "pieces": PIECES["sinks and recent rows"]

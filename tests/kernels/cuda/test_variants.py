@@ -26,7 +26,7 @@ from query_cases import make_variant
 from relative_l2 import relative_l2
 
 from kvquant import decode_attention, reference_attention
-from kvquant.errors import ShapeError, UnsupportedError
+from kvquant.errors import ShapeError
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import FixedSegments, Segment
 from kvquant.rows.variant import AttentionVariant
@@ -134,23 +134,11 @@ def test_windows_and_the_pages_before_them(window: int, page_size: int) -> None:
     for count, numbers in ((1, None), (4, None), (4, q_lens)):
         segment = paged("int4-g4", lens, 2, page_size)
         q = query(segment, 8) if count == 1 else queries(segment, count, 8)
-        expected, _ = reference_over_segments(
-            q,
-            [segment],
-            None,
-            None if numbers is None else int32(numbers),
-            AttentionVariant(window=window),
-        )
+        given = None if numbers is None else int32(numbers), AttentionVariant(window=window)
+        expected, _ = reference_over_segments(q, [segment], None, *given)
         free(segment, window, numbers or [count] * len(lens))
         for num_splits in (None, 2):
-            out, _ = launch_attention(
-                q,
-                [segment],
-                None,
-                num_splits,
-                q_lens=None if numbers is None else int32(numbers),
-                variant=AttentionVariant(window=window),
-            )
+            out, _ = launch_attention(q, [segment], None, num_splits, True, *given)
             assert relative_l2(out, expected) <= LIMITS[q.dtype]
 
 
@@ -258,20 +246,23 @@ def test_large_caps_slopes_and_offsets() -> None:
         assert_right((out, lse), expected, [segment])
 
 
-def test_a_graph_follows_lengths_and_values() -> None:
+@pytest.mark.parametrize("fields", [{}, {**ALL, "window": 600}], ids=["plain", "all"])
+def test_a_graph_follows_lengths_counts_and_values(fields: dict[str, Any]) -> None:
     packed = linear("int4-g4", [4096] * 6, 2)
     exact = ring("bf16", [132] * 6, 2, 132, sinks=4)
     for segments in ([packed], [packed, exact]):
         fixed = FixedSegments(segments)
         q, q_lens = queries(packed, 4, 8), int32([4] * 6)
-        variant = make_variant({**ALL, "window": 600}, q, segments)
+        variant = make_variant(fields, q, segments)
         call = partial(launch_attention, q, fixed, None, None, q_lens=q_lens, variant=variant)
         graph, (out, lse) = captured(call)
         assert lse is not None
         for lens, numbers in (
             ([4096] * 6, [4] * 6),
             ([0, 4096, 0, 1, 2, 3], [4, 3, 2, 1, 4, 4]),
+            ([0] * 6, [4] * 6),
             ([100] * 6, [0, 1, 2, 3, 4, 4]),
+            ([4096, 9, 9, 9, 9, 2000], [0] * 6),
             ([4096, 9, 31, 32, 33, 2000], [2, 1, 4, 4, 4, 4]),
         ):
             packed.seq_lens.copy_(torch.tensor(lens))
@@ -279,20 +270,14 @@ def test_a_graph_follows_lengths_and_values() -> None:
                 exact.seq_lens.copy_(torch.tensor([min(n, 132) for n in lens]))
             q_lens.copy_(torch.tensor(numbers))
             q.normal_()
-            other = make_variant({**ALL, "window": 600}, q, segments)
-            for name in ("alibi_slopes", "score_offsets", "sink_logits", "tree_mask"):
-                getattr(variant, name).copy_(getattr(other, name))
+            other = make_variant(fields, q, segments)
+            for mine, value in zip(variant, other, strict=True):
+                if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
+                    mine.copy_(value)
+            q[torch.arange(4, device="cuda") >= q_lens[:, None]] = torch.nan
+            out.fill_(torch.nan)
+            lse.fill_(torch.nan)
             for _ in range(2):
                 graph.replay()
             expected = reference_over_segments(q, segments, None, q_lens, variant)
             assert_right((out, lse), expected, segments)
-
-
-def test_what_has_no_kernel_is_refused() -> None:
-    lens = (64, 3)
-    sinks, recent = linear("bf16", (4, 2), 2), ring("bf16", lens, 2, 64)
-    packed = linear("int4-g4", lens, 2)
-    q = query(packed, 8)
-    three = [sinks, packed, recent]
-    with pytest.raises(UnsupportedError, match="window"):
-        launch_attention(q, three, None, None, variant=AttentionVariant(window=5))

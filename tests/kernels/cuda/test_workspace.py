@@ -75,7 +75,9 @@ def captured(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> tuple[Workspa
 def place(spaces: Workspaces, counters: int) -> int:
     """Where counters of a captured launch lie in the slab; negative where it is full."""
     assert spaces._slab is not None
-    found = spaces.take(1, counters, 10).counters_address - spaces._slab.data_ptr()
+    taken = spaces.take(1, counters, 10)
+    assert not taken.counters.any()
+    found = taken.counters_address - spaces._slab.data_ptr()
     return found // 4 if 0 <= found < 4 * SLAB else -1
 
 

@@ -1,0 +1,19 @@
+"""Refused calls: the error and words that it must have, in one text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvquant.errors import KVQuantError
+
+
+@contextmanager
+def refused(text: str) -> Iterator[None]:
+    """Assert that the block raises an error of ours, such as "ShapeError: q is [2, 4]"."""
+    with pytest.raises(KVQuantError) as caught:
+        yield
+    error, _, words = text.partition(": ")
+    assert type(caught.value).__name__ == error and words in str(caught.value), caught.value
