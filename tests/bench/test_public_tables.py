@@ -98,9 +98,9 @@ def test_humaneval_is_compared_in_its_place_and_with_its_16_bit_answers() -> Non
     # of sample 0 with transformers' cache, of sample 1 with kvquant's, of sample 2 with none
     assert cells["the default"][:3] == ["**0.2010**", "150 / 150 of 600", "600 / 300 of 1,200"]
     assert cells["the default, no window"][:3] == ["**0.2020**", "300 / 0 of 600", "-"]
-    # problems lose 1 and -1/2 in turn: 25 points and 1.645 standard errors of 3.06; a plan loses
-    # 0, -1/2, 0 and 1: 12.5 points and 1.645 standard errors of 2.21
-    bounds = "30.0 and 30.0", "16.1 and 16.1"
+    # problems lose 1 and -1/2 in turn: 25 points and 1.645 standard errors of 3.06. With a plan
+    # they lose 0, -1/2, 0 and 1/2: no points, and 1.645 standard errors of 1.44
+    bounds = "30.0 and 30.0", "2.4 and 2.4"
     found = behind_code(public())
     assert "1,200 answers" in found and all(f"at most {one}" in found for one in bounds)
 
