@@ -56,9 +56,12 @@ def public() -> dict[str, list[dict[str, Any]]]:
         ]
         for model in PUBLIC
     }
+    for model, found in rows.items():  # a check on another device
+        found.append(scored(model, "default", 4096, WINDOW) | {"kl": 0.9})
+        found[-1]["key"]["device"] = "cpu"
     for model, alone in zip(CODERS, ("1010", "1000"), strict=True):
         rows[model] += [
-            answered("16 bit", "alone", 0, "1100"),
+            answered("16 bit", "alone", 0, "1101"),
             answered(AGAIN, "alone", 0, "1111"),
             answered("default", "alone", 0, alone, WINDOW),
             answered("default", "alone", 0, "0000", NONE),
@@ -75,12 +78,12 @@ def test_the_overview_has_both_windows_one_context_and_answers_alone() -> None:
     head, default, *others = overview(public())
     assert head[2:-2] == [*PUBLIC] and head[-1] == "HumanEval, 1.5B: lost / won"
     kl = ["0.0011, 0.0021", *(f"**0.{at}011**, **0.{at}021**" for at in (1, 2, 3))]
-    assert default == ["the default", "31.00", *kl, "150 / 150", "150 / 0"]
+    assert default == ["the default", "31.00", *kl, "300 / 150", "300 / 0"]
     kl = [f"**0.{at}701**" for at in range(4)]
     assert others[-1] == ["KIVI-4", "30.00", *kl, "-", "-"]
     about = overview_about(public())
     assert about.startswith("KL: 1,024 tokens") and "behind 4,096 others" in about
-    assert about.endswith("of 600 problems 16 bit solved 300 and 300")
+    assert about.endswith("of 600 problems 16 bit solved 450 and 450")
 
 
 def test_each_context_has_its_column_with_the_window_and_without() -> None:
@@ -94,13 +97,13 @@ def test_humaneval_is_compared_in_its_place_and_with_its_16_bit_answers() -> Non
     head, *lines = humaneval(public())
     assert head[1:4] == [f"{CODERS[0]}: {one}" for one in ("KL", "alone", "behind code")]
     cells = {cache: [one.partition(":")[0] for one in found] for cache, *found in lines}
-    assert cells["16 bit again"][1:3] == ["0 / 300 of 600", "300 / 0 of 600"]
+    assert cells["16 bit again"][1:3] == ["0 / 150 of 600", "300 / 0 of 600"]
     # of sample 0 with transformers' cache, of sample 1 with kvquant's, of sample 2 with none
-    assert cells["the default"][:3] == ["**0.2010**", "150 / 150 of 600", "600 / 300 of 1,200"]
-    assert cells["the default, no window"][:3] == ["**0.2020**", "300 / 0 of 600", "-"]
-    # problems lose 1 and -1/2 in turn: 25 points and 1.645 standard errors of 3.06; a plan loses
-    # 0, -1/2, 0 and 1: 12.5 points and 1.645 standard errors of 2.21
-    bounds = "30.0 and 30.0", "16.1 and 16.1"
+    assert cells["the default"][:3] == ["**0.2010**", "300 / 150 of 600", "600 / 300 of 1,200"]
+    assert cells["the default, no window"][:3] == ["**0.2020**", "450 / 0 of 600", "-"]
+    # problems lose 1 and -1/2 in turn: 25 points and 1.645 standard errors of 3.06. With a plan
+    # they lose 0, -1/2, 0 and 1/2: no points, and 1.645 standard errors of 1.44
+    bounds = "30.0 and 30.0", "2.4 and 2.4"
     found = behind_code(public())
     assert "1,200 answers" in found and all(f"at most {one}" in found for one in bounds)
 
