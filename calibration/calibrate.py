@@ -362,8 +362,9 @@ def observe(
         moments.observe(layer, *shown)
         step(1)
 
+    rank, ranks = _rank()  # windows are every ranks-th one of the text, from the rank-th on
     for window in windows[moments.done :]:
-        model.observe(window[None], see, begin_of(moments.done))
+        model.observe(window[None], see, begin_of(rank + ranks * moments.done))
         moments.done += 1
         if state:
             moments.save(state, key)

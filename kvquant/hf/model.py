@@ -484,6 +484,8 @@ class CachedModel:
                     column = logits.argmax(-1)
                 else:
                     self.check_tokens(column := choose(logits), (cache.batch,))
+                    # a copy: choose may fill the same tensor again
+                    column = column.to(logits.device, torch.int64, copy=True)
                 columns.append(torch.where(is_over, columns[-1], column) if columns else column)
                 if not len(ends):
                     continue

@@ -27,11 +27,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..cache.checks import check_holds
 from ..errors import CheckpointError, ConfigError, shown
 from ..paged.cache import PagedKVCache
 from ..paged.pool import SequenceId
@@ -126,6 +128,7 @@ def load_sequences(
         CheckpointError: the file is damaged, foreign, of another model, or does not fit the cache.
         OutOfPagesError: there are not enough pages or sequence slots.
         ConfigError: an id is in use, or ids names a sequence that the file has not.
+        DeviceError: the cache is on "meta".
 
     Example:
         >>> from kvquant import PagedKVCache, load_sequences, save_sequences
@@ -139,6 +142,7 @@ def load_sequences(
     check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; load_cache reads a KVCache")
     if ids is not None:
         check_kind("ids", ids, Mapping, "give a dict of new ids by saved ones")
+    check_holds(cache.device)
     with RowsFile(path, SequencesManifest) as file:
         _check_cache(cache, file.contents)
         file.contents.check_model(model)
@@ -160,13 +164,13 @@ def _manifest_of(
     number = {page: at for at, page in enumerate(pages)}
     sequences = []
     for sequence_id, table in zip(ids, tables, strict=True):
-        assert isinstance(sequence_id, str | int)
         seq_slot = state.seq_slot(sequence_id)
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         numbers = tuple(number[page] for page in table)
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
         namespace = state.pool.namespace(sequence_id)
-        sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens, namespace))
+        plain = str.__str__(sequence_id) if isinstance(sequence_id, str) else index(sequence_id)
+        sequences.append(SavedSequence(plain, *lens, numbers, tokens, namespace))
     manifest = SequencesManifest(
         **common_keys(SequencesManifest, cache, model, creation),
         page_size=state.split.page_size,

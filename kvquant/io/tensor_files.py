@@ -51,6 +51,7 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 NO_DIGEST = "0" * 64  # stands for a checksum that is not known yet
+_MAX_DIMS = 64  # of a tensor, as numpy has it; the product of a long shape takes minutes
 _CHUNK = 8 << 20  # bytes that are read and hashed at a time
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}
 
@@ -125,7 +126,7 @@ def naming(path: Path, kinds: tuple[type[Exception], ...] = (CheckpointError,)) 
 
 class _Entry(Object):
     dtype: str
-    shape: tuple[_Size, ...]
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=_MAX_DIMS)]
     data_offsets: tuple[_Size, _Size]
 
 

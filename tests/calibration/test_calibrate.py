@@ -13,6 +13,7 @@ from fake_cuda import CPU, install, loaded_specs  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 
 from kvquant.calibration import basis_search  # noqa: E402
+from kvquant.calibration import calibrate as calibrating  # noqa: E402
 from kvquant.calibration.basis_search import choose  # noqa: E402
 from kvquant.calibration.calibrate import Goal, _key, calibrate, observe  # noqa: E402
 from kvquant.calibration.report import notes, sections  # noqa: E402
@@ -340,6 +341,21 @@ def test_an_interrupted_run_goes_on(model: CachedModel, text: list[int], tmp_pat
     whole = observe(model, windows, "key", None)
     for layer, moments in whole.layers.items():
         torch.testing.assert_close(again.layers[layer].queries, moments.queries)
+
+
+def test_ranks_observe_windows_at_the_positions_of_one_process(
+    model: CachedModel, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins: list[float] = []
+    monkeypatch.setattr(CachedModel, "observe", lambda *given: begins.append(given[3]))
+    windows = spread(text, 5, 64)
+    observe(model, windows, "key", None)
+    whole = begins.copy()
+    for rank in range(2):
+        begins.clear()
+        monkeypatch.setattr(calibrating, "_rank", lambda rank=rank: (rank, 2))
+        observe(model, windows[rank::2], "key", None)
+        assert begins == whole[rank::2]
 
 
 @pytest.mark.parametrize(("count", "length"), [(1, 100), (3, 20), (10, 10), (7, 14)])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forged import forge
@@ -13,7 +14,7 @@ from invariants import check_invariants
 from paged_cases import begin, extend, make, new_rows, same, seen, values
 from safetensors.torch import load_file
 
-from kvquant.errors import CheckpointError, ConfigError, OutOfPagesError
+from kvquant.errors import CheckpointError, ConfigError, DeviceError, OutOfPagesError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.io.tensor_files import SafetensorsFile
 from kvquant.paged.batch import PagedBatch
@@ -52,6 +53,20 @@ def test_a_round_trip_is_bit_exact_and_goes_on(
         extend(batch, [name], 20, rows=rows.to(device))
         extend(other, [name], 20, rows=rows)
         assert same(values(other.cache, name), [x.cpu() for x in values(batch.cache, name)])
+
+
+def test_ids_may_be_numbers_of_other_types(tmp_path: Path) -> None:
+    cache = filled().cache
+    path = save_sequences(cache, np.array([7]), tmp_path / "saved.safetensors")
+    assert load_sequences(make(), path) == [7]
+
+
+def test_a_cache_on_meta_takes_no_sequences(tmp_path: Path) -> None:
+    path, other = tmp_path / "saved.safetensors", make(device="meta")
+    save_sequences(filled().cache, ["a"], path)
+    with pytest.raises(DeviceError, match="holds no tokens"):
+        load_sequences(other, path)
+    assert not other.ids
 
 
 def test_shared_pages_are_written_once_and_shared_again(tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 SHAPES = ((), (0,), (3,), (2, 0, 5), (3, 4, 5))
 
 
+def test_a_shape_of_many_sizes_is_refused_at_once(tmp_path: Path) -> None:
+    path, entry = tmp_path / "long", {"dtype": "U8", "shape": [2**62] * 100_000}
+    text = json.dumps({"a": entry | {"data_offsets": [0, 0]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(CheckpointError, match="length <= 64"):
+        SafetensorsFile(path)
+
+
 def test_our_files_are_those_of_the_library(tmp_path: Path) -> None:
     tensors = {f"{name}{i}": sample(dtype, shape) for name, dtype in DTYPES.items()
                for i, shape in enumerate(SHAPES)}  # fmt: skip
