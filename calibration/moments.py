@@ -219,7 +219,7 @@ class Moments:
             for number, ratio in facts.ratios.items():
                 layer = int(number)
                 k, v = (file.shapes.get(f"{layer}.{side}_sum", ()) for side in "kv")
-                if len(k) != 2 or len(v) != 2:
+                if len(k) != 2 or len(v) != 2 or 0 in (*k, *v):
                     raise CheckpointError(f"{path} has no sums of layer {number!r:.20}")
                 is_latent = f"{layer}.r_outer" in file.shapes
                 shape = k[0] * ratio, k[0], k[1], v[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, overload
 
@@ -598,10 +599,13 @@ class _Step:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         batch, written = self._batch, False
         batch._is_open = False
+        if error is not None:
+            with suppress(ConfigError):  # of an interrupt in a call: it is the one to raise
+                batch.cache.end_step(written=False)
+            return
         try:
-            if error is None:
-                batch.check_complete()
-                written = True
+            batch.check_complete()
+            written = True
         finally:
             batch.cache.end_step(written=written)
 

@@ -686,6 +686,7 @@ class PagedKVCache(NotCopied):
 
     def _fail(self, ids: Iterable[SequenceId], counts: Iterable[int]) -> None:
         self.state.failed.update(i for i, new in zip(ids, counts, strict=True) if new)
+        self.state.pool.settle()  # else sources of copies keep their frames until the next step
 
     def insert_prefixes(self, ids: Sequence[SequenceId]) -> None:
         """Let others find the full pages of sequences, whose rows are written."""

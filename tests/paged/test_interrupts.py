@@ -184,3 +184,11 @@ def test_an_interrupt_at_any_line_leaves_a_whole_cache(
         torn += not check_or_refused(batch)
         number += stride
     assert number > 50 and torn > 5
+
+
+def test_an_interrupt_of_a_call_within_a_step_is_what_the_block_raises() -> None:
+    batch = filled()
+    with pytest.raises(KeyboardInterrupt), batch.extend(["a"]), batch.cache.changing:
+        raise KeyboardInterrupt
+    with pytest.raises(ConfigError, match="interrupt"):
+        batch.cache.free("a")

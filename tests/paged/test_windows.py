@@ -177,6 +177,19 @@ def test_after_a_check_no_window_keeps_rows_to_be_found() -> None:
     assert cache.num_free_pages == 20
 
 
+def test_a_failed_step_keeps_no_frames_of_the_pages_that_it_copied() -> None:
+    options = {"windows": [None, 8], "sink_len": 0, "recent_len": 0, "chunk_len": PAGE}
+    batch = PagedBatch(make(num_layers=2, **options), 2, 64)
+    begin(batch, "a", PAGE + 1)
+    batch.cache.fork("a", "b")
+    with pytest.raises(ZeroDivisionError), batch.extend(["b"]):  # which copies the last page
+        _ = 1 // 0
+    for name in ("a", "b"):
+        batch.cache.free(name)
+    (window,) = batch.cache.state.pool.windows
+    assert window.num_free == window.num_frames
+
+
 def test_a_file_without_windows_is_read_into_a_cache_with_them(tmp_path: Path) -> None:
     path = tmp_path / "saved.safetensors"
     whole = PagedBatch(make(max_seq_len=200), 2, 190)
