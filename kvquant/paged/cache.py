@@ -728,8 +728,8 @@ class PagedKVCache(NotCopied):
         check_holds(self.device)
         counts = self.bad_rows.tolist()
         if any(counts) and self._step is None:
-            self.forget_prefixes()
             self.bad_rows.zero_()
+            self.forget_prefixes()
         check_bad_rows(counts, "free the sequences whose outputs are NaN")
 
     def like(

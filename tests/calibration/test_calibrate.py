@@ -30,7 +30,6 @@ from kvquant.io.plan import CachePlan  # noqa: E402
 from kvquant.kernels.cuda.runtime.launch import gpu_of  # noqa: E402
 from kvquant.kernels.cuda.runtime.warmup import kernels_of  # noqa: E402
 from kvquant.ops import quantize  # noqa: E402
-from kvquant.report.page import text as words_of  # noqa: E402
 from kvquant.rows.format import RowFormat  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -203,7 +202,7 @@ def test_a_budget_below_int4_chooses_among_all_bits(model: CachedModel, text: li
     windowed = found.facts["windowed"]
     assert (windowed["sink_len"], windowed["recent_len"]) == (4, 128)
     assert windowed["kl"] < 0.5 * found.facts["measured"]["kl"] and windowed["bits"] > found.bits
-    assert "128 recent" in words_of(sections(found))
+    assert "128 recent" in repr(sections(found))  # the page may break the line
     for name, least in (("int2", 0.55), ("int3", 0.7), ("int4", 0.85)):
         shares = torch.cat([found.tensors[f"{side}.clip.{name}"].flatten() for side in "kv"])
         assert least <= float(shares.min()) and float(shares.max()) <= 1
