@@ -169,7 +169,8 @@ def _manifest_of(
         numbers = tuple(number[page] for page in table)
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
         namespace = state.pool.namespace(sequence_id)
-        plain = str.__str__(sequence_id) if isinstance(sequence_id, str) else index(sequence_id)
+        kept: Any = sequence_id  # the pool knows it, so it is a string or a whole number
+        plain = str.__str__(kept) if isinstance(kept, str) else index(kept)
         sequences.append(SavedSequence(plain, *lens, numbers, tokens, namespace))
     manifest = SequencesManifest(
         **common_keys(SequencesManifest, cache, model, creation),

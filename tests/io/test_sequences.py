@@ -57,7 +57,8 @@ def test_a_round_trip_is_bit_exact_and_goes_on(
 
 def test_ids_may_be_numbers_of_other_types(tmp_path: Path) -> None:
     cache = filled().cache
-    path = save_sequences(cache, np.array([7]), tmp_path / "saved.safetensors")
+    ids: Any = np.array([7])
+    path = save_sequences(cache, ids, tmp_path / "saved.safetensors")
     assert load_sequences(make(), path) == [7]
 
 
