@@ -27,7 +27,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from ..cache.checks import check_holds
 from ..errors import CheckpointError, ConfigError, shown
 from ..paged.cache import PagedKVCache
 from ..paged.pool import SequenceId
-from ..paged.state import listed
+from ..paged.state import listed, plain_id
 from ..rows.arguments import check_kind
 from .container import RowsFile, check_values
 from .manifest import LayerEntry, SavedSequence, SequencesManifest, common_keys
@@ -169,8 +168,7 @@ def _manifest_of(
         numbers = tuple(number[page] for page in table)
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
         namespace = state.pool.namespace(sequence_id)
-        kept: Any = sequence_id  # the pool knows it, so it is a string or a whole number
-        plain = str.__str__(kept) if isinstance(kept, str) else index(kept)
+        plain: Any = plain_id(sequence_id)  # the pool knows it, so it is one
         sequences.append(SavedSequence(plain, *lens, numbers, tokens, namespace))
     manifest = SequencesManifest(
         **common_keys(SequencesManifest, cache, model, creation),

@@ -659,7 +659,7 @@ class PagedKVCache(NotCopied):
                 self.rows.copy_originals(step.leaving)
             except KVQuantError:  # refused: nothing has changed
                 raise
-            except Exception:
+            except Exception:  # such as a lack of memory, after lengths have grown
                 self._fail(ids, counts)
                 raise
             self._step = step

@@ -186,15 +186,22 @@ def humaneval(public: Rows) -> list[list[str]]:
     titles = ["cache"]
     titles += [f"{n}: {what}" for n in CODERS for what in ("KL", *PLACES.values())]
     lines = [titles]
+    kl = {name: kl_rows(public[name]) for name in CODERS}
+    lost = {
+        (name, place, tuple(window)): lost_by(public[name], place, window)
+        for name in CODERS
+        for place in PLACES
+        for window in (WINDOW, NONE)
+    }
     kinds = [(AGAIN, NONE, "16 bit again"), *((one, WINDOW, title) for one, title in OWN.items())]
     kinds += [(one, NONE, f"{OWN[one]}, no window") for one in ("default", "int8")]
     for cache, window, title in kinds:
         cells = [title]
         for name in CODERS:
-            row = kl_rows(public[name]).get((cache, tuple(window), 1024))
+            row = kl[name].get((cache, tuple(window), 1024))
             cells.append(kl_of(row) if row else "-")
             for place in PLACES:
-                one = lost_by(public[name], place, window).get(cache)
+                one = lost[name, place, tuple(window)].get(cache)
                 cells.append(
                     f"{one.lost} / {one.won} of {one.answers:,}: {at_most(one):.1f}" if one else "-"
                 )
