@@ -42,8 +42,11 @@ def _paired(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def write_gguf(folder: Path, path: Path, *, quantized: bool) -> Path:
-    """Write the Llama of a folder as a GGUF file, in float32, or with matrices in Q8_0."""
+def write_gguf(folder: Path, path: Path, *, quantized: bool, merges: bool = True) -> Path:
+    """Write the Llama of a folder as a GGUF file, in float32, or with matrices in Q8_0.
+
+    Without merges, its tokenizer splits words into bytes.
+    """
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
@@ -65,7 +68,7 @@ def write_gguf(folder: Path, path: Path, *, quantized: bool) -> Path:
     file.add_tokenizer_model("gpt2")
     file.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].__getitem__))
     file.add_token_types([3] + [1] * (config["vocab_size"] - 1))  # the first one is a control
-    file.add_token_merges([" ".join(pair) for pair in tokenizer["merges"]])
+    file.add_token_merges([" ".join(pair) for pair in tokenizer["merges"][: None if merges else 1]])
     file.add_bos_token_id(config["bos_token_id"])
     file.add_eos_token_id(config["eos_token_id"])
     names = {"token_embd": "embed_tokens", "output_norm": "norm"}
@@ -103,6 +106,14 @@ def test_a_gguf_file_is_the_model_it_was_made_of(tmp_path: Path) -> None:
         for one in (model, same)
     )
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.extra("gguf")
+@pytest.mark.filterwarnings("default")
+def test_a_tokenizer_that_splits_the_words_of_its_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(BUNDLED, tmp_path / "model.gguf", quantized=False, merges=False)
+    with pytest.raises(ConfigError, match=r"splits \d+ of \d+ words .* transformers>=5.18"):
+        CachedModel.from_pretrained(path)
 
 
 @pytest.mark.extra("gguf")

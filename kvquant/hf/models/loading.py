@@ -137,9 +137,29 @@ def tokenizer_of(model: Any) -> Any:
 
 def _tokenizer(name: str | Path, where: str, options: dict[str, Any]) -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
+    if "gguf_file" in options:
+        _check_words(tokenizer)
     tokenizer.model_max_length = sys.maxsize  # or it warns of texts that are cut later
     tokenizer.name_or_path = str(name)
     return tokenizer
+
+
+def _check_words(tokenizer: Any) -> None:
+    """Raise ConfigError if the tokenizer made of a GGUF file splits the words of its vocabulary.
+
+    transformers 5.17 and older make one of Gemma's files that reads text letter by letter.
+    """
+    size = len(tokenizer)
+    pieces = tokenizer.convert_ids_to_tokens(range(0, size, max(size // 4096, 1)))
+    words = [tokenizer.convert_tokens_to_string([piece]) for piece in pieces]
+    words = [word for word in words if len(word) > 3 and word.strip().isalpha()]
+    split = sum(len(tokenizer.encode(word, add_special_tokens=False)) > 1 for word in words)
+    if 2 * split > len(words):
+        raise ConfigError(
+            f"transformers {transformers.__version__} makes a wrong tokenizer of this GGUF file, "
+            f"which splits {split} of {len(words)} words of its own vocabulary: install "
+            "transformers>=5.18, or give the model's folder"
+        )
 
 
 def _spreading(tp_plan: TensorPlan | None) -> dict[str, Any]:
