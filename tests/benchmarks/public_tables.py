@@ -37,6 +37,7 @@ OWN = {
 SHOWN = "default", "plan int4", "int8", "int4-g4"  # in README.md, and peers
 PEERS = {"KIVI-4, residual of 128": "KIVI-4", "TurboQuant of vLLM, 4 bits": "TurboQuant"}
 PEERS |= {"llama.cpp q4_0": "llama.cpp `q4_0`"}
+SHIPPED = *PEERS, "KIVI-2, residual of 128", "KVarN K4V2, 128 sinks"  # in FIDELITY's HumanEval
 AGAIN = "16 bit, kvquant's rows"  # what another order of sums does to 16 bit
 EXACT = "16 bit", "peers' 16 bit", AGAIN
 WINDOW, NONE = [4, 128], [0, 0]
@@ -194,11 +195,13 @@ def humaneval(public: Rows) -> list[list[str]]:
         for window in (WINDOW, NONE)
     }
     kinds = [(AGAIN, NONE, "16 bit again"), *((one, WINDOW, title) for one, title in OWN.items())]
-    kinds += [(one, NONE, f"{OWN[one]}, no window") for one in ("default", "int8")]
+    kinds.append(("default", NONE, "the default, no window"))
+    kinds += [(one, WINDOW, one.partition(",")[0]) for one in SHIPPED]
     for cache, window, title in kinds:
         cells = [title]
         for name in CODERS:
-            row = kl[name].get((cache, tuple(window), 1024))
+            of_row = None if cache in SHIPPED else tuple(window)
+            row = kl[name].get((cache, of_row, 1024))
             cells.append(kl_of(row) if row else "-")
             for place in PLACES:
                 one = lost[name, place, tuple(window)].get(cache)
@@ -220,7 +223,7 @@ def shipped(public: Rows) -> list[list[str]]:
     for name, rows in public.items():
         own = [row for row in rows if row["key"]["measure"] == "kl"]
         own = [row for row in own if row["key"].get("window", WINDOW) == WINDOW]
-        own = [row for row in own if row["key"]["cache"] not in EXACT]
+        own = [row for row in own if row["key"]["cache"] not in (*EXACT, "plan int4-g4")]
         theirs = Counter(
             (row["key"]["context"], row["key"]["device"])
             for row in own
@@ -234,10 +237,34 @@ def shipped(public: Rows) -> list[list[str]]:
         for row in own:
             if (row["key"]["context"], row["key"]["device"]) == place:
                 caches[row["key"]["cache"]] = None
-                cell = f"{row['packed_bits']:.3g}: {kl_of(row)} ({100 * row['top1']:.1f})"
+                cell = f"{row['packed_bits']:.3g}: {kl_of(row)}"
                 column[row["key"]["cache"]] = cell
     ordered = [*(one for one in OWN if one in caches), *(one for one in caches if one not in OWN)]
     lines = [["cache", *columns]]
     for cache in ordered:
         lines.append([OWN.get(cache, cache), *(one.get(cache, "-") for one in columns.values())])
     return lines if columns else []
+
+
+def retrieved(public: Rows) -> list[list[str]]:
+    """Answers of retrieval tests that caches with the default window lost and won.
+
+    The tests are the tasks that 16 bit answers; the last row names them.
+    """
+    columns: dict[str, dict[str, str]] = {}
+    for name, rows in public.items():
+        for row in rows:
+            key = row["key"]
+            if key["measure"] != "retrieval" or key["window"] != WINDOW:
+                continue
+            asked = {task: one["caches"][0] for task, one in row["found"].items() if one["caches"]}
+            column = columns.setdefault(f"{name}, {key['context']:,}", {})
+            lost, won, answers = (
+                sum(one[what] for one in asked.values()) for what in ("lost", "won", "answers")
+            )
+            column[key["cache"]] = f"{lost} / {won} of {answers}" if asked else "-"
+            column["tests"] = ", ".join(asked)
+    caches = [one for one in OWN if any(one in column for column in columns.values())]
+    lines = [[OWN[one], *(column.get(one, "-") for column in columns.values())] for one in caches]
+    lines.append(["**tests**", *(column["tests"] or "-" for column in columns.values())])
+    return [["cache", *columns], *lines] if columns else []

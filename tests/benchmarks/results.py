@@ -55,9 +55,8 @@ measured and the date:
     probe                                   tests/benchmarks/bench_probe.py, a call for each model
     public-NAME                             tests/benchmarks/public_models.py, which writes there
                                             itself. A row has the torch and the device of its run.
-                                            We wrote commit and date by hand: those of the commit
-                                            that brought most rows. Its plans observed the first
-                                            1,024 positions only
+                                            We wrote commit and date by hand: those of the last
+                                            run, which made all plans anew
     defaults                                pairs of formats, of which kvquant/rows/defaults.py
                                             took the default: bench_defaults.py at commit d73287f9.
                                             We merged the files of six runs, named the texts, and
@@ -94,6 +93,7 @@ from public_tables import (
     overview,
     overview_about,
     read_public,
+    retrieved,
     shipped,
 )
 
@@ -733,8 +733,6 @@ ASKED_OF = {  # names in results/, and in the table
     "plan int4": "plan, `int4`",
     "plan int3": "plan, `int3`",
     "plan int2": "plan, `int2`",
-    "KIVI-4, groups of 128": "KIVI-4, groups of 128",
-    "KVarN K4V2": "KVarN K4V2",
 }
 ASKED_OF_LATENTS = {
     "int8-g4+bf16": "`int8-g4+bf16`",
@@ -747,7 +745,7 @@ ASKED_OF_LATENTS = {
 def fidelity_page() -> list[str]:
     """Tables and sentences of calibration/FIDELITY.md."""
     public = read_public(RESULTS)
-    tables = by_context(public), humaneval(public), shipped(public)
+    tables = by_context(public), humaneval(public), retrieved(public), shipped(public)
     return [
         *(table(*parts) for parts in ((head, lines) for head, *lines in tables)),
         *(bold(), behind_code(public), limits()),
