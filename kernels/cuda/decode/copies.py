@@ -20,8 +20,15 @@ from ..device.ptx import (
     word_from_lane,
 )
 from ..device.row_layout import UNIT
-from .spec import TILE
+from .positions import make_piece_of
+from .spec import FIELD, TILE
 
+K_ROWS, V_ROWS, INDEX = FIELD["k_rows"], FIELD["v_rows"], FIELD["index"]
+K_OUTER, K_HEAD, K_ROW = (FIELD[f"k_stride_{axis}"] for axis in ("outer", "head", "row"))
+V_OUTER, V_HEAD, V_ROW = (FIELD[f"v_stride_{axis}"] for axis in ("outer", "head", "row"))
+CAPACITY, PAGE_SHIFT, TABLE_STRIDE, SEQ_SLOTS, SINKS, RING_ROWS = (
+    FIELD[name] for name in ("capacity", "page_shift", "table_stride", "seq_slots", "sinks", "ring")
+)
 UNROLLED = 16  # chunks of a row that a lane has in registers at a time
 
 
@@ -35,6 +42,37 @@ def slot_in_ring(row, around):
         if slot >= capacity:
             slot = int32(slot - ring)
     return slot
+
+
+def make_find_rows(spec, path):
+    """The function to where K and V of a sequence's KV head lie, each as an address and the bytes
+    to the next page and row; and to what finds a row's place: the index, log2 and mask of a page,
+    the ring."""
+    PAGED, RING, piece_of = path.place == "paged", path.place == "ring", make_piece_of(spec)
+
+    @device_function
+    def find_rows(common, segment, b, kv_head):
+        index = segment[INDEX]
+        sequence = piece_of(common, b)[0]
+        start = int32(0)
+        outer = uint64(sequence)
+        if PAGED:
+            index += uint64(4) * uint64(sequence) * uint64(segment[TABLE_STRIDE])
+            outer = uint64(0)
+        if RING and index != uint64(0):
+            start = int32(load_global_u32(index + uint64(4) * uint64(sequence)))
+        if RING and segment[SEQ_SLOTS] != uint64(0):
+            outer = uint64(load_global_u32(segment[SEQ_SLOTS] + uint64(4) * uint64(sequence)))
+        shift = segment[PAGE_SHIFT]
+        mask = int32((int32(1) << shift) - int32(1))
+        around = (start, segment[SINKS], segment[RING_ROWS], segment[CAPACITY])
+        k_base = segment[K_ROWS] + outer * segment[K_OUTER] + uint64(kv_head) * segment[K_HEAD]
+        v_base = segment[V_ROWS] + outer * segment[V_OUTER] + uint64(kv_head) * segment[V_HEAD]
+        of_k = (k_base, segment[K_OUTER], segment[K_ROW])
+        of_v = (v_base, segment[V_OUTER], segment[V_ROW])
+        return of_k, of_v, (index, shift, mask, around)
+
+    return find_rows
 
 
 def make_locate(path):

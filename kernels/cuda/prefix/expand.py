@@ -18,8 +18,8 @@ from ..device.codes import (
     make_unpack,
 )
 from ..device.jit import device_function
+from ..device.powers import power_of
 from ..device.ptx import (
-    bits_float,
     float_bits,
     high_f16,
     load_global_u32,
@@ -163,7 +163,7 @@ def _make_largest_exact(fmt, tokens, threads):
 def power_below(most):
     """The power of two by which numbers up to `most` stay below 2**14."""
     exponent = int32(float_bits(maximum(most, float32(TINIEST))) >> uint32(23)) - int32(126)
-    return bits_float(uint32(int32(127 + MOST) - exponent) << uint32(23))
+    return power_of(int32(MOST) - exponent)
 
 
 @device_function

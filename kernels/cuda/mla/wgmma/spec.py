@@ -47,6 +47,7 @@ class WideMlaSpec(Spec):
     arguments = MLA
     kernel = "mla.wgmma.kernel.make_wide_kernel"
     warps = 16
+    block_columns = COLUMNS
     arch_specific: ClassVar[bool] = True
     shared_bytes = SHARES + 4 * COLUMNS
 
