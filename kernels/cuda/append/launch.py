@@ -155,9 +155,9 @@ def _append_calibrated(
     if _feedback_of(of_k.k) is not None and _feedback_of(of_v.k) is not None:
         parts = [(BOTH, of_k._replace(v=of_v.k))]
     ready = [_prepared(*part, check) for part in parts]
-    for launch, tensors in ready:  # all parts are possible
-        if launch is not None:
-            launch(tensors)
+    for one, its in ready:  # all parts are possible
+        if one is not None:
+            one(its)
     return None if queries is None else affine_rows(*queries, None, None)
 
 
@@ -356,9 +356,7 @@ def _with_step(
     q, matrix = given["step.q"], given["step.q_matrix"]
     if q is not None and matrix is not None:
         spec = replace(spec, query=ENCODED[q.dtype])
-        row_bytes = q.shape[2] * q.element_size()
-        is_copied = STEP_NAMES.index("step.q") in copied
-        steps = [q.shape[1] * row_bytes, row_bytes] if is_copied else strides(q)
+        steps = strides(q, STEP_NAMES.index("step.q") in copied)
         values = [*steps, 4 * matrix.stride(0), q.shape[1] // matrix.shape[0]]
     constants |= {f"step.{name}": n for name, n in zip(numbers, values, strict=True)}
     return spec, values[3]
@@ -398,6 +396,5 @@ def _constants(
     if exact_rows is not None:
         check_pages(f"exact_{name}", exact_rows, RowFormat(exact_codec, 1, fmt.head_dim))
         exact = {EXACT[key]: value for key, value in page_arguments(exact_rows).items()}
-    row_bytes = x.shape[2] * x.element_size()
-    token, head = (x.shape[1] * row_bytes, row_bytes) if is_copied else strides(x)
+    token, head = strides(x, is_copied)
     return page_arguments(rows) | exact | {"x_stride_token": token, "x_stride_head": head}

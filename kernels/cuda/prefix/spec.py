@@ -93,12 +93,7 @@ class PrefixSpec(Spec):
 
     def __post_init__(self) -> None:
         for fmt in (self.k_format, self.v_format):
-            StagedRow(fmt)  # refuses groups that no kernel reads
-            if fmt.head_dim > WIDEST:
-                raise UnsupportedError(
-                    f"rows of {fmt.head_dim} elements have no prefix kernel, which takes up to "
-                    f"{WIDEST}: attend_shared reads them by the decode kernel, once for all"
-                )
+            StagedRow(fmt)  # refuses groups that no kernel reads; has_kernel refuses wide rows
 
     @property
     def rows(self) -> int:

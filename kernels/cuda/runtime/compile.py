@@ -87,9 +87,7 @@ class Cubin:
             end = code.index(b"\0", first_name + name)
             sections[code[first_name + name : end].decode()] = code[start : start + length]
         # constant bank 0 holds the arguments: only what can be launched has one
-        names = [name[len(ARGUMENTS) :] for name in sections if name.startswith(ARGUMENTS)]
-        if len(names) != 1:
-            raise ValueError(f"a cubin with kernels {names}: there must be one")
+        (kernel,) = [name[len(ARGUMENTS) :] for name in sections if name.startswith(ARGUMENTS)]
         info = sections[".nv.info"]
         found: dict[int, list[int]] = {REGISTER_COUNT: [], FRAME_SIZE: []}
         at = 0
@@ -98,7 +96,7 @@ class Cubin:
             if attribute in found:  # the index of a symbol, and its number
                 found[attribute].append(struct.unpack_from("<I", info, at + 8)[0])
             at += 4 + (length if form == WITH_LENGTH else 0)
-        return cls(names[0], code, Report(max(found[REGISTER_COUNT]), max(found[FRAME_SIZE])))
+        return cls(kernel, code, Report(max(found[REGISTER_COUNT]), max(found[FRAME_SIZE])))
 
     def to_bytes(self) -> bytes:
         facts = {"name": self.name, **asdict(self.report)}

@@ -168,12 +168,12 @@ def test_machine_code_spills_nothing(names: str, head_dim: int, rows: int, arch:
 
 def test_every_format_fits_every_gpu() -> None:
     for name in FORMATS:
-        for head_dim in HEAD_DIMS:
+        for head_dim in (dim for dim in HEAD_DIMS if dim <= prefix_spec.WIDEST):
             fmt = RowFormat.parse(name, head_dim)
             try:
                 spec = PrefixSpec(fmt, fmt)
             except UnsupportedError as error:
-                whats = "groups", "512 elements have no prefix kernel", f"{name} rows of head_dim"
+                whats = "groups", f"{name} rows of head_dim"
                 assert any(what in str(error) for what in whats)
                 continue
             for num_rows in (1, 64, 65, 1000):
