@@ -147,7 +147,7 @@ def _make_append_side(spec):
 
 def make_prepare(spec):
     """The function that transforms a row in its buffer, writes it in 16 bit to an exact slot, and
-    leaves what is to be packed. Arguments tell the offset (an address) and whether to rotate."""
+    leaves what is to be packed. Arguments: the offset (an address), whether to rotate."""
     FMT, LANES, EXACT = spec.fmt, spec.lanes, spec.exact != ""
     HEAD_DIM, SIZE, PIECE, NAN = FMT.head_dim, FMT.group_size, piece_of(FMT), NAN_WORDS["fp16"]
     ACTIVE, WORDS, PIECES = HEAD_DIM // ELEMENTS, ELEMENTS // 2, ELEMENTS // PIECE

@@ -4,7 +4,7 @@ With feedback `lanes` lanes of a warp make a row ready and `share` lanes round i
 fill the GPU, more where there are few.
 
     stages   TILE rows of the feedback matrix, the block's: those that are used, those that come
-    buffers  a row each, its warp's: elements, then float32, whose places errors take; behind them
+    buffers  a row each, its warp's: elements, then float32, whose places errors take; after them
              scales and shifts
 
 Rows are an odd number of 16-byte units apart, so that lanes meet different banks.
@@ -267,7 +267,8 @@ class TileLayout:
 
 @dataclass(frozen=True)
 class FeedbackSide:
-    """What is done to K or to V, as of Side and AppendSpec; a launch tells offset and rotation.
+    """What is done to K or to V, as of Side and AppendSpec. The offset, and whether to rotate, are
+    arguments of the kernel.
 
     share: lanes that round a row: 1, 2 or 4.
     """

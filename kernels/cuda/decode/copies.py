@@ -195,7 +195,7 @@ def _make_copy_bytes(staged, place, sharers, rolled):
         low += uint64(uint32(16) * lane)
         high += uint64(uint32(16) * lane)
         target += uint32(16) * lane
-        # the last copy may bring bytes of the row behind `end`, which realign clears
+        # the last copy may bring bytes of the row after `end`, which realign clears
         left = int32(min(end - first, int32(TILE)) * int32(ROW_BYTES) - int32(16) * int32(lane))
         count = STEPS
         if rolled:
@@ -300,7 +300,7 @@ def _make_realign_piece(staged, path, start, stop):
             )
         put_codes(to + uint32(16), words)
         if IS_LAST:
-            if int32(first + int32(lane)) >= end:  # what lies behind the last row may be NaN
+            if int32(first + int32(lane)) >= end:  # what lies after the last row may be NaN
                 clear_row(to)
 
     return realign

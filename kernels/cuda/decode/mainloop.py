@@ -105,7 +105,7 @@ def make_attend(spec, path, keep, recall):
         b, kv_head, first_query, queries_lie, _, score_scale = rows[:6]
         tid = uint32(cuda.threadIdx.x)
         lane = uint32(tid & uint32(31))
-        warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # tells ptxas it is uniform
+        warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # ptxas sees: it is uniform
         counts = count(common, segments, b)
         of_k, of_v, places = find_rows(common, segment, b, kv_head)
         k_base, k_outer, k_row = of_k
@@ -143,7 +143,7 @@ def make_attend(spec, path, keep, recall):
             wait_for_all()
             return
         if not V_REALIGNED and not idle and int32(first + int32(TILE)) > end:
-            # the first tile was asked for without the length: what lies behind it may be NaN
+            # the first tile was asked for without the length: what lies after it may be NaN
             wait_for_oldest()
             meet(of_ring)
             if sharer == uint32(0) and int32(first + int32(lane)) >= end:

@@ -166,7 +166,7 @@ def make_see(spec, path):
                 store_shared_u32(at + uint32(BRANCH), uint32(int32(row) * q_len))
         cuda.syncwarp()
         upto = int32(min(rows_before(before if BRANCH else int32(before + int32(1)), counts), end))
-        upto = int32(word_from_lane(uint32(upto), uint32(0)))  # tells ptxas it is uniform
+        upto = int32(word_from_lane(uint32(upto), uint32(0)))  # ptxas sees: it is uniform
         begin = int32(0)
         if UNSEEN:
             begin = rows_before(int32(tokens - common[WINDOW]), counts)

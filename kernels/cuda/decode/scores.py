@@ -64,7 +64,7 @@ def _make_load_eight(staged, spec, e):
     IS_EXACT, NORMAL = staged.fmt.is_exact, not IN_BF16  # bf16 has the range of float32
     # elements of a lane in a chunk, or in chunks among which they alternate, one after another
     STEP = STRANDS * SPAN // 4
-    HALF = STEP // 2  # a pair is an element and the one so many behind it
+    HALF = STEP // 2  # a pair is an element and the one so many after it
     UNSCALE, FACTOR = 1 / factor_of(staged.fmt), factor_of(staged.fmt)
     COLUMN, FIRST, FIRST_FACTOR = MMA_COLUMNS * e, e * FRAGMENTS, 2 * e
     SHIFTS += FIRST

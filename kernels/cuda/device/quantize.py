@@ -142,7 +142,7 @@ def piece_of(fmt):
 
 
 def make_all_hold(lanes):
-    """Make the function that tells whether something holds in all lanes of a row."""
+    """Make the function that says whether something holds in all lanes of a row."""
     MASK = (1 << lanes) - 1
 
     @device_function

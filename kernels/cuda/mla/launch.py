@@ -274,7 +274,7 @@ def _of_queries(
 
 
 def _of_segment(segment: Segment) -> dict[str, float]:
-    """What the kernel is told of the rows of a segment."""
+    """The kernel's constants of a segment's rows."""
     rows, table = segment.k_rows, segment.block_table
     return {
         "stride_outer": stride_of(rows, 0),

@@ -59,7 +59,7 @@ def lanes_of_pages(run):
 
 
 def make_find_pages(paged, run):
-    """The function from a tile to a lane's page; of single rows also 32 rows behind."""
+    """The function from a tile to a lane's page; of single rows also 32 rows after."""
     LANES, TWO = lanes_of_pages(run), 32 * run < TOKENS
 
     @device_function
@@ -79,7 +79,7 @@ def make_find_pages(paged, run):
 
 
 def make_copy_tile(fmt, paged, run, tokens, threads):
-    """Make the function that asks for the packed rows of a tile; zeros behind `end`."""
+    """Make the function that asks for the packed rows of a tile; zeros after `end`."""
     LANES, TWO = lanes_of_pages(run), 32 * run < tokens
     UNIT = unit_of(fmt)
     UNITS, FIRST, STEP = fmt.row_bytes // UNIT, prefix_of(fmt) - fmt.header_bytes, staged_bytes(fmt)

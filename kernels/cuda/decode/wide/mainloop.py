@@ -41,7 +41,7 @@ def make_attend_wide(spec, path, keep, recall):
         common = results[1]
         b, kv_head = rows[0], rows[1]
         tid = uint32(cuda.threadIdx.x)
-        warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # tells ptxas it is uniform
+        warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # ptxas sees: it is uniform
         group = uint32(warp >> uint32(2))
         keep(results)
         end = int32(word_from_lane(uint32(end), uint32(0)))

@@ -12,7 +12,7 @@ be a little beyond 65504; the factors of scores and the merge make up for it. Be
 fewer digits.
 
 Elements stay in the order of their words (spec.order_of), queries too; the output is put in order
-when it is written. Rows behind the last one are zeros.
+when it is written. Rows after the last one are zeros.
 """
 
 from numba import cuda, int32, uint32

@@ -144,7 +144,7 @@ class MlaSpec(Spec):
 
     @property
     def p_at(self) -> int:
-        """Byte of that at which P stands, behind the partial scores."""
+        """Byte of that at which P stands, after the partial scores."""
         return FRAGMENT * self.blocks * SLICES * SLICES
 
     @property
