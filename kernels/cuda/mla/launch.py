@@ -151,23 +151,20 @@ def _prepare(call: LatentCall) -> MlaCall | None:
         raise UnsupportedError(f"batch {batch} is too much for one launch: at most {MOST_BLOCKS}")
     if causal:
         arrange_in_order(segments)
-    count = len(order) + (prefix is not None)
-    if count > MOST_PARTS:
-        raise UnsupportedError(f"{count} segments are too many: at most {MOST_PARTS}")
-    index = q_latent.get_device()
-    gpu = gpu_of(index)
-    room = Room(index, gpu, num_splits, MOST_PARTS // count)
-    columns = q_len * num_heads
-    of_prefix, prefix_parts = None, 0
+    index, columns = q_latent.get_device(), q_len * num_heads
+    tasks = [(i, segments[i], batch, columns, causal) for i in order]
     if prefix is not None:  # all queries are those of its one sequence
-        of_prefix = _fitted(prefix, query, 1, batch * columns, False, room, is_first=True)
-        prefix_parts = of_prefix[1][2]
-    first = order[0] if prefix is None else None
+        tasks = [(len(segments), prefix, 1, batch * columns, False), *tasks]
+    if len(tasks) > MOST_PARTS:
+        raise UnsupportedError(f"{len(tasks)} segments are too many: at most {MOST_PARTS}")
+    gpu = gpu_of(index)
+    room = Room(index, gpu, num_splits, MOST_PARTS // len(tasks))
     fitted = [
-        _fitted(segments[i], query, batch, columns, causal, room, is_first=i == first)
-        for i in order
+        _fitted(segment, sequences, of_each, masks, query, room, is_first=number == 0)
+        for number, (_, segment, sequences, of_each, masks) in enumerate(tasks)
     ]
-    parts = prefix_parts + sum(grid[2] for _, grid in fitted)
+    parts = sum(grid[2] for _, grid in fitted)
+    prefix_parts = 0 if prefix is None else fitted[0][1][2]
     combine = None
     if parts > 1:  # the first one that is loaded: a rehearsal ends here, and has noted the others
         most = 1 << (parts - 1).bit_length()
@@ -180,15 +177,14 @@ def _prepare(call: LatentCall) -> MlaCall | None:
     constants |= {"parts": parts, "score_scale": score_scale}
     constants |= {"is_second": 0, "second_sinks": 0, "other_capacity": 0, "first_part": 0}
     launches: list[tuple[Launch, int, int | None]] = []
-    if prefix is not None and of_prefix is not None:
-        mine = constants | _of_segment(prefix) | {"q_len": batch * q_len}
-        launches.append((Launch(of_prefix[0], index, of_prefix[1], mine), len(segments), None))
-    first_part = prefix_parts
-    for place, (i, (spec, grid)) in enumerate(zip(order, fitted, strict=True)):
-        other = order[1 - place] if causal and len(order) > 1 else None
-        mine = constants | _of_segment(segments[i])
-        mine |= {"first_part": first_part, "is_second": place}
-        if other is not None:
+    first_part = 0
+    for (i, segment, *_), (spec, grid) in zip(tasks, fitted, strict=True):
+        mine, other = constants | _of_segment(segment) | {"first_part": first_part}, None
+        if i == len(segments):
+            mine["q_len"] = batch * q_len
+        elif causal and len(order) > 1:
+            other = order[i == order[0]]
+            mine["is_second"] = int(i != order[0])
             mine["second_sinks"] = segments[order[1]].sinks
             mine["other_capacity"] = segments[other].capacity
         launches.append((Launch(spec, index, grid, mine), i, other))
@@ -207,10 +203,10 @@ class Room(NamedTuple):
 
 def _fitted(
     segment: Segment,
-    query: str,
     batch: int,
     columns: int,
     causal: bool,
+    query: str,
     room: Room,
     is_first: bool,
 ) -> tuple[MlaSpec | WideMlaSpec, tuple[int, int, int]]:

@@ -634,7 +634,7 @@ def test_a_rehearsal_cuts_work_as_a_call_does(name: str, monkeypatch: pytest.Mon
                 return SimpleNamespace(registers=registers)
 
             monkeypatch.setattr(launching, "kernel_of", kernel_of)
-            of_call = latent_segment(rows, lens, fmt), "bf16", batch, 16, False, room, True
+            of_call = latent_segment(rows, lens, fmt), batch, 16, False, "bf16", room, True
             found.append(launching._fitted(*of_call))
         assert found[0] == found[1] == found[2]
 
