@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 
 from kvquant.errors import UnsupportedError
+from kvquant.rehearsal import is_rehearsed
 from kvquant.rows.arguments import address
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import FixedSegments, Segment
@@ -32,7 +33,6 @@ from ..runtime.launch import (
     current_stream,
     empty_strided,
     gpu_of,
-    is_rehearsed,
     keep,
     kernel_of,
 )
@@ -237,7 +237,7 @@ def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -
         wide = widened(spec, count)
         if wide is not None:
             units = batch * num_kv_heads * -(-count // wide.block_columns)
-            if is_rehearsed(q.get_device()) or pays(wide, gpu, units, count, ordered):
+            if is_rehearsed(q) or pays(wide, gpu, units, count, ordered):
                 spec = wide
     columns = num_kv_heads * -(-count // spec.block_columns)
     if batch > MOST_BLOCKS or columns > MOST_BLOCKS:
@@ -494,7 +494,7 @@ def _prepare_launch(call: AttentionCall, kind: Kind | None = None) -> Launch:
         rows = _measured_plans()
         return plan(spec, asked.gpu, asked.units, asked.capacities, num_splits, rows, registers)
 
-    if work.spec.is_wide and is_rehearsed(device):
+    if work.spec.is_wide and is_rehearsed(call.q):
         # other batches gain nothing by the kernel for wide groups (plan.pays): note both kernels
         exact = describe(call, WIDE, kind)
         with suppress(Rehearsed):

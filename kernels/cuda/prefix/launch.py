@@ -12,7 +12,7 @@ from kvquant.rows.segment import RUN, Segment
 from ..decode.arrange import CODECS, log2_scale, pack_counts
 from ..runtime.launch import Launch, cached_launch, gpu_of
 from ..runtime.tensors import Tensors, check_pages, facts_of, is_readable, strides
-from .spec import MOST_SPLITS, CombineSpec, PrefixSpec, blocks_per_sm, fit, worth_splits
+from .spec import MOST_SPLITS, REGISTERS, CombineSpec, PrefixSpec, fit, worth_splits
 
 
 def add_prefix(
@@ -80,7 +80,8 @@ def _prepare(
     units = num_kv_heads * worth_splits(prefix.capacity)
     spec = fit(spec, num_members * ratio, gpu.shared_per_block, units, gpu.sm_count)
     blocks, tiles = -(-num_members * ratio // spec.rows), -(-prefix.capacity // spec.tokens)
-    room = gpu.sm_count * blocks_per_sm(spec, gpu.shared_per_sm)
+    per_sm = gpu.blocks_per_sm(spec.warps, REGISTERS[spec.blocks], spec.shared_bytes)
+    room = gpu.sm_count * max(per_sm, 1)
     splits = num_splits or room // (blocks * num_kv_heads)
     splits = max(min(splits, tiles, MOST_SPLITS), 1)
     is_copied = q.stride(2) != 1 or not is_readable(q, 4)

@@ -22,8 +22,7 @@ FEWEST = 64  # queries up to which all take as long
 MOST_SPLITS = 32  # of the tokens, one of each lane of the kernel that combines them
 SHORTEST = 128  # tokens of a split that are worth its start
 FILLED = 0.9  # of the SMs have a block, at least, or blocks are too large
-REGISTERS, OF_BLOCKS = 1 << 16, {1: 168, 2: 256}  # of an SM; of a thread
-RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
+REGISTERS = {1: 168, 2: 256}  # of a thread, about, by the blocks of a warp
 
 PREFIX: Table = (
     ("q", "P"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
@@ -181,9 +180,3 @@ def fit(spec: PrefixSpec, num_rows: int, most_shared: int, units: int, sm_count:
 def worth_splits(capacity: int) -> int:
     """Splits that so many tokens are worth."""
     return max(min(capacity // SHORTEST, MOST_SPLITS), 1)
-
-
-def blocks_per_sm(spec: PrefixSpec, shared_of_sm: int) -> int:
-    """Blocks that an SM has room for, by about as many registers as they take."""
-    registers = REGISTERS // (spec.threads * OF_BLOCKS[spec.blocks])
-    return max(min(registers, shared_of_sm // (spec.shared_bytes + RESERVED)), 1)

@@ -22,7 +22,7 @@ import re
 import struct
 import threading
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,20 +99,18 @@ class Cubin:
         return cls(kernel, code, Report(max(found[REGISTER_COUNT]), max(found[FRAME_SIZE])))
 
     def to_bytes(self) -> bytes:
-        facts = {"name": self.name, **asdict(self.report)}
+        facts = self.name, self.report.registers, self.report.stack_bytes
         return seal(json.dumps(facts).encode() + b"\n" + self.code)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Cubin | None:
         """Read such a content; None if it is damaged."""
-        header, _, code = (unseal(data) or b"").partition(b"\n")
-        try:
-            facts = json.loads(header)
-            name, report = facts.pop("name"), Report(**facts)
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        body = unseal(data)
+        if body is None:
             return None
-        good = isinstance(name, str) and all(type(n) is int for n in asdict(report).values())
-        return cls(name, code, report) if good else None
+        header, _, code = body.partition(b"\n")
+        name, registers, stack_bytes = json.loads(header)
+        return cls(name, code, Report(registers, stack_bytes))
 
 
 def load_cubin(spec: Spec, arch: str) -> Cubin:
