@@ -66,10 +66,11 @@ def make_find_rows(spec, path):
         shift = segment[PAGE_SHIFT]
         mask = int32((int32(1) << shift) - int32(1))
         around = (start, segment[SINKS], segment[RING_ROWS], segment[CAPACITY])
-        k_base = segment[K_ROWS] + outer * segment[K_OUTER] + uint64(kv_head) * segment[K_HEAD]
-        v_base = segment[V_ROWS] + outer * segment[V_OUTER] + uint64(kv_head) * segment[V_HEAD]
-        of_k = (k_base, segment[K_OUTER], segment[K_ROW])
-        of_v = (v_base, segment[V_OUTER], segment[V_ROW])
+        k_outer, k_row = segment[K_OUTER], segment[K_ROW]
+        v_outer, v_row = segment[V_OUTER], segment[V_ROW]
+        k_base = segment[K_ROWS] + outer * k_outer + uint64(kv_head) * segment[K_HEAD]
+        v_base = segment[V_ROWS] + outer * v_outer + uint64(kv_head) * segment[V_HEAD]
+        of_k, of_v = (k_base, k_outer, k_row), (v_base, v_outer, v_row)
         return of_k, of_v, (index, shift, mask, around)
 
     return find_rows

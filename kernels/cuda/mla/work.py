@@ -6,7 +6,7 @@ import math
 from numba import cuda, float32, int32, uint32, uint64
 
 from ..decode.positions import make_rows_before
-from ..device.combine import LN2, NOTHING, make_add_copies
+from ..device.combine import LN2, NOTHING
 from ..device.fragments import ZEROS
 from ..device.jit import device_function
 from ..device.ptx import (
@@ -140,30 +140,6 @@ def write_lse(whole, column, log_sum, sees, lse, part_lse):
     elif lse != uint64(0):
         log_sum = log_sum * float32(LN2) if sees else float32(-math.inf)
         store_global_f32(lse + uint64(4) * uint64(column), log_sum)
-
-
-def make_write_columns(spec, copies, threads, write):
-    """The function by which threads write a block's columns from shared memory, `copies` of each
-    added: of a part, or of all."""
-    DIM, FOURS = spec.latent.head_dim, spec.latent.head_dim // 4
-    COLUMN = 4 * (DIM + 4)  # bytes
-    add_copies = make_add_copies(copies, spec.block_columns * COLUMN)
-
-    @device_function
-    def write_columns(outputs, thread, whole, columns, out, part_out):
-        item = thread
-        while item < columns * uint32(FOURS):
-            column = item // uint32(FOURS)
-            four = item - column * uint32(FOURS)
-            values = add_copies(outputs + column * uint32(COLUMN) + four * uint32(16))
-            place = uint64(item) * uint64(4)
-            if not whole:
-                store_global_f32x4(part_out + uint64(4) * place, values)
-            else:
-                write(out + uint64(2) * place, values)
-            item = uint32(item + uint32(threads))
-
-    return write_columns
 
 
 def make_write_nothing(spec, write):

@@ -29,7 +29,7 @@ from operator import add
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ...device.combine import make_write
+from ...device.combine import make_add_copies, make_write
 from ...device.fragments import over_quad
 from ...device.jit import device_function
 from ...device.powers import inverse_of
@@ -41,6 +41,7 @@ from ...device.ptx import (
     log2,
     maximum,
     shared_address,
+    store_global_f32x4,
     store_shared_f32,
     wait_copies,
     wait_for_launch,
@@ -51,7 +52,6 @@ from ..work import (
     make_find_places,
     make_find_rows,
     make_find_tokens,
-    make_write_columns,
     make_write_nothing,
     seen_by,
     seen_by_all,
@@ -239,12 +239,12 @@ def make_mla_kernel(spec):
 def _make_combine_teams(spec, write):
     """The function that merges a block's teams and writes a part, or the output."""
     TEAMS, BLOCKS, COLUMNS = spec.teams, spec.blocks, spec.block_columns
-    HALVES, OUTPUT = 2 * BLOCKS, spec.output_bytes
+    HALVES, DIM, OUTPUT = 2 * BLOCKS, spec.latent.head_dim, spec.output_bytes
     BEHIND = spec.behind
+    FOURS, COLUMN, THREADS = DIM // 4, 4 * (DIM + 4), spec.threads
     REFERENCES = TEAMS * OUTPUT
     TOTALS = REFERENCES + 4 * TEAMS * COLUMNS
-    put_output = make_put_output(spec)
-    write_columns = make_write_columns(spec, TEAMS, spec.threads, write)
+    put_output, add_copies = make_put_output(spec), make_add_copies(TEAMS, OUTPUT)
 
     @device_function
     def combine_teams(shared, sums, header_sums, references, totals, of_block, places):
@@ -287,6 +287,17 @@ def _make_combine_teams(spec, write):
         target = uint32(shared + uint32(OUTPUT) * team)
         put_output(target, sums, header_sums, factors, lane, own)
         cuda.syncthreads()
-        write_columns(shared, uint32(cuda.threadIdx.x), whole, columns, out, part_out)
+        item = uint32(cuda.threadIdx.x)
+        while item < columns * uint32(FOURS):
+            column = item // uint32(FOURS)
+            four = item - column * uint32(FOURS)
+            at = shared + column * uint32(COLUMN) + four * uint32(16)
+            values = add_copies(at)
+            place = uint64(item) * uint64(4)
+            if not whole:
+                store_global_f32x4(part_out + uint64(4) * place, values)
+            else:
+                write(out + uint64(2) * place, values)
+            item = uint32(item + uint32(THREADS))
 
     return combine_teams

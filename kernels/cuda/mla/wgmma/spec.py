@@ -47,7 +47,6 @@ class WideMlaSpec(Spec):
     arguments = MLA
     kernel = "mla.wgmma.kernel.make_wide_kernel"
     warps = 16
-    block_columns = COLUMNS
     arch_specific: ClassVar[bool] = True
     shared_bytes = SHARES + 4 * COLUMNS
 

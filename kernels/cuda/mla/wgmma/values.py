@@ -3,7 +3,7 @@
 sums    lane 4g + t of warp w: columns 16w + g and + 8, elements 8n + 2t and + 1
 """
 
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, uint32, uint64
 
 from ...device.combine import make_write
 from ...device.fragments import make_scale_rows
@@ -12,13 +12,14 @@ from ...device.ptx import (
     arrive,
     barrier,
     load_shared_f32,
+    load_shared_f32x4,
     load_shared_u32,
+    store_global_f32x4,
     store_shared_f32,
     store_shared_f32x2,
     word_from_lane,
 )
 from ...device.warpgroup import BLOCK, EIGHT, descriptor_of, make_products
-from ..work import make_write_columns
 from .scores import P_AT
 from .spec import (
     DONE,
@@ -47,12 +48,13 @@ STEPS = tuple(
     for part in range(HALF // AT_ONCE)
 )
 COLUMN = 4 * (LATENT_DIM + 4)  # bytes of a column's output in shared memory
+FOURS = LATENT_DIM // 4
 
 
 def make_add_values(spec):
     """Make the function that adds all tiles of a block, and writes a part, or the output."""
     products = make_products(spec.codec, AT_ONCE, STEPS, transposed=True)
-    write_columns = make_write_columns(spec, 1, 2 * GROUP, make_write(spec.query))
+    write = make_write(spec.query)
     AS_IT_IS, IS_INT4 = (spec.orders[0] == order for order in ("as they are", "pairs"))
 
     rescale = in_turn([make_scale_rows(at, at + PART) for at in range(0, SUMS, PART)])
@@ -115,6 +117,16 @@ def make_add_values(spec):
         put_output(at, sums, low, high)
         barrier(uint32(DONE), uint32(2 * GROUP))
         item = uint32(thread + uint32(GROUP) * half)
-        write_columns(outputs, item, whole, columns, out, part_out)
+        while item < columns * uint32(FOURS):
+            of_column = item // uint32(FOURS)
+            four = item - of_column * uint32(FOURS)
+            at = outputs + of_column * uint32(COLUMN) + four * uint32(16)
+            found = load_shared_f32x4(at)
+            place = uint64(item) * uint64(4)
+            if not whole:
+                store_global_f32x4(part_out + uint64(4) * place, found)
+            else:
+                write(out + uint64(2) * place, found)
+            item = uint32(item + uint32(2 * GROUP))
 
     return add_values
