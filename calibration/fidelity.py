@@ -14,7 +14,7 @@ the kernel are those of the 16-bit cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -186,7 +186,7 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
     cache = _empty_copy(model, exact, scheme, exact.devices)
     if cache.is_cold:
         length = int(exact.seq_lens.max())
-        calls = partial(_calls, model, exact.exact_format, length)
+        calls = _calls(model, exact, scheme, length)
         warm_up_cache(cache, ("copy", exact.exact_format, model.dtype, length), calls)
     for layer, (copy, origin) in enumerate(zip(cache.layers, exact.layers, strict=True)):
         gone = origin.seq_lens - origin.held_lens  # out of the layer's window
@@ -201,12 +201,7 @@ def warm_up_copies(
 ) -> None:
     """On CUDA compile the kernels of all schemes' copies and steps together."""
     length, wanted = int(exact.seq_lens.max()), tuple(schemes)
-
-    def calls(_: object) -> Iterator[Calls]:
-        for scheme in wanted:
-            make = partial(_empty_copy, model, exact, scheme, torch.device("meta"))
-            yield from _calls(model, exact.exact_format, length, make)
-
+    calls = [one for scheme in wanted for one in _calls(model, exact, scheme, length)]
     # a plan in the key would stay in memory, so the key has names. Of two plans with one name
     # quantized_copy compiles the kernels of the second
     names = tuple(map(str, wanted))
@@ -214,10 +209,11 @@ def warm_up_copies(
 
 
 def _calls(
-    model: DecodingModel, exact_format: str, length: int, make: Callable[[], KVCache]
+    model: DecodingModel, exact: KVCache, scheme: Scheme | Planned, length: int
 ) -> list[Calls]:
     """The calls of a quantized_copy: its rows have the 16-bit cache's dtype, steps the model's."""
-    copied = Calls(make, EXACT_DTYPES[exact_format], prompts=(length,), steps=())
+    make = partial(_empty_copy, model, exact, scheme, torch.device("meta"))
+    copied = Calls(make, EXACT_DTYPES[exact.exact_format], prompts=(length,), steps=())
     return [copied, Calls(make, model.dtype)]
 
 

@@ -46,7 +46,7 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
     "kernels.cuda.affine": "rows kernels.cuda.device kernels.cuda.runtime",
     "kernels.cuda.append": "rows kernels.cuda.device kernels.cuda.runtime kernels.cuda.affine",
     "kernels.cuda.decode": (
-        "errors rows kernels.disk_cache kernels.cuda.device kernels.cuda.runtime"
+        "errors rehearsal rows kernels.disk_cache kernels.cuda.device kernels.cuda.runtime"
     ),
     "kernels.cuda.dequantize": "rows kernels.cuda.device kernels.cuda.runtime",
     "kernels.cuda.mla": (

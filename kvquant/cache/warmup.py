@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,6 @@ from ..rows.variant import moved, names_of
 from .layer import LayerCache
 
 Cache = Any  # a KVCache, whose module imports this one
-_warm: set[Hashable] = set()  # caches whose kernels were compiled in this process
 
 
 @dataclass(frozen=True)
@@ -93,29 +92,24 @@ def warm_up_first(cache: Cache, k: object) -> None:
         return
     prompts, steps = (k.shape[2],), cache.step_lens
     key = k.dtype, prompts, steps
-    warm_up_cache(cache, key, lambda make: [Calls(make, k.dtype, prompts=prompts, steps=steps)])
+    make = partial(cache.like, cache.batch, "meta")
+    warm_up_cache(cache, key, [Calls(make, k.dtype, prompts=prompts, steps=steps)])
 
 
-def warm_up_cache(
-    cache: Cache, key: Hashable, calls: Callable[[Callable[[], Cache]], Iterable[Calls]]
-) -> None:
+def warm_up_cache(cache: Cache, key: Hashable, calls: Sequence[Calls]) -> None:
     """Compile the kernels of known calls, so that a new cache's first append compiles nothing.
 
     cache has the batch, heads and devices of the caches in the calls. Each kind of cache rehearses
-    calls of a key once in a process; calls gives them, from a function that makes such a cache.
+    calls of a key once in a process.
     """
     cache.is_cold = False
     kinds = tuple(dict.fromkeys(map(_kind, cache.layers)))
-    devices = tuple(dict.fromkeys(cache.devices))
     heads = cache.num_kv_heads, cache.num_q_heads
-    kind = type(cache), kinds, cache.batch, heads, names_of(cache.step_variant), devices, key
+    kind = type(cache), kinds, cache.batch, heads, names_of(cache.step_variant), key
     from ..kernels.cuda.runtime.warmup import warm_up
 
-    if kind not in _warm:
-        make = partial(cache.like, cache.batch, "meta")
-        for device in devices:
-            warm_up(device, calls(make))
-        _warm.add(kind)
+    for device in dict.fromkeys(cache.devices):
+        warm_up(device, calls, kind)
 
 
 def _kind(at: LayerCache) -> Hashable:

@@ -23,7 +23,6 @@ from .contract import LayerRows, NewTokens, PageLayout, Pages
 from .step import FEW, append, attend, describe_step
 
 log = logging.getLogger("kvquant")
-_warm: set[Hashable] = set()  # calls whose kernels were compiled in this process
 _begun: dict[Hashable, Thread] = {}  # those whose kernels are being compiled
 
 
@@ -149,16 +148,14 @@ def begin_warm_up(device: torch.device, calls: LayerCalls[Any]) -> None:
     """
     if device.type != "cuda" or calls.kind in _begun:
         return
-    thread = Thread(target=_compile_quietly, args=(device, calls), daemon=True)
-    _begun[calls.kind] = thread
-    thread.start()
-
-
-def _compile_quietly(device: torch.device, calls: LayerCalls[Any]) -> None:
     from ..kernels.cuda.runtime.warmup import warm_up
 
-    with suppress(Exception):  # warm_up_layers tells it
-        warm_up(device, [calls])
+    def compile_quietly() -> None:
+        with suppress(Exception):  # warm_up_layers raises it
+            warm_up(device, [calls])
+
+    thread = _begun[calls.kind] = Thread(target=compile_quietly, daemon=True)
+    thread.start()
 
 
 def warm_up_layers(device: torch.device, calls: Sequence[LayerCalls[Any]]) -> None:
@@ -177,8 +174,7 @@ def warm_up_layers(device: torch.device, calls: Sequence[LayerCalls[Any]]) -> No
     for thread in _begun.values():
         thread.join()
     kinds = {one.kind: one for one in calls}
-    warm_up(device, [one for kind, one in kinds.items() if kind not in _warm])
-    _warm.update(kinds)
+    warm_up(device, kinds.values(), frozenset(kinds))
     log.info("kvquant: waited %.1f s for kernels", time.perf_counter() - begun)
 
 

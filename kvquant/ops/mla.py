@@ -352,9 +352,10 @@ def check_call(
     """Raise unless attend_latents can take these queries."""
     scale = _scale_of(sm_scale)
     if kernels_for(q_latent, backend) == "cuda" and not torch.compiler.is_compiling():
-        from ..kernels.cuda.mla.launch import codec_of
+        from ..kernels.cuda.decode.arrange import codec_of, log2_scale
 
-        check_kernels(formats, codec_of(q_latent, scale))
+        log2_scale(scale)
+        check_kernels(formats, codec_of("q_latent", q_latent))
 
 
 def _scale_of(sm_scale: float | None) -> float:

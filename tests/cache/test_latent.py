@@ -191,7 +191,7 @@ def test_a_step_is_an_append_and_an_attend(device: str) -> None:
     ("dtype", "sm_scale", "message"),
     [
         (torch.float32, SCALE, "q_latent is torch.float32: on CUDA use bfloat16 or float16"),
-        (torch.bfloat16, -1.0, "on CUDA it must be positive"),
+        (torch.bfloat16, -1.0, "sm_scale -1.0 is not possible on CUDA: use a positive number"),
         (torch.float16, SCALE, "bf16 rows with float16 queries have no CUDA kernel"),
         (torch.bfloat16, None, "give the model's, latents do not tell it"),
     ],

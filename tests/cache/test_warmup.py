@@ -226,7 +226,7 @@ def test_the_first_append_compiles_what_steps_will_need_too(
     compiled: list[Any] = []
     monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
     monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.append(specs))
-    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(compiled_ahead, "_warm", set())
 
     def make_cold() -> KVCache:
         cache = KVCache(1, BATCH, HEADS, DIM, MAX)

@@ -74,7 +74,7 @@ def test_kernels_of_schemes_are_told_before_they_are_measured(
     exact, told = read_prompt(model, torch.tensor([text[:30]]), 9), list[Any]()
     monkeypatch.setattr(
         "kvquant.kernels.cuda.runtime.warmup.warm_up",
-        lambda device, calls: told.extend(kernels_of(calls, GPUS["sm_90"])),
+        lambda device, calls, kind: told.extend(kernels_of(calls, GPUS["sm_90"])),
     )
     warm_up_copies(model, exact, [Scheme("int8", "int4"), Scheme("fp8", "fp8", 4, 128)])
     kinds = [

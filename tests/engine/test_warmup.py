@@ -108,7 +108,7 @@ def test_layers_of_a_kind_are_compiled_once(
     compiled: list[Any] = []
     monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
     monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.append(specs))
-    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(compiled_ahead, "_warm", set())
     gpu, layout = torch.device("cuda", 0), Settings("int8", "int8").layout(HEADS, DIM, DIM)
     layers = [calls(LayerRows(layout, scale)) for scale in (0.1, 0.2)]
     warm_up_layers(torch.device("cpu"), layers)
@@ -136,7 +136,7 @@ def test_an_engine_begins_to_compile_before_it_waits_for_that(
 
     monkeypatch.setattr(compiled_ahead, "missing", missing)
     monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
-    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(compiled_ahead, "_warm", set())
     monkeypatch.setattr(warmup, "_begun", {})
     gpu, layout = torch.device("cuda", 0), Settings("int8", "int8").layout(HEADS, DIM, DIM)
     one = calls(LayerRows(layout, 0.1))
@@ -163,7 +163,7 @@ def test_the_log_tells_how_far_compiling_is(
 
     monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
     monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
-    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(compiled_ahead, "_warm", set())
     layout = Settings("int8", "int8").layout(HEADS, DIM, DIM)
     with caplog.at_level(logging.INFO, "kvquant"):
         warm_up_layers(torch.device("cuda", 0), [calls(LayerRows(layout, 0.1))])

@@ -99,7 +99,7 @@ def make_affine_kernel(spec):
             head = int32(int32(kv_head * ratio) + int32(mine - int32(batch * ratio)))
             length = uint32(1)
             if seq_lens != uint64(0):
-                # ptxas moves a load of .nc behind the product, where it is waited for
+                # ptxas moves a load of .nc after the product, where it is waited for
                 length = load_written_u32(seq_lens + uint64(batch) * lens_stride)
 
             if PRODUCT:
@@ -189,7 +189,7 @@ def make_load_part(spec, first):
     def load_part(at, own, part):
         for i in range(FIRST, LAST):
             place = uint64(4 * DIM * (i // WIDTH)) + uint64(4) * uint64(inside(own, i % WIDTH))
-            part[i] = load_written_f32(at + place)  # of .nc ptxas would move behind a wait
+            part[i] = load_written_f32(at + place)  # of .nc ptxas would move after a wait
 
     return load_part
 

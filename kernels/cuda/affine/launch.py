@@ -17,7 +17,7 @@ import torch
 from ..device.row_layout import divisor
 from ..runtime.launch import OVERLAPS, Launch, cached_launch, gpu_of
 from ..runtime.spec import Spec, Table
-from ..runtime.tensors import aligned_copy, facts_of, is_readable, strides
+from ..runtime.tensors import facts_of, is_readable, strides
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 COLUMNS = 32  # of a block, one of each lane, times its width
@@ -113,8 +113,6 @@ def _prepare(
         return None
     index = x.get_device()
     is_copied = x.stride(2) != 1 or not is_readable(x, 4)
-    if is_copied:
-        x = aligned_copy(x)
     batch, num_heads, head_dim = x.shape
     per_head = offset if matrix is None else matrix
     assert per_head is not None
@@ -132,7 +130,7 @@ def _prepare(
         columns, most = -(-head_dim // (COLUMNS * WIDTH)), most // WIDTH
     walked = max(-(-groups * columns * num_kv_heads // most), -(-groups // MOST_BLOCKS))
     rows_of_block = spec.warps * walked
-    x_stride_batch, x_stride_head = strides(x)
+    x_stride_batch, x_stride_head = strides(x, is_copied)
     ratio_factor, ratio_shift = divisor(ratio)
     constants = {
         "x_stride_batch": x_stride_batch,

@@ -19,7 +19,6 @@ from ..device.jit import device_function
 from ..device.ptx import (
     commit_copies,
     load_global_f32,
-    load_global_u64,
     shared_address,
     store_global_u32,
     store_global_u32x4,
@@ -33,12 +32,12 @@ from ..device.row_copies import (
     count_bad,
     make_ask,
     make_load_old,
-    page_and_offset,
     was_counted,
 )
 from ..device.row_layout import ELEMENTS, SIZES, UNIT
 from ..device.transform import make_rotate, make_transform, make_widen, subtract_offset
 from .feedback_rounding import make_ask_tile, make_round_row
+from .kernel import make_find_places, make_load_slots
 from .spec import TILES, Side
 
 wait_for_older = wait_copies[1]
@@ -50,19 +49,26 @@ def make_feedback_kernel(spec):
     append_k = _make_append_side(sides[0])
     append_v = append_k if ALIKE else _make_append_side(sides[-1])
 
-    def append_one_with_feedback(side):
-        append_k(side)
-
-    def append_with_feedback(k, v):
+    # fmt: off
+    def append_with_feedback(packed, exact, evicted, cos, sin, bad, num_tokens, num_heads,
+                             heads_per_block, num_slots, page_size, page_factor, page_shift,
+                             num_exact, exact_len, exact_factor, exact_shift, k, v, feedback):
+        # fmt: on
+        pages = (num_slots, page_size, page_factor, page_shift)
+        seq_slots = (num_exact, exact_len, exact_factor, exact_shift)
         is_v = cuda.blockIdx.z == 1
+        if is_v and bad != uint64(0):
+            bad += uint64(4)
+        call = (packed, exact, evicted, cos, sin, bad, uint32(num_tokens), pages, seq_slots)
+        of_k, of_v = (feedback[0], feedback[2]), (feedback[1], feedback[3])
         if ALIKE:  # half the code
-            append_k(v if is_v else k)
+            append_k(v if is_v else k, of_v if is_v else of_k, call)
         elif is_v:
-            append_v(v)
+            append_v(v, of_v, call)
         else:
-            append_k(k)
+            append_k(k, of_k, call)
 
-    return append_with_feedback if len(sides) == 2 else append_one_with_feedback
+    return append_with_feedback
 
 
 def _make_append_side(spec):
@@ -74,30 +80,23 @@ def _make_append_side(spec):
     STEPS, TOGETHER = ROWS * LANES // 32, 32 // LANES
     ask_row = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, False)
     ask_tile, prepare, round_row = make_ask_tile(spec), make_prepare(spec), make_round_row(spec)
-    find = _make_find(spec)
+    load_slots, find_places = make_load_slots(spec), make_find_places(spec)
 
     @device_function
-    def append_side(side):
-        packed, exact, evicted, cos, sin, bad, x, rows, exact_rows, offset, clip, feedback = side[
-            :12
-        ]
-        x_token, x_head, page_stride, head_stride, row_stride = side[12:17]
-        seq_slot_stride, exact_head, exact_row, num_tokens = side[17:21]
-        num_slots, num_exact, pages, seq_slots = side[21], side[25], side[21:25], side[25:29]
-        rotates = side[29] != uint32(0)
+    def append_side(side, feedback_of_side, call):
+        x, _, _, offset, clip, x_token, x_head = side[:7]
+        feedback, rotates = feedback_of_side
+        packed, exact, evicted, cos, sin, bad, num_tokens, pages, seq_slots = call
 
         # Step 1: what is the head's
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         head = uint32(cuda.blockIdx.y)
         x += uint64(head) * x_head
-        rows += uint64(head) * head_stride
-        exact_rows += uint64(head) * exact_head
         if offset != uint64(0):
             offset += uint64(4 * HEAD_DIM) * uint64(head)
         feedback += uint64(4 * HEAD_DIM * HEAD_DIM) * uint64(head)
         ratio = load_global_f32(clip + uint64(4) * uint64(head)) if CLIP else float32(1.0)
-        slots = (packed, exact, evicted)
         shared = uint32(shared_address(cuda.shared.array(0, uint32)))
         buffers = uint32(shared + uint32(TILES * STAGE_BYTES)) + uint32(WARP_BYTES) * warp
         first = uint32(uint32(cuda.blockIdx.x) * uint32(BLOCK_ROWS) + uint32(warp * uint32(ROWS)))
@@ -121,19 +120,15 @@ def _make_append_side(spec):
             token = uint32(first + row)
             is_token = token < uint32(num_tokens)
             token = token if is_token else uint32(0)
-            packed_slot, exact_slot, wanted = find(slots, token, is_token, num_slots, num_exact)
-            to_packed, to_exact, leaves = wanted
-            page, place = page_and_offset(packed_slot, to_packed, pages)
-            target = rows + uint64(page) * page_stride + uint64(place) * row_stride
-            seq_slot, place = page_and_offset(exact_slot, to_exact, seq_slots)
-            exact_target = (
-                exact_rows + uint64(seq_slot) * seq_slot_stride + uint64(place) * exact_row
+            slots = load_slots(packed, exact, evicted, token)
+            wanted, target, exact_target = find_places(
+                side, slots, pages, seq_slots, is_token, head
             )
             angles = uint64(4 * HALF_DIM) * uint64(token)
             prepare(
                 (buffers + uint32(BUFFER) * row, part),
-                (target, exact_target, to_packed, to_exact, leaves),
-                (offset, rotates, cos + angles, sin + angles, ratio),
+                (target, exact_target, *wanted),
+                (offset, rotates != uint32(0), cos + angles, sin + angles, ratio),
                 bad,
             )
         cuda.syncwarp()
@@ -143,43 +138,16 @@ def _make_append_side(spec):
         token = uint32(first + row)
         is_token = token < uint32(num_tokens)
         token = token if is_token else uint32(0)
-        packed_slot, _, wanted = find(slots, token, is_token, num_slots, num_exact)
-        to_packed = wanted[0]
-        page, place = page_and_offset(packed_slot, to_packed, pages)
-        target = rows + uint64(page) * page_stride + uint64(place) * row_stride
-        round_row(shared, buffers + uint32(BUFFER) * row, feedback, thread, part, target, to_packed)
+        slots = load_slots(packed, exact, evicted, token)
+        wanted, target, _ = find_places(side, slots, pages, seq_slots, is_token, head)
+        round_row(shared, buffers + uint32(BUFFER) * row, feedback, thread, part, target, wanted[0])
 
     return append_side
 
 
-def _make_find(spec):
-    """The function to the packed slot of the row to be packed, the token's exact slot, whether
-    there are such, and a row that leaves for it. Negative slots are larger than any."""
-    EXACT = spec.exact != ""
-
-    @device_function
-    def find(slots, token, is_token, num_slots, num_exact):
-        packed, exact, evicted = slots
-        place = uint64(8) * uint64(token)
-        packed_slot = load_global_u64(packed + place)
-        exact_slot = packed_slot
-        to_exact = leaves = False
-        if EXACT:
-            exact_slot = load_global_u64(exact + place)
-            evicted_slot = load_global_u64(evicted + place)
-            to_exact = is_token and exact_slot < uint64(num_exact)
-            leaves = to_exact and evicted_slot < uint64(num_slots)
-            if leaves:
-                packed_slot = evicted_slot
-        to_packed = is_token and packed_slot < uint64(num_slots)
-        return packed_slot, exact_slot, (to_packed, to_exact, leaves)
-
-    return find
-
-
 def make_prepare(spec):
     """The function that transforms a row in its buffer, writes it in 16 bit to an exact slot, and
-    leaves what is to be packed. Arguments tell the offset (an address) and whether to rotate."""
+    leaves what is to be packed. Arguments: the offset (an address), whether to rotate."""
     FMT, LANES, EXACT = spec.fmt, spec.lanes, spec.exact != ""
     HEAD_DIM, SIZE, PIECE, NAN = FMT.head_dim, FMT.group_size, piece_of(FMT), NAN_WORDS["fp16"]
     ACTIVE, WORDS, PIECES = HEAD_DIM // ELEMENTS, ELEMENTS // 2, ELEMENTS // PIECE

@@ -30,7 +30,6 @@ from ..device.ptx import (
     minimum_or_nan,
     multiply,
     multiply_add,
-    reciprocal,
     shfl,
     store_global_u16,
     store_global_u32,
@@ -38,7 +37,7 @@ from ..device.ptx import (
     subtract,
     wait_copies,
 )
-from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of
+from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of, reciprocal_of
 from ..device.row_layout import place_of_code, words_of_codes
 from .spec import TILE
 
@@ -113,7 +112,7 @@ def make_load_tile(fmt):
             place = uint32(uint32(uint32(TILE) * tile + uint32(piece * PIECE)) // uint32(SIZE))
             word = load_shared_u32(buffer + uint32(4 * HEAD_DIM) + uint32(4) * place)
             scale, shift = low_f16(word), high_f16(word)
-            scales[piece], shifts[piece], inverses[piece] = scale, shift, inverse_of(scale)
+            scales[piece], shifts[piece], inverses[piece] = scale, shift, reciprocal_of(scale)
 
     return load_tile
 
@@ -251,11 +250,3 @@ def make_within(fmt, i, stride):
 @device_function
 def _nothing(diagonal, value, group, owed, error, codes):
     pass
-
-
-@device_function
-def inverse_of(scale):
-    """1 / scale, rounded to nearest as quantize.py proves; 0 for 0."""
-    inverse = reciprocal(scale)
-    inverse = multiply_add(inverse, multiply_add(-scale, inverse, float32(1.0)), inverse)
-    return float32(0.0) if scale == float32(0.0) else inverse

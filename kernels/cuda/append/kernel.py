@@ -45,7 +45,7 @@ wait_for_oldest = wait_copies[STAGES - 2]
 
 def make_append_kernel(spec):
     LANES, ROWS, TOKENS, WARP_BYTES = spec.lanes, spec.rows, spec.tokens, spec.warp_bytes
-    EXACT, HALF_DIM, OVERLAPS = spec.exact != "", spec.rotary_dim // 2, spec.overlaps
+    HALF_DIM, OVERLAPS, load_slots = spec.rotary_dim // 2, spec.overlaps, make_load_slots(spec)
     ALIKE = spec.k == spec.v and not spec.rotary_dim
     append_k = make_append_side(spec, spec.k, spec.rotary_dim)
     append_v = append_k if ALIKE else make_append_side(spec, spec.v, 0)
@@ -67,12 +67,7 @@ def make_append_kernel(spec):
         # Step 2: its slots, which are on their way while the first elements are asked for
         if OVERLAPS:
             wait_for_launch()
-        packed_slot = load_written_u64(packed + uint64(8) * uint64(token))
-        exact_slot, evicted_slot = packed_slot, packed_slot
-        if EXACT:
-            exact_slot = load_written_u64(exact + uint64(8) * uint64(token))
-            evicted_slot = load_written_u64(evicted + uint64(8) * uint64(token))
-        slots = (packed_slot, exact_slot, evicted_slot)
+        slots = load_slots(packed, exact, evicted, token)
         pages = (num_slots, page_size, page_factor, page_shift)
         seq_slots = (num_exact, exact_len, exact_factor, exact_shift)
 
@@ -168,6 +163,23 @@ def make_append_side(spec, side, rotary_dim):
                 reading = uint32(0)
 
     return append_side
+
+
+def make_load_slots(spec):
+    """The function that loads the slots of a token: packed, exact, evicted."""
+    EXACT = spec.exact != ""
+
+    @device_function
+    def load_slots(packed, exact, evicted, token):
+        place = uint64(8) * uint64(token)
+        packed_slot = load_written_u64(packed + place)
+        exact_slot, evicted_slot = packed_slot, packed_slot
+        if EXACT:
+            exact_slot = load_written_u64(exact + place)
+            evicted_slot = load_written_u64(evicted + place)
+        return packed_slot, exact_slot, evicted_slot
+
+    return load_slots
 
 
 def make_find_places(spec):

@@ -10,9 +10,8 @@ Plain rows take one launch for K and V. With matrices, or rounding with feedback
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -25,7 +24,7 @@ from kvquant.rows.slots import Slots
 from ..affine.launch import SOURCES as ENCODED
 from ..affine.launch import affine_rows, encode_rows
 from ..device.row_layout import PRODUCT_ROWS, UNIT, refuse_latents
-from ..runtime.launch import OVERLAPS, Launch, cached_launch, gpu_of, grid_of
+from ..runtime.launch import GPU, OVERLAPS, Launch, cached_launch, gpu_of, grid_of
 from ..runtime.spec import addresses_of
 from ..runtime.tensors import Tensors, check_pages, facts_of, is_readable, page_arguments, strides
 from .spec import (
@@ -56,10 +55,11 @@ MOST_FEEDBACK = 128  # head_dim of a step's rows with feedback
 WIDEST = 256
 NAMES = addresses_of(APPEND)  # of the tensors of a call
 STEP_NAMES = addresses_of(StepSpec.arguments)
+FEEDBACK_NAMES = addresses_of(FeedbackSpec.arguments)
 K, V = NAMES.index("k.x"), NAMES.index("v.x")
 ROWS_OF = {"x": UNIT, "q": 4, "q_matrix": UNIT}  # what kernels read so many bytes of at a time
 MATRICES = "k_matrix", "v_matrix", "k_feedback", "v_feedback"  # of a step
-ALIGNED = ("cos", "sin", "offset", "feedback", *MATRICES)  # 16 bytes at a time, contiguous
+ALIGNED = ("cos", "sin", "offset", *MATRICES)  # 16 bytes at a time, contiguous
 EXACT = {
     "stride_page": "exact_stride_seq_slot",
     "stride_head": "exact_stride_head",
@@ -69,14 +69,6 @@ EXACT = {
     "page_factor": "exact_factor",
     "page_shift": "exact_shift",
 }
-Ready = tuple[Launch, Tensors]
-
-
-class OneSide(NamedTuple):
-    """K or V of a call alone: it stands as K, and is not looked at as V; bad[0] is its own."""
-
-    name: str
-    call: AppendCall
 
 
 def append(
@@ -104,15 +96,16 @@ def append(
     return None
 
 
-def _tensors_of(call: AppendCall) -> Tensors:
-    """In the order of their addresses among the arguments of the append kernel."""
+def _tensors_of(call: AppendCall, has_feedback: bool = False) -> Tensors:
+    """In the order of their addresses among the arguments of the append or the feedback kernel."""
     cos, sin, _ = call.rope or NO_ROPE
-    sides = (
+    sides = call.k, call.v
+    of_k, of_v = (
         (side.x, side.rows, side.exact_rows, side.transform.offset, side.transform.clip)
-        for side in (call.k, call.v)
+        for side in sides
     )
-    of_k, of_v = sides
-    return (*call.slots, cos, sin, call.bad, *of_k, *of_v)
+    feedback = [side.transform.feedback for side in sides] if has_feedback else ()
+    return (*call.slots, cos, sin, call.bad, *of_k, *of_v, *feedback)
 
 
 def bind_append(call: AppendCall, *, overlaps: bool = False) -> Launch | None:
@@ -148,26 +141,23 @@ def _append_calibrated(
         if launch is not None:
             launch(tensors)
         return multiplied
-    with_feedback: list[OneSide] = []
-    ready: list[Ready | None] = []
+    parts: list[tuple[tuple[str, ...], AppendCall]] = []
     for i, (name, side, rotary) in enumerate((("k", k, rope), ("v", v, None))):
         transform = side.transform
         if transform.matrix is not None:
             x, rotary = _encode(side.x.detach(), transform, rotary, check), None
             transform = Encoding(clip=transform.clip, feedback=transform.feedback)
             side = side._replace(x=x, transform=transform)
+        # the side stands for both; `bad` begins with its own number
         counted = None if bad is None else bad[i:]
-        alone = OneSide(name, call._replace(k=side, v=side, rope=rotary, bad=counted))
-        if _feedback_of(side) is not None:
-            with_feedback.append(alone)
-        else:
-            ready.append(_ready_alone(alone, check))
-    if with_feedback:
-        ready.append(_ready_with_feedback(with_feedback, check))
-    for one in ready:  # both sides can be done
+        parts.append(((name,), call._replace(k=side, v=side, rope=rotary, bad=counted)))
+    (_, of_k), (_, of_v) = parts
+    if _feedback_of(of_k.k) is not None and _feedback_of(of_v.k) is not None:
+        parts = [(BOTH, of_k._replace(v=of_v.k))]
+    ready = [_prepared(*part, check) for part in parts]
+    for one, its in ready:  # all parts are possible
         if one is not None:
-            one_launch, its = one
-            one_launch(its)
+            one(its)
     return None if queries is None else affine_rows(*queries, None, None)
 
 
@@ -222,10 +212,9 @@ def quantize_with_feedback(
     clip = None if clip is None else clip.contiguous()
     transform = Encoding(clip=clip, feedback=feedback.contiguous())
     side = AppendSide(new, rows, fmt, transform=transform)
-    ready = _ready_with_feedback([OneSide("x", AppendCall(side, side, slots))], None)
-    if ready is not None:
-        launch, tensors_of_launch = ready
-        launch(tensors_of_launch)
+    launch, tensors = _prepared(("x",), AppendCall(side, side, slots), None)
+    if launch is not None:
+        launch(tensors)
     return rows
 
 
@@ -242,14 +231,13 @@ def _encode(
     return transform_rows(x, transform, rope)
 
 
-# The append kernel
-
-
-def _ready_alone(side: OneSide, check: Callable[[], None] | None) -> Ready | None:
-    """Prepare the append of K or of V alone; None if there is nothing to do."""
-    tensors = _tensors_of(side.call)
-    launch = _find((side.name,), side.call, tensors, check)
-    return None if launch is None else (launch, tensors)
+def _prepared(
+    names: tuple[str, ...], call: AppendCall, check: Callable[[], None] | None
+) -> tuple[Launch | None, Tensors]:
+    """The launch of a side alone, or of two with feedback, and its tensors; None: nothing to do."""
+    has_feedback = _feedback_of(call.k) is not None
+    tensors = _tensors_of(call, has_feedback)
+    return _find(names, call, tensors, check, has_feedback=has_feedback), tensors
 
 
 def _find(
@@ -259,59 +247,99 @@ def _find(
     check: Callable[[], None] | None,
     overlaps: bool = False,
     groups: int = 0,
+    has_feedback: bool = False,
 ) -> Launch | None:
-    """Find the launch of a call; names: of the sides that are written."""
+    """Find the launch of a call; names: of the sides that are written. groups: of a step's block.
+    has_feedback: whether the feedback kernel writes them."""
     k, v, _, exact_format, rope, _ = call
     interleaved = rope is not None and rope.interleaved
     kinds = k.fmt, v.fmt, k.transform.rotate, v.transform.rotate, k.x.is_neg(), v.x.is_neg()
     facts = map(facts_of, tensors)
-    key = (AppendSpec, names, exact_format, interleaved, *kinds, overlaps, groups, *facts)
-    return cached_launch(key, check, _prepare, names, call, tensors, overlaps, groups)
+    how = overlaps, groups, has_feedback
+    key = (AppendSpec, names, exact_format, interleaved, *kinds, *how, *facts)
+    return cached_launch(key, check, _prepare, names, call, tensors, *how)
 
 
 def _prepare(
-    names: tuple[str, ...], call: AppendCall, tensors: Tensors, overlaps: bool, groups: int
+    names: tuple[str, ...],
+    call: AppendCall,
+    tensors: Tensors,
+    overlaps: bool,
+    groups: int,
+    has_feedback: bool,
 ) -> Launch | None:
-    exact_format, rope = call.exact_format, call.rope
-    all_names = STEP_NAMES if groups else NAMES
-    given = dict(zip(all_names, tensors, strict=True))
-    k, cos, exact_rows = given["k.x"], given["cos"], given["k.exact_rows"]
-    assert k is not None
+    all_names = FEEDBACK_NAMES if has_feedback else STEP_NAMES if groups else NAMES
+    k = call.k.x
     if not k.numel():
         return None
     gpu = gpu_of(k.get_device())
     copied = _unaligned(all_names, tensors)
-    spec: AppendSpec = (StepSpec if groups else AppendSpec)(
-        _side_of(call.k),
-        _side_of(call.v),
-        SOURCES[k.dtype],
-        "" if exact_rows is None else exact_format,
-        0 if cos is None else 2 * cos.shape[-1],
-        rope is not None and rope.interleaved,
-    )
-    if any(side.fmt.pick(e4m3=True, integers=False, elements=False) for side in call[:2]):
-        spec = replace(spec, converts_fp8=gpu.converts_fp8)
-    if gpu.capability >= OVERLAPS:
-        spec = replace(spec, overlaps=True)
     num_tokens, num_heads, _ = k.shape
     constants = {"num_tokens": num_tokens, "num_heads": num_heads}
-    if isinstance(spec, StepSpec):
-        spec, ratio = _with_step(spec, given, constants, copied)
-        spec = replace(spec, groups=groups)
-        grid = -(-num_tokens // spec.tokens), num_heads, 2 + ratio
+    spec: AppendSpec | FeedbackSpec
+    if has_feedback:
+        spec = _feedback_spec(call, names, gpu.sm_count)
+        grid = -(-num_tokens // spec.block_rows), num_heads, len(names)
+        for side, of_side in (("k", call.k), ("v", call.v)):
+            constants[f"feedback.{side}_rotates"] = int(of_side.transform.rotate)
     else:
-        grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.sm_count)
+        spec = _append_spec(call, StepSpec if groups else AppendSpec, gpu)
+        if isinstance(spec, StepSpec):
+            given = dict(zip(all_names, tensors, strict=True))
+            spec, ratio = _with_step(spec, given, constants, copied)
+            spec = replace(spec, groups=groups)
+            grid = -(-num_tokens // spec.tokens), num_heads, 2 + ratio
+        else:
+            grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.sm_count)
     constants["heads_per_block"] = -(-num_heads // grid[1])
     of_sides = (K, "k", names[0], call.k.fmt), (V, "v", names[-1], call.v.fmt)
     for place, side, name, fmt in of_sides:
         x, rows, exact_rows = tensors[place : place + 3]
         assert x is not None and rows is not None
-        found = _constants(name, fmt, exact_format, x, rows, exact_rows, place in copied)
+        found = _constants(name, fmt, call.exact_format, x, rows, exact_rows, place in copied)
         constants |= {f"{side}.{key}": value for key, value in found.items()}
         if side == "k":  # slots are those of K and of V
             constants |= found
     overlaps = overlaps and not copied
     return Launch(spec, k.get_device(), grid, constants, copied, overlaps=overlaps)
+
+
+def _append_spec(call: AppendCall, kind: type[AppendSpec], gpu: GPU) -> AppendSpec:
+    """The append kernel of a call, or that of a step without matrices so far."""
+    cos, _, interleaved = call.rope or NO_ROPE
+    spec = kind(
+        _side_of(call.k),
+        _side_of(call.v),
+        SOURCES[call.k.x.dtype],
+        "" if call.k.exact_rows is None else call.exact_format,
+        0 if cos is None else 2 * cos.shape[-1],
+        interleaved,
+    )
+    if any(side.fmt.pick(e4m3=True, integers=False, elements=False) for side in call[:2]):
+        spec = replace(spec, converts_fp8=gpu.converts_fp8)
+    return replace(spec, overlaps=True) if gpu.capability >= OVERLAPS else spec
+
+
+def _feedback_spec(call: AppendCall, names: tuple[str, ...], sm_count: int) -> FeedbackSpec:
+    """The feedback kernel of a call's sides; RoPE rotates the first one."""
+    (num_tokens, num_heads, _), sides = call.k.x.shape, (call.k, call.v)[: len(names)]
+    is_wide = max(side.fmt.head_dim for side in sides) > WIDEST
+    are_few = num_tokens * num_heads * len(names) <= ROWS_PER_SM * sm_count
+    share = FEW_LANES if are_few or is_wide else 1
+    made = [
+        FeedbackSide(
+            side.fmt,
+            side.transform.clip is not None,
+            SOURCES[side.x.dtype],
+            "" if side.exact_rows is None else call.exact_format,
+            share=share,
+        )
+        for side in sides
+    ]
+    if call.rope is not None:
+        cos, _, interleaved = call.rope
+        made[0] = replace(made[0], rotary_dim=2 * cos.shape[-1], interleaved=interleaved)
+    return make_feedback_spec(made)
 
 
 def _with_step(
@@ -328,80 +356,10 @@ def _with_step(
     q, matrix = given["step.q"], given["step.q_matrix"]
     if q is not None and matrix is not None:
         spec = replace(spec, query=ENCODED[q.dtype])
-        row_bytes = q.shape[2] * q.element_size()
-        is_copied = STEP_NAMES.index("step.q") in copied
-        steps = [q.shape[1] * row_bytes, row_bytes] if is_copied else strides(q)
+        steps = strides(q, STEP_NAMES.index("step.q") in copied)
         values = [*steps, 4 * matrix.stride(0), q.shape[1] // matrix.shape[0]]
     constants |= {f"step.{name}": n for name, n in zip(numbers, values, strict=True)}
     return spec, values[3]
-
-
-# The feedback kernel
-
-
-def _ready_with_feedback(
-    sides: Sequence[OneSide], check: Callable[[], None] | None
-) -> Ready | None:
-    """Prepare the append of K and V, or of one of them; None if there is nothing to do."""
-    tensors = [tensor for side in sides for tensor in _tensors_with_feedback(side)]
-    facts = map(facts_of, tensors)
-    key = (FeedbackSpec, *map(_key_with_feedback, sides), *facts)
-    launch = cached_launch(key, check, _prepare_with_feedback, sides, tensors)
-    return None if launch is None else (launch, tensors)
-
-
-def _tensors_with_feedback(side: OneSide) -> Tensors:
-    k, _, slots, _, rope, bad = side.call
-    offset, _, _, clip, feedback = k.transform
-    cos, sin, _ = rope or NO_ROPE
-    return (*slots, cos, sin, bad, k.x, k.rows, k.exact_rows, offset, clip, feedback)
-
-
-def _key_with_feedback(side: OneSide) -> Hashable:
-    k, _, _, exact_format, rope, _ = side.call
-    interleaved = rope is not None and rope.interleaved
-    return side.name, k.fmt, exact_format, k.transform.rotate, interleaved, k.x.is_neg()
-
-
-def _prepare_with_feedback(sides: Sequence[OneSide], tensors: Tensors) -> Launch | None:
-    x = sides[0].call.k.x
-    if not x.numel():
-        return None
-    num_tokens, num_heads, _ = x.shape
-    num_rows = num_tokens * num_heads * len(sides)
-    is_wide = max(side.call.k.fmt.head_dim for side in sides) > WIDEST
-    are_few = num_rows <= ROWS_PER_SM * gpu_of(x.get_device()).sm_count
-    share = FEW_LANES if are_few or is_wide else 1
-    spec = make_feedback_spec([_feedback_side(side, share) for side in sides])
-    names = addresses_of(spec.arguments)
-    copied = _unaligned(names, tensors)
-    constants: dict[str, float] = {}
-    for (prefix, _), side in zip(spec.arguments, sides, strict=True):
-        x, rows, fmt, exact_rows, transform = side.call.k
-        is_copied = names.index(f"{prefix}.x") in copied
-        how = side.call.exact_format, x, rows, exact_rows, is_copied
-        found = _constants(side.name, fmt, *how)
-        found |= {"num_tokens": num_tokens, "rotates": int(transform.rotate)}
-        constants |= {f"{prefix}.{key}": value for key, value in found.items()}
-    grid = -(-num_tokens // spec.block_rows), num_heads, len(sides)
-    return Launch(spec, x.get_device(), grid, constants, copied)
-
-
-def _feedback_side(side: OneSide, share: int) -> FeedbackSide:
-    k, _, _, exact_format, rope, _ = side.call
-    cos, _, interleaved = rope or NO_ROPE
-    return FeedbackSide(
-        k.fmt,
-        k.transform.clip is not None,
-        SOURCES[k.x.dtype],
-        "" if k.exact_rows is None else exact_format,
-        0 if cos is None else 2 * cos.shape[-1],
-        interleaved,
-        share,
-    )
-
-
-# Both
 
 
 def _side_of(side: AppendSide) -> Side:
@@ -438,6 +396,5 @@ def _constants(
     if exact_rows is not None:
         check_pages(f"exact_{name}", exact_rows, RowFormat(exact_codec, 1, fmt.head_dim))
         exact = {EXACT[key]: value for key, value in page_arguments(exact_rows).items()}
-    row_bytes = x.shape[2] * x.element_size()
-    token, head = (x.shape[1] * row_bytes, row_bytes) if is_copied else strides(x)
+    token, head = strides(x, is_copied)
     return page_arguments(rows) | exact | {"x_stride_token": token, "x_stride_head": head}

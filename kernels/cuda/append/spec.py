@@ -4,7 +4,7 @@ With feedback `lanes` lanes of a warp make a row ready and `share` lanes round i
 fill the GPU, more where there are few.
 
     stages   TILE rows of the feedback matrix, the block's: those that are used, those that come
-    buffers  a row each, its warp's: elements, then float32, whose places errors take; behind them
+    buffers  a row each, its warp's: elements, then float32, whose places errors take; after them
              scales and shifts
 
 Rows are an odd number of 16-byte units apart, so that lanes meet different banks.
@@ -43,7 +43,7 @@ CALL = (
     ("evicted", "P"),
     ("cos", "P"),  # float32 [num_tokens, rotary_dim / 2], or 0
     ("sin", "P"),
-    ("bad", "P"),  # int32 [2], or 0; with feedback [1]
+    ("bad", "P"),  # int32 [2], or 0
 )
 ROWS = (
     ("x", "P"),
@@ -95,14 +95,11 @@ STEP: Table = (
     ("q_matrix_stride", "Q"),  # from one KV head to the next
     ("ratio", "i"),  # query heads on a KV head
 )
-FEEDBACK: Table = (  # of each side
-    *CALL,
-    *ROWS,
-    ("feedback", "P"),  # float32 [num_heads, head_dim, head_dim]
-    *STRIDES,
-    ("num_tokens", "i"),
-    *SLOTS,
-    ("rotates", "I"),  # whether rows are rotated, 0 or 1
+FEEDBACK: Table = (
+    ("k_feedback", "P"),  # float32 [num_heads, head_dim, head_dim]
+    ("v_feedback", "P"),
+    ("k_rotates", "I"),  # whether rows are rotated, 0 or 1
+    ("v_rotates", "I"),
 )
 
 
@@ -270,7 +267,8 @@ class TileLayout:
 
 @dataclass(frozen=True)
 class FeedbackSide:
-    """What is done to K or to V, as of Side and AppendSpec; a launch tells offset and rotation.
+    """What is done to K or to V, as of Side and AppendSpec. The offset, and whether to rotate, are
+    arguments of the kernel.
 
     share: lanes that round a row: 1, 2 or 4.
     """
@@ -325,6 +323,7 @@ class FeedbackSpec(Spec):
 
     sides: tuple[FeedbackSide, ...]
 
+    arguments = (*APPEND, ("feedback", FEEDBACK))
     kernel = "append.feedback_kernel.make_feedback_kernel"
 
     @property
@@ -334,10 +333,6 @@ class FeedbackSpec(Spec):
     @property
     def threads(self) -> int:
         return 32 * self.sides[0].warps
-
-    @property
-    def arguments(self) -> Table:
-        return tuple((f"side{i}", FEEDBACK) for i in range(len(self.sides)))
 
     @property
     def shared_bytes(self) -> int:

@@ -21,7 +21,6 @@ from ..device.products import make_products, part_floats, row_words
 from ..device.ptx import (
     commit_copies,
     load_global_f32,
-    load_written_u64,
     shared_address,
     store_global_u32x2,
     store_shared_f32x4,
@@ -34,7 +33,7 @@ from ..device.row_layout import ELEMENTS, PRODUCT_ROWS, SIZES, UNIT
 from ..device.transform import make_transform, swizzle
 from .feedback_kernel import make_prepare
 from .feedback_step import make_ask_tiles, make_round_rows
-from .kernel import WORDS, make_append_side, make_find_places, make_put_row
+from .kernel import WORDS, make_append_side, make_find_places, make_load_slots, make_put_row
 from .spec import SHARE, Side, TileLayout
 
 wait_for_older, wait_for_all = wait_copies[1], wait_copies[0]
@@ -99,22 +98,16 @@ def _make_side(spec, kind, rotary_dim):
 
 def _make_load_slots(spec):
     """The function that gives the slots of a token, and whether it is one of the block's."""
-    EXACT = spec.exact != ""
+    load_slots = make_load_slots(spec)
 
     @device_function
-    def load_slots(call, own):
-        packed, exact, evicted, first, count = call[0], call[1], call[2], call[7], call[8]
+    def load_slots_of(call, own):
+        first, count = call[7], call[8]
         is_token = own < count
         token = uint32(first + own) if is_token else uint32(0)
-        place = uint64(8) * uint64(token)
-        packed_slot = load_written_u64(packed + place)
-        exact_slot, evicted_slot = packed_slot, packed_slot
-        if EXACT:
-            exact_slot = load_written_u64(exact + place)
-            evicted_slot = load_written_u64(evicted + place)
-        return token, is_token, (packed_slot, exact_slot, evicted_slot)
+        return token, is_token, load_slots(call[0], call[1], call[2], token)
 
-    return load_slots
+    return load_slots_of
 
 
 def _make_append(spec, side, rotary_dim):

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.rows.arguments import check_scale
 from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import Segment
 
 from ..device.row_layout import UNIT, StagedRow
+from ..runtime.tensors import refuse_rows
 from .spec import HALF, POSITIONAL, DecodeSpec, Path, columns_of
 
 MOST_TOKENS = 1 << 30  # positions are int32, and a tile may end beyond the last token
+CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+LOG2_E = math.log2(math.e)
+MOST_SCALE = 1e30  # float32 holds what it is multiplied with
+
+
+def codec_of(name: str, q: torch.Tensor) -> str:
+    """The codec of queries, for a spec; ConfigError unless they are of 16 bit."""
+    if q.dtype not in CODECS:
+        raise ConfigError(f"{name} is {q.dtype}: on CUDA use bfloat16 or float16")
+    return CODECS[q.dtype]
+
+
+def log2_scale(sm_scale: float) -> float:
+    """The factor on q·k in powers of two; masks and maxima count on its being positive."""
+    if type(sm_scale) is not float:
+        sm_scale = check_scale(sm_scale)
+    if not 0 < sm_scale < MOST_SCALE:
+        raise ConfigError(
+            f"sm_scale {sm_scale} is not possible on CUDA: use a positive number below "
+            f"{MOST_SCALE:g}, or backend='reference'"
+        )
+    return sm_scale * LOG2_E
 
 
 def arrange(segments: Sequence[Segment]) -> tuple[int, ...]:
@@ -82,11 +107,8 @@ def make_spec(
     first, others = segments[0], segments[1:]
     formats = [fmt for one in segments for fmt in (one.k_format, one.v_format)]
     of_warp, sharers = columns_of(columns, *formats)
-    place, run = "linear", HALF
-    if first.starts is not None or first.seq_slots is not None:
-        place = "ring"
-    if first.block_table is not None:
-        place, run = "paged", min(first.k_rows.shape[2], HALF)
+    place = place_of(first)
+    run = min(first.k_rows.shape[2], HALF) if place == "paged" else HALF
     second = Path(others[0].k_format, others[0].v_format, "ring", False) if others else None
     dense = place != "ring" and run == HALF and _is_dense(first)
     return DecodeSpec(
@@ -99,6 +121,13 @@ def make_spec(
         causal=causal,
         variant=variant,
     )
+
+
+def place_of(segment: Segment) -> str:
+    """ "linear", "ring" (of rows that are found by a start or a sequence slot) or "paged"."""
+    if segment.block_table is not None:
+        return "paged"
+    return "linear" if segment.starts is None and segment.seq_slots is None else "ring"
 
 
 def arguments(segment: Segment, splits: int) -> tuple[int, ...]:
@@ -173,10 +202,8 @@ def _check(segment: Segment) -> None:
         whole = UNIT if paged and staged.realigned else staged.alignment
         starts = (rows.data_ptr(), stride_of(rows, 0), stride_of(rows, 1))
         if any(n % whole for n in starts) or stride_of(rows, 2) % staged.alignment:
-            raise ConfigError(
-                f"{name} starts at {rows.data_ptr():#x} with strides {list(rows.stride())}: "
-                f"{'pages' if paged else 'rows'} of {fmt} must be aligned to {whole} bytes on CUDA"
-            )
+            what = "pages" if paged else "rows"
+            refuse_rows(name, rows, f"{what} of {fmt} must be aligned to {whole} bytes")
         if stride_of(rows, 2) >= 1 << 31:
             raise UnsupportedError(
                 f"{name} has strides {list(rows.stride())}: on CUDA the rows of a sequence must be "
@@ -192,7 +219,5 @@ def _sides(segment: Segment) -> tuple[tuple[str, torch.Tensor, RowFormat], ...]:
 
 
 def _describe(segment: Segment) -> str:
-    place = "linear" if segment.starts is None and segment.seq_slots is None else "ring"
-    if segment.block_table is not None:
-        place = "paged"
+    place = place_of(segment)
     return f"{segment.k_format}/{segment.v_format} {place} of {segment.capacity}"

@@ -20,8 +20,15 @@ from ..device.ptx import (
     word_from_lane,
 )
 from ..device.row_layout import UNIT
-from .spec import TILE
+from .positions import make_piece_of
+from .spec import FIELD, TILE
 
+K_ROWS, V_ROWS, INDEX = FIELD["k_rows"], FIELD["v_rows"], FIELD["index"]
+K_OUTER, K_HEAD, K_ROW = (FIELD[f"k_stride_{axis}"] for axis in ("outer", "head", "row"))
+V_OUTER, V_HEAD, V_ROW = (FIELD[f"v_stride_{axis}"] for axis in ("outer", "head", "row"))
+CAPACITY, PAGE_SHIFT, TABLE_STRIDE, SEQ_SLOTS, SINKS, RING_ROWS = (
+    FIELD[name] for name in ("capacity", "page_shift", "table_stride", "seq_slots", "sinks", "ring")
+)
 UNROLLED = 16  # chunks of a row that a lane has in registers at a time
 
 
@@ -35,6 +42,38 @@ def slot_in_ring(row, around):
         if slot >= capacity:
             slot = int32(slot - ring)
     return slot
+
+
+def make_find_rows(spec, path):
+    """The function to where K and V of a sequence's KV head lie, each as an address and the bytes
+    to the next page and row; and to what finds a row's place: the index, log2 and mask of a page,
+    the ring."""
+    PAGED, RING, piece_of = path.place == "paged", path.place == "ring", make_piece_of(spec)
+
+    @device_function
+    def find_rows(common, segment, b, kv_head):
+        index = segment[INDEX]
+        sequence = piece_of(common, b)[0]
+        start = int32(0)
+        outer = uint64(sequence)
+        if PAGED:
+            index += uint64(4) * uint64(sequence) * uint64(segment[TABLE_STRIDE])
+            outer = uint64(0)
+        if RING and index != uint64(0):
+            start = int32(load_global_u32(index + uint64(4) * uint64(sequence)))
+        if RING and segment[SEQ_SLOTS] != uint64(0):
+            outer = uint64(load_global_u32(segment[SEQ_SLOTS] + uint64(4) * uint64(sequence)))
+        shift = segment[PAGE_SHIFT]
+        mask = int32((int32(1) << shift) - int32(1))
+        around = (start, segment[SINKS], segment[RING_ROWS], segment[CAPACITY])
+        k_outer, k_row = segment[K_OUTER], segment[K_ROW]
+        v_outer, v_row = segment[V_OUTER], segment[V_ROW]
+        k_base = segment[K_ROWS] + outer * k_outer + uint64(kv_head) * segment[K_HEAD]
+        v_base = segment[V_ROWS] + outer * v_outer + uint64(kv_head) * segment[V_HEAD]
+        of_k, of_v = (k_base, k_outer, k_row), (v_base, v_outer, v_row)
+        return of_k, of_v, (index, shift, mask, around)
+
+    return find_rows
 
 
 def make_locate(path):
@@ -157,7 +196,7 @@ def _make_copy_bytes(staged, place, sharers, rolled):
         low += uint64(uint32(16) * lane)
         high += uint64(uint32(16) * lane)
         target += uint32(16) * lane
-        # the last copy may bring bytes of the row behind `end`, which realign clears
+        # the last copy may bring bytes of the row after `end`, which realign clears
         left = int32(min(end - first, int32(TILE)) * int32(ROW_BYTES) - int32(16) * int32(lane))
         count = STEPS
         if rolled:
@@ -262,7 +301,7 @@ def _make_realign_piece(staged, path, start, stop):
             )
         put_codes(to + uint32(16), words)
         if IS_LAST:
-            if int32(first + int32(lane)) >= end:  # what lies behind the last row may be NaN
+            if int32(first + int32(lane)) >= end:  # what lies after the last row may be NaN
                 clear_row(to)
 
     return realign

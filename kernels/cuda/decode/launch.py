@@ -17,8 +17,9 @@ from typing import TypeAlias
 
 import torch
 
-from kvquant.errors import ConfigError, ShapeError, UnsupportedError
-from kvquant.rows.arguments import address, check_scale
+from kvquant.errors import UnsupportedError
+from kvquant.rehearsal import is_rehearsed
+from kvquant.rows.arguments import address
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import FixedSegments, Segment
 from kvquant.rows.variant import AttentionVariant, names_of
@@ -32,18 +33,20 @@ from ..runtime.launch import (
     current_stream,
     empty_strided,
     gpu_of,
-    is_rehearsed,
     keep,
     kernel_of,
 )
 from ..runtime.spec import layout_of
 from ..runtime.workspace import Lease, Workspaces, workspaces_of
 from .arrange import (
+    LOG2_E,
     MOST_TOKENS,
     arguments,
     arrange,
     arrange_in_order,
+    codec_of,
     counts_of,
+    log2_scale,
     make_spec,
     pack_counts,
 )
@@ -57,12 +60,9 @@ State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[int, int, int, int, int]  # K, V, lengths, starts or table, sequence slots
 Check = Callable[[AttentionCall], AttentionCall]
 Prepared: TypeAlias = "Launch | Launches | Nothing"
-CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
 MOST_BLOCKS = 65535  # of a grid, but along x
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
-MOST_SCALE = 1e30  # float32 holds what it is multiplied with
 
 # what stands after the addresses, in all arguments, in those of a segment, in those of queries
 QUERY, ROWS, AXIS = (
@@ -114,7 +114,6 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
 
     Raises:
         ConfigError: q is float32, or rows are not aligned.
-        ShapeError: there are q_lens, and q has no axis of queries.
         UnsupportedError: there is no kernel for these segments, or this GPU.
         DeviceError: CUDA refuses the launch.
     """
@@ -212,12 +211,6 @@ def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -
     without: as of override_plan. kind: of pieces, if queries are ragged; None for the last.
     """
     q, segments, _, _, _, q_lens, variant, *_ = call
-    if q.dtype not in CODECS:
-        raise ConfigError(f"q is {q.dtype}: on CUDA use bfloat16 or float16")
-    if q_lens is not None and q.ndim != 4:
-        raise ShapeError(
-            f"q_lens with q {list(q.shape)}: q must be [batch, q_len, num_q_heads, head_dim]"
-        )
     batch, q_len, num_q_heads, _ = _four_axes(call).shape
     num_kv_heads = segments[0].k_rows.shape[1]
     ratio = num_q_heads // num_kv_heads
@@ -237,27 +230,24 @@ def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -
         batch, q_len = kind.room, kind.size
     count = ratio * q_len
     left_out = "" if without == WIDE else without
-    spec = make_spec(ordered, CODECS[q.dtype], count, left_out, causal=causal, variant=names)
+    spec = make_spec(ordered, codec_of("q", q), count, left_out, causal=causal, variant=names)
     spec = narrow(replace(spec, ragged=ragged), gpu)
     exact = call.return_lse or without == WIDE
     if gpu.capability == WARPGROUPS and not exact:
         wide = widened(spec, count)
         if wide is not None:
             units = batch * num_kv_heads * -(-count // wide.block_columns)
-            if is_rehearsed(q.get_device()) or pays(wide, gpu, units, count, ordered):
+            if is_rehearsed(q) or pays(wide, gpu, units, count, ordered):
                 spec = wide
     columns = num_kv_heads * -(-count // spec.block_columns)
-    if ragged and batch > MOST_BLOCKS:
-        raise UnsupportedError(
-            f"{q.shape[0]} ragged queries in pieces of {q_len} are too many for one launch: at "
-            f"most {MOST_BLOCKS} pieces. Cut the batch"
-        )
     if batch > MOST_BLOCKS or columns > MOST_BLOCKS:
         queries = f" and {q_len} queries a sequence" if q.ndim == 4 else ""
+        given = f"{q.shape[0]} ragged queries in {batch} pieces" if ragged else f"batch {batch}"
         raise UnsupportedError(
-            f"batch {batch} with {num_q_heads} query heads on {num_kv_heads} KV heads{queries} is "
-            f"too much for one launch: at most {MOST_BLOCKS} sequences, and KV heads times blocks "
-            f"of {spec.block_columns} query heads that share one. Cut the batch"
+            f"{given} with {num_q_heads} query heads on {num_kv_heads} KV heads{queries} is too "
+            f"much for one launch: at most {MOST_BLOCKS} {'pieces' if ragged else 'sequences'}, "
+            f"and KV heads times blocks of {spec.block_columns} query heads that share one. Cut "
+            "the batch"
         )
     if gpu.capability >= OVERLAPS:
         spec = replace(spec, overlapped=True)
@@ -409,7 +399,7 @@ class Launch:
             partial,
             counters,
             self._query,
-            self._scale if sm_scale is None else _log2_scale(sm_scale),
+            self._scale if sm_scale is None else log2_scale(sm_scale),
         ]
         kept: list[torch.Tensor | None] = []  # copies, until the launch is enqueued
         if self._axis is not None:
@@ -480,9 +470,10 @@ class Nothing:
 def _prepare(call: AttentionCall) -> Prepared:
     q, segments = call.q, call.segments
     batch = len(segments[0].seq_lens)
-    if q.dtype in CODECS and not (q.numel() and batch and any(one.capacity for one in segments)):
+    codec_of("q", q)  # refused without rows, too
+    if not (q.numel() and batch and any(one.capacity for one in segments)):
         return Nothing((*q.shape[:-1], segments[0].v_format.head_dim))
-    if call.q_indptr is None or q.dtype not in CODECS:  # which describe refuses
+    if call.q_indptr is None:
         return _prepare_launch(call)
     kinds, launches = _kinds_of(call), list[Launch]()
     for kind in kinds:
@@ -503,7 +494,7 @@ def _prepare_launch(call: AttentionCall, kind: Kind | None = None) -> Launch:
         rows = _measured_plans()
         return plan(spec, asked.gpu, asked.units, asked.capacities, num_splits, rows, registers)
 
-    if work.spec.is_wide and is_rehearsed(device):
+    if work.spec.is_wide and is_rehearsed(call.q):
         # other batches gain nothing by the kernel for wide groups (plan.pays): note both kernels
         exact = describe(call, WIDE, kind)
         with suppress(Rehearsed):
@@ -542,15 +533,3 @@ def _load(work: Work, chosen: Plan, device: int) -> tuple[Kernel, Fit]:
 @functools.cache
 def _measured_plans() -> tuple[Tuned, ...]:
     return measured_plans()
-
-
-def _log2_scale(sm_scale: float) -> float:
-    """The factor on q·k in powers of two; masks and maxima count on its being positive."""
-    if type(sm_scale) is not float:
-        sm_scale = check_scale(sm_scale)
-    if not 0 < sm_scale < MOST_SCALE:
-        raise ConfigError(
-            f"sm_scale {sm_scale} is not possible on CUDA: use a positive number below "
-            f"{MOST_SCALE:g}, or backend='reference'"
-        )
-    return sm_scale * LOG2_E

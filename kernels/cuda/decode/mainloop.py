@@ -13,7 +13,7 @@
 by more than 2**4, or a scale of V outgrows the headroom (values.py). All sums are float32.
 """
 
-from numba import cuda, float32, int32, uint32, uint64
+from numba import cuda, float32, int32, uint32
 
 from ..device.codes import PACK
 from ..device.combine import make_write
@@ -26,7 +26,6 @@ from ..device.ptx import (
     exp2,
     high_bf16,
     high_f16,
-    load_global_u32,
     low_bf16,
     low_f16,
     maximum,
@@ -38,11 +37,11 @@ from ..device.ptx import (
 from ..device.row_layout import operand_of
 from .accumulators import make_add_promoted, make_promote
 from .combine import make_combine_warps
-from .copies import make_clear_row, make_copy, make_locate, make_realign
-from .positions import make_count, make_piece_of
+from .copies import make_clear_row, make_copy, make_find_rows, make_locate, make_realign
+from .positions import make_count
 from .queries import make_mask, make_references, make_see
 from .scores import make_keep_query, make_load_query, make_scores
-from .spec import FIELD, PROMOTION_INTERVAL, TILE, QueryWords
+from .spec import PROMOTION_INTERVAL, TILE, QueryWords
 from .values import (
     HEADROOM,
     headroom_of,
@@ -54,12 +53,6 @@ from .values import (
 from .variant import make_change_scores, make_keep_changes
 
 LAZY = 4  # powers of two that a score may exceed the maximum by
-K_ROWS, V_ROWS, INDEX = FIELD["k_rows"], FIELD["v_rows"], FIELD["index"]
-K_OUTER, K_HEAD, K_ROW = (FIELD[f"k_stride_{axis}"] for axis in ("outer", "head", "row"))
-V_OUTER, V_HEAD, V_ROW = (FIELD[f"v_stride_{axis}"] for axis in ("outer", "head", "row"))
-CAPACITY, PAGE_SHIFT, TABLE_STRIDE, SEQ_SLOTS, SINKS, RING_ROWS = (
-    FIELD[name] for name in ("capacity", "page_shift", "table_stride", "seq_slots", "sinks", "ring")
-)
 
 
 def make_attend(spec, path, keep, recall):
@@ -76,7 +69,6 @@ def make_attend(spec, path, keep, recall):
     STEP, IDLE = TILE * RINGS, spec.warps > RINGS * SHARERS
     SCRATCH, SCRATCH_BYTES = spec.scratch_at(path), spec.scratch_bytes(path)
     K_TILE = TILE * k.landing
-    PAGED, RING = path.place == "paged", path.place == "ring"
     K_REALIGNED, V_REALIGNED = k.realigned, v.realigned
     V_STRIDE, clear_row = v.stride, make_clear_row(v)
     V_BF16, PREFETCH_V = operand_of(v.fmt) == "bf16", spec.without != "V prefetch"
@@ -87,7 +79,7 @@ def make_attend(spec, path, keep, recall):
     wait_for_oldest, wait_for_values = wait_copies[STAGES - 2], wait_copies[1]
     wait_for_all = wait_copies[0]
     meet = _make_meet(SHARERS)
-    locate = make_locate(path)
+    find_rows, locate = make_find_rows(spec, path), make_locate(path)
     copy_k = make_copy(k, path, SHARERS, ROLLED)
     copy_v = make_copy(v, path, SHARERS, ROLLED)
     realign_k = make_realign(k, path)
@@ -95,7 +87,6 @@ def make_attend(spec, path, keep, recall):
     load_query, keep_query = make_load_query(k, spec), make_keep_query(k, spec)
     QUERIES, QUERY_BYTES = spec.queries_at, spec.query_bytes(path)
     count, see = make_count(spec), make_see(spec, path)
-    piece_of = make_piece_of(spec)
     start_references, mask_scores = make_references(spec), make_mask(spec, path)
     CHANGES = spec.changes_scores
     keep_changes = make_keep_changes(spec)
@@ -114,26 +105,12 @@ def make_attend(spec, path, keep, recall):
         b, kv_head, first_query, queries_lie, _, score_scale = rows[:6]
         tid = uint32(cuda.threadIdx.x)
         lane = uint32(tid & uint32(31))
-        warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # tells ptxas it is uniform
-        index = segment[INDEX]
+        warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # ptxas sees: it is uniform
         counts = count(common, segments, b)
-        sequence = piece_of(common, b)[0]
-        start = int32(0)
-        outer = uint64(sequence)
-        if PAGED:
-            index += uint64(4) * uint64(sequence) * uint64(segment[TABLE_STRIDE])
-            outer = uint64(0)
-        if RING and index != uint64(0):
-            start = int32(load_global_u32(index + uint64(4) * uint64(sequence)))
-        if RING and segment[SEQ_SLOTS] != uint64(0):
-            outer = uint64(load_global_u32(segment[SEQ_SLOTS] + uint64(4) * uint64(sequence)))
-        shift = segment[PAGE_SHIFT]
-        mask = int32((int32(1) << shift) - int32(1))
-        around = (start, segment[SINKS], segment[RING_ROWS], segment[CAPACITY])
-        k_outer, k_row = segment[K_OUTER], segment[K_ROW]
-        v_outer, v_row = segment[V_OUTER], segment[V_ROW]
-        k_base = segment[K_ROWS] + outer * k_outer + uint64(kv_head) * segment[K_HEAD]
-        v_base = segment[V_ROWS] + outer * v_outer + uint64(kv_head) * segment[V_HEAD]
+        of_k, of_v, places = find_rows(common, segment, b, kv_head)
+        k_base, k_outer, k_row = of_k
+        v_base, v_outer, v_row = of_v
+        index, shift, mask, around = places
         of_ring = uint32(warp // uint32(SHARERS))
         sharer = uint32(warp - of_ring * uint32(SHARERS))
         ring = word_from_lane(uint32(shared + of_ring * uint32(RING_BYTES)), uint32(0))
@@ -166,7 +143,7 @@ def make_attend(spec, path, keep, recall):
             wait_for_all()
             return
         if not V_REALIGNED and not idle and int32(first + int32(TILE)) > end:
-            # the first tile was asked for without the length: what lies behind it may be NaN
+            # the first tile was asked for without the length: what lies after it may be NaN
             wait_for_oldest()
             meet(of_ring)
             if sharer == uint32(0) and int32(first + int32(lane)) >= end:
@@ -257,8 +234,8 @@ def make_attend(spec, path, keep, recall):
         if PROMOTES and tiles >= int32(PROMOTION_INTERVAL):
             add_promoted(promoted, lane, sums, header_sums, references)
         wait_for_all()  # a warp without tokens has asked for a tile, too
-        columns, places = recall(results)
-        combine_warps(shared, sums, header_sums, references, columns, places)
+        columns, target = recall(results)
+        combine_warps(shared, sums, header_sums, references, columns, target)
 
     return attend
 

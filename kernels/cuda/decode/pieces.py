@@ -1,9 +1,9 @@
 """Cut ragged queries into pieces, from q_indptr on the device; see ragged.py.
 
-    block    the pieces of one kind, without gaps; their number stands behind the room for them
+    block    the pieces of one kind, without gaps; their number stands after the room for them
     thread   counts the pieces of a sequence, then writes pieces of any of the block's sequences
 
-Rows of q behind the last sequence are one more sequence of the last kind, without tokens, so that
+Rows of q after the last sequence are one more sequence of the last kind, without tokens, so that
 zeros are written. Entries of q_indptr are clamped to 0 to total.
 """
 
@@ -20,7 +20,7 @@ from ..device.ptx import (
 )
 from .ragged import EVERY
 
-NO_TOKENS = 1 << 30  # more queries behind a piece than a sequence has tokens
+NO_TOKENS = 1 << 30  # more queries after a piece than a sequence has tokens
 
 
 @device_function
@@ -31,7 +31,7 @@ def start_of(q_indptr, sequence, total):
 
 @device_function
 def rows_of(q_indptr, sequence, batch, total):
-    """The first row of q of a sequence, and the first behind it."""
+    """The first row of q of a sequence, and the first after it."""
     start, end = start_of(q_indptr, sequence, total), int32(total)
     if sequence < batch:
         end = start_of(q_indptr, int32(sequence + int32(1)), total)

@@ -167,11 +167,6 @@ def narrow(spec: DecodeSpec, gpu: GPU) -> DecodeSpec:
     return replace(spec, sharers=1)
 
 
-def blocks_per_sm(spec: DecodeSpec, gpu: GPU) -> int:
-    """Blocks of a kernel, with its warps and stages, that an SM holds; 0 if none fits."""
-    return fit(spec, gpu).blocks
-
-
 def plan(
     spec: DecodeSpec,
     gpu: GPU,
@@ -200,7 +195,7 @@ def plan(
     if row is not None and not (
         row.warps in [rings * spec.sharers for rings in RINGS]
         and row.stages in stages_of(spec)
-        and blocks_per_sm(replace(spec, warps=row.warps, stages=row.stages), gpu)
+        and fit(replace(spec, warps=row.warps, stages=row.stages), gpu).blocks
     ):
         row = None  # made by another version, or another segment needs more room
     exact = row is not None and len(capacities) == 1 and row.units == units

@@ -9,7 +9,7 @@ first rows of each segment:
     position     0 1   2 3 4 5 6   7 8                         first: 2 rows, second: 2 rows
                  sinks first       second
 
-The queries of a piece (ragged.py) are the last ones of the sequence cut off behind them. With a
+The queries of a piece (ragged.py) are the last ones of the sequence cut off after them. With a
 window work begins at the first query's window.
 """
 
@@ -34,7 +34,7 @@ def length_of(segment, b):
 
 
 def make_piece_of(spec):
-    """The function that loads a piece: sequence, first row of q, queries, those behind it."""
+    """The function that loads a piece: sequence, first row of q, queries, those after it."""
     PIECES, RAGGED = spec.places.get("q_lens", 0), spec.ragged
 
     @device_function
@@ -49,7 +49,7 @@ def make_piece_of(spec):
 
 
 def make_held(spec):
-    """The function that loads the number of pieces, which pieces.py stores behind them."""
+    """The function that loads the number of pieces, which pieces.py stores after them."""
     BATCH, PIECES = spec.places["batch"], spec.places.get("q_lens", 0)
 
     @device_function

@@ -43,7 +43,7 @@ COUNT_MASK, BLOCK_SHIFT = 0xFF, 16
 
 def make_columns_of(spec):
     """The function to a unit's columns, the first one's row of out, a word for make_row_of."""
-    COLUMNS, piece_of = spec.block_columns, make_piece_of(spec)
+    COLUMNS, RAGGED, piece_of = spec.block_columns, spec.ragged, make_piece_of(spec)
 
     @device_function
     def blocks_of(column, head_blocks):
@@ -69,30 +69,20 @@ def make_columns_of(spec):
         kv_head, block = blocks_of(column, common[HEAD_BLOCKS])
         first = int32(block * int32(COLUMNS))
         query_head = int32(kv_head * ratio)
-        count = uint32(min(int32(COLUMNS), int32(ratio * q_len) - first))
-        query = common[Q] + uint64(b) * common[OF_BATCH] + uint64(query_head) * common[OF_HEAD]
-        lie = (common[OF_HEAD], common[OF_QUERY], uint32(first), uint32(ratio))
-        rows = (int32(b), kv_head, query, lie, count, common[SCALE])
-        row = uint32(uint32(uint32(b * uint32(q_len)) * uint32(common[HEADS])) + uint32(query_head))
-        return rows, row, uint32(count | uint32(uint32(block) << uint32(BLOCK_SHIFT)))
-
-    @device_function
-    def columns_of_piece(common, segments, b, column):
-        ratio = common[RATIO]
-        kv_head, block = blocks_of(column, common[HEAD_BLOCKS])
-        first = int32(block * int32(COLUMNS))
-        query_head = int32(kv_head * ratio)
-        _, start, number, _ = piece_of(common, b)
-        count = uint32(max(min(int32(COLUMNS), int32(ratio * int32(number)) - first), int32(0)))
-        query = common[Q] + uint64(start) * common[OF_QUERY]
+        if RAGGED:
+            _, start, number, _ = piece_of(common, b)
+            count = uint32(max(min(int32(COLUMNS), int32(ratio * int32(number)) - first), int32(0)))
+            query = common[Q] + uint64(start) * common[OF_QUERY]
+        else:
+            start = uint32(b * uint32(q_len))
+            count = uint32(min(int32(COLUMNS), int32(ratio * q_len) - first))
+            query = common[Q] + uint64(b) * common[OF_BATCH]
         query += uint64(query_head) * common[OF_HEAD]
         lie = (common[OF_HEAD], common[OF_QUERY], uint32(first), uint32(ratio))
         rows = (int32(b), kv_head, query, lie, count, common[SCALE])
         row = uint32(uint32(start * uint32(common[HEADS])) + uint32(query_head))
         return rows, row, uint32(count | uint32(uint32(block) << uint32(BLOCK_SHIFT)))
 
-    if spec.ragged:
-        return columns_of_piece
     return columns_of_unit if spec.causal else heads_of_unit
 
 
@@ -176,7 +166,7 @@ def make_see(spec, path):
                 store_shared_u32(at + uint32(BRANCH), uint32(int32(row) * q_len))
         cuda.syncwarp()
         upto = int32(min(rows_before(before if BRANCH else int32(before + int32(1)), counts), end))
-        upto = int32(word_from_lane(uint32(upto), uint32(0)))  # tells ptxas it is uniform
+        upto = int32(word_from_lane(uint32(upto), uint32(0)))  # ptxas sees: it is uniform
         begin = int32(0)
         if UNSEEN:
             begin = rows_before(int32(tokens - common[WINDOW]), counts)

@@ -3,7 +3,7 @@
     q_indptr ─▶ pieces.py: one launch ─▶ pieces of 1 or 2 queries ─▶ a decode kernel (positions.py)
                                       ─▶ pieces of up to 16       ─▶ then another decode kernel
 
-A piece is up to `size` consecutive queries: the last ones of its sequence cut off behind them. q,
+A piece is up to `size` consecutive queries: the last ones of its sequence cut off after them. q,
 out and lse stay where they are.
 
 A kernel for few columns is fastest for a single query, one for many reads a chunk's rows least
@@ -30,7 +30,7 @@ from .spec import columns_of
 # often, with more the warps of a single query idle. Chosen without a GPU, not measured
 MOST_COLUMNS = 64
 EVERY = (1 << 31) - 1  # queries: no sequence has more
-WORDS = 4  # of a piece: its sequence, its first row of q, its queries, those behind them
+WORDS = 4  # of a piece: its sequence, its first row of q, its queries, those after them
 PIECE_BYTES = 4 * WORDS
 KINDS = "one", "two", "three"  # at most: small pieces, those of the mean, large ones
 KIND: Table = (
@@ -94,7 +94,7 @@ def kinds_of(total: int, batch: int, ratio: int, formats: Iterable[RowFormat]) -
     for i, over in enumerate(bounds):
         size, is_last = sizes[i], i == len(bounds) - 1
         room = min(batch, total // (over + 1))  # sequences, with a piece each
-        if is_last:  # or several pieces each, and those of the rows behind the last sequence
+        if is_last:  # or several pieces each, and those of the rows after the last sequence
             room = (total + (room + 1) * (size - 1)) // size
         kinds.append(Kind(over + 1, EVERY if is_last else size, size, room))
     return tuple(kinds)

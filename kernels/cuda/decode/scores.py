@@ -17,9 +17,8 @@ from numba import cuda, float32, uint32, uint64
 from ..device.codes import HALVES, MMA, PACK, make_pair_factor, make_unpack
 from ..device.fragments import ZEROS, add_rows, load_pair, load_sums, over_quad, store_sums
 from ..device.jit import device_function, in_turn
+from ..device.powers import norm_of
 from ..device.ptx import (
-    bits_float,
-    float_bits,
     high_bf16,
     high_f16,
     load_global_u32,
@@ -65,7 +64,7 @@ def _make_load_eight(staged, spec, e):
     IS_EXACT, NORMAL = staged.fmt.is_exact, not IN_BF16  # bf16 has the range of float32
     # elements of a lane in a chunk, or in chunks among which they alternate, one after another
     STEP = STRANDS * SPAN // 4
-    HALF = STEP // 2  # a pair is an element and the one so many behind it
+    HALF = STEP // 2  # a pair is an element and the one so many after it
     UNSCALE, FACTOR = 1 / factor_of(staged.fmt), factor_of(staged.fmt)
     COLUMN, FIRST, FIRST_FACTOR = MMA_COLUMNS * e, e * FRAGMENTS, 2 * e
     SHIFTS += FIRST
@@ -133,10 +132,7 @@ def _make_load_eight(staged, spec, e):
             largest = float32(0)
             for i in range(RAW):
                 largest = maximum(largest, maximum(abs(low(raw[i])), abs(high(raw[i]))))
-            largest = over_quad(largest, maximum)
-            exponent = max(float_bits(largest) >> uint32(23), uint32(64))
-            norm = bits_float((uint32(268) - exponent) << uint32(23))  # 2**(141 - exponent)
-            back = bits_float((exponent - uint32(14)) << uint32(23))
+            norm, back = norm_of(over_quad(largest, maximum))
         if IS_EXACT:
             for c in range(CHUNKS):
                 x = low(raw[c]) * norm

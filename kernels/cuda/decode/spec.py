@@ -49,7 +49,7 @@ COMMON: Table = (
     ("most_parts", "I"),  # of a unit that can be merged
     ("score_scale", "f"),  # sm_scale * log2(e)
 )
-# of a kernel with several queries a sequence, behind those: q is [batch, q_len, num_q_heads,
+# of a kernel with several queries a sequence, after those: q is [batch, q_len, num_q_heads,
 # head_dim], out and lse have its axis of queries
 QUERIES: Table = (
     # [batch], int32: queries of each sequence; 0: q_len of all. Of ragged queries the pieces, which
@@ -58,7 +58,7 @@ QUERIES: Table = (
     ("q_stride_query", "Q"),  # bytes
     ("q_len", "i"),
 )
-# of a variant (kvquant/rows/variant.py), behind those: what each of its fields takes
+# of a variant (kvquant/rows/variant.py), after those: what each of its fields takes
 VARIANT: dict[str, tuple[tuple[str, str], ...]] = {
     "alibi_slopes": (("alibi_slopes", "P"),),  # [num_q_heads], float32
     "score_offsets": (("score_offsets", "P"),),  # as lse, float32
@@ -214,7 +214,7 @@ class DecodeSpec(Spec):
 
     @property
     def rings_at(self) -> int:
-        """Byte of a block's memory at which the rings begin: behind what warps keep."""
+        """Byte of a block's memory at which the rings begin: after what warps keep."""
         return self.warps * self.kept
 
     def word_at(self, name: str) -> int:
@@ -290,11 +290,11 @@ class DecodeSpec(Spec):
         return 128 * sums if one_sided else 0
 
     def scratch_at(self, path: Path) -> int:
-        """Byte of a ring's memory at which realigned rows stand: behind its stages."""
+        """Byte of a ring's memory at which realigned rows stand: after its stages."""
         return self.stages_of(path) * self.stage_bytes(path)
 
     def promoted_at(self, path: Path) -> int:
-        """Byte of a ring's memory of promoted sums: behind realigned rows and 16 bytes more."""
+        """Byte of a ring's memory of promoted sums: after realigned rows and 16 bytes more."""
         return self.scratch_at(path) + self.sharers * self.scratch_bytes(path) + 16
 
     def ring_bytes(self, path: Path) -> int:
@@ -311,7 +311,7 @@ class DecodeSpec(Spec):
 
     @property
     def queries_at(self) -> int:
-        """Byte of the rings' memory at which these stand: behind the rings."""
+        """Byte of the rings' memory at which these stand: after the rings."""
         return max(self.rings_of(path) * self.ring_bytes(path) for path in self.paths)
 
     @property
@@ -339,7 +339,7 @@ class DecodeSpec(Spec):
 
     @property
     def asked_at(self) -> int:
-        """Byte of the rings' memory at which copied parts begin, behind the weights."""
+        """Byte of the rings' memory at which copied parts begin, after the weights."""
         room = self.shared_bytes - self.rings_at
         return (room - self.asked * self.asked_bytes) // 16 * 16
 

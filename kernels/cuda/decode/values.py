@@ -175,7 +175,7 @@ def make_put_output(staged, eights):
 
 
 def _pieces(chunks):
-    """(first chunk, one behind the last) of loops that are short enough to be unrolled."""
+    """(first chunk, one after the last) of loops that are short enough to be unrolled."""
     return [(i, min(i + UNROLLED, chunks)) for i in range(0, chunks, UNROLLED)]
 
 

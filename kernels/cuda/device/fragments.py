@@ -30,6 +30,21 @@ def scale_columns(sums, first, second):
     return sums[0] * first, sums[1] * second, sums[2] * first, sums[3] * second
 
 
+def make_scale_rows(first, stop):
+    """The function that multiplies the sums from `first` to `stop`: those of row g by `low`, those
+    of row g + 8 by `high`."""
+
+    @device_function
+    def scale_rows(sums, low, high):
+        for at in range(first, stop, 4):
+            sums[at] *= low
+            sums[at + 1] *= low
+            sums[at + 2] *= high
+            sums[at + 3] *= high
+
+    return scale_rows
+
+
 @device_function
 def over_rows(value, combine):
     """A value combined over the lanes of a column, in all of them."""

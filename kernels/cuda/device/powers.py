@@ -13,5 +13,13 @@ def power_of(exponent):
 
 
 @device_function
+def norm_of(largest):
+    """The power of two that brings a query's largest element to 2**14 to 2**15, and one over it."""
+    exponent = max(float_bits(largest) >> uint32(23), uint32(64))
+    norm = bits_float((uint32(268) - exponent) << uint32(23))  # 2**(141 - exponent)
+    return norm, bits_float((exponent - uint32(14)) << uint32(23))
+
+
+@device_function
 def inverse_of(power):
     return bits_float(uint32(254 << 23) - float_bits(power))

@@ -170,7 +170,7 @@ store_global_u32x4 = instruction(
 # waits until so many threads of the block, whole warps, have come to a barrier; 0 is syncthreads'
 barrier = instruction("bar.sync $0,$1;", "", "u32 u32", pure=False)
 arrive = instruction("bar.arrive $0,$1;", "", "u32 u32", pure=False)  # without waiting
-# sm_90 and newer: what this thread wrote to shared memory is seen by wgmma, behind a barrier
+# sm_90 and newer: what this thread wrote to shared memory is seen by wgmma, after a barrier
 fence_shared = instruction("fence.proxy.async.shared::cta;", "", "", pure=False)
 fence = instruction("fence.acq_rel.gpu;", "", "", pure=False)
 # sm_90 and newer, of a launch that overlaps the one before it: wait until that is complete and what

@@ -142,7 +142,7 @@ def piece_of(fmt):
 
 
 def make_all_hold(lanes):
-    """Make the function that tells whether something holds in all lanes of a row."""
+    """Make the function that says whether something holds in all lanes of a row."""
     MASK = (1 << lanes) - 1
 
     @device_function
@@ -263,16 +263,22 @@ def make_parameters(fmt):
             reach = subtract(high, shift)
         scale_bits = half_up(add(multiply(reach, float32(STEP)), float32(0.0)))
         scale = low_f16(uint32(scale_bits))
-        # 1 / scale, rounded to nearest: an approximation within 2**-22 of it, and a Newton step,
-        # whose error of 2**-44 is less than the distance of 1 / scale, of 11 bits, to what would
-        # be rounded otherwise (2**-37)
-        inverse = reciprocal(scale)
-        inverse = multiply_add(inverse, multiply_add(-scale, inverse, float32(1.0)), inverse)
-        if scale == float32(0.0):
-            inverse = float32(0.0)
-        return uint32(uint32(shift_bits) << uint32(16) | uint32(scale_bits)), shift, inverse
+        word = uint32(uint32(shift_bits) << uint32(16) | uint32(scale_bits))
+        return word, shift, reciprocal_of(scale)
 
     return parameters
+
+
+@device_function
+def reciprocal_of(scale):
+    """1 / scale, rounded to nearest; 0 for 0.
+
+    An approximation within 2**-22 of it, and a Newton step, whose error of 2**-44 is less than the
+    distance of 1 / scale, of 11 bits, to what would be rounded otherwise (2**-37).
+    """
+    inverse = reciprocal(scale)
+    inverse = multiply_add(inverse, multiply_add(-scale, inverse, float32(1.0)), inverse)
+    return float32(0.0) if scale == float32(0.0) else inverse
 
 
 @device_function

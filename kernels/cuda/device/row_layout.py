@@ -28,6 +28,7 @@ K and V of unlike rows have the lanes of the longer ones.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 from kvquant.errors import UnsupportedError
@@ -144,17 +145,19 @@ def product_bytes(head_dim: int, groups: int = 1) -> int:
 
 
 class RowSpec:
-    """How a spec shares rows out; it says its warps, the lanes of a row, the bytes of a warp."""
+    """How a spec shares rows out."""
 
     warps: int
 
     @property
+    @abstractmethod
     def lanes(self) -> int:
-        raise NotImplementedError
+        """Lanes of a row."""
 
     @property
+    @abstractmethod
     def warp_bytes(self) -> int:
-        raise NotImplementedError
+        """Shared memory of a warp."""
 
     @property
     def rows(self) -> int:

@@ -64,7 +64,7 @@ def make_register_products(codec, columns, steps, *, transposed=False):
 
 
 def _make(codec, columns, steps, transposed, begin, words, waits=True):
-    """The intrinsic; `words`: of A in registers, or 0 where a descriptor tells it."""
+    """The intrinsic; `words`: of A in registers, or 0 where A has a descriptor."""
     per_step = columns // 2  # sums of a lane
     count = max(first for first, _, _ in steps) + per_step
     behind = 2 * count  # after the sums that are written, and those read

@@ -5,7 +5,7 @@
              `ahead` parts. Then the first group adds the sums of all groups
 
 The launch waits for the parts by itself (sm_90 and newer). Columns of sequences that do not share a
-prefix begin behind its parts, which may be NaN for them.
+prefix begin after its parts, which may be NaN for them.
 """
 
 import math

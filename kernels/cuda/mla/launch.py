@@ -16,23 +16,30 @@ from typing import NamedTuple
 
 import torch
 
-from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.errors import UnsupportedError
 from kvquant.rehearsal import is_rehearsed
 from kvquant.rows.call import LatentCall
 from kvquant.rows.latent import LatentFormat
 from kvquant.rows.segment import Segment
 
-from ..decode.arrange import arrange_in_order, counts_of, pack_counts, packed_stride, stride_of
+from ..decode.arrange import (
+    arrange_in_order,
+    codec_of,
+    counts_of,
+    log2_scale,
+    pack_counts,
+    packed_stride,
+    place_of,
+    stride_of,
+)
 from ..device.row_layout import UNIT
 from ..runtime.launch import GPU, OVERLAPS, Launch, Rehearsed, cached_launch, gpu_of, kernel_of
-from ..runtime.tensors import Tensors, aligned_copy, facts_of, is_readable, strides
+from ..runtime.tensors import Tensors, aligned_copy, facts_of, is_readable, refuse_rows, strides
 from .mma.plan import APART_REGISTERS, shapes_of, teams_of
 from .mma.spec import ROWS, TILE, MlaSpec
 from .spec import MOST_AHEAD, MOST_GROUPS, MOST_PARTS, MlaCombineSpec
 from .wgmma.spec import COLUMNS, TOKENS, WideMlaSpec, is_wide
 
-CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-LOG2_E = math.log2(math.e)
 MOST_BLOCKS = 65535  # of a grid, but along x
 FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has been measured)
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
@@ -62,9 +69,9 @@ def attend(
         queries that see no token, give zeros and -inf.
 
     Raises:
-        ConfigError: rows are not aligned or have gaps, or a page is no power of two of tokens.
-        UnsupportedError: the GPU is too old, a format has no kernel, sm_scale is not positive, or
-            there are too many segments for several queries.
+        ConfigError: q is float32, rows are not aligned or have gaps, or sm_scale is not positive.
+        UnsupportedError: the GPU is too old, a format has no kernel, or there are too many
+            segments for several queries.
         DeviceError: CUDA refuses the launch.
     """
     q_latent, q_rope, segments, sm_scale, num_splits, want_lse, q_lens, shared, _ = call
@@ -139,28 +146,25 @@ def _prepare(call: LatentCall) -> MlaCall | None:
         prefix = None
     if not q_latent.numel() or not order:
         return None
-    query = codec_of(q_latent, sm_scale)
+    query, score_scale = codec_of("q_latent", q_latent), log2_scale(sm_scale)
     if batch > MOST_BLOCKS:
         raise UnsupportedError(f"batch {batch} is too much for one launch: at most {MOST_BLOCKS}")
     if causal:
         arrange_in_order(segments)
-    count = len(order) + (prefix is not None)
-    if count > MOST_PARTS:
-        raise UnsupportedError(f"{count} segments are too many: at most {MOST_PARTS}")
-    index = q_latent.get_device()
-    gpu = gpu_of(index)
-    room = Room(index, gpu, num_splits, MOST_PARTS // count)
-    columns = q_len * num_heads
-    of_prefix, prefix_parts = None, 0
+    index, columns = q_latent.get_device(), q_len * num_heads
+    tasks = [(i, segments[i], batch, columns, causal) for i in order]
     if prefix is not None:  # all queries are those of its one sequence
-        of_prefix = _fitted(prefix, query, 1, batch * columns, False, room, is_first=True)
-        prefix_parts = of_prefix[1][2]
-    first = order[0] if prefix is None else None
+        tasks = [(len(segments), prefix, 1, batch * columns, False), *tasks]
+    if len(tasks) > MOST_PARTS:
+        raise UnsupportedError(f"{len(tasks)} segments are too many: at most {MOST_PARTS}")
+    gpu = gpu_of(index)
+    room = Room(index, gpu, num_splits, MOST_PARTS // len(tasks))
     fitted = [
-        _fitted(segments[i], query, batch, columns, causal, room, is_first=i == first)
-        for i in order
+        _fitted(segment, sequences, of_each, masks, query, room, is_first=number == 0)
+        for number, (_, segment, sequences, of_each, masks) in enumerate(tasks)
     ]
-    parts = prefix_parts + sum(grid[2] for _, grid in fitted)
+    parts = sum(grid[2] for _, grid in fitted)
+    prefix_parts = 0 if prefix is None else fitted[0][1][2]
     combine = None
     if parts > 1:  # the first one that is loaded: a rehearsal ends here, and has noted the others
         most = 1 << (parts - 1).bit_length()
@@ -170,34 +174,22 @@ def _prepare(call: LatentCall) -> MlaCall | None:
         sizes = {"prefix_parts": prefix_parts, "num_heads": num_heads, "q_len": q_len}
         combine = Launch(following, index, (batch * columns, 1, 1), {"parts": parts, **sizes})
     is_copied, constants = _of_queries(q_latent, q_rope, prefix is not None)
-    constants |= {"parts": parts, "score_scale": sm_scale * LOG2_E}
+    constants |= {"parts": parts, "score_scale": score_scale}
     constants |= {"is_second": 0, "second_sinks": 0, "other_capacity": 0, "first_part": 0}
     launches: list[tuple[Launch, int, int | None]] = []
-    if prefix is not None and of_prefix is not None:
-        mine = constants | _of_segment(prefix) | {"q_len": batch * q_len}
-        launches.append((Launch(of_prefix[0], index, of_prefix[1], mine), len(segments), None))
-    first_part = prefix_parts
-    for place, (i, (spec, grid)) in enumerate(zip(order, fitted, strict=True)):
-        other = order[1 - place] if causal and len(order) > 1 else None
-        mine = constants | _of_segment(segments[i])
-        mine |= {"first_part": first_part, "is_second": place}
-        if other is not None:
+    first_part = 0
+    for (i, segment, *_), (spec, grid) in zip(tasks, fitted, strict=True):
+        mine, other = constants | _of_segment(segment) | {"first_part": first_part}, None
+        if i == len(segments):
+            mine["q_len"] = batch * q_len
+        elif causal and len(order) > 1:
+            other = order[i == order[0]]
+            mine["is_second"] = int(i != order[0])
             mine["second_sinks"] = segments[order[1]].sinks
             mine["other_capacity"] = segments[other].capacity
         launches.append((Launch(spec, index, grid, mine), i, other))
         first_part += grid[2]
     return MlaCall(launches, is_copied, parts, combine)
-
-
-def codec_of(q_latent: torch.Tensor, sm_scale: float) -> str:
-    """The codec of queries, for MlaSpec; refuses queries and scales without a kernel."""
-    if q_latent.dtype not in CODECS:
-        raise ConfigError(f"q_latent is {q_latent.dtype}: on CUDA use bfloat16 or float16")
-    if not sm_scale > 0:
-        raise UnsupportedError(
-            f"sm_scale is {sm_scale}: on CUDA it must be positive; backend='reference' takes any"
-        )
-    return CODECS[q_latent.dtype]
 
 
 class Room(NamedTuple):
@@ -211,24 +203,17 @@ class Room(NamedTuple):
 
 def _fitted(
     segment: Segment,
-    query: str,
     batch: int,
     columns: int,
     causal: bool,
+    query: str,
     room: Room,
     is_first: bool,
 ) -> tuple[MlaSpec | WideMlaSpec, tuple[int, int, int]]:
     """The kernel of a segment, and its grid; the first of a call does not begin early."""
     device, gpu, num_splits, most = room
-    page_size, place = segment.k_rows.shape[2], "linear"
-    if segment.starts is not None:
-        place = "ring"
-    if segment.seq_slots is not None:
-        place = "slots"
-    if segment.block_table is not None:
-        place = "paged"
-    if place == "paged" and page_size.bit_count() != 1:
-        raise ConfigError(f"pages have {page_size} tokens: on CUDA use a power of two")
+    page_size = segment.k_rows.shape[2]
+    place = place_of(segment) if segment.seq_slots is None else "slots"
     fmt = segment.k_format
     assert isinstance(fmt, LatentFormat)
     spec = MlaSpec(
@@ -276,10 +261,7 @@ def _of_queries(
         is_copied |= any(q.stride(0) != q_len * q.stride(1) for q in (q_latent, q_rope))
     constants: dict[str, float] = {"num_heads": num_heads, "q_len": q_len}
     for side, q in (("latent", q_latent), ("rope", q_rope)):
-        steps = strides(q)
-        if is_copied:  # contiguous
-            of_head = q.shape[3] * q.element_size()
-            steps = [q_len * num_heads * of_head, num_heads * of_head, of_head]
+        steps = strides(q, is_copied)
         if as_one and q_len == 1:
             steps[1] = steps[0]
         names = (f"{side}_stride_{axis}" for axis in ("batch", "query", "head"))
@@ -288,7 +270,7 @@ def _of_queries(
 
 
 def _of_segment(segment: Segment) -> dict[str, float]:
-    """What the kernel is told of the rows of a segment."""
+    """The kernel's constants of a segment's rows."""
     rows, table = segment.k_rows, segment.block_table
     return {
         "stride_outer": stride_of(rows, 0),
@@ -323,11 +305,8 @@ def _check_rows(rows: torch.Tensor, spec: MlaSpec) -> None:
     steps = rows.stride()
     is_dense = stride_of(rows, 2) in (0, spec.row_bytes) and steps[3] == 1
     if not is_dense or stride_of(rows, 0) % UNIT or rows.data_ptr() % UNIT:
-        raise ConfigError(
-            f"rows of {spec.row_bytes} bytes must follow one another without gaps from a multiple "
-            f"of {UNIT} bytes on, these start {rows.data_ptr() % UNIT} bytes after one and have "
-            f"strides {list(steps)}. Allocate them apart"
-        )
+        wanted = f"rows of {spec.row_bytes} bytes must follow one another without gaps"
+        refuse_rows("rows", rows, f"{wanted} from a multiple of {UNIT} bytes on")
 
 
 def splits_of(units: int, capacity: int, room: int, step: int) -> int:

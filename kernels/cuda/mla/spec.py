@@ -88,7 +88,7 @@ class MlaCombineSpec(Spec):
 
     @property
     def outputs_at(self) -> int:
-        """Byte of the groups' outputs in shared memory, behind weights of parts."""
+        """Byte of the groups' outputs in shared memory, after weights of parts."""
         return 8 * (MOST_PARTS + MOST_AHEAD)
 
     @property

@@ -18,8 +18,8 @@ from ..device.codes import (
     make_unpack,
 )
 from ..device.jit import device_function
+from ..device.powers import power_of
 from ..device.ptx import (
-    bits_float,
     float_bits,
     high_f16,
     load_global_u32,
@@ -59,7 +59,7 @@ def lanes_of_pages(run):
 
 
 def make_find_pages(paged, run):
-    """The function from a tile to a lane's page; of single rows also 32 rows behind."""
+    """The function from a tile to a lane's page; of single rows also 32 rows after."""
     LANES, TWO = lanes_of_pages(run), 32 * run < TOKENS
 
     @device_function
@@ -79,7 +79,7 @@ def make_find_pages(paged, run):
 
 
 def make_copy_tile(fmt, paged, run, tokens, threads):
-    """Make the function that asks for the packed rows of a tile; zeros behind `end`."""
+    """Make the function that asks for the packed rows of a tile; zeros after `end`."""
     LANES, TWO = lanes_of_pages(run), 32 * run < tokens
     UNIT = unit_of(fmt)
     UNITS, FIRST, STEP = fmt.row_bytes // UNIT, prefix_of(fmt) - fmt.header_bytes, staged_bytes(fmt)
@@ -163,7 +163,7 @@ def _make_largest_exact(fmt, tokens, threads):
 def power_below(most):
     """The power of two by which numbers up to `most` stay below 2**14."""
     exponent = int32(float_bits(maximum(most, float32(TINIEST))) >> uint32(23)) - int32(126)
-    return bits_float(uint32(int32(127 + MOST) - exponent) << uint32(23))
+    return power_of(int32(MOST) - exponent)
 
 
 @device_function

@@ -19,7 +19,7 @@ from numba import cuda, float32, int32, uint32, uint64
 from ..device.combine import LN2
 from ..device.fragments import over_quad
 from ..device.jit import device_function
-from ..device.powers import inverse_of
+from ..device.powers import inverse_of, power_of
 from ..device.ptx import (
     add,
     any_lane,
@@ -288,5 +288,4 @@ def place_of(members, row, num_rows, batch, ratio):
 def query_power(most):
     """The power of two that brings a query's largest number to 2**13."""
     exponent = int32(float_bits(most) >> uint32(23)) - int32(126)
-    power = int32(min(int32(MOST_QUERY) - exponent, int32(MOST_POWER)))
-    return bits_float(uint32(power + int32(127)) << uint32(23))
+    return power_of(int32(min(int32(MOST_QUERY) - exponent, int32(MOST_POWER))))

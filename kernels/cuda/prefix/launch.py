@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -10,12 +9,10 @@ import torch
 from kvquant.rehearsal import is_rehearsed
 from kvquant.rows.segment import RUN, Segment
 
-from ..decode.arrange import pack_counts
+from ..decode.arrange import CODECS, log2_scale, pack_counts
 from ..runtime.launch import Launch, cached_launch, gpu_of
 from ..runtime.tensors import Tensors, check_pages, facts_of, is_readable, strides
-from .spec import MOST_SPLITS, CombineSpec, PrefixSpec, blocks_per_sm, fit, worth_splits
-
-QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+from .spec import MOST_SPLITS, REGISTERS, CombineSpec, PrefixSpec, fit, worth_splits
 
 
 def add_prefix(
@@ -79,19 +76,17 @@ def _prepare(
     paged = prefix.block_table is not None
     gpu = gpu_of(q.get_device())
     run = min(k_rows.shape[2], RUN) if paged else RUN
-    spec = PrefixSpec(prefix.k_format, prefix.v_format, QUERIES[q.dtype], paged, run)
+    spec = PrefixSpec(prefix.k_format, prefix.v_format, CODECS[q.dtype], paged, run)
     units = num_kv_heads * worth_splits(prefix.capacity)
     spec = fit(spec, num_members * ratio, gpu.shared_per_block, units, gpu.sm_count)
     blocks, tiles = -(-num_members * ratio // spec.rows), -(-prefix.capacity // spec.tokens)
-    room = gpu.sm_count * blocks_per_sm(spec, gpu.shared_per_sm)
+    per_sm = gpu.blocks_per_sm(spec.warps, REGISTERS[spec.blocks], spec.shared_bytes)
+    room = gpu.sm_count * max(per_sm, 1)
     splits = num_splits or room // (blocks * num_kv_heads)
     splits = max(min(splits, tiles, MOST_SPLITS), 1)
     is_copied = q.stride(2) != 1 or not is_readable(q, 4)
-    q_stride_batch, q_stride_head = strides(q)
-    if is_copied:  # contiguous
-        q_stride_head = q.shape[2] * q.element_size()
-        q_stride_batch = q.shape[1] * q_stride_head
-    constants = {
+    q_stride_batch, q_stride_head = strides(q, is_copied)
+    constants: dict[str, float] = {
         f"{side}_stride_{axis}": step
         for side, rows in (("k", k_rows), ("v", v_rows))
         for axis, step in zip(("page", "head", "row"), strides(rows), strict=True)
@@ -104,10 +99,10 @@ def _prepare(
         "num_members": num_members,
         "batch": len(q),
         "ratio": ratio,
+        "score_scale": log2_scale(sm_scale),
     }
-    scale = {"score_scale": sm_scale * math.log2(math.e)}
     grid = blocks, num_kv_heads, splits
-    return Launch(spec, q.get_device(), grid, constants | scale, copied=(0,) if is_copied else ())
+    return Launch(spec, q.get_device(), grid, constants, copied=(0,) if is_copied else ())
 
 
 def combine(
@@ -141,7 +136,7 @@ def _prepare_combine(
     if not prefix_out.numel():
         return None
     splits, num_kv_heads, prefix_rows, head_dim = prefix_out.shape
-    spec = CombineSpec(head_dim, QUERIES[out.dtype], prefix_out.dtype == out.dtype)
+    spec = CombineSpec(head_dim, CODECS[out.dtype], prefix_out.dtype == out.dtype)
     num_rows = num_kv_heads * prefix_rows
     constants = {
         "out_stride": prefix_out.stride(0) * prefix_out.element_size(),

@@ -22,8 +22,7 @@ FEWEST = 64  # queries up to which all take as long
 MOST_SPLITS = 32  # of the tokens, one of each lane of the kernel that combines them
 SHORTEST = 128  # tokens of a split that are worth its start
 FILLED = 0.9  # of the SMs have a block, at least, or blocks are too large
-REGISTERS, OF_BLOCKS = 1 << 16, {1: 168, 2: 256}  # of an SM; of a thread
-RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
+REGISTERS = {1: 168, 2: 256}  # of a thread, about, by the blocks of a warp
 
 PREFIX: Table = (
     ("q", "P"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
@@ -93,12 +92,7 @@ class PrefixSpec(Spec):
 
     def __post_init__(self) -> None:
         for fmt in (self.k_format, self.v_format):
-            StagedRow(fmt)  # refuses groups that no kernel reads
-            if fmt.head_dim > WIDEST:
-                raise UnsupportedError(
-                    f"rows of {fmt.head_dim} elements have no prefix kernel, which takes up to "
-                    f"{WIDEST}: attend_shared reads them by the decode kernel, once for all"
-                )
+            StagedRow(fmt)  # refuses groups that no kernel reads; has_kernel refuses wide rows
 
     @property
     def rows(self) -> int:
@@ -186,9 +180,3 @@ def fit(spec: PrefixSpec, num_rows: int, most_shared: int, units: int, sm_count:
 def worth_splits(capacity: int) -> int:
     """Splits that so many tokens are worth."""
     return max(min(capacity // SHORTEST, MOST_SPLITS), 1)
-
-
-def blocks_per_sm(spec: PrefixSpec, shared_of_sm: int) -> int:
-    """Blocks that an SM has room for, by about as many registers as they take."""
-    registers = REGISTERS // (spec.threads * OF_BLOCKS[spec.blocks])
-    return max(min(registers, shared_of_sm // (spec.shared_bytes + RESERVED)), 1)

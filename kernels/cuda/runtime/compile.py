@@ -22,7 +22,7 @@ import re
 import struct
 import threading
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,7 @@ class Cubin:
             end = code.index(b"\0", first_name + name)
             sections[code[first_name + name : end].decode()] = code[start : start + length]
         # constant bank 0 holds the arguments: only what can be launched has one
-        names = [name[len(ARGUMENTS) :] for name in sections if name.startswith(ARGUMENTS)]
-        if len(names) != 1:
-            raise ValueError(f"a cubin with kernels {names}: there must be one")
+        (kernel,) = [name[len(ARGUMENTS) :] for name in sections if name.startswith(ARGUMENTS)]
         info = sections[".nv.info"]
         found: dict[int, list[int]] = {REGISTER_COUNT: [], FRAME_SIZE: []}
         at = 0
@@ -98,23 +96,21 @@ class Cubin:
             if attribute in found:  # the index of a symbol, and its number
                 found[attribute].append(struct.unpack_from("<I", info, at + 8)[0])
             at += 4 + (length if form == WITH_LENGTH else 0)
-        return cls(names[0], code, Report(max(found[REGISTER_COUNT]), max(found[FRAME_SIZE])))
+        return cls(kernel, code, Report(max(found[REGISTER_COUNT]), max(found[FRAME_SIZE])))
 
     def to_bytes(self) -> bytes:
-        facts = {"name": self.name, **asdict(self.report)}
+        facts = self.name, self.report.registers, self.report.stack_bytes
         return seal(json.dumps(facts).encode() + b"\n" + self.code)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Cubin | None:
         """Read such a content; None if it is damaged."""
-        header, _, code = (unseal(data) or b"").partition(b"\n")
-        try:
-            facts = json.loads(header)
-            name, report = facts.pop("name"), Report(**facts)
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        body = unseal(data)
+        if body is None:
             return None
-        good = isinstance(name, str) and all(type(n) is int for n in asdict(report).values())
-        return cls(name, code, report) if good else None
+        header, _, code = body.partition(b"\n")
+        name, registers, stack_bytes = json.loads(header)
+        return cls(name, code, Report(registers, stack_bytes))
 
 
 def load_cubin(spec: Spec, arch: str) -> Cubin:

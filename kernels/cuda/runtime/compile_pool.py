@@ -26,7 +26,7 @@ from ...disk_cache import locked, warn_of_folder
 from .compile import cubin_path, keep_cubin, missing, require_extra
 from .spec import Spec, fields_of
 
-READY = b"ready\n"  # before its answers; what is said on stdout before that is none
+READY = b"ready\n"  # before an answer; what else is said on stdout is none
 # what a _Compiler runs: it finds modules where this process does, and in no other folder
 ALONE = f"""
 import sys
@@ -49,21 +49,9 @@ def compile_all(
     of load_cubin, or if a process was killed; RuntimeError if a process failed otherwise.
     """
     todo = missing(specs, arch)
-    if not todo:
-        return
-    require_extra()
-    try:
+    if todo:
+        require_extra()
         _compile(todo, arch, report)
-    except _NotKeptError as error:
-        warn_of_folder("CUDA", error.problem)
-
-
-class _NotKeptError(Exception):
-    """A kernel could not be put on the disk."""
-
-    def __init__(self, problem: OSError) -> None:
-        super().__init__(problem)
-        self.problem = problem
 
 
 def _compile(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> None:
@@ -72,82 +60,37 @@ def _compile(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> N
     ended: queue.SimpleQueue[Spec | BaseException] = queue.SimpleQueue()
     for spec in todo:
         waiting.put(spec)
+    notes = iter(["kvquant: another process compiles kernels here; waiting for those"])
 
-    def work(compilers: _Compilers) -> None:
-        with suppress(queue.Empty):
-            while True:
+    def tell() -> None:
+        for note in notes:  # the first time
+            log.warning(note)
+
+    def work(compiler: _Compiler) -> None:
+        with compiler, suppress(queue.Empty):
+            while not compiler.is_closed:
                 spec = waiting.get_nowait()
                 try:
-                    ended.put(compilers.compile(spec, arch))
+                    with locked(cubin_path(spec, arch), tell):
+                        if missing([spec], arch):  # another process may have compiled it meanwhile
+                            compiler.compile(spec, arch)
+                    ended.put(spec)
                 except BaseException as error:
                     ended.put(error)
-        # Linux kills the compilers that this thread has started when it ends (PR_SET_PDEATHSIG),
-        # and another thread may be using them
-        compilers.closed.wait()
 
-    with _Compilers() as compilers:
+    with ExitStack() as stack:
         # a process that ends waits for the threads of an executor, and for none of these
         for _ in range(min(cores(), len(todo))):
-            threading.Thread(target=work, args=(compilers,), daemon=True).start()
+            compiler = stack.enter_context(_Compiler())
+            threading.Thread(target=work, args=(compiler,), daemon=True).start()
         for _ in todo:
             found = ended.get()
+            if isinstance(found, OSError):  # it cannot be kept
+                warn_of_folder("CUDA", found)
+                return
             if isinstance(found, BaseException):
                 raise found
             report(found)
-
-
-class _Compilers:
-    """Processes that compile, started when they are needed; `closed` is set when all have ended,
-    and until then a thread that uses them must live."""
-
-    def __init__(self) -> None:
-        self._idle: queue.SimpleQueue[_Compiler] = queue.SimpleQueue()
-        self._lock, self._ends = threading.Lock(), ExitStack()
-        self.closed, self._has_told = threading.Event(), False
-
-    def __enter__(self) -> _Compilers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all, in the middle of a kernel, too; none is started any more."""
-        with self._lock:
-            try:
-                self._ends.close()
-            finally:  # interrupted, too: else threads would wait for ever
-                self.closed.set()
-
-    def compile(self, spec: Spec, arch: str) -> Spec:
-        """Put a kernel on the disk, unless another process does so meanwhile."""
-        try:
-            path = cubin_path(spec, arch)
-            with locked(path, self._tell):
-                if missing([spec], arch):
-                    compiler = self._take()
-                    try:
-                        compiler.compile(spec, arch)
-                    finally:
-                        self._idle.put(compiler)
-        except OSError as error:
-            raise _NotKeptError(error) from error
-        return spec
-
-    def _take(self) -> _Compiler:
-        """One that has nothing to do, or a new one."""
-        with suppress(queue.Empty):
-            return self._idle.get_nowait()
-        with self._lock:
-            if self.closed.is_set():
-                raise UnsupportedError("another kernel cannot be compiled")
-            return self._ends.enter_context(_Compiler())
-
-    def _tell(self) -> None:
-        with self._lock:
-            if not self._has_told:
-                log.warning("kvquant: another process compiles kernels here; waiting for those")
-            self._has_told = True
 
 
 def cores() -> int:
@@ -157,61 +100,71 @@ def cores() -> int:
 
 
 class _Compiler:
-    """A process that compiles kernels one after another, without torch or the caller's program."""
+    """A process that compiles kernels one after another, without torch or the caller's program.
+
+    It starts with the first kernel. Linux ends it with the thread that started it (compile_alone).
+    """
 
     def __init__(self) -> None:
-        paths = [path for path in sys.path if isinstance(path, str)]  # as Python's own import
-        self._is_ready = False
-        try:
-            self._said = tempfile.TemporaryFile()
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", ALONE, str(os.getpid()), *paths],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._said,  # a file, since nobody reads it before the end
-            )
-        except OSError as error:
-            raise UnsupportedError(
-                f"a process that compiles kernels cannot be started: {error}"
-            ) from error
+        self._lock, self.is_closed = threading.Lock(), False
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> _Compiler:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()  # it has nothing to put in order
-        with suppress(OSError), self._process, self._said:
-            pass
+        """End it, in the middle of a kernel, too, for good."""
+        with self._lock:
+            self.is_closed = True
+            if self._process is not None:
+                self._process.kill()  # it has nothing to put in order
+                with suppress(OSError), self._process, self._said:
+                    pass
+                self._process = None
 
     def compile(self, spec: Spec, arch: str) -> None:
-        """Compile a kernel and put it on the disk; _NotKeptError if it cannot be kept."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        """Compile a kernel and put it on the disk; OSError if it cannot be kept."""
+        with self._lock:
+            if self.is_closed:
+                return  # nobody waits for it
+            process = self._process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
         try:
-            pickle.dump((spec, arch), self._process.stdin)
-            self._process.stdin.flush()
-            while not self._is_ready:
-                line = self._process.stdout.readline()
-                if not line:
-                    raise EOFError
-                self._is_ready = line == READY
-            problem = pickle.load(self._process.stdout)
+            pickle.dump((spec, arch), process.stdin)
+            process.stdin.flush()
+            while process.stdout.readline() not in (READY, b""):
+                pass
+            problem = pickle.load(process.stdout)
         except (OSError, EOFError):
-            code = self._process.wait()
+            code = process.wait()
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace").strip()
+            problem = RuntimeError(
+                f"the process that compiled {spec} for {arch} ended with {code}: {said}"
+            )
             if code < 0:
-                raise UnsupportedError(
+                problem = UnsupportedError(
                     f"a process that compiled {spec.kernel} was ended by "
                     f"{signal.Signals(-code).name}, as where memory runs out: run it again, which "
                     "goes on with the kernels that are there, or give it fewer cores (taskset)"
-                ) from None
-            self._said.seek(0)
-            said = self._said.read().decode(errors="replace").strip()
-            raise RuntimeError(
-                f"the process that compiled {spec} for {arch} ended with {code}: {said}"
-            ) from None
-        if isinstance(problem, OSError):
-            raise _NotKeptError(problem)
+                )
         if problem is not None:
             raise problem
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        paths = [path for path in sys.path if isinstance(path, str)]  # as Python's own import
+        try:
+            self._said = tempfile.TemporaryFile()  # a file, since nobody reads it before the end
+            return subprocess.Popen(
+                [sys.executable, "-c", ALONE, str(os.getpid()), *paths],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+            )
+        except OSError as error:
+            raise UnsupportedError(
+                f"a process that compiles kernels cannot be started: {error}"
+            ) from error
 
 
 def compile_alone() -> None:
@@ -222,7 +175,6 @@ def compile_alone() -> None:
             return
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
-    answers.write(b"\n" + READY)
     while True:
         try:
             spec, arch = pickle.load(sys.stdin.buffer)
@@ -235,5 +187,6 @@ def compile_alone() -> None:
             problem = UnsupportedError(str(error).replace("\n", " "))
         except OSError as error:
             problem = error
+        answers.write(b"\n" + READY)
         pickle.dump(problem, answers)
         answers.flush()

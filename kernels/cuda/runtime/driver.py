@@ -151,7 +151,7 @@ class Launcher:
 
 
 def peak_bandwidth(device: int) -> float:
-    """GB/s of a device's memory by clock and bus; 0.0 where the driver does not tell."""
+    """GB/s of a device's memory by clock and bus; 0.0 if the driver does not know them."""
     told = []
     for attribute in (MEMORY_CLOCK_RATE, GLOBAL_MEMORY_BUS_WIDTH):
         value = ctypes.c_int()

@@ -159,11 +159,6 @@ class Rehearsed(Exception):
     """A kernel is not there: kvquant.rehearsal has noted it."""
 
 
-def is_rehearsed(index: int) -> bool:
-    """Whether a call on tensors of a device with this index is rehearsed."""
-    return _rehearsed(index) is not None
-
-
 def _rehearsed(index: int) -> rehearsal.Rehearsal | None:
     """The rehearsal that is under way, if that is the index of tensors without memory."""
     return rehearsal.current() if index < 0 else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import struct
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
@@ -57,8 +58,9 @@ class Spec:
     arch_specific: ClassVar[bool] = False
 
     @property
+    @abstractmethod
     def arguments(self) -> Table:
-        raise NotImplementedError
+        """The table of the kernel's arguments."""
 
     def build(self) -> Any:
         """The kernel, a Python function that numba compiles; imports numba."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -29,9 +31,12 @@ def facts_of(tensor: torch.Tensor | None) -> Hashable:
     )
 
 
-def strides(x: torch.Tensor) -> list[int]:
-    """Bytes from one to the next along the axes but the last; 0 where there is only one."""
+def strides(x: torch.Tensor, is_copied: bool = False) -> list[int]:
+    """Bytes from one to the next along the axes but the last, of x or of a contiguous copy; 0 where
+    there is only one."""
     sizes, steps = x.shape[:-1], x.stride()[:-1]
+    if is_copied:
+        steps = tuple(math.prod(x.shape[i:]) for i in range(1, x.ndim))
     return [x.element_size() * step * (n > 1) for n, step in zip(sizes, steps, strict=True)]
 
 
@@ -55,16 +60,21 @@ def aligned_copy(x: torch.Tensor) -> torch.Tensor:
     return x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
+def refuse_rows(name: str, rows: torch.Tensor, wanted: str) -> NoReturn:
+    """Raise ConfigError: no kernel can read rows where they are."""
+    raise ConfigError(
+        f"{name}: {wanted} on CUDA, these start {rows.data_ptr() % UNIT} bytes after a multiple of "
+        f"{UNIT} and have strides {list(rows.stride())}. Allocate them apart"
+    )
+
+
 def check_pages(name: str, rows: torch.Tensor, fmt: RowFormat) -> None:
     """Raise unless a kernel can take pages [num_pages, num_kv_heads, page_size, row_bytes]:
     ConfigError if rows are not aligned, UnsupportedError if there are too many slots."""
     unit = unit_of(fmt)
     if any(n % unit for n in (rows.data_ptr(), *(strides(rows)))):
-        raise ConfigError(
-            f"{name}: rows of {fmt} with head_dim {fmt.head_dim} must be aligned to {unit} bytes "
-            f"on CUDA, these start {rows.data_ptr() % UNIT} bytes after a multiple of {UNIT} and "
-            f"have strides {list(rows.stride())}. Allocate them apart"
-        )
+        wanted = f"rows of {fmt} with head_dim {fmt.head_dim} must be aligned to {unit} bytes"
+        refuse_rows(name, rows, wanted)
     if rows.shape[0] * rows.shape[2] >= MOST_SLOTS:
         raise UnsupportedError(
             f"{name} {list(rows.shape)} has {rows.shape[0] * rows.shape[2]} slots: the CUDA kernel "

@@ -7,7 +7,7 @@ tensors without memory. The warmup.py of cache, paged and engine have the calls.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
@@ -19,6 +19,7 @@ from .launch import GPU, gpu_of
 from .spec import Spec
 
 log = logging.getLogger("kvquant")
+_warm: set[Hashable] = set()  # devices and kinds whose kernels were compiled in this process
 
 
 def kernels_of(calls: Iterable[Callable[[], None]], gpu: GPU) -> list[Spec]:
@@ -29,10 +30,15 @@ def kernels_of(calls: Iterable[Callable[[], None]], gpu: GPU) -> list[Spec]:
     return list(rehearsal.kernels)
 
 
-def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
+def warm_up(
+    device: torch.device, calls: Iterable[Callable[[], None]], kind: Hashable = None
+) -> None:
     """Compile the kernels that calls will launch and that are not on the disk; the log says so.
-    Nothing to do for the CPU."""
-    if device.type != "cuda":
+
+    kind: all that the kernels of the calls depend on. A process rehearses the calls of a kind once;
+    with None always. Nothing to do for the CPU.
+    """
+    if device.type != "cuda" or (kind is not None and (device, kind) in _warm):
         return
     from kvquant.text import progress
 
@@ -42,3 +48,4 @@ def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
         log.warning("kvquant: compiling %d kernels for %s, once", len(todo), gpu.arch)
         with progress(len(todo), "kvquant: compiling kernels", line=log.info) as update:
             compile_all(todo, gpu.arch, lambda spec: update(1))
+    _warm.add((device, kind))

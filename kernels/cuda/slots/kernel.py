@@ -72,7 +72,7 @@ def make_slots_kernel(spec):
             wanted = int32(min(max(given, int64(0)), int64(new_tokens)))
         count = min(wanted, int32(max_seq_len - old))
         after = int32(old + count)
-        behind = int32(after - sink_len)  # tokens behind the sinks
+        behind = int32(after - sink_len)  # tokens after the sinks
         last = max(first, int32(behind - recent_len))
         page, ring = max(packed_len, int32(1)), max(ring_len, int32(1))
         oldest = int32(behind - packed_len) if window != int32(0) else int32(0)
@@ -84,7 +84,7 @@ def make_slots_kernel(spec):
         exact_len = int32(sink_len + ring_len)
         for offset in range(thread, new_tokens, THREADS):
             offset = int32(offset)
-            index = int32(old + offset - sink_len)  # among the tokens behind the sinks
+            index = int32(old + offset - sink_len)  # among the tokens after the sinks
             packed_slot = exact_slot = int64(-1)
             if offset < count:
                 if index < int32(0):

@@ -58,7 +58,7 @@ def place_tokens(
 
     lens, sizes: ops.slots.Lens and Sizes of a LayerCache. new_lens: [batch], int32 or int64, taken
     as 0 to new_tokens; None for all. overflow: [1], int32, counts tokens beyond max_seq_len. room:
-    [3, batch * new_tokens + batch], int64, contiguous: slots.Slots, and behind them seq_lens,
+    [3, batch * new_tokens + batch], int64, contiguous: slots.Slots, and after them seq_lens,
     packed_lens and, with a window, firsts as they were. Errors: as of cached_launch.
     """
     index, batch = room.get_device(), room.shape[1] // (new_tokens + 1)

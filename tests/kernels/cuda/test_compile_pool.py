@@ -119,7 +119,7 @@ def test_engines_that_want_other_kernels_compile_at_the_same_time(
     assert len(cubins(cache)) == 2
 
 
-def test_a_process_outlives_the_thread_that_started_it(
+def test_a_thread_that_is_done_ends_no_process_of_another(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of two threads has no more to compile while the second waits for a lock."""
@@ -137,7 +137,7 @@ def test_a_process_outlives_the_thread_that_started_it(
         begin = time.monotonic()
         while not done and time.monotonic() < begin + 60:
             time.sleep(0.01)
-        time.sleep(0.3)  # a thread that ends now would take its process with it
+        time.sleep(0.3)  # its thread ends now, and its process with it
     thread.join(60)
     assert done == [first, second]
 

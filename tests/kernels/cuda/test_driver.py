@@ -13,7 +13,7 @@ from threads import run_in_threads
 
 from kvquant import RowFormat, decode_attention, quantize_rows
 from kvquant.errors import DeviceError, UnsupportedError
-from kvquant.kernels.cuda.decode import launch
+from kvquant.kernels.cuda.decode import arrange
 from kvquant.kernels.cuda.runtime import driver, workspace
 
 
@@ -35,7 +35,7 @@ def test_threads_do_not_mix_their_arguments(cuda: FakeDriver) -> None:
     assert len(cuda.launched) == 200 * len(queries)
     for note in cuda.launched:
         common, _ = unpack(loaded_specs()[-1], note.arguments)
-        scale = round(common["score_scale"] / launch.LOG2_E)
+        scale = round(common["score_scale"] / arrange.LOG2_E)
         assert common["q"] == queries[scale].data_ptr()
 
 

@@ -128,7 +128,7 @@ def test_two_sides_with_feedback_are_one_launch(cuda: FakeDriver) -> None:
 def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> None:
     launch_append(**make_call(Case(feedback="v", v="int8")))
     launch_append(**make_call(Case(matrix="k", feedback="kv", v="fp8")))
-    plain, fed, product, fp8, of_matrix = loaded_specs()
+    plain, fed, product, of_matrix, fp8 = loaded_specs()
     assert isinstance(plain, AppendSpec) and isinstance(fed, FeedbackSpec)
     assert isinstance(of_matrix, FeedbackSpec) and isinstance(fp8, AppendSpec)
     assert isinstance(product, AffineSpec) and product.encodes
@@ -140,7 +140,7 @@ def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> No
 def test_rows_that_cannot_be_read_are_copied(cuda: FakeDriver) -> None:
     call = make_call(Case(feedback="v", clip="v", offset="v", exact="bf16", heads=2, layout="odd"))
     launch_append(**call)
-    x = arguments_of(loaded_specs()[1], cuda.launched[1].arguments)["side0.x"]
+    x = arguments_of(loaded_specs()[1], cuda.launched[1].arguments)["k.x"]
     assert x != call["v"].data_ptr() and x % 16 == 0
 
 

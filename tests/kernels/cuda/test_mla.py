@@ -566,10 +566,10 @@ def test_nothing_to_attend_to(cuda: FakeDriver) -> None:
     assert not cuda.launched
 
 
-def of_rows(case: MlaCase, rows: torch.Tensor, table: torch.Tensor | None = None) -> MlaCase:
+def of_rows(case: MlaCase, rows: torch.Tensor) -> MlaCase:
     """The same call of other rows."""
     (one,) = case.segments
-    changed = latent_segment(rows[:, None], one.seq_lens, one.k_format, block_table=table)  # type: ignore[arg-type]
+    changed = latent_segment(rows[:, None], one.seq_lens, one.k_format)  # type: ignore[arg-type]
     return replace(case, segments=[changed])
 
 
@@ -577,12 +577,9 @@ def test_what_has_no_kernel_is_refused(cuda: FakeDriver) -> None:
     case = make_mla(AIM, 4, (40,))
     with pytest.raises(ConfigError, match="rows of 368 bytes must follow one another"):
         attend(of_rows(case, torch.zeros(1, 45, 384, dtype=torch.uint8)[..., :368]))
-    table = torch.zeros(1, 9, dtype=torch.int32)
-    with pytest.raises(ConfigError, match="pages have 24 tokens: on CUDA use a power of two"):
-        attend(of_rows(case, torch.zeros(9, 24, 368, dtype=torch.uint8), table))
     with pytest.raises(ConfigError, match=r"q_latent is torch\.float32: on CUDA use bfloat16"):
         attend(replace(case, q_latent=case.q_latent.float(), q_rope=case.q_rope.float()))
-    with pytest.raises(UnsupportedError, match=r"sm_scale is 0\.0: on CUDA it must be positive"):
+    with pytest.raises(ConfigError, match=r"sm_scale 0\.0 is not possible on CUDA: use a positive"):
         attend(replace(case, sm_scale=0.0))
     for name, rope_dim, message in (
         ("int8", 64, "int8 latents of 512 elements have .* use int4-g4, int4-g8, int8-g4, int8-g8"),
@@ -637,7 +634,7 @@ def test_a_rehearsal_cuts_work_as_a_call_does(name: str, monkeypatch: pytest.Mon
                 return SimpleNamespace(registers=registers)
 
             monkeypatch.setattr(launching, "kernel_of", kernel_of)
-            of_call = latent_segment(rows, lens, fmt), "bf16", batch, 16, False, room, True
+            of_call = latent_segment(rows, lens, fmt), batch, 16, False, "bf16", room, True
             found.append(launching._fitted(*of_call))
         assert found[0] == found[1] == found[2]
 

@@ -23,7 +23,6 @@ from kvquant.kernels.cuda.decode.plan import (
     STAGES,
     Fit,
     Plan,
-    blocks_per_sm,
     fit,
     kernels,
     narrow,
@@ -84,7 +83,7 @@ def test_plans_fit_the_gpu_and_no_split_is_empty(
     kernel = spec_of(spec, chosen)
     assert chosen.warps in RINGS and chosen.stages in STAGES
     assert kernel.shared_bytes <= gpu.shared_per_block
-    assert blocks_per_sm(kernel, gpu) >= 1
+    assert fit(kernel, gpu).blocks >= 1
     assert len(chosen.splits) == len(capacities)
     for i, (splits, most) in enumerate(zip(chosen.splits, capacities, strict=True)):
         assert splits >= 1
@@ -114,7 +113,7 @@ def test_wide_groups_and_several_queries_have_plans_that_fit(
     chosen = plan(spec, gpu, units, capacities)
     kernel = spec_of(spec, chosen)
     assert chosen.warps % sharers == 0 and chosen.stages in stages_of(spec)
-    assert kernel.shared_bytes <= gpu.shared_per_block and blocks_per_sm(kernel, gpu) >= 1
+    assert kernel.shared_bytes <= gpu.shared_per_block and fit(kernel, gpu).blocks >= 1
     assert sum(chosen.splits) <= kernel.most_parts, "room to merge"
     weights, copies = (
         4 * kernel.block_columns * kernel.most_parts,
@@ -132,7 +131,7 @@ def test_several_queries_cost_no_block_its_place(columns: int, gpu: GPU) -> None
         for one in kernels(plain, gpu):
             causal = replace(one.spec, causal=True)
             assert causal.shared_bytes - one.spec.shared_bytes == 4 * columns * causal.warps
-            assert blocks_per_sm(causal, gpu) == one.blocks
+            assert fit(causal, gpu).blocks == one.blocks
 
 
 @given(names, gpus, shapes)
@@ -172,7 +171,7 @@ def test_a_plan_is_good_for_sequences_that_fill_little_of_their_room(
 def test_long_sequences_keep_most_of_the_gpu_busy(units: int) -> None:
     chosen = plan(make_spec(), H200, units, [32768])
     busiest = math.ceil(units * chosen.splits[0] / H200.sm_count)
-    assert busiest <= blocks_per_sm(spec_of(make_spec(), chosen), H200), "one wave"
+    assert busiest <= fit(spec_of(make_spec(), chosen), H200).blocks, "one wave"
     warps_per_sm = units * chosen.splits[0] * chosen.warps / H200.sm_count
     assert warps_per_sm <= 12 and (warps_per_sm >= 6 or units == 1)
 
@@ -277,7 +276,7 @@ def test_candidates_are_distinct_and_fit() -> None:
         assert len(found) == len(set(found)) >= 5
         assert {one.warps for one in found} >= {4, 8}
         for one in found:
-            assert blocks_per_sm(spec_of(make_spec(), one), H200)
+            assert fit(spec_of(make_spec(), one), H200).blocks
             assert 1 <= one.splits[0] <= -(-capacity // (TILE * one.warps))
 
 

@@ -10,7 +10,7 @@ from operator import add
 
 from numba import cuda, float32, int32, uint32
 
-from ...device.fragments import over_quad
+from ...device.fragments import make_scale_rows, over_quad
 from ...device.jit import device_function, in_turn
 from ...device.ptx import (
     any_lane,
@@ -70,18 +70,7 @@ def make_consume(spec, path):
                     if left <= int32(8 * n + i):
                         scores[4 * n + 2 * h + i] = float32(HIDDEN)
 
-    def make_rescale(first, upto):
-        @device_function
-        def rescale(sums, low, high):
-            for at in range(first, upto, 4):
-                sums[at] *= low
-                sums[at + 1] *= low
-                sums[at + 2] *= high
-                sums[at + 3] *= high
-
-        return rescale
-
-    rescale = in_turn([make_rescale(at, at + 32) for at in range(0, SUMS, 32)])
+    rescale = in_turn([make_scale_rows(at, at + 32) for at in range(0, SUMS, 32)])
 
     @device_function
     def settle(scores, sums, factors, references, totals):

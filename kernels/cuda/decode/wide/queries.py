@@ -6,10 +6,8 @@ from numba import cuda, float32, uint32, uint64
 from ...device.codes import HALVES, make_in_order
 from ...device.combine import make_over_lanes
 from ...device.jit import device_function
-from ...device.powers import inverse_of
+from ...device.powers import inverse_of, norm_of
 from ...device.ptx import (
-    bits_float,
-    float_bits,
     load_global_u32x2,
     maximum,
     store_shared_f32,
@@ -20,7 +18,6 @@ from ..queries import make_query_row
 from .spec import BLOCK, GROUP, ROWS, order_of
 
 LANES = 8  # of a column
-FEWEST_EXPONENT = 64  # of the largest element, biased: below as this one
 
 
 def make_load_queries(spec):
@@ -64,10 +61,7 @@ def make_load_queries(spec):
             most = float32(0)
             for i in range(WORDS):
                 most = maximum(most, maximum(abs(low(words[i])), abs(high(words[i]))))
-            most = over_lanes(most, maximum)
-            exponent = max(uint32(float_bits(most) >> uint32(23)), uint32(FEWEST_EXPONENT))
-            # 2**(14 - e) of 2**e <= most, whose exponent is biased by 127
-            norm = bits_float(uint32(uint32(uint32(268) - exponent) << uint32(23)))
+            norm, _ = norm_of(over_lanes(most, maximum))
             of_party = uint32(column // uint32(ROWS))
             row = uint32(column - of_party * uint32(ROWS))
             to = uint32(shared + of_party * uint32(TILE_BYTES))

@@ -12,7 +12,7 @@ be a little beyond 65504; the factors of scores and the merge make up for it. Be
 fewer digits.
 
 Elements stay in the order of their words (spec.order_of), queries too; the output is put in order
-when it is written. Rows behind the last one are zeros.
+when it is written. Rows after the last one are zeros.
 """
 
 from numba import cuda, int32, uint32
@@ -60,8 +60,9 @@ def make_feed(spec, path, staged):
     WORDS = 4 * (staged.header_units + staged.chunks)
 
     @device_function
-    def feed(landings, stages, source, begin, end, feeder, half):
-        base, outer, row_stride, index, shift, around, mask = source
+    def feed(landings, stages, rows_of, places, begin, end, feeder, half):
+        base, outer, row_stride = rows_of
+        index, shift, mask, around = places
         lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
         tile = int32(begin + int32(feeder) * int32(TOKENS))
         behind = int32(int32(TILE) * int32(half))  # where the warp's half of a tile begins

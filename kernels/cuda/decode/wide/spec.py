@@ -34,7 +34,7 @@ SHAPES: dict[int, tuple[dict[str, Any], ...]] = {
     ),
 }
 MOST_SHARED = 232448  # bytes of a block on sm_90
-# barriers: FULL and FREE are of the first stage, the numbers behind them of the others
+# barriers: FULL and FREE are of the first stage, the numbers after them of the others
 QUERIES, FULL, FREE = 1, 2, 8
 MOST_STAGES = FREE - FULL
 
@@ -82,7 +82,7 @@ class WideSpec(DecodeSpec):
 
     @property
     def rings_at(self) -> int:
-        """Byte at which tiles begin: behind what warps keep."""
+        """Byte at which tiles begin: after what warps keep."""
         return -(-self.warps * self.kept // ALIGNMENT) * ALIGNMENT
 
     @property
@@ -92,7 +92,7 @@ class WideSpec(DecodeSpec):
 
     @property
     def tiles_at(self) -> int:
-        """Byte behind rings_at at which the stages begin: behind the queries."""
+        """Byte after rings_at at which the stages begin: after the queries."""
         return self.parties * self.tile_bytes[0]
 
     @property

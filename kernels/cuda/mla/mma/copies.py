@@ -7,7 +7,7 @@ back.
     ring      the same, each row from its slot; so where it is in a sequence slot
     by row    the same, each row from its page, where pages are smaller than HALF rows
 
-What lies behind the last token becomes zeros, and is not read.
+What lies after the last token becomes zeros, and is not read.
 """
 
 from numba import int32, uint32, uint64

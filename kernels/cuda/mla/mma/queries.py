@@ -18,10 +18,9 @@ from numba import cuda, float32, uint32, uint64
 from ...device.codes import HALVES, PACK
 from ...device.fragments import over_quad, store_sums
 from ...device.jit import device_function
+from ...device.powers import norm_of
 from ...device.ptx import (
     barrier,
-    bits_float,
-    float_bits,
     high_f16,
     load_global_u32,
     load_global_u32x2,
@@ -103,14 +102,6 @@ class Part:
             return pack(low(two) * norm, low(one) * norm), pack(high(two) * odd, high(one) * odd)
 
         self.load, self.largest, self.group_sum, self.pair = load, largest, group_sum, pair
-
-
-@device_function
-def norm_of(largest):
-    """The power of two by which a query is multiplied, and one over it."""
-    exponent = max(float_bits(largest) >> uint32(23), uint32(64))
-    norm = bits_float((uint32(268) - exponent) << uint32(23))  # 2**(141 - exponent)
-    return norm, bits_float((exponent - uint32(14)) << uint32(23))
 
 
 def make_load_queries(spec):

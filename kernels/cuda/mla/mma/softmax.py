@@ -63,7 +63,8 @@ def make_mask(spec):
 def make_softmax(spec):
     """Two functions: P of a warp's eight tokens and the flag; one reference for all."""
     V, BLOCKS, COLUMNS = spec.latent, spec.blocks, spec.block_columns
-    HALVES, HAS_LIMITS = 2 * BLOCKS, spec.has_limits
+    HALVES = 2 * BLOCKS
+    HAS_LIMITS = spec.has_shifts  # P heeds the largest scale, so that P times scale fits fp16
     SCALES = V.groups if HAS_LIMITS else 1
     AT_P = spec.p_at
     AT_MAXIMA = AT_P + BLOCKS * SLICES // 2 * FRAGMENT

@@ -97,11 +97,6 @@ class MlaSpec(Spec):
         return not (self.latent.is_exact or self.behind)
 
     @property
-    def has_limits(self) -> bool:
-        """Whether P heeds the largest scale, so that P times scale fits fp16."""
-        return self.has_shifts
-
-    @property
     def row_bytes(self) -> int:
         return self.latent.row_bytes + self.rope.row_bytes
 
@@ -149,7 +144,7 @@ class MlaSpec(Spec):
 
     @property
     def p_at(self) -> int:
-        """Byte of that at which P stands, behind the partial scores."""
+        """Byte of that at which P stands, after the partial scores."""
         return FRAGMENT * self.blocks * SLICES * SLICES
 
     @property

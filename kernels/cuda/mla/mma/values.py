@@ -14,7 +14,7 @@ Scales down to 2**-19 of the largest so far keep all digits.
 from numba import cuda, float32, int32, uint32
 
 from ...device.codes import MMA, make_unpack
-from ...device.fragments import load_sums, over_quad, store_sums
+from ...device.fragments import load_sums, make_scale_rows, over_quad, store_sums
 from ...device.jit import device_function, in_turn
 from ...device.powers import inverse_of, power_of
 from ...device.ptx import (
@@ -218,18 +218,15 @@ def make_rescale(spec):
     """Make the function that multiplies the sums of columns g and g + 8 of each block."""
     BLOCKS, SUMS = spec.blocks, sums_of(spec)
 
-    @device_function
-    def scale_rows(sums, at, low, high):
-        four = load_sums(sums, at)
-        store_sums(sums, at, (four[0] * low, four[1] * low, four[2] * high, four[3] * high))
-
     def make_block(b):
+        scale_rows = make_scale_rows(SUMS * b, SUMS * (b + 1))
+        scale_header = make_scale_rows(4 * b, 4 * b + 4)
+
         @device_function
         def rescale_block(sums, header_sums, factors):
             low, high = factors[2 * b], factors[2 * b + 1]
-            for at in range(SUMS * b, SUMS * (b + 1), 4):
-                scale_rows(sums, at, low, high)
-            scale_rows(header_sums, 4 * b, low, high)
+            scale_rows(sums, low, high)
+            scale_header(header_sums, low, high)
 
         return rescale_block
 

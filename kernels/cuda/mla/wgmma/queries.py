@@ -7,6 +7,7 @@ from ...device.codes import HALVES, make_in_order
 from ...device.combine import make_over_lanes
 from ...device.fragments import load_sums, store_sums
 from ...device.jit import device_function
+from ...device.powers import norm_of
 from ...device.ptx import (
     load_global_u32x4,
     maximum,
@@ -15,7 +16,6 @@ from ...device.ptx import (
 )
 from ...device.row_layout import operand_of
 from ...device.warpgroup import BLOCK, LINE
-from ..mma.queries import norm_of
 from .spec import BLOCKS, SHARES
 
 LANES = 8  # of a column

@@ -153,7 +153,7 @@ def _make_expand_rows(spec, find, row_at):
     CODES, HEADER = LATENT.code_offset, LATENT.code_bytes if BEHIND else 0
     UNITS = LATENT.code_bytes // UNIT // LANES  # of a lane: every fourth one of a row
     PER_GROUP = LATENT.code_bytes // UNIT // LATENT.groups  # units of a group
-    # of a lane; two lanes side by side have another group than the two behind them, or all the same
+    # of a lane; two lanes side by side have another group than the two after them, or all the same
     HEADERS, APART = (UNITS, True) if PER_GROUP < LANES else (LATENT.groups, False)
     PER_HEADER = UNITS // HEADERS
     ROPE_EXACT, ROPE_AT = ROPE.is_exact, LATENT.row_bytes

@@ -17,7 +17,7 @@ STAGES = 2  # tiles in shared memory
 LATENT_DIM, ROPE_DIM = 512, 64
 BLOCKS = (LATENT_DIM + ROPE_DIM) // 64  # of 64 elements each, of a tile and of the queries
 STAGE = 64 * 128 * BLOCKS  # bytes
-# behind the queries and the stages, for each stage: of a token the inverse of the power of two that
+# after the queries and the stages, for each stage: of a token the inverse of the power of two that
 # its row is multiplied by, and its exponent; of a column what the output so far is multiplied by;
 # of a warp whether it is. Then of a column a factor: of its scores, at the end of its output
 POWERS, FACTORS, FLAGS, NOTES = 0, 8 * TOKENS, 12 * TOKENS, 12 * TOKENS + 16
@@ -27,7 +27,7 @@ SHARES = FIRST_NOTES + STAGES * NOTES
 GROUP = 128  # threads of a warpgroup
 # registers of a thread of the rows, of the scores, of each half of the values: 512 in all
 REGISTERS_EXACT, REGISTERS_PACKED = (96, 96, 160), (112, 80, 160)
-# barriers; FULL, READY and FREE are of the first stage, the numbers behind them of the second one.
+# barriers; FULL, READY and FREE are of the first stage, the numbers after them of the second one.
 # OWN: the scores of a tile are done, and P may take the place of RoPE elements; END: shares are
 # there, and no half reads the stages any more; DONE: the output stands where they were
 FULL, READY, FREE, OWN, END, DONE = 1, 3, 5, 7, 8, 9

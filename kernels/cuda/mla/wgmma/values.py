@@ -6,6 +6,7 @@ sums    lane 4g + t of warp w: columns 16w + g and + 8, elements 8n + 2t and + 1
 from numba import cuda, float32, int32, uint32, uint64
 
 from ...device.combine import make_write
+from ...device.fragments import make_scale_rows
 from ...device.jit import device_function, in_turn
 from ...device.ptx import (
     arrive,
@@ -56,18 +57,7 @@ def make_add_values(spec):
     write = make_write(spec.query)
     AS_IT_IS, IS_INT4 = (spec.orders[0] == order for order in ("as they are", "pairs"))
 
-    def make_rescale(first):
-        @device_function
-        def rescale(sums, low, high):
-            for at in range(first, first + PART, 4):
-                sums[at] *= low
-                sums[at + 1] *= low
-                sums[at + 2] *= high
-                sums[at + 3] *= high
-
-        return rescale
-
-    rescale = in_turn([make_rescale(first) for first in range(0, SUMS, PART)])
+    rescale = in_turn([make_scale_rows(at, at + PART) for at in range(0, SUMS, PART)])
 
     def make_put(first):
         @device_function
