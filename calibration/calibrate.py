@@ -33,7 +33,7 @@ from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
 from kvquant.rows.format import HEAD_DIMS, RowFormat
 from kvquant.rows.latent import LatentFormat
 
-from .basis_search import BASE_FORMAT, BATCH, STEPS, Chosen, ObservableModel, choose
+from .basis_search import BASE_FORMAT, BATCH, Chosen, ObservableModel, choose
 from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
 from .format_search import Costs, Side, allocate, worst_layers
 from .layer_selection import HeldLayers, held_layers, renumbered
@@ -435,7 +435,7 @@ def finish(
         "others": [{"layer": layer, "why": why} for layer, why in others.items()],
         **({"latent": True} if first.is_latent else {}),
     }
-    plan = _assembled(moments, chosen, start, model.exact_format, kept, facts)
+    plan = _assembled(chosen, start, model.exact_format, kept, facts)
     if passages is None:
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
@@ -454,7 +454,6 @@ def finish(
 
 
 def _assembled(
-    moments: Moments,
     chosen: Mapping[int, Mapping[str, Chosen]],
     start: tuple[str, str],
     exact: str,
@@ -462,12 +461,10 @@ def _assembled(
     facts: Mapping[str, Any],
 ) -> CachePlan:
     """Make the plan, with the same formats for all layers and nothing measured yet."""
-    order = sorted(moments.layers)
+    order = sorted(chosen)
     tensors: dict[str, torch.Tensor] = {}
     for side in "kv":
-        per_layer: list[dict[str, torch.Tensor]] = []
-        for layer in order:
-            per_layer.append(_plan_tensors(side, moments, layer, chosen[layer][side]))
+        per_layer = [_plan_tensors(chosen[layer][side]) for layer in order]
         for name in per_layer[0]:
             tensors[f"{side}.{name}"] = torch.stack([each[name].float() for each in per_layer])
         bases = [chosen[layer][side].basis for layer in order]
@@ -491,7 +488,6 @@ def _assembled(
     whole = {
         **facts,
         "layers": layers,
-        "steps": [*STEPS, "feedback", "clip"],
         "candidates": list(clips),
         "measured": None,
     }
@@ -499,32 +495,18 @@ def _assembled(
     return CachePlan(whole | {"bits": plan.bits}, plan.tensors)
 
 
-def _plan_tensors(
-    side: str, moments: Moments, layer: int, chosen: Chosen
-) -> dict[str, torch.Tensor]:
+def _plan_tensors(chosen: Chosen) -> dict[str, torch.Tensor]:
     """The tensors of one side of one layer by their names in CachePlan, without "k."."""
-    at, basis = moments.layers[layer], chosen.basis
+    basis = chosen.basis
     heads, dim = basis.offset.shape
     eye = torch.eye(dim, dtype=torch.float32, device="cpu").expand(heads, dim, dim)
-    covariance = at.covariance(side)
-    stored = covariance
-    if basis.matrix is not None:
-        inverse = torch.linalg.inv(basis.matrix.double())
-        stored = inverse @ covariance @ inverse.mT
     return {
         "offset": basis.offset.cpu(),
         "matrix": basis.matrix.cpu()
         if basis.kind == "matrix" and basis.matrix is not None
         else eye,
         "feedback": eye if basis.feedback is None else basis.feedback.cpu(),
-        "mean": at.mean(side).cpu(),
-        "std": at.std(side).cpu(),
-        "min": at.tensors[f"{side}_min"].cpu(),
-        "max": at.tensors[f"{side}_max"].cpu(),
-        "absmax": at.absmax(side).cpu(),
-        "stored.std": stored.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt().cpu(),
         **{f"clip.{name}": clip for name, clip in chosen.clips.items()},
-        **chosen.errors,
     }
 
 
@@ -685,7 +667,7 @@ def _costs(
 ) -> dict[str, float]:
     """The KL of one side in every format, from that in the one it was measured in."""
     errors = {
-        name: float(chosen.errors[f"format_error.{name}"].square().mean())
+        name: float(chosen.errors[name].square().mean())
         for name, pair in formats.items()
         if not pair[0].is_exact
     }

@@ -122,10 +122,6 @@ class LayerMoments:
         second = self.tensors[f"{side}_outer"] / max(self.count, 1)
         return second - mean[:, :, None] * mean[:, None]
 
-    def std(self, side: str) -> torch.Tensor:
-        """[num_kv_heads, dim] of side "k" or "v"."""
-        return self.covariance(side).diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
-
     def absmax(self, side: str) -> torch.Tensor:
         """[num_kv_heads, dim] of side "k" or "v": the largest magnitude."""
         least, greatest = self.tensors[f"{side}_min"], self.tensors[f"{side}_max"]

@@ -103,16 +103,35 @@ def test_kernels_of_the_search_are_told_before_rows_are_stored(
     assert {spec.sides[0].share for spec in told} == {1, 4}
 
 
-def test_every_step_lowers_the_weighted_error(plan: CachePlan) -> None:
-    for side in "kv":
-        errors = [plan.tensors[f"{side}.error.{step}"] for step in plan.facts["steps"]]
-        assert [tuple(error.shape) for error in errors] == [(4, 1)] * 6
-        means = [float(error.mean()) for error in errors]
-        assert means[2:] == sorted(means[2:], reverse=True), side
+def test_every_step_lowers_the_weighted_error(
+    model: CachedModel, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows, fitted = observed_windows(torch.tensor(text), SIZES, None)
+    formats = {name: (RowFormat.parse(name, 64),) * 2 for name in calibrating.CANDIDATES}
+    seen: list[list[torch.Tensor]] = []  # of K and V of each layer: the errors of each step
+
+    def chosen(meter: Any, bases: Any, own: Any, base: str) -> Any:
+        found = choose_one(meter, bases, own, base)
+        steps = [*map(bases.get, ("plain", "offset", "hadamard", "matrix")), found.basis]
+        seen.append([*(meter.share(basis, own[base]) for basis in steps), found.errors[base]])
+        return found
+
+    choose_one = basis_search._chosen
+    monkeypatch.setattr(basis_search, "_chosen", chosen)
+    found = choose(model, fitted, observe(model, windows, "key", None), formats)
+    for at, side in enumerate("kv"):
+        means = [float(torch.stack(each).mean()) for each in zip(*seen[at::2], strict=True)]
+        assert len(means) == 6 and means[2:] == sorted(means[2:], reverse=True), side
         assert means[-1] < 0.9 * means[0]
-        names = [f"{side}.format_error.{name}" for name in plan.facts["candidates"]]
-        by_format = [float(plan.tensors[name].mean()) for name in names]
+        errors = [torch.stack([one[side].errors[name] for one in found.values()]) for name in formats]
+        assert [tuple(error.shape) for error in errors] == [(4, 1)] * len(formats)
+        by_format = [float(error.mean()) for error in errors]
         assert by_format == sorted(by_format, reverse=True)
+
+
+def test_a_plan_has_what_caches_need_alone(plan: CachePlan) -> None:
+    kinds = {name.split(".")[1] for name in plan.tensors}
+    assert kinds <= {"offset", "matrix", "feedback", "clip"} and "steps" not in plan.facts
 
 
 @pytest.mark.slow
@@ -127,9 +146,8 @@ def test_a_model_in_16_bit_gives_nearly_the_same_plan(
     assert plan.facts["settings"]["dtype"] == "float32"
     windows = torch.zeros(1, 8, dtype=torch.int64)
     assert _key(half, windows) != _key(model, windows), "sums of both would be mixed"
-    for side in "kv":
-        for name in (f"{side}.offset", f"{side}.format_error.int4", f"{side}.error.plain"):
-            assert relative_l2(found.tensors[name], plan.tensors[name]) < 0.02, name
+    for name in ("k.offset", "v.offset"):
+        assert relative_l2(found.tensors[name], plan.tensors[name]) < 0.02, name
     for ours, theirs in zip(plan.facts["comparison"], found.facts["comparison"], strict=True):
         assert 0.4 * ours["kl"] < theirs["kl"] < 2.5 * ours["kl"] + 1e-3  # of 48 tokens
     found.check_model(model.config_dict)

@@ -168,8 +168,6 @@ def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> No
         assert 0 < kl[name, True] < 0.5 * kl[name, False], name
     assert plan.facts["measured"]["kl"] == pytest.approx(kl["int4-g8", True], rel=1e-3)
     assert plan.bits == pytest.approx(8 * (160 + 64) / 288)
-    steps = [float(plan.tensors[f"k.error.{step}"].mean()) for step in ("plain", "matrix")]
-    assert steps[1] < 0.5 * steps[0]
     assert plan.facts["settings"]["rounding"] == "nearest" and "k.feedback" not in plan.tensors
 
 

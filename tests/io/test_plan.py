@@ -196,18 +196,16 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "no heads": (put("k.offset", lambda x: x[:, :0]), "do not fit 3 layers"),
     "axes": (put("k.offset", lambda x: x[0]), "do not fit 3 layers"),
     "head_dim": (put("k.offset", lambda x: x.repeat(1, 1, 2)), r"'k\.\w+' is .*it must be"),
-    "mean": (lambda _, tensors: tensors.pop("k.mean"), "k.'mean' is missing"),
-    "one side": (lambda _, tensors: tensors.pop("v.error.plain"), "'v.error.plain' is missing"),
     "no matrix": (lambda _, tensors: tensors.pop("k.matrix"), "k.'matrix' is missing"),
     "matrix": (put("k.matrix", lambda x: x[..., :63]), "'k.matrix' is"),
     "clip": (put("v.clip.int4", lambda x: x.T), "'v.clip.int4' is"),
-    "std": (put("k.std", lambda x: x[0]), "'k.std' is"),
+    "heads of others": (lambda _, x: x.update({"k.old": torch.zeros(3)}), "'k.old' is .* must be"),
     "dtype": (
-        put("k.std", lambda x: x.int()),
-        "'k.std' is torch.int32 .*: it must be torch.float32",
+        put("k.offset", lambda x: x.int()),
+        "'k.offset' is torch.int32 .*: it must be torch.float32",
     ),
     "nan": (put("v.offset", lambda x: x.fill_(torch.nan)), "'v.offset' has values that are not"),
-    "inf": (put("k.std", lambda x: x.fill_(torch.inf)), "'k.std' has values that are not finite"),
+    "inf": (put("k.offset", lambda x: x.fill_(torch.inf)), "'k.offset' has values that are not"),
     "share": (put("k.clip.int4", lambda x: x.fill_(1.5)), r"shares that are not in \(0, 1\]"),
     "no share": (put("k.clip.int4", lambda x: x.fill_(0)), r"shares that are not in \(0, 1\]"),
     "singular": (put("k.matrix", lambda x: x.fill_(0)), "must have an inverse"),
@@ -286,10 +284,9 @@ def test_a_large_plan_of_no_head_dim_is_refused_before_it_costs_memory(path: Pat
 
     def edit(facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors.clear()
-        tensors |= {f"{side}.{name}": torch.zeros(1, 1, 30_000) for side in "kv"
-                    for name in ("offset", "mean")}  # fmt: skip
+        tensors |= {f"{side}.offset": torch.zeros(1, 1, 30_000) for side in "kv"}
         facts["layers"] = [{"k": side, "v": side, "kept": None}]
-        facts |= {"sensitivity": [], "blamed": [], "steps": []}
+        facts |= {"sensitivity": [], "blamed": []}
 
     edited(path, edit)
     with pytest.raises(CheckpointError, match="head_dim 30000 is not supported"):
