@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +23,11 @@ from .bases import candidates, output_moment
 from .moments import Moments
 from .windows import begin_of
 
+if TYPE_CHECKING:
+    from kvquant.hf.model import CachedModel
+
+    from .layer_selection import HeldLayers
+
 BATCH = 2  # windows read at a time
 BASE_FORMAT = "int4"  # in which bases are compared
 # shares of its range that a group may keep, by the bits of a code: the fewer codes there are, the
@@ -31,16 +36,6 @@ CLIPS = {2: (1.0, 0.85, 0.75, 0.65, 0.55), 3: (1.0, 0.92, 0.85, 0.78, 0.7)}
 WIDE_CLIPS = (1.0, 0.95, 0.9, 0.85)  # of 4 bits and more
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 Weights = dict[int, dict[str, torch.Tensor]]
-
-
-class ObservableModel(Protocol):
-    """A model that shows what its layers attend with; kvquant.CachedModel is one."""
-
-    def observe(self, tokens: torch.Tensor, observer: Observer, begin: float = 0.0) -> None:
-        """As of CachedModel; tokens begin at this share of the model's positions."""
-
-    def output_weights(self) -> dict[int, torch.Tensor]:
-        """As of CachedModel."""
 
 
 class ErrorMeter:
@@ -97,7 +92,7 @@ class Chosen:
     errors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def error_weights(model: ObservableModel, moments: Moments) -> Weights:
+def error_weights(model: CachedModel | HeldLayers, moments: Moments) -> Weights:
     """W of every layer and side, float64.
 
     A latent is K and V: an error e changes scores by s = q·e, and outputs by W_O W_UV e of each
@@ -124,7 +119,7 @@ def error_weights(model: ObservableModel, moments: Moments) -> Weights:
 
 
 def choose(
-    model: ObservableModel,
+    model: CachedModel | HeldLayers,
     windows: torch.Tensor,
     moments: Moments,
     formats: Mapping[str, tuple[RowFormat, RowFormat]],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from kvquant.errors import (
     UnsupportedModelError,
     shown,
 )
-from kvquant.hf.model import as_cached_model
+from kvquant.hf.model import CachedModel, as_cached_model
 from kvquant.hf.models.configs import CacheLayers, cache_layers
 from kvquant.hf.models.loading import tokenizer_of
 from kvquant.hf.switch import linears
@@ -33,8 +33,8 @@ from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
 from kvquant.rows.format import HEAD_DIMS, RowFormat
 from kvquant.rows.latent import LatentFormat
 
-from .basis_search import BASE_FORMAT, BATCH, Chosen, ObservableModel, choose
-from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
+from .basis_search import BASE_FORMAT, BATCH, Chosen, choose
+from .fidelity import Fidelity, Planned, Reference, Scheme
 from .format_search import Costs, Side, allocate, worst_layers
 from .layer_selection import HeldLayers, held_layers, renumbered
 from .moments import Moments
@@ -67,21 +67,6 @@ LATENT_COMPARED = ("int4-g4", "int4-g8", "int4-g8+int8-g4", "int8-g4", "fp8-g4")
 WINDOW = 4, 128  # sink_len and recent_len of caches by default
 ROUNDS = 6  # plans that are measured to meet a limit, at most
 Report = Callable[[str, int], None]  # a stage and how much of it was done, in hundredths
-
-
-class CalibratedModel(ObservableModel, DecodingModel, Protocol):
-    """A model that can be observed and that decodes; kvquant.CachedModel is one."""
-
-    def shared_layers(self) -> dict[int, int]: ...
-
-    @property
-    def config_dict(self) -> dict[str, Any]: ...
-
-    @property
-    def max_positions(self) -> int | None: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -209,7 +194,7 @@ class _Rows:
 
 
 def calibrate(
-    model: CalibratedModel | Any,
+    model: Any,
     tokens: Text | None = None,
     held: Text | None = None,
     *,
@@ -341,7 +326,7 @@ def _cached_layers(model: Any) -> CacheLayers | None:
 
 
 def observe(
-    model: ObservableModel,
+    model: CachedModel,
     windows: torch.Tensor,
     key: str,
     state: Path | None,
@@ -377,7 +362,7 @@ def observe(
 
 
 def finish(
-    model: CalibratedModel,
+    model: CachedModel,
     moments: Moments,
     fitted: torch.Tensor,
     passages: torch.Tensor | None,
@@ -624,9 +609,7 @@ def _windowed(
     return {**_fidelity_facts(found), **of_window}
 
 
-def _check_goal(
-    model: CalibratedModel, goal: Goal, layers: CacheLayers | None, has_text: bool
-) -> None:
+def _check_goal(model: CachedModel, goal: Goal, layers: CacheLayers | None, has_text: bool) -> None:
     """Raise unless a model can have plans that reach the goal; layers: of its config, if known."""
     is_latent = layers is not None and layers.are_latent
     if goal.format is not None and "+" in goal.format and not is_latent:
@@ -698,7 +681,7 @@ def _kept(moments: Moments) -> dict[int, str]:
     return found
 
 
-def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
+def _key(model: CachedModel, windows: torch.Tensor) -> str:
     """Names a run's sums: the model, its weights, the text and this rank's part of it."""
     text = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
     identity = " ".join(model_identity(model.config_dict).values())

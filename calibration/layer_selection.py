@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from kvquant.errors import UnsupportedError, UnsupportedModelError
+from kvquant.hf.model import CachedModel
 from kvquant.hf.models.configs import CacheLayers
+from kvquant.hf.models.observe import Observer
 from kvquant.rows.format import HEAD_DIMS
 
-from .basis_search import ObservableModel, Observer
 from .moments import LayerMoments, Moments
 
 
@@ -30,7 +31,7 @@ class HeldLayers:
     """
 
     def __init__(
-        self, model: ObservableModel, places: list[int], shared: Mapping[int, int] | None = None
+        self, model: CachedModel, places: list[int], shared: Mapping[int, int] | None = None
     ) -> None:
         self.model, self.places, self._shared = model, places, shared or {}
         self._at = {layer: at for at, layer in enumerate(places)}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvquant.errors import NonFiniteError
+from kvquant.hf.model import CachedModel
 from kvquant.hf.models.configs import CacheLayers
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from kvquant.ops.transform import encode_rows
@@ -22,7 +23,6 @@ from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import EXACT_DTYPES
 
 from .fidelity import (
-    DecodingModel,
     Fidelity,
     Planned,
     Reference,
@@ -55,7 +55,7 @@ class PassReference:
 
     def __init__(
         self,
-        model: DecodingModel,
+        model: CachedModel,
         windows: torch.Tensor,
         context: int,
         places: list[int],

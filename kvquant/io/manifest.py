@@ -159,7 +159,9 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
         same = [x == y for x, y in zip(saved, ours, strict=False)]
         where = f" (layer {same.index(False)} differs)" if False in same else ""
         kept = f"in the bases of {f'another plan{where}' if ours else 'a plan'}: {how}"
-        raise CheckpointError(f"its rows are stored {kept if saved else 'without a plan: use none'}")
+        raise CheckpointError(
+            f"its rows are stored {kept if saved else 'without a plan: use none'}"
+        )
 
     def check_model(self, model: Mapping[str, Any] | None) -> None:
         """Raise CheckpointError unless the file belongs to the model of a config; None fits all."""

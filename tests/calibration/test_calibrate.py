@@ -123,7 +123,9 @@ def test_every_step_lowers_the_weighted_error(
         means = [float(torch.stack(each).mean()) for each in zip(*seen[at::2], strict=True)]
         assert len(means) == 6 and means[2:] == sorted(means[2:], reverse=True), side
         assert means[-1] < 0.9 * means[0]
-        errors = [torch.stack([one[side].errors[name] for one in found.values()]) for name in formats]
+        errors = [
+            torch.stack([one[side].errors[name] for one in found.values()]) for name in formats
+        ]
         assert [tuple(error.shape) for error in errors] == [(4, 1)] * len(formats)
         by_format = [float(error.mean()) for error in errors]
         assert by_format == sorted(by_format, reverse=True)
