@@ -142,6 +142,7 @@ def calibrate(
     from ..calibration.calibrate import Goal, Sizes
     from ..calibration.calibrate import calibrate as run
     from ..hf.model import CachedModel
+    from ..io.atomic import named
     from ..io.plan_store import keep_plan, make_folder
     from ..text import progress
 
@@ -176,10 +177,16 @@ def calibrate(
         if plan is not None and output:
             plan.save(output)
             places.append(output)
-        if plan is not None and not own:
-            places.append(keep_plan(plan))
         if state:
             state.unlink(missing_ok=True)
+        if plan is not None and not own:
+            try:
+                places.append(keep_plan(plan))
+            except OSError as error:
+                if not output:
+                    raise
+                words = f"the plan is saved in {output}, and not kept for plan='auto'"
+                raise named(error, error.filename or "the folder of plans", words) from error
     if plan is not None:
         _show(plan, places, not own, json_file)
 

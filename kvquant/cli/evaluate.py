@@ -88,11 +88,6 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     default=None,
     help="Whether retrieval applies the chat template; by default if there is one.",
 )
-@click.option(
-    "--draft",
-    is_flag=True,
-    help="Count the tokens that prompt lookup drafts and the model accepts.",
-)
 @click.option("--max-drop", type=POSITIVE, help="Points of accuracy that a cache may lose.")
 @click.option("--seed", type=WHOLE, default=0, help="Seed of retrieval prompts and sampled texts.")
 @ON_DEVICE
@@ -112,7 +107,6 @@ def evaluate(
     chunk: int | None,
     prompts_from_rows: bool,
     chat: bool | None,
-    draft: bool,
     max_drop: float | None,
     device: str,
     dtype: str,
@@ -152,7 +146,7 @@ def evaluate(
     check_device(device)
     if report is not None:
         check_libraries("kvquant evaluate --report")
-    options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat, "draft": draft}
+    options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat}
     options |= {} if retrieval is None else {"retrieval": _names(retrieval)}
     options |= {} if pattern is None else {"pattern": pattern}
     reach = Sizes(prompts=samples, passages=samples, **sizes)

@@ -104,16 +104,21 @@ class Settings:
         check_head_dims(k_format, v_format)
         return PageLayout(k_format, v_format, num_kv_heads)
 
-    def basis(self, layer: int, heads: Sequence[int], head_dim: int) -> LayerBasis | None:
+    def basis(self, layer: int, heads: Sequence[int], layout: PageLayout) -> LayerBasis | None:
         """The basis of a rank's KV heads of a layer, on the CPU; None without a plan.
 
         Raises:
-            UnsupportedError: the plan has no such layer.
+            UnsupportedError: the plan has no such layer, or the layer has not as many heads.
             ShapeError: its heads are others.
         """
-        plan = self.plan
+        plan, head_dim = self.plan, layout.k_format.head_dim
         if plan is None:
             return None
+        if len(heads) != layout.num_kv_heads:
+            raise UnsupportedError(
+                f"it has {layout.num_kv_heads} KV heads on this rank, other layers {len(heads)}: "
+                "leave the plan out"
+            )
         place = _place(plan, layer)
         if max(heads) >= plan.num_kv_heads or head_dim != plan.head_dim:
             raise ShapeError(
@@ -237,6 +242,16 @@ def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
             "start the engine again"
         )
     return plan
+
+
+def check_refused(refused: Sequence[str], otherwise: str) -> None:
+    """Raise UnsupportedError for layers without rows; each string is a name and the reason."""
+    if refused:
+        raise UnsupportedError(
+            "kvquant cannot hold the rows of these layers:\n  "
+            + "\n  ".join(refused)
+            + f"\nDo what these lines say, or serve the model {otherwise}."
+        )
 
 
 def rank_heads(total: int, rank: int, ranks: int) -> list[int]:

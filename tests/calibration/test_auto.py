@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from example_plan import example_plan
 
 from kvquant import KVCache, PagedKVCache
 from kvquant.calibration import auto
@@ -295,6 +296,21 @@ def test_the_command_keeps_the_plan_that_auto_would_make(
     monkeypatch.setenv("KVQUANT_CACHE_DIR", str(path))  # a file
     done = CliRunner().invoke(main, ["calibrate", str(MODEL)])
     assert done.exit_code == 2 and "no plan can be kept" in done.output
+
+
+def test_a_plan_that_cannot_be_kept_is_saved_and_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: CachePlan) -> Path:
+        raise OSError(28, "No space left on device", "plans/x")
+
+    monkeypatch.setattr("kvquant.io.plan_store.keep_plan", full)
+    monkeypatch.setattr("kvquant.calibration.calibrate.calibrate", lambda *_, **__: example_plan())
+    path = tmp_path / "plan.safetensors"
+    done = CliRunner().invoke(main, ["calibrate", str(MODEL), "-o", str(path)])
+    assert done.exit_code == 2 and "No space left on device" in done.output
+    assert f"the plan is saved in {path}, and not kept" in " ".join(done.output.split())
+    assert CachePlan.load(path).num_layers == 3 and not list(tmp_path.glob(".*.partial"))
 
 
 def test_one_call_takes_a_folder_or_a_model_of_transformers(model: CachedModel) -> None:

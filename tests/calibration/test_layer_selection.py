@@ -134,7 +134,8 @@ def test_the_layers_of_the_cache_are_counted_from_0() -> None:
             return {}
 
     seen = []
-    held = HeldLayers(Model(), [1, 2, 3])
+    model: Any = Model()
+    held = HeldLayers(model, [1, 2, 3])
     held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append((layer, int(q))))
     assert seen == [(0, 1), (1, 2), (2, 3)]
     assert held.output_weights() == {0: 1, 2: 3}
@@ -157,7 +158,8 @@ def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
         def shared_layers(self) -> dict[int, int]:
             return shared
 
-    held, seen = HeldLayers(Model(), places, shared), []
+    model: Any = Model()
+    held, seen = HeldLayers(model, places, shared), []
     held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append(int(q)))
     assert seen == [0, 1]
     assert {at: w.tolist() for at, w in held.output_weights().items()} == {

@@ -16,13 +16,11 @@ from kvquant.errors import ConfigError
 from kvquant.evaluation.decoding import Caches, Reading, ask_all, score
 from kvquant.evaluation.evaluate import HELD_OUT
 from kvquant.evaluation.generation import (
-    Drafts,
     Sampling,
     answer_of,
     ended,
     first_divergence,
     free_run,
-    looked_up,
 )
 from kvquant.evaluation.generation import summary as texts_agree
 from kvquant.evaluation.prompts import Asked, Prompt
@@ -210,24 +208,6 @@ def test_samples_of_all_caches_use_the_same_numbers() -> None:
 
 def test_where_texts_part() -> None:
     assert first_divergence([1, 2], [1, 2]) is None and first_divergence([1, 2], [3, 2]) == 0
-
-
-@pytest.mark.parametrize(
-    ("context", "text", "found"),
-    [
-        ([1, 2, 3], [4, 5, 6], Drafts(0, 0, 3, 3)),  # nothing to look up
-        ([1], [4], Drafts(0, 0, 1, 1)),  # fewer tokens than are searched
-        ([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2, 9, 9], Drafts(5, 4, 2, 6)),
-        ([7, 7, 7, 7], [7, 7, 7, 7, 7], Drafts(4, 4, 2, 5)),
-        ([1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 3], [5, 0], Drafts(3, 1, 2, 2)),  # the first place
-        ([1, 2, 3, *range(10, 30), 1, 2, 3], [*range(10, 21)], Drafts(10, 10, 1, 11)),  # 10 at most
-    ],
-)
-def test_what_drafts_bring(context: list[int], text: list[int], found: Drafts) -> None:
-    assert looked_up([context], [text]) == found
-    assert looked_up([context] * 2, [text] * 2) == found + found
-    # what follows an end is not counted
-    assert looked_up([context], [[*text, 99, 99, 99]], [99]).tokens == found.tokens + 1
 
 
 def test_texts_end_at_the_first_end() -> None:
