@@ -206,7 +206,7 @@ def calibrate(
     progress: Report = lambda stage, share: None,
     window: tuple[int, int] = WINDOW,
     tokenizer: Any = None,
-) -> CachePlan | None:
+) -> CachePlan:
     """Make the plan of a model's caches, and measure what it keeps of the predictions.
 
     Args:
@@ -227,7 +227,7 @@ def calibrate(
             weights (name_or_path).
 
     Returns:
-        The plan, also if it misses the goal; None on all ranks of torch.distributed but the first.
+        The plan, also if it misses the goal.
 
     Raises:
         ConfigError: a text is no text or too short for the sizes, or an option is not possible.
@@ -289,20 +289,12 @@ def calibrate(
     if zero_data or tokens is None:
         tokens = random_tokens(model.config_dict, sizes.observed)
     observed, fitted = observed_windows(tokens, sizes, model.max_positions)
-    rank, ranks = _rank()
     little = too_little(observed.numel(), sizes, is_scored=passages is not None)
-    if little and not rank:
+    if little:
         log.warning("kvquant: too little text: %s", little)
-    if len(observed) < ranks:
-        raise ConfigError(
-            f"{len(observed)} windows are too few for {ranks} ranks: observe more or shorter ones"
-        )
     model.output_weights()  # a model that does not show them is refused before it is observed
     key = _key(model, observed) if state else ""
-    moments = observe(model, observed[rank::ranks], key, state, progress)
-    moments.all_reduce()
-    if rank:
-        return None
+    moments = observe(model, observed, key, state, progress)
     return finish(
         model,
         moments,
@@ -347,9 +339,8 @@ def observe(
         moments.observe(layer, *shown)
         step(1)
 
-    rank, ranks = _rank()  # windows are every ranks-th one of the text, from the rank-th on
     for window in windows[moments.done :]:
-        model.observe(window[None], see, begin_of(rank + ranks * moments.done))
+        model.observe(window[None], see, begin_of(moments.done))
         moments.done += 1
         if state:
             moments.save(state, key)
@@ -682,16 +673,10 @@ def _kept(moments: Moments) -> dict[int, str]:
 
 
 def _key(model: CachedModel, windows: torch.Tensor) -> str:
-    """Names a run's sums: the model, its weights, the text and this rank's part of it."""
+    """Names a run's sums: the model, its weights and the text."""
     text = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
     identity = " ".join(model_identity(model.config_dict).values())
-    return f"{identity} {model.dtype} {text} {list(windows.shape)} {_rank()}"
-
-
-def _rank() -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
+    return f"{identity} {model.dtype} {text} {list(windows.shape)}"
 
 
 def _shares(progress: Report, stage: str, total: int) -> Callable[[int], None]:

@@ -1,7 +1,7 @@
 """Second moments of queries, keys and values: running sums, so no token is kept.
 
-Sums can be added: over chunks of a text, over runs that were interrupted, over ranks. They are
-float64, so that long texts do not drown new tokens and large offsets do not drown the rest.
+Sums can be added over chunks of a text. They are float64, so that long texts do not drown new
+tokens and large offsets do not drown the rest.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from msgspec import Meta
 from kvquant.errors import CheckpointError, UnsupportedError, warn
 from kvquant.io.schema import MOMENTS, Count, Length, Object, checked, sealed
 from kvquant.io.tensor_files import SafetensorsFile, TensorSource, save_safetensors
-
-_SUMS = ("q_outer", "r_outer", "k_sum", "k_outer", "v_sum", "v_outer")
-_LEAST, _GREATEST = ("k_min", "v_min"), ("k_max", "v_max")
 
 
 class LayerMoments:
@@ -167,17 +164,6 @@ class Moments:
     @property
     def count(self) -> int:
         return next(iter(self.layers.values())).count if self.layers else 0
-
-    def all_reduce(self) -> None:
-        """Add the sums of all ranks, where torch.distributed runs; every rank then has them."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return
-        operations = dict.fromkeys(("count", *_SUMS), torch.distributed.ReduceOp.SUM)
-        operations |= dict.fromkeys(_LEAST, torch.distributed.ReduceOp.MIN)
-        operations |= dict.fromkeys(_GREATEST, torch.distributed.ReduceOp.MAX)
-        for layer in sorted(self.layers):
-            for name, tensor in self.layers[layer].tensors.items():
-                torch.distributed.all_reduce(tensor, operations[name])
 
     def save(self, path: Path, key: str) -> None:
         """Write the sums to a file; key names the run."""

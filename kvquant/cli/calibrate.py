@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any
 
 import click
 
-from ..errors import ConfigError, DeviceError, KVQuantError
+from ..errors import KVQuantError
 from .console import (
     COUNT,
     DTYPE,
@@ -116,8 +115,8 @@ def calibrate(
     compares the predictions.
 
     Without options that change the plan it keeps the plan in your cache folder, where plan="auto"
-    finds it. With -o, start an interrupted run again and it continues where it stopped. Under
-    torchrun the ranks share the text. The exit code is 3 if --max-kl cannot be met.
+    finds it. With -o, start an interrupted run again and it continues where it stopped. The exit
+    code is 3 if --max-kl cannot be met.
 
     \b
     Example:
@@ -131,8 +130,7 @@ def calibrate(
     if text is None and zero_data:
         why = "needs a text to score: give --text FILE, or leave --zero-data out"
         refuse_options(SCORING, why)
-    rank, ranks = _ranks()
-    state = output and output.with_name(f".{output.name}.{rank}.partial")
+    state = output and output.with_name(f".{output.name}.partial")
     if output and state:
         check_output(output, model, text, held)
         check_output(state, model, text, held, endings=(state.suffix,))
@@ -154,7 +152,7 @@ def calibrate(
     check_device(device)
     goal = Goal(max_kl, budget, format) if (max_kl, budget, format) != (None,) * 3 else None
     reach = Sizes(**sizes) if own else None
-    with _joined(rank, ranks, device) as device, _kept(state):
+    with _kept(state):
         reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
         if reach is not None:
             warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
@@ -174,12 +172,12 @@ def calibrate(
                 window=(sink_len, recent_len),
             )
         places = []
-        if plan is not None and output:
+        if output:
             plan.save(output)
             places.append(output)
         if state:
             state.unlink(missing_ok=True)
-        if plan is not None and not own:
+        if not own:
             try:
                 places.append(keep_plan(plan))
             except OSError as error:
@@ -187,8 +185,7 @@ def calibrate(
                     raise
                 words = f"the plan is saved in {output}, and not kept for plan='auto'"
                 raise named(error, error.filename or "the folder of plans", words) from error
-    if plan is not None:
-        _show(plan, places, not own, json_file)
+    _show(plan, places, not own, json_file)
 
 
 def _show(plan: Any, places: list[Path], is_auto: bool, json_file: Path | None) -> None:
@@ -228,42 +225,3 @@ def _kept(state: Path | None) -> Iterator[None]:
             words = "the same command goes on from it"
             click.echo(f"What was observed is kept in {state}: {words}", err=True)
         raise
-
-
-def _ranks() -> tuple[int, int]:
-    """This process's rank and the number of processes, as torchrun sets them."""
-    try:
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        rank = int(os.environ["RANK"]) if ranks != 1 else 0
-        if not 0 <= rank < ranks:
-            raise ValueError(f"RANK is {rank}, WORLD_SIZE {ranks}")
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"the environment names no rank ({error}): unset WORLD_SIZE, or start all processes by "
-            "torchrun"
-        ) from None
-    return rank, ranks
-
-
-@contextmanager
-def _joined(rank: int, ranks: int, device: str) -> Iterator[str]:
-    """Join the other processes that torchrun started; gives the device of this one."""
-    if ranks < 2:
-        yield device
-        return
-    import torch
-
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        check_device(device)
-    try:
-        torch.distributed.init_process_group(
-            "nccl" if device.startswith("cuda") else "gloo", rank=rank, world_size=ranks
-        )
-    except (ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DeviceError(f"the {ranks} processes cannot find one another: {reason}") from error
-    try:
-        yield device
-    finally:
-        torch.distributed.destroy_process_group()

@@ -271,7 +271,6 @@ def test_a_model_of_few_positions_has_shorter_passages() -> None:
     found = tiny_model("GPT2")
     assert found.max_positions is not None and found.max_positions < 1089
     plan = calibrate(found, [1, 2, 3, 4] * 4000, [4, 3, 2, 1] * 4000)
-    assert plan is not None
     assert plan.facts["measured"]["context"] == found.max_positions - Sizes.scored - 1
 
 
@@ -316,9 +315,9 @@ def test_a_plan_that_cannot_be_kept_is_saved_and_said_to_be(
 def test_one_call_takes_a_folder_or_a_model_of_transformers(model: CachedModel) -> None:
     small = partial(calibrate, sizes=SMALL)
     plans = [small(MODEL), small(model.model), small(model.model, tokenizer=model.tokenizer)]
-    assert plans[0] is not None and plans[0].facts["measured"]["scored"] == 16
+    assert plans[0].facts["measured"]["scored"] == 16
     for plan in plans:
-        assert plan is not None and plan.facts["model"]["weights"] == fingerprint(model.model)
+        assert plan.facts["model"]["weights"] == fingerprint(model.model)
         assert plan.facts["sensitivity"] == []  # formats were given: no side is measured alone
     nameless = tiny_model("Llama").model
     with pytest.raises(ConfigError, match=r"tokenizer of .* could not be loaded.*give tokenizer="):

@@ -111,7 +111,7 @@ def test_plans_of_models_with_other_heads_in_windows_serve_their_caches(
     sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     model = CachedModel(module)
     plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
-    assert plan is not None and plan.places == places
+    assert plan.places == places
     module.set_attn_implementation("kvquant")
     QuantizedCache(module, plan=plan)
 
@@ -199,7 +199,6 @@ def test_models_that_share_keys_are_calibrated(head_dim: int) -> None:
             calibrate(model, text, sizes=sizes)
         return
     plan = calibrate(model, text, sizes=sizes)
-    assert plan is not None
     why = {one["layer"]: one["why"] for one in plan.facts["others"]}
     assert why[2] == "it attends to the keys and values of layer 0"
     kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
@@ -224,7 +223,6 @@ def test_hybrid_models_are_calibrated_but_for_layers_without_keys(
     model = tiny_model(kind, **changes)
     sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
-    assert plan is not None
     facts = plan.facts
     assert facts["places"] == places and plan.formats == [("int4", "int4")] * len(places)
     why = {one["layer"]: one["why"] for one in facts["others"]}
@@ -263,7 +261,7 @@ def test_models_whose_attention_has_windows_caps_or_sinks_are_calibrated(
     model = tiny_model(kind, **changes)
     sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
-    assert plan is not None and plan.facts["others"] == []
+    assert plan.facts["others"] == []
     kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
     assert 0 < kl["int8", False] < 0.2 * kl["int4", False]
     assert plan.facts["measured"]["in_one_pass"] is None  # by decoding

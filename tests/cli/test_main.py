@@ -216,7 +216,7 @@ def test_an_interrupted_calibration_says_where_its_sums_are(
     with monkeypatch.context() as patch:
         patch.setattr(running, "choose", interrupt)
         result = run(*given)
-    state = tmp_path / ".plan.safetensors.0.partial"
+    state = tmp_path / ".plan.safetensors.partial"
     assert result.exit_code == 130 and state.is_file()
     assert result.stderr.splitlines()[-2:] == [
         f"What was observed is kept in {state}: the same command goes on from it",
@@ -368,7 +368,7 @@ BAD = [  # the command, and the error
     ("export {raw} --to bf16 -o {raw}.index.json", "name it NAME.safetensors"),
     ("calibrate {model} --text {raw} -o {raw}", "raw.safetensors is read"),
     ("calibrate {model} --text {prompt} --held {raw} -o {raw}", "raw.safetensors is read"),
-    (f"calibrate {{model}} --text {{partial}} {OUT}", ".x.safetensors.0.partial is read"),
+    (f"calibrate {{model}} --text {{partial}} {OUT}", ".x.safetensors.partial is read"),
     (f"{READ} --plan {{raw}} -o {{raw}}", "raw.safetensors is read"),
     ("export {prompt} --to bf16 --plan {raw} -o {raw}", "raw.safetensors is read"),
     (
@@ -439,7 +439,7 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "folder").mkdir()
-    partial = tmp_path / ".x.safetensors.0.partial"
+    partial = tmp_path / ".x.safetensors.partial"
     if "{partial}" in command:
         partial.write_text("a text")
     (tmp_path / "link.json").symlink_to(MODEL / "config.json")
