@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +10,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -202,7 +200,6 @@ def calibrate(
     goal: Goal | None = None,
     rounding: str = "feedback",
     zero_data: bool = False,
-    state: Path | None = None,
     progress: Report = lambda stage, share: None,
     window: tuple[int, int] = WINDOW,
     tokenizer: Any = None,
@@ -219,7 +216,6 @@ def calibrate(
         goal: what to reach; Goal(format="int4") when None, or "int4-g8" of latent rows.
         rounding: "feedback", where it is better, or "nearest", as latent rows always have.
         zero_data: observe random tokens in place of the text.
-        state: a file that keeps the sums, so that an interrupted run continues; none when None.
         progress: called with the stage and its new progress in hundredths.
         window: sink_len and recent_len of the caches that the plan is for. calibrate chooses
             without them, and measures with them too if a passage's context is longer.
@@ -293,11 +289,9 @@ def calibrate(
     if little:
         log.warning("kvquant: too little text: %s", little)
     model.output_weights()  # a model that does not show them is refused before it is observed
-    key = _key(model, observed) if state else ""
-    moments = observe(model, observed, key, state, progress)
     return finish(
         model,
-        moments,
+        observe(model, observed, progress),
         fitted,
         passages,
         sizes=sizes,
@@ -320,30 +314,19 @@ def _cached_layers(model: Any) -> CacheLayers | None:
 def observe(
     model: CachedModel,
     windows: torch.Tensor,
-    key: str,
-    state: Path | None,
     progress: Report = lambda stage, share: None,
 ) -> Moments:
     """The moments of a text, window by window; see calibrate."""
-    moments = (Moments.load(state, key) if state else None) or Moments()
-    if moments.done > len(windows):
-        moments = Moments()
-    if moments.done:  # the sums of each layer go to where it attends
-        model.observe(windows[:1, :2], moments.follow)
-    config = getattr(model, "config", None)
-    layers = getattr(config, "num_hidden_layers", 1)
+    moments = Moments()
+    layers = getattr(getattr(model, "config", None), "num_hidden_layers", 1)
     step = _shares(progress, "observe", len(windows) * layers)
-    step(moments.done * layers)
 
     def see(layer: int, *shown: Any) -> None:
         moments.observe(layer, *shown)
         step(1)
 
-    for window in windows[moments.done :]:
-        model.observe(window[None], see, begin_of(moments.done))
-        moments.done += 1
-        if state:
-            moments.save(state, key)
+    for number, window in enumerate(windows):
+        model.observe(window[None], see, begin_of(number))
     for layer, at in moments.layers.items():
         if not all(bool(tensor.isfinite().all()) for tensor in at.tensors.values()):
             raise NonFiniteError(
@@ -670,13 +653,6 @@ def _kept(moments: Moments) -> dict[int, str]:
                 what = words["kv".index(side)]
                 found[layer] = f"its {what} go up to {largest:g}, rows hold {FP16_MAX:g}"
     return found
-
-
-def _key(model: CachedModel, windows: torch.Tensor) -> str:
-    """Names a run's sums: the model, its weights and the text."""
-    text = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
-    identity = " ".join(model_identity(model.config_dict).values())
-    return f"{identity} {model.dtype} {text} {list(windows.shape)}"
 
 
 def _shares(progress: Report, stage: str, total: int) -> Callable[[int], None]:

@@ -126,7 +126,6 @@ def renumbered(
     for at, layer in enumerate(places):
         readers = [moments.layers[reader] for reader in _readers(layer, shared or {})]
         held.layers[at] = moments.layers[layer].with_queries(readers)
-    held.done = moments.done
     return held
 
 

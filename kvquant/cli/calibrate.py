@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..errors import KVQuantError
 from .console import (
     COUNT,
     DTYPE,
@@ -115,8 +112,7 @@ def calibrate(
     compares the predictions.
 
     Without options that change the plan it keeps the plan in your cache folder, where plan="auto"
-    finds it. With -o, start an interrupted run again and it continues where it stopped. The exit
-    code is 3 if --max-kl cannot be met.
+    finds it. The exit code is 3 if --max-kl cannot be met.
 
     \b
     Example:
@@ -130,10 +126,7 @@ def calibrate(
     if text is None and zero_data:
         why = "needs a text to score: give --text FILE, or leave --zero-data out"
         refuse_options(SCORING, why)
-    state = output and output.with_name(f".{output.name}.partial")
-    if output and state:
-        check_output(output, model, text, held)
-        check_output(state, model, text, held, endings=(state.suffix,))
+    check_output(output, model, text, held)
     check_output(json_file, model, text, held, endings=(".json",))
     import torch
 
@@ -152,39 +145,35 @@ def calibrate(
     check_device(device)
     goal = Goal(max_kl, budget, format) if (max_kl, budget, format) != (None,) * 3 else None
     reach = Sizes(**sizes) if own else None
-    with _kept(state):
-        reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
-        if reach is not None:
-            warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
-        tokens = reader.encode(read_text(text)) if text else None
-        scored = reader.encode(read_text(held)) if held else None
-        with progress(400, "Calibrating") as update:
-            plan = run(
-                reader,
-                tokens,
-                scored,
-                sizes=reach,
-                goal=goal,
-                rounding=rounding,
-                zero_data=zero_data,
-                state=state,
-                progress=lambda stage, share: update(share, stage),
-                window=(sink_len, recent_len),
-            )
-        places = []
-        if output:
-            plan.save(output)
-            places.append(output)
-        if state:
-            state.unlink(missing_ok=True)
-        if not own:
-            try:
-                places.append(keep_plan(plan))
-            except OSError as error:
-                if not output:
-                    raise
-                words = f"the plan is saved in {output}, and not kept for plan='auto'"
-                raise named(error, error.filename or "the folder of plans", words) from error
+    reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
+    if reach is not None:
+        warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
+    tokens = reader.encode(read_text(text)) if text else None
+    scored = reader.encode(read_text(held)) if held else None
+    with progress(400, "Calibrating") as update:
+        plan = run(
+            reader,
+            tokens,
+            scored,
+            sizes=reach,
+            goal=goal,
+            rounding=rounding,
+            zero_data=zero_data,
+            progress=lambda stage, share: update(share, stage),
+            window=(sink_len, recent_len),
+        )
+    places = []
+    if output:
+        plan.save(output)
+        places.append(output)
+    if not own:
+        try:
+            places.append(keep_plan(plan))
+        except OSError as error:
+            if not output:
+                raise
+            words = f"the plan is saved in {output}, and not kept for plan='auto'"
+            raise named(error, error.filename or "the folder of plans", words) from error
     _show(plan, places, not own, json_file)
 
 
@@ -212,16 +201,3 @@ def _show(plan: Any, places: list[Path], is_auto: bool, json_file: Path | None) 
             err=True,
         )
         sys.exit(NOT_MET)
-
-
-@contextmanager
-def _kept(state: Path | None) -> Iterator[None]:
-    """Name the file with which an interrupted run goes on."""
-    try:
-        yield
-    except BaseException as error:
-        # a run that is refused will be refused again
-        if state and state.exists() and not isinstance(error, KVQuantError):
-            words = "the same command goes on from it"
-            click.echo(f"What was observed is kept in {state}: {words}", err=True)
-        raise

@@ -169,14 +169,13 @@ def test_an_engine_takes_what_is_kept(
 ) -> None:
     given, commands = {"plan": "auto"}, []
 
-    def run(command: list[str], *, env: dict[str, str], **others: Any) -> Any:
+    def run(command: list[str], **others: Any) -> Any:
         commands.append(command[1:])
-        assert env["KVQUANT_CACHE_DIR"] and "RANK" not in env
+        assert "env" not in others  # with KVQUANT_CACHE_DIR: the plan goes where this process looks
         if len(commands) > 1:
             auto.auto_plan(model)
         return SimpleNamespace(returncode=len(commands))
 
-    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("subprocess.run", run)
     # the command locks nothing that the engine has locked
     monkeypatch.setattr(auto, "locked", lambda path: nullcontext())
@@ -309,7 +308,7 @@ def test_a_plan_that_cannot_be_kept_is_saved_and_said_to_be(
     done = CliRunner().invoke(main, ["calibrate", str(MODEL), "-o", str(path)])
     assert done.exit_code == 2 and "No space left on device" in done.output
     assert f"the plan is saved in {path}, and not kept" in " ".join(done.output.split())
-    assert CachePlan.load(path).num_layers == 3 and not list(tmp_path.glob(".*.partial"))
+    assert CachePlan.load(path).num_layers == 3
 
 
 def test_one_call_takes_a_folder_or_a_model_of_transformers(model: CachedModel) -> None:

@@ -15,7 +15,7 @@ from tiny_models import tiny_model  # noqa: E402
 from kvquant.calibration import basis_search  # noqa: E402
 from kvquant.calibration import calibrate as calibrating  # noqa: E402
 from kvquant.calibration.basis_search import choose  # noqa: E402
-from kvquant.calibration.calibrate import Goal, _key, calibrate, observe  # noqa: E402
+from kvquant.calibration.calibrate import Goal, calibrate, observe  # noqa: E402
 from kvquant.calibration.report import notes, sections  # noqa: E402
 from kvquant.calibration.verdict import verdict  # noqa: E402
 from kvquant.calibration.windows import Sizes, observed_windows, random_tokens, spread  # noqa: E402
@@ -86,7 +86,7 @@ def test_kernels_of_the_search_are_told_before_rows_are_stored(
 ) -> None:
     """Three windows, two at a time: the last one alone has few rows, and another kernel."""
     model, windows = tiny("Llama"), torch.randint(97, (3, 2200))
-    moments = observe(model, windows, "key", None)
+    moments = observe(model, windows)
     formats = {name: (RowFormat.parse(name, 64),) * 2 for name in ("int4", "int8", "fp8")}
     told: list[Any] = []
     install(monkeypatch)
@@ -117,7 +117,7 @@ def test_every_step_lowers_the_weighted_error(
 
     choose_one = basis_search._chosen
     monkeypatch.setattr(basis_search, "_chosen", chosen)
-    found = choose(model, fitted, observe(model, windows, "key", None), formats)
+    found = choose(model, fitted, observe(model, windows), formats)
     for at, side in enumerate("kv"):
         means = [float(torch.stack(each).mean()) for each in zip(*seen[at::2], strict=True)]
         assert len(means) == 6 and means[2:] == sorted(means[2:], reverse=True), side
@@ -144,8 +144,6 @@ def test_a_model_in_16_bit_gives_nearly_the_same_plan(
     found = calibrate(half, text, sizes=SIZES)
     assert found.facts["settings"]["dtype"] == "bfloat16"
     assert plan.facts["settings"]["dtype"] == "float32"
-    windows = torch.zeros(1, 8, dtype=torch.int64)
-    assert _key(half, windows) != _key(model, windows), "sums of both would be mixed"
     for name in ("k.offset", "v.offset"):
         assert relative_l2(found.tensors[name], plan.tensors[name]) < 0.02, name
     for ours, theirs in zip(plan.facts["comparison"], found.facts["comparison"], strict=True):
@@ -334,28 +332,17 @@ def test_what_is_no_text_is_told(model: CachedModel, text: list[int]) -> None:
         calibrate(model, text, [], sizes=SIZES)
 
 
-def test_an_interrupted_run_goes_on(model: CachedModel, text: list[int], tmp_path: Path) -> None:
-    state, windows = tmp_path / "sums", spread(text, 4, 64)
-
-    class Interrupted(CachedModel):
-        reads = 0
-
-        def observe(self, tokens: torch.Tensor, observer: Any, begin: float = 0.0) -> None:
-            Interrupted.reads += 1
-            if Interrupted.reads == 3:
-                raise KeyboardInterrupt
-            super().observe(tokens, observer, begin)
-
-    broken = Interrupted(model.model)
-    with pytest.raises(KeyboardInterrupt):
-        observe(broken, windows, "key", state)
+def test_windows_are_spread_over_positions_and_progress_over_layers(
+    model: CachedModel, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shares: list[int] = []
-    again = observe(broken, windows, "key", state, lambda stage, share: shares.append(share))
-    assert Interrupted.reads == 6  # one of them finds out where layers are
-    assert shares[0] == 50 and sum(shares) == 100 and max(shares[1:]) <= 7  # layer by layer
-    whole = observe(model, windows, "key", None)
-    for layer, moments in whole.layers.items():
-        torch.testing.assert_close(again.layers[layer].queries, moments.queries)
+    windows = spread(text, 5, 64)
+    observe(model, windows, lambda stage, share: shares.append(share))
+    assert sum(shares) == 100 and max(shares) <= 7  # layer by layer
+    begins: list[float] = []
+    monkeypatch.setattr(CachedModel, "observe", lambda *given: begins.append(given[3]))
+    observe(model, windows)
+    assert begins[0] == 0 and len({*begins}) == 5 and all(0 <= begin < 1 for begin in begins)
 
 
 @pytest.mark.parametrize(("count", "length"), [(1, 100), (3, 20), (10, 10), (7, 14)])

@@ -149,16 +149,6 @@ def test_layers_with_an_indexer_are_shown_with_keys_and_values() -> None:
     assert shown[0] == [(1, 2, 20, 192), (1, 2, 20, 192), (1, 2, 20, 128)]
 
 
-def test_sums_of_latents_go_on_from_a_file(model: CachedModel, tmp_path: Path) -> None:
-    moments = Moments()
-    model.observe(torch.tensor([tokens(60)]), moments.observe)
-    moments.save(tmp_path / "sums", "key")
-    again = Moments.load(tmp_path / "sums", "key")
-    assert again is not None and again.layers[1].is_latent
-    for name, tensor in moments.layers[1].tensors.items():
-        assert torch.equal(again.layers[1].tensors[name], tensor), name
-
-
 def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> None:
     assert plan.is_latent and plan.formats == [("int4-g8", "bf16")] * 2
     kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
