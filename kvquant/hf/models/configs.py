@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -94,6 +95,24 @@ class CacheLayers:
     are_latent: bool = False
     rank: int = 0
     ranks: int = 1
+
+    @classmethod
+    def of_cache(cls, kv: KVCache) -> CacheLayers:
+        """Those of a KVCache whose model is not known: each has rows."""
+        dims = [(at.k_format.head_dim, at.v_format.head_dim) for at in kv.layers]
+        k_dims, v_dims = zip(*dims, strict=True)
+        places, windows = tuple(range(kv.num_layers)), tuple(kv.windows)
+        return cls(places, kv.num_kv_heads, k_dims, v_dims, windows, len(places))
+
+    @cached_property
+    def at(self) -> dict[int, int]:
+        """The place in the cache by the model's layer."""
+        return {layer: at for at, layer in enumerate(self.places)}
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """The model's layers for which transformers keeps something: others and states."""
+        return sorted([*self.others, *self.states])
 
     def of_rank(self, num_kv_heads: int) -> CacheLayers:
         """These layers with num_kv_heads, if that is one rank's share; else unchanged."""
