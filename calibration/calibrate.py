@@ -245,139 +245,50 @@ def calibrate(
     for name, given, kind in (("sizes", sizes, Sizes), ("goal", goal, Goal)):
         if given is not None:
             check_kind(name, given, kind, f"give a {kind.__name__}, or None")
-    layers = _cached_layers(model)
+    how = "give a CachedModel, a model of transformers, or a folder"
+    check_kind("model", model, CachedModel, how)
+    layers = cache_layers(model.config)
     window = check_size("sink_len", window[0]), check_size("recent_len", window[1])
     if rounding not in ROUNDINGS:
         raise ConfigError(
             f"rounding {shown(rounding)} does not exist: use {' or '.join(ROUNDINGS)}"
         )
-    is_latent = layers is not None and layers.are_latent
-    goal = goal or Goal(format=LATENT_FORMAT if is_latent else BASE_FORMAT)
-    if not hasattr(model, "config_dict"):
-        raise ConfigError(
-            f"model is of type {type(model).__name__}: give a CachedModel, a model of "
-            "transformers, or a folder"
-        )
+    goal = goal or Goal(format=LATENT_FORMAT if layers.are_latent else BASE_FORMAT)
     _check_goal(model, goal, layers, tokens is not None)
     if sizes is None:
         longest = Sizes.context + Sizes.scored + 1
         beyond = max(longest - (model.max_positions or longest), 0)
         sizes = Sizes(context=max(Sizes.context - beyond, 1))
     if tokens is None and not zero_data:
-        if getattr(model, "tokenizer", model) is None:
+        if model.tokenizer is None:
             model = copy(model)
             model.tokenizer = tokenizer_of(model.model)
         tokens, scored = map(model.encode, packaged_texts())
         held = scored if held is None else held
-    tokens = None if tokens is None else token_ids("tokens", tokens)
-    held = None if held is None else token_ids("held", held)
-    for name, text in (("tokens", tokens), ("held", held)):
-        if text is not None and not len(text):
-            raise ConfigError(f"{name} is empty: give a longer text")
-    if goal.max_kl is not None and tokens is None and held is None:
+    observed, fitted, passages = _windows(model, tokens, held, sizes, zero_data)
+    if goal.max_kl is not None and passages is None:
         raise ConfigError("a KL is measured on a text: give tokens or held, or no max_kl")
-    if tokens is not None and held is None:
-        cut = len(tokens) - len(tokens) // HELD_OUT
-        tokens, held = tokens[:cut], tokens[cut:]
-    passages = None
-    if held is not None:
-        passages = spread(held, sizes.windows, sizes.context + sizes.scored + 1)
-    if zero_data or tokens is None:
-        tokens = random_tokens(model.config_dict, sizes.observed)
-    observed, fitted = observed_windows(tokens, sizes, model.max_positions)
-    little = too_little(observed.numel(), sizes, is_scored=passages is not None)
-    if little:
-        log.warning("kvquant: too little text: %s", little)
     model.output_weights()  # a model that does not show them is refused before it is observed
-    return finish(
-        model,
-        observe(model, observed, progress),
-        fitted,
-        passages,
-        sizes=sizes,
-        goal=goal,
-        rounding=rounding,
-        zero_data=zero_data,
-        progress=progress,
-        window=window,
-    )
-
-
-def _cached_layers(model: Any) -> CacheLayers | None:
-    """The layers that caches of the model have; None if its config does not say."""
-    try:
-        return cache_layers(getattr(model, "config", None))
-    except UnsupportedModelError:
-        return None
-
-
-def observe(
-    model: CachedModel,
-    windows: torch.Tensor,
-    progress: Report = lambda stage, share: None,
-) -> Moments:
-    """The moments of a text, window by window; see calibrate."""
-    moments = Moments()
-    layers = getattr(getattr(model, "config", None), "num_hidden_layers", 1)
-    step = _shares(progress, "observe", len(windows) * layers)
-
-    def see(layer: int, *shown: Any) -> None:
-        moments.observe(layer, *shown)
-        step(1)
-
-    for number, window in enumerate(windows):
-        model.observe(window[None], see, begin_of(number))
-    for layer, at in moments.layers.items():
-        if not all(bool(tensor.isfinite().all()) for tensor in at.tensors.values()):
-            raise NonFiniteError(
-                f"layer {layer} attends with NaN or Inf: fix the model, or run it in float32"
-            )
-    return moments
-
-
-def finish(
-    model: CachedModel,
-    moments: Moments,
-    fitted: torch.Tensor,
-    passages: torch.Tensor | None,
-    *,
-    sizes: Sizes,
-    goal: Goal,
-    rounding: str = "feedback",
-    zero_data: bool = False,
-    progress: Report = lambda stage, share: None,
-    window: tuple[int, int] = WINDOW,
-) -> CachePlan:
-    """Everything after the moments; see calibrate.
-
-    Args:
-        fitted: [num_windows, tokens] to choose bases and clip ratios on.
-        passages: [windows, context + scored + 1] to decode; without them nothing is measured.
-        zero_data: whether the moments are not of a text.
-    """
+    moments = observe(model, observed, progress)
     shared = model.shared_layers()
-    config = getattr(model, "config", None)
-    layers = _cached_layers(model)
-    places, others = held_layers(moments, config, shared, layers)
+    places, others = held_layers(moments, layers, shared)
     moments, held = renumbered(moments, places, shared), HeldLayers(model, places, shared)
-    first = next(iter(moments.layers.values()))
-    k_dim, v_dim = (first.tensors[f"{side}_sum"].shape[1] for side in "kv")
     kept = _kept(moments)
     share = len(kept) / len(moments.layers)
-    rows = _Rows(k_dim, v_dim, first.is_latent, model.exact_format, goal.budget, share)
+    rows = _Rows(*_row_of(layers), model.exact_format, goal.budget, share)
     of_k, of_v = rows.offered
     start = (of_k[0], of_v[0]) if goal.format is None else rows.names_of(goal.format)
     formats = {name: rows.pair(name, name) for name in dict.fromkeys((*of_k, *of_v, *start))}
     rows.check_budget()
     rows.check_text(passages is not None)
-    if first.is_latent:
+    if layers.are_latent:
         rounding = "nearest"
     chosen = choose(
         held,
         fitted,
         moments,
         {name: pair for name, pair in formats.items() if not pair[0].is_exact},
-        base_format=LATENT_CANDIDATES[0] if first.is_latent else BASE_FORMAT,
+        base_format=LATENT_CANDIDATES[0] if layers.are_latent else BASE_FORMAT,
         rounding=rounding,
         progress=_shares(progress, "choose", len(moments.layers) * (1 + -(-len(fitted) // BATCH))),
     )
@@ -392,7 +303,7 @@ def finish(
         },
         "places": places,
         "others": [{"layer": layer, "why": why} for layer, why in others.items()],
-        **({"latent": True} if first.is_latent else {}),
+        **({"latent": True} if layers.are_latent else {}),
     }
     plan = _assembled(chosen, start, model.exact_format, kept, facts)
     if passages is None:
@@ -406,10 +317,55 @@ def finish(
         why = str(error)
     reads = -(-len(passages) // SCORED_AT_ONCE) * (len(linears(model.model)) + plan.num_layers)
     tick = partial(_shares(progress, "read", reads), 1)
-    reference = reference_of(
-        model, passages, sizes.context, layers, plan.places, why=why, tick=tick
-    )
+    reference = reference_of(model, passages, sizes.context, layers, why=why, tick=tick)
     return _decided(reference, plan, rows, chosen, formats, goal, sizes, progress, window)
+
+
+def _windows(
+    model: CachedModel, tokens: Text | None, held: Text | None, sizes: Sizes, zero_data: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Windows to observe and to choose on, and passages to score, if there is a text."""
+    given = {"tokens": tokens, "held": held}
+    texts = {name: token_ids(name, text) for name, text in given.items() if text is not None}
+    for name, text in texts.items():
+        if not len(text):
+            raise ConfigError(f"{name} is empty: give a longer text")
+    if "tokens" in texts and held is None:
+        cut = len(texts["tokens"]) - len(texts["tokens"]) // HELD_OUT
+        texts["tokens"], texts["held"] = texts["tokens"].tensor_split([cut])
+    passages = None
+    if "held" in texts:
+        passages = spread(texts["held"], sizes.windows, sizes.context + sizes.scored + 1)
+    seen: Text | None = None if zero_data else texts.get("tokens")
+    if seen is None:
+        seen = random_tokens(model.config_dict, sizes.observed)
+    observed, fitted = observed_windows(seen, sizes, model.max_positions)
+    if little := too_little(observed.numel(), sizes, is_scored=passages is not None):
+        log.warning("kvquant: too little text: %s", little)
+    return observed, fitted, passages
+
+
+def observe(
+    model: CachedModel,
+    windows: torch.Tensor,
+    progress: Report = lambda stage, share: None,
+) -> Moments:
+    """The moments of a text, window by window; see calibrate."""
+    moments = Moments()
+    step = _shares(progress, "observe", len(windows) * model.config.num_hidden_layers)
+
+    def see(layer: int, *shown: Any) -> None:
+        moments.observe(layer, *shown)
+        step(1)
+
+    for number, window in enumerate(windows):
+        model.observe(window[None], see, begin_of(number))
+    for layer, at in moments.layers.items():
+        if not all(bool(tensor.isfinite().all()) for tensor in at.tensors.values()):
+            raise NonFiniteError(
+                f"layer {layer} attends with NaN or Inf: fix the model, or run it in float32"
+            )
+    return moments
 
 
 def _assembled(
@@ -583,16 +539,19 @@ def _windowed(
     return {**_fidelity_facts(found), **of_window}
 
 
-def _check_goal(model: CachedModel, goal: Goal, layers: CacheLayers | None, has_text: bool) -> None:
-    """Raise unless a model can have plans that reach the goal; layers: of its config, if known."""
-    is_latent = layers is not None and layers.are_latent
+def _row_of(layers: CacheLayers) -> tuple[int, int, bool]:
+    """Elements of a row of K and of V, alike in all layers, and whether they are latent rows."""
+    return layers.k_dims[0], layers.v_dims[0], layers.are_latent
+
+
+def _check_goal(model: CachedModel, goal: Goal, layers: CacheLayers, has_text: bool) -> None:
+    """Raise unless a model can have plans that reach the goal."""
+    is_latent = layers.are_latent
     if goal.format is not None and "+" in goal.format and not is_latent:
         raise ConfigError(f"format {goal.format} is of latent rows, and this model has K and V")
-    if layers is None:
-        return
-    (k_dim, v_dim), *unlike = dict.fromkeys(zip(layers.k_dims, layers.v_dims, strict=True))
-    if unlike:
-        told = ", ".join(f"{k}/{v}" for k, v in [(k_dim, v_dim), *unlike])
+    shapes = dict.fromkeys(zip(layers.k_dims, layers.v_dims, strict=True))
+    if len(shapes) > 1:
+        told = ", ".join(f"{k}/{v}" for k, v in shapes)
         raise UnsupportedModelError(
             f"layers of this model have unlike head_dim (K/V {told}), and a plan has one. A cache "
             "refuses a plan that lacks any of its layers. Use a cache without a plan, for example "
@@ -602,7 +561,7 @@ def _check_goal(model: CachedModel, goal: Goal, layers: CacheLayers | None, has_
         model.new_cache(1, 1)  # what cannot decode is told now
     elif layers.others:
         return  # the model cannot decode from a KVCache alone
-    rows = _Rows(k_dim, v_dim, is_latent, model.exact_format, goal.budget)
+    rows = _Rows(*_row_of(layers), model.exact_format, goal.budget)
     rows.check_budget(rows.bits(*(names[0] for names in rows.offered)))
     rows.check_text(has_text)
     # and a format without a kernel

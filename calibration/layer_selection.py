@@ -6,17 +6,15 @@ state in 16 bit. If a layer attends to another one's keys, its queries and proje
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from kvquant.errors import UnsupportedError, UnsupportedModelError
+from kvquant.errors import UnsupportedModelError
 from kvquant.hf.model import CachedModel
 from kvquant.hf.models.configs import CacheLayers
 from kvquant.hf.models.observe import Observer
-from kvquant.rows.format import HEAD_DIMS
 
 from .moments import LayerMoments, Moments
 
@@ -30,10 +28,8 @@ class HeldLayers:
         shared: layers that attend to the keys and values of another one, and that one.
     """
 
-    def __init__(
-        self, model: CachedModel, places: list[int], shared: Mapping[int, int] | None = None
-    ) -> None:
-        self.model, self.places, self._shared = model, places, shared or {}
+    def __init__(self, model: CachedModel, places: list[int], shared: Mapping[int, int]) -> None:
+        self.model, self._shared = model, shared
         self._at = {layer: at for at, layer in enumerate(places)}
 
     def observe(self, tokens: torch.Tensor, observer: Observer, begin: float = 0.0) -> None:
@@ -55,76 +51,37 @@ class HeldLayers:
 
 
 def held_layers(
-    moments: Moments,
-    config: Any,
-    shared: Mapping[int, int] | None = None,
-    cached: CacheLayers | None = None,
+    moments: Moments, cached: CacheLayers, shared: Mapping[int, int]
 ) -> tuple[list[int], dict[int, str]]:
     """The model's layer at each index of the cache, and why others have none, by their layer.
 
     Args:
         moments: of all layers that attend.
+        cached: the layers of caches.
         shared: as of HeldLayers.
-        config: of the text model: num_hidden_layers and layer_types.
-        cached: the layers of caches by the config, if known; else those of the most frequent row
-            shape.
 
     Raises:
-        UnsupportedError: no cache can hold any layer.
         UnsupportedModelError: caches have rows for layers that do not attend by themselves.
     """
-    shared = shared or {}
-    shapes = {layer: _shape(at) for layer, at in moments.layers.items() if layer not in shared}
-    possible = [
-        shape
-        for layer, shape in shapes.items()
-        if moments.layers[layer].is_latent or set(shape[1:]) <= set(HEAD_DIMS)
-    ]
-    if not possible:
-        heads, k_dim, v_dim = next(iter(shapes.values()))
-        raise UnsupportedError(
-            f"no layer of this model can be held by a cache: rows of K are {k_dim} wide, of V "
-            f"{v_dim}; possible are {', '.join(map(str, HEAD_DIMS))}"
+    rows = cached.num_kv_heads, cached.k_dims[0], cached.v_dims[0]
+    places, shapes = [*cached.places], {layer: _shape(at) for layer, at in moments.layers.items()}
+    if odd := [layer for layer in places if shapes.get(layer) != rows or layer in shared]:
+        raise UnsupportedModelError(
+            f"caches of this model have rows for layers {odd}, and no such layers attend: it runs "
+            "its layers several times, or with other heads than its config says, and a plan has no "
+            "bases for these. Use a cache without a plan; kvquant evaluate measures its KL"
         )
-    usual, places = Counter(possible).most_common(1)[0][0], [*shapes]
-    why: Mapping[int, str] = {}
-    if cached is not None:
-        places, why = [*cached.places], cached.others
-        if missing := [layer for layer in places if layer not in shapes]:
-            raise UnsupportedModelError(
-                f"caches of this model have rows for layers {missing}, and no such layers attend: "
-                "it runs its layers several times, and a plan has no bases for each run. Use a "
-                "cache without a plan; kvquant evaluate measures its KL"
-            )
-        usual = shapes[places[0]]
-    heads, k_dim, v_dim = usual
-    kinds = getattr(config, "layer_types", None) or []
-    count = max(getattr(config, "num_hidden_layers", 0), *(layer + 1 for layer in moments.layers))
-    others = {}
-    for layer in range(count):
-        if layer in shared:
-            others[layer] = f"it attends to the keys and values of layer {shared[layer]}"
-        elif layer not in shapes:
-            kind = f" ({kinds[layer]})" if layer < len(kinds) else ""
-            others[layer] = f"it has no keys and values{kind}"
-        elif shapes[layer] != usual:
-            own = shapes[layer]
-            others[layer] = (
-                f"its {own[0]} KV heads of {own[1]} and {own[2]} elements differ from the {heads} "
-                f"of {k_dim} and {v_dim} of the cache"
-            )
-        elif layer not in places:
-            others[layer] = why.get(layer, "caches do not have it")
-    return [layer for layer in sorted(shapes) if layer not in others], others
+    owners = {at: f"attends to the keys and values of layer {own}" for at, own in shared.items()}
+    why = owners | dict(cached.others)
+    left = [layer for layer in range(cached.count) if layer not in places]
+    return places, {layer: f"it {why.get(layer, 'has no keys and values')}" for layer in left}
 
 
-def renumbered(
-    moments: Moments, places: list[int], shared: Mapping[int, int] | None = None
-) -> Moments:
+def renumbered(moments: Moments, places: list[int], shared: Mapping[int, int]) -> Moments:
     """Moments of the cache's layers, from 0; shared layers' queries go to their keys' layer."""
     held = Moments()
     for at, layer in enumerate(places):
-        readers = [moments.layers[reader] for reader in _readers(layer, shared or {})]
+        readers = [moments.layers[reader] for reader in _readers(layer, shared)]
         held.layers[at] = moments.layers[layer].with_queries(readers)
     return held
 

@@ -171,8 +171,7 @@ def reference_of(
     model: Any,
     windows: torch.Tensor,
     context: int,
-    layers: CacheLayers | None,
-    places: list[int],
+    layers: CacheLayers,
     *,
     why: str = "",
     tick: Callable[[], object] = lambda: None,
@@ -183,11 +182,11 @@ def reference_of(
         model: a CachedModel.
         windows: [batch, context + scored + 1], int64.
         context: tokens of the prompt.
-        layers: of the model's caches; None if its config does not say.
-        places, why, tick: as of PassReference; decoding does not call tick.
+        layers: of the model's caches.
+        why, tick: as of PassReference; decoding does not call tick.
     """
-    if layers is not None and layers.are_latent:
+    if layers.are_latent:
         return Reference(model, windows, context)
-    again = layers is None or layers.others or layers.states or layers.turn
-    keeps = not (again or model.shared_layers() or why)
+    keeps = not (layers.others or layers.states or layers.turn or model.shared_layers() or why)
+    places = list(layers.places)
     return PassReference(model, windows, context, places, why=why, keeps_context=keeps, tick=tick)

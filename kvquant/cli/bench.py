@@ -20,7 +20,6 @@ from .console import (
     JSON,
     MODEL_OR_NONE,
     POSITIVE,
-    check_device,
     check_output,
     compile_kernels,
     enough_memory,
@@ -91,6 +90,7 @@ def bench(
     from ..bench.cases import list_cases
     from ..bench.measure import render_machine, render_results
     from ..bench.timer import GraphTimer, Timer, describe_machine
+    from ..rows.arguments import check_device
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)

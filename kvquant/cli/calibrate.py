@@ -21,7 +21,6 @@ from .console import (
     POSITIVE,
     RECENT_LEN,
     SINK_LEN,
-    check_device,
     check_output,
     enough_memory,
     given_options,
@@ -142,7 +141,6 @@ def calibrate(
             make_folder()
         except OSError as error:
             raise click.UsageError(f"give -o FILE: no plan can be kept ({error})") from error
-    check_device(device)
     goal = Goal(max_kl, budget, format) if (max_kl, budget, format) != (None,) * 3 else None
     reach = Sizes(**sizes) if own else None
     reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)

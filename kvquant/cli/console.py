@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from ..errors import ConfigError, DeviceError, KVQuantError
+from ..errors import ConfigError, KVQuantError
 from ..io.model_source import check_source
 from ..rows.format import HEAD_DIMS, NAMES, nearest
 
@@ -52,20 +51,6 @@ class PlanFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if value == AUTO else super().convert(value, param, ctx)
-
-
-class Name(click.Path):
-    """The name of a file that need not be there."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        if not str(value):
-            self.fail("the name is empty", param, ctx)
-        path = super().convert(value, param, ctx)
-        assert isinstance(path, Path)
-        return path
 
 
 FORMATS = f"FORMAT is one of {', '.join(NAMES)}."  # epilog of commands that take one
@@ -123,18 +108,9 @@ class Positive(click.FloatRange):
         return number
 
 
-class Device(click.Choice[str]):
-    """cpu, cuda or cuda:N."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if re.fullmatch("cuda:[0-9]{1,3}", str(value)):
-            return str(value)
-        return super().convert(value, param, ctx)
-
-
-NEW_FILE, SOURCE, POSITIVE = Name(), Source(), Positive()
+SOURCE, POSITIVE = Source(), Positive()
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 PLAN = PlanFile(exists=True, dir_okay=False, path_type=Path)
-DEVICE = Device(["cpu", "cuda"])
 FORMAT, PAIR, LATENT, EITHER = Format(), Format("/"), Format("+"), Format("/+")
 HTML = ".html", ".htm"
 
@@ -145,7 +121,7 @@ OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File
 JSON = click.option(
     "--json", "json_file", type=NEW_FILE, help="Write the figures to this file too."
 )
-ON_DEVICE = click.option("--device", type=DEVICE, default="cpu", help="Or cuda:N.")
+ON_DEVICE = click.option("--device", default="cpu", help="Or cuda, or cuda:N.")
 DTYPE = click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -323,19 +299,6 @@ def read_text(path: Path) -> str:
         return data.decode("utf-8-sig")  # Windows begins texts with a mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
-
-
-def check_device(name: str) -> None:
-    """Raise DeviceError if torch does not find the GPU."""
-    if name == "cpu":
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise DeviceError(f"--device {name}: torch finds no GPU here; use --device cpu")
-    count = torch.cuda.device_count()
-    if name != "cuda" and int(name.removeprefix("cuda:")) >= count:
-        raise DeviceError(f"--device {name}: torch finds GPUs up to cuda:{count - 1} here")
 
 
 def warn_of_length(max_positions: int | None, what: str, length: int) -> None:

@@ -22,7 +22,6 @@ from .console import (
     ON_DEVICE,
     POSITIVE,
     WHOLE,
-    check_device,
     check_output,
     enough_memory,
     read_text,
@@ -143,7 +142,6 @@ def evaluate(
     from ..report.page import check_libraries
     from ..text import paragraph, progress
 
-    check_device(device)
     if report is not None:
         check_libraries("kvquant evaluate --report")
     options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat}

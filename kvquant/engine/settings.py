@@ -7,11 +7,11 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..cache.latent import check_no_feedback
 from ..errors import (
@@ -34,6 +34,7 @@ from ..rows.probe import FEW_BITS, WARNED, loss_of
 from .contract import PageLayout
 
 log = logging.getLogger("kvquant")
+Rows = TypeVar("Rows")
 KEYS = ("k_format", "v_format", "plan", "prompts")
 LATENT_KEYS = ("format", "plan", "prompts")
 PROMPTS = ("16-bit", "rows")  # what tokens of a prompt attend to, of those that come with them
@@ -242,14 +243,31 @@ def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
     return plan
 
 
-def check_refused(refused: Sequence[str], otherwise: str) -> None:
-    """Raise UnsupportedError for layers without rows; each string is a name and the reason."""
-    if refused:
+def rows_of_each(
+    layers: Mapping[str, Any],
+    rows_of: Callable[[str, Any], Rows],
+    otherwise: str,
+    refused: Sequence[str] = (),
+) -> dict[str, Rows]:
+    """The rows of layers by name.
+
+    Raises:
+        UnsupportedError: some layers cannot have rows; it has a line for each, those of `refused`
+            first, and says how else (otherwise) to serve the model.
+    """
+    found, lines = {}, [*refused]
+    for name, layer in layers.items():
+        try:
+            found[name] = rows_of(name, layer)
+        except KVQuantError as error:
+            lines.append(f"{name}: {error}")
+    if lines:
         raise UnsupportedError(
             "kvquant cannot hold the rows of these layers:\n  "
-            + "\n  ".join(refused)
+            + "\n  ".join(lines)
             + f"\nDo what these lines say, or serve the model {otherwise}."
         )
+    return found
 
 
 def rank_heads(total: int, rank: int, ranks: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from sglang.srt.runtime_context import get_parallel
 from transformers import AutoConfig
 
 from ..engine.contract import LayerRows, PageLayout
-from ..engine.settings import Settings, check_refused, rank_heads, tell_settings
+from ..engine.settings import Settings, rank_heads, rows_of_each, tell_settings
 from ..engine.warmup import StepCalls
-from ..errors import KVQuantError, UnsupportedError, refuse
+from ..errors import UnsupportedError, refuse
 from ..rows.variant import AttentionVariant, names_of
 from .pool import row_bytes
 
@@ -34,18 +35,15 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
     if settings.plan is not None:
         settings.plan.check_model(_saved_config(runner))
     layers = dict(_layers(runner.model))
-    shared = Counter(layer.layer_id for layer in layers.values())
-    found, refused = {}, []
-    for name, layer in layers.items():
-        try:
-            if shared[layer.layer_id] > 1:
-                raise UnsupportedError(f"it shares layer_id {layer.layer_id} with another layer")
-            found[layer.layer_id] = _rows_of(layer, runner, settings)
-        except KVQuantError as error:
-            refused.append(f"{name}: {error}")
-    check_refused(refused, "with another --attention-backend")
+    counts = Counter(layer.layer_id for layer in layers.values())
+    odd = [name for name, layer in layers.items() if counts[layer.layer_id] > 1]
+    refused = [
+        f"{name}: it shares layer_id {layers[name].layer_id} with another layer" for name in odd
+    ]
+    rows_of = partial(_rows_of, runner=runner, settings=settings)
+    found = rows_of_each(layers, rows_of, "with another --attention-backend", refused)
     tell_settings(settings, runner.model_config.model_path)
-    return found
+    return {layers[name].layer_id: rows for name, rows in found.items()}
 
 
 def _saved_config(runner: Any) -> dict[str, Any]:
@@ -121,7 +119,7 @@ def _problems(layer: Any, layout: PageLayout) -> Iterator[str]:
         )
 
 
-def _rows_of(layer: Any, runner: Any, settings: Settings) -> LayerRows:
+def _rows_of(_: str, layer: Any, runner: Any, settings: Settings) -> LayerRows:
     pool = runner.token_to_kv_pool
     if has_windows(pool):
         is_window = pool.layers_mapping[layer.layer_id][1]

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -42,14 +42,14 @@ from ..engine.hooks import hook
 from ..engine.settings import (
     LatentSettings,
     Settings,
-    check_refused,
     rank_heads,
+    rows_of_each,
     tell_settings,
     with_kept_plan,
 )
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import StepCalls, begin_warm_up, runs_on, warm_up_layers
-from ..errors import ConfigError, KVQuantError, UnsupportedError, refuse, shown
+from ..errors import ConfigError, UnsupportedError, refuse, shown
 from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES, RUN
 from ..rows.variant import AttentionVariant, names_of
@@ -227,16 +227,11 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         }
         for name in layer_names:
             check_request(layers[name].attn_backend.request, vllm_config)
-        found: dict[str, LayerRows] = {}
         refused = []
         if getattr(kv_cache_spec, "non_causal", False):  # a field of some kinds of specs
             refused = [f"{name}: tokens of a prompt attend to later ones" for name in layer_names]
-        for name, layer in layers.items():
-            try:
-                found[name] = _rows_of(name, layer, vllm_config, device)
-            except KVQuantError as error:
-                refused.append(f"{name}: {error}")
-        check_refused(refused, WITHOUT)
+        rows_of = partial(_rows_of, vllm_config=vllm_config, device=device)
+        found = rows_of_each(layers, rows_of, WITHOUT, refused)
         for name in layer_names:
             layers[name].impl.rows = found[name]
         # vLLM makes a builder for a draft model alone, beside one for all layers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -38,10 +38,10 @@ from ..engine.latent import (
     check_kernels,
     latents_at,
 )
-from ..engine.settings import LatentSettings, check_refused
+from ..engine.settings import LatentSettings, rows_of_each
 from ..engine.step import Step, describe_step
 from ..engine.warmup import warm_up_layers
-from ..errors import KVQuantError, UnsupportedError, refuse
+from ..errors import UnsupportedError, refuse
 from .backend import (
     WITHOUT,
     Request,
@@ -117,14 +117,11 @@ class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: igno
         device: torch.device,
     ) -> None:
         layers = get_layers_from_vllm_config(vllm_config, MLAAttention, layer_names)
-        refused = []
-        for name, layer in layers.items():
+        for layer in layers.values():
             check_request(layer.attn_backend.request, vllm_config)
-            try:
-                layer.impl.rows = _rows_of(name, layer, vllm_config, device)
-            except KVQuantError as error:
-                refused.append(f"{name}: {error}")
-        check_refused(refused, WITHOUT)
+        rows_of = partial(_rows_of, vllm_config=vllm_config, device=device)
+        for name, rows in rows_of_each(layers, rows_of, WITHOUT).items():
+            layers[name].impl.rows = rows
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata)
         self.most_queries = self.reorder_batch_threshold
         calls = [

@@ -267,7 +267,7 @@ def test_what_cannot_have_a_plan_is_known_before_one_is_made(
 
 
 def test_a_model_of_few_positions_has_shorter_passages() -> None:
-    found = tiny_model("GPT2")
+    found = tiny_model("GPT2", num_key_value_heads=4)
     assert found.max_positions is not None and found.max_positions < 1089
     plan = calibrate(found, [1, 2, 3, 4] * 4000, [4, 3, 2, 1] * 4000)
     assert plan.facts["measured"]["context"] == found.max_positions - Sizes.scored - 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from tiny_models import tiny_model
 
 from kvquant.hf.cache import QuantizedCache
 from kvquant.hf.model import CachedModel
+from kvquant.hf.models.configs import CacheLayers
 
 DEMO = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
@@ -55,41 +55,39 @@ def moments(shapes: dict[int, tuple[int, int, int]]) -> Moments:
     return made
 
 
+def cached(*places: int, count: int, **others: str) -> CacheLayers:
+    """Caches of layers with 2 KV heads of 64 elements."""
+    dims, why = (64,) * len(places), {int(name[1:]): reason for name, reason in others.items()}
+    windows = (None,) * len(places)
+    return CacheLayers(places, 2, dims, dims, windows, count=count, others=why)
+
+
 def test_layers_of_one_shape_are_all_held() -> None:
-    config = SimpleNamespace(num_hidden_layers=2)
-    assert held_layers(moments({0: (2, 64, 64), 1: (2, 64, 64)}), config) == ([0, 1], {})
+    found = held_layers(moments({0: (2, 64, 64), 1: (2, 64, 64)}), cached(0, 1, count=2), {})
+    assert found == ([0, 1], {})
 
 
-def test_layers_without_attention_or_of_another_shape_are_named() -> None:
-    shapes = {1: (2, 64, 64), 2: (4, 64, 64), 3: (2, 72, 64), 5: (2, 64, 64)}
-    config = SimpleNamespace(
-        num_hidden_layers=6, layer_types=["conv", *["full_attention"] * 3, "mamba"]
-    )
-    places, others = held_layers(moments(shapes), config)
+def test_layers_that_caches_do_not_have_are_named() -> None:
+    shapes = {1: (2, 64, 64), 2: (4, 64, 64), 5: (2, 64, 64), 6: (2, 64, 64)}
+    layers = cached(1, 5, count=7, _0="is 'conv'", _2="has 4 KV heads")
+    places, others = held_layers(moments(shapes), layers, {6: 5})
     assert places == [1, 5]
     assert others == {
-        0: "it has no keys and values (conv)",
-        2: "its 4 KV heads of 64 and 64 elements differ from the 2 of 64 and 64 of the cache",
-        3: "its 2 KV heads of 72 and 64 elements differ from the 2 of 64 and 64 of the cache",
-        4: "it has no keys and values (mamba)",
+        0: "it is 'conv'",
+        2: "it has 4 KV heads",
+        3: "it has no keys and values",
+        4: "it has no keys and values",
+        6: "it attends to the keys and values of layer 5",
     }
-    held = renumbered(moments(shapes), places)
+    held = renumbered(moments(shapes), places, {})
     assert set(held.layers) == {0, 1}
 
 
-def test_the_layers_are_those_that_caches_have() -> None:
-    """Not those of most layers."""
-    shapes = {0: (2, 64, 64), 1: (4, 64, 64), 2: (4, 64, 64)}
-    config = SimpleNamespace(num_hidden_layers=3)
-    cached: Any = SimpleNamespace(places=(0,), others={})
-    places, others = held_layers(moments(shapes), config, None, cached)
-    assert places == [0] and others[1].startswith("its 4 KV heads of 64")
-    assert held_layers(moments(shapes), config)[0] == [1, 2]
-    cached.places, cached.others = (1,), {2: "attends to chunks of 8 tokens"}
-    assert held_layers(moments(shapes), config, None, cached)[1][2] == cached.others[2]
-    cached.places = (1, 2, 3)
-    with pytest.raises(UnsupportedModelError, match=r"rows for layers \[3\], and no such layers"):
-        held_layers(moments(shapes), config, None, cached)
+@pytest.mark.parametrize("shape", [None, (4, 64, 64), (2, 72, 64), (2, 64, 128)])
+def test_layers_that_attend_otherwise_than_caches_have_them_are_refused(shape: Any) -> None:
+    shapes = {0: (2, 64, 64)} | ({} if shape is None else {1: shape})
+    with pytest.raises(UnsupportedModelError, match=r"rows for layers \[1\], and no such layers"):
+        held_layers(moments(shapes), cached(0, 1, count=2), {})
 
 
 @pytest.mark.slow
@@ -116,11 +114,6 @@ def test_plans_of_models_with_other_heads_in_windows_serve_their_caches(
     QuantizedCache(module, plan=plan)
 
 
-def test_widths_that_no_row_has_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="rows of K are 72 wide, of V 64; possible are 64,"):
-        held_layers(moments({0: (2, 72, 64)}), None)
-
-
 def test_the_layers_of_the_cache_are_counted_from_0() -> None:
     class Model:
         def observe(self, tokens: torch.Tensor, observer: Any, begin: float = 0.0) -> None:
@@ -135,7 +128,7 @@ def test_the_layers_of_the_cache_are_counted_from_0() -> None:
 
     seen = []
     model: Any = Model()
-    held = HeldLayers(model, [1, 2, 3])
+    held = HeldLayers(model, [1, 2, 3], {})
     held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append((layer, int(q))))
     assert seen == [(0, 1), (1, 2), (2, 3)]
     assert held.output_weights() == {0: 1, 2: 3}
@@ -143,8 +136,7 @@ def test_the_layers_of_the_cache_are_counted_from_0() -> None:
 
 def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
     shapes, shared = {0: (2, 64, 64), 1: (2, 64, 64), 2: (2, 64, 64)}, {2: 0}
-    config = SimpleNamespace(num_hidden_layers=3)
-    places, others = held_layers(moments(shapes), config, shared)
+    places, others = held_layers(moments(shapes), cached(0, 1, count=3), shared)
     assert (places, others) == ([0, 1], {2: "it attends to the keys and values of layer 0"})
 
     class Model:
@@ -226,7 +218,8 @@ def test_hybrid_models_are_calibrated_but_for_layers_without_keys(
     facts = plan.facts
     assert facts["places"] == places and plan.formats == [("int4", "int4")] * len(places)
     why = {one["layer"]: one["why"] for one in facts["others"]}
-    assert why == {layer: f"it has no keys and values ({name})" for layer, name in others.items()}
+    kept = "which keeps other than keys and values"
+    assert why == {layer: f"it is {name!r}, {kept}" for layer, name in others.items()}
     assert "a KVCache alone does not serve such a model" in facts["measured"]["in_one_pass"]
     kl = {(row["format"], row["plan"]): row["kl"] for row in facts["comparison"]}
     assert 0 < kl["int8", False] < 0.2 * kl["int4", False]
@@ -292,7 +285,7 @@ def test_the_command_lists_the_layers_that_are_not_in_the_cache(tmp_path: Path) 
     )
     assert result.exit_code == 0, result.output
     (row,) = (line for line in result.stdout.splitlines() if line.startswith("0  "))
-    assert "-" in row.split() and "(conv)" in result.stdout
-    assert "not in the cache: it has no keys" in " ".join(result.stdout.split())
+    assert "-" in row.split() and "'conv'" in result.stdout
+    assert "not in the cache: it is 'conv'," in " ".join(result.stdout.split())
     assert "Warning: This model cannot decode from a KVCache (layer 0 is 'conv'" in result.stderr
     assert CachePlan.load(path).facts["places"] == [1, 2]
