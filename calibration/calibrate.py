@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from kvquant.errors import (
     ConfigError,
     NonFiniteError,
     UnsupportedModelError,
+    refuse,
     shown,
 )
 from kvquant.hf.model import CachedModel, as_cached_model
@@ -82,19 +83,22 @@ class Goal:
     format: str | None = None
 
     def __post_init__(self) -> None:
-        for what, number in (("max_kl", self.max_kl), ("budget", self.budget)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, Real)):
-                raise ConfigError(f"{what} is {shown(number)}: use a number, or None")
         if self.format is not None:
             check_kind("format", self.format, str, "give its short name")
-        if self.format is not None and (self.max_kl, self.budget) != (None, None):
-            raise ConfigError("give a format, or --max-kl and --budget to have formats chosen")
-        if self.max_kl is not None and not (0 < self.max_kl < math.inf):
-            raise ConfigError(f"a KL of {self.max_kl} cannot be kept: use more than 0, as 0.01")
+        refuse(ConfigError, self._problems())
         for name in (self.format or BASE_FORMAT).split("+"):
             RowFormat.parse(name, HEAD_DIMS[0])  # an unknown one is refused before all work
+
+    def _problems(self) -> Iterator[str]:
+        for what, number in (("max_kl", self.max_kl), ("budget", self.budget)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, Real)):
+                yield f"{what} is {shown(number)}: use a number, or None"
+        if self.format is not None and (self.max_kl, self.budget) != (None, None):
+            yield "give a format, or --max-kl and --budget to have formats chosen"
+        if self.max_kl is not None and not (0 < self.max_kl < math.inf):
+            yield f"a KL of {self.max_kl} cannot be kept: use more than 0, as 0.01"
         if self.budget is not None and not self.budget < math.inf:
-            raise ConfigError(f"a budget of {self.budget} bits is not possible: use 2.25 or more")
+            yield f"a budget of {self.budget} bits is not possible: use 2.25 or more"
 
 
 @dataclass(frozen=True)

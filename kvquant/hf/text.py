@@ -204,7 +204,8 @@ class CachedText:
         depends = layers.turn is not None or layers.scaled_from is not None
         if depends or (LOSES_MARKS and len(layers.shared) > 0):
             return False
-        is_other = self._dequantizes or len(layers.kept) > 0 or self.is_spread
+        keeps = len(layers.others) + len(layers.states) > 0
+        is_other = self._dequantizes or keeps or self.is_spread
         return self._max_seq_len is not None and not is_other
 
     @property

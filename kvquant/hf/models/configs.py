@@ -109,7 +109,7 @@ class CacheLayers:
         """The place in the cache by the model's layer."""
         return {layer: at for at, layer in enumerate(self.places)}
 
-    @cached_property
+    @property
     def kept(self) -> list[int]:
         """The model's layers for which transformers keeps something: others and states."""
         return sorted([*self.others, *self.states])
