@@ -21,23 +21,23 @@ def causal_attention_of(impl: Any, v_size: int, device: torch.device) -> CausalA
     if device.type != "cuda":
         return None
     version, size = None, impl.head_size
-    try:
-        from vllm.v1.attention.backends.fa_utils import (
-            flash_attn_varlen_func,
-            get_flash_attn_version,
-        )
+    why = f"K of some layers has {size} elements, V {v_size}"
+    if v_size == size <= MOST:
+        try:
+            from vllm.v1.attention.backends.fa_utils import (
+                flash_attn_varlen_func,
+                get_flash_attn_version,
+            )
 
-        version = get_flash_attn_version(
-            requires_alibi=impl.alibi_slopes is not None,
-            head_size=size,
-            has_sinks=impl.sinks is not None,
-            requires_softcap=bool(impl.soft_cap),
-        )
-        why = f"vLLM's FlashAttention for some layers is {version}"
-    except (ImportError, TypeError) as error:  # TypeError: of another version of vLLM
-        why = f"vLLM's FlashAttention cannot be asked for, {error}"
-    if v_size != size or size > MOST:
-        version, why = None, f"K of some layers has {size} elements, V {v_size}"
+            version = get_flash_attn_version(
+                requires_alibi=impl.alibi_slopes is not None,
+                head_size=size,
+                has_sinks=impl.sinks is not None,
+                requires_softcap=bool(impl.soft_cap),
+            )
+            why = f"vLLM's FlashAttention for some layers is {version}"
+        except (ImportError, TypeError) as error:  # TypeError: of another version of vLLM
+            why = f"vLLM's FlashAttention cannot be asked for, {error}"
     if version not in VERSIONS or (version == 2 and impl.sinks is not None):
         _tell(f"torch's kernels: {why}")
         return None
