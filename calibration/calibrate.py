@@ -276,7 +276,7 @@ def calibrate(
     moments = observe(model, observed, progress)
     shared = model.shared_layers()
     places, others = held_layers(moments, layers, shared)
-    moments, held = renumbered(moments, places, shared), HeldLayers(model, places, shared)
+    moments = renumbered(moments, places, shared)
     kept = _kept(moments)
     share = len(kept) / len(moments.layers)
     rows = _Rows(*_row_of(layers), model.exact_format, goal.budget, share)
@@ -288,7 +288,7 @@ def calibrate(
     if layers.are_latent:
         rounding = "nearest"
     chosen = choose(
-        held,
+        HeldLayers(model, places, shared),
         fitted,
         moments,
         {name: pair for name, pair in formats.items() if not pair[0].is_exact},

@@ -8,7 +8,7 @@ each step), so they diverge only where the distributions differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,33 +79,20 @@ def free_run(
 def _continued(
     model: CachedModel, cache: KVCache, logits: torch.Tensor, num_tokens: int, sampling: Sampling
 ) -> list[list[int]]:
-    found = [*decode(model, cache, logits, num_tokens, sampling)]
-    cache.check()
-    rows: list[list[int]] = torch.stack(found, 1).tolist()
+    choose = chooser(sampling, len(logits))
+    found = model.generate(cache, logits, num_tokens, eos_token_id=(), choose=choose)
+    rows: list[list[int]] = found.tolist()
     return rows
 
 
-def decode(
-    model: CachedModel, cache: KVCache, logits: torch.Tensor, num_tokens: int, sampling: Sampling
-) -> Iterator[torch.Tensor]:
-    """Continue texts, token by token. Call cache.check() when you have read the last one.
-
-    Args:
-        model: decodes.
-        cache: the past of each text.
-        logits: [batch, vocabulary], after that past.
-        num_tokens: the most tokens to generate; you may stop reading before.
-        sampling: how each token is chosen.
-
-    Yields:
-        [batch] int64: the next token of each text. The cache lacks the last one.
-    """
+def chooser(sampling: Sampling, batch: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that maps the logits of each step, [batch, vocabulary], to tokens [batch]."""
     drawn = [
         torch.Generator("cpu").manual_seed((sampling.seed << 20) + sampling.first + row)
-        for row in range(len(logits))
+        for row in range(batch)
     ]
-    step = model.stepper(cache, num_tokens - 1)
-    for left in reversed(range(num_tokens)):
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
         scores = logits.float()
         if sampling.temperature is not None:
             width, real = scores.shape[1], torch.float64
@@ -113,10 +100,9 @@ def decode(
             noise = torch.stack(numbers)
             gumbel = -(-noise.clamp(1e-300).log()).log()
             scores = scores / sampling.temperature + gumbel.to(scores)
-        tokens = scores.argmax(-1)
-        yield tokens
-        if left:
-            logits = step(tokens)
+        return scores.argmax(-1)
+
+    return choose
 
 
 def ended(text: Sequence[int], ends: Sequence[int]) -> list[int]:

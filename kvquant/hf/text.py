@@ -215,8 +215,9 @@ class CachedText:
     @property
     def max_columns(self) -> int:
         """Columns that there is room for; -1 for a cache that grows."""
-        is_fixed = self._max_seq_len is not None and self.kv is not None
-        return self.kv.max_seq_len if is_fixed else self._max_seq_len or -1
+        if self._max_seq_len is None or self.kv is None:
+            return self._max_seq_len or -1
+        return self.kv.max_seq_len
 
     def _count(self, past: Columns) -> None:
         """Know that the rows hold these columns."""

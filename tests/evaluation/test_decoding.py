@@ -61,6 +61,21 @@ class Counting:
 
         return step
 
+    def generate(
+        self,
+        cache: KVCache,
+        logits: torch.Tensor,
+        num_tokens: int,
+        *,
+        eos_token_id: Any,
+        choose: Any,
+    ) -> torch.Tensor:
+        assert eos_token_id == ()
+        step, found = self.stepper(cache, num_tokens), [choose(logits)]
+        while len(found) < num_tokens:
+            found.append(choose(step(found[-1])))
+        return torch.stack(found, 1)
+
     def past_of(self, cache: KVCache) -> KVCache:
         return cache
 
