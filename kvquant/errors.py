@@ -18,7 +18,10 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 DISTRIBUTION = "kvquant-cache"  # as pip knows it: kvquant on PyPI is another project
 _INNER = {"kvquant", "numba", "torch", "contextlib"}  # packages in which no warning is of use

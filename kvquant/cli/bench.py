@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DeviceError
 from ..version import __version__
 from .console import (
     COUNT,
@@ -90,10 +90,10 @@ def bench(
     from ..bench.cases import list_cases
     from ..bench.measure import render_machine, render_results
     from ..bench.timer import GraphTimer, Timer, describe_machine
-    from ..rows.arguments import check_device
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: torch finds no GPU here; use --device cpu")
     shape = _shape(model, shape)
     cases = list_cases(
         formats or _formats(int(shape["head_dim"])),

@@ -13,7 +13,7 @@ from msgspec import Meta
 from ..errors import CheckpointError, refuse
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
-from .schema import INT64, MAX_LAYERS, PLAN, Length, ModelName, checked
+from .schema import MAX_LAYERS, PLAN, Length, ModelName, checked
 from .tensor_files import SafetensorsFile
 
 
@@ -42,60 +42,17 @@ class _Layer(msgspec.Struct):
         return ("k", self.k), ("v", self.v)
 
 
-class _Figures(msgspec.Struct, kw_only=True):
-    """Measured figures of a format or a plan; the KL of a broken one is NaN."""
+class _Figures(msgspec.Struct):
+    """A measurement; the KL of a broken plan is NaN."""
 
     kl: float
-    top1: Annotated[float, Meta(ge=0, le=1)]
-    perplexity: float
-    kl_error: float | None = None
-    top1_error: float | None = None
-    kl_passages: tuple[float, ...] = ()
-
-
-class _Compared(_Figures, kw_only=True):
-    """One format for all layers."""
-
-    format: str
-    plan: bool
-    bits: Annotated[float, Meta(gt=0, le=64)]
-
-
-class _Measured(_Figures, kw_only=True):
-    """The plan itself."""
-
-    exact_perplexity: float
-    context: Length
-    scored: Length
-    sink_len: Length
-    recent_len: Length
-    passages: Length | None = None
-    in_one_pass: str | None = None
-
-
-class _Windowed(_Figures, kw_only=True):
-    """The plan with tokens in 16 bit."""
-
-    sink_len: Length
-    recent_len: Length
-    bits: Annotated[float, Meta(gt=0, le=64)]
 
 
 class _Limit(msgspec.Struct):
     """The limit of the plan."""
 
-    max_kl: Annotated[float, Meta(gt=0)] | None
-    budget: Annotated[float, Meta(gt=0)] | None
+    max_kl: float | None
     met: bool
-
-
-class _Sensitivity(msgspec.Struct):
-    """One layer alone."""
-
-    layer: Length
-    k_format: str
-    v_format: str
-    kl: float
 
 
 class _Other(msgspec.Struct):
@@ -106,24 +63,17 @@ class _Other(msgspec.Struct):
 
 
 class _Facts(msgspec.Struct):
-    """The facts of a plan; files may have more, for people."""
+    """The facts that caches and engines read; the others are for people, and their report."""
 
     model: ModelName
     layers: Annotated[tuple[_Layer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     bits: float
-    observed_tokens: Annotated[int, Meta(ge=0, le=INT64)]
-    candidates: tuple[str, ...]
-    zero_data: bool
-    measured: _Measured | None
     limit: _Limit
-    blamed: tuple[Length, ...]
-    sensitivity: tuple[_Sensitivity, ...]
-    comparison: tuple[_Compared, ...]
-    settings: dict[str, Any]
+    measured: _Figures | None
+    windowed: _Figures | None = None
     places: tuple[Length, ...] = ()
     others: tuple[_Other, ...] = ()
     latent: bool = False
-    windowed: _Windowed | None = None
 
 
 def read_facts(file: SafetensorsFile) -> dict[str, Any]:
@@ -152,21 +102,13 @@ def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
 
 def _contradictions(given: _Facts, pairs: list[list[RowFormat]]) -> Iterator[str]:
     """What facts say otherwise elsewhere."""
-    layers, most = len(given.layers), given.limit.max_kl
+    layers = len(given.layers)
     for i, (layer, pair) in enumerate(zip(given.layers, pairs, strict=True)):
         for (_, side), fmt in zip(layer.sides, pair, strict=True):
             if given.latent and side.rounding != "nearest":
                 yield f"layers[{i}] rounds latent rows with feedback: no cache does"
             if layer.kept is not None and not (fmt.is_exact and side.words == ("none", "nearest")):
                 yield f"layers[{i}] is kept in 16 bit, and is {side!s:.120}"
-    listed = [*given.blamed, *(row.layer for row in given.sensitivity)]
-    if max(listed, default=0) >= layers:
-        yield f"layer {max(listed)} is named, there are {layers}"
-    is_blamed = given.blamed or all(layer.kept is not None for layer in given.layers)
-    if not given.limit.met and (most is None or not is_blamed):
-        yield "limit is not met, and max_kl or blamed is not given"
-    if given.measured and most is not None and given.limit.met != (given.measured.kl <= most):
-        yield f"limit.met is {given.limit.met}: the KL is {given.measured.kl}, the limit {most}"
     places = given.places or range(layers)
     others = [other.layer for other in given.others]
     if len(places) != layers or len({*places, *others}) != layers + len(others):
