@@ -35,7 +35,7 @@ from kvquant.rows.latent import LatentFormat
 from .basis_search import BASE_FORMAT, BATCH, Chosen, choose
 from .fidelity import Fidelity, Planned, Reference, Scheme
 from .format_search import Costs, Side, allocate, worst_layers
-from .layer_selection import HeldLayers, held_layers, renumbered
+from .layer_selection import HeldLayers, left_out, renumbered
 from .moments import Moments
 from .single_pass import BATCH as SCORED_AT_ONCE
 from .single_pass import PassReference, reference_of
@@ -274,9 +274,7 @@ def calibrate(
         raise ConfigError("a KL is measured on a text: give tokens or held, or no max_kl")
     model.output_weights()  # a model that does not show them is refused before it is observed
     moments = observe(model, observed, progress)
-    shared = model.shared_layers()
-    places, others = held_layers(moments, layers, shared)
-    moments = renumbered(moments, places, shared)
+    others, moments = left_out(moments, layers), renumbered(moments, layers)
     kept = _kept(moments)
     share = len(kept) / len(moments.layers)
     rows = _Rows(*_row_of(layers), model.exact_format, goal.budget, share)
@@ -288,7 +286,7 @@ def calibrate(
     if layers.are_latent:
         rounding = "nearest"
     chosen = choose(
-        HeldLayers(model, places, shared),
+        HeldLayers(model, layers),
         fitted,
         moments,
         {name: pair for name, pair in formats.items() if not pair[0].is_exact},
@@ -305,7 +303,7 @@ def calibrate(
             "rounding": rounding,
             "dtype": str(model.dtype).removeprefix("torch."),
         },
-        "places": places,
+        "places": list(layers.places),
         "others": [{"layer": layer, "why": why} for layer, why in others.items()],
         **({"latent": True} if layers.are_latent else {}),
     }

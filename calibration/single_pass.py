@@ -187,6 +187,6 @@ def reference_of(
     """
     if layers.are_latent:
         return Reference(model, windows, context)
-    keeps = not (layers.others or layers.states or layers.turn or model.shared_layers() or why)
+    keeps = not (layers.others or layers.states or layers.turn or layers.shared or why)
     places = list(layers.places)
     return PassReference(model, windows, context, places, why=why, keeps_context=keeps, tick=tick)

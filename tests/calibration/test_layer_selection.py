@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from slow_cases import mark_slow
 
 from kvquant.calibration.calibrate import calibrate
-from kvquant.calibration.layer_selection import HeldLayers, held_layers, renumbered
+from kvquant.calibration.layer_selection import HeldLayers, left_out, renumbered
 from kvquant.calibration.moments import LayerMoments, Moments
 from kvquant.calibration.report import notes, sections
 from kvquant.calibration.windows import Sizes, random_tokens
@@ -55,31 +55,28 @@ def moments(shapes: dict[int, tuple[int, int, int]]) -> Moments:
     return made
 
 
-def cached(*places: int, count: int, **others: str) -> CacheLayers:
+def cached(*places: int, count: int, **given: Any) -> CacheLayers:
     """Caches of layers with 2 KV heads of 64 elements."""
-    dims, why = (64,) * len(places), {int(name[1:]): reason for name, reason in others.items()}
-    windows = (None,) * len(places)
-    return CacheLayers(places, 2, dims, dims, windows, count=count, others=why)
+    dims, windows = (64,) * len(places), (None,) * len(places)
+    return CacheLayers(places, 2, dims, dims, windows, count=count, **given)
 
 
 def test_layers_of_one_shape_are_all_held() -> None:
-    found = held_layers(moments({0: (2, 64, 64), 1: (2, 64, 64)}), cached(0, 1, count=2), {})
-    assert found == ([0, 1], {})
+    assert left_out(moments({0: (2, 64, 64), 1: (2, 64, 64)}), cached(0, 1, count=2)) == {}
 
 
 def test_layers_that_caches_do_not_have_are_named() -> None:
     shapes = {1: (2, 64, 64), 2: (4, 64, 64), 5: (2, 64, 64), 6: (2, 64, 64)}
-    layers = cached(1, 5, count=7, _0="is 'conv'", _2="has 4 KV heads")
-    places, others = held_layers(moments(shapes), layers, {6: 5})
-    assert places == [1, 5]
-    assert others == {
+    others = {0: "is 'conv'", 2: "has 4 KV heads"}
+    layers = cached(1, 5, count=7, others=others, shared={6: 5})
+    assert left_out(moments(shapes), layers) == {
         0: "it is 'conv'",
         2: "it has 4 KV heads",
         3: "it has no keys and values",
         4: "it has no keys and values",
         6: "it attends to the keys and values of layer 5",
     }
-    held = renumbered(moments(shapes), places, {})
+    held = renumbered(moments(shapes), layers)
     assert set(held.layers) == {0, 1}
 
 
@@ -87,7 +84,7 @@ def test_layers_that_caches_do_not_have_are_named() -> None:
 def test_layers_that_attend_otherwise_than_caches_have_them_are_refused(shape: Any) -> None:
     shapes = {0: (2, 64, 64)} | ({} if shape is None else {1: shape})
     with pytest.raises(UnsupportedModelError, match=r"rows for layers \[1\], and no such layers"):
-        held_layers(moments(shapes), cached(0, 1, count=2), {})
+        left_out(moments(shapes), cached(0, 1, count=2))
 
 
 @pytest.mark.slow
@@ -123,21 +120,18 @@ def test_the_layers_of_the_cache_are_counted_from_0() -> None:
         def output_weights(self) -> dict[int, torch.Tensor]:
             return {layer: torch.tensor(layer) for layer in (0, 1, 3)}
 
-        def shared_layers(self) -> dict[int, int]:
-            return {}
-
     seen = []
     model: Any = Model()
-    held = HeldLayers(model, [1, 2, 3], {})
+    held = HeldLayers(model, cached(1, 2, 3, count=4))
     held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append((layer, int(q))))
     assert seen == [(0, 1), (1, 2), (2, 3)]
     assert held.output_weights() == {0: 1, 2: 3}
 
 
 def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
-    shapes, shared = {0: (2, 64, 64), 1: (2, 64, 64), 2: (2, 64, 64)}, {2: 0}
-    places, others = held_layers(moments(shapes), cached(0, 1, count=3), shared)
-    assert (places, others) == ([0, 1], {2: "it attends to the keys and values of layer 0"})
+    shapes, layers = dict.fromkeys(range(3), (2, 64, 64)), cached(0, 1, count=3, shared={2: 0})
+    why = "it attends to the keys and values of layer 0"
+    assert left_out(moments(shapes), layers) == {2: why}
 
     class Model:
         def observe(self, tokens: torch.Tensor, observer: Any, begin: float = 0.0) -> None:
@@ -147,11 +141,8 @@ def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
         def output_weights(self) -> dict[int, torch.Tensor]:
             return {layer: torch.full((1, 4), float(layer)) for layer in shapes}
 
-        def shared_layers(self) -> dict[int, int]:
-            return shared
-
     model: Any = Model()
-    held, seen = HeldLayers(model, places, shared), []
+    held, seen = HeldLayers(model, layers), []
     held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append(int(q)))
     assert seen == [0, 1]
     assert {at: w.tolist() for at, w in held.output_weights().items()} == {
@@ -162,7 +153,7 @@ def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
     found, alike = Moments(), Moments()
     for layer, own in ((0, q), (1, q), (2, 2 * q)):
         found.observe(layer, own, k[:, :2], v[:, :2], 1.0)
-    merged = renumbered(found, places, shared)
+    merged = renumbered(found, layers)
     alike.observe(0, q, k[:, :2], v[:, :2], 1.0)
     expected = alike.layers[0].queries * (1 + 4) / 2
     torch.testing.assert_close(merged.layers[0].queries, expected)
