@@ -126,7 +126,6 @@ def choose(
     *,
     base_format: str = BASE_FORMAT,
     rounding: str = "feedback",
-    batch: int = BATCH,
     progress: Callable[[int], None] = lambda amount: None,
 ) -> dict[int, dict[str, Chosen]]:
     """Choose for every layer and side.
@@ -138,7 +137,6 @@ def choose(
         formats: the candidates for K and V, by their short names, base_format among them.
         base_format: in which bases are compared.
         rounding: "feedback", if it is better, or "nearest".
-        batch: windows read at a time.
         progress: called with 1 for each layer of each batch, and once more for each layer.
     """
     weights = error_weights(model, moments)
@@ -151,7 +149,7 @@ def choose(
     # layers on one device launch the same kernels
     firsts = {at.tensors["count"].device: layer for layer, at in [*moments.layers.items()][::-1]}
     some = {(layer, side): offered(layer, side) for layer in firsts.values() for side in "kv"}
-    _warm_up(some, formats, base_format, windows, batch)
+    _warm_up(some, formats, base_format, windows)
     rows: dict[int, dict[str, list[torch.Tensor]]] = {}
 
     def keep(
@@ -162,7 +160,7 @@ def choose(
         both["v"].append(v)
         progress(1)
 
-    for number, part in enumerate(windows.split(batch), 1):
+    for number, part in enumerate(windows.split(BATCH), 1):
         model.observe(part, keep, begin_of(number))
     chosen: dict[int, dict[str, Chosen]] = {}
     for layer in moments.layers:
@@ -202,10 +200,9 @@ def _warm_up(
     formats: Mapping[str, tuple[RowFormat, RowFormat]],
     base_format: str,
     windows: torch.Tensor,
-    batch: int,
 ) -> None:
     """Compile what storing rows with feedback launches where they are on CUDA, all at a time."""
-    counts = {min(batch, len(windows)), len(windows) % batch} - {0}
+    counts = {min(BATCH, len(windows)), len(windows) % BATCH} - {0}
     calls: dict[torch.device, dict[tuple[str, int, int], Callable[[], None]]] = {}
     for (_, side), bases in options.items():
         for basis in bases.values():

@@ -91,17 +91,12 @@ def with_window(name: str, sink_len: int, recent_len: int) -> str:
     return name + exact if sink_len or recent_len else name
 
 
-FORMATS = ("bf16", "int8", "fp8", "int8-g4", "fp8-g4", "int4-g8", "int4-g4", "int4")
-
-
 @dataclass(frozen=True)
 class Fidelity:
     """What a scheme costs and what it keeps.
 
     Attributes:
-        scheme: how the cache keeps its tokens.
         bits: bits per element of K and V, headers and 16-bit rows included.
-        nbytes: bytes of the cache, of all sequences.
         kl: mean KL divergence of the predictions from those of the 16-bit cache, nats per token.
         top1: share of tokens with the same likeliest next token, 0 to 1.
         perplexity: of the text under the predictions.
@@ -109,9 +104,7 @@ class Fidelity:
         kl_passages: the KL of each passage, for paired comparisons.
     """
 
-    scheme: Scheme | Planned
     bits: float
-    nbytes: int
     kl: float
     top1: float
     perplexity: float
@@ -120,29 +113,20 @@ class Fidelity:
     kl_passages: tuple[float, ...] = ()
 
     @classmethod
-    def of(
-        cls, scheme: Scheme | Planned, bits: float, nbytes: int, parts: torch.Tensor, scored: int
-    ) -> Fidelity:
+    def of(cls, bits: float, parts: torch.Tensor, scored: int) -> Fidelity:
         """Make it from compare_passages' parts, with so many scored tokens a passage."""
         kl, top1, nll = parts.mean(1).tolist()
         errors, each = standard_errors(parts, scored), tuple(parts[0].tolist())
-        return cls(scheme, bits, nbytes, kl, top1, perplexity_of(nll), *errors, each)
+        return cls(bits, kl, top1, perplexity_of(nll), *errors, each)
 
 
 def read_prompt(model: CachedModel, prompt: torch.Tensor, new_tokens: int) -> KVCache:
     """Read a prompt [batch, tokens], int64, into a 16-bit cache with room for new_tokens."""
-    cache = _exact_cache(model, prompt.shape[0], prompt.shape[1], new_tokens)
+    exact = Scheme(model.exact_format, model.exact_format)
+    options = options_of(exact, is_latent=model.has_latents)
+    cache = model.new_cache(len(prompt), prompt.shape[1] + new_tokens, **options)
     model.prefill(cache, prompt)
     return cache
-
-
-def _exact_cache(
-    model: CachedModel, batch: int, tokens: int, new_tokens: int, **options: Any
-) -> KVCache:
-    """An empty cache of 16-bit rows for prompts of so many tokens, and more."""
-    exact = Scheme(model.exact_format, model.exact_format)
-    options |= options_of(exact, is_latent=getattr(model, "has_latents", False))
-    return model.new_cache(batch, tokens + new_tokens, **options)
 
 
 def quantized_copy(model: CachedModel, exact: KVCache, scheme: Scheme | Planned) -> KVCache:
@@ -284,7 +268,7 @@ class Reference:
         given = predict(self.model, cache, self._fed)
         parts = compare_passages(self._expected, given, self._targets)
         bits = stored_bits(cache, self._exact)
-        return Fidelity.of(scheme, bits, cache.nbytes, parts, len(self._expected))
+        return Fidelity.of(bits, parts, len(self._expected))
 
 
 def compare(

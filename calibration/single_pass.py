@@ -133,7 +133,7 @@ class PassReference:
         if any(window) and not self.why:
             bits = self._bits_with_window(scheme)
         parts = self._compared(self._predict(rows_of, window))
-        return Fidelity.of(scheme, bits, 0, parts, len(self._expected[0]))
+        return Fidelity.of(bits, parts, len(self._expected[0]))
 
     def _compared(self, given: Iterable[torch.Tensor]) -> torch.Tensor:
         """As compare_passages, of all batches."""

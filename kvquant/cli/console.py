@@ -111,7 +111,7 @@ class Positive(click.FloatRange):
 SOURCE, POSITIVE = Source(), Positive()
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 PLAN = PlanFile(exists=True, dir_okay=False, path_type=Path)
-FORMAT, PAIR, LATENT, EITHER = Format(), Format("/"), Format("+"), Format("/+")
+FORMAT, LATENT, EITHER = Format(), Format("+"), Format("/+")
 HTML = ".html", ".htm"
 
 # arguments and options of several commands
