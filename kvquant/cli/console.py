@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from ..errors import ConfigError, KVQuantError
+from ..errors import ConfigError, KVQuantError, refuse
 from ..io.model_source import check_source
 from ..rows.format import HEAD_DIMS, NAMES, nearest
 
@@ -225,12 +225,18 @@ def check_output(
         inputs: files and folders that the run reads.
         endings: allowed ones of the name.
     """
-    if path is None:
-        return
+    if path is not None:
+        refuse(ConfigError, (f"{path} {why}" for why in _unwritable(path, inputs, endings)))
+
+
+def _unwritable(
+    path: Path, inputs: Sequence[Path | None], endings: tuple[str, ...]
+) -> Iterator[str]:
+    """Why a file is not written; see check_output."""
     if path.suffix not in endings:
-        raise ConfigError(f"{path} cannot be written: name it NAME{' or NAME'.join(endings)}")
+        yield f"cannot be written: name it NAME{' or NAME'.join(endings)}"
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
+        yield f"cannot be written: {path.parent} is not a folder"
     from ..io.atomic import check_writable, target_of
 
     try:
@@ -238,18 +244,18 @@ def check_output(
         for given in filter(None, inputs):
             read = Path(os.path.realpath(given))
             if read in target.parents:
-                raise ConfigError(f"{path} is in {given}, which is read: write to another folder")
+                yield f"is in {given}, which is read: write to another folder"
             files = [read, *read.iterdir()] if read.is_dir() else [read]
             if any(_is_same(file, target) for file in files):
-                raise ConfigError(f"{path} is read: give another name to write to")
+                yield "is read: give another name to write to"
         if _holds_model(target.parent):
-            raise ConfigError(
-                f"{path} cannot be written: {path.parent} holds a model, which is left as it is; "
-                "name a file in another folder"
+            yield (
+                f"cannot be written: {path.parent} holds a model, which is left as it is; name a "
+                "file in another folder"
             )
         check_writable(target)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+        yield f"cannot be written: {error.strerror}"
 
 
 def _is_same(given: Path, path: Path) -> bool:

@@ -25,6 +25,7 @@ from .console import (
     check_output,
     enough_memory,
     read_text,
+    refuse_options,
     write_json,
 )
 
@@ -152,12 +153,13 @@ def evaluate(
     reader = load_decoder(model, dtype=getattr(torch, dtype), device=device)
     given = [] if examples is None else _examples(examples, reader, chat)
     answered = any(one.answer is not None for one in given)
-    if max_drop is not None and "retrieval" not in task.kinds and not answered:
-        raise ConfigError("--max-drop needs the task retrieval, or prompts with answers")
-    if retrieval is not None and "retrieval" not in task.kinds:
-        raise ConfigError("--retrieval needs the task retrieval: name it in --tasks")
-    if pattern is not None and not answered:
-        raise ConfigError('--pattern needs answers to compare: give --prompts with "answer"')
+    asked = "retrieval" in task.kinds
+    if not asked and not answered:
+        refuse_options(["max_drop"], "needs the task retrieval, or prompts with answers")
+    if not asked:
+        refuse_options(["retrieval"], "needs the task retrieval: name it in --tasks")
+    if not answered:
+        refuse_options(["pattern"], 'needs answers to compare: give --prompts with "answer"')
     done = 0  # parts
     with progress(100, "Evaluating") as update:
 

@@ -112,8 +112,7 @@ class KvquantLM(TemplateLM):
             )
         self._options = options_of(self.choice, is_latent=latent)
         model.new_cache(1, 1, device=torch.device("meta"), **self._options)  # refuses now
-        ends = {*model.end_tokens, self.tokenizer.eos_token_id}
-        self._ends = [end for end in ends if end is not None and end < model.config.vocab_size]
+        self._ends = {*model.end_tokens, self.tokenizer.eos_token_id}
         self._counts = dict.fromkeys(("requests", "beyond_window", "cut"), 0)
 
     @classmethod
@@ -326,6 +325,7 @@ class KvquantLM(TemplateLM):
         over: set[int] = set()
         known = self.tokenizer.get_added_vocab()  # special tokens, which texts leave out
         ends = [*self._ends, *(known[stop] for stop in one.until if stop in known)]
+        ends = [end for end in ends if end is not None and end < self.model.config.vocab_size]
         pick = chooser(sampling, len(batch))
 
         def choose(logits: torch.Tensor) -> torch.Tensor:
