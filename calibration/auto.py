@@ -64,7 +64,6 @@ def auto_plan(model: Any) -> CachePlan | None:
                 if plan is None:
                     with progress(400, "Making a plan") as update:
                         plan = calibrate(model, progress=lambda stage, share: update(share, stage))
-                    assert plan is not None  # as in the first of several ranks
                     told = f"made, {_kept(plan)}"
     except UnsupportedModelError as error:
         log.warning("kvquant: no plan is possible, the default formats are taken: %s", error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +23,11 @@ from .bases import candidates, output_moment
 from .moments import Moments
 from .windows import begin_of
 
-STEPS = ("plain", "offset", "hadamard", "matrix")  # bases, each rounded to the nearest code
+if TYPE_CHECKING:
+    from kvquant.hf.model import CachedModel
+
+    from .layer_selection import HeldLayers
+
 BATCH = 2  # windows read at a time
 BASE_FORMAT = "int4"  # in which bases are compared
 # shares of its range that a group may keep, by the bits of a code: the fewer codes there are, the
@@ -34,54 +38,37 @@ Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None
 Weights = dict[int, dict[str, torch.Tensor]]
 
 
-class ObservableModel(Protocol):
-    """A model that shows what its layers attend with; kvquant.CachedModel is one."""
-
-    def observe(self, tokens: torch.Tensor, observer: Observer, begin: float = 0.0) -> None:
-        """As of CachedModel; tokens begin at this share of the model's positions."""
-
-    def output_weights(self) -> dict[int, torch.Tensor]:
-        """As of CachedModel."""
-
-
 class ErrorMeter:
-    """Sums of weighted squared errors, by layer, side and name.
+    """Weighted squared errors of the rows of one layer and side.
 
     Args:
-        weights: for every layer and side [num_kv_heads, head_dim, head_dim]: W.
-        means: for every layer and side [num_kv_heads, head_dim].
+        rows: of batches, [batch, num_kv_heads, tokens, head_dim] each.
+        weights: [num_kv_heads, head_dim, head_dim]: W.
+        mean: [num_kv_heads, head_dim] of the rows.
     """
 
-    def __init__(self, weights: Weights, means: Weights) -> None:
-        self.weights = {
-            at: {s: w.float() for s, w in sides.items()} for at, sides in weights.items()
-        }
-        self.means = means
-        self.sums: dict[tuple[int, str, str], torch.Tensor] = {}
-
-    def spread(self, layer: int, side: str, x: torch.Tensor) -> None:
-        """Add rows [batch, num_kv_heads, tokens, head_dim], the measure of errors."""
-        self._add(layer, side, "", x.float() - self.means[layer][side][:, None].float())
-
-    def measure(
-        self, layer: int, side: str, name: str, x: torch.Tensor, basis: Basis, fmt: RowFormat
+    def __init__(
+        self, rows: Sequence[torch.Tensor], weights: torch.Tensor, mean: torch.Tensor
     ) -> None:
-        """Add the errors of rows that are stored in a basis and a format."""
-        rows = stored_rows(x, basis, fmt)
-        self._add(layer, side, name, basis.decode(dequantize_rows(rows, fmt)) - x.float())
+        self._rows, self._weights = rows, weights.float()
+        spread = self._sum(x.float() - mean[:, None].float() for x in rows)
+        self._spread = spread.clamp(min=torch.finfo(torch.float32).tiny)
 
-    def _add(self, layer: int, side: str, name: str, error: torch.Tensor) -> None:
-        squares = ((error @ self.weights[layer][side]) * error).sum((0, 2, 3), dtype=torch.float64)
-        key = layer, side, name
-        self.sums[key] = self.sums.get(key, 0.0) + squares
+    def measure(self, basis: Basis, fmt: RowFormat) -> torch.Tensor:
+        """[num_kv_heads], float64: the sum of errors of rows in a basis and a format."""
+        return self._sum(
+            basis.decode(dequantize_rows(stored_rows(x, basis, fmt), fmt)) - x.float()
+            for x in self._rows
+        )
 
-    def share(self, layer: int, side: str, name: str) -> torch.Tensor:
+    def share(self, basis: Basis, fmt: RowFormat) -> torch.Tensor:
         """[num_kv_heads], float32: the root of the error over the spread."""
-        spread = self.sums[layer, side, ""].clamp(min=torch.finfo(torch.float32).tiny)
-        return (self.sums[layer, side, name].clamp(min=0) / spread).sqrt().float().cpu()
+        error = self.measure(basis, fmt).clamp(min=0)
+        return (error / self._spread).sqrt().float().cpu()
 
-    def total(self, layer: int, side: str, name: str) -> float:
-        return float(self.sums[layer, side, name].sum())
+    def _sum(self, errors: Iterable[torch.Tensor]) -> torch.Tensor:
+        each = [((x @ self._weights) * x).sum((0, 2, 3), dtype=torch.float64) for x in errors]
+        return sum(each[1:], each[0])
 
 
 def stored_rows(x: torch.Tensor, basis: Basis, fmt: RowFormat) -> torch.Tensor:
@@ -97,7 +84,7 @@ class Chosen:
     Attributes:
         basis: with feedback, if that is better, and without clipping.
         clips: for each format [num_kv_heads], float32.
-        errors: for each name in CachePlan's docstring after "k." or "v." [num_kv_heads], float32.
+        errors: for each format [num_kv_heads], float32, with these clip ratios.
     """
 
     basis: Basis
@@ -105,7 +92,7 @@ class Chosen:
     errors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def error_weights(model: ObservableModel, moments: Moments) -> Weights:
+def error_weights(model: CachedModel | HeldLayers, moments: Moments) -> Weights:
     """W of every layer and side, float64.
 
     A latent is K and V: an error e changes scores by s = q·e, and outputs by W_O W_UV e of each
@@ -132,14 +119,13 @@ def error_weights(model: ObservableModel, moments: Moments) -> Weights:
 
 
 def choose(
-    model: ObservableModel,
+    model: CachedModel | HeldLayers,
     windows: torch.Tensor,
     moments: Moments,
     formats: Mapping[str, tuple[RowFormat, RowFormat]],
     *,
     base_format: str = BASE_FORMAT,
     rounding: str = "feedback",
-    batch: int = BATCH,
     progress: Callable[[int], None] = lambda amount: None,
 ) -> dict[int, dict[str, Chosen]]:
     """Choose for every layer and side.
@@ -151,12 +137,9 @@ def choose(
         formats: the candidates for K and V, by their short names, base_format among them.
         base_format: in which bases are compared.
         rounding: "feedback", if it is better, or "nearest".
-        batch: windows read at a time.
         progress: called with 1 for each layer of each batch, and once more for each layer.
     """
     weights = error_weights(model, moments)
-    means = {at: {s: m.mean(s) for s in "kv"} for at, m in moments.layers.items()}
-    meter = ErrorMeter(weights, means)
 
     def offered(layer: int, side: str) -> dict[str, Basis]:
         found = candidates(moments.layers[layer], weights[layer], side)
@@ -166,7 +149,7 @@ def choose(
     # layers on one device launch the same kernels
     firsts = {at.tensors["count"].device: layer for layer, at in [*moments.layers.items()][::-1]}
     some = {(layer, side): offered(layer, side) for layer in firsts.values() for side in "kv"}
-    _warm_up(some, formats, base_format, windows, batch)
+    _warm_up(some, formats, base_format, windows)
     rows: dict[int, dict[str, list[torch.Tensor]]] = {}
 
     def keep(
@@ -177,12 +160,17 @@ def choose(
         both["v"].append(v)
         progress(1)
 
-    for number, part in enumerate(windows.split(batch), 1):
+    for number, part in enumerate(windows.split(BATCH), 1):
         model.observe(part, keep, begin_of(number))
     chosen: dict[int, dict[str, Chosen]] = {}
     for layer in moments.layers:
         chosen[layer] = {
-            side: _chosen(meter, (layer, side), x, offered(layer, side), formats, base_format)
+            side: _chosen(
+                ErrorMeter(x, weights[layer][side], moments.layers[layer].mean(side)),
+                offered(layer, side),
+                {name: pair["kv".index(side)] for name, pair in formats.items()},
+                base_format,
+            )
             for side, x in rows.pop(layer).items()
         }
         progress(1)
@@ -191,36 +179,19 @@ def choose(
 
 def _chosen(
     meter: ErrorMeter,
-    at: tuple[int, str],
-    rows: Sequence[torch.Tensor],
     bases: Mapping[str, Basis],
-    formats: Mapping[str, tuple[RowFormat, RowFormat]],
+    formats: Mapping[str, RowFormat],
     base_format: str,
 ) -> Chosen:
-    """Choose for one layer and side, on its rows, [batch, heads, tokens, dim] each."""
-    own = {name: pair["kv".index(at[1])] for name, pair in formats.items()}
-    for x in rows:
-        meter.spread(*at, x)
-        for name, basis in bases.items():
-            meter.measure(*at, name, x, basis, own[base_format])
-    best = min(bases, key=lambda name: meter.total(*at, name))
-    found = Chosen(bases[best], errors={f"error.{step}": meter.share(*at, step) for step in STEPS})
-    found.errors["error.feedback"] = meter.share(*at, best)
+    """Choose for one layer and side."""
+    fmt = formats[base_format]
+    found = Chosen(min(bases.values(), key=lambda basis: float(meter.measure(basis, fmt).sum())))
     ones = torch.ones_like(found.basis.offset[:, 0])
-    for name, fmt in own.items():
+    for name, fmt in formats.items():
         clips = CLIPS.get(fmt.bits, WIDE_CLIPS)
-        clipped = {ratio: found.basis.with_clip(ratio * ones) for ratio in clips}
-        for x in rows:
-            meter.measure(*at, f"plain.{name}", x, bases["plain"], fmt)
-            for ratio, basis in clipped.items():
-                meter.measure(*at, f"{name}@{ratio}", x, basis, fmt)
-        shares = [meter.share(*at, f"{name}@{ratio}") for ratio in clips]
-        least, best_ratio = torch.stack(shares).min(0)
-        ratios = torch.tensor(clips, dtype=torch.float32, device="cpu")
-        found.clips[name] = ratios[best_ratio]
-        found.errors[f"format_error.{name}"] = least
-        found.errors[f"format_error_plain.{name}"] = meter.share(*at, f"plain.{name}")
-    found.errors["error.clip"] = found.errors[f"format_error.{base_format}"]
+        shares = [meter.share(found.basis.with_clip(ratio * ones), fmt) for ratio in clips]
+        found.errors[name], best = torch.stack(shares).min(0)
+        found.clips[name] = torch.tensor(clips, dtype=torch.float32, device="cpu")[best]
     return found
 
 
@@ -229,10 +200,9 @@ def _warm_up(
     formats: Mapping[str, tuple[RowFormat, RowFormat]],
     base_format: str,
     windows: torch.Tensor,
-    batch: int,
 ) -> None:
     """Compile what storing rows with feedback launches where they are on CUDA, all at a time."""
-    counts = {min(batch, len(windows)), len(windows) % batch} - {0}
+    counts = {min(BATCH, len(windows)), len(windows) % BATCH} - {0}
     calls: dict[torch.device, dict[tuple[str, int, int], Callable[[], None]]] = {}
     for (_, side), bases in options.items():
         for basis in bases.values():

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,9 +18,10 @@ from kvquant.errors import (
     ConfigError,
     NonFiniteError,
     UnsupportedModelError,
+    refuse,
     shown,
 )
-from kvquant.hf.model import as_cached_model
+from kvquant.hf.model import CachedModel, as_cached_model
 from kvquant.hf.models.configs import CacheLayers, cache_layers
 from kvquant.hf.models.loading import tokenizer_of
 from kvquant.hf.switch import linears
@@ -33,10 +32,10 @@ from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
 from kvquant.rows.format import HEAD_DIMS, RowFormat
 from kvquant.rows.latent import LatentFormat
 
-from .basis_search import BASE_FORMAT, BATCH, STEPS, Chosen, ObservableModel, choose
-from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
+from .basis_search import BASE_FORMAT, BATCH, Chosen, choose
+from .fidelity import Fidelity, Planned, Reference, Scheme
 from .format_search import Costs, Side, allocate, worst_layers
-from .layer_selection import HeldLayers, held_layers, renumbered
+from .layer_selection import HeldLayers, left_out, renumbered
 from .moments import Moments
 from .single_pass import BATCH as SCORED_AT_ONCE
 from .single_pass import PassReference, reference_of
@@ -69,21 +68,6 @@ ROUNDS = 6  # plans that are measured to meet a limit, at most
 Report = Callable[[str, int], None]  # a stage and how much of it was done, in hundredths
 
 
-class CalibratedModel(ObservableModel, DecodingModel, Protocol):
-    """A model that can be observed and that decodes; kvquant.CachedModel is one."""
-
-    def shared_layers(self) -> dict[int, int]: ...
-
-    @property
-    def config_dict(self) -> dict[str, Any]: ...
-
-    @property
-    def max_positions(self) -> int | None: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 @dataclass(frozen=True)
 class Goal:
     """What the plan has to reach; contradictions and impossible goals raise ConfigError.
@@ -99,19 +83,22 @@ class Goal:
     format: str | None = None
 
     def __post_init__(self) -> None:
-        for what, number in (("max_kl", self.max_kl), ("budget", self.budget)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, Real)):
-                raise ConfigError(f"{what} is {shown(number)}: use a number, or None")
         if self.format is not None:
             check_kind("format", self.format, str, "give its short name")
-        if self.format is not None and (self.max_kl, self.budget) != (None, None):
-            raise ConfigError("give a format, or --max-kl and --budget to have formats chosen")
-        if self.max_kl is not None and not (0 < self.max_kl < math.inf):
-            raise ConfigError(f"a KL of {self.max_kl} cannot be kept: use more than 0, as 0.01")
+        refuse(ConfigError, self._problems())
         for name in (self.format or BASE_FORMAT).split("+"):
             RowFormat.parse(name, HEAD_DIMS[0])  # an unknown one is refused before all work
+
+    def _problems(self) -> Iterator[str]:
+        for what, number in (("max_kl", self.max_kl), ("budget", self.budget)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, Real)):
+                yield f"{what} is {shown(number)}: use a number, or None"
+        if self.format is not None and (self.max_kl, self.budget) != (None, None):
+            yield "give a format, or --max-kl and --budget to have formats chosen"
+        if self.max_kl is not None and not (0 < self.max_kl < math.inf):
+            yield f"a KL of {self.max_kl} cannot be kept: use more than 0, as 0.01"
         if self.budget is not None and not self.budget < math.inf:
-            raise ConfigError(f"a budget of {self.budget} bits is not possible: use 2.25 or more")
+            yield f"a budget of {self.budget} bits is not possible: use 2.25 or more"
 
 
 @dataclass(frozen=True)
@@ -209,7 +196,7 @@ class _Rows:
 
 
 def calibrate(
-    model: CalibratedModel | Any,
+    model: Any,
     tokens: Text | None = None,
     held: Text | None = None,
     *,
@@ -217,11 +204,10 @@ def calibrate(
     goal: Goal | None = None,
     rounding: str = "feedback",
     zero_data: bool = False,
-    state: Path | None = None,
     progress: Report = lambda stage, share: None,
     window: tuple[int, int] = WINDOW,
     tokenizer: Any = None,
-) -> CachePlan | None:
+) -> CachePlan:
     """Make the plan of a model's caches, and measure what it keeps of the predictions.
 
     Args:
@@ -234,7 +220,6 @@ def calibrate(
         goal: what to reach; Goal(format="int4") when None, or "int4-g8" of latent rows.
         rounding: "feedback", where it is better, or "nearest", as latent rows always have.
         zero_data: observe random tokens in place of the text.
-        state: a file that keeps the sums, so that an interrupted run continues; none when None.
         progress: called with the stage and its new progress in hundredths.
         window: sink_len and recent_len of the caches that the plan is for. calibrate chooses
             without them, and measures with them too if a passage's context is longer.
@@ -242,7 +227,7 @@ def calibrate(
             weights (name_or_path).
 
     Returns:
-        The plan, also if it misses the goal; None on all ranks of torch.distributed but the first.
+        The plan, also if it misses the goal.
 
     Raises:
         ConfigError: a text is no text or too short for the sizes, or an option is not possible.
@@ -264,161 +249,48 @@ def calibrate(
     for name, given, kind in (("sizes", sizes, Sizes), ("goal", goal, Goal)):
         if given is not None:
             check_kind(name, given, kind, f"give a {kind.__name__}, or None")
-    layers = _cached_layers(model)
+    how = "give a CachedModel, a model of transformers, or a folder"
+    check_kind("model", model, CachedModel, how)
+    layers = cache_layers(model.config)
     window = check_size("sink_len", window[0]), check_size("recent_len", window[1])
     if rounding not in ROUNDINGS:
         raise ConfigError(
             f"rounding {shown(rounding)} does not exist: use {' or '.join(ROUNDINGS)}"
         )
-    is_latent = layers is not None and layers.are_latent
-    goal = goal or Goal(format=LATENT_FORMAT if is_latent else BASE_FORMAT)
-    if not hasattr(model, "config_dict"):
-        raise ConfigError(
-            f"model is of type {type(model).__name__}: give a CachedModel, a model of "
-            "transformers, or a folder"
-        )
+    goal = goal or Goal(format=LATENT_FORMAT if layers.are_latent else BASE_FORMAT)
     _check_goal(model, goal, layers, tokens is not None)
     if sizes is None:
         longest = Sizes.context + Sizes.scored + 1
         beyond = max(longest - (model.max_positions or longest), 0)
         sizes = Sizes(context=max(Sizes.context - beyond, 1))
     if tokens is None and not zero_data:
-        if getattr(model, "tokenizer", model) is None:
+        if model.tokenizer is None:
             model = copy(model)
             model.tokenizer = tokenizer_of(model.model)
         tokens, scored = map(model.encode, packaged_texts())
         held = scored if held is None else held
-    tokens = None if tokens is None else token_ids("tokens", tokens)
-    held = None if held is None else token_ids("held", held)
-    for name, text in (("tokens", tokens), ("held", held)):
-        if text is not None and not len(text):
-            raise ConfigError(f"{name} is empty: give a longer text")
-    if goal.max_kl is not None and tokens is None and held is None:
+    observed, fitted, passages = _windows(model, tokens, held, sizes, zero_data)
+    if goal.max_kl is not None and passages is None:
         raise ConfigError("a KL is measured on a text: give tokens or held, or no max_kl")
-    if tokens is not None and held is None:
-        cut = len(tokens) - len(tokens) // HELD_OUT
-        tokens, held = tokens[:cut], tokens[cut:]
-    passages = None
-    if held is not None:
-        passages = spread(held, sizes.windows, sizes.context + sizes.scored + 1)
-    if zero_data or tokens is None:
-        tokens = random_tokens(model.config_dict, sizes.observed)
-    observed, fitted = observed_windows(tokens, sizes, model.max_positions)
-    rank, ranks = _rank()
-    little = too_little(observed.numel(), sizes, is_scored=passages is not None)
-    if little and not rank:
-        log.warning("kvquant: too little text: %s", little)
-    if len(observed) < ranks:
-        raise ConfigError(
-            f"{len(observed)} windows are too few for {ranks} ranks: observe more or shorter ones"
-        )
     model.output_weights()  # a model that does not show them is refused before it is observed
-    key = _key(model, observed) if state else ""
-    moments = observe(model, observed[rank::ranks], key, state, progress)
-    moments.all_reduce()
-    if rank:
-        return None
-    return finish(
-        model,
-        moments,
-        fitted,
-        passages,
-        sizes=sizes,
-        goal=goal,
-        rounding=rounding,
-        zero_data=zero_data,
-        progress=progress,
-        window=window,
-    )
-
-
-def _cached_layers(model: Any) -> CacheLayers | None:
-    """The layers that caches of the model have; None if its config does not say."""
-    try:
-        return cache_layers(getattr(model, "config", None))
-    except UnsupportedModelError:
-        return None
-
-
-def observe(
-    model: ObservableModel,
-    windows: torch.Tensor,
-    key: str,
-    state: Path | None,
-    progress: Report = lambda stage, share: None,
-) -> Moments:
-    """The moments of a text, window by window; see calibrate."""
-    moments = (Moments.load(state, key) if state else None) or Moments()
-    if moments.done > len(windows):
-        moments = Moments()
-    if moments.done:  # the sums of each layer go to where it attends
-        model.observe(windows[:1, :2], moments.follow)
-    config = getattr(model, "config", None)
-    layers = getattr(config, "num_hidden_layers", 1)
-    step = _shares(progress, "observe", len(windows) * layers)
-    step(moments.done * layers)
-
-    def see(layer: int, *shown: Any) -> None:
-        moments.observe(layer, *shown)
-        step(1)
-
-    rank, ranks = _rank()  # windows are every ranks-th one of the text, from the rank-th on
-    for window in windows[moments.done :]:
-        model.observe(window[None], see, begin_of(rank + ranks * moments.done))
-        moments.done += 1
-        if state:
-            moments.save(state, key)
-    for layer, at in moments.layers.items():
-        if not all(bool(tensor.isfinite().all()) for tensor in at.tensors.values()):
-            raise NonFiniteError(
-                f"layer {layer} attends with NaN or Inf: fix the model, or run it in float32"
-            )
-    return moments
-
-
-def finish(
-    model: CalibratedModel,
-    moments: Moments,
-    fitted: torch.Tensor,
-    passages: torch.Tensor | None,
-    *,
-    sizes: Sizes,
-    goal: Goal,
-    rounding: str = "feedback",
-    zero_data: bool = False,
-    progress: Report = lambda stage, share: None,
-    window: tuple[int, int] = WINDOW,
-) -> CachePlan:
-    """Everything after the moments; see calibrate.
-
-    Args:
-        fitted: [num_windows, tokens] to choose bases and clip ratios on.
-        passages: [windows, context + scored + 1] to decode; without them nothing is measured.
-        zero_data: whether the moments are not of a text.
-    """
-    shared = model.shared_layers()
-    config = getattr(model, "config", None)
-    layers = _cached_layers(model)
-    places, others = held_layers(moments, config, shared, layers)
-    moments, held = renumbered(moments, places, shared), HeldLayers(model, places, shared)
-    first = next(iter(moments.layers.values()))
-    k_dim, v_dim = (first.tensors[f"{side}_sum"].shape[1] for side in "kv")
+    moments = observe(model, observed, progress)
+    others, moments = left_out(moments, layers), renumbered(moments, layers)
     kept = _kept(moments)
     share = len(kept) / len(moments.layers)
-    rows = _Rows(k_dim, v_dim, first.is_latent, model.exact_format, goal.budget, share)
+    rows = _Rows(*_row_of(layers), model.exact_format, goal.budget, share)
     of_k, of_v = rows.offered
     start = (of_k[0], of_v[0]) if goal.format is None else rows.names_of(goal.format)
     formats = {name: rows.pair(name, name) for name in dict.fromkeys((*of_k, *of_v, *start))}
     rows.check_budget()
     rows.check_text(passages is not None)
-    if first.is_latent:
+    if layers.are_latent:
         rounding = "nearest"
     chosen = choose(
-        held,
+        HeldLayers(model, layers),
         fitted,
         moments,
         {name: pair for name, pair in formats.items() if not pair[0].is_exact},
-        base_format=LATENT_CANDIDATES[0] if first.is_latent else BASE_FORMAT,
+        base_format=LATENT_CANDIDATES[0] if layers.are_latent else BASE_FORMAT,
         rounding=rounding,
         progress=_shares(progress, "choose", len(moments.layers) * (1 + -(-len(fitted) // BATCH))),
     )
@@ -431,11 +303,11 @@ def finish(
             "rounding": rounding,
             "dtype": str(model.dtype).removeprefix("torch."),
         },
-        "places": places,
+        "places": list(layers.places),
         "others": [{"layer": layer, "why": why} for layer, why in others.items()],
-        **({"latent": True} if first.is_latent else {}),
+        **({"latent": True} if layers.are_latent else {}),
     }
-    plan = _assembled(moments, chosen, start, model.exact_format, kept, facts)
+    plan = _assembled(chosen, start, model.exact_format, kept, facts)
     if passages is None:
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
@@ -447,14 +319,58 @@ def finish(
         why = str(error)
     reads = -(-len(passages) // SCORED_AT_ONCE) * (len(linears(model.model)) + plan.num_layers)
     tick = partial(_shares(progress, "read", reads), 1)
-    reference = reference_of(
-        model, passages, sizes.context, layers, plan.places, why=why, tick=tick
-    )
+    reference = reference_of(model, passages, sizes.context, layers, why=why, tick=tick)
     return _decided(reference, plan, rows, chosen, formats, goal, sizes, progress, window)
 
 
+def _windows(
+    model: CachedModel, tokens: Text | None, held: Text | None, sizes: Sizes, zero_data: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Windows to observe and to choose on, and passages to score, if there is a text."""
+    given = {"tokens": tokens, "held": held}
+    texts = {name: token_ids(name, text) for name, text in given.items() if text is not None}
+    for name, text in texts.items():
+        if not len(text):
+            raise ConfigError(f"{name} is empty: give a longer text")
+    if "tokens" in texts and held is None:
+        cut = len(texts["tokens"]) - len(texts["tokens"]) // HELD_OUT
+        texts["tokens"], texts["held"] = texts["tokens"].tensor_split([cut])
+    passages = None
+    if "held" in texts:
+        passages = spread(texts["held"], sizes.windows, sizes.context + sizes.scored + 1)
+    seen: Text | None = None if zero_data else texts.get("tokens")
+    if seen is None:
+        seen = random_tokens(model.config_dict, sizes.observed)
+    observed, fitted = observed_windows(seen, sizes, model.max_positions)
+    if little := too_little(observed.numel(), sizes, is_scored=passages is not None):
+        log.warning("kvquant: too little text: %s", little)
+    return observed, fitted, passages
+
+
+def observe(
+    model: CachedModel,
+    windows: torch.Tensor,
+    progress: Report = lambda stage, share: None,
+) -> Moments:
+    """The moments of a text, window by window; see calibrate."""
+    moments = Moments()
+    step = _shares(progress, "observe", len(windows) * model.config.num_hidden_layers)
+
+    def see(layer: int, *shown: Any) -> None:
+        moments.observe(layer, *shown)
+        step(1)
+
+    for number, window in enumerate(windows):
+        model.observe(window[None], see, begin_of(number))
+    for layer, at in moments.layers.items():
+        if not all(bool(tensor.isfinite().all()) for tensor in at.tensors.values()):
+            raise NonFiniteError(
+                f"layer {layer} attends with NaN or Inf: fix the model, or run it in float32"
+            )
+    return moments
+
+
 def _assembled(
-    moments: Moments,
     chosen: Mapping[int, Mapping[str, Chosen]],
     start: tuple[str, str],
     exact: str,
@@ -462,12 +378,10 @@ def _assembled(
     facts: Mapping[str, Any],
 ) -> CachePlan:
     """Make the plan, with the same formats for all layers and nothing measured yet."""
-    order = sorted(moments.layers)
+    order = sorted(chosen)
     tensors: dict[str, torch.Tensor] = {}
     for side in "kv":
-        per_layer: list[dict[str, torch.Tensor]] = []
-        for layer in order:
-            per_layer.append(_plan_tensors(side, moments, layer, chosen[layer][side]))
+        per_layer = [_plan_tensors(chosen[layer][side]) for layer in order]
         for name in per_layer[0]:
             tensors[f"{side}.{name}"] = torch.stack([each[name].float() for each in per_layer])
         bases = [chosen[layer][side].basis for layer in order]
@@ -491,7 +405,6 @@ def _assembled(
     whole = {
         **facts,
         "layers": layers,
-        "steps": [*STEPS, "feedback", "clip"],
         "candidates": list(clips),
         "measured": None,
     }
@@ -499,32 +412,18 @@ def _assembled(
     return CachePlan(whole | {"bits": plan.bits}, plan.tensors)
 
 
-def _plan_tensors(
-    side: str, moments: Moments, layer: int, chosen: Chosen
-) -> dict[str, torch.Tensor]:
+def _plan_tensors(chosen: Chosen) -> dict[str, torch.Tensor]:
     """The tensors of one side of one layer by their names in CachePlan, without "k."."""
-    at, basis = moments.layers[layer], chosen.basis
+    basis = chosen.basis
     heads, dim = basis.offset.shape
     eye = torch.eye(dim, dtype=torch.float32, device="cpu").expand(heads, dim, dim)
-    covariance = at.covariance(side)
-    stored = covariance
-    if basis.matrix is not None:
-        inverse = torch.linalg.inv(basis.matrix.double())
-        stored = inverse @ covariance @ inverse.mT
     return {
         "offset": basis.offset.cpu(),
         "matrix": basis.matrix.cpu()
         if basis.kind == "matrix" and basis.matrix is not None
         else eye,
         "feedback": eye if basis.feedback is None else basis.feedback.cpu(),
-        "mean": at.mean(side).cpu(),
-        "std": at.std(side).cpu(),
-        "min": at.tensors[f"{side}_min"].cpu(),
-        "max": at.tensors[f"{side}_max"].cpu(),
-        "absmax": at.absmax(side).cpu(),
-        "stored.std": stored.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt().cpu(),
         **{f"clip.{name}": clip for name, clip in chosen.clips.items()},
-        **chosen.errors,
     }
 
 
@@ -642,18 +541,19 @@ def _windowed(
     return {**_fidelity_facts(found), **of_window}
 
 
-def _check_goal(
-    model: CalibratedModel, goal: Goal, layers: CacheLayers | None, has_text: bool
-) -> None:
-    """Raise unless a model can have plans that reach the goal; layers: of its config, if known."""
-    is_latent = layers is not None and layers.are_latent
+def _row_of(layers: CacheLayers) -> tuple[int, int, bool]:
+    """Elements of a row of K and of V, alike in all layers, and whether they are latent rows."""
+    return layers.k_dims[0], layers.v_dims[0], layers.are_latent
+
+
+def _check_goal(model: CachedModel, goal: Goal, layers: CacheLayers, has_text: bool) -> None:
+    """Raise unless a model can have plans that reach the goal."""
+    is_latent = layers.are_latent
     if goal.format is not None and "+" in goal.format and not is_latent:
         raise ConfigError(f"format {goal.format} is of latent rows, and this model has K and V")
-    if layers is None:
-        return
-    (k_dim, v_dim), *unlike = dict.fromkeys(zip(layers.k_dims, layers.v_dims, strict=True))
-    if unlike:
-        told = ", ".join(f"{k}/{v}" for k, v in [(k_dim, v_dim), *unlike])
+    shapes = dict.fromkeys(zip(layers.k_dims, layers.v_dims, strict=True))
+    if len(shapes) > 1:
+        told = ", ".join(f"{k}/{v}" for k, v in shapes)
         raise UnsupportedModelError(
             f"layers of this model have unlike head_dim (K/V {told}), and a plan has one. A cache "
             "refuses a plan that lacks any of its layers. Use a cache without a plan, for example "
@@ -663,7 +563,7 @@ def _check_goal(
         model.new_cache(1, 1)  # what cannot decode is told now
     elif layers.others:
         return  # the model cannot decode from a KVCache alone
-    rows = _Rows(k_dim, v_dim, is_latent, model.exact_format, goal.budget)
+    rows = _Rows(*_row_of(layers), model.exact_format, goal.budget)
     rows.check_budget(rows.bits(*(names[0] for names in rows.offered)))
     rows.check_text(has_text)
     # and a format without a kernel
@@ -685,7 +585,7 @@ def _costs(
 ) -> dict[str, float]:
     """The KL of one side in every format, from that in the one it was measured in."""
     errors = {
-        name: float(chosen.errors[f"format_error.{name}"].square().mean())
+        name: float(chosen.errors[name].square().mean())
         for name, pair in formats.items()
         if not pair[0].is_exact
     }
@@ -714,19 +614,6 @@ def _kept(moments: Moments) -> dict[int, str]:
                 what = words["kv".index(side)]
                 found[layer] = f"its {what} go up to {largest:g}, rows hold {FP16_MAX:g}"
     return found
-
-
-def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
-    """Names a run's sums: the model, its weights, the text and this rank's part of it."""
-    text = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
-    identity = " ".join(model_identity(model.config_dict).values())
-    return f"{identity} {model.dtype} {text} {list(windows.shape)} {_rank()}"
-
-
-def _rank() -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
 
 
 def _shares(progress: Report, stage: str, total: int) -> Callable[[int], None]:

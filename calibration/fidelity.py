@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,9 +32,7 @@ from kvquant.rows.defaults import DEFAULT
 from kvquant.rows.quantize import EXACT_DTYPES
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from kvquant.cache.contiguous import CacheOptions
+    from kvquant.hf.model import CachedModel
 
 
 @dataclass(frozen=True)
@@ -93,17 +91,12 @@ def with_window(name: str, sink_len: int, recent_len: int) -> str:
     return name + exact if sink_len or recent_len else name
 
 
-FORMATS = ("bf16", "int8", "fp8", "int8-g4", "fp8-g4", "int4-g8", "int4-g4", "int4")
-
-
 @dataclass(frozen=True)
 class Fidelity:
     """What a scheme costs and what it keeps.
 
     Attributes:
-        scheme: how the cache keeps its tokens.
         bits: bits per element of K and V, headers and 16-bit rows included.
-        nbytes: bytes of the cache, of all sequences.
         kl: mean KL divergence of the predictions from those of the 16-bit cache, nats per token.
         top1: share of tokens with the same likeliest next token, 0 to 1.
         perplexity: of the text under the predictions.
@@ -111,9 +104,7 @@ class Fidelity:
         kl_passages: the KL of each passage, for paired comparisons.
     """
 
-    scheme: Scheme | Planned
     bits: float
-    nbytes: int
     kl: float
     top1: float
     perplexity: float
@@ -122,57 +113,23 @@ class Fidelity:
     kl_passages: tuple[float, ...] = ()
 
     @classmethod
-    def of(
-        cls, scheme: Scheme | Planned, bits: float, nbytes: int, parts: torch.Tensor, scored: int
-    ) -> Fidelity:
+    def of(cls, bits: float, parts: torch.Tensor, scored: int) -> Fidelity:
         """Make it from compare_passages' parts, with so many scored tokens a passage."""
         kl, top1, nll = parts.mean(1).tolist()
         errors, each = standard_errors(parts, scored), tuple(parts[0].tolist())
-        return cls(scheme, bits, nbytes, kl, top1, perplexity_of(nll), *errors, each)
+        return cls(bits, kl, top1, perplexity_of(nll), *errors, each)
 
 
-class DecodingModel(Protocol):
-    """A model that decodes from a KVCache; kvquant.CachedModel is one."""
-
-    exact_format: str  # its 16-bit rows
-    model: Any  # transformers' own
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def new_cache(
-        self,
-        batch: int,
-        max_seq_len: int,
-        *,
-        plan: CachePlan | None = None,
-        accept_loss: bool = False,
-        **options: Unpack[CacheOptions],
-    ) -> KVCache: ...
-
-    def prefill(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor: ...
-
-    def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As of CachedModel: a call decodes tokens [batch] and gives logits [batch, vocabulary]."""
-
-
-def read_prompt(model: DecodingModel, prompt: torch.Tensor, new_tokens: int) -> KVCache:
+def read_prompt(model: CachedModel, prompt: torch.Tensor, new_tokens: int) -> KVCache:
     """Read a prompt [batch, tokens], int64, into a 16-bit cache with room for new_tokens."""
-    cache = _exact_cache(model, prompt.shape[0], prompt.shape[1], new_tokens)
+    exact = Scheme(model.exact_format, model.exact_format)
+    options = options_of(exact, is_latent=model.has_latents)
+    cache = model.new_cache(len(prompt), prompt.shape[1] + new_tokens, **options)
     model.prefill(cache, prompt)
     return cache
 
 
-def _exact_cache(
-    model: DecodingModel, batch: int, tokens: int, new_tokens: int, **options: Any
-) -> KVCache:
-    """An empty cache of 16-bit rows for prompts of so many tokens, and more."""
-    exact = Scheme(model.exact_format, model.exact_format)
-    options |= options_of(exact, is_latent=getattr(model, "has_latents", False))
-    return model.new_cache(batch, tokens + new_tokens, **options)
-
-
-def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planned) -> KVCache:
+def quantized_copy(model: CachedModel, exact: KVCache, scheme: Scheme | Planned) -> KVCache:
     """Append the tokens of a 16-bit cache to a new one of a scheme, with the same capacity.
 
     Args:
@@ -196,9 +153,7 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
     return cache
 
 
-def warm_up_copies(
-    model: DecodingModel, exact: KVCache, schemes: Iterable[Scheme | Planned]
-) -> None:
+def warm_up_copies(model: CachedModel, exact: KVCache, schemes: Iterable[Scheme | Planned]) -> None:
     """On CUDA compile the kernels of all schemes' copies and steps together."""
     length, wanted = int(exact.seq_lens.max()), tuple(schemes)
     calls = [one for scheme in wanted for one in _calls(model, exact, scheme, length)]
@@ -209,7 +164,7 @@ def warm_up_copies(
 
 
 def _calls(
-    model: DecodingModel, exact: KVCache, scheme: Scheme | Planned, length: int
+    model: CachedModel, exact: KVCache, scheme: Scheme | Planned, length: int
 ) -> list[Calls]:
     """The calls of a quantized_copy: its rows have the 16-bit cache's dtype, steps the model's."""
     make = partial(_empty_copy, model, exact, scheme, torch.device("meta"))
@@ -218,7 +173,7 @@ def _calls(
 
 
 def _empty_copy(
-    model: DecodingModel, exact: KVCache, scheme: Scheme | Planned, device: Devices
+    model: CachedModel, exact: KVCache, scheme: Scheme | Planned, device: Devices
 ) -> KVCache:
     """An empty cache of a scheme, with the capacity and the step_variant of `exact`."""
     options = options_of(scheme, is_latent=isinstance(exact, LatentKVCache))
@@ -254,7 +209,7 @@ def _rows_of_tokens(cache: KVCache) -> int:
     return total
 
 
-def predict(model: DecodingModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+def predict(model: CachedModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
     """Feed tokens [batch, tokens]: log probabilities [tokens, batch, vocabulary], float32."""
     step = model.stepper(cache, tokens.shape[1])
     return torch.stack([step(column).float().log_softmax(-1) for column in tokens.unbind(1)])
@@ -289,7 +244,7 @@ class Reference:
         ShapeError: windows hold no scored token after the prompt.
     """
 
-    def __init__(self, model: DecodingModel, windows: torch.Tensor, context: int) -> None:
+    def __init__(self, model: CachedModel, windows: torch.Tensor, context: int) -> None:
         scored = scored_tokens(windows, context)
         self.model, self.num_tokens = model, len(windows) * scored
         self.exact_format = model.exact_format
@@ -309,7 +264,7 @@ class Reference:
         given = predict(self.model, cache, self._fed)
         parts = compare_passages(self._expected, given, self._targets)
         bits = stored_bits(cache, self._exact)
-        return Fidelity.of(scheme, bits, cache.nbytes, parts, len(self._expected))
+        return Fidelity.of(bits, parts, len(self._expected))
 
 
 def compare(

@@ -83,15 +83,15 @@ def allocate(
     return formats
 
 
-def worst_layers(costs: Costs, formats: Mapping[Side, str], *, count: int = 3) -> list[int]:
-    """The layers that cost the most, worst first."""
+def worst_layers(costs: Costs, formats: Mapping[Side, str]) -> list[int]:
+    """The layers that cost the most, three at most, worst first."""
     layers: dict[int, float] = {}
     for (layer, side), name in formats.items():
         layers[layer] = layers.get(layer, 0.0) + costs.kl[layer, side][name]
     worst = sorted(layers, key=lambda layer: -layers[layer])
     half = sum(layers.values()) / 2
     chosen, total = [], 0.0
-    for layer in worst[:count]:
+    for layer in worst[:3]:
         chosen.append(layer)
         total += layers[layer]
         if total > half:

@@ -1,26 +1,17 @@
 """Second moments of queries, keys and values: running sums, so no token is kept.
 
-Sums can be added: over chunks of a text, over runs that were interrupted, over ranks. They are
-float64, so that long texts do not drown new tokens and large offsets do not drown the rest.
+Sums can be added over chunks of a text. They are float64, so that long texts do not drown new
+tokens and large offsets do not drown the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from functools import partial
-from pathlib import Path
-from typing import Annotated
 
 import torch
-from msgspec import Meta
 
-from kvquant.errors import CheckpointError, UnsupportedError, warn
-from kvquant.io.schema import MOMENTS, Count, Length, Object, checked, sealed
-from kvquant.io.tensor_files import SafetensorsFile, TensorSource, save_safetensors
-
-_SUMS = ("q_outer", "r_outer", "k_sum", "k_outer", "v_sum", "v_outer")
-_LEAST, _GREATEST = ("k_min", "v_min"), ("k_max", "v_max")
+from kvquant.errors import UnsupportedError
 
 
 class LayerMoments:
@@ -122,10 +113,6 @@ class LayerMoments:
         second = self.tensors[f"{side}_outer"] / max(self.count, 1)
         return second - mean[:, :, None] * mean[:, None]
 
-    def std(self, side: str) -> torch.Tensor:
-        """[num_kv_heads, dim] of side "k" or "v"."""
-        return self.covariance(side).diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
-
     def absmax(self, side: str) -> torch.Tensor:
         """[num_kv_heads, dim] of side "k" or "v": the largest magnitude."""
         least, greatest = self.tensors[f"{side}_min"], self.tensors[f"{side}_max"]
@@ -137,12 +124,10 @@ class Moments:
 
     Attributes:
         layers: the LayerMoments of each layer, by its index.
-        done: windows of the text that are in the sums.
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerMoments] = {}
-        self.done = 0
 
     def observe(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
@@ -161,88 +146,6 @@ class Moments:
             self.layers[layer] = LayerMoments(*shape, device=k.device, is_latent=is_latent)
         self.layers[layer].update(q, k, v)
 
-    def follow(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
-    ) -> None:
-        """Move a layer's sums to the device where it attends; a model's observer."""
-        at = self.layers[layer]
-        at.tensors = {name: tensor.to(k.device) for name, tensor in at.tensors.items()}
-
     @property
     def count(self) -> int:
         return next(iter(self.layers.values())).count if self.layers else 0
-
-    def all_reduce(self) -> None:
-        """Add the sums of all ranks, where torch.distributed runs; every rank then has them."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return
-        operations = dict.fromkeys(("count", *_SUMS), torch.distributed.ReduceOp.SUM)
-        operations |= dict.fromkeys(_LEAST, torch.distributed.ReduceOp.MIN)
-        operations |= dict.fromkeys(_GREATEST, torch.distributed.ReduceOp.MAX)
-        for layer in sorted(self.layers):
-            for name, tensor in self.layers[layer].tensors.items():
-                torch.distributed.all_reduce(tensor, operations[name])
-
-    def save(self, path: Path, key: str) -> None:
-        """Write the sums to a file; key names the run."""
-        sources = {
-            f"{layer}.{name}": TensorSource.of(tensor.detach().cpu())
-            for layer, moments in self.layers.items()
-            for name, tensor in moments.tensors.items()
-        }
-        ratios = {str(layer): at.q_heads_per_kv_head for layer, at in self.layers.items()}
-        facts = {"format": MOMENTS, "key": key, "done": self.done, "ratios": ratios}
-        save_safetensors(path, sources, partial(sealed, facts))
-
-    @classmethod
-    def load(cls, path: Path, key: str) -> Moments | None:
-        """The sums of save, on the CPU; None without a file or, with a warning, for a wrong one."""
-        try:
-            return cls._read(path, key)
-        except FileNotFoundError:
-            return None
-        except (CheckpointError, OSError) as error:
-            warn(
-                f"the sums of an interrupted run cannot be continued: {error}. Observing begins "
-                "anew"
-            )
-            return None
-
-    @classmethod
-    def _read(cls, path: Path, key: str) -> Moments:
-        found = cls()
-        with SafetensorsFile(path) as file:
-            facts = checked(file.manifest(MOMENTS), _Facts, "the manifest")
-            if facts.key != key:
-                raise CheckpointError(f"{path} is of other weights, text or options")
-            found.done = facts.done
-            for number, ratio in facts.ratios.items():
-                layer = int(number)
-                k, v = (file.shapes.get(f"{layer}.{side}_sum", ()) for side in "kv")
-                if len(k) != 2 or len(v) != 2 or 0 in (*k, *v):
-                    raise CheckpointError(f"{path} has no sums of layer {number!r:.20}")
-                is_latent = f"{layer}.r_outer" in file.shapes
-                shape = k[0] * ratio, k[0], k[1], v[1]
-                sums = LayerMoments(*shape, device="meta", is_latent=is_latent)
-                found.layers[layer] = sums
-            file.check_tensors(
-                torch.float64,
-                {
-                    f"{layer}.{name}": tuple(tensor.shape)
-                    for layer, sums in found.layers.items()
-                    for name, tensor in sums.tensors.items()
-                },
-            )
-            for layer, sums in found.layers.items():
-                sums.tensors = {name: file.read(f"{layer}.{name}") for name in sums.tensors}
-        return found
-
-
-class _Facts(Object):
-    """What a file of sums says of itself."""
-
-    format: str
-    version: int
-    key: str
-    done: Length
-    ratios: dict[Annotated[str, Meta(pattern=r"\A(0|[1-9][0-9]{0,3})\Z")], Count]

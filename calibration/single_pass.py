@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvquant.errors import NonFiniteError
+from kvquant.hf.model import CachedModel
 from kvquant.hf.models.configs import CacheLayers
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from kvquant.ops.transform import encode_rows
@@ -22,7 +23,6 @@ from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import EXACT_DTYPES
 
 from .fidelity import (
-    DecodingModel,
     Fidelity,
     Planned,
     Reference,
@@ -55,7 +55,7 @@ class PassReference:
 
     def __init__(
         self,
-        model: DecodingModel,
+        model: CachedModel,
         windows: torch.Tensor,
         context: int,
         places: list[int],
@@ -133,7 +133,7 @@ class PassReference:
         if any(window) and not self.why:
             bits = self._bits_with_window(scheme)
         parts = self._compared(self._predict(rows_of, window))
-        return Fidelity.of(scheme, bits, 0, parts, len(self._expected[0]))
+        return Fidelity.of(bits, parts, len(self._expected[0]))
 
     def _compared(self, given: Iterable[torch.Tensor]) -> torch.Tensor:
         """As compare_passages, of all batches."""
@@ -171,8 +171,7 @@ def reference_of(
     model: Any,
     windows: torch.Tensor,
     context: int,
-    layers: CacheLayers | None,
-    places: list[int],
+    layers: CacheLayers,
     *,
     why: str = "",
     tick: Callable[[], object] = lambda: None,
@@ -183,11 +182,11 @@ def reference_of(
         model: a CachedModel.
         windows: [batch, context + scored + 1], int64.
         context: tokens of the prompt.
-        layers: of the model's caches; None if its config does not say.
-        places, why, tick: as of PassReference; decoding does not call tick.
+        layers: of the model's caches.
+        why, tick: as of PassReference; decoding does not call tick.
     """
-    if layers is not None and layers.are_latent:
+    if layers.are_latent:
         return Reference(model, windows, context)
-    again = layers is None or layers.others or layers.states or layers.turn
-    keeps = not (again or model.shared_layers() or why)
+    keeps = not (layers.others or layers.states or layers.turn or layers.shared or why)
+    places = list(layers.places)
     return PassReference(model, windows, context, places, why=why, keeps_context=keeps, tick=tick)

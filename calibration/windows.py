@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from kvquant.cache.checks import Counts, whole_numbers
-from kvquant.errors import ConfigError, shown
-from kvquant.rows.arguments import is_whole
+from kvquant.errors import ConfigError
+from kvquant.rows.arguments import check_size
 
 Text: TypeAlias = Counts  # the ids of its tokens
 
@@ -42,10 +42,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
-            if not is_whole(size) or size < 1:
-                raise ConfigError(
-                    f"{name} {shown(size)} is not possible: use a whole number from 1 on"
-                )
+            check_size(name, size, at_least=1)
 
 
 def packaged_texts() -> tuple[str, str]:

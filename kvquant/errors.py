@@ -18,6 +18,10 @@ import os
 import shlex
 import sys
 import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 DISTRIBUTION = "kvquant-cache"  # as pip knows it: kvquant on PyPI is another project
 _INNER = {"kvquant", "numba", "torch", "contextlib"}  # packages in which no warning is of use
@@ -47,6 +51,12 @@ def missing_extra(what: str, extra: str, error: ImportError) -> UnsupportedError
         place = ["-e", f"{checkout}[{extra}]"]
     command = shlex.join([sys.executable, "-m", "pip", "install", *place])
     return UnsupportedError(f"{what} ({error}): install the extra {extra!r}: {command}")
+
+
+def refuse(kind: type[KVQuantError], problems: Iterable[str]) -> None:
+    """Raise the first problem, if there is one; later ones may rest on what it says."""
+    for problem in problems:
+        raise kind(problem)
 
 
 class KVQuantError(Exception):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DeviceError
 from ..version import __version__
 from .console import (
     COUNT,
@@ -20,7 +20,6 @@ from .console import (
     JSON,
     MODEL_OR_NONE,
     POSITIVE,
-    check_device,
     check_output,
     compile_kernels,
     enough_memory,
@@ -93,7 +92,8 @@ def bench(
     from ..bench.timer import GraphTimer, Timer, describe_machine
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: torch finds no GPU here; use --device cpu")
     shape = _shape(model, shape)
     cases = list_cases(
         formats or _formats(int(shape["head_dim"])),

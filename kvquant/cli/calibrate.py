@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..errors import ConfigError, DeviceError, KVQuantError
 from .console import (
     COUNT,
     DTYPE,
@@ -25,7 +21,6 @@ from .console import (
     POSITIVE,
     RECENT_LEN,
     SINK_LEN,
-    check_device,
     check_output,
     enough_memory,
     given_options,
@@ -116,8 +111,7 @@ def calibrate(
     compares the predictions.
 
     Without options that change the plan it keeps the plan in your cache folder, where plan="auto"
-    finds it. With -o, start an interrupted run again and it continues where it stopped. Under
-    torchrun the ranks share the text. The exit code is 3 if --max-kl cannot be met.
+    finds it. The exit code is 3 if --max-kl cannot be met.
 
     \b
     Example:
@@ -131,17 +125,14 @@ def calibrate(
     if text is None and zero_data:
         why = "needs a text to score: give --text FILE, or leave --zero-data out"
         refuse_options(SCORING, why)
-    rank, ranks = _ranks()
-    state = output and output.with_name(f".{output.name}.{rank}.partial")
-    if output and state:
-        check_output(output, model, text, held)
-        check_output(state, model, text, held, endings=(state.suffix,))
+    check_output(output, model, text, held)
     check_output(json_file, model, text, held, endings=(".json",))
     import torch
 
     from ..calibration.calibrate import Goal, Sizes
     from ..calibration.calibrate import calibrate as run
     from ..hf.model import CachedModel
+    from ..io.atomic import named
     from ..io.plan_store import keep_plan, make_folder
     from ..text import progress
 
@@ -150,38 +141,38 @@ def calibrate(
             make_folder()
         except OSError as error:
             raise click.UsageError(f"give -o FILE: no plan can be kept ({error})") from error
-    check_device(device)
     goal = Goal(max_kl, budget, format) if (max_kl, budget, format) != (None,) * 3 else None
     reach = Sizes(**sizes) if own else None
-    with _joined(rank, ranks, device) as device, _kept(state):
-        reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
-        if reach is not None:
-            warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
-        tokens = reader.encode(read_text(text)) if text else None
-        scored = reader.encode(read_text(held)) if held else None
-        with progress(400, "Calibrating") as update:
-            plan = run(
-                reader,
-                tokens,
-                scored,
-                sizes=reach,
-                goal=goal,
-                rounding=rounding,
-                zero_data=zero_data,
-                state=state,
-                progress=lambda stage, share: update(share, stage),
-                window=(sink_len, recent_len),
-            )
-        places = []
-        if plan is not None and output:
-            plan.save(output)
-            places.append(output)
-        if plan is not None and not own:
+    reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
+    if reach is not None:
+        warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
+    tokens = reader.encode(read_text(text)) if text else None
+    scored = reader.encode(read_text(held)) if held else None
+    with progress(400, "Calibrating") as update:
+        plan = run(
+            reader,
+            tokens,
+            scored,
+            sizes=reach,
+            goal=goal,
+            rounding=rounding,
+            zero_data=zero_data,
+            progress=lambda stage, share: update(share, stage),
+            window=(sink_len, recent_len),
+        )
+    places = []
+    if output:
+        plan.save(output)
+        places.append(output)
+    if not own:
+        try:
             places.append(keep_plan(plan))
-        if state:
-            state.unlink(missing_ok=True)
-    if plan is not None:
-        _show(plan, places, not own, json_file)
+        except OSError as error:
+            if not output:
+                raise
+            words = f"the plan is saved in {output}, and not kept for plan='auto'"
+            raise named(error, error.filename or "the folder of plans", words) from error
+    _show(plan, places, not own, json_file)
 
 
 def _show(plan: Any, places: list[Path], is_auto: bool, json_file: Path | None) -> None:
@@ -208,55 +199,3 @@ def _show(plan: Any, places: list[Path], is_auto: bool, json_file: Path | None) 
             err=True,
         )
         sys.exit(NOT_MET)
-
-
-@contextmanager
-def _kept(state: Path | None) -> Iterator[None]:
-    """Name the file with which an interrupted run goes on."""
-    try:
-        yield
-    except BaseException as error:
-        # a run that is refused will be refused again
-        if state and state.exists() and not isinstance(error, KVQuantError):
-            words = "the same command goes on from it"
-            click.echo(f"What was observed is kept in {state}: {words}", err=True)
-        raise
-
-
-def _ranks() -> tuple[int, int]:
-    """This process's rank and the number of processes, as torchrun sets them."""
-    try:
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        rank = int(os.environ["RANK"]) if ranks != 1 else 0
-        if not 0 <= rank < ranks:
-            raise ValueError(f"RANK is {rank}, WORLD_SIZE {ranks}")
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"the environment names no rank ({error}): unset WORLD_SIZE, or start all processes by "
-            "torchrun"
-        ) from None
-    return rank, ranks
-
-
-@contextmanager
-def _joined(rank: int, ranks: int, device: str) -> Iterator[str]:
-    """Join the other processes that torchrun started; gives the device of this one."""
-    if ranks < 2:
-        yield device
-        return
-    import torch
-
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        check_device(device)
-    try:
-        torch.distributed.init_process_group(
-            "nccl" if device.startswith("cuda") else "gloo", rank=rank, world_size=ranks
-        )
-    except (ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DeviceError(f"the {ranks} processes cannot find one another: {reason}") from error
-    try:
-        yield device
-    finally:
-        torch.distributed.destroy_process_group()

@@ -13,7 +13,6 @@ from .console import (
     JSON,
     MODEL,
     ON_DEVICE,
-    check_device,
     check_output,
     enough_memory,
     read_text,
@@ -68,7 +67,6 @@ def check(
     from ..io.plan_store import stored_plan
     from ..text import progress
 
-    check_device(device)
     room = None if memory is None else parse_memory(memory)
     if size_only:
         of_file = None if plan is None or plan == AUTO else as_plan(plan)

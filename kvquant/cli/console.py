@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from ..errors import ConfigError, DeviceError, KVQuantError
+from ..errors import ConfigError, KVQuantError, refuse
 from ..io.model_source import check_source
 from ..rows.format import HEAD_DIMS, NAMES, nearest
 
@@ -52,20 +51,6 @@ class PlanFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if value == AUTO else super().convert(value, param, ctx)
-
-
-class Name(click.Path):
-    """The name of a file that need not be there."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        if not str(value):
-            self.fail("the name is empty", param, ctx)
-        path = super().convert(value, param, ctx)
-        assert isinstance(path, Path)
-        return path
 
 
 FORMATS = f"FORMAT is one of {', '.join(NAMES)}."  # epilog of commands that take one
@@ -123,19 +108,10 @@ class Positive(click.FloatRange):
         return number
 
 
-class Device(click.Choice[str]):
-    """cpu, cuda or cuda:N."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if re.fullmatch("cuda:[0-9]{1,3}", str(value)):
-            return str(value)
-        return super().convert(value, param, ctx)
-
-
-NEW_FILE, SOURCE, POSITIVE = Name(), Source(), Positive()
+SOURCE, POSITIVE = Source(), Positive()
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 PLAN = PlanFile(exists=True, dir_okay=False, path_type=Path)
-DEVICE = Device(["cpu", "cuda"])
-FORMAT, PAIR, LATENT, EITHER = Format(), Format("/"), Format("+"), Format("/+")
+FORMAT, LATENT, EITHER = Format(), Format("+"), Format("/+")
 HTML = ".html", ".htm"
 
 # arguments and options of several commands
@@ -145,7 +121,7 @@ OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File
 JSON = click.option(
     "--json", "json_file", type=NEW_FILE, help="Write the figures to this file too."
 )
-ON_DEVICE = click.option("--device", type=DEVICE, default="cpu", help="Or cuda:N.")
+ON_DEVICE = click.option("--device", default="cpu", help="Or cuda, or cuda:N.")
 DTYPE = click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -249,12 +225,18 @@ def check_output(
         inputs: files and folders that the run reads.
         endings: allowed ones of the name.
     """
-    if path is None:
-        return
+    if path is not None:
+        refuse(ConfigError, (f"{path} {why}" for why in _unwritable(path, inputs, endings)))
+
+
+def _unwritable(
+    path: Path, inputs: Sequence[Path | None], endings: tuple[str, ...]
+) -> Iterator[str]:
+    """Why a file is not written; see check_output."""
     if path.suffix not in endings:
-        raise ConfigError(f"{path} cannot be written: name it NAME{' or NAME'.join(endings)}")
+        yield f"cannot be written: name it NAME{' or NAME'.join(endings)}"
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
+        yield f"cannot be written: {path.parent} is not a folder"
     from ..io.atomic import check_writable, target_of
 
     try:
@@ -262,18 +244,18 @@ def check_output(
         for given in filter(None, inputs):
             read = Path(os.path.realpath(given))
             if read in target.parents:
-                raise ConfigError(f"{path} is in {given}, which is read: write to another folder")
+                yield f"is in {given}, which is read: write to another folder"
             files = [read, *read.iterdir()] if read.is_dir() else [read]
             if any(_is_same(file, target) for file in files):
-                raise ConfigError(f"{path} is read: give another name to write to")
+                yield "is read: give another name to write to"
         if _holds_model(target.parent):
-            raise ConfigError(
-                f"{path} cannot be written: {path.parent} holds a model, which is left as it is; "
-                "name a file in another folder"
+            yield (
+                f"cannot be written: {path.parent} holds a model, which is left as it is; name a "
+                "file in another folder"
             )
         check_writable(target)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+        yield f"cannot be written: {error.strerror}"
 
 
 def _is_same(given: Path, path: Path) -> bool:
@@ -323,19 +305,6 @@ def read_text(path: Path) -> str:
         return data.decode("utf-8-sig")  # Windows begins texts with a mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
-
-
-def check_device(name: str) -> None:
-    """Raise DeviceError if torch does not find the GPU."""
-    if name == "cpu":
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise DeviceError(f"--device {name}: torch finds no GPU here; use --device cpu")
-    count = torch.cuda.device_count()
-    if name != "cuda" and int(name.removeprefix("cuda:")) >= count:
-        raise DeviceError(f"--device {name}: torch finds GPUs up to cuda:{count - 1} here")
 
 
 def warn_of_length(max_positions: int | None, what: str, length: int) -> None:

@@ -22,10 +22,10 @@ from .console import (
     ON_DEVICE,
     POSITIVE,
     WHOLE,
-    check_device,
     check_output,
     enough_memory,
     read_text,
+    refuse_options,
     write_json,
 )
 
@@ -88,11 +88,6 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
     default=None,
     help="Whether retrieval applies the chat template; by default if there is one.",
 )
-@click.option(
-    "--draft",
-    is_flag=True,
-    help="Count the tokens that prompt lookup drafts and the model accepts.",
-)
 @click.option("--max-drop", type=POSITIVE, help="Points of accuracy that a cache may lose.")
 @click.option("--seed", type=WHOLE, default=0, help="Seed of retrieval prompts and sampled texts.")
 @ON_DEVICE
@@ -112,7 +107,6 @@ def evaluate(
     chunk: int | None,
     prompts_from_rows: bool,
     chat: bool | None,
-    draft: bool,
     max_drop: float | None,
     device: str,
     dtype: str,
@@ -149,10 +143,9 @@ def evaluate(
     from ..report.page import check_libraries
     from ..text import paragraph, progress
 
-    check_device(device)
     if report is not None:
         check_libraries("kvquant evaluate --report")
-    options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat, "draft": draft}
+    options: dict[str, Any] = {"kinds": _names(tasks), "chat": chat}
     options |= {} if retrieval is None else {"retrieval": _names(retrieval)}
     options |= {} if pattern is None else {"pattern": pattern}
     reach = Sizes(prompts=samples, passages=samples, **sizes)
@@ -160,12 +153,13 @@ def evaluate(
     reader = load_decoder(model, dtype=getattr(torch, dtype), device=device)
     given = [] if examples is None else _examples(examples, reader, chat)
     answered = any(one.answer is not None for one in given)
-    if max_drop is not None and "retrieval" not in task.kinds and not answered:
-        raise ConfigError("--max-drop needs the task retrieval, or prompts with answers")
-    if retrieval is not None and "retrieval" not in task.kinds:
-        raise ConfigError("--retrieval needs the task retrieval: name it in --tasks")
-    if pattern is not None and not answered:
-        raise ConfigError('--pattern needs answers to compare: give --prompts with "answer"')
+    asked = "retrieval" in task.kinds
+    if not asked and not answered:
+        refuse_options(["max_drop"], "needs the task retrieval, or prompts with answers")
+    if not asked:
+        refuse_options(["retrieval"], "needs the task retrieval: name it in --tasks")
+    if not answered:
+        refuse_options(["pattern"], 'needs answers to compare: give --prompts with "answer"')
     done = 0  # parts
     with progress(100, "Evaluating") as update:
 

@@ -39,7 +39,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..errors import DeviceError, ShapeError
+from ..errors import ShapeError
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.variant import AttentionVariant, moved
@@ -174,25 +174,22 @@ class NewTokens(NamedTuple):
     most_queries: int = 1
 
     def check(self) -> None:
-        """Check what is on the host.
-
-        Raises:
-            ShapeError: sizes or dtypes do not fit one another, or starts say more tokens than
-                num_tokens.
-            DeviceError: starts or lens are not on the CPU.
-        """
-        starts, lens, num_seqs = self.starts, self.lens, len(self.starts) - 1
-        for name, x in (("starts", starts), ("lens", lens)):
-            if x.device.type != "cpu":
-                raise DeviceError(f"{name} are on {x.device}: give them on the CPU")
-        for name, x, ndim in (("block_table", self.block_table, 2), ("seq_lens", self.seq_lens, 1)):
-            if x.ndim != ndim or len(x) < num_seqs or x.dtype != torch.int32:
-                size = f"[{num_seqs} or more{', max_pages' * (ndim - 1)}]"
-                raise ShapeError(
-                    f"{name} is {list(x.shape)}, {x.dtype}: it must be {size}, int32, as starts "
-                    f"have {num_seqs} sequences"
-                )
-        if lens.shape != (num_seqs,):
-            raise ShapeError(f"lens are {list(lens.shape)}: starts have {num_seqs} sequences")
-        if self.num_tokens < (found := int(self.starts[-1])):
-            raise ShapeError(f"num_tokens is {self.num_tokens}, starts have {found} tokens")
+        """Raise ShapeError unless sizes, dtypes and devices fit one another."""
+        table, seq_lens, starts, lens, num_tokens, _ = self
+        seqs = len(starts) - 1
+        if not (
+            {starts.device.type, lens.device.type} == {"cpu"}
+            and lens.shape == (seqs,)
+            and (table.ndim, seq_lens.ndim) == (2, 1)
+            and min(len(table), len(seq_lens)) >= seqs
+            and {table.dtype, seq_lens.dtype} == {torch.int32}
+            and num_tokens >= int(starts[-1])
+        ):
+            each = zip(self._fields, (table, seq_lens, starts, lens), strict=False)
+            came = "; ".join(f"{name} {list(x.shape)}, {x.dtype} on {x.device}" for name, x in each)
+            raise ShapeError(
+                f"the tokens of a step do not fit one another: {came}; num_tokens {num_tokens}. Of "
+                f"{seqs} sequences, as starts have, give block_table [{seqs} or more, max_pages] "
+                f"and seq_lens [{seqs} or more], int32, lens [{seqs}] and starts on the CPU, and "
+                "the last of starts, or more, as num_tokens"
+            )

@@ -7,11 +7,11 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..cache.latent import check_no_feedback
 from ..errors import (
@@ -34,6 +34,7 @@ from ..rows.probe import FEW_BITS, WARNED, loss_of
 from .contract import PageLayout
 
 log = logging.getLogger("kvquant")
+Rows = TypeVar("Rows")
 KEYS = ("k_format", "v_format", "plan", "prompts")
 LATENT_KEYS = ("format", "plan", "prompts")
 PROMPTS = ("16-bit", "rows")  # what tokens of a prompt attend to, of those that come with them
@@ -104,16 +105,21 @@ class Settings:
         check_head_dims(k_format, v_format)
         return PageLayout(k_format, v_format, num_kv_heads)
 
-    def basis(self, layer: int, heads: Sequence[int], head_dim: int) -> LayerBasis | None:
+    def basis(self, layer: int, heads: Sequence[int], layout: PageLayout) -> LayerBasis | None:
         """The basis of a rank's KV heads of a layer, on the CPU; None without a plan.
 
         Raises:
-            UnsupportedError: the plan has no such layer.
+            UnsupportedError: the plan has no such layer, or the layer has not as many heads.
             ShapeError: its heads are others.
         """
-        plan = self.plan
+        plan, head_dim = self.plan, layout.k_format.head_dim
         if plan is None:
             return None
+        if len(heads) != layout.num_kv_heads:
+            raise UnsupportedError(
+                f"it has {layout.num_kv_heads} KV heads on this rank, other layers {len(heads)}: "
+                "leave the plan out"
+            )
         place = _place(plan, layer)
         if max(heads) >= plan.num_kv_heads or head_dim != plan.head_dim:
             raise ShapeError(
@@ -226,9 +232,7 @@ def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
     """Make and keep a model's plan, in a process that frees its memory when it ends."""
     command = [sys.executable, "-m", "kvquant", "calibrate", source]
     log.warning("kvquant: making a plan, which takes minutes: %s", shlex.join(command))
-    ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: they would calibrate together
-    alone = {name: value for name, value in os.environ.items() if name not in ranks}
-    code = subprocess.run(command, env=alone, stdin=subprocess.DEVNULL, check=False).returncode
+    code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
     plan = stored_plan(identity)
     if plan is None:
         raise ConfigError(
@@ -237,6 +241,33 @@ def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
             "start the engine again"
         )
     return plan
+
+
+def rows_of_each(
+    layers: Mapping[str, Any],
+    rows_of: Callable[[str, Any], Rows],
+    otherwise: str,
+    refused: Sequence[str] = (),
+) -> dict[str, Rows]:
+    """The rows of layers by name.
+
+    Raises:
+        UnsupportedError: some layers cannot have rows; it has a line for each, those of `refused`
+            first, and says how else (otherwise) to serve the model.
+    """
+    found, lines = {}, [*refused]
+    for name, layer in layers.items():
+        try:
+            found[name] = rows_of(name, layer)
+        except KVQuantError as error:
+            lines.append(f"{name}: {error}")
+    if lines:
+        raise UnsupportedError(
+            "kvquant cannot hold the rows of these layers:\n  "
+            + "\n  ".join(lines)
+            + f"\nDo what these lines say, or serve the model {otherwise}."
+        )
+    return found
 
 
 def rank_heads(total: int, rank: int, ranks: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 kvquant.evaluate compares caches. This package has its settings:
 
-    Task      what to evaluate: kinds of tasks, retrieval tasks, chat template, drafts
+    Task      what to evaluate: kinds of tasks, retrieval tasks, chat template
     Sizes     how much: lengths of contexts, prompts, questions, tokens, the seed
     Reading   how prompts come into caches: at once, in chunks, from packed rows
     Example   a prompt of your own, with its answer if it has one

@@ -138,8 +138,8 @@ def check(
         before, done = done, max(min(done + 1, end), least)
         progress(stage, 100 * done // total - 100 * before // total)
 
-    windows, places = spread(tokens, samples, size), list(layers.places)
-    reference = reference_of(model, windows, context, layers, places, tick=tick)
+    windows = spread(tokens, samples, size)
+    reference = reference_of(model, windows, context, layers, tick=tick)
     for row, rung in zip(found["rows"], ladder, strict=True):
         for place, choice in (("window", rung.windowed), ("none", rung.bare)):
             stage, end = rung.name, end + each

@@ -18,9 +18,9 @@ from kvquant.calibration.fidelity import (
     warm_up_copies,
 )
 from kvquant.errors import ConfigError
+from kvquant.hf.hybrid import HybridModel
 from kvquant.rows.quantize import EXACT_DTYPES
 
-from .models import WithStates
 from .prompts import Asked, Prompt
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Caches:
 
     def _with_states(self, cache: KVCache) -> KVCache:
         """The cache; a model with states beside it gets copies of those at the prompts' end."""
-        if isinstance(self.model, WithStates):
+        if isinstance(self.model, HybridModel):
             self.model.copy_states(self.exact, cache)
         return cache
 
@@ -271,7 +271,7 @@ def _reader(
     formats = [fmt for layer in cache.layers for fmt in (layer.k_format, layer.v_format)]
     is_exact = all(one.row_bytes >= 2 * one.head_dim for one in formats)
     width = AT_ONCE if is_exact else min(AT_ONCE, cache.recent_len // 4)
-    if width and cache.device.type == "cpu" and not isinstance(model, WithStates):
+    if width and cache.device.type == "cpu" and not isinstance(model, HybridModel):
         return width, lambda fed: model.call(model.past_of(cache), fed, [*range(fed.shape[1])])
     step = model.stepper(cache, num_tokens)
     return 1, lambda fed: step(fed[:, 0])[:, None]

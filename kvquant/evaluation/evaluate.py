@@ -20,7 +20,7 @@ import torch
 
 from kvquant.calibration.fidelity import Planned, Scheme, options_of, stored_bits
 from kvquant.calibration.windows import spread
-from kvquant.errors import ConfigError
+from kvquant.errors import ConfigError, refuse
 from kvquant.io.model_id import WEIGHTS
 from kvquant.rows.arguments import is_whole
 from kvquant.version import __version__
@@ -119,7 +119,6 @@ class Task:
             a group, the first group. By default it matches numbers.
         temperature: at which texts are sampled. Greedy texts are generated as well.
         chat: whether retrieval applies the tokenizer's chat template; when None, if there is one.
-        draft: whether generation counts how many tokens of a prompt lookup would be accepted.
     """
 
     kinds: tuple[str, ...] = ("kl", "retrieval")
@@ -127,7 +126,6 @@ class Task:
     pattern: str = r"[-+]?[\d.,]*\d"
     temperature: float = 1.0
     chat: bool | None = None
-    draft: bool = False
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -138,8 +136,6 @@ class Task:
             if wrong or not given:
                 words = f"{wrong[0]!r:.40} is none of them" if wrong else "nothing is named"
                 raise ConfigError(f"{name}: {words}; there are {', '.join(known)}")
-        if self.draft and "generation" not in self.kinds:
-            raise ConfigError("drafts are for generation, which tasks do not name")
         generation.answer_of("", self.pattern)
 
 
@@ -229,16 +225,7 @@ class _Run:
     notes: list[str] = field(default_factory=list)  # sentences of the result
 
     def __post_init__(self) -> None:
-        if not self.given or isinstance(self.given, str):
-            raise ConfigError(
-                f"caches is {self.given!r:.40}: give a list of one or more, such as ['int4-g4']"
-            )
-        for one in self.given:
-            if not isinstance(one, str | Scheme | Planned) and not hasattr(one, "apply"):
-                raise ConfigError(
-                    f"caches has {one!r:.40}: give texts such as 'int4-g4', a Scheme, a Planned or "
-                    "what has the members of Simulated"
-                )
+        refuse(ConfigError, self._odd_caches())
         latent = self.model.has_latents
         parsed = [
             parse_cache(one, latent=latent, model=self.model) if isinstance(one, str) else one
@@ -251,17 +238,16 @@ class _Run:
             check_simulated(self.model, self.reading)
             if self.state is not None:  # a run that continues could not know them again
                 raise ConfigError("state serves kvquant's own caches: leave it out for others")
-        self._check_examples()
-        self._choose_lengths()
-        self._check_packed()
+        odd = chain(self._odd_examples(), self._odd_lengths(), self._odd_windows())
+        refuse(ConfigError, odd)
         needs_text = bool({"kl", "retrieval"} & {*self.task.kinds}) or not self.examples
         self.tokens = self._encoded() if needs_text else []
-        self._check_text()
+        refuse(ConfigError, self._odd_text())
         self.written = {length: self._written(length) for length in self.lengths}
-        self._check_questions()
+        refuse(ConfigError, self._odd_questions())
         self.costs = [self._cost("16 bit", self._exact)]
         self.costs += [self._cost(str(choice), choice) for choice in self.choices]
-        self._check_memory()
+        refuse(ConfigError, self._odd_memory())
         self.records = Records(self.state, self._settings() | self._inputs())
         self.ends = self.model.end_tokens
 
@@ -283,38 +269,48 @@ class _Run:
         of_kind = {"kl": self.sizes.scored, "generation": self.sizes.new_tokens}
         return max(MARGIN, *(of_kind.get(kind, 0) for kind in self.task.kinds))
 
-    def _check_examples(self) -> None:
-        """Raise unless the model has positions for each prompt and the text after it."""
+    def _odd_caches(self) -> Iterator[str]:
+        if not self.given or isinstance(self.given, str):
+            yield f"caches is {self.given!r:.40}: give a list of one or more, such as ['int4-g4']"
+        for one in self.given:
+            if not isinstance(one, str | Scheme | Planned) and not hasattr(one, "apply"):
+                yield (
+                    f"caches has {one!r:.40}: give texts such as 'int4-g4', a Scheme, a Planned or "
+                    "what has the members of Simulated"
+                )
+
+    def _odd_examples(self) -> Iterator[str]:
+        """Prompts that say nothing, or for which and the text after it there are no positions."""
         most, new = self.model.max_positions, self.sizes.new_tokens
         if self.examples and "generation" not in self.task.kinds:
-            raise ConfigError("prompts are for generation, which tasks do not name")
+            yield "prompts are for generation, which tasks do not name"
         for number, one in enumerate(self.examples, 1):
             count = len(one.tokens)
             if not count:
-                raise ConfigError(f"prompt {number} is empty: give one or more tokens")
+                yield f"prompt {number} is empty: give one or more tokens"
             if one.answer is not None and not one.answer.strip():
-                raise ConfigError(
+                yield (
                     f"prompt {number} has an empty answer, so a text without any answer would "
                     "count as right: write the answer, or leave it out"
                 )
             if most is not None and count + new > most:
-                raise ConfigError(
+                yield (
                     f"prompt {number} has {count} tokens, and {new} behind them are beyond the "
                     f"{most} positions of the model: give a shorter prompt or fewer --new-tokens"
                 )
 
-    def _check_packed(self) -> None:
-        """Raise if a cache would keep a whole prompt in 16 bit: that measures nothing."""
+    def _odd_windows(self) -> Iterator[str]:
+        """Caches that would keep whole prompts in 16 bit: that measures nothing."""
         counts, chunk = self._contexts, self.reading.chunk
         if self.reading.from_rows and chunk is not None and chunk >= min(counts):
-            raise ConfigError(
+            yield (
                 f"a chunk of {chunk} tokens holds a prompt of {min(counts)}, which then reads "
                 f"no rows: give a --chunk below {min(counts)}"
             )
         for choice in self.choices:
             window = choice.sink_len + choice.recent_len
             if window >= max(counts):
-                raise ConfigError(
+                yield (
                     f"the cache {choice} keeps all prompts of up to {max(counts)} tokens in 16 "
                     "bit: give a longer --length or longer prompts, or a smaller recent"
                 )
@@ -324,19 +320,20 @@ class _Run:
                     f"those of {window} tokens and fewer: their texts say little of it."
                 )
 
-    def _choose_lengths(self) -> None:
+    def _odd_lengths(self) -> Iterator[str]:
+        """Choose the lengths; give those for which there are no positions."""
         most, behind = self.model.max_positions, self._behind
         default = LENGTHS.get(self.model.model.device.type, LENGTH)
         default = default if most is None else min(default, most - behind)
         if default < 1:
-            raise ConfigError(
+            yield (
                 f"{behind} tokens behind a context leave no room for one in the {most} positions "
                 "of the model: give fewer --scored or --new-tokens"
             )
         self.lengths = self.sizes.lengths or (default,)
         for length in self.lengths:
             if most is not None and length + behind > most:
-                raise ConfigError(
+                yield (
                     f"contexts of {length} tokens and {behind} behind them are beyond the "
                     f"{most} positions of the model: give a --length of {most - behind} or less"
                 )
@@ -354,7 +351,7 @@ class _Run:
         before = torch.tensor(self.before, dtype=torch.int64, device="cpu").expand(count, -1)
         return torch.cat([before, spread(self.tokens, count, size - before.shape[1])], 1)
 
-    def _check_text(self) -> None:
+    def _odd_text(self) -> Iterator[str]:
         needed = 0
         for length in self.lengths:
             if "kl" in self.task.kinds:
@@ -363,7 +360,7 @@ class _Run:
                 needed = max(needed, length)
         if len(self.tokens) < needed:
             name = "the packaged text" if self.text is None else "the text"
-            raise ConfigError(
+            yield (
                 f"{name} has {len(self.tokens)} tokens, and one passage needs {needed}: give a "
                 "longer --text, or a shorter --length"
             )
@@ -397,15 +394,15 @@ class _Run:
             raise why
         return found
 
-    def _check_questions(self) -> None:
-        """Raise unless the model has positions for the questions: tokens may be single letters."""
+    def _odd_questions(self) -> Iterator[str]:
+        """Tasks whose questions find no positions: tokens may be single letters."""
         most = self.model.max_positions
         for length, tasks in self.written.items():
             for name, rungs in tasks.items():
                 asked = [one for prompts in rungs for each in prompts for one in each.asked]
                 longest = max(len(one.question) + len(one.answer) for one in asked)
                 if most is not None and length + longest > most:
-                    raise ConfigError(
+                    yield (
                         f"contexts of {length} tokens and a question of {longest} ({name}) are "
                         f"beyond the {most} positions of the model: give a --length of "
                         f"{most - longest} or less"
@@ -439,12 +436,12 @@ class _Run:
             "tokens_per_gib": int(2**30 / a_token),
         }
 
-    def _check_memory(self) -> None:
-        """Raise unless the two caches fit that exist at a time."""
+    def _odd_memory(self) -> Iterator[str]:
+        """Two caches exist at a time, and must fit."""
         device = self.model.model.device
         free = free_bytes(device)
         if free is not None and self.cache_bytes > free:
-            raise ConfigError(
+            yield (
                 f"two caches, 16 bit and packed, need {self.cache_bytes / 2**30:.1f} GiB, and "
                 f"{free / 2**30:.1f} GiB are free on {device}: give a smaller --batch or --length, "
                 "or shorter --prompts"
@@ -671,11 +668,6 @@ class _Run:
             prompts = [one for group in groups for one in group]
             asked = len(self.examples) or self.sizes.prompts
             found[way] = [generation.summary(exact, one) | {"asked": asked} for one in others]
-            if way == "greedy" and self.task.draft:
-                contexts = [one.tokens for one in prompts]
-                found["drafts"] = [
-                    asdict(generation.looked_up(contexts, each, self.ends)) for each in texts
-                ]
             if any(one.answer is not None for one in prompts):
                 right[way] = [
                     [

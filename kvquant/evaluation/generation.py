@@ -8,8 +8,8 @@ each step), so they diverge only where the distributions differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 WAYS = ("greedy", "sampled")  # of choosing the next token
 BOTH = "all"  # answers in the texts of all WAYS
 AGREEMENT = (32, 128, 512, 2048)  # numbers of tokens after which texts are compared
-NGRAM = 3  # the last so many tokens are what prompt lookup searches
-DRAFTED = 10  # tokens of a draft, at most
 
 
 @dataclass(frozen=True)
@@ -81,33 +79,20 @@ def free_run(
 def _continued(
     model: CachedModel, cache: KVCache, logits: torch.Tensor, num_tokens: int, sampling: Sampling
 ) -> list[list[int]]:
-    found = [*decode(model, cache, logits, num_tokens, sampling)]
-    cache.check()
-    rows: list[list[int]] = torch.stack(found, 1).tolist()
+    choose = chooser(sampling, len(logits))
+    found = model.generate(cache, logits, num_tokens, eos_token_id=(), choose=choose)
+    rows: list[list[int]] = found.tolist()
     return rows
 
 
-def decode(
-    model: CachedModel, cache: KVCache, logits: torch.Tensor, num_tokens: int, sampling: Sampling
-) -> Iterator[torch.Tensor]:
-    """Continue texts, token by token. Call cache.check() when you have read the last one.
-
-    Args:
-        model: decodes.
-        cache: the past of each text.
-        logits: [batch, vocabulary], after that past.
-        num_tokens: the most tokens to generate; you may stop reading before.
-        sampling: how each token is chosen.
-
-    Yields:
-        [batch] int64: the next token of each text. The cache lacks the last one.
-    """
+def chooser(sampling: Sampling, batch: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that maps the logits of each step, [batch, vocabulary], to tokens [batch]."""
     drawn = [
         torch.Generator("cpu").manual_seed((sampling.seed << 20) + sampling.first + row)
-        for row in range(len(logits))
+        for row in range(batch)
     ]
-    step = model.stepper(cache, num_tokens - 1)
-    for left in reversed(range(num_tokens)):
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
         scores = logits.float()
         if sampling.temperature is not None:
             width, real = scores.shape[1], torch.float64
@@ -115,10 +100,9 @@ def decode(
             noise = torch.stack(numbers)
             gumbel = -(-noise.clamp(1e-300).log()).log()
             scores = scores / sampling.temperature + gumbel.to(scores)
-        tokens = scores.argmax(-1)
-        yield tokens
-        if left:
-            logits = step(tokens)
+        return scores.argmax(-1)
+
+    return choose
 
 
 def ended(text: Sequence[int], ends: Sequence[int]) -> list[int]:
@@ -160,71 +144,6 @@ def summary(exact: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> d
             found = max(found, least_error(round(len(same) - sum(same)), len(same)))
         agreement[str(count)] = {"share": sum(same) / len(same), "error": found}
     return {"first_divergence": parted, "agreement": agreement, "prompts": len(parted)}
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """How much greedy decoding would gain from prompt lookup.
-
-    Attributes:
-        drafted: tokens of drafts.
-        accepted: how many of these the model itself would have written.
-        steps: calls of the model. Each adds the accepted tokens of a draft and one of the model's.
-        tokens: how many tokens were written.
-    """
-
-    drafted: int = 0
-    accepted: int = 0
-    steps: int = 0
-    tokens: int = 0
-
-    def __add__(self, other: Drafts) -> Drafts:
-        return Drafts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-def looked_up(
-    contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], ends: Sequence[int] = ()
-) -> Drafts:
-    """Count how many tokens prompt lookup would draft for greedy texts, and how many count.
-
-    Before each step prompt lookup searches the last NGRAM tokens in all tokens before them. The
-    draft is up to DRAFTED tokens after the first match. The text itself shows which ones the model
-    accepts, so no model runs here.
-
-    Args:
-        contexts: token ids of each prompt.
-        texts: token ids of the model's text after each context, up to an end.
-        ends: token ids that end a text.
-
-    Example:
-        >>> looked_up([[1, 2, 3, 4, 5, 1, 2, 3]], [[4, 5, 1, 2]])
-        Drafts(drafted=4, accepted=4, steps=1, tokens=4)
-    """
-    found = Drafts()
-    for context, text in zip(contexts, texts, strict=True):
-        end = next((at + 1 for at, token in enumerate(text) if token in ends), len(text))
-        found += _looked_up(context, text[:end])
-    return found
-
-
-def _looked_up(context: Sequence[int], text: Sequence[int]) -> Drafts:
-    known = [*context, *text]
-    first: dict[tuple[int, ...], int] = {}  # where what follows NGRAM tokens first stands
-    place, seen, found = len(context), 0, Drafts()
-    while place < len(known):
-        for start in range(seen, place - NGRAM):
-            first.setdefault(tuple(known[start : start + NGRAM]), start + NGRAM)
-        seen = max(seen, place - NGRAM)
-        begin = first.get(tuple(known[max(place - NGRAM, 0) : place]), place)
-        most = min(DRAFTED, len(known) - place)  # no draft is longer than the rest of the text
-        draft = known[begin : min(begin + most, place)]
-        same = 0
-        while same < len(draft) and draft[same] == known[place + same]:
-            same += 1
-        new = min(same + 1, len(known) - place)
-        found += Drafts(len(draft), same, 1, new)
-        place += new
-    return found
 
 
 def answer_of(text: str, pattern: str) -> str:

@@ -6,31 +6,18 @@ Besides CachedModel's methods they copy states after a prompt, and give facts fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
-from kvquant.cache.contiguous import KVCache
+from kvquant.hf.hybrid import HybridModel
 from kvquant.text import spans
 
 if TYPE_CHECKING:
     from kvquant.hf.model import CachedModel
-    from kvquant.hf.models.configs import CacheLayers
-
-
-@runtime_checkable
-class WithStates(Protocol):
-    """A CachedModel with layers that no KVCache holds; kvquant.hf.hybrid.HybridModel is one."""
-
-    dequantizes: bool  # its attention gets dequantized rows
-
-    @property
-    def layers(self) -> CacheLayers: ...
-
-    def copy_states(self, source: KVCache, target: KVCache) -> None: ...
 
 
 def notes(model: CachedModel) -> Iterator[str]:
     """Sentences for the report: which layers no cache holds, and how the model attends."""
-    if not isinstance(model, WithStates):
+    if not isinstance(model, HybridModel):
         return
     layers = model.layers
     reasons: dict[str, list[int]] = {}

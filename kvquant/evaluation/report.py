@@ -236,27 +236,6 @@ def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> I
             )
             accuracy = _accuracy(names, [("right", answers)])
             yield Table(f"Table: answers, {way}, {place_of(length)}", accuracy, head)
-    if "drafts" in task:
-        yield _drafts(length, names, task["drafts"])
-
-
-def _drafts(length: str, names: Sequence[str], rows: Sequence[Mapping[str, int]]) -> Table:
-    titles = ("written", "drafted", "accepted")
-    cells = [
-        [
-            name,
-            f"{one['tokens']:,}",
-            f"{one['drafted']:,}",
-            f"{one['accepted']:,}",
-            f"{POINTS * one['accepted'] / max(one['drafted'], 1):.0f}",
-            f"{one['tokens'] / one['steps']:.2f}",
-        ]
-        for name, one in zip(names, rows, strict=True)
-    ]
-    head = f"Greedy texts {place_of(length)} with drafts that are looked up in prompt and text:"
-    columns = Column("cache", left=True), *(Column(f"tokens\n{title}") for title in titles)
-    columns = *columns, Column("accepted\n%"), Column("tokens\na step")
-    return Table(f"Table: prompt lookup, {place_of(length)}", [columns, *cells], head)
 
 
 def _accuracy(

@@ -89,7 +89,13 @@ def _attention(
         if heads is None:
             _check_keys(handed, name, query, key, value)
         rows = handed.latents or (key, value)
-        _check_call(handed, module, name, rows[0], dropout, options)
+        config = getattr(module, "config", None)
+        if config is not None and not handed.at:
+            handed.to.check_model(config)
+        if not handed.at and not handed.appended:
+            check_positions(handed.to, options.get("position_ids"), handed.is_traced)
+        for why in _not_served(handed, module, rows[0], dropout, options):
+            raise UnsupportedModelError(f"{name} {why}")
         window = window_of(
             _whole_mask(handed, attention_mask, query.shape[2]), name, handed.to.columns
         )
@@ -145,40 +151,34 @@ def _check_keys(
         raise UnsupportedModelError(f"{name} attends with other tokens than those of its keys")
 
 
-def _check_call(
+def _not_served(
     handed: Handed,
     module: torch.nn.Module,
-    name: str,
     key: torch.Tensor,
     dropout: float,
     options: dict[str, Any],
-) -> None:
-    """Raise unless a layer asks for what a KVCache can compute, and the cache is one for it."""
-    config = getattr(module, "config", None)
-    if config is not None and not handed.at:
-        handed.to.check_model(config)
-    if not handed.at and not handed.appended:
-        check_positions(handed.to, options.get("position_ids"), handed.is_traced)
-    heads = key.shape[1]
-    rows = handed.kv.layers[handed.at].device
+) -> list[str]:
+    """What a layer asks for that a KVCache cannot compute, or has that its cache has not."""
+    found = []  # no generator: torch.compile traces this
+    rows, heads, held = handed.kv.layers[handed.at].device, key.shape[1], handed.kv.num_kv_heads
     if key.device != rows:
-        raise UnsupportedModelError(
-            f"{name} is on {key.device}, its rows on {rows}: make the cache of the model "
+        found.append(
+            f"is on {key.device}, its rows on {rows}: make the cache of the model "
             "(QuantizedCache(model), not of its config) once the model is where it runs, or give a "
             "KVCache with device=[...], one for each layer"
         )
-    if heads != handed.kv.num_kv_heads:
-        raise UnsupportedModelError(
-            f"{name} has {heads} KV heads, its cache {handed.kv.num_kv_heads}: a KVCache has "
-            "one number for all layers"
+    if heads != held:
+        found.append(
+            f"has {heads} KV heads, its cache {held}: a KVCache has one number for all layers"
         )
     if dropout:
-        raise UnsupportedModelError(f"{name} has dropout {dropout}: call model.eval()")
+        found.append(f"has dropout {dropout}: call model.eval()")
     if not _is_causal(module, options):
-        raise UnsupportedModelError(f"{name} is not causal")
+        found.append("is not causal")
     for option, given in options.items():
         if option not in _KNOWN and given is not None and given is not False:
-            raise UnsupportedModelError(f"{name} asks for {option}, which no KVCache can compute")
+            found.append(f"asks for {option}, which no KVCache can compute")
+    return found
 
 
 def _is_causal(module: torch.nn.Module, options: dict[str, Any]) -> bool:

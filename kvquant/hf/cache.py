@@ -181,6 +181,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             source.check()
             if self._max_seq_len is not None and self._max_seq_len != source.max_seq_len:
                 source.grow(self._max_seq_len)
+            self.layers_held = CacheLayers.of_cache(source)
             self._hold(source)
             self.layers = [QuantizedLayer(self, at, at) for at in range(source.num_layers)]
             if model is not None:
@@ -234,19 +235,13 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             layers.check_whole()
         super().fit(layers)
         # those between that own no keys are there to be counted
-        self.layers = [
-            self._layer_of(layer, others) for layer in range(max([*layers.places, *self._kept]) + 1)
-        ]
-
-    def _layer_of(self, layer: int, others: Sequence[Any]) -> Any:
-        """A layer of the model, for transformers to look at; the arguments are those of fit."""
-        assert self.model_layers is not None and self._places is not None
-        if layer in self._kept:
-            return others[layer]
-        at = self._places.get(layer)
-        if layer in self.model_layers.states:
-            return QuantizedLayerWithState(self, layer, at, others[layer].number_of_states)
-        return QuantizedLayer(self, layer, at)
+        count = max([*layers.places, *layers.others]) + 1
+        self.layers = [QuantizedLayer(self, at, layers.at.get(at)) for at in range(count)]
+        for at in layers.others:
+            self.layers[at] = others[at]
+        for at in layers.states:
+            states = others[at].number_of_states
+            self.layers[at] = QuantizedLayerWithState(self, at, layers.at[at], states)
 
     @property
     def argument(self) -> dict[str, Any]:
@@ -282,8 +277,8 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         transformers replaces a true cache by a 16-bit one when a text crosses the switch. This
         cache serves a longer prompt, and raises UnsupportedModelError if a text would cross.
         """
-        layers = self.model_layers
-        return layers is not None and (layers.turn is None or layers.turn.again)
+        turn = self.layers_held.turn
+        return self._knows_model and (turn is None or turn.again)
 
     def __repr__(self) -> str:
         kinds = "; ".join(dict.fromkeys(text for _, text in self._texts()))
@@ -292,7 +287,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         if self.kv is not None:
             held = f"batch {kv.batch}, {self.length_of(0)} tokens, room for {kv.max_seq_len}"
         return (
-            f"QuantizedCache of {self._num_layers} layers: {kinds:.200}\n"
+            f"QuantizedCache of {self.layers_held.count} layers: {kinds:.200}\n"
             f"  the first {kv.sink_len} and last {kv.recent_len} tokens in {kv.exact_format}\n"
             f"  {held}, {self.nbytes:,} bytes on {kv.device}"
         )
@@ -300,7 +295,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, transformers' layers included; 0 before the first tokens."""
-        states = tree_leaves([vars(self.layers[at]) for at in self._stateful])
+        states = tree_leaves([vars(self.layers[at]) for at in self.layers_held.kept])
         kept = sum(one.nbytes for one in states if isinstance(one, torch.Tensor))
         return kept + (0 if self.kv is None else self.kv.nbytes)
 
@@ -316,28 +311,24 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         """
         return "\n".join(f"{layers}: {text}" for layers, text in self._texts())
 
-    @property
-    def _num_layers(self) -> int:
-        """Layers of the model, if known."""
-        return len(self.layers) if self.model_layers is None else self.model_layers.count
-
     def _texts(self) -> Iterator[tuple[str, str]]:
         """Neighbouring layers that are kept alike, and their description."""
-        for text, group in groupby(range(self._num_layers), self._text_of):
+        for text, group in groupby(range(self.layers_held.count), self._text_of):
             first, *others = group
             yield f"layers {first}-{others[-1]}" if others else f"layer {first}", text
 
     def _text_of(self, layer: int) -> str:
         """The description of a layer."""
-        if layer in self._kept:
+        layers = self.layers_held
+        if layer in layers.others:
             kept = type(self.layers[layer]).__name__
-            return f"{kept} of transformers, as it {self._kept[layer]}"
-        at = layer if self._places is None else self._places.get(layer)
+            return f"{kept} of transformers, as it {layers.others[layer]}"
+        at = layers.at.get(layer)
+        if at is None and layer in layers.shared:
+            kept = "keys of another layer, of transformers"
+            return f"the {kept if self.keeps(layer) else 'rows of another layer'}"
         if at is None:
-            is_shared = self.model_layers is not None and layer in self.model_layers.shared
-            if is_shared and self.keeps(layer):
-                return "the keys of another layer, of transformers"
-            return "the rows of another layer" if is_shared else "nothing, it has no attention"
+            return "nothing, it has no attention"
         kv = self._outline if self.kv is None else self.kv
         held = kv.layers[at]
         text = f"K {held.k_format}, V {held.v_format}"
@@ -435,10 +426,10 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         batch, new = keys.shape[0], keys.shape[2]
         is_other = self.kv is not None and self.kv.batch != batch
         is_due = self.kv is None or (is_other and not self.past.length)
-        if is_due and self._make is not None and self.model_layers is not None:
+        if is_due and self._make is not None:
             exact = self._exact_format or exact_codec(keys.dtype)
             size = self._max_seq_len or new + SPACE
-            layers = self.model_layers.of_rank(keys.shape[1])
+            layers = self.layers_held.of_rank(keys.shape[1])
             if self._dequantizes:  # configs of such models have other names for them
                 layers = replace(layers, num_kv_heads=keys.shape[1])
             device = self._devices or keys.device
@@ -454,7 +445,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
                 + (f"the cache is for {self.kv.batch} at a time" if rest else how)
                 + " (num_beams and num_return_sequences repeat each sequence)"
             )
-        if not self._is_static and self.past.length + new > self.kv.max_seq_len:
+        if self._max_seq_len is None and self.past.length + new > self.kv.max_seq_len:
             self.kv.grow(max(self.past.length + new, 2 * self.kv.max_seq_len))
 
     def check(self) -> None:
@@ -478,13 +469,15 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As Cache: the columns that a layer attends to, and where they start."""
         sizes = self.mask_sizes(query_length)
-        if layer_idx in self._kept and isinstance(self.layers[layer_idx], CacheLayerMixin):
+        if layer_idx in self.layers_held.others and isinstance(
+            self.layers[layer_idx], CacheLayerMixin
+        ):
             sizes = self.layers[layer_idx].get_mask_sizes(query_length)
         return sizes
 
     def reset(self) -> None:
         """Forget all tokens, and keep the memory for as many sequences."""
-        for layer in self._stateful:
+        for layer in self.layers_held.kept:
             self.layers[layer].reset()
             _forget_tensors(self.layers[layer])
         self.call.reset()
@@ -533,10 +526,10 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         self._refresh()
         past = self.past.without_last(-tokens_to_remove)
         is_due = self.kv is not None and bool(tokens_to_remove or self.call.due)
-        if self.kv is not None and is_due and self._stateful:  # states cannot be put back
+        if self.kv is not None and is_due and self.layers_held.kept:  # states cannot be put back
             for at, rows in enumerate(self.kv.layers):
                 rows.check_crop(at, torch.tensor(past.lens, device="cpu"))
-        for layer in self._stateful:  # crop(0) too ends what they have recorded
+        for layer in self.layers_held.kept:  # crop(0) too ends what they have recorded
             self.layers[layer].crop(tokens_to_remove)
         if self.kv is None or not is_due:
             return
@@ -563,7 +556,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
 
     def _take_states(self, index: torch.Tensor) -> None:
         """Let layers of transformers follow: what their states have in place of batch_select."""
-        for layer in self._stateful:
+        for layer in self.layers_held.kept:
             self.layers[layer].reorder_cache(index)
 
 

@@ -121,15 +121,15 @@ def check_positions(text: CachedText, positions: Any, is_traced: bool) -> None:
     if is_traced:
         _check_traced(text, told)
         return
-    past, starts, layers = text.past, text.starts, text.model_layers
+    past, starts, layers = text.past, text.starts, text.layers_held
     if told is not None and columns > 1 and not past.is_empty:
         _check_not_anew(text, told.tolist())
     if not text.is_placed:
         starts = _starts_by(text, told)
     known = starts, past.lens, text.counts
-    if layers is not None and layers.turn is not None:
+    if layers.turn is not None:
         check_turn(layers.turn, *known, columns)
-    if layers is not None and layers.scaled_from is not None:
+    if layers.scaled_from is not None:
         check_scale(layers.scaled_from, *known, past.length)
     text.begin_at(starts)
 

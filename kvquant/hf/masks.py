@@ -166,7 +166,7 @@ def _marks_of(
             return (MaskMark(window=local_size),)
         if local_size is not None and is_chunk(mask_function, local_size):
             return (MaskMark(chunk=local_size),)
-    windows = () if cache.model_layers is None else cache.model_layers.windows
+    windows = cache.layers_held.windows
     marks = [MaskMark(one) for one in {None: 0, **dict.fromkeys(windows)} if _is(one, given, sizes)]
     problem = "has a mask that is neither causal nor a sliding window, as with tokens of an image"
     return (marks[0], *marks) if marks else (MaskMark(problem=f"{problem} that see later ones"),)

@@ -49,7 +49,7 @@ from .models.fingerprint import FOLDED, identified
 from .models.fold import fold_values
 from .models.latent import check_latent_layers, hands_latents, heads_of
 from .models.loading import TensorPlan, load
-from .models.observe import Observer, observe, output_weights, shared_layers
+from .models.observe import Observer, observe, output_weights
 from .models.positions import positions_of
 from .models.probe import check_accuracy
 from .plans import plan_of_model
@@ -587,10 +587,6 @@ class CachedModel:
         """
         self._check_alone("its weights hold a part of each projection")
         return output_weights(self.model)
-
-    def shared_layers(self) -> dict[int, int]:
-        """The layers that attend to the keys and values of another one, and that one."""
-        return shared_layers(self.model)
 
     def _check_alone(self, why: str) -> None:
         """Raise UnsupportedModelError for a model that is spread over ranks."""

@@ -95,7 +95,7 @@ class CachedText:
         has_empty: a sequence still has no token after the last complete call; graphs read it.
         starts: the position of each sequence's first token.
         wrong: [2], on the device: what steps have found, see continuation.WRONG.
-        model_layers: of the model, once known.
+        layers_held: of the model; of the KVCache until the model is known.
         is_told: CachedModel gives model and mask itself (tell).
         asked: columns of CachedModel's call.
         is_placed: the caller gives position_ids that the cache does not check.
@@ -108,6 +108,7 @@ class CachedText:
     """
 
     layers: list[Any]  # ours, and transformers' own
+    layers_held: CacheLayers
 
     def __init__(self, *, placed: bool, drafts: bool, dequantize: bool) -> None:
         self.kv: KVCache | None = None
@@ -118,11 +119,8 @@ class CachedText:
         self._starts_before: list[int] | None = None  # where this call has told others
         self._marks: tuple[int, ...] | None = None  # of the KVCache, when it was as here
         self.wrong: torch.Tensor | None = None
-        self.model_layers: CacheLayers | None = None
-        self._places: dict[int, int] | None = None  # of the cache, by the model's layer
+        self._knows_model = False
         self._configs = _Configs()  # of the model and its layers, as calls have shown them
-        self._kept: dict[int, str] = {}  # the layers that are transformers' own, and why
-        self._stateful: list[int] = []  # these, and those with a state of transformers beside rows
         self._make: Callable[..., KVCache] | None = None  # where it is made of a model
         self._max_seq_len: int | None = None
         self._devices: list[torch.device] | None = None  # of the places, see layer_devices
@@ -143,10 +141,7 @@ class CachedText:
         """Hold these layers of a model; ShapeError if the KVCache is not one for them."""
         if self.kv is not None:
             check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
-        self.model_layers = layers
-        self._places = {layer: at for at, layer in enumerate(layers.places)}
-        self._kept = dict(layers.others)
-        self._stateful = sorted([*layers.others, *layers.states])
+        self.layers_held, self._knows_model = layers, True
 
     def tell(self, layers: CacheLayers, new_lens: torch.Tensor | None) -> None:
         """State the model's layers, and which new columns hold tokens, in place of model and mask.
@@ -165,29 +160,25 @@ class CachedText:
             return
         longest = self.kv.max_seq_len if self._make is None else self._max_seq_len
         layers = cache_layers(config, longest=longest)
-        if self.model_layers is None:
-            self.fit(layers)
-        else:
+        if self._knows_model:
             check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
+        else:
+            self.fit(layers)
         self._configs.append(config)
 
     def keeps(self, layer: int | None) -> bool:
         """Whether a layer is transformers' own, or attends to the keys of one."""
-        if layer not in self._kept and self.model_layers is not None and layer is not None:
-            layer = self.model_layers.shared.get(layer)
-        return layer in self._kept
+        held = self.layers_held
+        return layer is not None and held.shared.get(layer, layer) in held.others
 
     @property
     def keeps_attention(self) -> bool:
         """Whether a layer of transformers' own attends, and so needs a mask."""
-        return any(isinstance(self.layers[at], CacheLayerMixin) for at in self._kept)
+        return any(isinstance(self.layers[at], CacheLayerMixin) for at in self.layers_held.others)
 
     @property
     def num_places(self) -> int:
-        if self._places is not None:
-            return len(self._places)
-        assert self.kv is not None
-        return self.kv.num_layers
+        return len(self.layers_held.places)
 
     @torch.inference_mode(False)  # else the flags could not be changed outside
     def _hold(self, kv: KVCache) -> None:
@@ -209,29 +200,24 @@ class CachedText:
         # So a cache has its room from the beginning, on one device, and the model turns no keys and
         # scales no queries by the length of the text. Before torch 2.13 no layer attends to another
         # one's keys.
-        layers = self.model_layers
-        if layers is not None:
-            depends = layers.turn is not None or layers.scaled_from is not None
-            if depends or (LOSES_MARKS and len(layers.shared) > 0):
-                return False
-        is_other = self._dequantizes or len(self._stateful) > 0 or self.is_spread
-        return self._is_static and not is_other
+        layers = self.layers_held
+        depends = layers.turn is not None or layers.scaled_from is not None
+        if depends or (LOSES_MARKS and len(layers.shared) > 0):
+            return False
+        keeps = len(layers.others) + len(layers.states) > 0
+        is_other = self._dequantizes or keeps or self.is_spread
+        return self._max_seq_len is not None and not is_other
 
     @property
     def is_spread(self) -> bool:
         return len(set(self._devices or ())) > 1 if self.kv is None else self.kv.is_spread
 
     @property
-    def _is_static(self) -> bool:
-        """Whether the cache never grows."""
-        return self._max_seq_len is not None
-
-    @property
     def max_columns(self) -> int:
         """Columns that there is room for; -1 for a cache that grows."""
-        if self._is_static and self.kv is not None:
-            return self.kv.max_seq_len
-        return self._max_seq_len or -1
+        if self._max_seq_len is None or self.kv is None:
+            return self._max_seq_len or -1
+        return self.kv.max_seq_len
 
     def _count(self, past: Columns) -> None:
         """Know that the rows hold these columns."""
@@ -373,7 +359,7 @@ class CachedText:
     def take_back(self) -> None:
         """Drop what this call has appended, and begin anew; a recorded call has not run."""
         self.latents = None
-        self.call.fail(is_torn=bool(self._stateful))
+        self.call.fail(is_torn=bool(self.layers_held.kept))
         if self.kv is None or debug.is_recorded(self.kv.start_positions):
             return
         # changed: the first layer has appended, and what came behind that has failed

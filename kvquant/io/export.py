@@ -53,6 +53,7 @@ from ..errors import (
     NonFiniteError,
     ShapeError,
     UnsupportedError,
+    refuse,
     warn,
 )
 from ..ops.quantize import dequantize_rows, quantize_rows
@@ -101,22 +102,26 @@ class RawFile(SafetensorsFile):
         return found
 
     def _check(self) -> None:
+        refuse(CheckpointError, self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        """What no K and V are; the attributes are set on the way."""
         shapes, dtypes = self.shapes, self.dtypes
         self.num_layers = sum(name.startswith("layers.") for name in shapes) // 2
         expected = [f"layers.{i}.{side}" for i in range(self.num_layers) for side in "kv"]
         if not expected or shapes.keys() - {"seq_lens"} != set(expected):
             if "layers.0.latent" in shapes:
-                raise CheckpointError(
+                yield (
                     "the file has latents and RoPE parts, which are not read back: let a model "
                     "make latent rows (`kvquant quantize MODEL --prompt FILE`)"
                 )
             if KEY in self.metadata:
-                raise CheckpointError(
+                yield (
                     "this is a kvquant cache, of rows: `kvquant export FILE --to bf16 -o OUT` "
                     "makes K and V tensors of it"
                 )
             odd = min(shapes.keys() - {"seq_lens"} ^ set(expected), default="layers.0.k")
-            raise CheckpointError(
+            yield (
                 f"tensor {odd!r:.80} is missing or should not be there: name them layers.0.k, "
                 "layers.0.v, layers.1.k and so on, and optionally seq_lens"
             )
@@ -124,9 +129,9 @@ class RawFile(SafetensorsFile):
         for name in expected:
             shape = shapes[name]
             if dtypes[name] not in FLOAT_DTYPES:
-                raise CheckpointError(f"{name} is {dtypes[name]}: use bfloat16, float16 or float32")
+                yield f"{name} is {dtypes[name]}: use bfloat16, float16 or float32"
             if len(shape) != 4 or shape[:3] != first[:3] or 0 in shape[:2]:
-                raise CheckpointError(
+                yield (
                     f"{name} is {list(shape)!s:.80}: all must be [batch, num_kv_heads, tokens, "
                     f"head_dim], alike but for head_dim; layers.0.k is {list(first)!s:.80}"
                 )
@@ -138,7 +143,7 @@ class RawFile(SafetensorsFile):
             "tokens and head_dim"
         )
         if heads > MOST_HEADS:
-            raise CheckpointError(
+            yield (
                 f"{read}: no model has so many heads. If tokens come before heads, write "
                 "k.transpose(1, 2).contiguous(), and v so"
             )
@@ -150,7 +155,7 @@ class RawFile(SafetensorsFile):
         sizes = ("sequences", batch, MAX_SEQUENCES), ("layers", self.num_layers, MAX_LAYERS)
         for what, size, most in (*sizes, ("KV heads", heads, INT32), ("tokens", tokens, INT32)):
             if size > most:
-                raise CheckpointError(f"it has {size} {what}: {most} are possible")
+                yield f"it has {size} {what}: {most} are possible"
         self.k_shapes = [shapes[name] for name in expected[0::2]]
         self.v_shapes = [shapes[name] for name in expected[1::2]]
         self.dtype = dtypes["layers.0.k"]
@@ -158,15 +163,13 @@ class RawFile(SafetensorsFile):
         if "seq_lens" not in shapes:
             return
         if dtypes["seq_lens"] not in (torch.int32, torch.int64) or shapes["seq_lens"] != (batch,):
-            raise CheckpointError(
+            yield (
                 f"seq_lens is {dtypes['seq_lens']} {list(shapes['seq_lens'])!s:.80}: use int32 "
                 f"[{batch}]"
             )
         given = self._read("seq_lens")
         if bool(((given < 0) | (given > tokens)).any()):
-            raise CheckpointError(
-                f"seq_lens is {given.tolist()!s:.80}: use numbers from 0 to {tokens}"
-            )
+            yield f"seq_lens is {given.tolist()!s:.80}: use numbers from 0 to {tokens}"
         self.seq_lens = given.int()
 
 

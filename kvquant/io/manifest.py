@@ -7,7 +7,7 @@ Their fields are the keys that checkpoint.py (CacheManifest, a KVCache) and sequ
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import starmap
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -19,7 +19,7 @@ from msgspec import Meta
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentKVCache
 from ..cache.layer import ROLLBACK
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, refuse
 from ..paged.cache import PagedKVCache
 from ..paged.latent import LatentPagedKVCache
 from ..paged.state import MAX_ID_BITS
@@ -108,15 +108,10 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
     def read(cls, top: dict[str, Any]) -> Self:
         """Read a manifest's JSON object; CheckpointError unless all values are possible."""
         manifest = checked(top, cls, "the manifest")
-        if manifest.transforms and len(manifest.transforms) != len(manifest.layers):
-            raise CheckpointError(
-                f"{len(manifest.transforms)} transforms for {len(manifest.layers)} layers"
-            )
         for i, layer in enumerate(manifest.layers):
             for side in "kv":
                 getattr(layer, side).row_format(f"layers[{i}].{side}")
-        manifest._check_formats()
-        manifest._check()
+        refuse(CheckpointError, itertools.chain(manifest._odd_layers(), manifest._problems()))
         return manifest
 
     def plain(self) -> dict[str, Any]:
@@ -135,25 +130,38 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
         """The tensors of the file by name, in order, without empty ones."""
         raise NotImplementedError
 
-    def _check(self) -> None:
+    def _problems(self) -> Iterator[str]:
+        """What is not possible, of the keys that a subclass has."""
         raise NotImplementedError
+
+    def _odd_layers(self) -> Iterator[str]:
+        """What is not possible, of layers and their formats."""
+        if len(self.transforms) not in (0, len(self.layers)):
+            yield f"{len(self.transforms)} transforms for {len(self.layers)} layers"
+        try:
+            if not self.latent:
+                check_head_dims(*itertools.chain(*self.formats))
+                return
+            sizes = {(fmt.latent_dim, fmt.rope_dim) for fmt in starmap(LatentFormat, self.formats)}
+            if len(sizes) > 1 or self.num_kv_heads != 1:
+                yield "latent rows are of one size, and of one KV head"
+        except ConfigError as error:
+            yield f"layers have formats that no cache has: {error}"
 
     def check_bases(self, bases: Sequence[LayerBasis] | None, how: str) -> None:
         """Raise CheckpointError, with `how` to use a plan, unless rows have these bases."""
         saved, ours = self.transforms, tuple(Fingerprints(**x) for x in fingerprints(bases))
-        if bases is None or not saved:
-            if saved:
-                raise CheckpointError(f"its rows are stored in the bases of a plan: {how}")
-            if ours:
-                raise CheckpointError("its rows are stored without a plan: use none")
-            return
         # zeros of other shapes have the same fingerprint
         shapes = [(self.num_kv_heads, fmt.head_dim) for pair in self.formats for fmt in pair]
-        theirs = [tuple(side.offset.shape) for basis in bases for side in basis]
-        if saved != ours or shapes != theirs:
-            same = [x == y for x, y in zip(saved, ours, strict=False)]
-            where = f" (layer {same.index(False)} differs)" if False in same else ""
-            raise CheckpointError(f"its rows are stored in the bases of another plan{where}: {how}")
+        theirs = [tuple(side.offset.shape) for basis in bases or () for side in basis]
+        if saved == ours and (not saved or shapes == theirs):
+            return
+        same = [x == y for x, y in zip(saved, ours, strict=False)]
+        where = f" (layer {same.index(False)} differs)" if False in same else ""
+        kept = f"in the bases of {f'another plan{where}' if ours else 'a plan'}: {how}"
+        raise CheckpointError(
+            f"its rows are stored {kept if saved else 'without a plan: use none'}"
+        )
 
     def check_model(self, model: Mapping[str, Any] | None) -> None:
         """Raise CheckpointError unless the file belongs to the model of a config; None fits all."""
@@ -166,17 +174,6 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
             )
         saved, advice = msgspec.to_builtins(self.model), "take the cache that was made with it"
         check_identity(saved, model, "the file belongs to", "to", advice)
-
-    def _check_formats(self) -> None:
-        try:
-            if not self.latent:
-                check_head_dims(*itertools.chain(*self.formats))
-                return
-            sizes = {(fmt.latent_dim, fmt.rope_dim) for fmt in starmap(LatentFormat, self.formats)}
-        except ConfigError as error:
-            raise CheckpointError(f"layers have formats that no cache has: {error}") from None
-        if len(sizes) > 1 or self.num_kv_heads != 1:
-            raise CheckpointError("latent rows are of one size, and of one KV head")
 
 
 def common_keys(
@@ -246,34 +243,27 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
             for kind, count, start in zip(self.KINDS, counts, firsts, strict=True)
         }
 
-    def _check(self) -> None:
+    def _problems(self) -> Iterator[str]:
         if self.latent and any(entry.window is not None for entry in self.layers):
-            raise CheckpointError("latent rows have no windows")
+            yield "latent rows have no windows"
         if self.latent and self.head_dim != self.formats[0][0].head_dim:
-            raise CheckpointError(
-                f"head_dim is {self.head_dim}: that of latent rows is their latent_dim"
-            )
+            yield f"head_dim is {self.head_dim}: that of latent rows is their latent_dim"
         ends = tuple(map(sum, zip(self.start_positions, self.seq_lens, strict=False)))
         if len(self.start_positions) != len(self.seq_lens) or self.positions != ends:
-            raise CheckpointError("start_positions, seq_lens and positions do not fit one another")
+            yield "start_positions, seq_lens and positions do not fit one another"
         if max(self.seq_lens) > self.max_seq_len:
-            raise CheckpointError(
-                f"a sequence has {max(self.seq_lens)} tokens, max_seq_len is {self.max_seq_len}"
-            )
+            yield f"a sequence has {max(self.seq_lens)} tokens, max_seq_len is {self.max_seq_len}"
         seq_lens = np.array(self.seq_lens)
         for i, entry in enumerate(self.layers):
-            if len(entry.packed_lens) != len(self.seq_lens):
-                raise CheckpointError(
-                    f"layers[{i}].packed_lens has {len(entry.packed_lens)} numbers for "
-                    f"{len(self.seq_lens)} sequences"
-                )
+            if (count := len(entry.packed_lens)) != len(seq_lens):
+                yield f"layers[{i}].packed_lens has {count} numbers for {len(seq_lens)} sequences"
             most = np.maximum(seq_lens - (self.sink_len if entry.window is None else 0), 0)
             recent_len = min(self.recent_len, entry.window or self.recent_len)
             packed = np.array(entry.packed_lens)
             bad = (packed > most) | (packed < most - recent_len)
             if bad.any():
                 b = int(bad.argmax())
-                raise CheckpointError(
+                yield (
                     f"layers[{i}].packed_lens has {packed[b]} for a sequence of {seq_lens[b]} "
                     f"tokens with sink_len {self.sink_len} and recent_len {self.recent_len}"
                 )
@@ -346,21 +336,19 @@ class SequencesManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
                         found[part.name] = part
         return found
 
-    def _check(self) -> None:
+    def _problems(self) -> Iterator[str]:
         if self.page_size not in PAGE_SIZES:
-            raise CheckpointError(f"page_size is {self.page_size}: it must be {one_of(PAGE_SIZES)}")
+            yield f"page_size is {self.page_size}: it must be {one_of(PAGE_SIZES)}"
         if self.windows and len(self.windows) != len(self.layers):
-            raise CheckpointError(f"{len(self.windows)} windows for {len(self.layers)} layers")
+            yield f"{len(self.windows)} windows for {len(self.layers)} layers"
         if self.latent and any(self.windows):
-            raise CheckpointError("latent rows have no windows")
+            yield "latent rows have no windows"
         for i, sequence in enumerate(self.sequences):
-            if isinstance(sequence.id, int) and sequence.id.bit_length() > MAX_ID_BITS:
-                raise CheckpointError(
-                    f"sequences[{i}].id has {sequence.id.bit_length()} bits: {MAX_ID_BITS} are "
-                    "possible"
-                )
+            bits = sequence.id.bit_length() if isinstance(sequence.id, int) else 0
+            if bits > MAX_ID_BITS:
+                yield f"sequences[{i}].id has {bits} bits: {MAX_ID_BITS} are possible"
         if len({sequence.id for sequence in self.sequences}) < len(self.sequences):
-            raise CheckpointError("two sequences have one id")
+            yield "two sequences have one id"
         size, before = self.page_size, dict[int, tuple[int | str | None, tuple[int, ...]]]()
         for i, sequence in enumerate(self.sequences):
             most = max(sequence.length - self.sink_len, 0)
@@ -369,7 +357,7 @@ class SequencesManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
                 or len(sequence.pages) != -(-sequence.packed_len // size)
                 or len(sequence.tokens) > sequence.length
             ):
-                raise CheckpointError(
+                yield (
                     f"sequences[{i}]: length {sequence.length}, packed_len {sequence.packed_len}, "
                     f"{len(sequence.pages)} pages and {len(sequence.tokens)} tokens do not fit"
                 )
@@ -381,9 +369,9 @@ class SequencesManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
                 shared_with, longest = before.setdefault(page, (last, tokens))
                 both = min(len(tokens), len(longest))
                 if shared_with != last or tokens[:both] != longest[:both]:
-                    raise CheckpointError(f"sequences[{i}] cannot share page {page}")
+                    yield f"sequences[{i}] cannot share page {page}"
                 if len(tokens) > len(longest):  # what others know of the page is compared with it
                     before[page] = last, tokens
                 last = page
         if list(self.used) != list(range(len(self.used))):
-            raise CheckpointError("the pages are not counted from 0 without gaps")
+            yield "the pages are not counted from 0 without gaps"

@@ -29,22 +29,13 @@ class CachePlan:
 
     A plan's file has the tensors below and, as its manifest, the facts and the "shapes" of the
     tensors. Layers L, KV heads H, head_dim D; all tensors are float32. "k" stands for "v" too.
-    Errors are weighted: K's by the queries that meet the head (root of E[(q·e)^2] over
-    E[(q·(k - mean))^2]), V's by the output projection. 0.02 is 2 % of the spread.
 
-    Transforms, which a cache needs (rows/basis.py, rows/quantize.py):
+    Transforms (rows/basis.py, rows/quantize.py); files may have others, which nobody reads:
         k.offset          [L, H, D]     subtracted from every row (zeros: none)
         k.matrix          [L, H, D, D]  M, for layers whose basis is "matrix" (identity for others);
                                         there where any layer has one
         k.clip.FORMAT     [L, H]        share of the range that rows of FORMAT keep, 1 or less
         k.feedback        [L, H, D, D]  L of error feedback, for the rounding "feedback"
-
-    Statistics, for people; all but k.mean may be absent:
-        k.mean, k.std, k.min, k.max, k.absmax    [L, H, D]  of each channel, K after RoPE
-        k.stored.std                             [L, H, D]  of the stored rows
-        k.error.STEP        [L, H]  of "int4" rows after each of facts["steps"]
-        k.format_error.FORMAT, k.format_error_plain.FORMAT   [L, H]  of every candidate format, with
-                                    the plan's transforms and without
 
     A plan of latent rows (multi-head latent attention) has one KV head: "k" is the latent and "v"
     the RoPE part, of another D. Rounding is "nearest". A side in 16 bit is stored as it comes.
@@ -58,7 +49,7 @@ class CachePlan:
                         bit}; a side is {"format": "int4", "basis": "none" | "hadamard" | "matrix",
                         "rounding": "nearest" | "feedback"}
         bits            per element of K and V, of the packed rows, headers included
-        observed_tokens, steps, candidates (formats), zero_data (true: no text was observed)
+        observed_tokens, candidates (formats), zero_data (true: no text was observed)
         measured        null, or figures of the plan on held-out text against the 16-bit cache:
                         {"kl" (nats per token), "top1" (a share), "perplexity", "exact_perplexity",
                         "context", "scored" (tokens), "sink_len", "recent_len"}, and if known

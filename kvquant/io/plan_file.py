@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Annotated, Any
 
@@ -11,10 +10,10 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, refuse
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
-from .schema import INT64, MAX_LAYERS, PLAN, Length, ModelName, checked
+from .schema import MAX_LAYERS, PLAN, Length, ModelName, checked
 from .tensor_files import SafetensorsFile
 
 
@@ -38,61 +37,22 @@ class _Layer(msgspec.Struct):
     v: _Side
     kept: str | None
 
+    @property
+    def sides(self) -> tuple[tuple[str, _Side], tuple[str, _Side]]:
+        return ("k", self.k), ("v", self.v)
 
-class _Figures(msgspec.Struct, kw_only=True):
-    """Measured figures of a format or a plan; the KL of a broken one is NaN."""
+
+class _Figures(msgspec.Struct):
+    """A measurement; the KL of a broken plan is NaN."""
 
     kl: float
-    top1: Annotated[float, Meta(ge=0, le=1)]
-    perplexity: float
-    kl_error: float | None = None
-    top1_error: float | None = None
-    kl_passages: tuple[float, ...] = ()
-
-
-class _Compared(_Figures, kw_only=True):
-    """One format for all layers."""
-
-    format: str
-    plan: bool
-    bits: Annotated[float, Meta(gt=0, le=64)]
-
-
-class _Measured(_Figures, kw_only=True):
-    """The plan itself."""
-
-    exact_perplexity: float
-    context: Length
-    scored: Length
-    sink_len: Length
-    recent_len: Length
-    passages: Length | None = None
-    in_one_pass: str | None = None
-
-
-class _Windowed(_Figures, kw_only=True):
-    """The plan with tokens in 16 bit."""
-
-    sink_len: Length
-    recent_len: Length
-    bits: Annotated[float, Meta(gt=0, le=64)]
 
 
 class _Limit(msgspec.Struct):
     """The limit of the plan."""
 
-    max_kl: Annotated[float, Meta(gt=0)] | None
-    budget: Annotated[float, Meta(gt=0)] | None
+    max_kl: float | None
     met: bool
-
-
-class _Sensitivity(msgspec.Struct):
-    """One layer alone."""
-
-    layer: Length
-    k_format: str
-    v_format: str
-    kl: float
 
 
 class _Other(msgspec.Struct):
@@ -103,25 +63,17 @@ class _Other(msgspec.Struct):
 
 
 class _Facts(msgspec.Struct):
-    """The facts of a plan; files may have more, for people."""
+    """The facts that caches and engines read; the others are for people, and their report."""
 
     model: ModelName
     layers: Annotated[tuple[_Layer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     bits: float
-    observed_tokens: Annotated[int, Meta(ge=0, le=INT64)]
-    steps: tuple[str, ...]
-    candidates: tuple[str, ...]
-    zero_data: bool
-    measured: _Measured | None
     limit: _Limit
-    blamed: tuple[Length, ...]
-    sensitivity: tuple[_Sensitivity, ...]
-    comparison: tuple[_Compared, ...]
-    settings: dict[str, Any]
+    measured: _Figures | None
+    windowed: _Figures | None = None
     places: tuple[Length, ...] = ()
     others: tuple[_Other, ...] = ()
     latent: bool = False
-    windowed: _Windowed | None = None
 
 
 def read_facts(file: SafetensorsFile) -> dict[str, Any]:
@@ -136,48 +88,31 @@ def read_facts(file: SafetensorsFile) -> dict[str, Any]:
 def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
     """Bits per element of the packed rows; CheckpointError unless facts fit the shapes."""
     given = checked(dict(facts), _Facts, "the plan")
-    layers, heads = len(given.layers), shapes.get("k.offset", (0, 0))[1:2]
-    offsets = [shapes.get(f"{side}.offset", ()) for side in "kv"]
-    if any(len(shape) != 3 or shape[:2] != (layers, *heads) or 0 in shape for shape in offsets):
-        raise CheckpointError(
-            f"tensors k.offset and v.offset of {[list(shape) for shape in offsets]!s:.80} are "
-            f"missing or do not fit {layers} layers"
-        )
-    if given.latent and heads != (1,):
-        raise CheckpointError(f"latent rows have one KV head, the plan is of {heads[0]}")
-    _check_shapes(given, shapes, heads[0])
-    row_bytes = elements = 0
-    for i, layer in enumerate(given.layers):
-        pair = [
-            RowFormat.parse(side.format, shape[2])
-            for side, shape in zip((layer.k, layer.v), offsets, strict=True)
-        ]
+    refuse(CheckpointError, _odd_shapes(given, shapes))
+    pairs = [
+        [RowFormat.parse(side.format, shapes[f"{name}.offset"][2]) for name, side in layer.sides]
+        for layer in given.layers
+    ]
+    for pair in pairs:
         check_pair(given.latent, *pair)
-        for side, fmt in zip((layer.k, layer.v), pair, strict=True):
-            row_bytes, elements = row_bytes + fmt.row_bytes, elements + fmt.head_dim
-            plain = side.words == ("none", "nearest")
+    refuse(CheckpointError, _contradictions(given, pairs))
+    formats = [fmt for pair in pairs for fmt in pair]
+    return 8 * sum(fmt.row_bytes for fmt in formats) / sum(fmt.head_dim for fmt in formats)
+
+
+def _contradictions(given: _Facts, pairs: list[list[RowFormat]]) -> Iterator[str]:
+    """What facts say otherwise elsewhere."""
+    layers = len(given.layers)
+    for i, (layer, pair) in enumerate(zip(given.layers, pairs, strict=True)):
+        for (_, side), fmt in zip(layer.sides, pair, strict=True):
             if given.latent and side.rounding != "nearest":
-                raise CheckpointError(
-                    f"layers[{i}] rounds latent rows with feedback: no cache does"
-                )
-            if layer.kept is not None and not (fmt.is_exact and plain):
-                raise CheckpointError(f"layers[{i}] is kept in 16 bit, and is {side!s:.120}")
-    listed = [*given.blamed, *(row.layer for row in given.sensitivity)]
-    if max(listed, default=0) >= layers:
-        raise CheckpointError(f"layer {max(listed)} is named, there are {layers}")
-    is_blamed = given.blamed or all(layer.kept is not None for layer in given.layers)
-    if not given.limit.met and (given.limit.max_kl is None or not is_blamed):
-        raise CheckpointError("limit is not met, and max_kl or blamed is not given")
-    most = given.limit.max_kl
-    if given.measured and most is not None and given.limit.met != (given.measured.kl <= most):
-        raise CheckpointError(
-            f"limit.met is {given.limit.met}: the KL is {given.measured.kl}, the limit {most}"
-        )
+                yield f"layers[{i}] rounds latent rows with feedback: no cache does"
+            if layer.kept is not None and not (fmt.is_exact and side.words == ("none", "nearest")):
+                yield f"layers[{i}] is kept in 16 bit, and is {side!s:.120}"
     places = given.places or range(layers)
     others = [other.layer for other in given.others]
     if len(places) != layers or len({*places, *others}) != layers + len(others):
-        raise CheckpointError(f"places and others do not say where {layers} layers are")
-    return 8 * row_bytes / elements
+        yield f"places and others do not say where {layers} layers are"
 
 
 def check_pair(is_latent: bool, k: RowFormat, v: RowFormat) -> None:
@@ -189,11 +124,15 @@ def check_pair(is_latent: bool, k: RowFormat, v: RowFormat) -> None:
 
 def check_values(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise CheckpointError unless tensors hold possible values; facts are checked."""
+    refuse(CheckpointError, _odd_values(facts, tensors))
+
+
+def _odd_values(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
     for name, tensor in tensors.items():
-        if ".error." not in name and "_error" not in name and not bool(tensor.isfinite().all()):
-            raise CheckpointError(f"tensor {name!r:.80} has values that are not finite")
+        if not bool(tensor.isfinite().all()):
+            yield f"tensor {name!r:.80} has values that are not finite"
         if ".clip." in name and not bool(((tensor > 0) & (tensor <= 1)).all()):
-            raise CheckpointError(f"tensor {name!r:.80} has shares that are not in (0, 1]")
+            yield f"tensor {name!r:.80} has shares that are not in (0, 1]"
     for side, (name, kind) in product("kv", (("matrix", "basis"), ("feedback", "rounding"))):
         matrices = tensors.get(f"{side}.{name}")
         if matrices is None:
@@ -202,32 +141,31 @@ def check_values(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
         for i, entry in enumerate(facts["layers"]):
             is_used = entry[side][kind] == name or entry["kept"] is not None
             if not is_used and not bool((matrices[i] == eye).all()):
-                raise CheckpointError(
+                yield (
                     f"layers[{i}].{side}.{kind} is {entry[side][kind]!r}, and tensor "
                     f"{side}.{name} has something for it"
                 )
 
 
-def _check_shapes(given: _Facts, shapes: Mapping[str, tuple[int, ...]], heads: int) -> None:
-    layers = len(given.layers)
-    for side, other in ("kv", "vk"):
+def _odd_shapes(given: _Facts, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    layers, heads = len(given.layers), shapes.get("k.offset", (0, 0))[1:2]
+    offsets = [shapes.get(f"{side}.offset", ()) for side in "kv"]
+    if any(len(shape) != 3 or shape[:2] != (layers, *heads) or 0 in shape for shape in offsets):
+        yield (
+            f"tensors k.offset and v.offset of {[list(shape) for shape in offsets]!s:.80} are "
+            f"missing or do not fit {layers} layers"
+        )
+    if given.latent and heads != (1,):
+        yield f"latent rows have one KV head, the plan is of {heads[0]}"
+    for side in "kv":
         chosen = {word for layer in given.layers for word in getattr(layer, side).words}
-        for name in ("offset", "mean", *sorted(chosen & {"matrix", "feedback"})):
+        for name in sorted(chosen & {"matrix", "feedback"}):
             if f"{side}.{name}" not in shapes:
-                raise CheckpointError(f"tensor {side}.{name!r} is missing")
-        per_channel = (layers, heads, shapes[f"{side}.offset"][2])
-        for name, shape in shapes.items():
-            what = name.removeprefix(f"{side}.")
-            if what == name:
-                continue
-            expected: tuple[int, ...] = per_channel
-            if what in ("matrix", "feedback"):
-                expected = (*per_channel, per_channel[2])
-            elif re.match(r"(clip|error|format_error|format_error_plain)\.", what):
-                expected = per_channel[:2]
-            if shape != expected:
-                raise CheckpointError(
-                    f"tensor {name!r:.80} is {list(shape)!s:.80}: it must be {list(expected)}"
-                )
-            if what not in ("matrix", "feedback") and f"{other}.{what}" not in shapes:
-                raise CheckpointError(f"tensor {f'{other}.{what}'!r:.80} is missing")
+                yield f"tensor {side}.{name!r} is missing"
+    for name, shape in shapes.items():
+        side, _, what = name.partition(".")
+        dim = shapes[f"{'v' if side == 'v' else 'k'}.offset"][2]
+        known = {"matrix": (dim, dim), "feedback": (dim, dim), "clip": (), "offset": (dim,)}
+        own = known.get(what.partition(".")[0], shape[2:])  # of any shape, where nobody reads it
+        if shape != (expected := (layers, *heads, *own)):
+            yield f"tensor {name!r:.80} is {list(shape)!s:.80}: it must be {list(expected)}"

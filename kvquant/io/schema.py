@@ -35,14 +35,11 @@ _DIGITS = r"\A[0-9a-f]{64}\Z"
 Digest = Annotated[str, Meta(pattern=_DIGITS)]
 ExactCodec = Annotated[str, Meta(pattern=r"\A(bf16|fp16)\Z")]
 T = TypeVar("T")
-CACHE, SEQUENCES, PLAN, MOMENTS = (
-    f"kvquant.{kind}" for kind in ("cache", "sequences", "plan", "moments")
-)
+CACHE, SEQUENCES, PLAN = "kvquant.cache", "kvquant.sequences", "kvquant.plan"
 KINDS = {  # the formats of files; what a reader of another kind says of them
     CACHE: "a kvquant cache: load_cache reads it, `kvquant inspect` shows it",
     SEQUENCES: "a file of sequences of a paged cache: load_sequences reads it",
     PLAN: "a plan, not a cache: CachePlan.load reads it, `kvquant report` shows it",
-    MOMENTS: "a file of an interrupted calibration: `kvquant calibrate` reads it",
 }
 KEY, VERSION = "kvquant_file", 1
 _BEFORE = {"kvquant", "kvquant_cache", "kvquant_pages", "kvquant_moments"}

@@ -23,7 +23,7 @@ import torch
 from msgspec import Meta
 
 from ..cache.memory import available_memory
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, refuse
 from .atomic import as_path, named, replacing
 from .schema import INT64, Digest, Object, check_lists, checked, parse, unsealed
 
@@ -154,7 +154,7 @@ class SafetensorsFile:
             self._opened = os.fstat(self._file.fileno())
             self.num_bytes = self._opened.st_size
             try:
-                self._read_header()
+                refuse(CheckpointError, self._read_header())
             except CheckpointError as error:
                 raise CheckpointError(
                     f"{self.path} is no safetensors file, or a damaged one ({error}): write it "
@@ -232,24 +232,25 @@ class SafetensorsFile:
             )
         return tensor
 
-    def _read_header(self) -> None:
+    def _read_header(self) -> Iterator[str]:
+        """Read the header, and give what is wrong with it."""
         head = bytearray(8)
         if self.num_bytes < len(head):
-            raise CheckpointError(f"it has {self.num_bytes} bytes")
+            yield f"it has {self.num_bytes} bytes"
         self._fill(memoryview(head))
         if head.startswith(b"GGUF"):
-            raise CheckpointError(
+            yield (
                 "this is a GGUF file: the weights of a model, no cache and no plan. Commands take "
                 "it as MODEL; `kvquant check MODEL` tells what caches of it take and lose"
             )
         (length,) = struct.unpack("<Q", head)
         self._start = len(head) + length
         if length > MAX_HEADER_BYTES or self._start > self.num_bytes:
-            raise CheckpointError(f"its header would have {length} bytes")
+            yield f"its header would have {length} bytes"
         text = bytearray(length)
         self._fill(memoryview(text))
         if not text.startswith(b"{"):
-            raise CheckpointError("its header is no object")
+            yield "its header is no object"
         top = parse(bytes(text), "its header")
         self.metadata = checked(top.pop("__metadata__", {}), dict[str, str], "__metadata__")
         entries = checked(top, dict[str, _Entry], "its header")
@@ -259,14 +260,14 @@ class SafetensorsFile:
         end = 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
             if entry.dtype not in DTYPES:
-                raise CheckpointError(f"tensor {name!r:.80} is of unknown type {entry.dtype!r:.20}")
+                yield f"tensor {name!r:.80} is of unknown type {entry.dtype!r:.20}"
             dtype = self.dtypes[name] = DTYPES[entry.dtype]
             start, stop = entry.data_offsets
             if start != end or stop - start != prod(entry.shape) * dtype.itemsize:
-                raise CheckpointError(f"the bytes of tensor {name!r:.80} are not where they should")
+                yield f"the bytes of tensor {name!r:.80} are not where they should"
             end = stop
         if self._start + end != self.num_bytes:
-            raise CheckpointError(f"it has {self.num_bytes} bytes in place of {self._start + end}")
+            yield f"it has {self.num_bytes} bytes in place of {self._start + end}"
 
     def _fill(self, target: memoryview) -> None:
         while target:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..calibration.fidelity import Planned
-from ..errors import ConfigError, DeviceError, shown
+from ..errors import ConfigError, DeviceError, refuse, shown
 from ..evaluation.caches import OPTIONS, parse_cache
 from ..hf.model import CachedModel
 from ..io.plan import AUTO
@@ -31,6 +31,24 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+def _problems(told: Mapping[str, Any]) -> Iterator[str]:
+    """What is not possible, of names and words."""
+    known = ", ".join(DEFAULTS)
+    if unknown := ", ".join(sorted(map(str, told.keys() - DEFAULTS.keys()))):
+        yield f"model_args of kvquant have no {unknown}: there are {known}"
+    if told["pretrained"] is None:
+        yield (
+            "model_args name no model: give pretrained=MODEL, a folder, a GGUF file or a name on "
+            "the Hugging Face hub"
+        )
+    if empty := [name for name, value in told.items() if value == ""]:
+        yield f"{' and '.join(empty)} is empty: give a value, or leave it out"
+    if told["plan"] is not None and (told["k_format"], told["v_format"]) != (None, None):
+        yield "the plan says the formats: leave k_format and v_format out"
+    if told["dtype"] not in DTYPES:
+        yield f"dtype is {shown(told['dtype'])}: use one of {', '.join(DTYPES)}"
+
+
 def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Load the model that model_args names, and read the settings of its cache.
 
@@ -44,25 +62,9 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: unknown names, or values that are not possible.
         KVQuantError: else as CachedModel.from_pretrained and parse_cache.
     """
-    unknown = sorted(given.keys() - DEFAULTS.keys())
-    if unknown:
-        raise ConfigError(
-            f"model_args of kvquant have no {', '.join(map(str, unknown))}: there are "
-            f"{', '.join(DEFAULTS)}"
-        )
     told = {**DEFAULTS, **given}
-    if told["pretrained"] is None:
-        raise ConfigError(
-            "model_args name no model: give pretrained=MODEL, a folder, a GGUF "
-            "file or a name on the Hugging Face hub"
-        )
-    if empty := [name for name, value in told.items() if value == ""]:
-        raise ConfigError(f"{' and '.join(empty)} is empty: give a value, or leave it out")
     told["plan"] = None if told["plan"] is False else told["plan"]
-    if told["plan"] is not None and (told["k_format"], told["v_format"]) != (None, None):
-        raise ConfigError("the plan says the formats: leave k_format and v_format out")
-    if told["dtype"] not in DTYPES:
-        raise ConfigError(f"dtype is {shown(told['dtype'])}: use one of {', '.join(DTYPES)}")
+    refuse(ConfigError, _problems(told))
     size, most = told["batch_size"], told["max_length"]
     size = int(size) if str(size).isdecimal() else size  # --batch_size gives a text
     sizes: dict[str, Any] = {"batch_size": check_size("batch_size", size, at_least=1)}
@@ -78,16 +80,15 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         raise DeviceError(
             f"{error}. lm_eval asks for cuda:0 unless --device names another"
         ) from error
-    if told["plan"] is not None:
-        path = str(told["plan"])
-        if path == AUTO:
-            text = "auto,sinks={},recent={}".format(*window)
-            return {"model": model, "cache": parse_cache(text, model=model), **sizes}
-        return {"model": model, "cache": Planned(path, Path(path).stem, *window), **sizes}
     names = [told[name] for name in ("k_format", "v_format")]
     formats = [DEFAULT if name is None else str(name) for name in names]
-    if model.has_latents:  # k_format alone is of the latents, as of --cache
+    if told["plan"] is not None:
+        path = str(told["plan"])
+        if path != AUTO:
+            return {"model": model, "cache": Planned(path, Path(path).stem, *window), **sizes}
+        formats = [path]
+    elif model.has_latents:  # k_format alone is of the latents, as of --cache
         formats = formats[: 1 + (told["v_format"] is not None)]
-    separator = "+" if model.has_latents else "/"
-    text = separator.join(formats) + ",sinks={},recent={}".format(*window)
-    return {"model": model, "cache": parse_cache(text, latent=model.has_latents), **sizes}
+    text = ("+" if model.has_latents else "/").join(formats) + ",sinks={},recent={}".format(*window)
+    cache = parse_cache(text, latent=model.has_latents, model=model)
+    return {"model": model, "cache": cache, **sizes}

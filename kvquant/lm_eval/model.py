@@ -41,7 +41,7 @@ from ..calibration.fidelity import Planned, Scheme, options_of
 from ..errors import ConfigError, shown
 from ..evaluation.caches import parse_cache
 from ..evaluation.decoding import Caches, Reading, score
-from ..evaluation.generation import Sampling, decode
+from ..evaluation.generation import Sampling, chooser
 from ..hf.model import CachedModel
 from ..rows.arguments import check_size
 from ..rows.quantize import EXACT_DTYPES
@@ -322,21 +322,27 @@ class KvquantLM(TemplateLM):
         last = torch.tensor([text.tokens[-1] for text in batch], device="cpu")
         sampling = Sampling(one.temperature, torch.initial_seed() % 2**31, first)
         texts: list[list[int]] = [[] for _ in batch]
-        going = {*range(len(batch))}
+        over: set[int] = set()
         known = self.tokenizer.get_added_vocab()  # special tokens, which texts leave out
-        ends = {*self._ends, *(known[stop] for stop in one.until if stop in known)}
-        logits = self.model.step(cache, last)
-        for tokens in decode(self.model, cache, logits, one.num_tokens, sampling):
+        ends = [*self._ends, *(known[stop] for stop in one.until if stop in known)]
+        ends = [end for end in ends if end is not None and end < self.model.config.vocab_size]
+        pick = chooser(sampling, len(batch))
+
+        def choose(logits: torch.Tensor) -> torch.Tensor:
+            tokens = pick(logits)
             for place, token in enumerate(tokens.tolist()):
-                if place not in going:
+                if place in over:
                     continue
                 if token not in ends:
                     texts[place].append(token)
                 if token in ends or self._stops(texts[place], one.until):
-                    going.remove(place)
-            if not going:
-                break
-        cache.check()
+                    over.add(place)
+            if ends:  # for generate an end token, too, ends a text
+                tokens[[*over]] = ends[0]
+            return tokens
+
+        logits = self.model.step(cache, last)
+        self.model.generate(cache, logits, one.num_tokens, eos_token_id=ends, choose=choose)
         for text, new in zip(batch, texts, strict=True):
             self._count(len(text.tokens) + len(new))
         return [

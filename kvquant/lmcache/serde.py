@@ -89,18 +89,16 @@ class RowSerde(Serializer, Deserializer):
         plan = None if plan is None or plan is False else as_plan(plan)
         if plan is None and head_dim is None:
             raise ConfigError("the serde lacks head_dim: give that of the model, or a plan")
-        if plan is not None:
-            plan.check_of_heads("the serde")
-        if plan is not None and head_dim not in (None, plan.head_dim):
-            raise ConfigError(f"head_dim is {shown(head_dim)}, that of the plan {plan.head_dim}")
-        if plan is not None and k_format is None and v_format is not None:
-            raise ConfigError("v_format is given beside a plan, without k_format: give both")
         self.head_dim: int = head_dim if plan is None else plan.head_dim  # type: ignore[assignment]
-        self.plan = plan
-        if plan is not None and k_format is not None:
-            self.plan = plan = plan.with_formats(k_format, v_format)
         # of each layer, or, without a plan, of all
         if plan is not None:
+            plan.check_of_heads("the serde")
+            if head_dim not in (None, plan.head_dim):
+                told = f"head_dim is {shown(head_dim)}, that of the plan {plan.head_dim}"
+                raise ConfigError(told)
+            if k_format is None and v_format is not None:
+                raise ConfigError("v_format is given beside a plan, without k_format: give both")
+            plan = plan if k_format is None else plan.with_formats(k_format, v_format)
             self._formats = list(zip(plan.k_formats, plan.v_formats, strict=True))
         else:
             names = {"k": k_format, "v": v_format}
@@ -111,6 +109,7 @@ class RowSerde(Serializer, Deserializer):
                 for side, name in names.items()
             )
             self._formats = [(k, v)]
+        self.plan = plan
         known = [self.head_dim, [list(map(str, pair)) for pair in self._formats]]
         bases = fingerprints(None if plan is None else plan.layers)
         self._tag = hashlib.sha256(json.dumps([known, bases]).encode()).digest()

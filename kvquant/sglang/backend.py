@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -16,7 +16,7 @@ from ..engine.contract import NewTokens
 from ..engine.hooks import hook
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import warm_up_layers
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, refuse
 from .environment import settings
 from .layers import calls_of, has_windows, rows_of_layers, with_sinks
 from .pool import RowsPool, pages_of
@@ -38,23 +38,7 @@ class RowsAttention(AttentionBackend):
         super().__init__()
         pool = runner.token_to_kv_pool
         parts = [pool.full_kv_pool, pool.swa_kv_pool] if has_windows(pool) else [pool]
-        if not all(isinstance(part, RowsPool) for part in parts):
-            raise UnsupportedError(
-                f"SGLang keeps K and V of this model in {type(pool).__name__}, and kvquant serves "
-                "only MHATokenToKVPool, and SWAKVPool with two such pools: take another "
-                "--attention-backend"
-            )
-        if not runner.spec_algorithm.is_none():
-            raise UnsupportedError(
-                "kvquant has no backend for drafted tokens in SGLang: leave "
-                "--speculative-algorithm out"
-            )
-        graphs = get_exec().graph.cuda_graph_config
-        if graphs is not None and graphs.prefill.backend == Backend.FULL:
-            raise UnsupportedError(
-                "kvquant divides prompts on the host, which a CUDA graph of a whole prompt cannot "
-                "do: give --cuda-graph-backend-prefill breakable or disabled"
-            )
+        refuse(UnsupportedError, _problems(runner, parts))
         self.token_to_kv_pool, self.req_to_token_pool = pool, runner.req_to_token_pool
         self._rows = rows_of_layers(runner, settings())
         if torch.device(runner.device).type == "cuda":
@@ -161,6 +145,26 @@ class RowsAttention(AttentionBackend):
         return out.flatten(1)
 
     forward_decode = forward_extend
+
+
+def _problems(runner: Any, parts: Sequence[Any]) -> Iterator[str]:
+    """Why SGLang is not served as it is set; parts of its pool."""
+    if not all(isinstance(part, RowsPool) for part in parts):
+        yield (
+            f"SGLang keeps K and V of this model in {type(runner.token_to_kv_pool).__name__}, and "
+            "kvquant serves only MHATokenToKVPool, and SWAKVPool with two such pools: take another "
+            "--attention-backend"
+        )
+    if not runner.spec_algorithm.is_none():
+        yield (
+            "kvquant has no backend for drafted tokens in SGLang: leave --speculative-algorithm out"
+        )
+    graphs = get_exec().graph.cuda_graph_config
+    if graphs is not None and graphs.prefill.backend == Backend.FULL:
+        yield (
+            "kvquant divides prompts on the host, which a CUDA graph of a whole prompt cannot do: "
+            "give --cuda-graph-backend-prefill breakable or disabled"
+        )
 
 
 def _describe(

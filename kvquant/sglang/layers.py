@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from sglang.srt.runtime_context import get_parallel
 from transformers import AutoConfig
 
 from ..engine.contract import LayerRows, PageLayout
-from ..engine.settings import Settings, rank_heads, tell_settings
+from ..engine.settings import Settings, rank_heads, rows_of_each, tell_settings
 from ..engine.warmup import StepCalls
-from ..errors import KVQuantError, UnsupportedError
+from ..errors import UnsupportedError, refuse
 from ..rows.variant import AttentionVariant, names_of
 from .pool import row_bytes
 
@@ -34,23 +35,15 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
     if settings.plan is not None:
         settings.plan.check_model(_saved_config(runner))
     layers = dict(_layers(runner.model))
-    shared = Counter(layer.layer_id for layer in layers.values())
-    found, refused = {}, []
-    for name, layer in layers.items():
-        try:
-            if shared[layer.layer_id] > 1:
-                raise UnsupportedError(f"it shares layer_id {layer.layer_id} with another layer")
-            found[layer.layer_id] = _rows_of(layer, runner, settings)
-        except KVQuantError as error:
-            refused.append(f"{name}: {error}")
-    if refused:
-        raise UnsupportedError(
-            "kvquant cannot hold the rows of these layers:\n  "
-            + "\n  ".join(refused)
-            + "\nDo what these lines say, or serve the model with another --attention-backend."
-        )
+    counts = Counter(layer.layer_id for layer in layers.values())
+    odd = [name for name, layer in layers.items() if counts[layer.layer_id] > 1]
+    refused = [
+        f"{name}: it shares layer_id {layers[name].layer_id} with another layer" for name in odd
+    ]
+    rows_of = partial(_rows_of, runner=runner, settings=settings)
+    found = rows_of_each(layers, rows_of, "with another --attention-backend", refused)
     tell_settings(settings, runner.model_config.model_path)
-    return found
+    return {layers[name].layer_id: rows for name, rows in found.items()}
 
 
 def _saved_config(runner: Any) -> dict[str, Any]:
@@ -104,47 +97,45 @@ def _layers(model: Any) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _rows_of(layer: Any, runner: Any, settings: Settings) -> LayerRows:
+def _problems(layer: Any, layout: PageLayout) -> Iterator[str]:
+    """Why a layer cannot have rows."""
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
         kind = "cross attention" if layer.is_cross_attention else layer.attn_type.value
-        raise UnsupportedError(f"it is of type {kind}, and rows serve decoders only")
+        yield f"it is of type {kind}, and rows serve decoders only"
     if layer.use_irope:
-        raise UnsupportedError("it attends within local chunks")
+        yield "it attends within local chunks"
     if layer.xai_temperature_len > 0:
-        raise UnsupportedError("it changes its queries' temperature with their positions")
+        yield "it changes its queries' temperature with their positions"
     if layer.pos_encoding_mode != "NONE":
-        raise UnsupportedError(f"it encodes positions by {layer.pos_encoding_mode}")
+        yield f"it encodes positions by {layer.pos_encoding_mode}"
     if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
-        raise UnsupportedError(f"it caps scores by {layer.logit_capping_method}, not tanh")
+        yield f"it caps scores by {layer.logit_capping_method}, not tanh"
+    shape = layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+    held = layout.num_kv_heads, layout.k_format.head_dim, layout.v_format.head_dim
+    if shape != held:
+        yield (
+            f"it has {shape[0]} KV heads (head_dim {shape[1]} of K, {shape[2]} of V), and SGLang's "
+            f"pool has {held[0]} for all layers (head_dim {held[1]} of K, {held[2]} of V)"
+        )
+
+
+def _rows_of(_: str, layer: Any, runner: Any, settings: Settings) -> LayerRows:
     pool = runner.token_to_kv_pool
     if has_windows(pool):
         is_window = pool.layers_mapping[layer.layer_id][1]
         pool = pool.swa_kv_pool if is_window else pool.full_kv_pool
     layout: PageLayout = pool.layout
-    shape = layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
-    held = layout.num_kv_heads, layout.k_format.head_dim, layout.v_format.head_dim
-    if shape != held:
-        raise UnsupportedError(
-            f"it has {shape[0]} KV heads (head_dim {shape[1]} of K, {shape[2]} of V), and SGLang's "
-            f"pool has {held[0]} for all layers (head_dim {held[1]} of K, {held[2]} of V)"
-        )
+    refuse(UnsupportedError, _problems(layer, layout))
     basis = None
     if settings.plan is not None:
         parallel, total = get_parallel(), runner.model_config.get_total_num_kv_heads()
         heads = rank_heads(total, parallel.attn_tp_rank, parallel.attn_tp_size)
-        if len(heads) != layout.num_kv_heads:
-            raise UnsupportedError(
-                f"it has {layout.num_kv_heads} KV heads on this rank, and other layers have "
-                f"{len(heads)}: leave the plan out"
-            )
-        basis = settings.basis(layer.layer_id, heads, layer.qk_head_dim)
+        basis = settings.basis(layer.layer_id, heads, layout)
         basis = basis and basis.to(runner.device)
     variant = AttentionVariant(
         # of SGLang without the query's own token
         window=layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else None,
         soft_cap=layer.logit_cap if layer.logit_cap > 0 else None,
     )
-    is_plain = not names_of(variant)
-    return LayerRows(
-        layout, layer.scaling, basis, None if is_plain else variant, settings.prompts_from_rows
-    )
+    given = variant if names_of(variant) else None
+    return LayerRows(layout, layer.scaling, basis, given, settings.prompts_from_rows)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -43,12 +43,13 @@ from ..engine.settings import (
     LatentSettings,
     Settings,
     rank_heads,
+    rows_of_each,
     tell_settings,
     with_kept_plan,
 )
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import StepCalls, begin_warm_up, runs_on, warm_up_layers
-from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
+from ..errors import ConfigError, UnsupportedError, refuse, shown
 from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES, RUN
 from ..rows.variant import AttentionVariant, names_of
@@ -56,6 +57,7 @@ from .entries import OURS, PLUGIN
 from .flash import causal_attention_of
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
+WITHOUT = 'without "kvquant" in --additional-config'
 
 
 Backend = TypeVar("Backend", bound="RowsBackend")
@@ -225,16 +227,11 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         }
         for name in layer_names:
             check_request(layers[name].attn_backend.request, vllm_config)
-        found: dict[str, LayerRows] = {}
         refused = []
         if getattr(kv_cache_spec, "non_causal", False):  # a field of some kinds of specs
             refused = [f"{name}: tokens of a prompt attend to later ones" for name in layer_names]
-        for name, layer in layers.items():
-            try:
-                found[name] = _rows_of(name, layer, vllm_config, device)
-            except KVQuantError as error:
-                refused.append(f"{name}: {error}")
-        check_refused(refused)
+        rows_of = partial(_rows_of, vllm_config=vllm_config, device=device)
+        found = rows_of_each(layers, rows_of, WITHOUT, refused)
         for name in layer_names:
             layers[name].impl.rows = found[name]
         # vLLM makes a builder for a draft model alone, beside one for all layers
@@ -322,17 +319,6 @@ def calls_of(
     )
 
 
-def check_refused(refused: Sequence[str]) -> None:
-    """Raise UnsupportedError for layers without rows; each string is a name and the reason."""
-    if refused:
-        raise UnsupportedError(
-            "kvquant cannot hold the rows of these layers:\n  "
-            + "\n  ".join(refused)
-            + '\nDo what these lines say, or serve the model without "kvquant" in '
-            "--additional-config."
-        )
-
-
 def check_request(held: Request, vllm_config: VllmConfig) -> None:
     """Raise ConfigError unless a backend is of the engine with this config."""
     # vLLM remembers backends without their config: a second engine in a process gets the first's.
@@ -355,41 +341,33 @@ def _rows_of(
 ) -> LayerRows:
     """The rows of a layer on this rank."""
     settings, impl = layer.attn_backend.settings, layer.impl
-    if layer.attn_type != AttentionType.DECODER:
-        raise UnsupportedError(f"it is of type {layer.attn_type}, and rows serve decoders only")
-    if layer.kv_sharing_target_layer_name is not None:
-        raise UnsupportedError(f"it attends to the rows of {layer.kv_sharing_target_layer_name}")
-    check_cache_dtype(layer.kv_cache_dtype)
-    if layer.use_mm_prefix:
-        raise UnsupportedError("it attends to whole images, not to the tokens before")
+    refuse(UnsupportedError, _problems(layer))
     layout = settings.layout(layer.num_kv_heads, layer.head_size, layer.head_size_v)
     basis = None
     if settings.plan is not None and not impl.is_draft:  # plans are of the model that is served
         settings.plan.check_model(vllm_config.model_config.hf_config.to_dict())
-        heads = _heads_of(vllm_config)
-        if len(heads) != layer.num_kv_heads:
-            raise UnsupportedError(
-                f"it has {layer.num_kv_heads} KV heads on this rank, other layers {len(heads)}: "
-                "leave the plan out"
-            )
-        basis = settings.basis(extract_layer_index(name), heads, layer.head_size)
+        basis = settings.basis(extract_layer_index(name), _heads_of(vllm_config), layout)
         basis = basis and basis.to(device)
-    variant = impl.variant(device)
-    is_plain = not names_of(variant)
-    return LayerRows(
-        layout,
-        impl.scale,
-        basis,
-        None if is_plain else variant,
-        settings.prompts_from_rows,
-        causal_attention_of(impl, layer.head_size_v, device),
-    )
+    causal = causal_attention_of(impl, layer.head_size_v, device)
+    rest = impl.variant(device), settings.prompts_from_rows, causal
+    return LayerRows(layout, impl.scale, basis, *rest)
 
 
-def check_cache_dtype(name: str) -> None:
-    """Raise UnsupportedError for a layer with one of vLLM's own cache dtypes."""
+def _problems(layer: Attention) -> Iterator[str]:
+    """Why a layer cannot have rows."""
+    if layer.attn_type != AttentionType.DECODER:
+        yield f"it is of type {layer.attn_type}, and rows serve decoders only"
+    if layer.kv_sharing_target_layer_name is not None:
+        yield f"it attends to the rows of {layer.kv_sharing_target_layer_name}"
+    yield from odd_cache_dtype(layer.kv_cache_dtype)
+    if layer.use_mm_prefix:
+        yield "it attends to whole images, not to the tokens before"
+
+
+def odd_cache_dtype(name: str) -> Iterator[str]:
+    """Why a layer with one of vLLM's own cache dtypes cannot have rows."""
     if name not in RowsBackend.supported_kv_cache_dtypes:
-        raise UnsupportedError(
+        yield (
             f"--kv-cache-dtype or the checkpoint asks for {name}, and rows have formats of their "
             "own: give --kv-cache-dtype bfloat16"
         )
@@ -507,22 +485,16 @@ class KVQuantImpl(AttentionImpl[Step]):
         bases: list[Any] = [None]
         if settings.plan is not None and not self.is_draft:
             heads, places = _heads_of(vllm_config), settings.plan.places
-            bases = [settings.basis(place, heads, self.head_size) for place in places]
+            bases = [settings.basis(place, heads, layout) for place in places]
         for basis in bases:
-            rows = LayerRows(
-                layout,
-                self.scale,
-                basis,
-                variant if names_of(variant) else None,
-                settings.prompts_from_rows,
-            )
+            rows = LayerRows(layout, self.scale, basis, variant, settings.prompts_from_rows)
             given = rows, self.num_heads, queries + self.is_draft
             yield calls_of(StepCalls, vllm_config, *given)
 
-    def variant(self, device: torch.device) -> AttentionVariant:
-        """What the model changes in attention; needs loaded weights."""
+    def variant(self, device: torch.device) -> AttentionVariant | None:
+        """What the model changes in attention, if anything; needs loaded weights."""
         sinks, slopes = self.sinks, self.alibi_slopes
-        return AttentionVariant(
+        found = AttentionVariant(
             soft_cap=self.soft_cap or None,
             sink_logits=None if sinks is None else sinks.detach().float().to(device),
             alibi_slopes=None
@@ -530,6 +502,7 @@ class KVQuantImpl(AttentionImpl[Step]):
             else torch.tensor(slopes, dtype=torch.float32, device=device),
             window=self.sliding_window,
         )
+        return found if names_of(found) else None
 
     def do_kv_cache_update(
         self,

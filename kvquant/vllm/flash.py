@@ -20,32 +20,26 @@ def causal_attention_of(impl: Any, v_size: int, device: torch.device) -> CausalA
     """vLLM's kernel for a layer's prompts; None, and a line in the log, for torch's."""
     if device.type != "cuda":
         return None
-    try:
-        from vllm.v1.attention.backends.fa_utils import (
-            flash_attn_varlen_func,
-            get_flash_attn_version,
-        )
-    except ImportError as error:
-        _tell(f"torch's kernels, without vLLM's FlashAttention: {error}")
-        return None
-    if v_size != impl.head_size:
-        _tell(f"torch's kernels: K of some layers has {impl.head_size} elements, V {v_size}")
-        return None
-    if impl.head_size > MOST:
-        _tell(f"torch's kernels: some layers have heads of {impl.head_size} elements")
-        return None
-    try:
-        version = get_flash_attn_version(
-            requires_alibi=impl.alibi_slopes is not None,
-            head_size=impl.head_size,
-            has_sinks=impl.sinks is not None,
-            requires_softcap=bool(impl.soft_cap),
-        )
-    except TypeError as error:  # of another version of vLLM
-        _tell(f"torch's kernels: vLLM's FlashAttention cannot be asked for, {error}")
-        return None
+    version, size = None, impl.head_size
+    why = f"K of some layers has {size} elements, V {v_size}"
+    if v_size == size <= MOST:
+        try:
+            from vllm.v1.attention.backends.fa_utils import (
+                flash_attn_varlen_func,
+                get_flash_attn_version,
+            )
+
+            version = get_flash_attn_version(
+                requires_alibi=impl.alibi_slopes is not None,
+                head_size=size,
+                has_sinks=impl.sinks is not None,
+                requires_softcap=bool(impl.soft_cap),
+            )
+            why = f"vLLM's FlashAttention for some layers is {version}"
+        except (ImportError, TypeError) as error:  # TypeError: of another version of vLLM
+            why = f"vLLM's FlashAttention cannot be asked for, {error}"
     if version not in VERSIONS or (version == 2 and impl.sinks is not None):
-        _tell(f"torch's kernels: vLLM's FlashAttention for some layers is {version}")
+        _tell(f"torch's kernels: {why}")
         return None
     _tell(f"FlashAttention {version} of vLLM")
     return _causal(impl, version, flash_attn_varlen_func, device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -38,20 +38,20 @@ from ..engine.latent import (
     check_kernels,
     latents_at,
 )
-from ..engine.settings import LatentSettings
+from ..engine.settings import LatentSettings, rows_of_each
 from ..engine.step import Step, describe_step
 from ..engine.warmup import warm_up_layers
-from ..errors import KVQuantError, UnsupportedError
+from ..errors import UnsupportedError, refuse
 from .backend import (
+    WITHOUT,
     Request,
     RowsBackend,
     begin_to_compile,
     bind,
     calls_of,
-    check_cache_dtype,
-    check_refused,
     check_request,
     is_draft,
+    odd_cache_dtype,
     request_of,
     tell_rows,
 )
@@ -117,14 +117,11 @@ class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: igno
         device: torch.device,
     ) -> None:
         layers = get_layers_from_vllm_config(vllm_config, MLAAttention, layer_names)
-        refused = []
-        for name, layer in layers.items():
+        for layer in layers.values():
             check_request(layer.attn_backend.request, vllm_config)
-            try:
-                layer.impl.rows = _rows_of(name, layer, vllm_config, device)
-            except KVQuantError as error:
-                refused.append(f"{name}: {error}")
-        check_refused(refused)
+        rows_of = partial(_rows_of, vllm_config=vllm_config, device=device)
+        for name, rows in rows_of_each(layers, rows_of, WITHOUT).items():
+            layers[name].impl.rows = rows
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata)
         self.most_queries = self.reorder_batch_threshold
         calls = [
@@ -160,16 +157,8 @@ class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: igno
 
 
 def _rows_of(name: str, layer: Any, vllm_config: VllmConfig, device: torch.device) -> LatentRows:
-    settings, impl, parallel = layer.attn_backend.settings, layer.impl, vllm_config.parallel_config
-    check_cache_dtype(layer.kv_cache_dtype)
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise UnsupportedError("it has context parallelism, which rows do not serve: turn it off")
-    if layer.sliding_window is not None:
-        raise UnsupportedError(
-            f"it has a window of {layer.sliding_window} tokens, which latent rows do not serve"
-        )
-    if layer.non_causal_multi_token_decode:
-        raise UnsupportedError("its tokens attend to later ones, which latent rows do not serve")
+    settings, impl = layer.attn_backend.settings, layer.impl
+    refuse(UnsupportedError, _problems(layer, vllm_config.parallel_config))
     fmt = settings.layout(layer.kv_lora_rank, layer.qk_rope_head_dim)
     if device.type == "cuda":
         check_kernels(fmt, vllm_config.model_config.dtype)
@@ -179,6 +168,17 @@ def _rows_of(name: str, layer: Any, vllm_config: VllmConfig, device: torch.devic
         basis = settings.basis(extract_layer_index(name))
         basis = basis and basis.to(device)
     return LatentRows(fmt, impl.scale, basis, settings.prompts_from_rows)
+
+
+def _problems(layer: Any, parallel: Any) -> Iterator[str]:
+    """Why a layer cannot have rows."""
+    yield from odd_cache_dtype(layer.kv_cache_dtype)
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "it has context parallelism, which rows do not serve: turn it off"
+    if layer.sliding_window is not None:
+        yield f"it has a window of {layer.sliding_window} tokens, which latent rows do not serve"
+    if layer.non_causal_multi_token_decode:
+        yield "its tokens attend to later ones, which latent rows do not serve"
 
 
 @hook("vllm")

@@ -177,7 +177,7 @@ def test_peers_and_our_caches_are_measured_alike(
     leave = Leave(window[1])
     peer = Shipped("int4", 4.5, read, leave, leave, window[0])
     layers = cache_layers(model.config)
-    one_pass = reference_of(model, tokens[:, :140], 110, layers, list(layers.places))
+    one_pass = reference_of(model, tokens[:, :140], 110, layers)
     own = one_pass.measure(Scheme("int4", "int4", *window))
     found = PeerReference(model, tokens[:, :140], 110).measure(peer)
     assert own.kl > 1e-3

@@ -25,7 +25,7 @@ from kvquant import __version__
 from kvquant.bench.cases import Case, list_cases, rehearse_case
 from kvquant.bench.measure import case_figures, render_machine, rotated_inputs
 from kvquant.bench.timer import GraphTimer, Machine, Timer, describe_machine
-from kvquant.cli.console import COUNT, HEAD_DIM, JSON, PAIR, check_output, write_json
+from kvquant.cli.console import COUNT, HEAD_DIM, JSON, Format, check_output, write_json
 from kvquant.errors import ConfigError
 from kvquant.kernels.cuda.decode.launch import override_plan
 from kvquant.kernels.cuda.decode.plan import (
@@ -321,7 +321,9 @@ def ablation_figures(ablation: Ablation, machine: Machine) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--format", "formats", type=PAIR, multiple=True, help="Or FORMAT/FORMAT, of K and V.")
+@click.option(
+    "--format", "formats", type=Format("/"), multiple=True, help="Or FORMAT/FORMAT, of K and V."
+)
 @click.option("--batch", "batches", type=COUNT, multiple=True, help="Sequences.")
 @click.option("--q-heads", "num_q_heads", type=COUNT, help="Query heads.")
 @click.option("--kv-heads", "num_kv_heads", type=COUNT, help="KV heads.")

@@ -292,7 +292,7 @@ def kl_behind(
     reference: Any = (
         PeerReference(subject.scorer, windows, key["context"])
         if with_peers
-        else reference_of(subject.scorer, windows, key["context"], layers, list(layers.places))
+        else reference_of(subject.scorer, windows, key["context"], layers)
     )
 
     def found(make: Callable[[], Any]) -> Row:

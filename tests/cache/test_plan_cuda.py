@@ -46,17 +46,10 @@ def test_the_plan_of_the_gpu_is_that_of_the_cpu() -> None:
     ours, theirs = (plan.tensors for plan in plans)
     assert plans[1].formats == plans[0].formats
     for side in "kv":
-        for name in ("mean", "std", "min", "max", "offset"):
-            full = f"{side}.{name}"
-            assert relative_l2(theirs[full], ours[full]) < 1e-4, full
-        for step in plans[0].facts["steps"]:
-            # the best matrix is free up to signs of its columns, which the solvers choose
-            limit = 5e-3 if step in ("plain", "offset", "hadamard") else 0.05
-            full = f"{side}.error.{step}"
-            assert relative_l2(theirs[full], ours[full]) < limit, full
-        for name in plans[0].facts["candidates"]:
-            full = f"{side}.format_error.{name}"
-            assert relative_l2(theirs[full], ours[full]) < 0.05, full
+        assert relative_l2(theirs[f"{side}.offset"], ours[f"{side}.offset"]) < 1e-4
+        # the best matrix is free up to signs of its columns, which the solvers choose
+        grams = [x[f"{side}.matrix"] @ x[f"{side}.matrix"].mT for x in (theirs, ours)]
+        assert relative_l2(*grams) < 0.05
 
 
 @pytest.mark.extra("hf")

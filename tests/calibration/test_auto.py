@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from example_plan import example_plan
 
 from kvquant import KVCache, PagedKVCache
 from kvquant.calibration import auto
@@ -120,7 +121,7 @@ def test_other_weights_have_another_plan(model: CachedModel, made: list[Any]) ->
         model.model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     second = auto.auto_plan(model)
     assert len(made) == 2 and first is not None and second is not None
-    assert not torch.equal(first.tensors["k.mean"], second.tensors["k.mean"])
+    assert not torch.equal(first.tensors["k.offset"], second.tensors["k.offset"])
     with pytest.raises(CheckpointError, match="with weights"):
         CachedModel.from_pretrained(MODEL).new_cache(1, 64, plan=second)
 
@@ -168,14 +169,13 @@ def test_an_engine_takes_what_is_kept(
 ) -> None:
     given, commands = {"plan": "auto"}, []
 
-    def run(command: list[str], *, env: dict[str, str], **others: Any) -> Any:
+    def run(command: list[str], **others: Any) -> Any:
         commands.append(command[1:])
-        assert env["KVQUANT_CACHE_DIR"] and "RANK" not in env
+        assert "env" not in others  # with KVQUANT_CACHE_DIR: the plan goes where this process looks
         if len(commands) > 1:
             auto.auto_plan(model)
         return SimpleNamespace(returncode=len(commands))
 
-    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("subprocess.run", run)
     # the command locks nothing that the engine has locked
     monkeypatch.setattr(auto, "locked", lambda path: nullcontext())
@@ -267,10 +267,9 @@ def test_what_cannot_have_a_plan_is_known_before_one_is_made(
 
 
 def test_a_model_of_few_positions_has_shorter_passages() -> None:
-    found = tiny_model("GPT2")
+    found = tiny_model("GPT2", num_key_value_heads=4)
     assert found.max_positions is not None and found.max_positions < 1089
     plan = calibrate(found, [1, 2, 3, 4] * 4000, [4, 3, 2, 1] * 4000)
-    assert plan is not None
     assert plan.facts["measured"]["context"] == found.max_positions - Sizes.scored - 1
 
 
@@ -297,12 +296,27 @@ def test_the_command_keeps_the_plan_that_auto_would_make(
     assert done.exit_code == 2 and "no plan can be kept" in done.output
 
 
+def test_a_plan_that_cannot_be_kept_is_saved_and_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: CachePlan) -> Path:
+        raise OSError(28, "No space left on device", "plans/x")
+
+    monkeypatch.setattr("kvquant.io.plan_store.keep_plan", full)
+    monkeypatch.setattr("kvquant.calibration.calibrate.calibrate", lambda *_, **__: example_plan())
+    path = tmp_path / "plan.safetensors"
+    done = CliRunner().invoke(main, ["calibrate", str(MODEL), "-o", str(path)])
+    assert done.exit_code == 2 and "No space left on device" in done.output
+    assert f"the plan is saved in {path}, and not kept" in " ".join(done.output.split())
+    assert CachePlan.load(path).num_layers == 3
+
+
 def test_one_call_takes_a_folder_or_a_model_of_transformers(model: CachedModel) -> None:
     small = partial(calibrate, sizes=SMALL)
     plans = [small(MODEL), small(model.model), small(model.model, tokenizer=model.tokenizer)]
-    assert plans[0] is not None and plans[0].facts["measured"]["scored"] == 16
+    assert plans[0].facts["measured"]["scored"] == 16
     for plan in plans:
-        assert plan is not None and plan.facts["model"]["weights"] == fingerprint(model.model)
+        assert plan.facts["model"]["weights"] == fingerprint(model.model)
         assert plan.facts["sensitivity"] == []  # formats were given: no side is measured alone
     nameless = tiny_model("Llama").model
     with pytest.raises(ConfigError, match=r"tokenizer of .* could not be loaded.*give tokenizer="):

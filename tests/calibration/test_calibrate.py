@@ -15,7 +15,7 @@ from tiny_models import tiny_model  # noqa: E402
 from kvquant.calibration import basis_search  # noqa: E402
 from kvquant.calibration import calibrate as calibrating  # noqa: E402
 from kvquant.calibration.basis_search import choose  # noqa: E402
-from kvquant.calibration.calibrate import Goal, _key, calibrate, observe  # noqa: E402
+from kvquant.calibration.calibrate import Goal, calibrate, observe  # noqa: E402
 from kvquant.calibration.report import notes, sections  # noqa: E402
 from kvquant.calibration.verdict import verdict  # noqa: E402
 from kvquant.calibration.windows import Sizes, observed_windows, random_tokens, spread  # noqa: E402
@@ -59,7 +59,6 @@ def text(model: CachedModel) -> list[int]:
 @pytest.fixture(scope="module")
 def plan(model: CachedModel, text: list[int]) -> CachePlan:
     found = calibrate(model, text, sizes=SIZES)
-    assert found is not None
     return found
 
 
@@ -87,7 +86,7 @@ def test_kernels_of_the_search_are_told_before_rows_are_stored(
 ) -> None:
     """Three windows, two at a time: the last one alone has few rows, and another kernel."""
     model, windows = tiny("Llama"), torch.randint(97, (3, 2200))
-    moments = observe(model, windows, "key", None)
+    moments = observe(model, windows)
     formats = {name: (RowFormat.parse(name, 64),) * 2 for name in ("int4", "int8", "fp8")}
     told: list[Any] = []
     install(monkeypatch)
@@ -103,16 +102,37 @@ def test_kernels_of_the_search_are_told_before_rows_are_stored(
     assert {spec.sides[0].share for spec in told} == {1, 4}
 
 
-def test_every_step_lowers_the_weighted_error(plan: CachePlan) -> None:
-    for side in "kv":
-        errors = [plan.tensors[f"{side}.error.{step}"] for step in plan.facts["steps"]]
-        assert [tuple(error.shape) for error in errors] == [(4, 1)] * 6
-        means = [float(error.mean()) for error in errors]
-        assert means[2:] == sorted(means[2:], reverse=True), side
+def test_every_step_lowers_the_weighted_error(
+    model: CachedModel, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows, fitted = observed_windows(torch.tensor(text), SIZES, None)
+    formats = {name: (RowFormat.parse(name, 128),) * 2 for name in calibrating.CANDIDATES}
+    seen: list[list[torch.Tensor]] = []  # of K and V of each layer: the errors of each step
+
+    def chosen(meter: Any, bases: Any, own: Any, base: str) -> Any:
+        found = choose_one(meter, bases, own, base)
+        steps = [*map(bases.get, ("plain", "offset", "hadamard", "matrix")), found.basis]
+        seen.append([*(meter.share(basis, own[base]) for basis in steps), found.errors[base]])
+        return found
+
+    choose_one = basis_search._chosen
+    monkeypatch.setattr(basis_search, "_chosen", chosen)
+    found = choose(model, fitted, observe(model, windows), formats)
+    for at, side in enumerate("kv"):
+        means = [float(torch.stack(each).mean()) for each in zip(*seen[at::2], strict=True)]
+        assert len(means) == 6 and means[2:] == sorted(means[2:], reverse=True), side
         assert means[-1] < 0.9 * means[0]
-        names = [f"{side}.format_error.{name}" for name in plan.facts["candidates"]]
-        by_format = [float(plan.tensors[name].mean()) for name in names]
+        errors = [
+            torch.stack([one[side].errors[name] for one in found.values()]) for name in formats
+        ]
+        assert [tuple(error.shape) for error in errors] == [(4, 1)] * len(formats)
+        by_format = [float(error.mean()) for error in errors]
         assert by_format == sorted(by_format, reverse=True)
+
+
+def test_a_plan_has_what_caches_need_alone(plan: CachePlan) -> None:
+    kinds = {name.split(".")[1] for name in plan.tensors}
+    assert kinds <= {"offset", "matrix", "feedback", "clip"} and "steps" not in plan.facts
 
 
 @pytest.mark.slow
@@ -122,14 +142,10 @@ def test_a_model_in_16_bit_gives_nearly_the_same_plan(
     half = CachedModel.from_pretrained(EXAMPLES / "llama-demo-5m", dtype=torch.bfloat16)
     assert half.exact_format == "bf16"
     found = calibrate(half, text, sizes=SIZES)
-    assert found is not None
     assert found.facts["settings"]["dtype"] == "bfloat16"
     assert plan.facts["settings"]["dtype"] == "float32"
-    windows = torch.zeros(1, 8, dtype=torch.int64)
-    assert _key(half, windows) != _key(model, windows), "sums of both would be mixed"
-    for side in "kv":
-        for name in (f"{side}.offset", f"{side}.format_error.int4", f"{side}.error.plain"):
-            assert relative_l2(found.tensors[name], plan.tensors[name]) < 0.02, name
+    for name in ("k.offset", "v.offset"):
+        assert relative_l2(found.tensors[name], plan.tensors[name]) < 0.02, name
     for ours, theirs in zip(plan.facts["comparison"], found.facts["comparison"], strict=True):
         assert 0.4 * ours["kl"] < theirs["kl"] < 2.5 * ours["kl"] + 1e-3  # of 48 tokens
     found.check_model(model.config_dict)
@@ -157,7 +173,7 @@ def test_formats_are_chosen_to_keep_a_limit(
 ) -> None:
     limit = plan.facts["measured"]["kl"] / 2
     found = calibrate(model, text, sizes=SIZES, goal=Goal(max_kl=limit))
-    assert found is not None and found.facts["limit"]["met"]
+    assert found.facts["limit"]["met"]
     assert found.facts["measured"]["kl"] <= limit
     assert 4.25 < found.bits < 8.25
 
@@ -168,7 +184,7 @@ def test_a_budget_is_kept_and_a_limit_within_it_may_fail(
 ) -> None:
     goal = Goal(max_kl=1e-7, budget=4.6)
     found = calibrate(model, text, sizes=SIZES, goal=goal)
-    assert found is not None and 4.25 < found.bits <= 4.6
+    assert 4.25 < found.bits <= 4.6
     assert not found.facts["limit"]["met"] and found.facts["blamed"]
     with pytest.raises(ConfigError, match=r"a budget of 2.0 bits is below 2.25"):
         calibrate(model, text, sizes=SIZES, goal=Goal(budget=2.0))
@@ -193,7 +209,7 @@ def test_formats_that_the_cache_has_no_kernel_for_are_refused_before_work(
 def test_a_budget_below_int4_chooses_among_all_bits(model: CachedModel, text: list[int]) -> None:
     """As few as 2: with the window that the cache will have, and a warning without one."""
     found = calibrate(model, text, sizes=SIZES, goal=Goal(budget=2.75))
-    assert found is not None and 2.25 < found.bits <= 2.75
+    assert 2.25 < found.bits <= 2.75
     formats = {name for pair in found.formats for name in pair}
     assert "int2" in formats and len(formats) > 1
     kl = {(row["format"], row["plan"]): row["kl"] for row in found.facts["comparison"]}
@@ -219,7 +235,7 @@ def test_a_plan_without_data_comes_close(
 ) -> None:
     held = text[-(len(text) // 4) :]
     found = calibrate(model, None, held, sizes=SIZES, zero_data=True)
-    assert found is not None and found.facts["zero_data"]
+    assert found.facts["zero_data"]
     assert found.facts["measured"]["kl"] < 2 * plan.facts["measured"]["kl"]
     bare = calibrate(model, None, sizes=SIZES, zero_data=True)
     assert bare is not None and bare.facts["measured"] is None
@@ -232,7 +248,6 @@ def test_every_family_is_calibrated(kind: str) -> None:
     assert set(model.output_weights()) == {0, 1}
     sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
     found = calibrate(model, tokens, sizes=sizes)
-    assert found is not None
     kl = {(row["format"], row["plan"]): row["kl"] for row in found.facts["comparison"]}
     assert 0 < kl["int8", False] < kl["int4", False]
     # random weights leave nothing to gain but large biases, which some of them have
@@ -249,7 +264,6 @@ def test_layers_that_rows_cannot_hold_are_kept_in_16_bit() -> None:
     tokens = random_tokens(model.config_dict, 600)
     sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
     found = calibrate(model, tokens, sizes=sizes)
-    assert found is not None
     assert found.formats == [("int4", "int4"), ("bf16", "bf16")]
     assert "its keys go up to" in found.facts["layers"][1]["kept"]
     assert found.facts["sensitivity"] == []
@@ -268,10 +282,10 @@ def test_a_budget_counts_the_layers_that_stay_in_16_bit(tmp_path: Path) -> None:
     with torch.no_grad():
         layers[1].self_attn.v_proj.weight.mul_(1e6)
     found = calibrate(model, tokens, sizes=sizes, goal=Goal(budget=11.0))
-    assert found is not None and found.formats[1] == ("bf16", "bf16")
+    assert found.formats[1] == ("bf16", "bf16")
     assert 10.25 < found.bits <= 11.0
     found = calibrate(model, tokens, sizes=sizes, goal=Goal(budget=10.0))
-    assert found is not None and 9.25 <= found.bits <= 10.0  # the other layer has few bits
+    assert 9.25 <= found.bits <= 10.0  # the other layer has few bits
     with pytest.raises(ConfigError, match="a budget of 10 bits asks for rows of 2 and 3 bits"):
         calibrate(model, None, sizes=sizes, goal=Goal(budget=10.0), zero_data=True)
     with pytest.raises(ConfigError, match=r"a budget of 9.0 bits is below 9.25"):
@@ -279,7 +293,7 @@ def test_a_budget_counts_the_layers_that_stay_in_16_bit(tmp_path: Path) -> None:
     with torch.no_grad():
         layers[0].self_attn.v_proj.weight.mul_(1e6)
     found = calibrate(model, tokens, sizes=sizes, goal=Goal(max_kl=1.0))
-    assert found is not None and found.bits == 16 and found.facts["limit"]["met"]
+    assert found.bits == 16 and found.facts["limit"]["met"]
     missed = {"max_kl": 0.25, "budget": None, "met": False}
     measured = {**found.facts["measured"], "kl": 0.5}
     facts = {**found.facts, "measured": measured, "limit": missed}
@@ -292,7 +306,7 @@ def test_a_text_of_one_token_has_a_plan() -> None:
     model = tiny("Qwen2")
     sizes = Sizes(observed=256, length=64, windows=2, context=20, scored=4)
     found = calibrate(model, [7] * 600, sizes=sizes)
-    assert found is not None and found.facts["measured"]["kl"] < 0.01
+    assert found.facts["measured"]["kl"] < 0.01
 
 
 def test_what_is_no_text_is_told(model: CachedModel, text: list[int]) -> None:
@@ -318,43 +332,17 @@ def test_what_is_no_text_is_told(model: CachedModel, text: list[int]) -> None:
         calibrate(model, text, [], sizes=SIZES)
 
 
-def test_an_interrupted_run_goes_on(model: CachedModel, text: list[int], tmp_path: Path) -> None:
-    state, windows = tmp_path / "sums", spread(text, 4, 64)
-
-    class Interrupted(CachedModel):
-        reads = 0
-
-        def observe(self, tokens: torch.Tensor, observer: Any, begin: float = 0.0) -> None:
-            Interrupted.reads += 1
-            if Interrupted.reads == 3:
-                raise KeyboardInterrupt
-            super().observe(tokens, observer, begin)
-
-    broken = Interrupted(model.model)
-    with pytest.raises(KeyboardInterrupt):
-        observe(broken, windows, "key", state)
-    shares: list[int] = []
-    again = observe(broken, windows, "key", state, lambda stage, share: shares.append(share))
-    assert Interrupted.reads == 6  # one of them finds out where layers are
-    assert shares[0] == 50 and sum(shares) == 100 and max(shares[1:]) <= 7  # layer by layer
-    whole = observe(model, windows, "key", None)
-    for layer, moments in whole.layers.items():
-        torch.testing.assert_close(again.layers[layer].queries, moments.queries)
-
-
-def test_ranks_observe_windows_at_the_positions_of_one_process(
+def test_windows_are_spread_over_positions_and_progress_over_layers(
     model: CachedModel, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shares: list[int] = []
+    windows = spread(text, 5, 64)
+    observe(model, windows, lambda stage, share: shares.append(share))
+    assert sum(shares) == 100 and max(shares) <= 7  # layer by layer
     begins: list[float] = []
     monkeypatch.setattr(CachedModel, "observe", lambda *given: begins.append(given[3]))
-    windows = spread(text, 5, 64)
-    observe(model, windows, "key", None)
-    whole = begins.copy()
-    for rank in range(2):
-        begins.clear()
-        monkeypatch.setattr(calibrating, "_rank", lambda rank=rank: (rank, 2))
-        observe(model, windows[rank::2], "key", None)
-        assert begins == whole[rank::2]
+    observe(model, windows)
+    assert begins[0] == 0 and len({*begins}) == 5 and all(0 <= begin < 1 for begin in begins)
 
 
 @pytest.mark.parametrize(("count", "length"), [(1, 100), (3, 20), (10, 10), (7, 14)])

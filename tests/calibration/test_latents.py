@@ -64,7 +64,6 @@ def model() -> CachedModel:
 @pytest.fixture(scope="module")
 def plan(model: CachedModel) -> CachePlan:
     found = calibrate(model, tokens(), sizes=SIZES)
-    assert found is not None
     return found
 
 
@@ -150,16 +149,6 @@ def test_layers_with_an_indexer_are_shown_with_keys_and_values() -> None:
     assert shown[0] == [(1, 2, 20, 192), (1, 2, 20, 192), (1, 2, 20, 128)]
 
 
-def test_sums_of_latents_go_on_from_a_file(model: CachedModel, tmp_path: Path) -> None:
-    moments = Moments()
-    model.observe(torch.tensor([tokens(60)]), moments.observe)
-    moments.save(tmp_path / "sums", "key")
-    again = Moments.load(tmp_path / "sums", "key")
-    assert again is not None and again.layers[1].is_latent
-    for name, tensor in moments.layers[1].tensors.items():
-        assert torch.equal(again.layers[1].tensors[name], tensor), name
-
-
 def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> None:
     assert plan.is_latent and plan.formats == [("int4-g8", "bf16")] * 2
     kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
@@ -168,8 +157,6 @@ def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> No
         assert 0 < kl[name, True] < 0.5 * kl[name, False], name
     assert plan.facts["measured"]["kl"] == pytest.approx(kl["int4-g8", True], rel=1e-3)
     assert plan.bits == pytest.approx(8 * (160 + 64) / 288)
-    steps = [float(plan.tensors[f"k.error.{step}"].mean()) for step in ("plain", "matrix")]
-    assert steps[1] < 0.5 * steps[0]
     assert plan.facts["settings"]["rounding"] == "nearest" and "k.feedback" not in plan.tensors
 
 
@@ -207,7 +194,7 @@ def test_a_float16_model_is_compared_in_rows_that_its_plan_has(model: CachedMode
     """Its RoPE parts are fp16, which the names tell, so that with_formats finds them."""
     half = CachedModel(model.model, exact_format="fp16")
     found = calibrate(half, tokens(), sizes=SIZES)
-    assert found is not None and found.formats == [("int4-g8", "fp16")] * 2
+    assert found.formats == [("int4-g8", "fp16")] * 2
     assert {row["format"] for row in found.facts["comparison"]} == {
         f"{name}+fp16" for name in ("int4-g4", "int4-g8", "int8-g4", "fp8-g4")
     }
@@ -224,7 +211,6 @@ def test_a_plan_on_cuda_is_as_good_as_on_the_cpu() -> None:
         model = deepseek(**WIDE)
         model.model.to(device)
         plan = calibrate(model, tokens(), sizes=SIZES)
-        assert plan is not None
         found.append({(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]})
     for name in ("int4-g4", "int4-g8", "int8-g4", "fp8-g4"):
         assert found[1][name, True] < 0.5 * found[1][name, False], name
@@ -241,7 +227,6 @@ def test_a_plan_on_cuda_is_as_good_as_on_the_cpu() -> None:
 )
 def test_goals_are_reached(goal: Goal) -> None:
     found = calibrate(deepseek(**WIDE), tokens(), sizes=SMALL, goal=goal)
-    assert found is not None
     if goal.max_kl is not None:
         assert found.facts["measured"]["kl"] <= goal.max_kl and found.bits < 10
     elif goal.budget is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from click.testing import CliRunner
 from slow_cases import mark_slow
 
 from kvquant.calibration.calibrate import calibrate
-from kvquant.calibration.layer_selection import HeldLayers, held_layers, renumbered
+from kvquant.calibration.layer_selection import HeldLayers, left_out, renumbered
 from kvquant.calibration.moments import LayerMoments, Moments
 from kvquant.calibration.report import notes, sections
 from kvquant.calibration.windows import Sizes, random_tokens
@@ -29,6 +28,7 @@ from tiny_models import tiny_model
 
 from kvquant.hf.cache import QuantizedCache
 from kvquant.hf.model import CachedModel
+from kvquant.hf.models.configs import CacheLayers
 
 DEMO = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
@@ -55,41 +55,36 @@ def moments(shapes: dict[int, tuple[int, int, int]]) -> Moments:
     return made
 
 
+def cached(*places: int, count: int, **given: Any) -> CacheLayers:
+    """Caches of layers with 2 KV heads of 64 elements."""
+    dims, windows = (64,) * len(places), (None,) * len(places)
+    return CacheLayers(places, 2, dims, dims, windows, count=count, **given)
+
+
 def test_layers_of_one_shape_are_all_held() -> None:
-    config = SimpleNamespace(num_hidden_layers=2)
-    assert held_layers(moments({0: (2, 64, 64), 1: (2, 64, 64)}), config) == ([0, 1], {})
+    assert left_out(moments({0: (2, 64, 64), 1: (2, 64, 64)}), cached(0, 1, count=2)) == {}
 
 
-def test_layers_without_attention_or_of_another_shape_are_named() -> None:
-    shapes = {1: (2, 64, 64), 2: (4, 64, 64), 3: (2, 72, 64), 5: (2, 64, 64)}
-    config = SimpleNamespace(
-        num_hidden_layers=6, layer_types=["conv", *["full_attention"] * 3, "mamba"]
-    )
-    places, others = held_layers(moments(shapes), config)
-    assert places == [1, 5]
-    assert others == {
-        0: "it has no keys and values (conv)",
-        2: "its 4 KV heads of 64 and 64 elements differ from the 2 of 64 and 64 of the cache",
-        3: "its 2 KV heads of 72 and 64 elements differ from the 2 of 64 and 64 of the cache",
-        4: "it has no keys and values (mamba)",
+def test_layers_that_caches_do_not_have_are_named() -> None:
+    shapes = {1: (2, 64, 64), 2: (4, 64, 64), 5: (2, 64, 64), 6: (2, 64, 64)}
+    others = {0: "is 'conv'", 2: "has 4 KV heads"}
+    layers = cached(1, 5, count=7, others=others, shared={6: 5})
+    assert left_out(moments(shapes), layers) == {
+        0: "it is 'conv'",
+        2: "it has 4 KV heads",
+        3: "it has no keys and values",
+        4: "it has no keys and values",
+        6: "it attends to the keys and values of layer 5",
     }
-    held = renumbered(moments(shapes), places)
+    held = renumbered(moments(shapes), layers)
     assert set(held.layers) == {0, 1}
 
 
-def test_the_layers_are_those_that_caches_have() -> None:
-    """Not those of most layers."""
-    shapes = {0: (2, 64, 64), 1: (4, 64, 64), 2: (4, 64, 64)}
-    config = SimpleNamespace(num_hidden_layers=3)
-    cached: Any = SimpleNamespace(places=(0,), others={})
-    places, others = held_layers(moments(shapes), config, None, cached)
-    assert places == [0] and others[1].startswith("its 4 KV heads of 64")
-    assert held_layers(moments(shapes), config)[0] == [1, 2]
-    cached.places, cached.others = (1,), {2: "attends to chunks of 8 tokens"}
-    assert held_layers(moments(shapes), config, None, cached)[1][2] == cached.others[2]
-    cached.places = (1, 2, 3)
-    with pytest.raises(UnsupportedModelError, match=r"rows for layers \[3\], and no such layers"):
-        held_layers(moments(shapes), config, None, cached)
+@pytest.mark.parametrize("shape", [None, (4, 64, 64), (2, 72, 64), (2, 64, 128)])
+def test_layers_that_attend_otherwise_than_caches_have_them_are_refused(shape: Any) -> None:
+    shapes = {0: (2, 64, 64)} | ({} if shape is None else {1: shape})
+    with pytest.raises(UnsupportedModelError, match=r"rows for layers \[1\], and no such layers"):
+        left_out(moments(shapes), cached(0, 1, count=2))
 
 
 @pytest.mark.slow
@@ -111,14 +106,9 @@ def test_plans_of_models_with_other_heads_in_windows_serve_their_caches(
     sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     model = CachedModel(module)
     plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
-    assert plan is not None and plan.places == places
+    assert plan.places == places
     module.set_attn_implementation("kvquant")
     QuantizedCache(module, plan=plan)
-
-
-def test_widths_that_no_row_has_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="rows of K are 72 wide, of V 64; possible are 64,"):
-        held_layers(moments({0: (2, 72, 64)}), None)
 
 
 def test_the_layers_of_the_cache_are_counted_from_0() -> None:
@@ -130,21 +120,18 @@ def test_the_layers_of_the_cache_are_counted_from_0() -> None:
         def output_weights(self) -> dict[int, torch.Tensor]:
             return {layer: torch.tensor(layer) for layer in (0, 1, 3)}
 
-        def shared_layers(self) -> dict[int, int]:
-            return {}
-
     seen = []
-    held = HeldLayers(Model(), [1, 2, 3])
+    model: Any = Model()
+    held = HeldLayers(model, cached(1, 2, 3, count=4))
     held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append((layer, int(q))))
     assert seen == [(0, 1), (1, 2), (2, 3)]
     assert held.output_weights() == {0: 1, 2: 3}
 
 
 def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
-    shapes, shared = {0: (2, 64, 64), 1: (2, 64, 64), 2: (2, 64, 64)}, {2: 0}
-    config = SimpleNamespace(num_hidden_layers=3)
-    places, others = held_layers(moments(shapes), config, shared)
-    assert (places, others) == ([0, 1], {2: "it attends to the keys and values of layer 0"})
+    shapes, layers = dict.fromkeys(range(3), (2, 64, 64)), cached(0, 1, count=3, shared={2: 0})
+    why = "it attends to the keys and values of layer 0"
+    assert left_out(moments(shapes), layers) == {2: why}
 
     class Model:
         def observe(self, tokens: torch.Tensor, observer: Any, begin: float = 0.0) -> None:
@@ -154,10 +141,8 @@ def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
         def output_weights(self) -> dict[int, torch.Tensor]:
             return {layer: torch.full((1, 4), float(layer)) for layer in shapes}
 
-        def shared_layers(self) -> dict[int, int]:
-            return shared
-
-    held, seen = HeldLayers(Model(), places, shared), []
+    model: Any = Model()
+    held, seen = HeldLayers(model, layers), []
     held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append(int(q)))
     assert seen == [0, 1]
     assert {at: w.tolist() for at, w in held.output_weights().items()} == {
@@ -168,7 +153,7 @@ def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
     found, alike = Moments(), Moments()
     for layer, own in ((0, q), (1, q), (2, 2 * q)):
         found.observe(layer, own, k[:, :2], v[:, :2], 1.0)
-    merged = renumbered(found, places, shared)
+    merged = renumbered(found, layers)
     alike.observe(0, q, k[:, :2], v[:, :2], 1.0)
     expected = alike.layers[0].queries * (1 + 4) / 2
     torch.testing.assert_close(merged.layers[0].queries, expected)
@@ -197,7 +182,6 @@ def test_models_that_share_keys_are_calibrated(head_dim: int) -> None:
             calibrate(model, text, sizes=sizes)
         return
     plan = calibrate(model, text, sizes=sizes)
-    assert plan is not None
     why = {one["layer"]: one["why"] for one in plan.facts["others"]}
     assert why[2] == "it attends to the keys and values of layer 0"
     kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
@@ -222,11 +206,11 @@ def test_hybrid_models_are_calibrated_but_for_layers_without_keys(
     model = tiny_model(kind, **changes)
     sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
-    assert plan is not None
     facts = plan.facts
     assert facts["places"] == places and plan.formats == [("int4", "int4")] * len(places)
     why = {one["layer"]: one["why"] for one in facts["others"]}
-    assert why == {layer: f"it has no keys and values ({name})" for layer, name in others.items()}
+    kept = "which keeps other than keys and values"
+    assert why == {layer: f"it is {name!r}, {kept}" for layer, name in others.items()}
     assert "a KVCache alone does not serve such a model" in facts["measured"]["in_one_pass"]
     kl = {(row["format"], row["plan"]): row["kl"] for row in facts["comparison"]}
     assert 0 < kl["int8", False] < 0.2 * kl["int4", False]
@@ -261,7 +245,7 @@ def test_models_whose_attention_has_windows_caps_or_sinks_are_calibrated(
     model = tiny_model(kind, **changes)
     sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=8)
     plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
-    assert plan is not None and plan.facts["others"] == []
+    assert plan.facts["others"] == []
     kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
     assert 0 < kl["int8", False] < 0.2 * kl["int4", False]
     assert plan.facts["measured"]["in_one_pass"] is None  # by decoding
@@ -292,7 +276,7 @@ def test_the_command_lists_the_layers_that_are_not_in_the_cache(tmp_path: Path) 
     )
     assert result.exit_code == 0, result.output
     (row,) = (line for line in result.stdout.splitlines() if line.startswith("0  "))
-    assert "-" in row.split() and "(conv)" in result.stdout
-    assert "not in the cache: it has no keys" in " ".join(result.stdout.split())
+    assert "-" in row.split() and "'conv'" in result.stdout
+    assert "not in the cache: it is 'conv'," in " ".join(result.stdout.split())
     assert "Warning: This model cannot decode from a KVCache (layer 0 is 'conv'" in result.stderr
     assert CachePlan.load(path).facts["places"] == [1, 2]

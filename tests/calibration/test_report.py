@@ -16,7 +16,7 @@ from kvquant.calibration import figures
 from kvquant.calibration.report import notes, render, sections
 from kvquant.calibration.verdict import judge, next_steps, paired_error, plus_minus, verdict
 from kvquant.cli.report import report
-from kvquant.errors import ConfigError
+from kvquant.errors import CheckpointError, ConfigError
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_store import RUINED, SAFE
 from kvquant.report.page import text
@@ -306,6 +306,31 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, name: str, words: str
     args = [str(source), "-o", str(tmp_path / name)]
     with pytest.raises(ConfigError, match=words):
         CliRunner().invoke(report, args, catch_exceptions=False)
+
+
+@pytest.mark.extra("report")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("comparison", 5),
+        ("comparison", [{"plan": True}]),
+        ("measured", {"kl": 0.1}),
+        ("sensitivity", [{"layer": 9, "kl": "x"}]),
+        ("settings", [3]),
+        ("observed_tokens", "many"),
+    ],
+    ids=str,
+)
+def test_facts_that_nobody_can_read_serve_caches_and_no_report(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    source, plan = tmp_path / "plan.safetensors", example_plan()
+    CachePlan({**plan.facts, name: value}, plan.tensors).save(source)
+    assert CachePlan.load(source).formats == plan.formats
+    args = [str(source), "-o", str(tmp_path / "out.html")]
+    with pytest.raises(CheckpointError, match="holds facts that cannot be shown"):
+        CliRunner().invoke(report, args, catch_exceptions=False)
+    assert not (tmp_path / "out.html").exists()
 
 
 def test_where_no_layer_was_measured_alone_bits_are_shown_without_costs() -> None:

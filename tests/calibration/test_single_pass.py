@@ -38,7 +38,6 @@ def windows(model: CachedModel) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def plan(model: CachedModel) -> CachePlan:
     found = calibrate(model, None, sizes=Sizes(observed=256, length=64), zero_data=True)
-    assert found is not None
     return found
 
 

@@ -147,10 +147,10 @@ def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
     settings = Settings.parse({"plan": path, "k_format": "int4", "v_format": "int8"})
     assert (settings.k_format, settings.v_format) == ("int4", "int8")
     assert settings.plan is not None
-    whole = settings.plan.layers[1]
+    whole, layout = settings.plan.layers[1], settings.layout(2, 64, 64)
     for rank in range(2):
         heads = rank_heads(4, rank, 2)
-        basis = settings.basis(1, heads, 64)
+        basis = settings.basis(1, heads, layout)
         assert basis is not None
         for ours, all_heads in zip(basis, whole, strict=True):
             assert ours.kind == all_heads.kind
@@ -158,9 +158,11 @@ def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
             assert all_heads.clip is not None
             torch.testing.assert_close(ours.clip, all_heads.clip[2 * rank : 2 * rank + 2])
     with pytest.raises(UnsupportedError, match="the plan has no layer 3"):
-        settings.basis(3, [0], 64)
+        settings.basis(3, [0, 1], layout)
     with pytest.raises(ShapeError, match="layer 1 has KV head 4 of head_dim 64, the plan 4 heads"):
-        settings.basis(1, [3, 4], 64)
+        settings.basis(1, [3, 4], layout)
+    with pytest.raises(UnsupportedError, match="it has 2 KV heads on this rank, other layers 1: l"):
+        settings.basis(1, [3], layout)
 
 
 def test_a_plan_that_keeps_a_layer_in_16_bit_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from torch.nn.functional import rms_norm, silu
 
 from kvquant import (
     AttentionVariant,
-    DeviceError,
     RowFormat,
     ShapeError,
     dequantize_rows,
@@ -271,29 +270,23 @@ def test_a_toy_engine_serves_what_plain_attention_computes(
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "message"),
     [
-        ({"block_table": torch.zeros(1, 4).int()}, ShapeError, r"\[1, 4\], .* \[2 or more, max_p"),
-        ({"block_table": torch.zeros(2, 4)}, ShapeError, "block_table is .* it must be .* int32"),
+        ({"block_table": torch.zeros(1, 4).int()}, r"block_table \[1, 4\], torch.int32 on cpu; "),
         (
-            {"seq_lens": torch.tensor([9, 5])},
-            ShapeError,
-            r"seq_lens is \[2\], torch.int64: ",
+            {"block_table": torch.zeros(2, 4)},
+            r"block_table \[2, 4\], torch.float32 on cpu; .* int32",
         ),
-        ({"lens": torch.tensor([9])}, ShapeError, r"lens are \[1\]: starts have 2 sequences"),
-        (
-            {"starts": torch.zeros(3, device="meta")},
-            DeviceError,
-            "starts are on meta: give",
-        ),
-        ({"num_tokens": 3}, ShapeError, "num_tokens is 3, starts have 6 tokens"),
+        ({"block_table": torch.zeros(8).int()}, r"block_table \[8\], .* \[2 or more, max_pages\]"),
+        ({"seq_lens": torch.tensor([9, 5])}, r"seq_lens \[2\], torch.int64 on cpu; "),
+        ({"lens": torch.tensor([9])}, r"lens \[1\], .* Of 2 sequences"),
+        ({"starts": torch.zeros(3, device="meta")}, "starts .* on meta; .* starts on the CPU"),
+        ({"num_tokens": 3}, "num_tokens 3. Of 2 sequences"),
     ],
 )
-def test_new_tokens_that_do_not_fit_one_another(
-    changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_new_tokens_that_do_not_fit_one_another(changes: dict[str, Any], message: str) -> None:
     starts, lens = torch.tensor([0, 1, 6]).int(), torch.tensor([9, 5]).int()
     new = NewTokens(torch.zeros(2, 4).int(), lens, starts, lens, 6)
     assert describe_step(new).decodes == 1
-    with pytest.raises(error, match=message):
+    with pytest.raises(ShapeError, match=message):
         describe_step(new._replace(**changes))

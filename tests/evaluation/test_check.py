@@ -180,7 +180,7 @@ def test_a_plan_is_one_more_row(model: CachedModel) -> None:
     plan = calibrate(model, None, zero_data=True, sizes=Sizes(observed=512, length=256))
     found = check(model, plan=plan, plan_name="plan.safetensors", samples=1)
     row = found["rows"][-1]
-    assert row["cache"] == "plan" and row["bits"] == plan.bits  # type: ignore[union-attr]
+    assert row["cache"] == "plan" and row["bits"] == plan.bits
     assert row["lines"]["QuantizedCache"].endswith("plan='plan.safetensors')")
     assert row["window"]["kl_error"] is None and "plan" in render(found)
 

@@ -27,7 +27,7 @@ from kvquant.hf.model import CachedModel
 CACHES = ["bf16,sinks=0,recent=0", "int8/int4-g4,recent=16", "int4,sinks=0,recent=0"]
 SIZES = Sizes((160,), 2, 2, facts=(0,), passages=2, scored=8, new_tokens=12, batch=2)
 ALL = "kl", "generation", "retrieval"
-TASK = Task(ALL, retrieval=("keys", "copy"), draft=True)
+TASK = Task(ALL, retrieval=("keys", "copy"))
 
 
 @pytest.fixture(scope="module")
@@ -289,18 +289,6 @@ def test_a_prompt_of_both_kinds_of_texts_is_read_once(
     assert len(calls) == 1 and calls[0].shape == (2, 160)
 
 
-def test_drafts_are_counted_if_asked_for(model: CachedModel, found: dict[str, Any]) -> None:
-    drafts = found["generation"]["160"]["drafts"]
-    assert len(drafts) == len(found["caches"]) and drafts[0] == drafts[1]
-    for one in drafts:
-        # a step adds a token of its own, but for the last step of each of two texts
-        assert one["steps"] - 2 <= one["tokens"] - one["accepted"] <= one["steps"]
-        assert 0 <= one["accepted"] <= one["drafted"] and 0 < one["tokens"] <= 2 * 12
-    few = Sizes((160,), prompts=1, new_tokens=2)
-    plain = evaluate(model, CACHES[:1], task=Task(kinds=("generation",)), sizes=few)
-    assert "drafts" not in plain["generation"]["160"]
-
-
 def test_a_folder_and_a_model_of_transformers_serve_too(model: CachedModel) -> None:
     kinds, few = Task(kinds=("generation",)), Sizes(new_tokens=2)
     examples = [Example(model.encode("The city of Manila"))]
@@ -451,7 +439,6 @@ def test_a_question_beyond_the_positions_is_refused(
         (lambda: Task(kinds=("speed",)), "tasks: 'speed' is none of them; there are kl"),
         (lambda: Task(retrieval=()), "retrieval: nothing is named"),
         (lambda: Task(pattern="("), "no regular expression"),
-        (lambda: Task(kinds=("kl",), draft=True), "drafts are for generation"),
         (lambda: Sizes((0,)), "lengths has 0"),
         (lambda: Sizes(prompts=0), "prompts has 0"),
         (lambda: Sizes(facts=()), r"facts has no number: give \(0,\)"),

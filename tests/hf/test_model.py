@@ -32,6 +32,7 @@ from hf_cases import (  # noqa: E402
 )
 
 from kvquant.hf.model import CachedModel  # noqa: E402
+from kvquant.hf.models.configs import cache_layers  # noqa: E402
 from kvquant.hf.models.positions import positions_of  # noqa: E402
 
 LONG = [4.0] * 32
@@ -415,8 +416,9 @@ def test_models_whose_layers_no_cache_holds_are_refused_in_one_line() -> None:
 
 
 def test_windows_are_those_of_all_layers() -> None:
-    assert tiny("Gemma3nText", **GEMMA3N).windows() == {0: 16, 2: 16}
-    assert tiny("Gemma3nText", **GEMMA3N).shared_layers() == {2: 0, 3: 1}
+    model = tiny("Gemma3nText", **GEMMA3N)
+    assert model.windows() == {0: 16, 2: 16}
+    assert cache_layers(model.config).shared == {2: 0, 3: 1}
 
 
 def test_rows_that_are_bad_are_told_before_a_step(

@@ -34,7 +34,6 @@ CALLS: dict[str, Any] = {
     "plain": lambda model, text: model.plain(text),
     "observe": lambda model, text: model.observe(text, lambda *shown: None),
     "projections": lambda model, text: model.output_weights(),
-    "sharing": lambda model, text: model.shared_layers(),
     "one pass": lambda model, text: passed(model, text, keeps_context=False),
     "one pass behind a kept context": lambda model, text: passed(model, text, keeps_context=True),
 }

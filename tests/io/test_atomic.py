@@ -18,7 +18,6 @@ import saving_steps
 from saved_kinds import KINDS
 from slow_cases import mark_slow
 
-from kvquant.calibration.moments import Moments
 from kvquant.errors import CheckpointError, ConfigError
 from kvquant.io.atomic import _sync_folder, replacing, save_text
 
@@ -27,7 +26,6 @@ SAVERS: dict[str, Save] = {
     name: lambda path, kind=kind: kind.save(0, path)  # type: ignore[misc]
     for name, kind in KINDS.items()
 }
-SAVERS["sums"] = lambda path: Moments().save(path, "key")
 SAVERS["text"] = lambda path: save_text(path, "text\n")
 each = pytest.mark.parametrize("save", SAVERS.values(), ids=SAVERS)
 

@@ -37,7 +37,7 @@ class RowsLayer(DynamicLayer):
     def _through_rows(self, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
         heads, tokens, dim = k.shape[1:]
         layout = self.settings.layout(heads, dim, v.shape[-1])
-        basis = self.settings.basis(self.place, range(heads), dim)
+        basis = self.settings.basis(self.place, range(heads), layout)
         pages = torch.zeros(1, layout.slots, tokens, layout.slot_bytes, dtype=torch.uint8)
         rows = LayerRows(layout, 1.0, basis)
         by_token = [x[0].transpose(0, 1).contiguous() for x in (k, v)]

@@ -8,7 +8,6 @@ import torch
 
 from kvquant.io.plan import CachePlan
 
-STEPS = ["plain", "offset", "hadamard", "matrix", "clip", "feedback"]
 ERRORS: dict[str, Any] = {"kl_error": 0.0002, "top1_error": 0.003, "kl_passages": []}
 FORMATS = {"int4": 4.25, "int4-g4": 5.0, "int8": 8.25}
 
@@ -27,20 +26,11 @@ def example_plan(
     shape = (num_layers, num_kv_heads)
     tensors: dict[str, torch.Tensor] = {}
     for side, spread in (("k", 40.0), ("v", 3.0)):
-        std = torch.rand(*shape, head_dim) + 0.5
-        mean = torch.zeros(*shape, head_dim)
-        mean[..., 7] += spread
-        tensors |= {f"{side}.{name}": mean for name in ("mean", "offset")}
+        tensors[f"{side}.offset"] = torch.zeros(*shape, head_dim)
+        tensors[f"{side}.offset"][..., 7] += spread
         tensors[f"{side}.matrix"] = torch.eye(head_dim).repeat(*shape, 1, 1)
-        tensors |= {f"{side}.std": std, f"{side}.stored.std": 0.5 + 0.1 * std}
-        error = 0.3 + 0.2 * torch.rand(shape)
-        for name in STEPS:
-            tensors[f"{side}.error.{name}"] = error
-            error = error * (0.4 + 0.4 * torch.rand(shape))
         for name in FORMATS:
             tensors[f"{side}.clip.{name}"] = 0.8 + 0.2 * torch.rand(shape)
-            tensors[f"{side}.format_error.{name}"] = 0.01 + 0.01 * torch.rand(shape)
-            tensors[f"{side}.format_error_plain.{name}"] = 0.3 + 0.2 * torch.rand(shape)
     plan = CachePlan(example_facts(num_layers, kl, max_kl, met), tensors)
     return CachePlan({**plan.facts, "bits": plan.bits}, tensors)
 
@@ -58,7 +48,6 @@ def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -
         "model": {"type": "qwen2", "sha256": "ab" * 32},
         "layers": layers,
         "observed_tokens": 32768,
-        "steps": STEPS,
         "candidates": list(FORMATS),
         "zero_data": False,
         "measured": {

@@ -57,7 +57,6 @@ def latent_plan(
     for name in "kv":
         sides: list[Basis] = [getattr(basis, name) for basis in bases]
         tensors[f"{name}.offset"] = torch.stack([side.offset for side in sides])
-        tensors[f"{name}.mean"] = tensors[f"{name}.offset"]
         tensors[f"{name}.matrix"] = torch.stack([_matrix(side) for side in sides])
         tensors[f"{name}.clip.int4-g8"] = torch.full((num_layers, 1), 0.95)
     layers: list[dict[str, Any]] = [
@@ -76,7 +75,6 @@ def latent_plan(
         "model": model_identity(config),
         "layers": layers,
         "observed_tokens": 0,
-        "steps": [],
         "candidates": ["int4-g8"],
         "zero_data": True,
         "measured": None,

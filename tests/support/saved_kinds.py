@@ -44,7 +44,7 @@ def _cache(seed: int) -> KVCache:
 @cache
 def _plan(seed: int) -> CachePlan:
     plan = example_plan(1, 1)
-    return CachePlan(plan.facts, {**plan.tensors, "k.mean": plan.tensors["k.mean"] + seed})
+    return CachePlan(plan.facts, {**plan.tensors, "k.offset": plan.tensors["k.offset"] + seed})
 
 
 @cache

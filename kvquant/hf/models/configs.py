@@ -7,8 +7,9 @@ attends to an earlier one's keys and values has no place in the cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ...cache.checks import row_formats
 from ...cache.contiguous import KVCache
 from ...cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
 from ...cache.latent import LatentFormats, LatentKVCache
-from ...errors import ConfigError, UnsupportedModelError
+from ...errors import ConfigError, UnsupportedModelError, refuse
 from ...io.plan import CachePlan, ModelPlan, Plan, as_plan
 from ...rows.arguments import check_size, name_of_kind
 from ...rows.codec import one_of
@@ -95,6 +96,24 @@ class CacheLayers:
     rank: int = 0
     ranks: int = 1
 
+    @classmethod
+    def of_cache(cls, kv: KVCache) -> CacheLayers:
+        """Those of a KVCache whose model is not known: each has rows."""
+        dims = [(at.k_format.head_dim, at.v_format.head_dim) for at in kv.layers]
+        k_dims, v_dims = zip(*dims, strict=True)
+        places, windows = tuple(range(kv.num_layers)), tuple(kv.windows)
+        return cls(places, kv.num_kv_heads, k_dims, v_dims, windows, len(places))
+
+    @cached_property
+    def at(self) -> dict[int, int]:
+        """The place in the cache by the model's layer."""
+        return {layer: at for at, layer in enumerate(self.places)}
+
+    @property
+    def kept(self) -> list[int]:
+        """The model's layers for which transformers keeps something: others and states."""
+        return sorted([*self.others, *self.states])
+
     def of_rank(self, num_kv_heads: int) -> CacheLayers:
         """These layers with num_kv_heads, if that is one rank's share; else unchanged."""
         # transformers gives each rank consecutive heads, and neighbouring ranks one copy of a
@@ -120,24 +139,25 @@ class CacheLayers:
 def check_has_attention(config: Any) -> None:
     """Raise UnsupportedModelError for a model with an encoder, or without attention."""
     config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    refuse(UnsupportedModelError, (f"{why}: {SERVED}" for why in _without_attention(config)))
+
+
+def _without_attention(config: Any) -> Iterator[str]:
+    """Why a KVCache holds nothing of a text model."""
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{kind} models have an encoder before the decoder: {SERVED}")
+        yield f"{kind} models have an encoder before the decoder"
     count = getattr(config, "num_hidden_layers", None)
     if not isinstance(count, int) or count < 1:
-        raise UnsupportedModelError(
-            f"the config of this {kind} model does not tell its layers: {SERVED}"
-        )
+        yield f"the config of this {kind} model does not tell its layers"
+        return
     kinds = list(getattr(config, "layer_types", None) or [None] * count)
     by_layer = getattr(config, "per_layer_config", None) or [config] * count
     if all(one in _WITHOUT_KEYS for one in kinds):
-        raise UnsupportedModelError(
-            f"no layer of this {kind} model attends, layer 0 is {kinds[0]!r}: {SERVED}"
-        )
+        yield f"no layer of this {kind} model attends, layer 0 is {kinds[0]!r}"
     if not any(_number(one, "num_attention_heads", at) for at, one in enumerate(by_layer)):
-        raise UnsupportedModelError(
-            f"this {kind} model has no attention heads (num_attention_heads), so no keys and "
-            f"values: {SERVED}"
+        yield (
+            f"this {kind} model has no attention heads (num_attention_heads), so no keys and values"
         )
 
 
@@ -166,14 +186,13 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
     for layer in range(count):
         if layer in shared or kinds[layer] in _NOTHING:
             continue
-        try:
-            if layer in crossing:
-                raise UnsupportedModelError("attends to an image or an encoder, not to tokens")
-            if kinds[layer] == "chunked_attention":
-                _check_chunk(by_layer[layer], longest)
-            shapes[layer] = _shape(by_layer[layer], layer, kinds[layer], windows[layer])
-        except UnsupportedModelError as error:
-            others[layer] = str(error)
+        found: tuple[int, int, int] | str = "attends to an image or an encoder, not to tokens"
+        if layer not in crossing:
+            found = _shape(by_layer[layer], layer, kinds[layer], windows[layer], longest)
+        if isinstance(found, str):
+            others[layer] = found
+        else:
+            shapes[layer] = found
     if not shapes:
         layer, reason = next(iter(others.items()), (0, "keeps nothing"))
         kind = getattr(config, "model_type", type(config).__name__)
@@ -346,24 +365,26 @@ def _made(
     model_type = config.get_text_config(decoder=True).model_type
     if plan is not None:
         plan = as_plan(plan)
-    if given := [name for name in _SIZES if name in options]:
-        raise ConfigError(f"{' and '.join(given)} cannot be given: the cache has the model's sizes")
-    given = [name for name in _OF_HEADS if name in options and layers.are_latent]
-    if given:
+    for names, why in (
+        (_SIZES, "the cache has the model's sizes"),
+        (
+            _OF_HEADS if layers.are_latent else (),
+            f"this {model_type} model keeps a latent row a token, not keys and values of heads: "
+            "give its format as fmt ('int8-g4')",
+        ),
+    ):
+        if given := [name for name in names if name in options]:
+            raise ConfigError(f"{' and '.join(given)} cannot be given: {why}")
+    if fmt is not None and (plan is not None or not layers.are_latent):
         raise ConfigError(
-            f"{' and '.join(given)} cannot be given: this {model_type} model keeps a latent "
-            "row a token, not keys and values of heads: give its format as fmt ('int8-g4')"
-        )
-    if fmt is not None and not layers.are_latent:
-        raise ConfigError(
-            f"fmt is the format of latent rows, and this {model_type} model keeps keys and "
+            "fmt with a plan: a plan says formats, use plan.with_formats"
+            if layers.are_latent
+            else f"fmt is the format of latent rows, and this {model_type} model keeps keys and "
             "values of heads: give k_format and v_format"
         )
     if not layers.are_latent:
         options = {"windows": list(layers.windows)} | options
     if plan is not None:
-        if fmt is not None:
-            raise ConfigError("fmt with a plan: a plan says formats, use plan.with_formats")
         _check_plan(config, layers, plan)
         if layers.ranks > 1 and not layers.are_latent:
             first = layers.rank * layers.num_kv_heads
@@ -448,26 +469,21 @@ def _most_heads(shapes: Mapping[int, tuple[int, int, int]], windows: list[int | 
     return counts.most_common(1)[0][0]
 
 
-def _check_chunk(config: Any, longest: int | None) -> None:
-    """Raise where a sequence does not fit into a chunk of a layer; as _shape."""
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk and (longest is None or longest > chunk):
-        raise UnsupportedModelError(
-            f"attends to chunks of {chunk} tokens: with max_seq_len up to that it is packed"
-        )
-
-
 def _shape(
-    config: Any, layer: int, layer_kind: str | None, window: int | None
-) -> tuple[int, int, int]:
-    """KV heads, elements of a key and of a value; for latent rows 1, latent_dim, rope_dim."""
+    config: Any, layer: int, layer_kind: str | None, window: int | None, longest: int | None
+) -> tuple[int, int, int] | str:
+    """KV heads, elements of a key and of a value (of latent rows 1, latent_dim, rope_dim); or why a
+    KVCache does not hold the layer."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    if layer_kind == "chunked_attention" and chunk and (longest is None or longest > chunk):
+        return f"attends to chunks of {chunk} tokens: with max_seq_len up to that it is packed"
     if layer_kind is not None and layer_kind not in _ATTENTION | _WITH_STATE:
-        raise UnsupportedModelError(f"is {layer_kind!r}, which keeps other than keys and values")
+        return f"is {layer_kind!r}, which keeps other than keys and values"
     q_heads = _number(config, "num_attention_heads", layer)
     if not q_heads:
-        raise UnsupportedModelError("has no attention heads, so no keys and values")
+        return "has no attention heads, so no keys and values"
     if getattr(config, "kv_lora_rank", None):
-        return 1, *_latent_shape(config, layer, window)
+        return _latent_shape(config, layer, window)
     heads = _number(config, "num_key_value_heads", layer) or q_heads
     if getattr(config, "multi_query", False):  # Falcon: all query heads read one KV head
         heads = q_heads if getattr(config, "new_decoder_architecture", False) else 1
@@ -482,30 +498,28 @@ def _shape(
     v_dim = _number(config, "v_head_dim", layer) or k_dim
     for dim in (k_dim, v_dim):
         if dim not in HEAD_DIMS:
-            raise UnsupportedModelError(
-                f"has rows that no format has: head_dim {dim} is not supported: use "
-                f"{one_of(HEAD_DIMS)}"
-            )
+            allowed = one_of(HEAD_DIMS)
+            return f"has rows that no format has: head_dim {dim} is not supported: use {allowed}"
     return heads, k_dim, v_dim
 
 
-def _latent_shape(config: Any, layer: int, window: int | None) -> tuple[int, int]:
-    """Elements of a latent and of a RoPE part; as _shape."""
+def _latent_shape(config: Any, layer: int, window: int | None) -> tuple[int, int, int] | str:
+    """As _shape, of latent rows."""
     if getattr(config, "index_topk", None):
-        raise UnsupportedModelError(
+        return (
             "attends to tokens that an indexer chooses (DeepSeek sparse attention), with keys of "
             "its own beside the latent rows"
         )
     if window:
-        raise UnsupportedModelError("has latent rows and a sliding window, which they have not")
+        return "has latent rows and a sliding window, which they have not"
     latent_dim = _number(config, "kv_lora_rank", layer)
     rope_dim = _number(config, "qk_rope_head_dim", layer)
     if latent_dim not in LATENT_DIMS or rope_dim not in ROPE_DIMS:
-        raise UnsupportedModelError(
+        return (
             f"has latent rows that no format has, of {latent_dim} latents and {rope_dim} RoPE "
             f"elements: use {one_of(LATENT_DIMS)} and {one_of(ROPE_DIMS)}"
         )
-    return latent_dim, rope_dim
+    return 1, latent_dim, rope_dim
 
 
 def _number(config: Any, name: str, layer: int) -> int | None:

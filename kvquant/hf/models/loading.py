@@ -26,7 +26,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from ...errors import ConfigError, missing_extra
+from ...errors import ConfigError, missing_extra, refuse
 from ...io.model_source import check_source, is_gguf
 
 TensorPlan = Literal["auto"] | dict[str, str]
@@ -100,17 +100,16 @@ def load(
         except BaseException as error:  # of many kinds; a panic of tokenizers is no Exception
             line = _first_line(error).rstrip(" .,:")
             raise ConfigError(f"{what} could not be loaded: {line}: {advice}") from error
-    for name, stored, wanted in sorted(told["mismatched_keys"]):
-        raise ConfigError(
-            f"{folder} has {name} of shape {list(stored)}, where its config.json asks for "
-            f"{list(wanted)}: fix it, or take another copy"
+    problems = [
+        f"{name} of shape {list(stored)}, where its config.json asks for {list(wanted)}"
+        for name, stored, wanted in sorted(told["mismatched_keys"])
+    ]
+    if missing := sorted(told["missing_keys"]):
+        problems.append(
+            f"no weights for {len(missing)} tensors of the model that its config.json asks for, "
+            f"{missing[0]} first"
         )
-    missing = sorted(told["missing_keys"])
-    if missing:
-        raise ConfigError(
-            f"{folder} has no weights for {len(missing)} tensors of the model that its config.json "
-            f"asks for, {missing[0]} first: fix it, or take another copy"
-        )
+    refuse(ConfigError, (f"{folder} has {one}: fix it, or take another copy" for one in problems))
     unused = sorted(told["unexpected_keys"])
     if unused:
         warnings.warn(
@@ -190,22 +189,23 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
         is_bare = files is FILES and not list(folder.glob("*.safetensors"))
         if is_bare:  # raises if the hub is not reached: the folder is what was here before
             huggingface_hub.model_info(name)
-    except GatedRepoError as error:
-        raise ConfigError(
-            f"{name} is gated on the Hugging Face hub: accept its terms on its page there, and log "
-            "in (hf auth login)"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"{name} is no folder, no GGUF file, and no model on the Hugging Face hub: give the "
-            "path of one, or OWNER/NAME; for a private model log in (hf auth login)"
-        ) from error
     except Exception as error:  # of huggingface_hub, or of the HTTP library that its version has
-        raise ConfigError(
-            f"{name} is no folder or GGUF file here, its weights are not in the hub's cache folder,"
-            f" and the hub gives none: {_first_line(error).rstrip(' .:')}. Check the path; or run "
+        why = (
+            f"is no folder or GGUF file here, its weights are not in the hub's cache folder, and "
+            f"the hub gives none: {_first_line(error).rstrip(' .:')}. Check the path; or run "
             f"`hf download {name} --local-dir FOLDER` where there is a network, and give FOLDER"
-        ) from error
+        )
+        if isinstance(error, RepositoryNotFoundError):
+            why = (
+                "is no folder, no GGUF file, and no model on the Hugging Face hub: give the path "
+                "of one, or OWNER/NAME; for a private model log in (hf auth login)"
+            )
+        if isinstance(error, GatedRepoError):
+            why = (
+                "is gated on the Hugging Face hub: accept its terms on its page there, and log in "
+                "(hf auth login)"
+            )
+        raise ConfigError(f"{name} {why}") from error
     if is_bare:
         raise ConfigError(
             f"{name} has no safetensors files on the Hugging Face hub, and pickles are not "
@@ -295,28 +295,33 @@ def _check_folder(folder: Path) -> list[list[int]]:
         raise ConfigError(f"{folder} is not a model's folder: it has no config.json")
     config = _read_json(folder / "config.json")
     shapes = [shape for path in _weights(folder) for shape in _shapes(path)]
+    refuse(ConfigError, (f"{folder}{why}" for why in _oddities(folder, config, len(shapes))))
+    return shapes
+
+
+def _oddities(folder: Path, config: dict[str, Any], tensors: int) -> Iterator[str]:
+    """What a folder has that is not loaded; it has so many tensors of weights."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name in LAYERS & part.keys():
-            if isinstance(part[name], int) and part[name] > len(shapes):
-                raise ConfigError(
-                    f"{folder}: config.json has {name} {part[name]}, and there are {len(shapes)} "
-                    "tensors of weights: fix it, or take another copy"
+            if isinstance(part[name], int) and part[name] > tensors:
+                yield (
+                    f": config.json has {name} {part[name]}, and there are {tensors} tensors of "
+                    "weights: fix it, or take another copy"
                 )
         quantization = part.get("quantization_config") or part.get("compression_config")
         if quantization:
             method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-            raise ConfigError(
-                f"{folder} has quantized weights ({method}), which need other packages: give one "
-                "with 16- or 32-bit weights, or load it yourself and pass it to CachedModel"
+            yield (
+                f" has quantized weights ({method}), which need other packages: give one with 16- "
+                "or 32-bit weights, or load it yourself and pass it to CachedModel"
             )
     if config.get("transformers_weights"):
-        raise ConfigError(f"{folder} names its weights itself: call them {WEIGHTS}")
+        yield f" names its weights itself: call them {WEIGHTS}"
     if (folder / "adapter_config.json").exists():
-        raise ConfigError(
-            f"{folder} holds an adapter (adapter_config.json), which leads to another model: merge "
-            "it into that one, or load it by peft and pass it to CachedModel"
+        yield (
+            " holds an adapter (adapter_config.json), which leads to another model: merge it into "
+            "that one, or load it by peft and pass it to CachedModel"
         )
-    return shapes
 
 
 def _weights(folder: Path) -> list[Path]:

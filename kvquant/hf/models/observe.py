@@ -134,12 +134,6 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None, first: 
         raise UnsupportedError(f"no layer of {type(model).__name__} has attention")
 
 
-def shared_layers(model: Any) -> dict[int, int]:
-    """The layers that attend to the keys and values of another one, and that one."""
-    observe(model, torch.zeros(1, 2, dtype=torch.int64, device="cpu"), None)
-    return {layer: owner for layer, owner in _watch.owners.items() if owner != layer}
-
-
 def output_weights(model: Any) -> dict[int, torch.Tensor]:
     """The output projection of each layer: [hidden, num_q_heads * head_dim].
 
