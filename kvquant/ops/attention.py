@@ -246,6 +246,9 @@ def attend(
     try:
         if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
             return _cuda_kernel()(call, _check_cuda)
+        if q.is_cpu and (backend is None or backend == "cpu"):
+            out, lse = cpu_kernel()(call, _check_values)
+            return out.to(q.dtype), lse if return_lse else None
         return _attend_checked(call)
     except WRONG_TYPES:
         check_types(q, segments, q_lens, call.q_indptr)
@@ -308,13 +311,22 @@ def with_missing_scores(
 
 
 def _attend_checked(call: AttentionCall) -> Result:
-    """Check the values and attend by the backend of the call."""
-    call = _check(call)
-    q, segments, sm_scale, _, return_lse, q_lens, variant, *_ = call
-    backend = kernels_for(q, call.backend)
+    """Attend by a backend that was asked for, or in debug mode."""
+    backend = kernels_for(call.q, call.backend)
+    call = _check_values(call)
     if backend == "cuda":
         _require_extra()
-    if q.is_cpu or (debug.enabled and not is_rehearsed(q)) or backend == "reference":
+        return _cuda_kernel()(call)
+    options = call.q_lens, call.variant, call.q_indptr
+    out, lse = reference_over_segments(call.q, call.segments, call.sm_scale, *options)
+    return out.to(call.q.dtype), lse.float() if call.return_lse else None
+
+
+def _check_values(call: AttentionCall) -> AttentionCall:
+    """Check the call, with readable values; return it with formats, a scale and no gradient."""
+    call = _check(call)
+    q, segments, sm_scale, _, _, q_lens, variant, *_ = call
+    if not (is_rehearsed(q) or q.is_cuda and not debug.enabled and call.backend != "reference"):
         check_segment_values(segments)
         if q_lens is not None:
             check_q_len_values(q, q_lens)
@@ -323,20 +335,12 @@ def _attend_checked(call: AttentionCall) -> Result:
         if variant is not None:
             check_variant_values(q, q_lens, variant)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
-    call = call._replace(q=q.detach() if q.requires_grad else q, sm_scale=sm_scale)
-    if backend == "cuda":
-        return _cuda_kernel()(call)
-    if backend == "cpu":
-        out, lse = cpu_kernel()(call)
-    else:
-        options = q_lens, variant, call.q_indptr
-        out, lse = reference_over_segments(call.q, segments, sm_scale, *options)
-    return out.to(q.dtype), lse.float() if return_lse else None
+    return call._replace(q=q.detach() if q.requires_grad else q, sm_scale=sm_scale)
 
 
 @functools.cache
-def cpu_kernel() -> Callable[[AttentionCall], State]:
-    """The CPU's kernel, for checked calls with a scale."""
+def cpu_kernel() -> Callable[..., State]:
+    """The CPU's kernel."""
     from ..kernels.cpu.decode import attend
 
     return attend

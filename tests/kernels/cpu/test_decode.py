@@ -318,20 +318,15 @@ def test_long_sums_lose_no_digits() -> None:
         torch.testing.assert_close(lse, one_lse + torch.tensor(tokens).log(), rtol=1e-5, atol=1e-5)
 
 
-def test_any_number_of_query_heads_costs_little_more_than_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_any_number_of_query_heads_costs_little_more_than_its_own() -> None:
     """Counted in heads of work items: a number without divisors was attended head by head."""
-    items: list[int] = []
-    monkeypatch.setattr(decode, "make_decode_kernel", lambda k, v, heads, *_: heads)
-    monkeypatch.setattr(decode, "run", lambda kernel, arguments, count, **_: items.append(count))
     k_rows = torch.zeros(1, 1, 64, INT4.row_bytes, dtype=torch.uint8)
     segment = Segment(k_rows, k_rows, lens(64), INT4, INT4)
     for ratio in (*range(1, 18), 31, 34, 37, 67, 71, 72, 73, 127):
         heads = decode.heads_of_block(ratio)
-        decode.attend(AttentionCall(torch.zeros(1, ratio, 64), [segment], 1.0, 1))
-        assert heads <= decode.MAX_HEADS and heads * items[-1] < ratio + items[-1]
-        assert items[-1] == -(-ratio // decode.MAX_HEADS)
+        items = decode.Work(torch.zeros(1, ratio, 64), [segment], 1.0, 1).units
+        assert heads <= decode.MAX_HEADS and heads * items < ratio + items
+        assert items == -(-ratio // decode.MAX_HEADS)
 
 
 @pytest.mark.parametrize("ratio", mark_slow([17, 34, 71], [17]))
