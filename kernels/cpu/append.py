@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,13 +19,27 @@ from llvmlite import ir
 from numba import types
 
 from kvquant.rows.arguments import address
+from kvquant.rows.basis import Encoding
+from kvquant.rows.call import AppendCall, AppendSide
 from kvquant.rows.format import ROW_DIMS, RowFormat
+from kvquant.rows.quantize import EXACT_DTYPES
 
-from .compile import compile_kernel
-from .parallel import run
-from .rows import INPUTS, make_quantize_kernel
-from .simd import I16, I64, argument, load_int32, operation, stack_floats
-from .values import spec, store_int
+from .compile import compile_kernel, compiled
+from .parallel import Launch
+from .rows import INPUTS, all_within, load_elements, make_quantize_kernel
+from .simd import (
+    I16,
+    I64,
+    LANES,
+    argument,
+    load_float,
+    load_int32,
+    operation,
+    stack_floats,
+    store_int,
+    store_int32,
+)
+from .values import spec
 
 ROWS_PER_ITEM = 256
 EXACT_INPUTS = {"bf16": "bfloat16", "fp16": "float16"}
@@ -62,44 +75,128 @@ EXACT_INPUTS = {"bf16": "bfloat16", "fp16": "float16"}
     NAN,  # the least magnitude, as bits, of a NaN among the 16-bit rows
 ) = range(16)
 SIDES, SIDE_BYTES = 8, 16 * 8
+# those of the kernel that looks at values: whether some are beyond, tokens, heads, then K and V
+SCAN_TOKENS, SCAN_HEADS = 1, 2
+SCAN_X, SCAN_STRIDE, SCAN_STRIDE_HEAD, SCAN_DIM, SCAN_LIMIT = range(3, 8)
+SCAN_SIDE = 5
 NANS = {"bf16": 0x7F81, "fp16": 0x7C01}
 
-# K or V of a call: x, packed rows, their format, 16-bit rows
-Side: TypeAlias = tuple[torch.Tensor, torch.Tensor, RowFormat, torch.Tensor | None]
+
+class Append(Launch):
+    """The write of a call, bound to its rows and slots; see bind_append."""
+
+    def __init__(self, call: AppendCall) -> None:
+        num_tokens, num_heads, _ = call.k.x.shape
+        tokens = -(-ROWS_PER_ITEM // max(num_heads, 1))
+        items = -(-num_tokens // tokens) if num_heads else 0
+        self._found = np.zeros((2, items), np.int64)
+        places = [0 if one is None else one.data_ptr() for one in call.slots]
+        places.append(self._found.ctypes.data)
+        sides = [_arguments(side, call.exact_format) for side in call[:2]]
+        arguments = np.array([num_tokens, num_heads, tokens, items, *places, *sides[0], *sides[1]])
+        new = SIDES + X, SIDES + SIDE_BYTES // 8 + X
+        kernel, is_small = make_append_kernel(), items < 2
+        super().__init__(kernel, arguments, 2 * items, new, call, is_small=is_small)
+
+    def at(self, addresses: Sequence[int]) -> None:
+        """Write rows at the addresses of K and V; the first, of bad, may be 0."""
+        super().at(addresses[1:])
+        if addresses[0]:
+            _count(self._found, addresses[0])
 
 
-def append(
-    k: Side, v: Side, slots: Sequence[torch.Tensor | None], exact_format: str
-) -> tuple[int, int]:
-    """Write tokens to their slots, which all exist and are all different.
+def append(call: AppendCall) -> None:
+    """Write tokens to their slots, which all exist and are all different; see append_rows.
 
-    k and v are as in append.append_rows; packed, exact and evicted as in slots.Slots. Returns how
-    many rows of K and of V were written as NaN, without those that left as NaN.
+    Neither K nor V is transformed. bad counts no row that left as NaN.
     """
-    num_tokens, num_heads, _ = k[0].shape
-    if not num_tokens * num_heads:
-        return 0, 0
-    tokens = -(-ROWS_PER_ITEM // num_heads)
-    items = -(-num_tokens // tokens)
-    bad = np.zeros(2 * items, np.int64)
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in slots]
-    arguments = np.array(
-        [
-            *(num_tokens, num_heads, tokens, items, *pointers, bad.ctypes.data),
-            *_arguments(k, exact_format),
-            *_arguments(v, exact_format),
-        ],
-        np.int64,
+    k, v = call.k.x.resolve_neg(), call.v.x.resolve_neg()
+    bad = 0 if call.bad is None else call.bad.data_ptr()
+    Append(call._replace(k=call.k._replace(x=k), v=call.v._replace(x=v))).at(
+        (bad, address(k), address(v))
     )
-    run(make_append_kernel(), arguments, 2 * items, parallel=items > 1)
-    return int(bad[:items].sum()), int(bad[items:].sum())
 
 
-def _arguments(side: Side, exact_format: str) -> list[int]:
-    x, rows, fmt, exact_rows = side
+def bind_append(call: AppendCall) -> Append | None:
+    """An append bound to all but new rows: `at` takes the addresses of bad, k and v.
+
+    None if k or v is copied first, or transformed.
+    """
+    plain = Encoding()
+    if call.rope is not None or any(x.is_neg() or e != plain for x, *_, e in call[:2]):
+        return None
+    return Append(call)
+
+
+class Within(Launch):
+    """Whether K and V [num_tokens, num_kv_heads, head_dim] lie within what formats hold.
+
+    limits: the largest magnitude of each. exact_format: what rows are rounded to first, or None.
+    """
+
+    def __init__(
+        self, k: torch.Tensor, v: torch.Tensor, limits: Sequence[float], exact_format: str | None
+    ) -> None:
+        sides = []
+        for x, limit in zip((k, v), limits, strict=True):
+            stride, stride_head, _ = x.stride()
+            bits = _largest(limit, exact_format)
+            sides += [0, stride * x.itemsize, stride_head * x.itemsize, x.shape[2], bits]
+        arguments = np.array([0, *k.shape[:2], *sides], np.int64)
+        kernel = make_scan_kernel(INPUTS[k.dtype])
+        super().__init__(kernel, arguments, 1, (SCAN_X, SCAN_SIDE + SCAN_X), None, is_small=True)
+
+    def __call__(self, k: torch.Tensor, v: torch.Tensor) -> bool:
+        self.at((address(k), address(v)))
+        return not self.arguments[0]
+
+
+@functools.cache
+def _largest(limit: float, exact_format: str | None) -> int:
+    """The bits of the largest float32 up to a limit, also once it is rounded to 16 bit."""
+    low, high = 0, 0x7F7FFFFF
+    while low < high:
+        middle = (low + high + 1) // 2
+        x = torch.tensor([middle], dtype=torch.int32, device="cpu").view(torch.float32)
+        rounded = x if exact_format is None else x.to(EXACT_DTYPES[exact_format])
+        low, high = (middle, high) if max(x.item(), rounded.item()) <= limit else (low, middle - 1)
+    return low
+
+
+@functools.cache
+def make_scan_kernel(dtype):
+    """The kernel that looks for elements beyond a limit; the first argument says if there are."""
+    size = 4 if dtype == "float32" else 2
+
+    def scan_kernel(args, item):
+        is_within = True
+        for side in range(2):
+            at = args + 8 * SCAN_SIDE * side
+            limit, x = load_float(at + 8 * SCAN_LIMIT), argument(at, SCAN_X)
+            for token in range(argument(args, SCAN_TOKENS)):
+                row = x + token * argument(at, SCAN_STRIDE)
+                for _ in range(argument(args, SCAN_HEADS)):
+                    for element in range(0, argument(at, SCAN_DIM), LANES):
+                        chunk = load_elements(dtype, row + size * element)
+                        is_within = is_within and all_within(chunk, limit)
+                    row += argument(at, SCAN_STRIDE_HEAD)
+        store_int(args, 0 if is_within else 1)
+
+    return compile_kernel(scan_kernel)
+
+
+@compiled()
+def _count(found, bad):
+    """Add the rows that were written as NaN, of K and of V, to two int32."""
+    for side in range(2):
+        store_int32(bad + 4 * side, load_int32(bad + 4 * side) + found[side].sum())
+
+
+def _arguments(side: AppendSide, exact_format: str) -> list[int]:
+    x, rows, fmt, exact_rows, _ = side
     stride, stride_head, _ = x.stride()
     page, head, row, _ = rows.stride()
-    place = [address(x), stride * x.itemsize, stride_head * x.itemsize]
+    place = [0, stride * x.itemsize, stride_head * x.itemsize]
     place += [rows.data_ptr(), page, head, row, max(rows.shape[2], 1)]
     if exact_rows is None:
         return [*place, 0, 0, 0, 0, 1, _quantizer(fmt, INPUTS[x.dtype]), 0, 0]

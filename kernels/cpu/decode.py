@@ -54,6 +54,7 @@ from .simd import (
     stack_floats,
     store,
     store_float,
+    store_int,
     times,
 )
 from .values import (
@@ -69,7 +70,6 @@ from .values import (
     query_floats,
     score_block,
     spec,
-    store_int,
     store_output,
     tokens_per_block,
     value_floats,
@@ -599,4 +599,3 @@ def heads_of_block(ratio: int, most: int = MAX_HEADS) -> int:
     """Query heads of a work item, of the ratio that share a KV head."""
     blocks = max(-(-ratio // most), 1)
     return -(-ratio // blocks)
-

@@ -25,19 +25,27 @@ _is_forked = False
 class Launch:
     """A kernel and arguments that stay; `at` takes the addresses of the new ones and runs it.
 
-    new: their places among the arguments. kept: what the other addresses belong to.
+    new: their places among the arguments. kept: what the other addresses belong to. is_small: not
+    worth more than one thread.
     """
 
     def __init__(
-        self, kernel: int, arguments: Any, items: int, new: Sequence[int], kept: object
+        self,
+        kernel: int,
+        arguments: Any,
+        items: int,
+        new: Sequence[int],
+        kept: object,
+        *,
+        is_small: bool,
     ) -> None:
         self._kernel, self._items, self._new, self._kept = kernel, items, new, kept
-        self.arguments = arguments
+        self.arguments, self._is_parallel = arguments, not is_small
 
     def at(self, addresses: Sequence[int]) -> None:
         for place, address in zip(self._new, addresses, strict=True):
             self.arguments[place] = address
-        run(self._kernel, self.arguments, self._items, parallel=self._items > 2)
+        run(self._kernel, self.arguments, self._items, parallel=self._is_parallel)
 
 
 def run(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> None:

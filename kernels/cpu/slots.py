@@ -1,10 +1,12 @@
 """Slots of new tokens on the CPU, by kvquant/rows/slots.py, and whether slots are all different.
 
-It finds that something is not possible; kvquant/ops/slots.py says what.
+It finds that something is not possible; kvquant/ops/slots.py says what. place_tokens advances the
+lengths of a layer, too: see kernels/cuda/slots/kernel.py.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numba
@@ -14,8 +16,32 @@ import torch
 from kvquant.rows.arguments import MAX_LENGTH
 from kvquant.rows.slots import SlotsCall
 
-from .compile import compiled
+from .compile import compile_kernel, compiled
+from .parallel import Launch
+from .simd import argument, load_int32, store_int, store_int32
 
+# the arguments of the kernel that places tokens: addresses, as of kernels/cuda/slots/launch.py
+(
+    SEQ_LENS,
+    PACKED_LENS,
+    EXACT_LENS,
+    STARTS,
+    EXACT_FIRSTS,
+    SEEN_LENS,
+    SEEN_STARTS,
+    FIRSTS,
+    NEW_LENS,
+    OVERFLOW,
+    ROOM,
+    SINK_LEN,
+    PACKED_LEN,
+    RECENT_LEN,
+    RING_LEN,
+    MAX_SEQ_LEN,
+    WINDOW,
+    NEW_TOKENS,
+    BATCH,
+) = range(19)
 NONE = -1
 NO_PAGES = np.empty((0, 0), np.int64)
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: spreads what is regular
@@ -51,6 +77,93 @@ def are_possible(
         numbers[i] = tensor.numpy()
     possible: bool = _are_possible(numbers, num_packed, num_exact)
     return possible
+
+
+def place_tokens(
+    lens: Sequence[torch.Tensor | None],
+    sizes: Sequence[int],
+    new_lens: torch.Tensor | None,
+    new_tokens: int,
+    overflow: torch.Tensor,
+    room: torch.Tensor,
+) -> None:
+    """Write slots to room, and lengths in place; as kernels/cuda/slots/launch.py."""
+    if new_lens is not None:
+        new_lens = new_lens.long().contiguous()
+    bind_place(lens, sizes, new_tokens, room, new_lens).at((overflow.data_ptr(),))
+
+
+def bind_place(
+    lens: Sequence[torch.Tensor | None],
+    sizes: Sequence[int],
+    new_tokens: int,
+    room: torch.Tensor,
+    new_lens: torch.Tensor | None = None,
+) -> Launch:
+    """Bind place_tokens to a layer and a number of tokens; it takes overflow's address."""
+    batch, given = room.shape[1] // (new_tokens + 1), (*lens, new_lens, None, room)
+    places = [0 if one is None else one.data_ptr() for one in given]
+    arguments = np.array([*places, *sizes, new_tokens, batch], np.int64)
+    return Launch(make_place_kernel(), arguments, batch, [OVERFLOW], given, is_small=True)
+
+
+@functools.cache
+def make_place_kernel():
+    """The kernel; item: a sequence."""
+
+    def place_kernel(args, b):
+        seq_lens, packed_lens = argument(args, SEQ_LENS), argument(args, PACKED_LENS)
+        sink_len, packed_len = argument(args, SINK_LEN), argument(args, PACKED_LEN)
+        ring_len, window = argument(args, RING_LEN), argument(args, WINDOW)
+        new_tokens, batch = argument(args, NEW_TOKENS), argument(args, BATCH)
+        room, overflow, at = argument(args, ROOM), argument(args, OVERFLOW), 4 * b
+        # Step 1: the lengths before, and after
+        old, first, wanted = load_int32(seq_lens + at), load_int32(packed_lens + at), new_tokens
+        if argument(args, NEW_LENS) != 0:
+            wanted = min(max(argument(argument(args, NEW_LENS), b), 0), new_tokens)
+        count = min(wanted, argument(args, MAX_SEQ_LEN) - old)
+        after = old + count
+        behind = after - sink_len  # tokens behind the sinks
+        last = max(first, behind - argument(args, RECENT_LEN))
+        page, ring = max(packed_len, 1), max(ring_len, 1)
+        oldest = behind - packed_len if window != 0 else 0
+        # Step 2: the slots
+        num_places = batch * (new_tokens + 1)
+        for offset in range(new_tokens):
+            index = old + offset - sink_len  # among the tokens behind the sinks
+            packed = exact = -1
+            if offset < count:
+                row = sink_len + index
+                if index >= 0:
+                    row = sink_len + index % ring
+                    if packed_len != 0 and index >= oldest:  # no room for those before them
+                        packed = b * page + index % page
+                if index < 0 or index >= behind - ring_len:
+                    exact = b * (sink_len + ring_len) + row
+            place = room + 8 * (b * new_tokens + offset)
+            store_int(place, packed)
+            store_int(place + 8 * num_places, exact)
+            store_int(place + 16 * num_places, -1)
+        # Step 3: the lengths
+        place = room + 8 * (num_places - batch + b)
+        store_int(place, old)
+        store_int(place + 8 * num_places, first)
+        store_int32(seq_lens + at, after)
+        store_int32(packed_lens + at, last)
+        store_int32(argument(args, EXACT_LENS) + at, after - last)
+        store_int32(argument(args, STARTS) + at, last % ring)
+        kept = argument(args, EXACT_FIRSTS) + at
+        store_int32(kept, max(load_int32(kept), behind - ring_len))
+        if window != 0:
+            firsts, seen = argument(args, FIRSTS) + at, max(after - window, 0)
+            before = load_int32(firsts)
+            store_int(place + 16 * num_places, before)
+            store_int32(argument(args, SEEN_LENS) + at, max(last - seen, 0))
+            store_int32(argument(args, SEEN_STARTS) + at, seen % page)
+            store_int32(firsts, max(before, oldest))
+        store_int32(overflow, load_int32(overflow) + wanted - count)
+
+    return compile_kernel(place_kernel)
 
 
 @compiled()

@@ -346,12 +346,6 @@ def score_block(emit, format_spec, in_integers, heads, least, q, row, stride, co
     return b.select(within, scores, emit.constant(-math.inf))
 
 
-@operation(types.void, types.int64, types.int64)
-def store_int(emit, address, value):
-    """An int64 to a byte address."""
-    emit.store(address, value)
-
-
 @operation(types.void, literal, literal, literal, literal, *[types.int64] * 8)
 def weigh_rows(
     emit,

@@ -17,7 +17,7 @@ rows are a ring, too, with SPARE more tokens for crops: token i has row i % pack
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
@@ -25,19 +25,10 @@ import torch
 
 from .. import debug
 from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedError
-from ..ops.append import bind_append, write_rows
+from ..ops.append import bind_append, bind_check, write_rows
 from ..ops.append_checks import check_call
 from ..ops.quantize import dequantize_segment
-from ..ops.slots import (
-    Lens,
-    Placed,
-    Sizes,
-    bind_place,
-    find_slots,
-    lens_before,
-    place_tokens,
-    takes_one_launch,
-)
+from ..ops.slots import Lens, Placed, Sizes, bind_place, lens_before, place_tokens
 from ..ops.transform import encode_rows
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import address, check_tensors
@@ -49,7 +40,7 @@ from ..rows.kind import KEY_VALUE, LATENT, KeyValue, Rows
 from ..rows.latent import AnyFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, beyond, full_precision
 from ..rows.segment import FixedSegments, Segment, check_query_dtype
-from ..rows.slots import Slots, SlotsCall, Split
+from ..rows.slots import Slots, Split
 from ..rows.spacing import spaced_len
 from ..rows.variant import (
     AttentionVariant,
@@ -125,13 +116,15 @@ class BoundAppend(NamedTuple):
     """The launches of an append of new_tokens to each sequence, bound to a layer's tensors.
 
     place is from bind_place, write from bind_append; they share room (slots.Placed), so appends to
-    a layer must follow one another on one stream.
+    a layer must follow one another on one stream. fits says whether formats hold k and v, where
+    values are read.
     """
 
     new_tokens: int
     place: Launch
     write: Launch
     room: torch.Tensor
+    fits: Callable[[torch.Tensor, torch.Tensor], bool] | None
 
 
 class LayerCache:
@@ -484,8 +477,8 @@ class LayerCache:
     ) -> torch.Tensor | None:
         """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append.
 
-        On CUDA two launches, unless values are read: slots with lengths, then rows. They stay bound
-        to the layer for new rows of the same kind.
+        Two launches: slots with lengths, then rows. They stay bound to the layer for new rows of
+        the same kind.
 
         queries go to write_rows, which gives the result; bound are launches already found.
         """
@@ -493,15 +486,16 @@ class LayerCache:
             bound = bound or self.bound.find(k, v)
             # else lengths have to be read: they are not known, or near max_seq_len
             if bound and self.longest is not None and self.longest + bound[0] <= self.max_seq_len:
-                new_tokens, place, write, room = bound
-                place.at((overflow_tokens.data_ptr(),))
-                try:
-                    write.at((bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
-                except Exception:  # such as a lack of memory
-                    self._take_back(room)
-                    raise
-                self.longest += new_tokens
-                return None
+                new_tokens, place, write, room, fits = bound
+                if fits is None or fits(k, v):  # else what follows says what is wrong
+                    place.at((overflow_tokens.data_ptr(),))
+                    try:
+                        write.at((bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
+                    except Exception:  # such as a lack of memory
+                        self._take_back(room)
+                        raise
+                    self.longest += new_tokens
+                    return None
         given = k, v
         check_tensors(**dict(zip(self.sides, given, strict=True)))
         k, v = k.detach(), v.detach()
@@ -514,22 +508,12 @@ class LayerCache:
             return None
         if recorded:
             self.longest = None
-        longest = (self.longest or 0) + new_tokens
         if k.dtype != v.dtype:
             k, v = k.float(), v.float()
         # copied, or more, before slots are found: see write_rows
         by_token, transforms = self.row_kind.to_write(_by_token(k), _by_token(v), self.basis)
-        placed = None
-        if takes_one_launch(self.seq_lens, recorded):
-            placed = place_tokens(self.lens, self.sizes, counts, new_tokens, overflow_tokens)
-            slots = placed.slots
-        else:
-            if recorded:  # what cannot be reported must not be written
-                counts = self._with_room(counts, new_tokens, overflow_tokens)
-            sizes = new_tokens, self.split.page_size, self.sink_len, self.split.ring_len
-            ring, at_once = self.window is not None, self.packed_len > 0
-            lens = self.seq_lens, self.packed_lens, counts
-            slots = find_slots(SlotsCall(*lens, *sizes, ring=ring, at_once=at_once))
+        placed = place_tokens(self.lens, self.sizes, counts, new_tokens, overflow_tokens)
+        slots = placed.slots
         packed_rows = self.k_packed, self.v_packed
         exact_rows = self.k_exact_rows, self.v_exact_rows
         if torch.compiler.is_compiling():
@@ -543,18 +527,13 @@ class LayerCache:
         try:
             # slots are right, and rows fit: proved again in debug mode only
             check = partial(check_call, call) if debug.enabled else None
-            multiplied = write_rows(call, check=check, placed=placed is not None, queries=queries)
+            multiplied = write_rows(call, check=check, placed=True, queries=queries)
         except Exception:  # such as a lack of memory
-            if placed is not None:
-                self._take_back(placed.room)
+            self._take_back(placed.room)
             raise
-        if placed is None:
-            seq_lens = self.seq_lens + (new_tokens if counts is None else counts)
-            packed = self.split.packed_lens(seq_lens, self.packed_lens)
-            self.set_lens(seq_lens, packed, longest)
-        elif self.longest is not None:
-            self.longest = longest
-        if placed is not None and counts is None and not (recorded or k.is_meta):
+        if self.longest is not None:
+            self.longest += new_tokens
+        if counts is None and not (recorded or k.is_meta):
             self._bind(given, call, placed)
         return multiplied
 
@@ -569,8 +548,11 @@ class LayerCache:
             return
         place = bind_place(self.lens, self.sizes, new_tokens, placed.room)
         write = bind_append(call, placed=True)
-        if place is not None and write is not None:
-            self.bound.keep(kind_of(*given), BoundAppend(new_tokens, place, write, placed.room))
+        if place is None or write is None:
+            return
+        exact_format = self.k_exact.codec if self.split.exact_len else None
+        fits = bind_check(call, [fmt.max_abs for fmt in self._narrowest], exact_format)
+        self.bound.keep(kind_of(*given), BoundAppend(new_tokens, place, write, placed.room, fits))
 
     def _take_back(self, room: torch.Tensor) -> None:
         """Restore the lengths after tokens were placed that could not be written."""
@@ -692,15 +674,6 @@ class LayerCache:
                 exact = EXACT_DTYPES[self.k_exact.codec]
                 if x.dtype != exact:
                     _check_limit(x.to(exact), name, fmt, new_lens)
-
-    def _with_room(
-        self, new_lens: torch.Tensor | None, new_tokens: int, overflow_tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """How many of the new tokens have room; the others are counted."""
-        wanted = torch.full_like(self.seq_lens, new_tokens) if new_lens is None else new_lens
-        new_lens = torch.minimum(wanted, self.max_seq_len - self.seq_lens)
-        overflow_tokens += (wanted - new_lens).sum()
-        return new_lens
 
     def check_crop(self, layer: int, seq_lens: torch.Tensor) -> None:
         """Raise ShapeError unless the first seq_lens[b] tokens of sequence b can be kept."""

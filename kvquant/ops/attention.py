@@ -246,10 +246,11 @@ def attend(
     try:
         if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
             return _cuda_kernel()(call, _check_cuda)
-        if q.is_cpu and (backend is None or backend == "cpu"):
-            out, lse = cpu_kernel()(call, _check_values)
-            return out.to(q.dtype), lse if return_lse else None
-        return _attend_checked(call)
+        backend = kernels_for(q, backend)
+        if backend != "cpu":
+            return _attend_checked(call, backend)
+        out, lse = cpu_kernel()(call, _check_values)
+        return out.to(q.dtype), lse if return_lse else None
     except WRONG_TYPES:
         check_types(q, segments, q_lens, call.q_indptr)
         if variant is not None:
@@ -310,9 +311,8 @@ def with_missing_scores(
     return variant._replace(score_offsets=offsets), True
 
 
-def _attend_checked(call: AttentionCall) -> Result:
-    """Attend by a backend that was asked for, or in debug mode."""
-    backend = kernels_for(call.q, call.backend)
+def _attend_checked(call: AttentionCall, backend: str) -> Result:
+    """Attend by the reference, or on CUDA in debug mode."""
     call = _check_values(call)
     if backend == "cuda":
         _require_extra()

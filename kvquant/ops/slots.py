@@ -1,14 +1,14 @@
-"""Slots of new tokens, found and checked; on CUDA in one launch with a layer's lengths.
+"""Slots of new tokens, found and checked; of a layer in one launch, with its lengths.
 
-find_slots is slots_of without its checks. Under torch.compile only, torch.ops.kvquant.place_tokens
-writes the lengths of a layer, lost and room, and reads nothing on the host. Its reference, also on
-other devices and in debug mode, is find_slots and LayerCache.set_lens.
+Under torch.compile only, torch.ops.kvquant.place_tokens writes the lengths of a layer, lost and
+room, and reads nothing on the host. Its reference is rows.slots.reference_slots, and then
+LayerCache.set_lens.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,10 +17,9 @@ import torch
 
 from .. import debug
 from ..errors import ConfigError, ShapeError
-from ..rehearsal import is_rehearsed
 from ..rows.arguments import MAX_LENGTH, check_flag, check_readable, check_size
 from ..rows.slots import Slots, SlotsCall, Split, reference_slots
-from .dispatch import WRONG_TYPES, torch_op
+from .dispatch import WRONG_TYPES, kernels_for, torch_op
 
 if TYPE_CHECKING:
     from ..kernels.cuda.runtime.launch import Launch
@@ -287,11 +286,6 @@ class Placed(NamedTuple):
     room: torch.Tensor
 
 
-def takes_one_launch(lens: torch.Tensor, recorded: bool) -> bool:
-    """Whether place_tokens serves: the lengths are on CUDA and the host must not read them."""
-    return (lens.is_cuda and (recorded or not debug.enabled)) or is_rehearsed(lens)
-
-
 def place_tokens(
     lens: Lens,
     sizes: Sizes,
@@ -313,7 +307,7 @@ def place_tokens(
     if torch.compiler.is_compiling():
         place_tokens_op(*lens, sizes, new_lens, new_tokens, overflow, room)
     else:
-        _launcher()(lens, sizes, new_lens, new_tokens, overflow, room)
+        _launcher(room).place_tokens(lens, sizes, new_lens, new_tokens, overflow, room)
     packed, exact, evicted = room[:, :num_tokens].unbind()
     has_exact = sizes.sink_len + sizes.ring_len > 0
     slots = Slots(packed, exact, evicted) if has_exact else Slots(packed)
@@ -325,9 +319,8 @@ def bind_place(lens: Lens, sizes: Sizes, new_tokens: int, room: torch.Tensor) ->
 
     The launch takes the address of overflow. None if there are no sequences.
     """
-    from ..kernels.cuda.slots.launch import bind_place
-
-    return bind_place(lens, sizes, new_tokens, room)
+    bound: Launch | None = _launcher(room).bind_place(lens, sizes, new_tokens, room)
+    return bound
 
 
 def lens_before(room: torch.Tensor, batch: int) -> torch.Tensor:
@@ -335,16 +328,21 @@ def lens_before(room: torch.Tensor, batch: int) -> torch.Tensor:
     return room[:, room.shape[1] - batch :]
 
 
-@functools.cache
-def _launcher() -> Callable[..., None]:
-    from ..kernels.cuda.slots.launch import place_tokens
+def _launcher(room: torch.Tensor) -> ModuleType:
+    return _cpu() if kernels_for(room, None) == "cpu" else _cuda()
 
-    return place_tokens
+
+@functools.cache
+def _cuda() -> ModuleType:
+    from ..kernels.cuda.slots import launch
+
+    return launch
 
 
 def _place(*args: Any) -> None:
     *lens, sizes, new_lens, new_tokens, overflow, room = args
-    _launcher()(lens, Sizes(*sizes), new_lens, new_tokens, overflow, room)
+    place = lens, Sizes(*sizes), new_lens, new_tokens, overflow, room
+    _launcher(room).place_tokens(*place)
 
 
 place_tokens_op = torch_op("place_tokens", PLACE_TOKENS, _place, lambda *args: None)

@@ -21,7 +21,9 @@ class Bound(dict[Hashable, Any]):
         if not self or debug.enabled or torch.compiler.is_dynamo_compiling():
             return None
         found = self.get(kind_of(*new))
-        return None if found is None or torch.cuda.is_current_stream_capturing() else found
+        if found is None or (new[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        return found
 
     def keep(self, kind: Hashable, launches: Any) -> None:
         """Remember launches for this kind of call, unless there are none."""

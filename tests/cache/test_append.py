@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ def test_nothing_is_read_while_there_is_room(monkeypatch: pytest.MonkeyPatch) ->
     appended: list[Any] = []
     monkeypatch.setattr(layer, "write_rows", lambda call, **options: appended.append(call.slots))
     monkeypatch.setattr("kvquant.cache.contiguous.check_holds", lambda device: None)
+    placed = SimpleNamespace(place_tokens=lambda *given: None)
+    monkeypatch.setattr("kvquant.ops.slots._launcher", lambda room: placed)
     cache = make("meta")
     lens = torch.zeros(BATCH, dtype=torch.int64, device="meta")
     for new_lens in (None, lens, lens.int(), None):

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kvquant import debug
 from kvquant.cache import layer
 from kvquant.cache.layer import LayerCache
-from kvquant.ops import slots
 from kvquant.rows.format import RowFormat
-from kvquant.rows.slots import Slots
+from kvquant.rows.slots import Slots, SlotsCall, reference_slots
 
 SPARE = 6
 FORMAT = RowFormat.parse("int8", 64)
@@ -60,15 +58,17 @@ def place(
     at: LayerCache, new_lens: Sequence[int] | None, new_tokens: int, overflow: torch.Tensor
 ) -> Slots:
     """The reference: slots, lengths and overflow of a step whose lengths are not read."""
-    found: list[Slots] = []
-    counts = None if new_lens is None else torch.tensor(new_lens).clamp(0, new_tokens)
-    rows = torch.zeros(len(at.seq_lens), 1, new_tokens, FORMAT.head_dim)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(debug, "is_recorded", lambda tensor: True)
-        patch.setattr(slots, "_are_on_cpu", lambda *tensors: False)  # torch's way
-        patch.setattr(layer, "write_rows", lambda call, **options: found.append(call.slots))
-        at.append(rows, rows, counts, torch.zeros(2, dtype=torch.int32), overflow)
-    return found[0]
+    wanted = torch.full_like(at.seq_lens, new_tokens)
+    if new_lens is not None:
+        wanted = torch.tensor(new_lens).clamp(0, new_tokens).int()
+    counts = torch.minimum(wanted, at.max_seq_len - at.seq_lens)
+    overflow += (wanted - counts).sum()
+    sizes = new_tokens, at.split.page_size, at.sink_len, at.split.ring_len
+    options: dict[str, Any] = {"ring": at.window is not None, "at_once": at.packed_len > 0}
+    slots = reference_slots(SlotsCall(at.seq_lens, at.packed_lens, counts, *sizes, **options))
+    seq_lens = at.seq_lens + counts
+    at.set_lens(seq_lens, at.split.packed_lens(seq_lens, at.packed_lens))
+    return slots
 
 
 def random_lens(draw: random.Random, batch: int, new_tokens: int) -> list[int] | None:

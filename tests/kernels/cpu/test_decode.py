@@ -442,14 +442,13 @@ def test_many_queries_with_a_window_read_their_own_rows(monkeypatch: pytest.Monk
     variant = AttentionVariant(window=window, score_offsets=torch.randn(2, q_len, 2))
     options: dict[str, Any] = {"k_format": "int8", "v_format": "int8", "variant": variant}
     options |= {"q_lens": counts, "return_lse": True}
-    longest, attend = list[int](), decode._attend
+    longest, work = list[int](), decode.Work
 
-    def spy(heads: torch.Tensor, segments: list[Segment], *given: Any) -> State:
+    def spy(heads: torch.Tensor, segments: list[Segment], *given: Any) -> decode.Work:
         longest.append(int((segments[0].seq_lens - given[-1].firsts[0]).max()))
-        found: State = attend(heads, segments, *given)
-        return found
+        return work(heads, segments, *given)
 
-    monkeypatch.setattr(decode, "_attend", spy)
+    monkeypatch.setattr(decode, "Work", spy)
     found = decode_attention(q, k_rows, v_rows, seq_lens, **options)
     assert max(longest) < window + decode.MAX_HEADS
     wanted = reference_attention(q, k_rows, v_rows, seq_lens, **options)
