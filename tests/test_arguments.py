@@ -170,7 +170,6 @@ FLAGS: dict[str, Callable[[Any], Any]] = {
     ),
     "return_lse of a cache": lambda flag: cache().attend(0, Q, return_lse=flag),
     "check": lambda flag: quantize_rows(Q, INT4, check=flag),
-    "ring": lambda flag: slots_of(LENS, LENS, None, 0, 16, ring=flag),
 }
 
 

@@ -50,7 +50,7 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: spreads 
 def find_slots(call: SlotsCall) -> Sequence[torch.Tensor] | None:
     """The tensors that slots.slots_of gives, in a tenth of the time; None if it is to raise."""
     seq_lens, packed_lens, new_lens, new_tokens, page_size, sink_len, recent_len = call[:7]
-    block_table, seq_slots, ring, at_once = call[7:]
+    block_table, seq_slots = call[7:]
     batch, new_tokens = len(seq_lens), int(new_tokens)
     lens = np.empty((4, batch), np.int64)
     lens[0], lens[1] = seq_lens.numpy(), packed_lens.numpy()
@@ -59,7 +59,7 @@ def find_slots(call: SlotsCall) -> Sequence[torch.Tensor] | None:
     table = NO_PAGES if block_table is None else block_table.numpy().astype(np.int64, "C")
     sizes = new_tokens, int(page_size), int(sink_len), int(recent_len)  # of one type each
     slots = np.empty((3 if sink_len + recent_len else 1, batch * new_tokens), np.int64)
-    if not _fill(lens, table, *sizes, bool(ring), bool(at_once), slots):
+    if not _fill(lens, table, *sizes, slots):
         return None
     return torch.from_numpy(slots).unbind()
 
@@ -174,8 +174,6 @@ def _fill(
     page_size,
     sink_len,
     recent_len,
-    ring,
-    at_once,
     slots,  # [3, batch * new_tokens]: packed, exact, evicted; without 16-bit rows [1, ...]
 ):
     """Fill slots; False if something is not possible."""
@@ -189,26 +187,22 @@ def _fill(
             return False
         if not 0 <= new <= new_tokens or not 0 <= seq_slot <= MAX_LENGTH:
             return False
-        last = max(old + new - sink_len, 0) if at_once else max(first, old + new - exact_len)
-        if last > room and (paged or not ring):
+        last = max(first, old + new - exact_len)
+        if last > room:
             return False
         for page in range((last + page_size - 1) // page_size if paged else 0):
             if not 0 <= table[b, page] <= MAX_LENGTH:
                 return False
-        oldest = last - page_size if ring else 0
         for i in range(new):
             token, index = b * new_tokens + i, old - sink_len + i
-            if max(oldest, 0) <= index < last:
+            if 0 <= index < last:
                 slots[0, token] = _packed_slot(table, paged, b, index, page_size)
             if index < 0:
                 slots[1, token] = seq_slot * exact_len + sink_len + index
-            elif at_once:
-                if index >= last - recent_len:
-                    slots[1, token] = seq_slot * exact_len + sink_len + index % recent_len
             elif index >= last:
                 slots[1, token] = seq_slot * exact_len + sink_len + index % recent_len
                 leaver = first + (index - first) % recent_len
-                if oldest <= leaver < old - sink_len:
+                if leaver < old - sink_len:
                     slots[2, token] = _packed_slot(table, paged, b, leaver, page_size)
     return True
 

@@ -1,8 +1,7 @@
 """Slots of new tokens, found and checked; of a layer in one launch, with its lengths.
 
 Under torch.compile only, torch.ops.kvquant.place_tokens writes the lengths of a layer, lost and
-room, and reads nothing on the host. Its reference is rows.slots.reference_slots, and then
-LayerCache.set_lens.
+room, and reads nothing on the host.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 
 from .. import debug
 from ..errors import ConfigError, ShapeError
-from ..rows.arguments import MAX_LENGTH, check_flag, check_readable, check_size
+from ..rows.arguments import MAX_LENGTH, check_readable, check_size
 from ..rows.slots import Slots, SlotsCall, Split, reference_slots
 from .dispatch import WRONG_TYPES, kernels_for, torch_op
 
@@ -43,8 +42,6 @@ def slots_of(
     recent_len: int = 0,
     block_table: torch.Tensor | None = None,
     seq_slots: torch.Tensor | None = None,
-    ring: bool = False,
-    at_once: bool = False,
 ) -> Slots:
     """Find the slots of new tokens given as [batch, new_tokens], flattened.
 
@@ -62,9 +59,6 @@ def slots_of(
         recent_len: last tokens of each sequence, in a ring of as many rows after them.
         block_table: [batch, max_pages], int32: the pages of each sequence. None: page b alone.
         seq_slots: [batch]: each sequence's slot among the 16-bit rows. None: sequence slot b.
-        ring: whether packed rows without pages are a ring of page_size rows.
-        at_once: whether tokens after the sinks, with those of the ring, are packed when they
-            come. Then none is evicted.
 
     Returns:
         Slots of batch * new_tokens tokens, on the device of seq_lens; packed ones only without
@@ -83,23 +77,20 @@ def slots_of(
         tensor([ 5,  6, 73, 74])
     """
     sizes = new_tokens, page_size, sink_len, recent_len
-    call = SlotsCall(seq_lens, packed_lens, new_lens, *sizes, block_table, seq_slots, ring, at_once)
+    call = SlotsCall(seq_lens, packed_lens, new_lens, *sizes, block_table, seq_slots)
     _check_tensors(call)
-    check_flag("ring", ring)
-    check_flag("at_once", at_once)
     if not torch.compiler.is_compiling():
         for name in ("new_tokens", "sink_len", "recent_len"):
             check_size(name, getattr(call, name))
         check_size("page_size", page_size, at_least=1)
     try:
-        return find_slots(call)
+        return _find_slots(call)
     except WRONG_TYPES:
         check_readable(**{name: x for name, x in call.tensors.items() if x is not None})
         raise
 
 
-def find_slots(call: SlotsCall) -> Slots:
-    """Find slots without the checks of types and sizes."""
+def _find_slots(call: SlotsCall) -> Slots:
     if not torch.compiler.is_compiling() and _are_on_cpu(call.tensors.values()):
         found = _cpu().find_slots(call)
         if found is not None:  # else the checks below say what is not possible
@@ -107,10 +98,9 @@ def find_slots(call: SlotsCall) -> Slots:
     if debug.may_read(call.seq_lens):
         _check_lens(call)
         new = call.new_tokens if call.new_lens is None else call.new_lens
-        tokens = Split(call.sink_len, 0 if call.at_once else call.recent_len, call.page_size)
+        tokens = Split(call.sink_len, call.recent_len, call.page_size)
         last = tokens.packed_lens(call.seq_lens.long() + new, call.packed_lens.long())
-        if not call.ring:
-            _check_room(last, call.page_size, call.block_table)
+        _check_room(last, call.page_size, call.block_table)
         _check_places(last, call.page_size, call.block_table, call.seq_slots)
     return reference_slots(call)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from kvquant import KVCache, Slots, append_rows, quantize_rows, slots_of
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.rows.format import RowFormat
-from kvquant.rows.slots import SlotsCall, Split, reference_slots
+from kvquant.rows.slots import Split
 
 HEADS, HEAD_DIM, MAX_SEQ_LEN = 2, 64, 40
 K_FORMAT, V_FORMAT = RowFormat.parse("int4-g4", HEAD_DIM), RowFormat.parse("fp8", HEAD_DIM)
@@ -183,29 +182,6 @@ def test_the_slots_of_a_window_can_be_read_off() -> None:
     assert many.packed.tolist() == [4, 5, -1, -1, -1], "pushed out in the same call"
     assert many.exact.tolist() == [-1, -1, 1, 2, 3]
     assert many.evicted.tolist() == [-1, -1, 3, 1, 2]
-
-
-def reference(*call: Any, **options: Any) -> Slots:
-    return reference_slots(SlotsCall(*call, **options))
-
-
-@pytest.mark.parametrize("find", [slots_of, reference])
-def test_tokens_that_are_packed_at_once_have_both_rows(find: Callable[..., Slots]) -> None:
-    """Sequences of 5 tokens and 1, of which 1 is a sink, with 3 rows in the ring."""
-    lens = torch.tensor([5, 1])
-    packed_lens = (lens - 4).clamp(min=0)
-    options: dict[str, Any] = {"sink_len": 1, "recent_len": 3, "at_once": True}
-
-    def found(*call: Any, **more: Any) -> list[list[int]]:
-        return [x.tolist() for x in find(*call, **options, **more) if x is not None]
-
-    packed, exact, evicted = found(lens, packed_lens, torch.tensor([3, 1]), 4, 10)
-    assert packed == [4, 5, 6, -1, 10, -1, -1, -1]
-    assert exact == [2, 3, 1, -1, 5, -1, -1, -1] and evicted == [-1] * 8
-    packed, exact, _ = found(lens[:1], packed_lens[:1], None, 5, 10)
-    assert packed == [4, 5, 6, 7, 8] and exact == [-1, -1, 1, 2, 3]
-    packed, exact, _ = found(lens[:1], packed_lens[:1], None, 5, 3, ring=True)
-    assert packed == [-1, -1, 0, 1, 2] and exact == [-1, -1, 1, 2, 3]
 
 
 def test_without_exact_rows_there_are_packed_slots_only() -> None:

@@ -12,7 +12,7 @@ import torch
 from kvquant.cache import layer
 from kvquant.cache.layer import LayerCache
 from kvquant.rows.format import RowFormat
-from kvquant.rows.slots import Slots, SlotsCall, reference_slots
+from kvquant.rows.slots import Slots
 
 SPARE = 6
 FORMAT = RowFormat.parse("int8", 64)
@@ -63,12 +63,22 @@ def place(
         wanted = torch.tensor(new_lens).clamp(0, new_tokens).int()
     counts = torch.minimum(wanted, at.max_seq_len - at.seq_lens)
     overflow += (wanted - counts).sum()
-    sizes = new_tokens, at.split.page_size, at.sink_len, at.split.ring_len
-    options: dict[str, Any] = {"ring": at.window is not None, "at_once": at.packed_len > 0}
-    slots = reference_slots(SlotsCall(at.seq_lens, at.packed_lens, counts, *sizes, **options))
-    seq_lens = at.seq_lens + counts
-    at.set_lens(seq_lens, at.split.packed_lens(seq_lens, at.packed_lens))
-    return slots
+    found = torch.full((2, len(wanted), new_tokens), -1)  # packed, exact
+    seq_lens, split = at.seq_lens + counts, at.split
+    for b, (old, new) in enumerate(zip(at.seq_lens.tolist(), seq_lens.tolist(), strict=True)):
+        for place, token in enumerate(range(old, new)):
+            index, end = token - at.sink_len, new - at.sink_len
+            first = b * split.exact_len + at.sink_len
+            if index < 0:
+                found[1, b, place] = first + index
+                continue
+            if at.packed_len and (at.window is None or index >= end - at.packed_len):
+                found[0, b, place] = b * split.page_size + split.page_row(index)
+            if index >= end - split.ring_len:
+                found[1, b, place] = first + split.ring_row(index)
+    at.set_lens(seq_lens, split.packed_lens(seq_lens, at.packed_lens))
+    packed, exact = found.flatten(1)
+    return Slots(packed, exact, torch.full_like(exact, -1)) if split.exact_len else Slots(packed)
 
 
 def random_lens(draw: random.Random, batch: int, new_tokens: int) -> list[int] | None:

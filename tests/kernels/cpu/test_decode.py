@@ -38,7 +38,6 @@ from kvquant import (
 )
 from kvquant.kernels.cpu import decode
 from kvquant.kernels.cpu.parallel import run
-from kvquant.rows.call import AttentionCall
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
 
