@@ -326,7 +326,7 @@ def _check_values(call: AttentionCall) -> AttentionCall:
     """Check the call, with readable values; return it with formats, a scale and no gradient."""
     call = _check(call)
     q, segments, sm_scale, _, _, q_lens, variant, *_ = call
-    if not (is_rehearsed(q) or (q.is_cuda and not debug.enabled and call.backend != "reference")):
+    if q.is_cpu or (debug.enabled and not is_rehearsed(q)) or call.backend == "reference":
         check_segment_values(segments)
         if q_lens is not None:
             check_q_len_values(q, q_lens)

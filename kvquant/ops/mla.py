@@ -256,13 +256,18 @@ def _attend(call: LatentCall) -> Result:
         except WRONG_TYPES:
             check()
             raise
-    q, q_lens, sm_scale = _checked(call), call.q_lens, call.sm_scale
-    if not is_rehearsed(q):
-        check_segment_values(call.segments)
-        if call.prefix is not None:
-            check_segment_values([call.prefix.rows])
-        if q_lens is not None:
-            check_q_len_values(q, q_lens)
+    q_lens, sm_scale = call.q_lens, call.sm_scale
+    if backend == "cpu" and call.prefix is None:
+
+        def check(given: AttentionCall) -> AttentionCall:
+            _check_values(call)
+            return given
+
+        q = _joined(call)
+        given = AttentionCall(q, call.segments, sm_scale, call.num_splits, q_lens=q_lens)
+        out, lse = cpu_kernel()(given, check)
+        return out.to(q.dtype), lse if call.return_lse else None
+    q = _check_values(call)
     if backend == "cuda":
         return _attend_cuda(call)
 
@@ -314,6 +319,16 @@ def _attend_cuda(call: LatentCall, check: Callable[[], object] | None = None) ->
     if is_single:
         return out[:, 0], lse if lse is None else lse[:, 0]
     return out, lse
+
+
+def _check_values(call: LatentCall) -> torch.Tensor:
+    """`_checked`, with the values of all tensors."""
+    q, q_lens = _checked(call), call.q_lens
+    if not is_rehearsed(q):
+        check_segment_values(call.all_segments)
+        if q_lens is not None:
+            check_q_len_values(q, q_lens)
+    return q
 
 
 def _checked(call: LatentCall) -> torch.Tensor:
@@ -381,14 +396,19 @@ def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentForma
         )
 
 
-def _query(call: LatentCall) -> torch.Tensor:
+def _joined(call: LatentCall) -> torch.Tensor:
     """Check the queries and join their parts: [..., latent_dim + rope_dim]."""
     if not call.segments:
         raise ShapeError("no segments: attention needs at least one")
     fmt = call.segments[0].k_format
     assert isinstance(fmt, LatentFormat)
     check_queries(call.q_latent, call.q_rope, fmt)
-    q = torch.cat([call.q_latent.detach(), call.q_rope.detach()], dim=-1)
+    return torch.cat([call.q_latent.detach(), call.q_rope.detach()], dim=-1)
+
+
+def _query(call: LatentCall) -> torch.Tensor:
+    """The joined queries, checked with the segments."""
+    q = _joined(call)
     check_segments(q, call.segments, call.q_lens)
     if call.prefix is not None:
         check_segments(q.reshape(1, -1, q.shape[-1])[:, :1], [call.prefix.rows])

@@ -19,7 +19,7 @@ from ..ops.append_checks import check_call, check_new, check_new_types, check_to
 from ..ops.attention import State, Transformed, attend
 from ..ops.shared_prefix import attend_shared, has_kernel, is_shareable
 from ..ops.transform import queries_of
-from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
+from ..rows.arguments import address, check_flag, check_kind, check_size, check_tensors
 from ..rows.basis import Encoding, Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide, AttentionCall
@@ -60,7 +60,7 @@ class _Parts(NamedTuple):
 
 # what queries attend to, how many of them each sequence has (None: one), and whether the call is
 # kept for other steps
-_Seen: TypeAlias = tuple[_Parts, "torch.Tensor | None", bool]
+Seen: TypeAlias = tuple[_Parts, "torch.Tensor | None", bool]
 
 
 class StepBatch(NotCopied):
@@ -252,6 +252,8 @@ class StepBatch(NotCopied):
             write = self._bound[layer].find(k, v)
             if write and self._num_tokens <= k.shape[0] and layer not in self._appended:
                 self._check_open()
+                if not self._on_cuda:  # where memory that is not there ends the process
+                    address(k), address(v)
                 write.at((self.cache.bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
                 self._appended.add(layer)
                 return None
@@ -317,7 +319,7 @@ class StepBatch(NotCopied):
         if not compiling:
             (self._in_graphs if is_fixed else self._appended).add(layer)
             as_given = call.k.x is k and call.v.x is v
-            if self._on_cuda and rope is None and as_given and k.shape[0] <= self.max_batch:
+            if rope is None and as_given and k.shape[0] <= self.max_batch:
                 self._bound[layer].keep(kind_of(k, v), bind_append(call))
         return multiplied
 
@@ -336,7 +338,7 @@ class StepBatch(NotCopied):
         q_indptr: torch.Tensor | None = None,
         variant: AttentionVariant | None = None,
         in_step: bool = False,
-    ) -> _Seen:
+    ) -> Seen:
         """What queries attend to, if they fit the step; with in_step the tokens come next."""
         compiling = torch.compiler.is_compiling()
         fixed = self._is_fixed(compiling)
@@ -851,7 +853,7 @@ class PagedBatch(StepBatch):
         layer: int,
         q: torch.Tensor,
         q_indptr: torch.Tensor | None,
-        seen: _Seen,
+        seen: Seen,
         transformed: Transformed | None,
         variant: AttentionVariant | None,
         sm_scale: float | None,
