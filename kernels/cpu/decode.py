@@ -21,7 +21,7 @@ float32 products of V.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import numpy as np
@@ -31,7 +31,7 @@ from kvquant.rows.arguments import address
 from kvquant.rows.bound import kind_of
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.ragged import State, attend_to_pieces
-from kvquant.rows.segment import RUN, FixedSegments, Segment, visible_rows
+from kvquant.rows.segment import RUN, FixedSegments, Segment, check_segment_values, visible_rows
 from kvquant.rows.variant import add_sinks
 
 from . import simd
@@ -98,6 +98,7 @@ ITEMS_PER_THREAD = 4  # so that unequal items even out
 MIN_PARALLEL = 1 << 13  # query heads * tokens that are worth waking other threads
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
+MOST_FACTOR = float(np.finfo(np.float32).max)
 LOWEST = np.finfo(np.float32).min  # under all scores; from -inf a hidden one could not be taken
 NO_PAGES = 62  # page_shift of a sequence that is one page: no token has a number of 2**62
 
@@ -358,14 +359,17 @@ def attend(
     Called unless work of this kind is bound to the segments.
     """
     q, segments, sm_scale, num_splits, _, q_lens, variant, _, q_indptr, _ = call
-    bound, key = None, (None, sm_scale, num_splits)
-    if type(segments) is FixedSegments and q.ndim == 3 and variant is q_lens is q_indptr is None:
-        if type(sm_scale) is float or sm_scale is None:  # else True were 1.0
-            bound, key = segments.bound, (kind_of(q), sm_scale, num_splits)
-            work: Work | None = bound.get(key)
-            found = None if work is None else work(q)
+    key: Hashable = None
+    has_options = not (variant is None and q_lens is None and q_indptr is None)
+    if q.ndim == 3 and type(segments) is FixedSegments and not has_options:
+        kind = kind_of(q)
+        if kind is not None and (sm_scale is None or type(sm_scale) is float):  # True were 1.0
+            key = kind, sm_scale, num_splits
+            kept: Work | None = segments.bound.get(key)
+            found = None if kept is None else kept(q)
             if found is not None:
                 return found
+    fixed = segments
     if check is not None:
         call = check(call)
         q, segments, sm_scale, num_splits, _, q_lens, variant, *_ = call
@@ -377,8 +381,8 @@ def attend(
     if q.ndim == 3:
         if variant is None:
             work = Work(q, segments, sm_scale, num_splits)
-            if bound is not None and key[0] is not None and work.is_kept:
-                bound.keep(key, work)
+            if isinstance(fixed, FixedSegments) and work.is_kept:
+                fixed.bound.keep(key, work)
             return work.attend(q)
         if variant.score_offsets is not None:
             variant = variant._replace(score_offsets=variant.score_offsets[:, None])
@@ -458,12 +462,14 @@ class Work:
         # blocks of all KV heads
         self.units = batch * num_q_heads // ratio * -(-ratio // heads) if ratio else 0
         self._shape, self._num_splits = (batch, num_q_heads, v_dim), num_splits or 0
-        with np.errstate(over="ignore"):  # a scale beyond float32 is infinite
-            factor = np.array([sm_scale * LOG2E, 0], np.float32)
+        factor = sm_scale * LOG2E
+        if abs(factor) > MOST_FACTOR:  # float32 cannot hold it
+            factor = math.copysign(math.inf, factor)
+        factor_bits = np.array([factor, 0], np.float32).view(np.int64)
         self._kernels = np.zeros(len(segments), np.int64)  # made once they have rows to read
         self._makers: list[Callable[[], int]] = []
         self._arguments = np.zeros((len(segments), ROWS_BATCH + 1), np.int64)
-        self._kept: list[object] = [segments, change]
+        self._segments, self._kept = segments, list[object]([change])
         self.is_kept = True
         for i, segment in enumerate(segments if self.units else ()):
             table, page_size = segment.block_table, segment.k_rows.shape[2]
@@ -474,15 +480,15 @@ class Work:
             pages = [0, 0, 0, NO_PAGES]
             if table is not None:
                 strides = [4 * stride for stride in table.stride()]
-                pages = [table.data_ptr(), *strides, page_size.bit_length() - 1]
+                pages = [address(table, "block_table"), *strides, page_size.bit_length() - 1]
             self._arguments[i] = [
                 0,
-                *factor.view(np.int64),
+                *factor_bits,
                 address(segment.k_rows, "k_rows"),
                 address(segment.v_rows, "v_rows"),
                 *segment.k_rows.stride()[:3],
                 *segment.v_rows.stride()[:3],
-                self._place(segment.seq_lens),
+                self._place(segment.seq_lens, "seq_lens"),
                 self._place(seen),
                 self._place(segment.starts),
                 segment.sinks,
@@ -500,17 +506,19 @@ class Work:
                 segment.k_rows.shape[0],
             ]
 
-    def _place(self, numbers: torch.Tensor | None) -> int:
+    def _place(self, numbers: torch.Tensor | None, name: str = "lengths") -> int:
         if numbers is None:
             return 0
         if not numbers.is_contiguous():
             numbers, self.is_kept = numbers.contiguous(), False
         self._kept.append(numbers)
-        return numbers.data_ptr()
+        return address(numbers, name)
 
     def attend(self, q: torch.Tensor) -> State:
-        """Attend where lengths, starts, sequence slots and pages were checked."""
+        """Attend; ShapeError if a length or a page does not exist."""
         found = self(q)
+        if found is None:
+            check_segment_values(self._segments)
         assert found is not None
         return found
 

@@ -35,6 +35,7 @@ RUN_FIRST, RUN_END, RUN_K, RUN_V, RUN_NEXT_K = range(5)
 RUN_BYTES = 5 * 8
 
 
+@functools.cache
 def spec(fmt):
     """A format as a word that a kernel can hold as a constant: "int4-g4/128", "int4-g8/512+64"."""
     return f"{fmt}/" + "+".join(str(part.head_dim) for part in parts_of(fmt))

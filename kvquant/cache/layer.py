@@ -18,28 +18,33 @@ rows are a ring, too, with SPARE more tokens for crops: token i has row i % pack
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedError
+from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..ops.append import bind_append, bind_check, write_rows
-from ..ops.append_checks import check_call
 from ..ops.quantize import dequantize_segment
 from ..ops.slots import Lens, Placed, Sizes, bind_place, lens_before, place_tokens
 from ..ops.transform import encode_rows
 from ..rehearsal import is_rehearsed
-from ..rows.arguments import address, check_tensors
+from ..rows.arguments import (
+    FLOATS,
+    INTEGERS,
+    address,
+    check_same_device,
+    check_tensor,
+    check_tensors,
+)
 from ..rows.basis import Encoding, LayerBasis, Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide
 from ..rows.format import RowFormat
 from ..rows.kind import KEY_VALUE, LATENT, KeyValue, Rows
 from ..rows.latent import AnyFormat
-from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, beyond, full_precision
-from ..rows.segment import FixedSegments, Segment, check_query_dtype
+from ..rows.quantize import EXACT_DTYPES, beyond, full_precision
+from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, Split
 from ..rows.spacing import spaced_len
 from ..rows.variant import (
@@ -525,9 +530,7 @@ class LayerCache:
         side_v = AppendSide(by_token[1], packed_rows[1], self.v_format, exact_v, transforms[1])
         call = AppendCall(side_k, side_v, slots, self.k_exact.codec, None, bad_rows)
         try:
-            # slots are right, and rows fit: proved again in debug mode only
-            check = partial(check_call, call) if debug.enabled else None
-            multiplied = write_rows(call, check=check, placed=True, queries=queries)
+            multiplied = write_rows(call, placed=True, queries=queries)
         except Exception:  # such as a lack of memory
             self._take_back(placed.room)
             raise
@@ -571,10 +574,8 @@ class LayerCache:
             shape = x.shape
             if len(shape) != 4 or shape[:2] != (batch, num_kv_heads) or shape[3] != fmt.head_dim:
                 _refuse_shape(name, list(shape), (batch, num_kv_heads, fmt.head_dim))
-            if x.dtype not in FLOAT_DTYPES:
-                raise ConfigError(f"{name} is {x.dtype}: use float32, bfloat16 or float16")
-            if x.device != self.device:
-                raise DeviceError(f"{name} is on {x.device}, the cache on {self.device}")
+            check_tensor(name, x, FLOATS)
+            check_same_device(**{"the cache": self.seq_lens, name: x})
         new_tokens = k.shape[2]
         if v.shape[2] != new_tokens:
             k_name, v_name = self.sides
@@ -612,19 +613,15 @@ class LayerCache:
                 f"q is {list(shape)}: it must be [{batch}, num_q_heads, {dim}], num_q_heads a "
                 f"multiple of {num_kv_heads}, or [{batch}, new_tokens, num_q_heads, {dim}]"
             )
-        check_query_dtype(q)
-        if q.device != self.device:
-            raise DeviceError(f"q is on {q.device}, the cache on {self.device}")
+        check_tensor("q", q, FLOATS)
+        check_same_device(**{"the cache": self.seq_lens, "q": q})
 
     def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
         """new_lens on the device of a layer; a CUDA tensor is not read, place_tokens clamps it."""
         batch, device = self.seq_lens.shape[0], self.device
         if isinstance(new_lens, torch.Tensor) and new_lens.device == device:
             if not debug.may_read(new_lens):
-                if new_lens.dtype not in (torch.int32, torch.int64):
-                    raise ConfigError(f"new_lens is {new_lens.dtype}: use int32 or int64")
-                if new_lens.shape != (batch,):
-                    raise ShapeError(f"new_lens is {list(new_lens.shape)}: give [{batch}]")
+                check_tensor("new_lens", new_lens, INTEGERS, (batch,))
                 return new_lens if new_lens.is_cuda else new_lens.clamp(0, new_tokens)
         elif debug.is_recorded(self.seq_lens):
             raise ConfigError(

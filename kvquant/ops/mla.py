@@ -29,23 +29,25 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError, shown
+from ..errors import ConfigError, ShapeError, shown
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import (
+    FLOATS,
     check_flag,
     check_num_splits,
     check_readable,
+    check_same_device,
     check_scale,
+    check_tensor,
     check_tensors,
 )
 from ..rows.basis import LayerBasis
 from ..rows.call import AttentionCall, LatentCall, LatentPrefix
 from ..rows.latent import LatentFormat
-from ..rows.quantize import FLOAT_DTYPES, check_rows
+from ..rows.quantize import check_rows
 from ..rows.reference import reference_over_segments
 from ..rows.segment import (
     Segment,
-    check_counts,
     check_q_len_values,
     check_segment_values,
     check_segments,
@@ -259,13 +261,13 @@ def _attend(call: LatentCall) -> Result:
     q_lens, sm_scale = call.q_lens, call.sm_scale
     if backend == "cpu" and call.prefix is None:
 
-        def check(given: AttentionCall) -> AttentionCall:
+        def with_check(given: AttentionCall) -> AttentionCall:
             _check_values(call)
             return given
 
         q = _joined(call)
         given = AttentionCall(q, call.segments, sm_scale, call.num_splits, q_lens=q_lens)
-        out, lse = cpu_kernel()(given, check)
+        out, lse = cpu_kernel()(given, with_check)
         return out.to(q.dtype), lse if call.return_lse else None
     q = _check_values(call)
     if backend == "cuda":
@@ -335,13 +337,9 @@ def _checked(call: LatentCall) -> torch.Tensor:
     """`_query`, after a check that the values of all tensors lie in memory."""
     given = {"q_latent": call.q_latent, "q_rope": call.q_rope}
     check_readable(**given, **({} if call.q_lens is None else {"q_lens": call.q_lens}))
-    if call.prefix is not None:
-        check_readable(shares=call.prefix.shares)
-    for segment in call.all_segments:
-        names = "starts", "block_table", "seq_slots"
-        others = {name: getattr(segment, name) for name in names}
-        tables = {name: tensor for name, tensor in others.items() if tensor is not None}
-        check_readable(rows=segment.k_rows, seq_lens=segment.seq_lens, **tables)
+    segment = call.segments[0]
+    table = {} if segment.block_table is None else {"block_table": segment.block_table}
+    check_readable(rows=segment.k_rows, seq_lens=segment.seq_lens, **table)
     return _query(call)
 
 
@@ -380,13 +378,9 @@ def _scale_of(sm_scale: float | None) -> float:
 
 def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentFormat) -> None:
     """Raise unless the shapes, dtypes and devices of queries fit one another and the format."""
-    if q_latent.dtype not in FLOAT_DTYPES or q_rope.dtype != q_latent.dtype:
-        raise ConfigError(
-            f"q_latent is {q_latent.dtype} and q_rope {q_rope.dtype}: use float32, bfloat16 or "
-            "float16 for both"
-        )
-    if q_rope.device != q_latent.device:
-        raise DeviceError(f"q_latent is on {q_latent.device}, q_rope on {q_rope.device}")
+    check_tensor("q_latent", q_latent, FLOATS)
+    check_tensor("q_rope", q_rope, [q_latent.dtype])
+    check_same_device(q_latent=q_latent, q_rope=q_rope)
     fits = q_latent.ndim in (3, 4) and q_latent.shape[:-1] == q_rope.shape[:-1]
     if not fits or (q_latent.shape[-1], q_rope.shape[-1]) != (fmt.latent_dim, fmt.rope_dim):
         raise ShapeError(
@@ -398,8 +392,6 @@ def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentForma
 
 def _joined(call: LatentCall) -> torch.Tensor:
     """Check the queries and join their parts: [..., latent_dim + rope_dim]."""
-    if not call.segments:
-        raise ShapeError("no segments: attention needs at least one")
     fmt = call.segments[0].k_format
     assert isinstance(fmt, LatentFormat)
     check_queries(call.q_latent, call.q_rope, fmt)
@@ -410,9 +402,6 @@ def _query(call: LatentCall) -> torch.Tensor:
     """The joined queries, checked with the segments."""
     q = _joined(call)
     check_segments(q, call.segments, call.q_lens)
-    if call.prefix is not None:
-        check_segments(q.reshape(1, -1, q.shape[-1])[:, :1], [call.prefix.rows])
-        check_counts("shares", call.prefix.shares, q)
     return q
 
 

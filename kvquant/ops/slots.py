@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from .. import debug
-from ..errors import ConfigError, ShapeError
-from ..rows.arguments import MAX_LENGTH, check_readable, check_size
+from ..errors import ShapeError
+from ..rows.arguments import INTEGERS, MAX_LENGTH, check_readable, check_size, check_tensor
 from ..rows.slots import Slots, SlotsCall, Split, reference_slots
 from .dispatch import WRONG_TYPES, kernels_for, torch_op
 
@@ -152,20 +152,13 @@ def _cpu() -> ModuleType:
 
 def _check_tensors(call: SlotsCall) -> None:
     """Raise unless all tensors are whole numbers of the same sequences."""
-    seq_lens = call.seq_lens
-    batch = seq_lens.shape if isinstance(seq_lens, torch.Tensor) else torch.Size()
+    check_tensor("seq_lens", call.seq_lens, INTEGERS, ("batch",))
+    batch = call.seq_lens.shape
     for name, tensor in call.tensors.items():
         ndim = 2 if name == "block_table" else 1
         if tensor is None and name in ("new_lens", "block_table", "seq_slots"):
             continue
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
-            is_ = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ConfigError(f"{name} is {is_}: use a tensor, torch.int32 or torch.int64")
-        if tensor.ndim != ndim or tensor.shape[:1] != batch:
-            must = "[batch]" if ndim == 1 else "[batch, max_pages]"
-            raise ShapeError(
-                f"{name} is {list(tensor.shape)}, seq_lens {list(batch)}: it must be {must}"
-            )
+        check_tensor(name, tensor, INTEGERS, (*batch, "max_pages")[:ndim])  # type: ignore[arg-type]
 
 
 def _check_lens(call: SlotsCall) -> None:

@@ -15,17 +15,25 @@ from ..cache.checks import check_options
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
 from ..ops.append import bind_append, write_rows
-from ..ops.append_checks import check_call, check_new, check_new_types, check_tokens
+from ..ops.append_checks import check_new, check_new_types, check_tokens
 from ..ops.attention import State, Transformed, attend
 from ..ops.shared_prefix import attend_shared, has_kernel, is_shareable
 from ..ops.transform import queries_of
-from ..rows.arguments import address, check_flag, check_kind, check_size, check_tensors
+from ..rows.arguments import (
+    FLOATS,
+    address,
+    check_flag,
+    check_kind,
+    check_size,
+    check_tensor,
+    check_tensors,
+)
 from ..rows.basis import Encoding, Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide, AttentionCall
 from ..rows.indptr import check_indptr, check_indptr_values
 from ..rows.rotation import Rope
-from ..rows.segment import FixedSegments, Segment, check_query_dtype, check_segments
+from ..rows.segment import FixedSegments, Segment, check_segments
 from ..rows.slots import Slots
 from ..rows.variant import (
     AttentionVariant,
@@ -308,10 +316,7 @@ class StepBatch(NotCopied):
             v_side = AppendSide(v, rows.v_pages, rows.v_format, exact_v, v_transform)
             options = self.cache.exact_format, rope, self.cache.bad_rows
             call = self._to_write(layer, AppendCall(k_side, v_side, slots, *options))
-            # slots are right, and rows lie apart: proved again in debug mode only
             check = partial(check_tokens, call, self.sides)
-            if debug.enabled:
-                check = partial(check_call, call)
             multiplied = write_rows(call, check=check, queries=queries)
         except Exception:  # types are looked at only now: it takes time
             check_new_types(k, v, rope, self.sides)
@@ -770,7 +775,7 @@ class PagedBatch(StepBatch):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
                 check_variant(q, variant)
-        check_query_dtype(q)
+        check_tensor("q", q, FLOATS)
         seen = self._seen_by(layer, q, q_indptr, variant, in_step=True)
         at = self.cache.rows.layers[layer]
         is_right = q.shape[-1] == at.k_format.head_dim and q.device == at.k_pages.device
