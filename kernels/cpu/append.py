@@ -14,7 +14,6 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 
@@ -22,17 +21,14 @@ from kvquant.rows.arguments import address
 from kvquant.rows.basis import Encoding
 from kvquant.rows.call import AppendCall, AppendSide
 from kvquant.rows.format import ROW_DIMS, RowFormat
-from kvquant.rows.quantize import EXACT_DTYPES
 
 from .compile import compile_kernel, compiled
 from .parallel import Launch
-from .rows import INPUTS, all_within, load_elements, make_quantize_kernel
+from .rows import INPUTS, make_quantize_kernel
 from .simd import (
     I16,
     I64,
-    LANES,
     argument,
-    load_float,
     load_int32,
     operation,
     stack_floats,
@@ -75,10 +71,6 @@ EXACT_INPUTS = {"bf16": "bfloat16", "fp16": "float16"}
     NAN,  # the least magnitude, as bits, of a NaN among the 16-bit rows
 ) = range(16)
 SIDES, SIDE_BYTES = 8, 16 * 8
-# those of the kernel that looks at values: whether some are beyond, tokens, heads, then K and V
-SCAN_TOKENS, SCAN_HEADS = 1, 2
-SCAN_X, SCAN_STRIDE, SCAN_STRIDE_HEAD, SCAN_DIM, SCAN_LIMIT = range(3, 8)
-SCAN_SIDE = 5
 NANS = {"bf16": 0x7F81, "fp16": 0x7C01}
 
 
@@ -126,63 +118,6 @@ def bind_append(call: AppendCall) -> Append | None:
     if call.rope is not None or any(x.is_neg() or e != plain for x, *_, e in call[:2]):
         return None
     return Append(call)
-
-
-class Within(Launch):
-    """Whether K and V [num_tokens, num_kv_heads, head_dim] lie within what formats hold.
-
-    limits: the largest magnitude of each. exact_format: what rows are rounded to first, or None.
-    """
-
-    def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, limits: Sequence[float], exact_format: str | None
-    ) -> None:
-        sides = []
-        for x, limit in zip((k, v), limits, strict=True):
-            stride, stride_head, _ = x.stride()
-            bits = _largest(limit, exact_format)
-            sides += [0, stride * x.itemsize, stride_head * x.itemsize, x.shape[2], bits]
-        arguments = np.array([0, *k.shape[:2], *sides], np.int64)
-        kernel = make_scan_kernel(INPUTS[k.dtype])
-        super().__init__(kernel, arguments, 1, (SCAN_X, SCAN_SIDE + SCAN_X), None, is_small=True)
-
-    def __call__(self, k: torch.Tensor, v: torch.Tensor) -> bool:
-        self.at((address(k), address(v)))
-        return not self.arguments[0]
-
-
-@functools.cache
-def _largest(limit: float, exact_format: str | None) -> int:
-    """The bits of the largest float32 up to a limit, also once it is rounded to 16 bit."""
-    low, high = 0, 0x7F7FFFFF
-    while low < high:
-        middle = (low + high + 1) // 2
-        x = torch.tensor([middle], dtype=torch.int32, device="cpu").view(torch.float32)
-        rounded = x if exact_format is None else x.to(EXACT_DTYPES[exact_format])
-        low, high = (middle, high) if max(x.item(), rounded.item()) <= limit else (low, middle - 1)
-    return low
-
-
-@functools.cache
-def make_scan_kernel(dtype):
-    """The kernel that looks for elements beyond a limit; the first argument says if there are."""
-    size = 4 if dtype == "float32" else 2
-
-    def scan_kernel(args, item):
-        is_within = True
-        for side in range(2):
-            at = args + 8 * SCAN_SIDE * side
-            limit, x = load_float(at + 8 * SCAN_LIMIT), argument(at, SCAN_X)
-            for token in range(argument(args, SCAN_TOKENS)):
-                row = x + token * argument(at, SCAN_STRIDE)
-                for _ in range(argument(args, SCAN_HEADS)):
-                    for element in range(0, argument(at, SCAN_DIM), LANES):
-                        chunk = load_elements(dtype, row + size * element)
-                        is_within = is_within and all_within(chunk, limit)
-                    row += argument(at, SCAN_STRIDE_HEAD)
-        store_int(args, 0 if is_within else 1)
-
-    return compile_kernel(scan_kernel)
 
 
 @compiled()

@@ -17,14 +17,14 @@ rows are a ring, too, with SPARE more tokens for crops: token i has row i % pack
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
 from .. import debug
 from ..errors import ConfigError, ShapeError, UnsupportedError
-from ..ops.append import bind_append, bind_check, write_rows
+from ..ops.append import bind_append, write_rows
 from ..ops.quantize import dequantize_segment
 from ..ops.slots import Lens, Placed, Sizes, bind_place, lens_before, place_tokens
 from ..ops.transform import encode_rows
@@ -121,15 +121,13 @@ class BoundAppend(NamedTuple):
     """The launches of an append of new_tokens to each sequence, bound to a layer's tensors.
 
     place is from bind_place, write from bind_append; they share room (slots.Placed), so appends to
-    a layer must follow one another on one stream. fits says whether formats hold k and v, where
-    values are read.
+    a layer must follow one another on one stream.
     """
 
     new_tokens: int
     place: Launch
     write: Launch
     room: torch.Tensor
-    fits: Callable[[torch.Tensor, torch.Tensor], bool] | None
 
 
 class LayerCache:
@@ -376,7 +374,7 @@ class LayerCache:
             found = [segment(packed_rows, self.formats, packed_lens, packed_starts)]
         if self.split.exact_len:  # sinks and ring
             starts = starts if self.recent_len else None
-            kept = segment(exact_rows, self.exact_formats, exact_lens, starts, sinks=self.sink_len)
+            kept = segment(exact_rows, self.exact_formats, exact_lens, starts, None, self.sink_len)
             found.append(kept)
         return found
 
@@ -491,16 +489,17 @@ class LayerCache:
             bound = bound or self.bound.find(k, v)
             # else lengths have to be read: they are not known, or near max_seq_len
             if bound and self.longest is not None and self.longest + bound[0] <= self.max_seq_len:
-                new_tokens, place, write, room, fits = bound
-                if fits is None or fits(k, v):  # else what follows says what is wrong
-                    place.at((overflow_tokens.data_ptr(),))
-                    try:
-                        write.at((bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
-                    except Exception:  # such as a lack of memory
-                        self._take_back(room)
-                        raise
-                    self.longest += new_tokens
-                    return None
+                new_tokens, place, write, room = bound
+                if k.is_cpu:
+                    self._check_values(k, v, None)
+                place.at((overflow_tokens.data_ptr(),))
+                try:
+                    write.at((bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
+                except Exception:  # such as a lack of memory
+                    self._take_back(room)
+                    raise
+                self.longest += new_tokens
+                return None
         given = k, v
         check_tensors(**dict(zip(self.sides, given, strict=True)))
         k, v = k.detach(), v.detach()
@@ -551,11 +550,8 @@ class LayerCache:
             return
         place = bind_place(self.lens, self.sizes, new_tokens, placed.room)
         write = bind_append(call, placed=True)
-        if place is None or write is None:
-            return
-        exact_format = self.k_exact.codec if self.split.exact_len else None
-        fits = bind_check(call, [fmt.max_abs for fmt in self._narrowest], exact_format)
-        self.bound.keep(kind_of(*given), BoundAppend(new_tokens, place, write, placed.room, fits))
+        if place is not None and write is not None:
+            self.bound.keep(kind_of(*given), BoundAppend(new_tokens, place, write, placed.room))
 
     def _take_back(self, room: torch.Tensor) -> None:
         """Restore the lengths after tokens were placed that could not be written."""

@@ -219,19 +219,6 @@ def bind_append(call: AppendCall, *, placed: bool = False) -> Launch | None:
     return bind_append(call, overlaps=placed)
 
 
-def bind_check(
-    call: AppendCall, limits: Sequence[float], exact_format: str | None
-) -> Callable[[torch.Tensor, torch.Tensor], bool] | None:
-    """Whether new rows like those of a call lie within limits; None where values are not read.
-
-    exact_format: what rows are rounded to first, or None.
-    """
-    if kernels_for(call.k.x, None) != "cpu":
-        return None
-    within: Callable[..., bool] = _cpu().Within(call.k.x, call.v.x, limits, exact_format)
-    return within
-
-
 @functools.cache
 def _append_cuda() -> Callable[..., torch.Tensor | None]:
     from ..kernels.cuda.append.launch import append
