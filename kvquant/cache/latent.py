@@ -421,7 +421,7 @@ class LatentKVCache(KVCache):
         if variant is not None or sm_scale is None:
             _refuse_options(variant)
         if bound is None:
-            at.check_step(q_latent, latent, "q_latent")
+            at.check_step(q_latent, latent, rope, "q_latent")
             at.check_query(q_latent)
             fmt, exact = *at.formats, *at.exact_formats
             assert isinstance(fmt, LatentFormat) and isinstance(exact, LatentFormat)

@@ -578,26 +578,23 @@ class LayerCache:
             raise ShapeError(f"{k_name} has {new_tokens} new tokens, {v_name} {v.shape[2]}")
         return None if new_lens is None else self._counts(new_lens, new_tokens)
 
-    def check_step(self, q: torch.Tensor, k: torch.Tensor, query: str = "q") -> int:
-        """The new tokens of each sequence in a step, from q and k.
+    def check_step(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query: str = "q"
+    ) -> int:
+        """The new tokens of each sequence in a step, from q and the K and V of its append.
 
-        Raises:
-            ShapeError: k and q have different numbers of tokens, or axes in another order.
+        It raises as append, and ShapeError if q has another number of tokens.
         """
-        new_tokens, name, how = q.shape[1] if q.ndim == 4 else 1, self.sides[0], ""
-        if k.ndim == 4 and k.shape[2] == new_tokens:
-            return new_tokens
-        batch, heads = self.k_packed.shape[:2]
-        if k.ndim == 4 and k.shape[:3] == (batch, new_tokens, heads):
-            how = f", the heads before the tokens: give {name}.transpose(1, 2)"
-        elif k.ndim == 3 and k.shape[:2] == (batch, heads):
-            how = f": give {name}.unsqueeze(2)"
-        elif k.ndim == q.ndim == 4 and k.shape[2] == q.shape[2]:
-            how = f". In {query} tokens must come before heads: give {query}.transpose(1, 2)"
-        raise ShapeError(
-            f"{name} is {list(k.shape)}: a step with {query} {list(q.shape)} has {new_tokens} of "
-            f"each sequence, [{batch}, {heads}, {new_tokens}, {self.k_format.head_dim}]{how}"
-        )
+        self._check_new(k, v, None)
+        new_tokens, name = q.shape[1] if q.ndim == 4 else 1, self.sides[0]
+        if k.shape[2] != new_tokens:
+            is_swapped = q.ndim == 4 and k.shape[2] == q.shape[2]
+            how = f". Tokens come before heads in {query}: give {query}.transpose(1, 2)"
+            raise ShapeError(
+                f"{name} is {list(k.shape)}, of {k.shape[2]} new tokens, and {query} "
+                f"{list(q.shape)} has {new_tokens} of each sequence{how * is_swapped}"
+            )
+        return new_tokens
 
     def check_query(self, q: torch.Tensor) -> None:
         """Raise unless the shape, dtype and device of queries fit the layer; see KVCache.step."""

@@ -258,27 +258,28 @@ def _attend(call: LatentCall) -> Result:
         except WRONG_TYPES:
             check()
             raise
-    q_lens, sm_scale = call.q_lens, call.sm_scale
-    if backend == "cpu" and call.prefix is None:
+    q, q_lens, sm_scale = _joined(call), call.q_lens, call.sm_scale
 
-        def with_check(given: AttentionCall) -> AttentionCall:
-            _check_values(call)
-            return given
+    def check_values(given: AttentionCall | None = None) -> AttentionCall | None:
+        _checked(call)
+        if not is_rehearsed(q):
+            check_segment_values(call.all_segments)
+            if q_lens is not None:
+                check_q_len_values(q, q_lens)
+        return given
 
-        q = _joined(call)
-        given = AttentionCall(q, call.segments, sm_scale, call.num_splits, q_lens=q_lens)
-        out, lse = cpu_kernel()(given, with_check)
-        return out.to(q.dtype), lse if call.return_lse else None
-    q = _check_values(call)
-    if backend == "cuda":
-        return _attend_cuda(call)
-
-    def attend(q: torch.Tensor, rows: Sequence[Segment], lens: torch.Tensor | None) -> State:
+    def attend(q: torch.Tensor, rows: Sequence[Segment], *of_own: Any) -> State:
+        lens, check = of_own or (None, None)
         if backend == "cpu":
-            return cpu_kernel()(AttentionCall(q, rows, sm_scale, call.num_splits, q_lens=lens))
+            given = AttentionCall(q, rows, sm_scale, call.num_splits, q_lens=lens)
+            return cpu_kernel()(given, check)
         return reference_over_segments(q, rows, sm_scale, lens)
 
-    out, lse = attend(q, call.segments, q_lens)
+    if backend != "cpu":
+        check_values()
+    if backend == "cuda":
+        return _attend_cuda(call)
+    out, lse = attend(q, call.segments, q_lens, check_values)
     if call.prefix is not None:
         out, lse = _add_prefix(q, (out, lse), call.prefix, q_lens, attend)
     return out.to(q.dtype), lse.float() if call.return_lse else None
@@ -297,7 +298,7 @@ def _add_prefix(
         return own
     mine = q[sharing]
     # heads of one query of one sequence
-    out, lse = attend(mine.reshape(1, -1, mine.shape[-1]), [prefix.rows], None)
+    out, lse = attend(mine.reshape(1, -1, mine.shape[-1]), [prefix.rows])
     out, lse = out.view(*mine.shape[:-1], out.shape[-1]), lse.view(mine.shape[:-1])
     if q_lens is not None:
         row = torch.arange(q.shape[1], device=q.device)
@@ -323,18 +324,8 @@ def _attend_cuda(call: LatentCall, check: Callable[[], object] | None = None) ->
     return out, lse
 
 
-def _check_values(call: LatentCall) -> torch.Tensor:
-    """`_checked`, with the values of all tensors."""
-    q, q_lens = _checked(call), call.q_lens
-    if not is_rehearsed(q):
-        check_segment_values(call.all_segments)
-        if q_lens is not None:
-            check_q_len_values(q, q_lens)
-    return q
-
-
 def _checked(call: LatentCall) -> torch.Tensor:
-    """`_query`, after a check that the values of all tensors lie in memory."""
+    """The joined queries, checked with the rows; the values of all tensors lie in memory."""
     given = {"q_latent": call.q_latent, "q_rope": call.q_rope}
     check_readable(**given, **({} if call.q_lens is None else {"q_lens": call.q_lens}))
     segment = call.segments[0]

@@ -346,13 +346,21 @@ def calls_of(call: Callable[[], object]) -> int:
 def test_a_warm_call_on_the_cpu_enters_few_functions() -> None:
     cache, (k, v), q = make(), tokens(1), torch.zeros(BATCH, 2 * HEADS, DIM).bfloat16()
     for most, call in (
-        (28, partial(cache.append, 0, k, v)),
+        (36, partial(cache.append, 0, k, v)),
         (22, partial(cache.attend, 0, q)),
-        (44, partial(cache.step, 0, q, k, v)),
+        (52, partial(cache.step, 0, q, k, v)),
     ):
         call()
         call()  # the first time that there are packed rows, say, a kernel is compiled
         assert calls_of(call) <= most
+    batch, q = PagedBatch(make_paged(), 4, 60), torch.zeros(2, 4, PAGED_DIM).bfloat16()
+    for name in "ab":
+        begin(batch, name, 30)
+    for warm in (False, False, True):
+        with batch.extend(["a", "b"]):
+            for layer in range(batch.cache.num_layers):
+                count = calls_of(partial(batch.step, layer, q, *new_rows(2)))
+                assert count <= 48 or not warm
 
 
 # A paged cache
