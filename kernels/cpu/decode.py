@@ -469,14 +469,18 @@ class Work:
         self._kernels = np.zeros(len(segments), np.int64)  # made once they have rows to read
         self._makers: list[Callable[[], int]] = []
         self._arguments = np.zeros((len(segments), ROWS_BATCH + 1), np.int64)
-        self._segments, self._kept = segments, list[object]([change])
+        # not the tuple that keeps this work: it would hold itself
+        self._segments, self._kept = [*segments], list[object]([change])
         self.is_kept = True
         for i, segment in enumerate(segments if self.units else ()):
             table, page_size = segment.block_table, segment.k_rows.shape[2]
             least = RUN if table is None else min(page_size, RUN)
             formats = spec(segment.k_format), spec(segment.v_format)
             self._makers.append(partial(make_decode_kernel, *formats, heads, least, in_integers))
-            seen = segment.seq_lens if visible is None else visible[i]
+            lens = seen = self._place(segment.seq_lens, "seq_lens")
+            q_len = 1
+            if visible is not None:
+                seen, q_len = self._place(visible[i]), visible[i].numel() // batch
             pages = [0, 0, 0, NO_PAGES]
             if table is not None:
                 strides = [4 * stride for stride in table.stride()]
@@ -488,8 +492,8 @@ class Work:
                 address(segment.v_rows, "v_rows"),
                 *segment.k_rows.stride()[:3],
                 *segment.v_rows.stride()[:3],
-                self._place(segment.seq_lens, "seq_lens"),
-                self._place(seen),
+                lens,
+                seen,
                 self._place(segment.starts),
                 segment.sinks,
                 self._place(segment.seq_slots),
@@ -498,7 +502,7 @@ class Work:
                 batch,
                 num_q_heads,
                 ratio,
-                ratio // (seen.numel() // batch),
+                ratio // q_len,
                 0,
                 0,
                 0,

@@ -192,7 +192,21 @@ def check_segments(
     elif q_lens is not None:
         _check_q_lens(q, q_lens)
     k_rows, v_rows, seq_lens, k_format, _, _, block_table, _, seq_slots = segment
-    _check_rows(segment)
+    check_rows(k_rows, segment.k_format, "k_rows")
+    check_rows(v_rows, segment.v_format, "v_rows")
+    if k_rows.ndim != 4 or k_rows.shape[:3] != v_rows.shape[:3]:
+        axes = "[batch, num_kv_heads, capacity, row_bytes]"
+        if block_table is not None:
+            axes = "[num_pages, num_kv_heads, page_size, row_bytes]"
+        raise ShapeError(
+            f"k_rows {list(k_rows.shape)} and v_rows {list(v_rows.shape)} must both be {axes}, "
+            "alike but for row_bytes"
+        )
+    for name, rows in (("k_rows", k_rows), ("v_rows", v_rows)):
+        if rows.stride(-1) != 1:
+            raise ShapeError(
+                f"{name} has strides {list(rows.stride())}: the bytes of a row must be contiguous"
+            )
     rows_batch, num_kv_heads, length, _ = k_rows.shape
     if block_table is not None:
         if length not in PAGE_SIZES:
@@ -230,25 +244,6 @@ def _check_q_lens(q: torch.Tensor, q_lens: torch.Tensor) -> None:
         )
     check_tensor("q_lens", q_lens, [torch.int32], q.shape[:1])
     check_same_device(q=q, q_lens=q_lens)
-
-
-def _check_rows(segment: Segment) -> None:
-    k_rows, v_rows = segment.k_rows, segment.v_rows
-    check_rows(k_rows, segment.k_format, "k_rows")
-    check_rows(v_rows, segment.v_format, "v_rows")
-    if k_rows.ndim != 4 or k_rows.shape[:3] != v_rows.shape[:3]:
-        axes = "[batch, num_kv_heads, capacity, row_bytes]"
-        if segment.block_table is not None:
-            axes = "[num_pages, num_kv_heads, page_size, row_bytes]"
-        raise ShapeError(
-            f"k_rows {list(k_rows.shape)} and v_rows {list(v_rows.shape)} must both be {axes}, "
-            "alike but for row_bytes"
-        )
-    for name, rows in (("k_rows", k_rows), ("v_rows", v_rows)):
-        if rows.stride(-1) != 1:
-            raise ShapeError(
-                f"{name} has strides {list(rows.stride())}: the bytes of a row must be contiguous"
-            )
 
 
 def _refuse_query(q: torch.Tensor, segment: Segment, q_indptr: torch.Tensor | None) -> None:
