@@ -97,12 +97,6 @@ NO_TENSORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: append(cache(), 0, X, None), "v is of type None"),
     (lambda: quantize_rows(untyped([1.0]), INT4), "x is of type list"),
     (lambda: dequantize_rows(untyped(b""), INT4), "rows is of type bytes"),
-    (lambda: attend(Q, [rows()]), "segments has a Tensor"),
-    (lambda: attend(Q, segment()), "segments is of type Segment: give a list"),
-    (lambda: attend(Q, 5), "segments is of type int"),
-    (lambda: attend(Q, [(rows(), rows())]), "segments has a tuple"),
-    (lambda: shared(Q, rows(), []), "prefix is of type Tensor"),
-    (lambda: shared(Q, segment(1), [segment()], members=[0]), "members is of type list"),
     (lambda: merge(torch.zeros(2)), "a state is a Tensor and no pair"),
     (
         lambda: merge([(torch.zeros(1, 4), torch.zeros(1))] * 2),
@@ -170,7 +164,6 @@ FLAGS: dict[str, Callable[[Any], Any]] = {
     ),
     "return_lse of a cache": lambda flag: cache().attend(0, Q, return_lse=flag),
     "check": lambda flag: quantize_rows(Q, INT4, check=flag),
-    "ring": lambda flag: slots_of(LENS, LENS, None, 0, 16, ring=flag),
 }
 
 
@@ -316,13 +309,9 @@ def test_names_of_formats_are_formats_everywhere() -> None:
     assert torch.equal(found, dequantize_pages(pages[0], INT4, slots, torch.float32))
 
     q, by_name = torch.randn(2, 4, 64), untyped({"k_format": "int4-g4", "v_format": "int4-g4"})
-    one, prefix = segment(), segment(1)
+    one = segment()
     named = one._replace(**by_name)
     assert torch.equal(attend_segments(q, [named, one]), attend_segments(q, [one, one]))
-    assert torch.equal(
-        attend_shared(q, prefix._replace(**by_name), [named]),
-        attend_shared(q, prefix, [one]),
-    )
     compiled = torch.compile(lambda q: attend_segments(q, [named]), backend="eager", fullgraph=True)
     assert torch.equal(compiled(q), attend_segments(q, [one]))
 
@@ -400,7 +389,6 @@ Arguments = dict[str, Any]
 
 def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     """Public calls, and arguments with which they are right."""
-    one, two = segment(1), segment()
     attention: Arguments = {
         "q": Q,
         "k_rows": rows(),
@@ -457,10 +445,6 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "ragged queries": (decode_attention, {**attention, "q_indptr": INDPTR}),
         "ragged reference": (reference_attention, {**attention, "q_indptr": INDPTR}),
         "reference of queries": (reference_attention, {**attention, **queries}),
-        "segment": (lambda **of: attend_segments(Q, [Segment(**of)]), two._asdict()),
-        "segments": (attend_segments, {"q": Q, "segments": [two], **options}),
-        "prefix": (lambda **of: attend_shared(Q, Segment(**of), [two]), one._asdict()),
-        "attend_shared": (shared, {"q": Q, "prefix": one, "segments": [two], "members": None}),
         "quantize": (quantize_rows, {"x": x, "fmt": INT4, "backend": None}),
         "dequantize": (dequantize_rows, {"rows": pages, "fmt": INT4, "dtype": torch.float32}),
         "append_rows": (append_rows, new),

@@ -97,8 +97,8 @@ def bad_appends(heads: int, k_dim: int, v_dim: int, names: str = "k v", must: st
         ((0, k(1), v(1).double()), f"ConfigError: {y} is torch.float64: {taken}"),
         ((0, k(4).int(), v(4)), f"ConfigError: {x} is torch.int32: {taken}"),
         ((0, k(4), v(4).int()), f"ConfigError: {y} is torch.int32: {taken}"),
-        ((0, k(1), v(1).to("meta")), f"DeviceError: {y} is on meta, the cache on cpu"),
-        ((0, k(4), v(4).to("meta")), f"DeviceError: {y} is on meta, the cache on cpu"),
+        ((0, k(1), v(1).to("meta")), f"DeviceError: the cache is on cpu, {y} on meta"),
+        ((0, k(4), v(4).to("meta")), f"DeviceError: the cache is on cpu, {y} on meta"),
         ((0, odd(math.nan), v(4)), "NonFiniteError: values up to 65504; look for NaN and Inf"),
         ((0, k(1), bad(math.nan, BATCH, heads, 1, v_dim)), f"NonFiniteError: {y}[2, {heads - 1}, "),
         ((0, odd(-math.inf), v(4)), f"NonFiniteError: {x}[2, {heads - 1}, 3, {k_dim - 1}] is -inf"),
@@ -127,20 +127,16 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 # queries and keys of another order, and what to do
 ORDERS = [
-    (
-        (3, 4, 64),
-        (3, 1, 2, 64),
-        "[3, 2, 1, 64], the heads before the tokens: give k.transpose(1, 2)",
-    ),
-    ((3, 4, 64), (3, 2, 64), "[3, 2, 1, 64]: give k.unsqueeze(2)"),
+    ((3, 4, 64), (3, 1, 2, 64), "the heads before the tokens: give k.transpose(1, 2)"),
+    ((3, 4, 64), (3, 2, 64), "new_tokens, 64]: give k.unsqueeze(2)"),
+    ((3, 5, 4, 64), (3, 5, 2, 64), "the heads before the tokens: give k.transpose(1, 2)"),
+    ((3, 4, 5, 64), (3, 2, 5, 64), "Tokens come before heads in q: give q.transpose(1, 2)"),
+    ((3, 2, 5, 64), (3, 2, 5, 64), "Tokens come before heads in q: give q.transpose(1, 2)"),
     (
         (3, 5, 4, 64),
-        (3, 5, 2, 64),
-        "[3, 2, 5, 64], the heads before the tokens: give k.transpose(1, 2)",
+        (3, 2, 6, 64),
+        "k is [3, 2, 6, 64], of 6 new tokens, and q [3, 5, 4, 64] has 5",
     ),
-    ((3, 4, 5, 64), (3, 2, 5, 64), "In q tokens must come before heads: give q.transpose(1, 2)"),
-    ((3, 2, 5, 64), (3, 2, 5, 64), "In q tokens must come before heads: give q.transpose(1, 2)"),
-    ((3, 5, 4, 64), (3, 2, 6, 64), "[3, 2, 5, 64]"),
 ]
 
 
@@ -158,7 +154,7 @@ def bad_steps(*, rank: bool = False) -> Table:
         ),
         ((0, q.double(), k, k), {}, "ConfigError: q is torch.float64: use float32, bfloat16 or fl"),
         ((0, q.long(), k, k), {}, "ConfigError: q is torch.int64"),
-        ((0, q, rows(2), rows(2)), {}, "ShapeError: a step with q [3, 4, 64] has 1 of each sequ"),
+        ((0, q, rows(2), rows(2)), {}, "ShapeError: q [3, 4, 64] has 1 of each sequ"),
         (
             (0, q, k, bad(math.nan, BATCH, HEADS, 1, DIM)),
             {},
@@ -568,14 +564,14 @@ IN_STEP: Table = table(
             (lambda k, v: (k, v.flatten(1)), "ShapeError: both must be [num_tokens"),
             (
                 lambda k, v: (k.double(), v),
-                "ConfigError: use float32, bfloat16 or float16 for both",
+                "ConfigError: use float32, bfloat16 or float16",
             ),
-            (lambda k, v: (k, v.half()), "ConfigError: float16 for both"),
+            (lambda k, v: (k, v.half()), "ConfigError: is torch.float16: use float32"),
             (
                 lambda k, v: (torch.cat([k, k], -1)[..., ::2], v),
                 "ShapeError: row must",
             ),
-            (lambda k, v: (k, v.to("meta")), "DeviceError: is on cpu, one of the other tensors"),
+            (lambda k, v: (k, v.to("meta")), "DeviceError: is on cpu, "),
         )
     ),
     (lambda b: attend(b, 1), "ConfigError: layer 1 was not appended to in this step: append its"),
@@ -648,7 +644,7 @@ IN_STEP_OF_LATENTS: Table = table(
             (lambda q, rope: (q[0], rope[0]), "ShapeError: q_latent is [4, 256]: it must be"),
             (
                 lambda q, rope: (q.half(), rope),
-                "ConfigError: q_latent is torch.float16 and q_rope torch.float32",
+                "ConfigError: q_rope is torch.float32: use float16",
             ),
         )
     ),

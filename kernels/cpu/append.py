@@ -12,21 +12,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 
 from kvquant.rows.arguments import address
+from kvquant.rows.basis import Encoding
+from kvquant.rows.call import AppendCall, AppendSide
 from kvquant.rows.format import ROW_DIMS, RowFormat
 
-from .compile import compile_kernel
-from .parallel import run
+from .compile import compile_kernel, compiled
+from .parallel import Launch
 from .rows import INPUTS, make_quantize_kernel
-from .simd import I16, I64, argument, load_int32, operation, stack_floats
-from .values import spec, store_int
+from .simd import (
+    I16,
+    I64,
+    argument,
+    load_int32,
+    operation,
+    stack_floats,
+    store_int,
+    store_int32,
+)
+from .values import spec
 
 ROWS_PER_ITEM = 256
 EXACT_INPUTS = {"bf16": "bfloat16", "fp16": "float16"}
@@ -64,42 +73,65 @@ EXACT_INPUTS = {"bf16": "bfloat16", "fp16": "float16"}
 SIDES, SIDE_BYTES = 8, 16 * 8
 NANS = {"bf16": 0x7F81, "fp16": 0x7C01}
 
-# K or V of a call: x, packed rows, their format, 16-bit rows
-Side: TypeAlias = tuple[torch.Tensor, torch.Tensor, RowFormat, torch.Tensor | None]
+
+class Append(Launch):
+    """The write of a call, bound to its rows and slots; see bind_append."""
+
+    def __init__(self, call: AppendCall) -> None:
+        num_tokens, num_heads, _ = call.k.x.shape
+        tokens = -(-ROWS_PER_ITEM // max(num_heads, 1))
+        items = -(-num_tokens // tokens) if num_heads else 0
+        self._found = np.zeros((2, items), np.int64)
+        places = [0 if one is None else one.data_ptr() for one in call.slots]
+        places.append(self._found.ctypes.data)
+        sides = [_arguments(side, call.exact_format) for side in call[:2]]
+        arguments = np.array([num_tokens, num_heads, tokens, items, *places, *sides[0], *sides[1]])
+        new = SIDES + X, SIDES + SIDE_BYTES // 8 + X
+        kernel, is_small = make_append_kernel(), items < 2
+        super().__init__(kernel, arguments, 2 * items, new, call, is_small=is_small)
+
+    def at(self, addresses: Sequence[int]) -> None:
+        """Write rows at the addresses of K and V; the first, of bad, may be 0."""
+        super().at(addresses[1:])
+        if addresses[0]:
+            _count(self._found, addresses[0])
 
 
-def append(
-    k: Side, v: Side, slots: Sequence[torch.Tensor | None], exact_format: str
-) -> tuple[int, int]:
-    """Write tokens to their slots, which all exist and are all different.
+def append(call: AppendCall) -> None:
+    """Write tokens to their slots, which all exist and are all different; see append_rows.
 
-    k and v are as in append.append_rows; packed, exact and evicted as in slots.Slots. Returns how
-    many rows of K and of V were written as NaN, without those that left as NaN.
+    Neither K nor V is transformed. bad counts no row that left as NaN.
     """
-    num_tokens, num_heads, _ = k[0].shape
-    if not num_tokens * num_heads:
-        return 0, 0
-    tokens = -(-ROWS_PER_ITEM // num_heads)
-    items = -(-num_tokens // tokens)
-    bad = np.zeros(2 * items, np.int64)
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in slots]
-    arguments = np.array(
-        [
-            *(num_tokens, num_heads, tokens, items, *pointers, bad.ctypes.data),
-            *_arguments(k, exact_format),
-            *_arguments(v, exact_format),
-        ],
-        np.int64,
+    k, v = call.k.x.resolve_neg(), call.v.x.resolve_neg()
+    bad = 0 if call.bad is None else call.bad.data_ptr()
+    Append(call._replace(k=call.k._replace(x=k), v=call.v._replace(x=v))).at(
+        (bad, address(k), address(v))
     )
-    run(make_append_kernel(), arguments, 2 * items, parallel=items > 1)
-    return int(bad[:items].sum()), int(bad[items:].sum())
 
 
-def _arguments(side: Side, exact_format: str) -> list[int]:
-    x, rows, fmt, exact_rows = side
+def bind_append(call: AppendCall) -> Append | None:
+    """An append bound to all but new rows: `at` takes the addresses of bad, k and v.
+
+    None if k or v is copied first, or transformed.
+    """
+    plain = Encoding()
+    if call.rope is not None or any(x.is_neg() or e != plain for x, *_, e in call[:2]):
+        return None
+    return Append(call)
+
+
+@compiled()
+def _count(found, bad):
+    """Add the rows that were written as NaN, of K and of V, to two int32."""
+    for side in range(2):
+        store_int32(bad + 4 * side, load_int32(bad + 4 * side) + found[side].sum())
+
+
+def _arguments(side: AppendSide, exact_format: str) -> list[int]:
+    x, rows, fmt, exact_rows, _ = side
     stride, stride_head, _ = x.stride()
     page, head, row, _ = rows.stride()
-    place = [address(x), stride * x.itemsize, stride_head * x.itemsize]
+    place = [0, stride * x.itemsize, stride_head * x.itemsize]
     place += [rows.data_ptr(), page, head, row, max(rows.shape[2], 1)]
     if exact_rows is None:
         return [*place, 0, 0, 0, 0, 1, _quantizer(fmt, INPUTS[x.dtype]), 0, 0]

@@ -21,20 +21,22 @@ float32 products of V.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from kvquant.rows.arguments import address
+from kvquant.rows.bound import kind_of
 from kvquant.rows.call import AttentionCall
-from kvquant.rows.ragged import attend_to_pieces
-from kvquant.rows.segment import RUN, Segment, visible_rows
+from kvquant.rows.ragged import State, attend_to_pieces
+from kvquant.rows.segment import RUN, FixedSegments, Segment, check_segment_values, visible_rows
 from kvquant.rows.variant import add_sinks
 
 from . import simd
 from .combine import make_merge_kernel
-from .compile import compile_kernel
+from .compile import compile_kernel, compiled
 from .integers import MAX_INTEGER_HEADS, Keys, Values
 from .parallel import run
 from .simd import (
@@ -52,6 +54,7 @@ from .simd import (
     stack_floats,
     store,
     store_float,
+    store_int,
     times,
 )
 from .values import (
@@ -67,7 +70,6 @@ from .values import (
     query_floats,
     score_block,
     spec,
-    store_int,
     store_output,
     tokens_per_block,
     value_floats,
@@ -96,6 +98,7 @@ ITEMS_PER_THREAD = 4  # so that unequal items even out
 MIN_PARALLEL = 1 << 13  # query heads * tokens that are worth waking other threads
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
+MOST_FACTOR = float(np.finfo(np.float32).max)
 LOWEST = np.finfo(np.float32).min  # under all scores; from -inf a hidden one could not be taken
 NO_PAGES = 62  # page_shift of a sequence that is one page: no token has a number of 2**62
 
@@ -343,12 +346,33 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN, in_integers=False):
     FIRST_ROWS,  # [batch] int32, rows before these are seen by no query; or 0
     CHANGE,  # address of the kernel that changes scores, or 0; see variant.py
     CHANGE_FIELDS,
-) = range(30)
+    ROWS_BATCH,  # sequences, sequence slots or pages of the rows
+) = range(31)
 
 
-def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to all segments and merge. The call is checked, and has a scale."""
-    q, segments, sm_scale, num_splits, _, q_lens, variant, *_ = call
+def attend(
+    call: AttentionCall, check: Callable[[AttentionCall], AttentionCall] | None = None
+) -> State:
+    """Attend to all segments and merge; out and lse are float32.
+
+    check: returns the call if it is possible, with formats and a scale; None if it is and has them.
+    Called unless work of this kind is bound to the segments.
+    """
+    q, segments, sm_scale, num_splits, _, q_lens, variant, _, q_indptr, _ = call
+    key: Hashable = None
+    has_options = not (variant is None and q_lens is None and q_indptr is None)
+    if q.ndim == 3 and type(segments) is FixedSegments and not has_options:
+        kind = kind_of(q)
+        if kind is not None and (sm_scale is None or type(sm_scale) is float):  # True were 1.0
+            key = kind, sm_scale, num_splits
+            kept: Work | None = segments.bound.get(key)
+            found = None if kept is None else kept(q)
+            if found is not None:
+                return found
+    fixed = segments
+    if check is not None:
+        call = check(call)
+        q, segments, sm_scale, num_splits, _, q_lens, variant, *_ = call
     assert sm_scale is not None
     most = max(MAX_HEADS // max(q.shape[-2] // segments[0].k_rows.shape[1], 1), 1)
     if call.q_indptr is not None:
@@ -356,7 +380,10 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         return attend_to_pieces(call, most, attend)
     if q.ndim == 3:
         if variant is None:
-            return _attend(q, segments, sm_scale, num_splits, [one.seq_lens for one in segments])
+            work = Work(q, segments, sm_scale, num_splits)
+            if isinstance(fixed, FixedSegments) and work.is_kept:
+                fixed.bound.keep(key, work)
+            return work.attend(q)
         if variant.score_offsets is not None:
             variant = variant._replace(score_offsets=variant.score_offsets[:, None])
         out, lse = attend(call._replace(q=q[:, None], q_lens=None, variant=variant))
@@ -377,7 +404,8 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         if variant.tree_mask is not None:  # queries see beyond their row, and padding nothing
             lens = torch.stack([segment.seq_lens for segment in segments])
             visible = torch.where(visible.sum(0) > 0, lens[..., None], 0)
-    out, lse = _attend(heads, segments, sm_scale, num_splits, visible.unbind(), change)
+    work = Work(heads, segments, sm_scale, num_splits, visible.unbind(), change)
+    out, lse = work.attend(heads)
     out, lse = (x.view(*shape, *x.shape[2:]).transpose(1, 2).flatten(2, 3) for x in (out, lse))
     if variant is not None and variant.sink_logits is not None:
         return add_sinks(out, lse, variant.sink_logits)
@@ -403,104 +431,183 @@ def _attend_ragged(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def _attend(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    sm_scale: float,
-    num_splits: int | None,
-    visible: Sequence[torch.Tensor],
-    change: Change | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with the heads of all queries, [batch, num_kv_heads * q_len * ratio, head_dim].
+class Work:
+    """Attention of queries of one kind to segments whose tensors stay.
 
-    visible: of each segment the rows that each query sees, [batch] or [batch, q_len] int32.
+    The queries are [batch, num_kv_heads * q_len * ratio, head_dim], the heads of all of them.
+
+    Args:
+        visible: of each segment the rows that each query sees, [batch, q_len] int32; None for all.
+
+    Attributes:
+        units: work items of a split: sequences times blocks of query heads.
+        is_kept: whether all its tensors are those of the segments, and none is a copy.
     """
-    batch, num_q_heads, _ = q.shape
-    v_dim = segments[0].v_format.head_dim
-    ratio = num_q_heads // segments[0].k_rows.shape[1]
-    # rounds less than 16-bit queries and outputs are rounded anyway
-    in_integers = q.dtype != torch.float32 and simd.in_hardware("avx512vnni")
-    heads = heads_of_block(ratio, MAX_INTEGER_HEADS if in_integers else MAX_HEADS)
-    blocks = num_q_heads // ratio * -(-ratio // heads) if ratio else 0  # of all KV heads
-    q = q.float().contiguous()
-    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite
-        factor = np.array([sm_scale * LOG2E, 0], np.float32)
-    work, lengths = [], []  # the segments with rows to attend to, and the most of them
-    for i, segment in enumerate(segments):
-        lens = segment.seq_lens if change is None else segment.seq_lens - change.firsts[i]
-        if q.numel() and (longest := int(lens.max())):
-            work.append((i, segment))
-            lengths.append(longest)
-    splits = [min(num_splits, n) if num_splits else plan_splits(batch * blocks, n) for n in lengths]
-    out = q.new_empty(max(sum(splits), 1), batch, num_q_heads, v_dim)
-    lse = q.new_empty(max(sum(splits), 1), batch, num_q_heads)
-    if not work:
-        return out[0].zero_(), lse[0].fill_(-math.inf)
 
-    done = 0
-    for (i, segment), longest, count in zip(work, lengths, splits, strict=True):
-        table, page_size = segment.block_table, segment.k_rows.shape[2]
-        least = RUN if table is None else min(page_size, RUN)
-        kernel = make_decode_kernel(
-            spec(segment.k_format), spec(segment.v_format), heads, least, in_integers
-        )
-        seq_lens, seen = segment.seq_lens.contiguous(), visible[i].contiguous()
-        starts = None if segment.starts is None else segment.starts.contiguous()
-        seq_slots = None if segment.seq_slots is None else segment.seq_slots.contiguous()
-        pages = [0, 0, 0, NO_PAGES]
-        if table is not None:
-            strides = [4 * stride for stride in table.stride()]
-            pages = [table.data_ptr(), *strides, page_size.bit_length() - 1]
-        arguments = np.array(
-            [
-                address(q, "q"),
-                *factor.view(np.int64),
+    def __init__(
+        self,
+        q: torch.Tensor,
+        segments: Sequence[Segment],
+        sm_scale: float,
+        num_splits: int | None,
+        visible: Sequence[torch.Tensor] | None = None,
+        change: Change | None = None,
+    ) -> None:
+        batch, num_q_heads, _ = q.shape
+        v_dim = segments[0].v_format.head_dim
+        ratio = num_q_heads // segments[0].k_rows.shape[1]
+        # rounds less than 16-bit queries and outputs are rounded anyway
+        in_integers = q.dtype != torch.float32 and simd.in_hardware("avx512vnni")
+        heads = heads_of_block(ratio, MAX_INTEGER_HEADS if in_integers else MAX_HEADS)
+        # blocks of all KV heads
+        self.units = batch * num_q_heads // ratio * -(-ratio // heads) if ratio else 0
+        self._shape, self._num_splits = (batch, num_q_heads, v_dim), num_splits or 0
+        factor = sm_scale * LOG2E
+        if abs(factor) > MOST_FACTOR:  # float32 cannot hold it
+            factor = math.copysign(math.inf, factor)
+        factor_bits = np.array([factor, 0], np.float32).view(np.int64)
+        self._kernels = np.zeros(len(segments), np.int64)  # made once they have rows to read
+        self._makers: list[Callable[[], int]] = []
+        self._arguments = np.zeros((len(segments), ROWS_BATCH + 1), np.int64)
+        # not the tuple that keeps this work: it would hold itself
+        self._segments, self._kept = [*segments], list[object]([change])
+        self.is_kept = True
+        for i, segment in enumerate(segments if self.units else ()):
+            table, page_size = segment.block_table, segment.k_rows.shape[2]
+            least = RUN if table is None else min(page_size, RUN)
+            formats = spec(segment.k_format), spec(segment.v_format)
+            self._makers.append(partial(make_decode_kernel, *formats, heads, least, in_integers))
+            lens = seen = self._place(segment.seq_lens, "seq_lens")
+            q_len = 1
+            if visible is not None:
+                seen, q_len = self._place(visible[i]), visible[i].numel() // batch
+            pages = [0, 0, 0, NO_PAGES]
+            if table is not None:
+                strides = [4 * stride for stride in table.stride()]
+                pages = [address(table, "block_table"), *strides, page_size.bit_length() - 1]
+            self._arguments[i] = [
+                0,
+                *factor_bits,
                 address(segment.k_rows, "k_rows"),
                 address(segment.v_rows, "v_rows"),
                 *segment.k_rows.stride()[:3],
                 *segment.v_rows.stride()[:3],
-                seq_lens.data_ptr(),
-                seen.data_ptr(),
-                0 if starts is None else starts.data_ptr(),
+                lens,
+                seen,
+                self._place(segment.starts),
                 segment.sinks,
-                0 if seq_slots is None else seq_slots.data_ptr(),
+                self._place(segment.seq_slots),
                 segment.capacity,
                 *pages,
                 batch,
                 num_q_heads,
                 ratio,
-                ratio // (seen.numel() // batch),
-                count,
-                out[done].data_ptr(),
-                lse[done].data_ptr(),
+                ratio // q_len,
+                0,
+                0,
+                0,
                 *((0, 0, 0) if change is None else change.arguments(i)),
-            ],
-            np.int64,
-        )
-        items = count * batch * blocks
-        run(kernel, arguments, items, parallel=batch * num_q_heads * longest >= MIN_PARALLEL)
-        done += count
-    if done == 1:
+                segment.k_rows.shape[0],
+            ]
+
+    def _place(self, numbers: torch.Tensor | None, name: str = "lengths") -> int:
+        if numbers is None:
+            return 0
+        if not numbers.is_contiguous():
+            numbers, self.is_kept = numbers.contiguous(), False
+        self._kept.append(numbers)
+        return address(numbers, name)
+
+    def attend(self, q: torch.Tensor) -> State:
+        """Attend; ShapeError if a length or a page does not exist."""
+        found = self(q)
+        if found is None:
+            check_segment_values(self._segments)
+        assert found is not None
+        return found
+
+    def __call__(self, q: torch.Tensor) -> State | None:
+        """Attend; None if a length, start, sequence slot or page does not exist."""
+        q = q.detach().float().contiguous()
+        arguments, kernels, units = self._arguments.copy(), self._kernels, self.units
+        wanted = -(-ITEMS_PER_THREAD * torch.get_num_threads() // units) if units else 0
+        splits, longest, is_ready = _plan(arguments, kernels, wanted, self._num_splits)
+        if splits < 0:
+            return None
+        out = torch.empty(max(splits, 1), *self._shape, dtype=torch.float32, device="cpu")
+        lse = torch.empty(out.shape[:-1], dtype=torch.float32, device="cpu")
+        if not splits:
+            return out[0].zero_(), lse[0].fill_(-math.inf)
+        if not is_ready:
+            for i, make in enumerate(self._makers):
+                if arguments[i, NUM_SPLITS] and not kernels[i]:
+                    kernels[i] = make()
+        batch, num_heads, v_dim = self._shape
+        is_small = batch * num_heads * longest < MIN_PARALLEL
+        places = address(q, "q"), out.data_ptr(), lse.data_ptr()
+        _serve(arguments, kernels, *places, batch * num_heads, v_dim, units * is_small)
+        if not is_small:
+            for kernel, of_segment in zip(kernels.tolist(), arguments, strict=True):
+                run(kernel, of_segment, units * int(of_segment[NUM_SPLITS]))
+        if splits > 1:
+            merged = np.array([*places[1:], splits, batch * num_heads, v_dim], np.int64)
+            is_large = out.numel() > 1 << 18
+            run(make_merge_kernel(), merged, batch * num_heads, parallel=is_large)
         return out[0], lse[0]
-    arguments = np.array(
-        [out.data_ptr(), lse.data_ptr(), done, batch * num_q_heads, v_dim], np.int64
-    )
-    run(
-        make_merge_kernel(),
-        arguments,
-        batch * num_q_heads,
-        parallel=done * out[0].numel() > 1 << 18,
-    )
-    return out[0], lse[0]
+
+
+@compiled()
+def _plan(arguments, kernels, wanted, num_splits):
+    """Set the splits of each segment; their number, the most rows, and whether kernels are made.
+
+    -1 splits if a value of a segment is not possible. wanted: splits that give all threads work.
+    """
+    splits, most, is_ready = 0, 0, True
+    for i in range(len(arguments)):
+        at = arguments[i]
+        capacity, page_shift, longest = at[CAPACITY], at[PAGE_SHIFT], 0
+        last_start = max(capacity - at[SINKS] - 1, 0)  # a ring without rows starts at 0
+        for b in range(at[BATCH]):
+            length, first = load_int32(at[SEQ_LENS] + 4 * b), 0
+            if not 0 <= length <= capacity:
+                return -1, 0, True
+            if at[STARTS] != 0 and not 0 <= load_int32(at[STARTS] + 4 * b) <= last_start:
+                return -1, 0, True
+            if at[SEQ_SLOTS] != 0 and not 0 <= load_int32(at[SEQ_SLOTS] + 4 * b) < at[ROWS_BATCH]:
+                return -1, 0, True
+            if at[BLOCK_TABLE] != 0:
+                table = at[BLOCK_TABLE] + b * at[BLOCK_TABLE_STRIDE_BATCH]
+                for entry in range((length + (1 << page_shift) - 1) >> page_shift):
+                    page = load_int32(table + entry * at[BLOCK_TABLE_STRIDE])
+                    if not 0 <= page < at[ROWS_BATCH]:
+                        return -1, 0, True
+            if at[FIRST_ROWS] != 0:
+                first = load_int32(at[FIRST_ROWS] + 4 * b)
+            longest = max(longest, length - first)
+        # so that all threads have work and none waits for long
+        count = min(wanted, longest // MIN_SPLIT)
+        count = max(1, count, (longest + MAX_SPLIT - 1) // MAX_SPLIT)
+        if num_splits > 0:
+            count = min(num_splits, longest)
+        at[NUM_SPLITS] = count if longest > 0 else 0
+        is_ready &= longest <= 0 or kernels[i] != 0
+        splits, most = splits + at[NUM_SPLITS], max(most, longest)
+    return splits, most, is_ready
+
+
+@compiled()
+def _serve(arguments, kernels, q, out, lse, num_heads, v_dim, units):
+    """Set the addresses of a call and run so many units of each split, in this thread."""
+    for i in range(len(arguments)):
+        at = arguments[i]
+        at[Q], at[OUT], at[LSE] = q, out, lse
+        out += 4 * num_heads * v_dim * at[NUM_SPLITS]
+        lse += 4 * num_heads * at[NUM_SPLITS]
+        for item in range(units * at[NUM_SPLITS]):
+            call_kernel(kernels[i], at.ctypes.data, np.int64(item))
 
 
 def heads_of_block(ratio: int, most: int = MAX_HEADS) -> int:
     """Query heads of a work item, of the ratio that share a KV head."""
     blocks = max(-(-ratio // most), 1)
     return -(-ratio // blocks)
-
-
-def plan_splits(items, tokens):
-    """Parts to cut a sequence into, so that all threads have work and none waits for long."""
-    wanted = -(-ITEMS_PER_THREAD * torch.get_num_threads() // items)
-    return max(1, min(wanted, tokens // MIN_SPLIT), -(-tokens // MAX_SPLIT))

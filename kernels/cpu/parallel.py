@@ -6,6 +6,7 @@ forked after kernels ran in parallel has one thread: numba's OpenMP would end it
 
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -19,6 +20,32 @@ from .simd import call_kernel
 _lock = threading.Lock()
 _has_run_parallel = False
 _is_forked = False
+
+
+class Launch:
+    """A kernel and arguments that stay; `at` takes the addresses of the new ones and runs it.
+
+    new: their places among the arguments. kept: what the other addresses belong to. is_small: not
+    worth more than one thread.
+    """
+
+    def __init__(
+        self,
+        kernel: int,
+        arguments: Any,
+        items: int,
+        new: Sequence[int],
+        kept: object,
+        *,
+        is_small: bool,
+    ) -> None:
+        self._kernel, self._items, self._new, self._kept = kernel, items, new, kept
+        self.arguments, self._is_parallel = arguments, not is_small
+
+    def at(self, addresses: Sequence[int]) -> None:
+        for place, address in zip(self._new, addresses, strict=True):
+            self.arguments[place] = address
+        run(self._kernel, self.arguments, self._items, parallel=self._is_parallel)
 
 
 def run(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> None:
@@ -38,7 +65,7 @@ def run(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> No
             finally:
                 numba.set_num_threads(before)
     else:
-        _run(kernel, arguments.ctypes.data, 0, items, 1)
+        _run(kernel, arguments, items)
 
 
 def _after_fork():
@@ -51,9 +78,10 @@ if hasattr(os, "register_at_fork"):
 
 
 @compiled()
-def _run(kernel, arguments, first, items, step):
-    for item in range(first, items, step):
-        call_kernel(kernel, arguments, item)
+def _run(kernel, arguments, items):
+    address = arguments.ctypes.data
+    for item in range(items):
+        call_kernel(kernel, address, np.int64(item))
 
 
 @compiled(parallel=True)

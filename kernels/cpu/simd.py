@@ -403,3 +403,15 @@ def call_kernel(emit, kernel, arguments, item):
     """Call the C function (arguments, item) at an address."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64])
     emit.builder.call(emit.builder.inttoptr(kernel, kind.as_pointer()), [arguments, item])
+
+
+@operation(types.void, types.int64, types.int64)
+def store_int32(emit, address, value):
+    """The low 32 bits of an integer to a byte address."""
+    emit.store(address, emit.builder.trunc(value, I32))
+
+
+@operation(types.void, types.int64, types.int64)
+def store_int(emit, address, value):
+    """An int64 to a byte address."""
+    emit.store(address, value)

@@ -1,10 +1,12 @@
 """Slots of new tokens on the CPU, by kvquant/rows/slots.py, and whether slots are all different.
 
-It finds that something is not possible; kvquant/ops/slots.py says what.
+It finds that something is not possible; kvquant/ops/slots.py says what. place_tokens advances the
+lengths of a layer, too: see kernels/cuda/slots/kernel.py.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numba
@@ -14,8 +16,32 @@ import torch
 from kvquant.rows.arguments import MAX_LENGTH
 from kvquant.rows.slots import SlotsCall
 
-from .compile import compiled
+from .compile import compile_kernel, compiled
+from .parallel import Launch
+from .simd import argument, load_int32, store_int, store_int32
 
+# the arguments of the kernel that places tokens: addresses, as of kernels/cuda/slots/launch.py
+(
+    SEQ_LENS,
+    PACKED_LENS,
+    EXACT_LENS,
+    STARTS,
+    EXACT_FIRSTS,
+    SEEN_LENS,
+    SEEN_STARTS,
+    FIRSTS,
+    NEW_LENS,
+    OVERFLOW,
+    ROOM,
+    SINK_LEN,
+    PACKED_LEN,
+    RECENT_LEN,
+    RING_LEN,
+    MAX_SEQ_LEN,
+    WINDOW,
+    NEW_TOKENS,
+    BATCH,
+) = range(19)
 NONE = -1
 NO_PAGES = np.empty((0, 0), np.int64)
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: spreads what is regular
@@ -24,7 +50,7 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: spreads 
 def find_slots(call: SlotsCall) -> Sequence[torch.Tensor] | None:
     """The tensors that slots.slots_of gives, in a tenth of the time; None if it is to raise."""
     seq_lens, packed_lens, new_lens, new_tokens, page_size, sink_len, recent_len = call[:7]
-    block_table, seq_slots, ring, at_once = call[7:]
+    block_table, seq_slots = call[7:]
     batch, new_tokens = len(seq_lens), int(new_tokens)
     lens = np.empty((4, batch), np.int64)
     lens[0], lens[1] = seq_lens.numpy(), packed_lens.numpy()
@@ -33,7 +59,7 @@ def find_slots(call: SlotsCall) -> Sequence[torch.Tensor] | None:
     table = NO_PAGES if block_table is None else block_table.numpy().astype(np.int64, "C")
     sizes = new_tokens, int(page_size), int(sink_len), int(recent_len)  # of one type each
     slots = np.empty((3 if sink_len + recent_len else 1, batch * new_tokens), np.int64)
-    if not _fill(lens, table, *sizes, bool(ring), bool(at_once), slots):
+    if not _fill(lens, table, *sizes, slots):
         return None
     return torch.from_numpy(slots).unbind()
 
@@ -53,6 +79,93 @@ def are_possible(
     return possible
 
 
+def place_tokens(
+    lens: Sequence[torch.Tensor | None],
+    sizes: Sequence[int],
+    new_lens: torch.Tensor | None,
+    new_tokens: int,
+    overflow: torch.Tensor,
+    room: torch.Tensor,
+) -> None:
+    """Write slots to room, and lengths in place; as kernels/cuda/slots/launch.py."""
+    if new_lens is not None:
+        new_lens = new_lens.long().contiguous()
+    bind_place(lens, sizes, new_tokens, room, new_lens).at((overflow.data_ptr(),))
+
+
+def bind_place(
+    lens: Sequence[torch.Tensor | None],
+    sizes: Sequence[int],
+    new_tokens: int,
+    room: torch.Tensor,
+    new_lens: torch.Tensor | None = None,
+) -> Launch:
+    """Bind place_tokens to a layer and a number of tokens; it takes overflow's address."""
+    batch, given = room.shape[1] // (new_tokens + 1), (*lens, new_lens, None, room)
+    places = [0 if one is None else one.data_ptr() for one in given]
+    arguments = np.array([*places, *sizes, new_tokens, batch], np.int64)
+    return Launch(make_place_kernel(), arguments, batch, [OVERFLOW], given, is_small=True)
+
+
+@functools.cache
+def make_place_kernel():
+    """The kernel; item: a sequence."""
+
+    def place_kernel(args, b):
+        seq_lens, packed_lens = argument(args, SEQ_LENS), argument(args, PACKED_LENS)
+        sink_len, packed_len = argument(args, SINK_LEN), argument(args, PACKED_LEN)
+        ring_len, window = argument(args, RING_LEN), argument(args, WINDOW)
+        new_tokens, batch = argument(args, NEW_TOKENS), argument(args, BATCH)
+        room, overflow, at = argument(args, ROOM), argument(args, OVERFLOW), 4 * b
+        # Step 1: the lengths before, and after
+        old, first, wanted = load_int32(seq_lens + at), load_int32(packed_lens + at), new_tokens
+        if argument(args, NEW_LENS) != 0:
+            wanted = min(max(argument(argument(args, NEW_LENS), b), 0), new_tokens)
+        count = min(wanted, argument(args, MAX_SEQ_LEN) - old)
+        after = old + count
+        behind = after - sink_len  # tokens behind the sinks
+        last = max(first, behind - argument(args, RECENT_LEN))
+        page, ring = max(packed_len, 1), max(ring_len, 1)
+        oldest = behind - packed_len if window != 0 else 0
+        # Step 2: the slots
+        num_places = batch * (new_tokens + 1)
+        for offset in range(new_tokens):
+            index = old + offset - sink_len  # among the tokens behind the sinks
+            packed = exact = -1
+            if offset < count:
+                row = sink_len + index
+                if index >= 0:
+                    row = sink_len + index % ring
+                    if packed_len != 0 and index >= oldest:  # no room for those before them
+                        packed = b * page + index % page
+                if index < 0 or index >= behind - ring_len:
+                    exact = b * (sink_len + ring_len) + row
+            place = room + 8 * (b * new_tokens + offset)
+            store_int(place, packed)
+            store_int(place + 8 * num_places, exact)
+            store_int(place + 16 * num_places, -1)
+        # Step 3: the lengths
+        place = room + 8 * (num_places - batch + b)
+        store_int(place, old)
+        store_int(place + 8 * num_places, first)
+        store_int32(seq_lens + at, after)
+        store_int32(packed_lens + at, last)
+        store_int32(argument(args, EXACT_LENS) + at, after - last)
+        store_int32(argument(args, STARTS) + at, last % ring)
+        kept = argument(args, EXACT_FIRSTS) + at
+        store_int32(kept, max(load_int32(kept), behind - ring_len))
+        if window != 0:
+            firsts, seen = argument(args, FIRSTS) + at, max(after - window, 0)
+            before = load_int32(firsts)
+            store_int(place + 16 * num_places, before)
+            store_int32(argument(args, SEEN_LENS) + at, max(last - seen, 0))
+            store_int32(argument(args, SEEN_STARTS) + at, seen % page)
+            store_int32(firsts, max(before, oldest))
+        store_int32(overflow, load_int32(overflow) + wanted - count)
+
+    return compile_kernel(place_kernel)
+
+
 @compiled()
 def _fill(
     lens,  # [4, batch]: seq_lens, packed_lens, new_lens, sequence slots
@@ -61,8 +174,6 @@ def _fill(
     page_size,
     sink_len,
     recent_len,
-    ring,
-    at_once,
     slots,  # [3, batch * new_tokens]: packed, exact, evicted; without 16-bit rows [1, ...]
 ):
     """Fill slots; False if something is not possible."""
@@ -76,26 +187,22 @@ def _fill(
             return False
         if not 0 <= new <= new_tokens or not 0 <= seq_slot <= MAX_LENGTH:
             return False
-        last = max(old + new - sink_len, 0) if at_once else max(first, old + new - exact_len)
-        if last > room and (paged or not ring):
+        last = max(first, old + new - exact_len)
+        if last > room:
             return False
         for page in range((last + page_size - 1) // page_size if paged else 0):
             if not 0 <= table[b, page] <= MAX_LENGTH:
                 return False
-        oldest = last - page_size if ring else 0
         for i in range(new):
             token, index = b * new_tokens + i, old - sink_len + i
-            if max(oldest, 0) <= index < last:
+            if 0 <= index < last:
                 slots[0, token] = _packed_slot(table, paged, b, index, page_size)
             if index < 0:
                 slots[1, token] = seq_slot * exact_len + sink_len + index
-            elif at_once:
-                if index >= last - recent_len:
-                    slots[1, token] = seq_slot * exact_len + sink_len + index % recent_len
             elif index >= last:
                 slots[1, token] = seq_slot * exact_len + sink_len + index % recent_len
                 leaver = first + (index - first) % recent_len
-                if oldest <= leaver < old - sink_len:
+                if leaver < old - sink_len:
                     slots[2, token] = _packed_slot(table, paged, b, leaver, page_size)
     return True
 

@@ -35,6 +35,7 @@ RUN_FIRST, RUN_END, RUN_K, RUN_V, RUN_NEXT_K = range(5)
 RUN_BYTES = 5 * 8
 
 
+@functools.cache
 def spec(fmt):
     """A format as a word that a kernel can hold as a constant: "int4-g4/128", "int4-g8/512+64"."""
     return f"{fmt}/" + "+".join(str(part.head_dim) for part in parts_of(fmt))
@@ -344,12 +345,6 @@ def score_block(emit, format_spec, in_integers, heads, least, q, row, stride, co
     )
     within = b.icmp_signed("<", lanes, emit.splat(limit))
     return b.select(within, scores, emit.constant(-math.inf))
-
-
-@operation(types.void, types.int64, types.int64)
-def store_int(emit, address, value):
-    """An int64 to a byte address."""
-    emit.store(address, value)
 
 
 @operation(types.void, literal, literal, literal, literal, *[types.int64] * 8)

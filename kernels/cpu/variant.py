@@ -27,8 +27,8 @@ from .simd import (
     stack_floats,
     store,
     store_float,
+    store_int,
 )
-from .values import store_int
 
 LOG2E = math.log2(math.e)
 OF_HEADS = 3 * LANES  # floats: slopes, and the positions of queries, int64

@@ -274,7 +274,7 @@ class ContextParallelCache(NoShallowCopy):
         self._check_query(layer, q, variant)
         check_options(q, sm_scale, False, None, backend)
         check_tensors(k=k, v=v)
-        self.cache.layers[layer].check_step(q, k)
+        self.cache.layers[layer].check_step(q, k, v)
         self.append(layer, k, v)
         return self.attend(layer, q, variant=variant, sm_scale=sm_scale, backend=backend)
 

@@ -511,7 +511,7 @@ class KVCache(NoShallowCopy):
         bound = at.bound.find(q, k, v) if can_bind else None
         if bound is None:  # else such a step was taken before
             check_tensors(q=q, k=k, v=v)
-            at.check_seen(layer, at.check_step(q, k))
+            at.check_seen(layer, at.check_step(q, k, v))
             at.check_query(q)
             at.check_variant(q, variant)
         if bound is None or not (sm_scale is None is num_splits and type(return_lse) is bool):

@@ -13,6 +13,7 @@ from ..ops.attention import State
 from ..ops.mla import attend_latents, check_call, check_kernels, check_queries
 from ..rows.arguments import check_flag, check_size, check_tensors
 from ..rows.basis import LayerBasis
+from ..rows.bound import kind_of
 from ..rows.call import LatentCall
 from ..rows.kind import LATENT
 from ..rows.latent import LatentFormat
@@ -411,30 +412,33 @@ class LatentKVCache(KVCache):
             torch.Size([2, 3, 16, 512])
         """
         at = self._layer(layer)
-        check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
+        bound = None
+        if backend is None and not torch.compiler.is_compiling():
+            bound = at.bound.find(q_latent, q_rope, latent, rope)
+        if bound is None:  # else such a step was taken before
+            check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
         assert q_rope is not None and latent is not None and rope is not None
-        at.check_step(q_latent, latent, "q_latent")
-        at.check_query(q_latent)
-        fmt, exact = *at.formats, *at.exact_formats
-        assert isinstance(fmt, LatentFormat) and isinstance(exact, LatentFormat)
-        check_queries(q_latent, q_rope, fmt)
         if variant is not None or sm_scale is None:
             _refuse_options(variant)
-        check_call(q_latent, [fmt, exact], sm_scale, backend)
+        if bound is None:
+            at.check_step(q_latent, latent, rope, "q_latent")
+            at.check_query(q_latent)
+            fmt, exact = *at.formats, *at.exact_formats
+            assert isinstance(fmt, LatentFormat) and isinstance(exact, LatentFormat)
+            check_queries(q_latent, q_rope, fmt)
+            check_call(q_latent, [fmt, exact], sm_scale, backend)
         check_options(q_latent, sm_scale, return_lse, num_splits, backend)
         check_flag("in_basis", in_basis)
-        self.append(layer, latent, rope)
-        return self.attend(
-            layer,
-            q_latent,
-            q_rope,
-            sm_scale=sm_scale,
-            in_step=True,
-            in_basis=in_basis,
-            return_lse=return_lse,
-            num_splits=num_splits,
-            backend=backend,
+        self._change(latent)
+        at.append(latent, rope, None, *self.counters_of(layer), None, bound)
+        segments, _ = at.seen_by(layer, latent.shape[2], None, None, in_step=True)
+        call = LatentCall(
+            q_latent, q_rope, segments, sm_scale, num_splits, return_lse, backend=backend
         )
+        out, lse = attend_latents(call, None if in_basis else at.basis, at.seq_lens)
+        if bound is None and at.bound:
+            at.bound.keep(kind_of(q_latent, q_rope, latent, rope), at.bound.find(latent, rope))
+        return out if lse is None else (out, lse)
 
     def check_kernels(self, query: str) -> None:
         """Raise UnsupportedError unless CUDA serves its rows with "bf16" or "fp16" queries."""

@@ -18,38 +18,34 @@ rows are a ring, too, with SPARE more tokens for crops: token i has row i % pack
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedError
+from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..ops.append import bind_append, write_rows
-from ..ops.append_checks import check_call
 from ..ops.quantize import dequantize_segment
-from ..ops.slots import (
-    Lens,
-    Placed,
-    Sizes,
-    bind_place,
-    find_slots,
-    lens_before,
-    place_tokens,
-    takes_one_launch,
-)
+from ..ops.slots import Lens, Placed, Sizes, bind_place, lens_before, place_tokens
 from ..ops.transform import encode_rows
 from ..rehearsal import is_rehearsed
-from ..rows.arguments import address, check_tensors
+from ..rows.arguments import (
+    FLOATS,
+    INTEGERS,
+    address,
+    check_same_device,
+    check_tensor,
+    check_tensors,
+)
 from ..rows.basis import Encoding, LayerBasis, Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide
 from ..rows.format import RowFormat
 from ..rows.kind import KEY_VALUE, LATENT, KeyValue, Rows
 from ..rows.latent import AnyFormat
-from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, beyond, full_precision
-from ..rows.segment import FixedSegments, Segment, check_query_dtype
-from ..rows.slots import Slots, SlotsCall, Split
+from ..rows.quantize import EXACT_DTYPES, beyond, full_precision
+from ..rows.segment import FixedSegments, Segment
+from ..rows.slots import Slots, Split
 from ..rows.spacing import spaced_len
 from ..rows.variant import (
     AttentionVariant,
@@ -378,7 +374,7 @@ class LayerCache:
             found = [segment(packed_rows, self.formats, packed_lens, packed_starts)]
         if self.split.exact_len:  # sinks and ring
             starts = starts if self.recent_len else None
-            kept = segment(exact_rows, self.exact_formats, exact_lens, starts, sinks=self.sink_len)
+            kept = segment(exact_rows, self.exact_formats, exact_lens, starts, None, self.sink_len)
             found.append(kept)
         return found
 
@@ -484,8 +480,8 @@ class LayerCache:
     ) -> torch.Tensor | None:
         """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append.
 
-        On CUDA two launches, unless values are read: slots with lengths, then rows. They stay bound
-        to the layer for new rows of the same kind.
+        Two launches: slots with lengths, then rows. They stay bound to the layer for new rows of
+        the same kind.
 
         queries go to write_rows, which gives the result; bound are launches already found.
         """
@@ -494,6 +490,8 @@ class LayerCache:
             # else lengths have to be read: they are not known, or near max_seq_len
             if bound and self.longest is not None and self.longest + bound[0] <= self.max_seq_len:
                 new_tokens, place, write, room = bound
+                if k.is_cpu:
+                    self._check_values(k, v, None)
                 place.at((overflow_tokens.data_ptr(),))
                 try:
                     write.at((bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
@@ -514,22 +512,12 @@ class LayerCache:
             return None
         if recorded:
             self.longest = None
-        longest = (self.longest or 0) + new_tokens
         if k.dtype != v.dtype:
             k, v = k.float(), v.float()
         # copied, or more, before slots are found: see write_rows
         by_token, transforms = self.row_kind.to_write(_by_token(k), _by_token(v), self.basis)
-        placed = None
-        if takes_one_launch(self.seq_lens, recorded):
-            placed = place_tokens(self.lens, self.sizes, counts, new_tokens, overflow_tokens)
-            slots = placed.slots
-        else:
-            if recorded:  # what cannot be reported must not be written
-                counts = self._with_room(counts, new_tokens, overflow_tokens)
-            sizes = new_tokens, self.split.page_size, self.sink_len, self.split.ring_len
-            ring, at_once = self.window is not None, self.packed_len > 0
-            lens = self.seq_lens, self.packed_lens, counts
-            slots = find_slots(SlotsCall(*lens, *sizes, ring=ring, at_once=at_once))
+        placed = place_tokens(self.lens, self.sizes, counts, new_tokens, overflow_tokens)
+        slots = placed.slots
         packed_rows = self.k_packed, self.v_packed
         exact_rows = self.k_exact_rows, self.v_exact_rows
         if torch.compiler.is_compiling():
@@ -541,20 +529,13 @@ class LayerCache:
         side_v = AppendSide(by_token[1], packed_rows[1], self.v_format, exact_v, transforms[1])
         call = AppendCall(side_k, side_v, slots, self.k_exact.codec, None, bad_rows)
         try:
-            # slots are right, and rows fit: proved again in debug mode only
-            check = partial(check_call, call) if debug.enabled else None
-            multiplied = write_rows(call, check=check, placed=placed is not None, queries=queries)
+            multiplied = write_rows(call, placed=True, queries=queries)
         except Exception:  # such as a lack of memory
-            if placed is not None:
-                self._take_back(placed.room)
+            self._take_back(placed.room)
             raise
-        if placed is None:
-            seq_lens = self.seq_lens + (new_tokens if counts is None else counts)
-            packed = self.split.packed_lens(seq_lens, self.packed_lens)
-            self.set_lens(seq_lens, packed, longest)
-        elif self.longest is not None:
-            self.longest = longest
-        if placed is not None and counts is None and not (recorded or k.is_meta):
+        if self.longest is not None:
+            self.longest += new_tokens
+        if counts is None and not (recorded or k.is_meta):
             self._bind(given, call, placed)
         return multiplied
 
@@ -589,36 +570,31 @@ class LayerCache:
             shape = x.shape
             if len(shape) != 4 or shape[:2] != (batch, num_kv_heads) or shape[3] != fmt.head_dim:
                 _refuse_shape(name, list(shape), (batch, num_kv_heads, fmt.head_dim))
-            if x.dtype not in FLOAT_DTYPES:
-                raise ConfigError(f"{name} is {x.dtype}: use float32, bfloat16 or float16")
-            if x.device != self.device:
-                raise DeviceError(f"{name} is on {x.device}, the cache on {self.device}")
+            check_tensor(name, x, FLOATS)
+            check_same_device(**{"the cache": self.seq_lens, name: x})
         new_tokens = k.shape[2]
         if v.shape[2] != new_tokens:
             k_name, v_name = self.sides
             raise ShapeError(f"{k_name} has {new_tokens} new tokens, {v_name} {v.shape[2]}")
         return None if new_lens is None else self._counts(new_lens, new_tokens)
 
-    def check_step(self, q: torch.Tensor, k: torch.Tensor, query: str = "q") -> int:
-        """The new tokens of each sequence in a step, from q and k.
+    def check_step(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query: str = "q"
+    ) -> int:
+        """The new tokens of each sequence in a step, from q and the K and V of its append.
 
-        Raises:
-            ShapeError: k and q have different numbers of tokens, or axes in another order.
+        It raises as append, and ShapeError if q has another number of tokens.
         """
-        new_tokens, name, how = q.shape[1] if q.ndim == 4 else 1, self.sides[0], ""
-        if k.ndim == 4 and k.shape[2] == new_tokens:
-            return new_tokens
-        batch, heads = self.k_packed.shape[:2]
-        if k.ndim == 4 and k.shape[:3] == (batch, new_tokens, heads):
-            how = f", the heads before the tokens: give {name}.transpose(1, 2)"
-        elif k.ndim == 3 and k.shape[:2] == (batch, heads):
-            how = f": give {name}.unsqueeze(2)"
-        elif k.ndim == q.ndim == 4 and k.shape[2] == q.shape[2]:
-            how = f". In {query} tokens must come before heads: give {query}.transpose(1, 2)"
-        raise ShapeError(
-            f"{name} is {list(k.shape)}: a step with {query} {list(q.shape)} has {new_tokens} of "
-            f"each sequence, [{batch}, {heads}, {new_tokens}, {self.k_format.head_dim}]{how}"
-        )
+        self._check_new(k, v, None)
+        new_tokens, name = q.shape[1] if q.ndim == 4 else 1, self.sides[0]
+        if k.shape[2] != new_tokens:
+            is_swapped = q.ndim == 4 and k.shape[2] == q.shape[2]
+            how = f". Tokens come before heads in {query}: give {query}.transpose(1, 2)"
+            raise ShapeError(
+                f"{name} is {list(k.shape)}, of {k.shape[2]} new tokens, and {query} "
+                f"{list(q.shape)} has {new_tokens} of each sequence{how * is_swapped}"
+            )
+        return new_tokens
 
     def check_query(self, q: torch.Tensor) -> None:
         """Raise unless the shape, dtype and device of queries fit the layer; see KVCache.step."""
@@ -630,19 +606,15 @@ class LayerCache:
                 f"q is {list(shape)}: it must be [{batch}, num_q_heads, {dim}], num_q_heads a "
                 f"multiple of {num_kv_heads}, or [{batch}, new_tokens, num_q_heads, {dim}]"
             )
-        check_query_dtype(q)
-        if q.device != self.device:
-            raise DeviceError(f"q is on {q.device}, the cache on {self.device}")
+        check_tensor("q", q, FLOATS)
+        check_same_device(**{"the cache": self.seq_lens, "q": q})
 
     def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
         """new_lens on the device of a layer; a CUDA tensor is not read, place_tokens clamps it."""
         batch, device = self.seq_lens.shape[0], self.device
         if isinstance(new_lens, torch.Tensor) and new_lens.device == device:
             if not debug.may_read(new_lens):
-                if new_lens.dtype not in (torch.int32, torch.int64):
-                    raise ConfigError(f"new_lens is {new_lens.dtype}: use int32 or int64")
-                if new_lens.shape != (batch,):
-                    raise ShapeError(f"new_lens is {list(new_lens.shape)}: give [{batch}]")
+                check_tensor("new_lens", new_lens, INTEGERS, (batch,))
                 return new_lens if new_lens.is_cuda else new_lens.clamp(0, new_tokens)
         elif debug.is_recorded(self.seq_lens):
             raise ConfigError(
@@ -692,15 +664,6 @@ class LayerCache:
                 exact = EXACT_DTYPES[self.k_exact.codec]
                 if x.dtype != exact:
                     _check_limit(x.to(exact), name, fmt, new_lens)
-
-    def _with_room(
-        self, new_lens: torch.Tensor | None, new_tokens: int, overflow_tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """How many of the new tokens have room; the others are counted."""
-        wanted = torch.full_like(self.seq_lens, new_tokens) if new_lens is None else new_lens
-        new_lens = torch.minimum(wanted, self.max_seq_len - self.seq_lens)
-        overflow_tokens += (wanted - new_lens).sum()
-        return new_lens
 
     def check_crop(self, layer: int, seq_lens: torch.Tensor) -> None:
         """Raise ShapeError unless the first seq_lens[b] tokens of sequence b can be kept."""

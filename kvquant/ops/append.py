@@ -199,19 +199,21 @@ def write_rows(
         if is_rounded:
             _write(part, backend)
             continue
-        new_k, new_v = part.k.x, part.v.x
         if changes:
-            new_k = _transform_cpu(new_k.detach(), k.transform, part.rope)
-            new_v = _transform_cpu(new_v.detach(), v.transform)
-        of_k, of_v = (new_k.resolve_neg(), *k[1:4]), (new_v.resolve_neg(), *v[1:4])
-        found = _cpu().append(of_k, of_v, part.slots, exact_format)
-        if bad is not None and any(found):
-            bad.add_(torch.tensor(found, dtype=torch.int32, device="cpu"))
+            new_k = _transform_cpu(part.k.x.detach(), k.transform, part.rope)
+            new_v = _transform_cpu(part.v.x.detach(), v.transform)
+            part = part._replace(k=part.k._replace(x=new_k), v=part.v._replace(x=new_v))
+        _cpu().append(part)
     return None
 
 
 def bind_append(call: AppendCall, *, placed: bool = False) -> Launch | None:
     """Bind an append of write_rows to its tensors; None unless it took exactly one launch."""
+    if torch.compiler.is_compiling():
+        return None
+    if kernels_for(call.k.x, None) == "cpu":
+        bound: Launch | None = _cpu().bind_append(call)
+        return bound
     from ..kernels.cuda.append.launch import bind_append
 
     return bind_append(call, overlaps=placed)

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError
+from ..errors import ConfigError, ShapeError
 from ..rehearsal import is_rehearsed
-from ..rows.arguments import address, check_flag, check_kind, check_readable, check_tensors
+from ..rows.arguments import (
+    FLOATS,
+    address,
+    check_flag,
+    check_kind,
+    check_readable,
+    check_same_device,
+    check_tensor,
+    check_tensors,
+)
 from ..rows.basis import Basis, Encoding
 from ..rows.call import AppendCall
 from ..rows.codec import check_exact_format
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat
-from ..rows.quantize import FLOAT_DTYPES, check_rows
+from ..rows.quantize import check_rows
 from ..rows.rotation import Rope
 from ..rows.slots import Slots
 from .slots import check_slots
@@ -50,20 +60,20 @@ def check_append(call: AppendCall) -> None:
     _check_exact(call, num_kv_heads)
     for name, one in zip(Slots._fields, slots, strict=True):
         if one is not None:
-            check_tensor(f"slots.{name}", one, torch.int64, (num_tokens,))
+            check_contiguous(f"slots.{name}", one, torch.int64, (num_tokens,))
     for name, side in (("k_transform", k), ("v_transform", v)):
         _check_transform(name, side.transform, num_kv_heads, side.fmt.head_dim)
     if rope is not None:
         _check_rope(rope, num_tokens, k.fmt.head_dim)
     if bad is not None:
-        check_tensor("bad", bad, torch.int32, (2,))
-    tensors = [v.x, k.rows, v.rows, k.exact_rows, v.exact_rows, bad, *slots]
-    for encoding in (k.transform, v.transform):
-        offset, _, *others = encoding
-        tensors += [offset, *others]
-    if rope is not None:
-        tensors += rope[:2]
-    _check_devices(k.x, tensors)
+        check_contiguous("bad", bad, torch.int32, (2,))
+    given = {"k": k.x, "v": v.x, "bad": bad}
+    for name, side in (("k", k), ("v", v)):
+        given |= {f"{name}_rows": side.rows, f"exact_{name}": side.exact_rows}
+        given |= {f"{name}_transform.{at}": x for at, x in _tensors(side.transform)}
+    given |= {f"slots.{at}": x for at, x in _tensors(slots)}
+    given |= {f"rope.{at}": x for at, x in _tensors(rope or ())}
+    check_same_device(**given)
 
 
 def check_tokens(call: AppendCall, names: Names = K_AND_V) -> None:
@@ -77,11 +87,10 @@ def check_tokens(call: AppendCall, names: Names = K_AND_V) -> None:
             f"{names[0]} and {names[1]} have {num_kv_heads} KV heads, the cache {heads}"
             f"{how.format(*names)}"
         )
-    given = [v.x, k.rows]
     if rope is not None:
         _check_rope(rope, num_tokens, k.fmt.head_dim)
-        given += rope[:2]
-    _check_devices(k.x, given)
+    rotary = {f"rope.{at}": x for at, x in _tensors(rope or ())}
+    check_same_device(**dict(zip(names, (k.x, v.x), strict=True)), rows=k.rows, **rotary)
 
 
 def check_types(
@@ -196,11 +205,8 @@ def check_new(k: torch.Tensor, v: torch.Tensor, names: Names = K_AND_V) -> tuple
             f"{k_name} is {list(k.shape)} and {v_name} {list(v.shape)}: both must be [num_tokens, "
             "num_kv_heads, head_dim], alike but for head_dim"
         )
-    if k.dtype not in FLOAT_DTYPES or v.dtype != k.dtype:
-        raise ConfigError(
-            f"{k_name} is {k.dtype} and {v_name} {v.dtype}: use float32, bfloat16 or float16 for "
-            "both"
-        )
+    check_tensor(k_name, k, FLOATS)
+    check_tensor(v_name, v, [k.dtype])
     for name, x in zip(names, (k, v), strict=True):
         if x.stride(-1) != 1 and x.numel():
             raise ShapeError(
@@ -264,7 +270,7 @@ def _check_transform(name: str, transform: Encoding, num_kv_heads: int, head_dim
         ("feedback", transform.feedback, square),
     ):
         if tensor is not None:
-            check_tensor(f"{name}.{what}", tensor, torch.float32, shape)
+            check_contiguous(f"{name}.{what}", tensor, torch.float32, shape)
     check_flag(f"{name}.rotate", transform.rotate)
 
 
@@ -278,16 +284,14 @@ def _check_rope(rope: Rope, num_tokens: int, head_dim: int) -> None:
             f"rotary_dim at most the head_dim {head_dim} of K"
         )
     for name, tensor in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
-        check_tensor(name, tensor, torch.float32, (num_tokens, half))
+        check_contiguous(name, tensor, torch.float32, (num_tokens, half))
 
 
-def check_tensor(
+def check_contiguous(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        check_tensors(**{name: tensor})
-    if tensor.dtype != dtype:
-        raise ConfigError(f"{name} is {tensor.dtype}: use {dtype}")
+    """check_tensor, of a contiguous one."""
+    check_tensor(name, tensor, [dtype])
     if tensor.shape != shape or not tensor.is_contiguous():
         raise ShapeError(
             f"{name} is {list(tensor.shape)} with strides {list(tensor.stride())}: it must be "
@@ -295,10 +299,7 @@ def check_tensor(
         )
 
 
-def _check_devices(k: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> None:
-    for tensor in tensors:
-        if tensor is not None and tensor.device != k.device:
-            raise DeviceError(
-                f"k is on {k.device}, one of the other tensors {list(tensor.shape)} on "
-                f"{tensor.device}"
-            )
+def _tensors(fields: tuple[Any, ...]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a named tuple, by name."""
+    named = zip(getattr(fields, "_fields", ()), fields, strict=True)
+    return [(name, x) for name, x in named if isinstance(x, torch.Tensor)]

@@ -13,23 +13,25 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from .. import debug
-from ..errors import ConfigError, ShapeError, shown
+from ..errors import ShapeError
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import (
+    FLOATS,
     check_flag,
     check_num_splits,
     check_readable,
     check_scale,
+    check_tensor,
 )
 from ..rows.basis import LayerBasis
 from ..rows.call import AttentionCall
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.indptr import check_indptr_values, visible_to_rows
+from ..rows.quantize import check_format
 from ..rows.reference import reference_over_segments
 from ..rows.segment import (
     Segment,
     check_q_len_values,
-    check_query_dtype,
     check_segment_values,
     check_segments,
     parse_formats,
@@ -55,7 +57,6 @@ if TYPE_CHECKING:
 State = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, "torch.Tensor | None"]  # no lse where it was not asked for
 Transformed = tuple[torch.Tensor, "float | None"]
-_TENSORS = ("k_rows", "v_rows", "seq_lens", "starts", "block_table", "seq_slots")
 ATTEND_SEGMENTS = (
     "(Tensor q, Tensor[] k_rows, Tensor[] v_rows, Tensor[] seq_lens, str[] k_formats, "
     "str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, "
@@ -246,7 +247,12 @@ def attend(
     try:
         if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
             return _cuda_kernel()(call, _check_cuda)
-        return _attend_checked(call)
+        backend = kernels_for(q, backend)
+        if backend != "cpu":
+            return _attend_checked(call, backend)
+        is_plain = q.ndim == 3 and variant is None is call.q_indptr
+        out, lse = cpu_kernel()(call, _check_scaled if is_plain else _check_values)
+        return out.to(q.dtype), lse if return_lse else None
     except WRONG_TYPES:
         check_types(q, segments, q_lens, call.q_indptr)
         if variant is not None:
@@ -307,14 +313,30 @@ def with_missing_scores(
     return variant._replace(score_offsets=offsets), True
 
 
-def _attend_checked(call: AttentionCall) -> Result:
-    """Check the values and attend by the backend of the call."""
-    call = _check(call)
-    q, segments, sm_scale, _, return_lse, q_lens, variant, *_ = call
-    backend = kernels_for(q, call.backend)
+def _attend_checked(call: AttentionCall, backend: str) -> Result:
+    """Attend by the reference, or on CUDA in debug mode."""
+    call = _check_values(call)
     if backend == "cuda":
         _require_extra()
-    if q.is_cpu or (debug.enabled and not is_rehearsed(q)) or backend == "reference":
+        return _cuda_kernel()(call)
+    options = call.q_lens, call.variant, call.q_indptr
+    out, lse = reference_over_segments(call.q, call.segments, call.sm_scale, *options)
+    return out.to(call.q.dtype), lse.float() if call.return_lse else None
+
+
+def _check_scaled(call: AttentionCall) -> AttentionCall:
+    """Check the call but for values; return it with formats, a scale and no gradient."""
+    call = _check(call)
+    q, sm_scale = call.q, call.sm_scale
+    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
+    return call._replace(q=q.detach() if q.requires_grad else q, sm_scale=sm_scale)
+
+
+def _check_values(call: AttentionCall) -> AttentionCall:
+    """_check_scaled, with readable values."""
+    call = _check_scaled(call)
+    q, segments, _, _, _, q_lens, variant, *_ = call
+    if q.is_cpu or (debug.enabled and not is_rehearsed(q)) or call.backend == "reference":
         check_segment_values(segments)
         if q_lens is not None:
             check_q_len_values(q, q_lens)
@@ -322,21 +344,12 @@ def _attend_checked(call: AttentionCall) -> Result:
             check_indptr_values(q, call.q_indptr, padded=call.padded)
         if variant is not None:
             check_variant_values(q, q_lens, variant)
-    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
-    call = call._replace(q=q.detach() if q.requires_grad else q, sm_scale=sm_scale)
-    if backend == "cuda":
-        return _cuda_kernel()(call)
-    if backend == "cpu":
-        out, lse = cpu_kernel()(call)
-    else:
-        options = q_lens, variant, call.q_indptr
-        out, lse = reference_over_segments(call.q, segments, sm_scale, *options)
-    return out.to(q.dtype), lse.float() if return_lse else None
+    return call
 
 
 @functools.cache
-def cpu_kernel() -> Callable[[AttentionCall], State]:
-    """The CPU's kernel, for checked calls with a scale."""
+def cpu_kernel() -> Callable[..., State]:
+    """The CPU's kernel."""
     from ..kernels.cpu.decode import attend
 
     return attend
@@ -360,13 +373,12 @@ def _check(call: AttentionCall) -> AttentionCall:
     q, segments, _, num_splits, _, q_lens, variant, *_ = call
     made = []
     for segment in segments:
-        if not isinstance(segment, Segment):
-            raise TypeError("no segment")  # check_types says so
         if type(segment[3]) is not RowFormat or type(segment[4]) is not RowFormat:
-            segment = parse_formats(q, segment)
-        check_head_dims(segment[3], segment[4])
+            segment = parse_formats(q, segment)  # which checks them
+        else:
+            check_head_dims(segment[3], segment[4])
         made.append(segment)
-    check_query_dtype(q)
+    check_tensor("q", q, FLOATS)
     if num_splits is not None:
         check_num_splits(num_splits)
     check_segments(q, made, q_lens, call.q_indptr)
@@ -392,25 +404,18 @@ def check_types(
         check_readable(q_lens=q_lens)
     if q_indptr is not None:
         check_readable(q_indptr=q_indptr)
-    if not isinstance(segments, Sequence) or isinstance(segments, Segment):
-        raise ConfigError(f"segments is of type {type(segments).__name__}: give a list of Segment")
     for segment in segments:
-        if not isinstance(segment, Segment):
-            name = type(segment).__name__
-            raise ConfigError(f"segments has a {name} in it: give a list of Segment")
-        given = segment._asdict()
-        optional = {name for name in ("starts", "block_table", "seq_slots") if given[name] is None}
-        check_readable(**{name: given[name] for name in _TENSORS if name not in optional})
-        for fmt in (segment.k_format, segment.v_format):
-            if not isinstance(fmt, RowFormat | str):
-                raise ConfigError(f"the format is {shown(fmt)}: give a name ('int4-g4')")
+        check_readable(k_rows=segment.k_rows, v_rows=segment.v_rows, seq_lens=segment.seq_lens)
+        if segment.block_table is not None:
+            check_readable(block_table=segment.block_table)
+        for fmt in segment[3:5]:
+            if not isinstance(fmt, str):
+                check_format(fmt)
 
 
 def _attend_traced(call: AttentionCall) -> Result:
     q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend, *_ = call
     check_flag("return_lse", return_lse)  # torch would take True for 1, here and below
-    if not segments:
-        raise ShapeError("no segments: attention needs at least one")
     head_dim = q.shape[-1]
     for fmt in [segment.k_format for segment in segments]:
         if isinstance(fmt, RowFormat) and fmt.head_dim != head_dim:

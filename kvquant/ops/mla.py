@@ -29,23 +29,25 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError, shown
+from ..errors import ConfigError, ShapeError, shown
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import (
+    FLOATS,
     check_flag,
     check_num_splits,
     check_readable,
+    check_same_device,
     check_scale,
+    check_tensor,
     check_tensors,
 )
 from ..rows.basis import LayerBasis
 from ..rows.call import AttentionCall, LatentCall, LatentPrefix
 from ..rows.latent import LatentFormat
-from ..rows.quantize import FLOAT_DTYPES, check_rows
+from ..rows.quantize import check_rows
 from ..rows.reference import reference_over_segments
 from ..rows.segment import (
     Segment,
-    check_counts,
     check_q_len_values,
     check_segment_values,
     check_segments,
@@ -256,22 +258,28 @@ def _attend(call: LatentCall) -> Result:
         except WRONG_TYPES:
             check()
             raise
-    q, q_lens, sm_scale = _checked(call), call.q_lens, call.sm_scale
-    if not is_rehearsed(q):
-        check_segment_values(call.segments)
-        if call.prefix is not None:
-            check_segment_values([call.prefix.rows])
-        if q_lens is not None:
-            check_q_len_values(q, q_lens)
-    if backend == "cuda":
-        return _attend_cuda(call)
+    q, q_lens, sm_scale = _joined(call), call.q_lens, call.sm_scale
 
-    def attend(q: torch.Tensor, rows: Sequence[Segment], lens: torch.Tensor | None) -> State:
+    def check_values(given: AttentionCall | None = None) -> AttentionCall | None:
+        _checked(call)
+        if not is_rehearsed(q):
+            check_segment_values(call.all_segments)
+            if q_lens is not None:
+                check_q_len_values(q, q_lens)
+        return given
+
+    def attend(q: torch.Tensor, rows: Sequence[Segment], *of_own: Any) -> State:
+        lens, check = of_own or (None, None)
         if backend == "cpu":
-            return cpu_kernel()(AttentionCall(q, rows, sm_scale, call.num_splits, q_lens=lens))
+            given = AttentionCall(q, rows, sm_scale, call.num_splits, q_lens=lens)
+            return cpu_kernel()(given, check)
         return reference_over_segments(q, rows, sm_scale, lens)
 
-    out, lse = attend(q, call.segments, q_lens)
+    if backend != "cpu":
+        check_values()
+    if backend == "cuda":
+        return _attend_cuda(call)
+    out, lse = attend(q, call.segments, q_lens, check_values)
     if call.prefix is not None:
         out, lse = _add_prefix(q, (out, lse), call.prefix, q_lens, attend)
     return out.to(q.dtype), lse.float() if call.return_lse else None
@@ -290,7 +298,7 @@ def _add_prefix(
         return own
     mine = q[sharing]
     # heads of one query of one sequence
-    out, lse = attend(mine.reshape(1, -1, mine.shape[-1]), [prefix.rows], None)
+    out, lse = attend(mine.reshape(1, -1, mine.shape[-1]), [prefix.rows])
     out, lse = out.view(*mine.shape[:-1], out.shape[-1]), lse.view(mine.shape[:-1])
     if q_lens is not None:
         row = torch.arange(q.shape[1], device=q.device)
@@ -317,16 +325,12 @@ def _attend_cuda(call: LatentCall, check: Callable[[], object] | None = None) ->
 
 
 def _checked(call: LatentCall) -> torch.Tensor:
-    """`_query`, after a check that the values of all tensors lie in memory."""
+    """The joined queries, checked with the rows; the values of all tensors lie in memory."""
     given = {"q_latent": call.q_latent, "q_rope": call.q_rope}
     check_readable(**given, **({} if call.q_lens is None else {"q_lens": call.q_lens}))
-    if call.prefix is not None:
-        check_readable(shares=call.prefix.shares)
-    for segment in call.all_segments:
-        names = "starts", "block_table", "seq_slots"
-        others = {name: getattr(segment, name) for name in names}
-        tables = {name: tensor for name, tensor in others.items() if tensor is not None}
-        check_readable(rows=segment.k_rows, seq_lens=segment.seq_lens, **tables)
+    segment = call.segments[0]
+    table = {} if segment.block_table is None else {"block_table": segment.block_table}
+    check_readable(rows=segment.k_rows, seq_lens=segment.seq_lens, **table)
     return _query(call)
 
 
@@ -366,13 +370,9 @@ def _scale_of(sm_scale: float | None) -> float:
 
 def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentFormat) -> None:
     """Raise unless the shapes, dtypes and devices of queries fit one another and the format."""
-    if q_latent.dtype not in FLOAT_DTYPES or q_rope.dtype != q_latent.dtype:
-        raise ConfigError(
-            f"q_latent is {q_latent.dtype} and q_rope {q_rope.dtype}: use float32, bfloat16 or "
-            "float16 for both"
-        )
-    if q_rope.device != q_latent.device:
-        raise DeviceError(f"q_latent is on {q_latent.device}, q_rope on {q_rope.device}")
+    check_tensor("q_latent", q_latent, FLOATS)
+    check_tensor("q_rope", q_rope, [q_latent.dtype])
+    check_same_device(q_latent=q_latent, q_rope=q_rope)
     fits = q_latent.ndim in (3, 4) and q_latent.shape[:-1] == q_rope.shape[:-1]
     if not fits or (q_latent.shape[-1], q_rope.shape[-1]) != (fmt.latent_dim, fmt.rope_dim):
         raise ShapeError(
@@ -382,18 +382,18 @@ def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentForma
         )
 
 
-def _query(call: LatentCall) -> torch.Tensor:
+def _joined(call: LatentCall) -> torch.Tensor:
     """Check the queries and join their parts: [..., latent_dim + rope_dim]."""
-    if not call.segments:
-        raise ShapeError("no segments: attention needs at least one")
     fmt = call.segments[0].k_format
     assert isinstance(fmt, LatentFormat)
     check_queries(call.q_latent, call.q_rope, fmt)
-    q = torch.cat([call.q_latent.detach(), call.q_rope.detach()], dim=-1)
+    return torch.cat([call.q_latent.detach(), call.q_rope.detach()], dim=-1)
+
+
+def _query(call: LatentCall) -> torch.Tensor:
+    """The joined queries, checked with the segments."""
+    q = _joined(call)
     check_segments(q, call.segments, call.q_lens)
-    if call.prefix is not None:
-        check_segments(q.reshape(1, -1, q.shape[-1])[:, :1], [call.prefix.rows])
-        check_counts("shares", call.prefix.shares, q)
     return q
 
 

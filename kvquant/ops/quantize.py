@@ -7,12 +7,17 @@ from types import ModuleType
 
 import torch
 
-from ..errors import ConfigError, DeviceError, ShapeError
-from ..rows.arguments import check_flag, check_readable
+from ..errors import ShapeError
+from ..rows.arguments import (
+    FLOATS,
+    check_flag,
+    check_readable,
+    check_same_device,
+    check_tensor,
+)
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat
 from ..rows.quantize import (
-    FLOAT_DTYPES,
     check_dtype,
     check_format,
     check_rows,
@@ -63,8 +68,7 @@ def quantize_rows(
     if isinstance(fmt, str):
         fmt = RowFormat.parse(fmt, x.shape[-1] if x.ndim else 0)
     check_format(fmt)
-    if x.dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"x is {x.dtype}: use float32, bfloat16 or float16")
+    check_tensor("x", x, FLOATS)
     if x.ndim < 1 or x.shape[-1] != fmt.head_dim:
         raise ShapeError(f"x is {list(x.shape)}: its last axis must be head_dim {fmt.head_dim}")
     x = x.detach()
@@ -198,12 +202,8 @@ def _check_calibrated(
     ):
         if tensor is None:
             continue
-        if tensor.shape != shape:
-            raise ShapeError(f"{name} is {list(tensor.shape)}: it must be {list(shape)}")
-        if tensor.dtype != torch.float32:
-            raise ConfigError(f"{name} is {tensor.dtype}: use torch.float32")
-        if tensor.device != x.device:
-            raise DeviceError(f"x is on {x.device}, {name} on {tensor.device}")
+        check_tensor(name, tensor, [torch.float32], shape)
+        check_same_device(x=x, **{name: tensor})
 
 
 @functools.cache

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError
-from ..rows.arguments import check_readable
+from ..errors import ConfigError, ShapeError
+from ..rows.arguments import check_readable, check_same_device
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat, parse_any
-from ..rows.quantize import FLOAT_DTYPES, check_dtype, check_format, format_of
-from .append_checks import check_pages, check_tensor
+from ..rows.quantize import check_dtype, check_format, format_of
+from .append_checks import check_contiguous, check_pages
 from .dispatch import kernels_for, torch_op
 from .quantize import dequantize_rows
 from .slots import check_existing
@@ -143,15 +143,9 @@ def check_dequantize(
 ) -> None:
     """Raise as check_append unless the rows at slots can be dequantized into out."""
     check_pages("rows", rows, fmt)
-    if slots.ndim != 1:
-        raise ShapeError(f"slots is {list(slots.shape)}: it must be [num_tokens]")
-    check_tensor("slots", slots, torch.int64, tuple(slots.shape))
-    if out.dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"out is {out.dtype}: use float32, bfloat16 or float16")
-    check_tensor("out", out, out.dtype, (slots.shape[0], rows.shape[1], fmt.head_dim))
-    for name, tensor in (("slots", slots), ("out", out)):
-        if tensor.device != rows.device:
-            raise DeviceError(f"rows is on {rows.device}, {name} on {tensor.device}")
+    check_contiguous("slots", slots, torch.int64, tuple(slots.shape))
+    check_contiguous("out", out, out.dtype, (slots.shape[0], rows.shape[1], fmt.head_dim))
+    check_same_device(rows=rows, slots=slots, out=out)
 
 
 def _op_arguments(rows: torch.Tensor, name: str, *others: Any) -> tuple[Any, ...]:

@@ -15,25 +15,17 @@ Source: cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.ht
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from ..rehearsal import is_rehearsed
-from ..rows.arguments import check_flag, check_kind, check_tensors
+from ..rows.arguments import check_flag
 from ..rows.basis import LayerBasis
 from ..rows.call import AttentionCall
 from ..rows.format import RowFormat
-from ..rows.segment import (
-    Segment,
-    check_segment_values,
-    check_segments,
-    parse_formats,
-    query_shape,
-)
+from ..rows.segment import Segment, check_segment_values, check_segments
 from ..rows.variant import (
     PLAIN,
     AttentionVariant,
@@ -48,11 +40,10 @@ from .attention import (
     State,
     Transformed,
     attend,
-    check_types,
     segment_of,
     with_missing_scores,
 )
-from .dispatch import WRONG_TYPES, torch_op
+from .dispatch import torch_op
 from .merge import merge_states
 from .transform import restore_result, transform_query
 
@@ -93,9 +84,9 @@ def attend_shared(
     Args:
         call: its segments are each sequence's tokens after the prefix. Queries of a member come
             after the prefix; only the first may be its last token (not with a tree_mask). The
-            variant may have soft_cap, sink_logits, score_offsets and tree_mask; a soft cap or
-            offsets take the decode kernels.
-        prefix: tokens of one sequence (batch 1), before those of the members; may be empty.
+            variant is_shareable; a soft cap or offsets take the decode kernels.
+        prefix: tokens of one sequence (batch 1), before those of the members; may be empty. No
+            ring, with the KV heads of the segments.
         members: [num_members], int64: the indices of sequences that share the prefix, each
             once; negative ones are ignored. All sequences when None.
         basis, seq_lens, transformed: as in attend; seq_lens counts the prefix, too.
@@ -103,30 +94,16 @@ def attend_shared(
     Returns:
         As attend; the state of the own tokens is rounded to the dtype of q before the merge.
 
-    Raises:
-        ShapeError: the prefix is of several sequences, members are no indices into the batch,
-            or queries stand in the prefix (on CUDA in debug mode only; see kvquant.debug).
-        ConfigError, DeviceError: members are not int64 on the device of q, or the prefix is a
-            ring.
-        UnsupportedError: the variant has window or alibi_slopes, which count positions: attend
-            to whole sequences.
-        As decode_attention.
+    It trusts prefix and members, and raises as decode_attention for the rest.
     """
     q, segments, sm_scale, num_splits, return_lse, q_lens, variant, backend, *_ = call
     check_flag("return_lse", return_lse)
-    check_kind("the prefix", prefix, Segment, "give a Segment")
-    if isinstance(prefix.k_format, str) or isinstance(prefix.v_format, str):
-        prefix = parse_formats(q, prefix)
-    try:
-        _check_prefix(q, prefix, segments)
-        is_served = has_kernel(prefix.k_format, prefix.v_format)
-    except WRONG_TYPES:
-        for rows in ([prefix], segments):
-            check_types(q, rows)
-        raise
-    if members is not None:
-        _check_members(members, q)
-    variant = _check_variant(variant, q, q_lens) or PLAIN
+    is_served = has_kernel(prefix.k_format, prefix.v_format)
+    variant = in_use(variant) or PLAIN
+    if variant.sink_logits is not None:  # which attend does not see
+        check_variant(q, variant)
+        if debug.may_read(q):
+            check_variant_values(q, q_lens, variant)
     sinks, variant, is_whole = variant.sink_logits, variant._replace(sink_logits=None), False
     given, given_scale = q, sm_scale
     if basis is not None:
@@ -143,8 +120,6 @@ def attend_shared(
     assert own_lse is not None
     lse = own_lse
     if given.ndim == 4:
-        if debug.may_read(q):
-            _check_queries(q, q_lens, members, segments, variant.tree_mask is not None)
         members = _queries_of(members, q_lens, q)
         q, out, lse = (x.flatten(0, 1) for x in (q, out, lse))
         offsets = None if offsets is None else offsets.flatten(0, 1)
@@ -181,88 +156,6 @@ def attend_shared(
     if sinks is not None and result[1] is not None:
         result = add_sinks(result[0], result[1], sinks)
     return result[0], result[1] if return_lse else None
-
-
-def _check_variant(
-    variant: AttentionVariant | None, q: torch.Tensor, q_lens: torch.Tensor | None
-) -> AttentionVariant | None:
-    """The variant, None if it changes nothing; raise if it hides or shifts parts of a prefix."""
-    variant = in_use(variant)
-    if variant is None:
-        return None
-    if not is_shareable(variant):
-        names = ", ".join(name for name in names_of(variant) if name not in _OF_QUERIES)
-        raise UnsupportedError(
-            f"{names}: beside a shared prefix only {', '.join(sorted(_OF_QUERIES))} are possible, "
-            "others count positions: attend to whole sequences"
-        )
-    check_variant(q, variant)
-    if debug.may_read(q):
-        check_variant_values(q, q_lens, variant)
-    return variant
-
-
-def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment]) -> None:
-    if prefix.k_rows.ndim != 4 or prefix.seq_lens.ndim != 1:
-        raise ShapeError(
-            f"the prefix has k_rows {list(prefix.k_rows.shape)} and seq_lens "
-            f"{list(prefix.seq_lens.shape)}: they must be [batch or pages, num_kv_heads, capacity, "
-            "row_bytes] and [1]"
-        )
-    if not isinstance(segments, Sequence):
-        check_types(q, segments)
-    prefix_batch = prefix.seq_lens.shape[0]
-    if prefix_batch != 1:
-        raise ShapeError(f"the prefix is of {prefix_batch} sequences: it must be of one")
-    num_q_heads, num_kv_heads = query_shape(q)[-2], prefix.k_rows.shape[1]
-    if not segments or segments[0].k_rows.shape[1] != num_kv_heads:
-        own = segments[0].k_rows.shape[1] if segments else "no"
-        raise ShapeError(f"the prefix has {num_kv_heads} KV heads, the segments {own}")
-    if prefix.starts is not None or prefix.seq_slots is not None:
-        raise ConfigError(
-            "the prefix is a ring: it must begin with row 0 (no starts, no sequence slots)"
-        )
-    if num_q_heads % max(num_kv_heads, 1):
-        raise ShapeError(f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads")
-
-
-def _check_members(members: torch.Tensor, q: torch.Tensor) -> None:
-    check_tensors(members=members)
-    batch = len(q)
-    if members.ndim != 1 or members.dtype != torch.int64:
-        raise ConfigError(
-            f"members are {list(members.shape)} {members.dtype}: use one list of places, int64"
-        )
-    if members.device != q.device:
-        raise DeviceError(f"q is on {q.device}, members on {members.device}")
-    if not debug.may_read(members):
-        return
-    used = members[members >= 0]
-    if bool((used >= batch).any()) or len(used.unique()) < len(used):
-        raise ShapeError(f"members are {members.tolist()}: give places 0 to {batch - 1}, each once")
-
-
-def _check_queries(
-    q: torch.Tensor,
-    q_lens: torch.Tensor | None,
-    members: torch.Tensor | None,
-    segments: Sequence[Segment],
-    in_tree: bool,
-) -> None:
-    """Raise unless all queries of the members see the whole prefix; a tree must follow it."""
-    own = torch.stack([segment.seq_lens for segment in segments]).sum(0)
-    counts = torch.full_like(own, q.shape[1]) if q_lens is None else q_lens
-    inside = counts > own + (0 if in_tree else 1)  # the prefix's last token sees all of it
-    if members is not None:
-        chosen = members[members >= 0]
-        inside = torch.zeros_like(inside).index_copy(0, chosen, inside[chosen])
-    if bool(inside.any()):
-        at = int(inside.nonzero()[0])
-        raise ShapeError(
-            f"sequence {at} has {int(counts[at])} queries and {int(own[at])} tokens behind the "
-            "prefix: the first queries would see a part of it. Give a shorter prefix, or leave the "
-            "sequence out of the members"
-        )
 
 
 def _queries_of(

@@ -1,14 +1,13 @@
-"""Slots of new tokens, found and checked; on CUDA in one launch with a layer's lengths.
+"""Slots of new tokens, found and checked; of a layer in one launch, with its lengths.
 
-find_slots is slots_of without its checks. Under torch.compile only, torch.ops.kvquant.place_tokens
-writes the lengths of a layer, lost and room, and reads nothing on the host. Its reference, also on
-other devices and in debug mode, is find_slots and LayerCache.set_lens.
+Under torch.compile only, torch.ops.kvquant.place_tokens writes the lengths of a layer, lost and
+room, and reads nothing on the host.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,11 +15,10 @@ import numpy as np
 import torch
 
 from .. import debug
-from ..errors import ConfigError, ShapeError
-from ..rehearsal import is_rehearsed
-from ..rows.arguments import MAX_LENGTH, check_flag, check_readable, check_size
+from ..errors import ShapeError
+from ..rows.arguments import INTEGERS, MAX_LENGTH, check_readable, check_size, check_tensor
 from ..rows.slots import Slots, SlotsCall, Split, reference_slots
-from .dispatch import WRONG_TYPES, torch_op
+from .dispatch import WRONG_TYPES, kernels_for, torch_op
 
 if TYPE_CHECKING:
     from ..kernels.cuda.runtime.launch import Launch
@@ -44,8 +42,6 @@ def slots_of(
     recent_len: int = 0,
     block_table: torch.Tensor | None = None,
     seq_slots: torch.Tensor | None = None,
-    ring: bool = False,
-    at_once: bool = False,
 ) -> Slots:
     """Find the slots of new tokens given as [batch, new_tokens], flattened.
 
@@ -63,9 +59,6 @@ def slots_of(
         recent_len: last tokens of each sequence, in a ring of as many rows after them.
         block_table: [batch, max_pages], int32: the pages of each sequence. None: page b alone.
         seq_slots: [batch]: each sequence's slot among the 16-bit rows. None: sequence slot b.
-        ring: whether packed rows without pages are a ring of page_size rows.
-        at_once: whether tokens after the sinks, with those of the ring, are packed when they
-            come. Then none is evicted.
 
     Returns:
         Slots of batch * new_tokens tokens, on the device of seq_lens; packed ones only without
@@ -84,23 +77,20 @@ def slots_of(
         tensor([ 5,  6, 73, 74])
     """
     sizes = new_tokens, page_size, sink_len, recent_len
-    call = SlotsCall(seq_lens, packed_lens, new_lens, *sizes, block_table, seq_slots, ring, at_once)
+    call = SlotsCall(seq_lens, packed_lens, new_lens, *sizes, block_table, seq_slots)
     _check_tensors(call)
-    check_flag("ring", ring)
-    check_flag("at_once", at_once)
     if not torch.compiler.is_compiling():
         for name in ("new_tokens", "sink_len", "recent_len"):
             check_size(name, getattr(call, name))
         check_size("page_size", page_size, at_least=1)
     try:
-        return find_slots(call)
+        return _find_slots(call)
     except WRONG_TYPES:
         check_readable(**{name: x for name, x in call.tensors.items() if x is not None})
         raise
 
 
-def find_slots(call: SlotsCall) -> Slots:
-    """Find slots without the checks of types and sizes."""
+def _find_slots(call: SlotsCall) -> Slots:
     if not torch.compiler.is_compiling() and _are_on_cpu(call.tensors.values()):
         found = _cpu().find_slots(call)
         if found is not None:  # else the checks below say what is not possible
@@ -108,10 +98,9 @@ def find_slots(call: SlotsCall) -> Slots:
     if debug.may_read(call.seq_lens):
         _check_lens(call)
         new = call.new_tokens if call.new_lens is None else call.new_lens
-        tokens = Split(call.sink_len, 0 if call.at_once else call.recent_len, call.page_size)
+        tokens = Split(call.sink_len, call.recent_len, call.page_size)
         last = tokens.packed_lens(call.seq_lens.long() + new, call.packed_lens.long())
-        if not call.ring:
-            _check_room(last, call.page_size, call.block_table)
+        _check_room(last, call.page_size, call.block_table)
         _check_places(last, call.page_size, call.block_table, call.seq_slots)
     return reference_slots(call)
 
@@ -163,20 +152,13 @@ def _cpu() -> ModuleType:
 
 def _check_tensors(call: SlotsCall) -> None:
     """Raise unless all tensors are whole numbers of the same sequences."""
-    seq_lens = call.seq_lens
-    batch = seq_lens.shape if isinstance(seq_lens, torch.Tensor) else torch.Size()
+    check_tensor("seq_lens", call.seq_lens, INTEGERS, ("batch",))
+    batch = call.seq_lens.shape
     for name, tensor in call.tensors.items():
         ndim = 2 if name == "block_table" else 1
         if tensor is None and name in ("new_lens", "block_table", "seq_slots"):
             continue
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
-            is_ = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ConfigError(f"{name} is {is_}: use a tensor, torch.int32 or torch.int64")
-        if tensor.ndim != ndim or tensor.shape[:1] != batch:
-            must = "[batch]" if ndim == 1 else "[batch, max_pages]"
-            raise ShapeError(
-                f"{name} is {list(tensor.shape)}, seq_lens {list(batch)}: it must be {must}"
-            )
+        check_tensor(name, tensor, INTEGERS, (*batch, "max_pages")[:ndim])  # type: ignore[arg-type]
 
 
 def _check_lens(call: SlotsCall) -> None:
@@ -287,11 +269,6 @@ class Placed(NamedTuple):
     room: torch.Tensor
 
 
-def takes_one_launch(lens: torch.Tensor, recorded: bool) -> bool:
-    """Whether place_tokens serves: the lengths are on CUDA and the host must not read them."""
-    return (lens.is_cuda and (recorded or not debug.enabled)) or is_rehearsed(lens)
-
-
 def place_tokens(
     lens: Lens,
     sizes: Sizes,
@@ -313,7 +290,7 @@ def place_tokens(
     if torch.compiler.is_compiling():
         place_tokens_op(*lens, sizes, new_lens, new_tokens, overflow, room)
     else:
-        _launcher()(lens, sizes, new_lens, new_tokens, overflow, room)
+        _launcher(room).place_tokens(lens, sizes, new_lens, new_tokens, overflow, room)
     packed, exact, evicted = room[:, :num_tokens].unbind()
     has_exact = sizes.sink_len + sizes.ring_len > 0
     slots = Slots(packed, exact, evicted) if has_exact else Slots(packed)
@@ -325,9 +302,8 @@ def bind_place(lens: Lens, sizes: Sizes, new_tokens: int, room: torch.Tensor) ->
 
     The launch takes the address of overflow. None if there are no sequences.
     """
-    from ..kernels.cuda.slots.launch import bind_place
-
-    return bind_place(lens, sizes, new_tokens, room)
+    bound: Launch | None = _launcher(room).bind_place(lens, sizes, new_tokens, room)
+    return bound
 
 
 def lens_before(room: torch.Tensor, batch: int) -> torch.Tensor:
@@ -335,16 +311,21 @@ def lens_before(room: torch.Tensor, batch: int) -> torch.Tensor:
     return room[:, room.shape[1] - batch :]
 
 
-@functools.cache
-def _launcher() -> Callable[..., None]:
-    from ..kernels.cuda.slots.launch import place_tokens
+def _launcher(room: torch.Tensor) -> ModuleType:
+    return _cpu() if kernels_for(room, None) == "cpu" else _cuda()
 
-    return place_tokens
+
+@functools.cache
+def _cuda() -> ModuleType:
+    from ..kernels.cuda.slots import launch
+
+    return launch
 
 
 def _place(*args: Any) -> None:
     *lens, sizes, new_lens, new_tokens, overflow, room = args
-    _launcher()(lens, Sizes(*sizes), new_lens, new_tokens, overflow, room)
+    place = lens, Sizes(*sizes), new_lens, new_tokens, overflow, room
+    _launcher(room).place_tokens(*place)
 
 
 place_tokens_op = torch_op("place_tokens", PLACE_TOKENS, _place, lambda *args: None)

@@ -15,17 +15,25 @@ from ..cache.checks import check_options
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
 from ..ops.append import bind_append, write_rows
-from ..ops.append_checks import check_call, check_new, check_new_types, check_tokens
+from ..ops.append_checks import check_new, check_new_types, check_tokens
 from ..ops.attention import State, Transformed, attend
 from ..ops.shared_prefix import attend_shared, has_kernel, is_shareable
 from ..ops.transform import queries_of
-from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
+from ..rows.arguments import (
+    FLOATS,
+    address,
+    check_flag,
+    check_kind,
+    check_size,
+    check_tensor,
+    check_tensors,
+)
 from ..rows.basis import Encoding, Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide, AttentionCall
 from ..rows.indptr import check_indptr, check_indptr_values
 from ..rows.rotation import Rope
-from ..rows.segment import FixedSegments, Segment, check_query_dtype, check_segments
+from ..rows.segment import FixedSegments, Segment, check_segments
 from ..rows.slots import Slots
 from ..rows.variant import (
     AttentionVariant,
@@ -60,7 +68,7 @@ class _Parts(NamedTuple):
 
 # what queries attend to, how many of them each sequence has (None: one), and whether the call is
 # kept for other steps
-_Seen: TypeAlias = tuple[_Parts, "torch.Tensor | None", bool]
+Seen: TypeAlias = tuple[_Parts, "torch.Tensor | None", bool]
 
 
 class StepBatch(NotCopied):
@@ -252,6 +260,8 @@ class StepBatch(NotCopied):
             write = self._bound[layer].find(k, v)
             if write and self._num_tokens <= k.shape[0] and layer not in self._appended:
                 self._check_open()
+                if not self._on_cuda:  # where memory that is not there ends the process
+                    address(k), address(v)
                 write.at((self.cache.bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
                 self._appended.add(layer)
                 return None
@@ -306,10 +316,7 @@ class StepBatch(NotCopied):
             v_side = AppendSide(v, rows.v_pages, rows.v_format, exact_v, v_transform)
             options = self.cache.exact_format, rope, self.cache.bad_rows
             call = self._to_write(layer, AppendCall(k_side, v_side, slots, *options))
-            # slots are right, and rows lie apart: proved again in debug mode only
             check = partial(check_tokens, call, self.sides)
-            if debug.enabled:
-                check = partial(check_call, call)
             multiplied = write_rows(call, check=check, queries=queries)
         except Exception:  # types are looked at only now: it takes time
             check_new_types(k, v, rope, self.sides)
@@ -317,7 +324,7 @@ class StepBatch(NotCopied):
         if not compiling:
             (self._in_graphs if is_fixed else self._appended).add(layer)
             as_given = call.k.x is k and call.v.x is v
-            if self._on_cuda and rope is None and as_given and k.shape[0] <= self.max_batch:
+            if rope is None and as_given and k.shape[0] <= self.max_batch:
                 self._bound[layer].keep(kind_of(k, v), bind_append(call))
         return multiplied
 
@@ -336,7 +343,7 @@ class StepBatch(NotCopied):
         q_indptr: torch.Tensor | None = None,
         variant: AttentionVariant | None = None,
         in_step: bool = False,
-    ) -> _Seen:
+    ) -> Seen:
         """What queries attend to, if they fit the step; with in_step the tokens come next."""
         compiling = torch.compiler.is_compiling()
         fixed = self._is_fixed(compiling)
@@ -768,7 +775,7 @@ class PagedBatch(StepBatch):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):
                 check_variant(q, variant)
-        check_query_dtype(q)
+        check_tensor("q", q, FLOATS)
         seen = self._seen_by(layer, q, q_indptr, variant, in_step=True)
         at = self.cache.rows.layers[layer]
         is_right = q.shape[-1] == at.k_format.head_dim and q.device == at.k_pages.device
@@ -851,7 +858,7 @@ class PagedBatch(StepBatch):
         layer: int,
         q: torch.Tensor,
         q_indptr: torch.Tensor | None,
-        seen: _Seen,
+        seen: Seen,
         transformed: Transformed | None,
         variant: AttentionVariant | None,
         sm_scale: float | None,

@@ -15,7 +15,7 @@ from ..ops.mla import attend_latents, check_call, check_queries
 from ..rows.arguments import check_kind, check_tensors
 from ..rows.call import AppendCall, LatentCall, LatentPrefix
 from ..rows.latent import LatentFormat
-from .batch import StepBatch
+from .batch import Seen, StepBatch
 from .cache import PagedKVCache
 from .latent import LatentPagedKVCache
 from .shared_prefix import pays_of_latents
@@ -133,7 +133,21 @@ class LatentPagedBatch(StepBatch):
         """
         _check_padded(q_indptr)
         check_tensors(q_latent=q_latent, q_rope=q_rope)
-        parts, q_lens, fixed = self._seen_by(layer, q_latent)
+        options = sm_scale, num_splits, return_lse, backend
+        return self._attend(layer, q_latent, q_rope, self._seen_by(layer, q_latent), *options)
+
+    def _attend(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        seen: Seen,
+        sm_scale: float,
+        num_splits: int | None,
+        return_lse: bool,
+        backend: str | None,
+    ) -> torch.Tensor | State:
+        parts, q_lens, fixed = seen
         rows, prefix = parts.whole, None
         if self._reads_once(fixed):
             assert parts.prefix is not None
@@ -212,19 +226,12 @@ class LatentPagedBatch(StepBatch):
         if not (is_plain and is_scale and self._takes(q_latent)):
             check_call(q_latent, [], sm_scale, backend)
             check_options(q_latent, sm_scale, return_lse, num_splits, backend)
-        self._seen_by(layer, q_latent, in_step=True)
+        seen = self._seen_by(layer, q_latent, in_step=True)
         at = self.cache.rows.layers[layer]
         check_queries(q_latent, q_rope, LatentFormat(at.k_format, at.v_format))
-        self.append(layer, latent, rope)
-        return self.attend(
-            layer,
-            q_latent,
-            q_rope,
-            sm_scale=sm_scale,
-            return_lse=return_lse,
-            num_splits=num_splits,
-            backend=backend,
-        )
+        self._append(layer, latent, rope, None, None)
+        options = sm_scale, num_splits, return_lse, backend
+        return self._attend(layer, q_latent, q_rope, seen, *options)
 
     def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
         return pays_of_latents(batch, num_members, tokens, ratio)

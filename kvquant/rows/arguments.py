@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import TypeGuard
 
 import numpy as np
 import torch
 
-from ..errors import ConfigError, DeviceError, shown
+from ..errors import ConfigError, DeviceError, ShapeError, shown
 
 MAX_LENGTH = 2**31 - 1  # lengths are int32
+FLOATS = torch.float32, torch.bfloat16, torch.float16
+INTEGERS = torch.int32, torch.int64
 
 
 def check_tensors(**given: object) -> None:
@@ -28,6 +31,41 @@ def check_tensors(**given: object) -> None:
         if isinstance(value, np.ndarray):
             how += " (torch.from_numpy makes one of an array)"
         raise ConfigError(f"{name} is of type {type(value).__name__}: {how}")
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | str] | None = None,
+) -> None:
+    """Raise unless a value is a dense tensor of one of these dtypes, and of this shape.
+
+    shape: of each axis its size, or the name of an axis of any size; None for any shape.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        check_tensors(**{name: tensor})
+    if tensor.dtype not in dtypes:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        allowed = f"{', '.join(others)} or {last}" if others else last
+        raise ConfigError(f"{name} is {tensor.dtype}: use {allowed}")
+    if shape is None or tensor.shape == shape:
+        return
+    sizes = zip(tensor.shape, shape, strict=False)
+    if len(shape) != tensor.ndim or any(a != b and not isinstance(b, str) for a, b in sizes):
+        must = ", ".join(map(str, shape))
+        raise ShapeError(f"{name} is {list(tensor.shape)}: it must be [{must}]")
+
+
+def check_same_device(**tensors: torch.Tensor | None) -> None:
+    """Raise DeviceError unless all lie where the first one does."""
+    device = None
+    for name, tensor in tensors.items():
+        if device is None:
+            assert tensor is not None
+            first, device = name, tensor.device
+        elif tensor is not None and tensor.device != device:
+            raise DeviceError(f"{first} is on {device}, {name} on {tensor.device}")
 
 
 def check_readable(**given: object) -> None:

@@ -21,7 +21,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from ..errors import ConfigError, ShapeError, shown
-from .arguments import check_readable
+from .arguments import (
+    check_readable,
+    check_tensor,
+)
 from .quantize import full_precision
 from .rotation import Rope, apply_rope, rotate
 
@@ -305,10 +308,9 @@ def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> No
     if tensor is None:
         return
     check_readable(**{name: tensor})
-    if tensor.shape != shape:
-        raise ShapeError(f"{name} is {list(tensor.shape)}: it must be {list(shape)}")
-    if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
-        raise ConfigError(f"the {name} of a basis must be finite float32")
+    check_tensor(name, tensor, [torch.float32], shape)
+    if not bool(tensor.isfinite().all()):
+        raise ConfigError(f"the {name} of a basis must be finite")
 
 
 def for_fp16(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -16,16 +16,18 @@ MOST_KINDS = 16  # of calls whose launches an owner remembers
 class Bound(dict[Hashable, Any]):
     """An owner's bound launches by the kind of the new tensors in a call; a copy begins empty."""
 
-    def find(self, *new: torch.Tensor) -> Any:
+    def find(self, *new: Any) -> Any:
         """What was kept for tensors of this kind; None in traces, graphs, or if values are read."""
         if not self or debug.enabled or torch.compiler.is_dynamo_compiling():
             return None
         found = self.get(kind_of(*new))
-        return None if found is None or torch.cuda.is_current_stream_capturing() else found
+        if found is None or (new[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        return found
 
     def keep(self, kind: Hashable, launches: Any) -> None:
-        """Remember launches for this kind of call, unless there are none."""
-        if launches is None:
+        """Remember launches for this kind of call, unless there are none, or the kind is None."""
+        if launches is None or kind is None:
             return
         if len(self) >= MOST_KINDS:
             self.clear()
@@ -35,7 +37,7 @@ class Bound(dict[Hashable, Any]):
         return Bound, ()
 
 
-def kind_of(*new: torch.Tensor) -> Hashable:
+def kind_of(*new: Any) -> Hashable:
     """What a call depends on in its new tensors; None if they are no tensors."""
     try:
         return tuple(

@@ -10,8 +10,12 @@ from __future__ import annotations
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError
-from .arguments import check_tensors
+from ..errors import ShapeError
+from .arguments import (
+    check_same_device,
+    check_tensor,
+    check_tensors,
+)
 
 
 def check_indptr(
@@ -28,12 +32,10 @@ def check_indptr(
             "q_lens and q_indptr are both given: use q_indptr with q [total, num_q_heads, "
             "head_dim], q_lens with q [batch, q_len, num_q_heads, head_dim]"
         )
-    if q_indptr.dtype is not torch.int32:
-        raise ConfigError(f"q_indptr is {q_indptr.dtype}: use int32")
+    check_tensor("q_indptr", q_indptr, [torch.int32])
     if q_indptr.ndim != 1 or not q_indptr.shape[0]:
         raise ShapeError(f"q_indptr is {list(q_indptr.shape)}: it must be [batch + 1]")
-    if q_indptr.device != q.device:
-        raise DeviceError(f"q is on {q.device}, q_indptr on {q_indptr.device}")
+    check_same_device(q=q, q_indptr=q_indptr)
 
 
 def check_indptr_values(q: torch.Tensor, q_indptr: torch.Tensor, *, padded: bool = False) -> None:

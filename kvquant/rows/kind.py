@@ -10,6 +10,7 @@ Caches, layers, pages and batches are written once, for K and V, and ask KEY_VAL
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -56,15 +57,15 @@ class KeyValue:
         tensors: Sequence[torch.Tensor],
         formats: Sequence[AnyFormat],
         lens: torch.Tensor,
-        starts: torch.Tensor | None = None,
-        block_table: torch.Tensor | None = None,
-        sinks: int = 0,
-        seq_slots: torch.Tensor | None = None,
+        *places: Any,
     ) -> Segment:
-        """The rows in these tensors as a segment; the formats are those of `stored`."""
+        """The rows in these tensors as a segment; the formats are those of `stored`.
+
+        places: starts, block_table, sinks and seq_slots of the segment, or the first of them.
+        """
         (k, v), (k_format, v_format) = tensors, formats
         assert isinstance(k_format, RowFormat) and isinstance(v_format, RowFormat)
-        return Segment(k, v, lens, k_format, v_format, starts, block_table, sinks, seq_slots)
+        return Segment(k, v, lens, k_format, v_format, *places)
 
     def to_write(
         self, k: torch.Tensor, v: torch.Tensor, basis: LayerBasis | None
@@ -99,15 +100,12 @@ class Latent(KeyValue):
         tensors: Sequence[torch.Tensor],
         formats: Sequence[AnyFormat],
         lens: torch.Tensor,
-        starts: torch.Tensor | None = None,
-        block_table: torch.Tensor | None = None,
-        sinks: int = 0,
-        seq_slots: torch.Tensor | None = None,
+        *places: Any,
     ) -> Segment:
         """Latent rows [batch, 1, capacity, row_bytes], or pages of them, as rows of one KV head."""
         (rows,), (fmt,) = tensors, formats
         assert isinstance(fmt, LatentFormat)
-        return latent_segment(rows, lens, fmt, starts, block_table, sinks, seq_slots)
+        return latent_segment(rows, lens, fmt, *places)
 
     def to_write(
         self, k: torch.Tensor, v: torch.Tensor, basis: LayerBasis | None

@@ -58,7 +58,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ..errors import ConfigError, NonFiniteError, ShapeError, shown
-from .arguments import check_readable
+from .arguments import check_readable, check_tensor
 from .codec import BF16_MAX, FP16_MAX
 from .format import NAMES, ROW_DIMS, RowFormat
 from .latent import AnyFormat, LatentFormat
@@ -285,8 +285,7 @@ def format_of(rows: torch.Tensor, fmt: str | AnyFormat) -> AnyFormat:
 
 def check_rows(rows: torch.Tensor, fmt: AnyFormat, name: str = "rows") -> None:
     check_format(fmt)
-    if rows.dtype != torch.uint8:
-        raise ConfigError(f"{name} is {rows.dtype}: rows are uint8")
+    check_tensor(name, rows, [torch.uint8])
     if rows.ndim < 1 or rows.shape[-1] != fmt.row_bytes:
         raise ShapeError(
             f"{name} is {list(rows.shape)}: the last axis must be the {fmt.row_bytes} bytes of a "

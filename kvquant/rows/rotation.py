@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import ConfigError
-from .quantize import FLOAT_DTYPES
+from .arguments import FLOATS, check_tensor
 
 
 def block_size(head_dim: int) -> int:
@@ -33,8 +32,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
     Source: QuaRot's rotations (https://arxiv.org/abs/2404.00456), in blocks.
     """
-    if x.dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"x is {x.dtype}: use float32, bfloat16 or float16")
+    check_tensor("x", x, FLOATS)
     size, stride = block_size(x.shape[-1]), 1
     # [head_dim, ...]: then neighbours in memory do the same
     rotated = x.float().movedim(-1, 0).clone(memory_format=torch.contiguous_format)

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, DeviceError, ShapeError, shown
-from .arguments import check_tensors
+from ..errors import ShapeError
+from .arguments import check_same_device, check_tensor
 from .bound import Bound
 from .codec import one_of
 from .format import RowFormat, check_head_dims
 from .indptr import check_indptr
 from .latent import LatentFormat
-from .quantize import FLOAT_DTYPES, check_rows, dequantize
+from .quantize import check_rows, dequantize
 from .slots import Split
 
 Numbers: TypeAlias = "NDArray[np.integer[Any]]"
@@ -178,75 +178,50 @@ def check_segments(
 ) -> None:
     """Raise unless queries can attend to the segments; values in the tensors are not read.
 
-    It runs in every call that CUDA does not remember (the key in kernels/cuda/decode/launch.py must
-    hold all that it reads). An attribute of a tensor takes 0.1 microseconds: read each once.
+    The first one is checked: decode_attention has one, and a cache has made its own alike. It runs
+    in every call that CUDA does not remember (the key in kernels/cuda/decode/launch.py must hold
+    all that it reads).
 
-    It raises ShapeError, ConfigError or DeviceError, also for a segment with pages and what cannot
-    go with pages.
+    It raises ShapeError, ConfigError or DeviceError.
     """
-    if not segments:
-        raise ShapeError("no segments: attention needs at least one")
-    shape = query_shape(q)
+    segment, shape = segments[0], query_shape(q)
     batch, num_q_heads, head_dim = shape[0], shape[-2], shape[-1]
-    device, int32, uint8 = q.device, torch.int32, torch.uint8
     if q_indptr is not None:
         check_indptr(q, q_indptr, q_lens)
         batch = q_indptr.shape[0] - 1
     elif q_lens is not None:
         _check_q_lens(q, q_lens)
-    common = None  # num_kv_heads and head_dim of V, the same in all segments
-    for segment in segments:
-        k_rows, v_rows, seq_lens, k_format, v_format, starts, block_table, sinks, seq_slots = (
-            segment
-        )
-        k_shape = k_rows.shape
-        if len(k_shape) != 4:
-            _refuse_rows(segment)
-        rows_batch, num_kv_heads, length, row_bytes = k_shape
-        if (
-            row_bytes != k_format.row_bytes
-            or v_rows.shape != (rows_batch, num_kv_heads, length, v_format.row_bytes)
-            or k_rows.dtype is not uint8
-            or v_rows.dtype is not uint8
-            or k_rows.stride()[3] != 1
-            or v_rows.stride()[3] != 1
-        ):
-            _refuse_rows(segment)
+    k_rows, v_rows, seq_lens, k_format, _, _, block_table, _, seq_slots = segment
+    check_rows(k_rows, segment.k_format, "k_rows")
+    check_rows(v_rows, segment.v_format, "v_rows")
+    if k_rows.ndim != 4 or k_rows.shape[:3] != v_rows.shape[:3]:
+        axes = "[batch, num_kv_heads, capacity, row_bytes]"
         if block_table is not None:
-            rows_batch = _check_pages(segment, block_table, length)
-        elif seq_slots is not None:
-            if seq_slots.dtype is not int32 or seq_slots.ndim != 1:
-                _refuse_counts("seq_slots", seq_slots, batch)
-            rows_batch = seq_slots.shape[0]
-        if type(sinks) is not int or not 0 <= sinks <= length:
-            raise ShapeError(f"sinks {shown(sinks)} does not fit {length} rows: use 0 to {length}")
-        if seq_lens.dtype is not int32 or seq_lens.shape != (rows_batch,):
-            _refuse_counts("seq_lens", seq_lens, rows_batch)
-        if starts is not None and (starts.dtype is not int32 or starts.shape != (rows_batch,)):
-            _refuse_counts("starts", starts, rows_batch)
-        if rows_batch != batch or num_kv_heads == 0 or num_q_heads % num_kv_heads:
-            _refuse_query(q, segment, q_indptr)
-        if k_format.head_dim != head_dim:
-            raise ShapeError(f"q has head_dim {head_dim}, K has {k_format.head_dim}")
-        if common is None:
-            common = num_kv_heads, v_format.head_dim
-        elif common != (num_kv_heads, v_format.head_dim):
-            raise ShapeError("the segments differ in num_kv_heads or in the head_dim of V")
-        if (
-            k_rows.device != device
-            or v_rows.device != device
-            or seq_lens.device != device
-            or (starts is not None and starts.device != device)
-            or (block_table is not None and block_table.device != device)
-            or (seq_slots is not None and seq_slots.device != device)
-        ):
-            _refuse_devices(q, segment)
-
-
-def check_query_dtype(q: torch.Tensor) -> None:
-    if q.dtype not in FLOAT_DTYPES:
-        check_tensors(q=q)
-        raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
+            axes = "[num_pages, num_kv_heads, page_size, row_bytes]"
+        raise ShapeError(
+            f"k_rows {list(k_rows.shape)} and v_rows {list(v_rows.shape)} must both be {axes}, "
+            "alike but for row_bytes"
+        )
+    for name, rows in (("k_rows", k_rows), ("v_rows", v_rows)):
+        if rows.stride(-1) != 1:
+            raise ShapeError(
+                f"{name} has strides {list(rows.stride())}: the bytes of a row must be contiguous"
+            )
+    rows_batch, num_kv_heads, length, _ = k_rows.shape
+    if block_table is not None:
+        if length not in PAGE_SIZES:
+            raise ShapeError(f"page_size {length} is not supported: use {one_of(PAGE_SIZES)}")
+        check_tensor("block_table", block_table, [torch.int32], ("batch", "max_pages"))
+        rows_batch = block_table.shape[0]
+    elif seq_slots is not None:
+        rows_batch = seq_slots.shape[0]
+    check_tensor("seq_lens", seq_lens, [torch.int32], (rows_batch,))
+    if rows_batch != batch or num_kv_heads == 0 or num_q_heads % num_kv_heads:
+        _refuse_query(q, segment, q_indptr)
+    if k_format.head_dim != head_dim:
+        raise ShapeError(f"q has head_dim {head_dim}, K has {k_format.head_dim}")
+    own = {"k_rows": k_rows, "v_rows": v_rows, "seq_lens": seq_lens, "block_table": block_table}
+    check_same_device(q=q, **own)
 
 
 def query_shape(q: torch.Tensor) -> torch.Size:
@@ -261,66 +236,14 @@ def query_shape(q: torch.Tensor) -> torch.Size:
 
 
 def _check_q_lens(q: torch.Tensor, q_lens: torch.Tensor) -> None:
-    check_tensors(q_lens=q_lens)
+    check_tensor("q_lens", q_lens, [torch.int32])
     if q.ndim != 4:
         raise ShapeError(
             f"q_lens are given with q {list(q.shape)}: they need q [batch, q_len, num_q_heads, "
             "head_dim]. For q [total, num_q_heads, head_dim] give q_indptr"
         )
-    check_counts("q_lens", q_lens, q)
-
-
-def check_counts(name: str, counts: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise unless counts are one int32 for each sequence of q; values are not read."""
-    if counts.dtype is not torch.int32 or counts.shape != q.shape[:1]:
-        _refuse_counts(name, counts, q.shape[0])
-    if counts.device != q.device:
-        raise DeviceError(f"q is on {q.device}, {name} on {counts.device}")
-
-
-def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) -> int:
-    """Check the block table and return its batch."""
-    if page_size not in PAGE_SIZES:
-        raise ShapeError(f"page_size {page_size} is not supported: use {one_of(PAGE_SIZES)}")
-    if segment.starts is not None or segment.sinks or segment.seq_slots is not None:
-        raise ConfigError(
-            "a segment has a block_table (pages), or starts, sinks and seq_slots (a ring), not both"
-        )
-    if block_table.dtype is not torch.int32:
-        check_tensors(block_table=block_table)
-        raise ConfigError(f"block_table is {block_table.dtype}: use int32")
-    shape = block_table.shape
-    if len(shape) != 2:
-        raise ShapeError(f"block_table is {list(shape)}: it must be [batch, max_pages]")
-    return shape[0]
-
-
-def _refuse_rows(segment: Segment) -> None:
-    """Raise the error about the rows of a segment."""
-    k_rows, v_rows = segment.k_rows, segment.v_rows
-    check_tensors(k_rows=k_rows, v_rows=v_rows)
-    check_rows(k_rows, segment.k_format, "k_rows")
-    check_rows(v_rows, segment.v_format, "v_rows")
-    if k_rows.ndim != 4 or k_rows.shape[:3] != v_rows.shape[:3]:
-        axes = "[batch, num_kv_heads, capacity, row_bytes]"
-        if segment.block_table is not None:
-            axes = "[num_pages, num_kv_heads, page_size, row_bytes]"
-        raise ShapeError(
-            f"k_rows {list(k_rows.shape)} and v_rows {list(v_rows.shape)} must both be {axes}, "
-            "alike but for row_bytes"
-        )
-    for name, rows in (("k_rows", k_rows), ("v_rows", v_rows)):
-        if rows.stride(-1) != 1:
-            raise ShapeError(
-                f"{name} has strides {list(rows.stride())}: the bytes of a row must be contiguous"
-            )
-
-
-def _refuse_counts(name: str, counts: torch.Tensor, batch: int) -> None:
-    check_tensors(**{name: counts})
-    if counts.dtype != torch.int32:
-        raise ConfigError(f"{name} is {counts.dtype}: use int32")
-    raise ShapeError(f"{name} is {list(counts.shape)}: it must be [{batch}], the batch")
+    check_tensor("q_lens", q_lens, [torch.int32], q.shape[:1])
+    check_same_device(q=q, q_lens=q_lens)
 
 
 def _refuse_query(q: torch.Tensor, segment: Segment, q_indptr: torch.Tensor | None) -> None:
@@ -337,26 +260,13 @@ def _refuse_query(q: torch.Tensor, segment: Segment, q_indptr: torch.Tensor | No
     )
 
 
-def _refuse_devices(q: torch.Tensor, segment: Segment) -> None:
-    for tensor in segment:
-        if isinstance(tensor, torch.Tensor) and tensor.device != q.device:
-            raise DeviceError(f"q is on {q.device}, rows or lengths on {tensor.device}")
-
-
 def check_segment_values(segments: Sequence[Segment]) -> None:
-    """Raise ShapeError unless lengths, starts and pages in use exist; not in a graph capture."""
+    """Raise ShapeError unless lengths and pages in use exist; not in a graph capture."""
     for segment in segments:
         if segment.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         lens, capacity = segment.seq_lens.cpu().numpy(), segment.capacity
         _check_range("seq_lens", lens, capacity, f"there is room for 0 to {capacity} rows")
-        if segment.starts is not None:
-            last = max(capacity - segment.sinks - 1, 0)  # a ring without rows starts at 0
-            _check_range("starts", segment.starts.cpu().numpy(), last, f"rows are 0 to {last}")
-        if segment.seq_slots is not None:
-            last = segment.k_rows.shape[0] - 1
-            seq_slots = segment.seq_slots.cpu().numpy()
-            _check_range("seq_slots", seq_slots, last, f"there are rows for 0 to {last}")
         if segment.block_table is not None:
             _check_page_values(segment, segment.block_table, lens)
 

@@ -10,8 +10,8 @@ quantized from its 16-bit values unless it is packed:
     evicted    exact row now at the token's exact slot  ->  packed slot
     exact      the new token, in 16 bit                 ->  exact slot
 
-With `at_once` (KVCache) a token after the sinks is packed when it comes; the last ones are written
-into the ring, too. The lengths decide which row is read.
+In a KVCache a token after the sinks is packed when it comes, and the last ones are written into the
+ring, too: ops.slots.place_tokens. The lengths decide which row is read.
 
 Negative slots write nothing. Slots are computed where the lengths are, without a wait for a GPU.
 """
@@ -55,8 +55,6 @@ class SlotsCall(NamedTuple):
     recent_len: int = 0
     block_table: torch.Tensor | None = None
     seq_slots: torch.Tensor | None = None
-    ring: bool = False
-    at_once: bool = False
 
     @property
     def tensors(self) -> dict[str, torch.Tensor | None]:
@@ -67,25 +65,21 @@ class SlotsCall(NamedTuple):
 def reference_slots(call: SlotsCall) -> Slots:
     """The slots of new tokens in plain torch; see ops.slots.slots_of."""
     seq_lens, packed_lens, new_lens, new_tokens, page_size, sink_len, recent_len = call[:7]
-    block_table, seq_slots, ring, at_once = call[7:]
+    block_table, seq_slots = call[7:]
     offsets = torch.arange(new_tokens, device=seq_lens.device)
     old_lens, first = seq_lens.long()[:, None], packed_lens.long()[:, None]
     new_lens = torch.full_like(seq_lens, new_tokens) if new_lens is None else new_lens
     is_new = offsets < new_lens[:, None]
     seq_lens_after = old_lens + is_new.sum(1, keepdim=True)
     split = Split(sink_len, recent_len, page_size)
-    if at_once:
-        first = last = (seq_lens_after - sink_len).clamp(min=0)
-    else:
-        last = split.packed_lens(seq_lens_after, first)
+    last = split.packed_lens(seq_lens_after, first)
 
     index = old_lens + offsets - sink_len  # among the tokens behind the sinks
     is_packed = is_new & (index >= 0) & (index < last)
-    oldest = last - page_size if ring else torch.zeros_like(last)  # no room for those before it
-    packed = _packed_slots(index, is_packed & (index >= oldest), split, block_table)
+    packed = _packed_slots(index, is_packed, split, block_table)
     if not split.exact_len:
         return Slots(packed.flatten())
-    is_exact = is_new & (~is_packed | (at_once & (index >= last - recent_len)))
+    is_exact = is_new & ~is_packed
     seq_slot = (
         torch.arange(len(seq_lens), device=seq_lens.device)
         if seq_slots is None
@@ -94,7 +88,7 @@ def reference_slots(call: SlotsCall) -> Slots:
     row = torch.where(index < 0, index, split.ring_row(index)) + sink_len
     exact = torch.where(is_exact, seq_slot[:, None] * split.exact_len + row, -1)
     leaver = first + split.ring_row(index - first)  # that may stand in the same row
-    leaves = is_exact & (index >= 0) & (leaver < old_lens - sink_len) & (leaver >= oldest)
+    leaves = is_exact & (index >= 0) & (leaver < old_lens - sink_len)
     evicted = _packed_slots(leaver, leaves, split, block_table)
     return Slots(packed.flatten(), exact.flatten(), evicted.flatten())
 

@@ -9,8 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError, shown
-from .arguments import check_kind, check_readable, check_size, check_tensors
+from ..errors import ConfigError, ShapeError, shown
+from .arguments import (
+    check_kind,
+    check_readable,
+    check_same_device,
+    check_size,
+    check_tensor,
+)
 
 MOST_TREE = 64  # queries of a sequence with a tree mask: a word of bits each
 MOST_CAP = 10_000  # models have 30 to 50
@@ -137,14 +143,8 @@ def check_variant(q: torch.Tensor, variant: AttentionVariant) -> None:
         given = getattr(variant, name)
         if given is None:
             continue
-        check_tensors(**{name: given})
-        dtype = torch.bool if name == "tree_mask" else torch.float32
-        if given.dtype != dtype:
-            raise ConfigError(f"{name} is {given.dtype}: use {dtype}")
-        if given.shape != shape:
-            raise ShapeError(f"{name} is {list(given.shape)}: it must be {list(shape)}")
-        if given.device != q.device:
-            raise DeviceError(f"q is on {q.device}, {name} on {given.device}")
+        check_tensor(name, given, [torch.bool if name == "tree_mask" else torch.float32], shape)
+        check_same_device(q=q, **{name: given})
 
 
 def check_variant_values(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ def test_nothing_is_read_while_there_is_room(monkeypatch: pytest.MonkeyPatch) ->
     appended: list[Any] = []
     monkeypatch.setattr(layer, "write_rows", lambda call, **options: appended.append(call.slots))
     monkeypatch.setattr("kvquant.cache.contiguous.check_holds", lambda device: None)
+    placed = SimpleNamespace(place_tokens=lambda *given: None)
+    monkeypatch.setattr("kvquant.ops.slots._launcher", lambda room: placed)
     cache = make("meta")
     lens = torch.zeros(BATCH, dtype=torch.int64, device="meta")
     for new_lens in (None, lens, lens.int(), None):
@@ -129,7 +132,7 @@ def test_new_lens_that_are_not_read_are_kept_to_what_can_be(unread: None) -> Non
     for new_lens in wrong:
         with pytest.raises(ConfigError, match=r"new_lens is torch.*: use int32 or int64"):
             cache.append(0, *tokens(4), new_lens)
-    with pytest.raises(ShapeError, match=r"new_lens is \[2\]: give \[3\]"):
+    with pytest.raises(ShapeError, match=r"new_lens is \[2\]: it must be \[3\]"):
         cache.append(0, *tokens(4), torch.ones(2, dtype=torch.int64))
     with pytest.raises(ShapeError, match=r"new_lens is \[1, 1, 5\]: give \[batch\] of 0 to 4"):
         cache.append(0, *tokens(4), [1, 1, 5])

@@ -243,7 +243,7 @@ def test_steps_of_tokens_that_are_never_packed_are_single_ones(windows: Any) -> 
 def test_steps_that_cannot_be_append_nothing() -> None:
     cache = make("windows")
     k, v = tokens(3, 0)
-    with pytest.raises(ShapeError, match=r"a step with q .* has 4 of each sequence, \[2, 2, 4"):
+    with pytest.raises(ShapeError, match=r"of 3 new tokens, and q .* has 4 of each sequence"):
         cache.step(0, torch.randn(BATCH, 4, 2 * HEADS, DIM), k, v)
     long = torch.zeros(BATCH, HEADS, layer.SPARE + 2, DIM)
     with pytest.raises(Exception, match="attend with 513 queries"):

@@ -14,7 +14,6 @@ from slow_cases import mark_slow
 from small_caches import BATCH, make, tokens
 from torch_operations import Operations
 
-from kvquant import debug
 from kvquant.cache import layer
 from kvquant.kernels.cuda.runtime.driver import Launcher
 from kvquant.ops import slots as slotops
@@ -81,7 +80,7 @@ def test_nothing_is_changed_when_rows_cannot_be_written(
     at = cache.layers[0]
     at.begin(torch.tensor([20, 13, 0]), torch.tensor([15, 6, 0]))
     before = {name: tensor.clone() for name, tensor in at.tensors().items()}
-    monkeypatch.setattr(slotops, "_launcher", lambda: fill)
+    monkeypatch.setattr(slotops, "_launcher", lambda room: SimpleNamespace(place_tokens=fill))
     monkeypatch.setattr(layer, "write_rows", fail)
     with pytest.raises(torch.OutOfMemoryError):
         cache.append(0, *tokens(1))
@@ -90,35 +89,20 @@ def test_nothing_is_changed_when_rows_cannot_be_written(
     assert at.longest == 20
 
 
-def test_cpu_and_debug_mode_take_the_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu: Any = SimpleNamespace(is_meta=False, is_cuda=False)
-    on_cuda: Any = SimpleNamespace(is_meta=False, is_cuda=True)
-    takes = slotops.takes_one_launch
-    for enabled in (False, True):
-        monkeypatch.setattr(debug, "enabled", enabled)
-        assert not takes(on_cpu, False) and not takes(on_cpu, True)
-        assert takes(on_cuda, False) != enabled and takes(on_cuda, True), "a graph reads nothing"
-
-
-# On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-def test_slots_and_lengths_are_those_of_the_cpu(split: Split) -> None:
+def compare(split: Split, device: str) -> None:
+    """Steps and crops of a layer, and of another one by the reference."""
     draw, batch = random.Random(1), 5
-    at, other = make_layer(split, batch, "cuda"), make_layer(split, batch)
-    overflow, other_overflow = (
-        torch.zeros(1, dtype=torch.int32, device="cuda"),
-        torch.zeros(1).int(),
-    )
+    at, other = make_layer(split, batch, device), make_layer(split, batch)
+    overflow = torch.zeros(1, dtype=torch.int32, device=device)
+    other_overflow = torch.zeros(1).int()
     for step in range(40):
         new_tokens = draw.choice([1, 1, 2, 7, 40, 600])
         lens = random_lens(draw, batch, new_tokens)
         given = None
         if lens is not None:
-            dtype = draw.choice([torch.int32, torch.int64])
-            given = torch.tensor(lens, dtype=dtype, device="cuda")
+            dtype, every = draw.choice([torch.int32, torch.int64]), draw.choice([1, 2])
+            given = torch.zeros(every * batch, dtype=dtype, device=device)[::every]
+            given.copy_(torch.tensor(lens))
         slots = place_tokens(at.lens, at.sizes, given, new_tokens, overflow).slots
         for found, expected in zip(
             slots, place(other, lens, new_tokens, other_overflow), strict=True
@@ -131,6 +115,20 @@ def test_slots_and_lengths_are_those_of_the_cpu(split: Split) -> None:
         random_crop(draw, other)
         for name, tensor in other.tensors().items():
             at.tensors()[name].copy_(tensor)
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_slots_and_lengths_are_those_of_the_reference(split: Split) -> None:
+    compare(split, "cpu")
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_slots_and_lengths_are_those_of_the_cpu(split: Split) -> None:
+    compare(split, "cuda")
 
 
 @pytest.mark.gpu

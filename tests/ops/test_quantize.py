@@ -214,7 +214,7 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
         quantize(torch.zeros(2, 64).to(dtype), fmt)
     with pytest.raises(ConfigError, match=f"dtype {dtype} is not supported"):
         dequantize(torch.zeros(2, 36, dtype=torch.uint8), fmt, dtype)
-    with pytest.raises(ConfigError, match=f"rows is {dtype}: rows are uint8"):
+    with pytest.raises(ConfigError, match=f"rows is {dtype}: use uint8"):
         dequantize(torch.zeros(2, 36).to(dtype), fmt)
 
 

@@ -12,11 +12,11 @@ from attend import attend_segments
 from relative_l2 import relative_l2
 
 from kvquant import RowFormat, debug, decode_attention, quantize_rows, reference_attention
-from kvquant.errors import ConfigError, ShapeError
+from kvquant.errors import ShapeError
 from kvquant.ops import attention
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.reference import reference_over_segments
-from kvquant.rows.segment import Segment, check_segment_values, check_segments
+from kvquant.rows.segment import Segment, check_segment_values
 
 INT4 = RowFormat.parse("int4-g4", 64)
 INT8 = RowFormat.parse("int8", 96)
@@ -164,14 +164,6 @@ def test_a_pool_without_pages_serves_empty_sequences(max_pages: int, backend: st
     assert out.shape == (3, 4, 96) and not out.any()
 
 
-def test_a_segment_in_pages_is_no_ring() -> None:
-    _, good = paged(16)
-    message = r"a block_table \(pages\), or starts, sinks and seq_slots \(a ring\)"
-    check_segments(torch.zeros(4, 4, 64), [good])
-    with pytest.raises(ConfigError, match=message):
-        check_segments(torch.zeros(4, 4, 64), [good._replace(starts=good.seq_lens)])
-
-
 def test_values_that_do_not_exist_are_named() -> None:
     linear, segment = paged(16)
     assert segment.block_table is not None
@@ -189,7 +181,6 @@ def test_values_that_do_not_exist_are_named() -> None:
             f"block_table of sequence 0, entry 0, is -1: {pages}",
         ),
         (segment._replace(seq_lens=lens + 16), f"sequence 0, entry 3, is -7: {pages}"),
-        (linear._replace(starts=int32(0, 0, 64, 0)), "starts of sequence 2 is 64: rows are 0 to"),
     ]
     check_segment_values([linear, segment])
     for bad, message in cases:

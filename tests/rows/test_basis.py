@@ -182,7 +182,7 @@ def test_both_backends_round_alike(name: str, dim: int) -> None:
     [
         ({"clip": torch.ones(3)}, ShapeError, r"clip is \[3\]: it must be \[2\]"),
         ({"feedback": torch.ones(2, 80, 80)}, ShapeError, r"must be \[2, 64, 64\]"),
-        ({"clip": torch.ones(2).double()}, ConfigError, "clip is torch.float64: use torch.float32"),
+        ({"clip": torch.ones(2).double()}, ConfigError, "clip is torch.float64: use float32"),
         ({"clip": torch.ones(2, device="meta")}, DeviceError, "x is on cpu, clip on meta"),
     ],
     ids=["heads", "head_dim", "dtype", "device"],
@@ -242,7 +242,7 @@ def test_clipping_keeps_a_share_of_each_groups_range() -> None:
         ({"kind": "dct"}, ConfigError, "'dct' does not exist"),
         ({"kind": "matrix"}, ConfigError, "lacks its matrix"),
         ({"clip": torch.ones(3)}, ShapeError, r"clip is \[3\]: it must be \[2\]"),
-        ({"offset": torch.full((2, 64), torch.nan)}, ConfigError, "finite float32"),
+        ({"offset": torch.full((2, 64), torch.nan)}, ConfigError, "must be finite"),
         ({"clip": torch.tensor([0.9, -0.1])}, ConfigError, "clip of a basis must be positive"),
         ({"offset": torch.zeros(64)}, ShapeError, "num_kv_heads, head_dim"),
         ({"offset": torch.zeros(2, 0), "kind": "hadamard"}, ShapeError, r"offset is \[2, 0\]"),

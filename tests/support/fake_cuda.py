@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kvquant import RowFormat, debug
-from kvquant.cache import layer
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.runtime import driver, workspace
@@ -21,6 +20,7 @@ from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report
 from kvquant.kernels.cuda.runtime.spec import Spec, fields_of, layout_of
 from kvquant.ops import append as append_ops
+from kvquant.ops import slots as slot_ops
 from kvquant.rows.segment import Segment
 
 empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
@@ -122,8 +122,8 @@ def install_for_caches(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The same, for caches that lie on the CPU: values are not read, and CUDA appends."""
     fake = install(monkeypatch)
     monkeypatch.setattr(debug, "may_read", lambda values: False)
-    monkeypatch.setattr(layer, "takes_one_launch", lambda lens, recorded: True)
-    monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")
+    for module in (append_ops, slot_ops):
+        monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
     return fake
 
 

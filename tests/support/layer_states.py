@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kvquant import debug
 from kvquant.cache import layer
 from kvquant.cache.layer import LayerCache
-from kvquant.ops import slots
 from kvquant.rows.format import RowFormat
 from kvquant.rows.slots import Slots
 
@@ -60,15 +58,27 @@ def place(
     at: LayerCache, new_lens: Sequence[int] | None, new_tokens: int, overflow: torch.Tensor
 ) -> Slots:
     """The reference: slots, lengths and overflow of a step whose lengths are not read."""
-    found: list[Slots] = []
-    counts = None if new_lens is None else torch.tensor(new_lens).clamp(0, new_tokens)
-    rows = torch.zeros(len(at.seq_lens), 1, new_tokens, FORMAT.head_dim)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(debug, "is_recorded", lambda tensor: True)
-        patch.setattr(slots, "_are_on_cpu", lambda *tensors: False)  # torch's way
-        patch.setattr(layer, "write_rows", lambda call, **options: found.append(call.slots))
-        at.append(rows, rows, counts, torch.zeros(2, dtype=torch.int32), overflow)
-    return found[0]
+    wanted = torch.full_like(at.seq_lens, new_tokens)
+    if new_lens is not None:
+        wanted = torch.tensor(new_lens).clamp(0, new_tokens).int()
+    counts = torch.minimum(wanted, at.max_seq_len - at.seq_lens)
+    overflow += (wanted - counts).sum()
+    found = torch.full((2, len(wanted), new_tokens), -1)  # packed, exact
+    seq_lens, split = at.seq_lens + counts, at.split
+    for b, (old, new) in enumerate(zip(at.seq_lens.tolist(), seq_lens.tolist(), strict=True)):
+        for place, token in enumerate(range(old, new)):
+            index, end = token - at.sink_len, new - at.sink_len
+            first = b * split.exact_len + at.sink_len
+            if index < 0:
+                found[1, b, place] = first + index
+                continue
+            if at.packed_len and (at.window is None or index >= end - at.packed_len):
+                found[0, b, place] = b * split.page_size + split.page_row(index)
+            if index >= end - split.ring_len:
+                found[1, b, place] = first + split.ring_row(index)
+    at.set_lens(seq_lens, split.packed_lens(seq_lens, at.packed_lens))
+    packed, exact = found.flatten(1)
+    return Slots(packed, exact, torch.full_like(exact, -1)) if split.exact_len else Slots(packed)
 
 
 def random_lens(draw: random.Random, batch: int, new_tokens: int) -> list[int] | None:

@@ -1,12 +1,10 @@
 """Place the new tokens of a layer: the slot of each, and the lengths after them, in place.
 
-    grid    a sequence each; its threads take tokens in turn
+grid    a sequence each; its threads take tokens in turn
 
-        room    packed   of every token   | seq_lens before
-                exact                     | packed_lens before
-                evicted                   | firsts before
-
-The reference: kvquant/rows/slots.py and LayerCache.set_lens.
+    room    packed   of every token   | seq_lens before
+            exact                     | packed_lens before
+            evicted                   | firsts before
 """
 
 from numba import cuda, int32, int64, uint32, uint64

@@ -19,8 +19,7 @@ import pytest
 from kvquant.kernels import disk_cache
 from kvquant.kernels.cpu import compile as compiling
 from kvquant.kernels.cpu.parallel import run
-from kvquant.kernels.cpu.simd import argument
-from kvquant.kernels.cpu.values import store_int
+from kvquant.kernels.cpu.simd import argument, store_int
 
 Damage = Callable[[Path], object]
 touched: list[str] = []

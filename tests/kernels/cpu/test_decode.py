@@ -38,7 +38,6 @@ from kvquant import (
 )
 from kvquant.kernels.cpu import decode
 from kvquant.kernels.cpu.parallel import run
-from kvquant.rows.call import AttentionCall
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
 
@@ -318,20 +317,15 @@ def test_long_sums_lose_no_digits() -> None:
         torch.testing.assert_close(lse, one_lse + torch.tensor(tokens).log(), rtol=1e-5, atol=1e-5)
 
 
-def test_any_number_of_query_heads_costs_little_more_than_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_any_number_of_query_heads_costs_little_more_than_its_own() -> None:
     """Counted in heads of work items: a number without divisors was attended head by head."""
-    items: list[int] = []
-    monkeypatch.setattr(decode, "make_decode_kernel", lambda k, v, heads, *_: heads)
-    monkeypatch.setattr(decode, "run", lambda kernel, arguments, count, **_: items.append(count))
     k_rows = torch.zeros(1, 1, 64, INT4.row_bytes, dtype=torch.uint8)
     segment = Segment(k_rows, k_rows, lens(64), INT4, INT4)
     for ratio in (*range(1, 18), 31, 34, 37, 67, 71, 72, 73, 127):
         heads = decode.heads_of_block(ratio)
-        decode.attend(AttentionCall(torch.zeros(1, ratio, 64), [segment], 1.0, 1))
-        assert heads <= decode.MAX_HEADS and heads * items[-1] < ratio + items[-1]
-        assert items[-1] == -(-ratio // decode.MAX_HEADS)
+        items = decode.Work(torch.zeros(1, ratio, 64), [segment], 1.0, 1).units
+        assert heads <= decode.MAX_HEADS and heads * items < ratio + items
+        assert items == -(-ratio // decode.MAX_HEADS)
 
 
 @pytest.mark.parametrize("ratio", mark_slow([17, 34, 71], [17]))
@@ -447,14 +441,13 @@ def test_many_queries_with_a_window_read_their_own_rows(monkeypatch: pytest.Monk
     variant = AttentionVariant(window=window, score_offsets=torch.randn(2, q_len, 2))
     options: dict[str, Any] = {"k_format": "int8", "v_format": "int8", "variant": variant}
     options |= {"q_lens": counts, "return_lse": True}
-    longest, attend = list[int](), decode._attend
+    longest, work = list[int](), decode.Work
 
-    def spy(heads: torch.Tensor, segments: list[Segment], *given: Any) -> State:
+    def spy(heads: torch.Tensor, segments: list[Segment], *given: Any) -> decode.Work:
         longest.append(int((segments[0].seq_lens - given[-1].firsts[0]).max()))
-        found: State = attend(heads, segments, *given)
-        return found
+        return work(heads, segments, *given)
 
-    monkeypatch.setattr(decode, "_attend", spy)
+    monkeypatch.setattr(decode, "Work", spy)
     found = decode_attention(q, k_rows, v_rows, seq_lens, **options)
     assert max(longest) < window + decode.MAX_HEADS
     wanted = reference_attention(q, k_rows, v_rows, seq_lens, **options)

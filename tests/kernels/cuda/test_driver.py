@@ -125,5 +125,5 @@ def test_a_cached_launch_on_other_devices_is_refused() -> None:
     decode_attention(q, *given, k_format=fmt, v_format=fmt)
     for i in range(3):
         mixed = [tensor.cpu() if i == j else tensor for j, tensor in enumerate(given)]
-        with pytest.raises(DeviceError, match=r"q is on cuda:0, rows or lengths on cpu"):
+        with pytest.raises(DeviceError, match=r"q is on cuda:0, k_rows on cpu"):
             decode_attention(q, *mixed, k_format=fmt, v_format=fmt)

@@ -47,6 +47,7 @@ from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.kernels.cuda.runtime.launch import GPU, GPUS
 from kvquant.ops import append as append_ops
 from kvquant.ops import mla as mla_ops
+from kvquant.ops import slots as slot_ops
 from kvquant.rows.call import LatentPrefix
 from kvquant.rows.codec import CODECS
 from kvquant.rows.segment import latent_segment
@@ -335,9 +336,9 @@ def as_on_cuda() -> Iterator[None]:
     with (
         mock.patch.object(debug, "may_read", lambda values: False),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-        mock.patch.object(layer, "takes_one_launch", lambda lens, recorded: True),
         mock.patch.object(layer.LayerCache, "_counts", lambda self, new_lens, new_tokens: new_lens),
         mock.patch.object(append_ops, "kernels_for", lambda *_: "cuda"),
+        mock.patch.object(slot_ops, "kernels_for", lambda *_: "cuda"),
         mock.patch.object(mla_ops, "kernels_for", lambda *_: "cuda"),
     ):
         yield

@@ -18,7 +18,7 @@ from prefix_cases import PrefixCase, make_prefix, nothing_of_its_own
 from relative_l2 import relative_l2
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
-from kvquant.errors import ConfigError, ShapeError, UnsupportedError
+from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.prefix import launch as launching
 from kvquant.kernels.cuda.prefix import spec as prefix_spec
 from kvquant.kernels.cuda.prefix.spec import (
@@ -267,16 +267,6 @@ def test_what_does_not_fit_is_refused(cuda: FakeDriver, monkeypatch: pytest.Monk
     with pytest.raises(UnsupportedError, match=r"compute capability 8.0 .* has 7.5"):
         launch(case)
     assert not cuda.launched
-
-
-def test_a_prefix_in_a_ring_is_refused() -> None:
-    case = make_prefix("int8", 64, 2, (2, 2), 40, page_size=0)
-    own, starts = nothing_of_its_own(case), torch.zeros(1, dtype=torch.int32)
-    for ring in (case.prefix._replace(starts=starts), case.prefix._replace(seq_slots=starts)):
-        with pytest.raises(ConfigError, match="the prefix is a ring"):
-            attend_shared(case.q, ring, [own])
-    with pytest.raises(ShapeError, match="q has head_dim 128, K has 64"):
-        attend_shared(torch.zeros(2, 2, 128), case.prefix, [own])
 
 
 # On a GPU
