@@ -412,9 +412,8 @@ class LatentKVCache(KVCache):
             torch.Size([2, 3, 16, 512])
         """
         at = self._layer(layer)
-        bound = None
-        if backend is None and not torch.compiler.is_compiling():
-            bound = at.bound.find(q_latent, q_rope, latent, rope)
+        can_bind = backend is None and not torch.compiler.is_compiling()
+        bound = at.bound.find(q_latent, q_rope, latent, rope) if can_bind else None
         if bound is None:  # else such a step was taken before
             check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
         assert q_rope is not None and latent is not None and rope is not None
@@ -436,7 +435,7 @@ class LatentKVCache(KVCache):
             q_latent, q_rope, segments, sm_scale, num_splits, return_lse, backend=backend
         )
         out, lse = attend_latents(call, None if in_basis else at.basis, at.seq_lens)
-        if bound is None and at.bound:
+        if bound is None and can_bind and at.bound:
             at.bound.keep(kind_of(q_latent, q_rope, latent, rope), at.bound.find(latent, rope))
         return out if lse is None else (out, lse)
 

@@ -10,9 +10,7 @@ import torch
 from invariants import check_invariants
 from paged_cases import DIM, LAYERS, begin, extend, make, new_rows, same, values
 
-from kvquant import debug
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
-from kvquant.ops import append_checks
 from kvquant.paged.batch import PagedBatch
 
 
@@ -112,18 +110,6 @@ def test_an_append_that_was_refused_may_be_made_again() -> None:
                 batch.append(layer, *rows.double())
             batch.append(layer, *rows)
     assert batch.cache.length("a") == 10
-
-
-@pytest.mark.parametrize("reads", [False, True], ids=["", "debug"])
-def test_slots_of_a_step_are_proved_again_in_debug_mode_only(
-    reads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked: list[int] = []
-    monkeypatch.setattr(append_checks, "check_slots", lambda *_: checked.append(1))
-    monkeypatch.setattr(debug, "enabled", reads)
-    batch = PagedBatch(make(), 4, 100)
-    begin(batch, "a", 10)
-    assert len(checked) == reads * LAYERS
 
 
 def test_layers_that_a_graph_appends_to_may_have_been_written_by_it(
