@@ -103,16 +103,6 @@ def test_what_is_beside_the_rows_stays() -> None:
     assert make("default", 100).nbytes == cache.nbytes == cache.fork().nbytes
 
 
-def test_less_room_and_too_much_are_refused() -> None:
-    cache = make("default", 64)
-    before = cache.layers[:]
-    with pytest.raises(ConfigError, match="max_seq_len is 63, the cache has room for 64 tokens"):
-        cache.grow(63)
-    with pytest.raises(ConfigError, match=r"room for 2147483647 tokens takes .* GiB, more than"):
-        cache.grow((1 << 31) - 1)
-    assert cache.max_seq_len == 64 and cache.layers == before
-
-
 @pytest.mark.parametrize("error", [ConfigError, KeyboardInterrupt])
 def test_an_error_while_a_cache_grows_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException]

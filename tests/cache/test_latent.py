@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from kvquant import (
     KVCache,
     LatentFormat,
     LatentKVCache,
-    RowFormat,
     debug,
     dequantize_rows,
     load_cache,
@@ -38,7 +36,6 @@ from kvquant.errors import (
 from kvquant.io.export import export_cache
 from kvquant.io.inspect import describe
 from kvquant.io.plan import CachePlan
-from kvquant.kernels.cuda.device.row_layout import refuse_latents
 from kvquant.ops import mla
 from kvquant.ops.mla import check_kernels
 from kvquant.rows.basis import LayerBasis
@@ -49,7 +46,6 @@ DIMS = {"latent_dim": 256, "rope_dim": 32}
 FORMAT = "int8-g4+int8-g8"
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FORMATS = {"cpu": FORMAT, "cuda": "int8-g4"}  # groups of 4 elements have no kernel on CUDA
 
 
@@ -124,67 +120,6 @@ def assert_same(one: KVCache, other: KVCache) -> None:
     for layer in range(one.num_layers):
         for a, b in zip(one.dequantized(layer), other.dequantized(layer), strict=True):
             assert torch.equal(a, b)
-
-
-def fill(cache: KVCache, count: int = 60) -> None:
-    torch.manual_seed(count)
-    for layer in range(2):
-        cache.append(layer, *tokens(count, cache.device.type))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_crop_goes_on_as_if_the_tokens_had_never_come(device: str) -> None:
-    cache, never = make_cache(device), make_cache(device)
-    for one in (cache, never):
-        fill(one)
-    for layer in range(2):
-        cache.append(layer, *tokens(7, device))
-    cache.crop(60)
-    assert_same(cache, never)
-    with pytest.raises(KeyboardInterrupt), cache.attempt(9):
-        cache.append(0, *tokens(9, device))
-        raise KeyboardInterrupt
-    cache.check()
-    assert_same(cache, never)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_copies_share_nothing_and_grown_caches_go_on(device: str) -> None:
-    cache, plain = make_cache(device), make_cache(device)
-    for one in (cache, plain):
-        fill(one)
-    fork, twin = cache.fork(), copy.deepcopy(cache)
-    assert_same(fork, plain)
-    assert_same(twin, plain)
-    assert layer_of(twin).packed.data_ptr() != layer_of(cache).packed.data_ptr()
-    cache.reorder([2, 0, 2])
-    order = cache.fork([1]).dequantized(1)[0][0]
-    assert torch.equal(order, plain.dequantized(1)[0][0])
-    assert_same(fork, plain)
-    assert_same(plain.repeat(2).fork([0, 2, 4]), plain)
-    fork.grow(200)
-    fill(fork, 30)
-    fill(twin, 30)
-    assert fork.max_seq_len == 200
-    for a, b in zip(fork.dequantized(0), twin.dequantized(0), strict=True):
-        assert torch.equal(a, b)
-    fork.reset()
-    assert not fork.seq_lens.any()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_step_is_an_append_and_an_attend(device: str) -> None:
-    cache, other = make_cache(device), make_cache(device)
-    for one in (cache, other):
-        fill(one)
-    for shape, count in (((4,), 1), ((3, 4), 3)):
-        q_latent, q_rope = queries(*shape, device=device)
-        latent, rope = tokens(count, device)
-        out = cache.step(0, q_latent, q_rope, latent, rope, sm_scale=SCALE)
-        other.append(0, latent, rope)
-        wanted = other.attend(0, q_latent, q_rope, sm_scale=SCALE, in_step=True)
-        assert torch.equal(out, wanted)
-    assert cache.layers[0].seq_lens.tolist() == [64] * 3
 
 
 @pytest.mark.parametrize(
@@ -297,12 +232,6 @@ def test_torch_compile_takes_a_step_whole(name: str | None) -> None:
         torch.testing.assert_close(found, wanted)
         assert name or torch.equal(found, wanted)
     assert name or torch.equal(layer_of(cache).packed, layer_of(other).packed)
-
-
-def test_other_kernels_of_cuda_refuse_rows_of_such_widths() -> None:
-    for name, width in (("int8", 32), ("fp8_ds_mla", 512)):
-        with pytest.raises(UnsupportedError, match=f"rows of {width} elements, of latent rows"):
-            refuse_latents(RowFormat.parse(name, width))
 
 
 def test_more_queries_than_tokens_are_refused() -> None:
@@ -585,19 +514,6 @@ def test_a_gpu_attends_in_a_basis(fmt: str, exact: str, recent_len: int) -> None
     for ours, theirs in zip(*found, strict=True):
         # a query in a basis is rounded to 16 bit, and some codes to a neighbour
         assert float((theirs - ours).norm() / ours.norm()) < 2 * BOUNDS[dtype]
-
-
-@pytest.mark.gpu
-def test_a_gpu_counts_rows_that_are_no_numbers() -> None:
-    cache = LatentKVCache(1, 2, 96, device="cuda")
-    latent, rope = torch.randn(2, 1, 5, 512).cuda(), torch.randn(2, 1, 5, 64).cuda()
-    latent[0, 0, 3, 7] = torch.nan
-    rope[1, 0, 0, 2] = torch.inf
-    rope[1, 0, 2, 2] = torch.inf
-    cache.append(0, latent, rope)
-    assert cache.bad_rows.tolist() == [1, 2]
-    with pytest.raises(NonFiniteError, match="crop the cache"):
-        cache.check()
 
 
 @pytest.mark.gpu

@@ -178,14 +178,6 @@ def test_drafts_in_a_graph_leave_nothing() -> None:
         assert_alike(ours, theirs)
 
 
-def test_without_rows_to_roll_back_to_packed_stays_packed() -> None:
-    cache = make("recent", rollback_len=0)
-    append([cache], *tokens(40, 0), [40, 40])
-    cache.crop(36)
-    assert cache.layers[0].packed_lens.tolist() == [29, 29]
-    assert cache.nbytes < make("recent").nbytes
-
-
 def test_a_file_keeps_what_attention_reads(tmp_path: Any) -> None:
     """What is lost is how far one can roll back; the bytes of later rows are the same."""
     cache = make("recent")

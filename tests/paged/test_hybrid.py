@@ -332,29 +332,6 @@ def test_a_swap_after_a_step_that_could_not_be_ended_keeps_its_pages(
     assert same(values(cache, "c"), expected)
 
 
-def test_a_shared_last_page_is_copied_in_each_group() -> None:
-    """Beside a cache that keeps all pages; frames have other numbers than pages."""
-    ours, theirs = (PagedBatch(make(**HYBRID | {"windows": w}), 3, 300) for w in (WINDOWS, None))
-    numbers = list[int]()
-    for batch in (ours, theirs):
-        begin(batch, "long", 200)
-        batch.cache.allocate("a")
-    for ids, count in ((["a"], 60), (["a", "long"], 40), (["fork"], 0), (["a", "b"], 7)):
-        rows = new_rows(len(ids) * count)
-        for batch in (ours, theirs):
-            if count:
-                extend(batch, ids, count, rows=rows)
-            else:
-                batch.cache.fork("a", "b")
-                numbers += [batch.cache.state.pool.block_table("a")[-1]]
-    state = ours.cache.state
-    assert state.places(1, numbers[:1]) not in ([-1], numbers[:1])
-    poison(ours.cache)
-    for name in "ab":
-        found, expected = values(ours.cache, name), values(theirs.cache, name)
-        assert same(found, [x[:, -y.shape[1] :] for x, y in zip(expected, found, strict=True)])
-
-
 # Attention, swaps, files
 
 

@@ -22,7 +22,6 @@ from paged_plans import PLANS, make_paged
 from relative_l2 import relative_l2
 from row_kinds import KINDS
 from slow_cases import mark_slow
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant.errors import ShapeError
 from kvquant.ops.attention import State
@@ -131,27 +130,6 @@ def test_a_step_is_append_and_attend(kind: str, device: str) -> None:
                 other.append(layer, *rows)
                 assert torch.equal(found, of.attend(other, layer, q))
     assert same(values(one.cache, "a"), values(other.cache, "a"))
-
-
-@pytest.mark.parametrize("shared", mark_slow([False, True], [True]))
-def test_compiled_code_serves_steps_of_any_counts(shared: bool) -> None:
-    torch._dynamo.reset()
-    batch = PagedBatch(make(num_pages=40), 3, 70, shared_prefix=shared)
-    begin(batch, "a", 50)
-    batch.cache.fork("a", "b")
-    begin(batch, "z", 2)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda q: batch.attend(0, q), backend=counter, fullgraph=True)
-    q = torch.randn(3, WIDTH, 2 * HEADS, DIM)
-    for ids, counts in ((["a", "b", "z"], [5, 1, 3]), (["z"], [2]), (["b", "a"], [0, 4])):
-        rows = new_rows(sum(counts))
-        with batch.extend(ids, counts):
-            for layer in range(LAYERS):
-                batch.append(layer, *rows)
-            found, expected = compiled(q), batch.attend(0, q)
-        assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
-        assert found.any() and relative_l2(found, expected) < 1e-5
-    assert counter.frame_count == 1
 
 
 def test_queries_that_do_not_fit_are_refused() -> None:

@@ -12,10 +12,9 @@ from paged_cases import DIM, HEADS, PAGE, begin, extend, make, new_rows, poison,
 from paged_plans import PLANS, make_paged
 from relative_l2 import relative_l2
 from slow_cases import mark_slow
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant import AttentionVariant
-from kvquant.errors import CheckpointError, ConfigError, OutOfPagesError, ShapeError
+from kvquant.errors import CheckpointError, ConfigError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.state import SPARE
@@ -124,36 +123,6 @@ def test_pages_before_all_windows_serve_others() -> None:
     check_invariants(cache)
     assert cache.num_free_pages == pages
     assert cache.allocate("c", range(500)) == 0
-
-
-def test_compiled_code_attends_to_windows() -> None:
-    torch._dynamo.reset()
-    batch = PagedBatch(make(**LONG, windows=WINDOWS), 1, 300)
-    begin(batch, "a", 200)
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(lambda q: batch.attend(0, q), backend=counter, fullgraph=True)
-    for _ in range(3):
-        extend(batch, ["a"], 40)
-        poison(batch.cache)
-        q = torch.randn(1, 4, DIM)
-        with batch.extend(["a"], 0):
-            found, expected = compiled(q), batch.attend(0, q)
-        assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
-        assert found.any() and relative_l2(found, expected) < 1e-5
-    assert counter.frame_count == 1
-
-
-def test_a_layer_that_sees_all_keeps_all_pages() -> None:
-    batch = PagedBatch(make(max_seq_len=400, windows=[20, None]), 1, 40)
-    batch.cache.allocate("a")
-    with pytest.raises(OutOfPagesError):
-        for _ in range(10):
-            extend(batch, ["a"], 30)
-    assert batch.cache.length("a") == 180
-    k, _ = batch.cache.dequantized("a", 0)
-    assert k.shape[1] == 20
-    k, _ = batch.cache.dequantized("a", 1)
-    assert k.shape[1] == 180
 
 
 def test_after_a_check_no_window_keeps_rows_to_be_found() -> None:
