@@ -24,48 +24,12 @@ from paged_cases import (
     seen,
     values,
 )
-from relative_l2 import relative_l2
 
 from kvquant import KVCache, Rope
 from kvquant.errors import ConfigError, NonFiniteError
 from kvquant.io.sequences import save_sequences
 from kvquant.paged.batch import PagedBatch
 from kvquant.rows.rotation import apply_rope
-
-
-def beside(**options: Any) -> tuple[PagedBatch, KVCache]:
-    """A batch of a paged cache, and a KVCache of one sequence with the same rows."""
-    cache = make(**options)
-    formats = {"k_format": "int4-g4", "v_format": "int8"}
-    options = {"sink_len": SINKS, "recent_len": RECENT, **formats, **options}
-    return PagedBatch(cache, 4, 100), KVCache(LAYERS, 1, HEADS, DIM, 100, **options)
-
-
-@pytest.mark.parametrize("sink_len, recent_len", [(3, 5), (0, 0), (3, 0), (0, 5), (2, 200)])
-@pytest.mark.parametrize("chunks", [[60], [1] * 40, [2, 7, 30, 1, 9]], ids=["one", "ones", "some"])
-def test_rows_and_attention_are_those_of_kv_cache(
-    sink_len: int, recent_len: int, chunks: list[int]
-) -> None:
-    batch, contiguous = beside(sink_len=sink_len, recent_len=recent_len)
-    cache = batch.cache
-    cache.allocate("other")
-    cache.allocate("a")
-    for count in chunks:
-        k, v = extend(batch, ["other", "a"], [2, count])
-        for layer in range(LAYERS):
-            own = (x[2:].transpose(0, 1)[None] for x in (k, v))
-            contiguous.append(layer, *own)
-    for layer in range(LAYERS):
-        expected = contiguous.dequantized(layer)
-        for ours, theirs in zip(cache.dequantized("a", layer), expected, strict=True):
-            assert torch.equal(ours, theirs[0])
-        q = torch.randn(3, 4, DIM)
-        with batch.extend(["other", "a"], 0):
-            out, lse = batch.attend(layer, q, return_lse=True)
-        reference, reference_lse = contiguous.attend(layer, q[1:2], return_lse=True)
-        assert relative_l2(out[1:2], reference) < 1e-5
-        assert relative_l2(lse[1:2], reference_lse) < 1e-5
-        assert not out[2].any() and bool((lse[2] == -torch.inf).all())
 
 
 def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:

@@ -23,7 +23,7 @@ from latent_pages import (
     queries,
 )
 from latent_plans import latent_plan, random_basis
-from paged_cases import begin, changing_steps, extend, same, seen, values
+from paged_cases import begin, changing_steps, extend, seen, values
 
 from kvquant import (
     Basis,
@@ -88,64 +88,10 @@ def test_attention_is_that_over_the_dequantized_rows(lengths: tuple[int, int], d
     check_invariants(cache)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_forks_prefixes_and_swaps_keep_every_bit(device: str) -> None:
-    batch = LatentPagedBatch(make(device), 4, 100)
-    cache = batch.cache
-    begin(batch, "a", 60, range(60))
-    before = values(cache, "a")
-    cache.fork("a", "b")
-    extend(batch, ["b"], 7)  # its last page is copied
-    assert same(values(cache, "a"), before)
-    assert cache.allocate("c", range(60)) == cache.match_prefix(range(60)) == 51
-    assert same(values(cache, "c"), [x[:, :51].clone() for x in packed(cache, "a", 51)])
-    kept = values(cache, "b")
-    cache.swap_out("b")
-    cache.finish_swaps()
-    extend(batch, ["a", "c"], [3, 9])
-    cache.swap_in("b")
-    assert same(values(cache, "b"), kept)
-    with batch.extend(list("abc")):
-        for layer in range(LAYERS):
-            batch.append(layer, *new_rows(3, device))
-            assert_attends(batch, layer, "abc", [1] * 3, queries(4, 6, device=device))
-    check_invariants(cache)
-
-
 def packed(cache: LatentPagedKVCache, name: str, count: int) -> list[torch.Tensor]:
     """The values of a sequence whose first tokens are all packed, but for the sinks."""
     assert int(cache.state.packed_lens[cache.state.seq_slot(name)]) + 3 >= count
     return values(cache, name)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recent_len", [0, 8])
-def test_drafts_that_are_taken_back_were_never_there(recent_len: int, device: str) -> None:
-    options = {"sink_len": 2, "recent_len": recent_len, "num_pages": 30}
-    caches = make(device, rollback_len=6, **options), make(device, **options)
-    ours, theirs = (LatentPagedBatch(cache, 4, 100) for cache in caches)
-    for name, count in (("a", 30), ("b", 1)):
-        rows = new_rows(count, device)
-        for batch in (ours, theirs):
-            batch.cache.allocate(name)
-            extend(batch, [name], count, rows=rows)
-    for drafted, kept in ((3, 1), (6, 0), (6, 6), (2, 1), (5, 3), (6, 2), (1, 0), (6, 4)):
-        new = [new_rows(drafted, device) for _ in "ab"]
-        extend(ours, ["a", "b"], drafted, rows=joined(new))
-        for name in "ab":
-            length = theirs.cache.length(name) + kept
-            ours.cache.truncate(name, length)
-        extend(theirs, ["a", "b"], kept, rows=joined([(x[:kept], y[:kept]) for x, y in new]))
-        for name in "ab":
-            assert same(*(values(cache, name) for cache in caches))
-    for cache in caches:
-        check_invariants(cache)
-
-
-def joined(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of several sequences, one after another."""
-    latents, ropes = zip(*pairs, strict=True)
-    return torch.cat(latents), torch.cat(ropes)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import captured
-from latent_pages import DIMS, LAYERS, SCALE, make
-from paged_cases import begin
+from latent_pages import LAYERS, SCALE, make
 from relative_l2 import relative_l2
 
 from kvquant import LatentPagedBatch, LatentPagedKVCache
@@ -16,17 +14,6 @@ from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.paged.warmup import BatchCalls, likely_batches
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-LIMITS = {"cpu": 1e-5, "cuda": 4e-3}  # of relative errors: queries and results of 32 and 16 bit
-
-
-def sequences(batch: LatentPagedBatch) -> None:
-    """Three of a common prompt, forked at 70 tokens, and one of its own."""
-    begin(batch, "a", 70)
-    batch.cache.fork("a", "b")
-    batch.cache.fork("a", "c")
-    begin(batch, "z", 20)
 
 
 @pytest.mark.extra("cuda")
@@ -85,37 +72,3 @@ def test_a_gpu_shares_a_prefix_of_thousands_of_tokens(heads: int, fmt: str) -> N
         (ours, our_lse), (theirs, their_lse) = found
         assert bool(ours.any()) and relative_l2(ours, theirs) < 4e-3
         torch.testing.assert_close(our_lse, their_lse, atol=5e-3, rtol=1e-3)
-
-
-@pytest.mark.gpu
-def test_a_graph_that_shares_serves_any_steps() -> None:
-    cache = make("cuda", num_pages=40)
-    prefill = LatentPagedBatch(cache, 4, 70)
-    plain = LatentPagedBatch(cache, 4, 8, shared_prefix=False)
-    batch = LatentPagedBatch(cache, 4, 8, shared_prefix=True)
-    sequences(prefill)
-    given = [torch.full((4, 2, 6, n), torch.nan).bfloat16().cuda() for n in DIMS.values()]
-    given += [torch.full((8, 1, n), torch.nan).bfloat16().cuda() for n in DIMS.values()]
-
-    def layers() -> list[torch.Tensor]:
-        pairs = given[0], given[1], given[2], given[3]
-        return [batch.step(layer, *pairs, sm_scale=SCALE) for layer in range(LAYERS)]
-
-    with batch.extend([]):
-        graph, outs = captured(layers)
-    for ids, counts in ((["a", "b", "c", "z"], [2, 1, 2, 1]), (["z"], [2]), (["b", "a"], [1, 2])):
-        for x in given:
-            x.copy_(torch.randn(x.shape))
-        given[0][len(ids) :], given[1][len(ids) :] = torch.nan, torch.nan
-        with batch.extend(ids, counts):
-            graph.replay()
-        members = batch._staged.tensors["shares"].tolist()
-        assert members == [int(len(ids) > 1 and name in "abc") for name in ids] + [0] * (
-            4 - len(ids)
-        )
-        with plain.extend(ids, 0):
-            plain.new_lens.copy_(batch.new_lens)
-            for layer in range(LAYERS):
-                wanted = plain.attend(layer, given[0], given[1], sm_scale=SCALE)
-                assert relative_l2(outs[layer][: len(ids)], wanted[: len(ids)]) < 4e-3
-                assert not outs[layer][len(ids) :].any()

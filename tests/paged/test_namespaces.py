@@ -92,28 +92,6 @@ def test_a_fork_whose_sinks_are_written_anew_keeps_the_namespace() -> None:
     check_invariants(batch.cache)
 
 
-def test_swaps_and_truncated_sequences_keep_the_namespace(batch: Batch) -> None:
-    cache = batch.cache
-    begin(batch, "a", "one")
-    before = found(batch, "one")
-    kept = values(cache, "a")
-    cache.swap_out("a")
-    assert cache.namespace("a") == "one"
-    cache.finish_swaps()
-    cache.state.pool.forget_all()  # as if others had taken its pages
-    assert found(batch, "one") == 0
-    cache.swap_in("a")
-    assert same(values(cache, "a"), kept)  # after which its pages are found again
-    assert found(batch, "one") == before and found(batch, "two") == found(batch, None) == 0
-    cache.truncate("a", 0)
-    extend(batch, ["a"], 60, PROMPT[::-1])
-    assert cache.namespace("a") == "one"
-    text = [*PROMPT[::-1], -1]
-    assert cache.match_prefix(text, namespace="one") == before
-    assert cache.match_prefix(text, namespace="two") == cache.match_prefix(text) == 0
-    check_invariants(cache)
-
-
 def test_files_keep_the_namespace(
     batch: Batch, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

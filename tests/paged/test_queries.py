@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_cases import captured
 from paged_cases import (
     DIM,
     HEADS,
     LAYERS,
-    PAGE,
     begin,
     extend,
     make,
@@ -147,43 +145,3 @@ def test_queries_that_do_not_fit_are_refused() -> None:
     batch._captured[2] = 2
     with pytest.raises(ShapeError, match=r"3 tokens, 3 of one: .* captured 4 and 90, 2 of one"):
         batch.extend(["a"], 3).__enter__()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shared", [False, True], ids=["own pages", "shared"])
-def test_a_graph_serves_steps_of_any_counts(shared: bool) -> None:
-    cache = make(num_pages=60, max_seq_len=200, page_size=PAGE, device="cuda")
-    batch, plain = PagedBatch(cache, 4, 20, shared_prefix=shared), PagedBatch(cache, 4, 100)
-    begin(plain, "a", 60)
-    cache.fork("a", "b")
-    cache.fork("a", "c")
-    begin(plain, "z", 2)
-    q = torch.randn(4, WIDTH, 4, DIM, device="cuda").bfloat16()
-    k, v = new_rows(20, "cuda")
-
-    def layers() -> list[torch.Tensor]:
-        outs = []
-        for layer in range(LAYERS):
-            out = batch.step(layer, q, k, v)
-            assert isinstance(out, torch.Tensor)
-            outs.append(out)
-        return outs
-
-    with batch.extend([]):
-        graph, outs = captured(layers)
-    steps = [(list("abcz"), [5, 1, 0, 3]), (["z"], [2]), (list("bac"), [4, 4, 4])]
-    for ids, counts in steps:
-        k.copy_(torch.randn(k.shape))
-        with batch.extend(ids, counts):
-            graph.replay()
-        for layer, out in enumerate(outs):
-            for at, (name, count) in enumerate(zip(ids, counts, strict=True)):
-                assert not out[at, count:].any()
-                if count:
-                    with plain.extend([name], 0):
-                        last = plain.attend(layer, q[at, count - 1][None])
-                    assert isinstance(last, torch.Tensor)
-                    assert relative_l2(out[at, count - 1], last[0]) < 6e-3
-            assert not out[len(ids) :].any()
-    with pytest.raises(ShapeError, match="captured 4 and 20, 5 of one"):
-        batch.extend(["a"], 6).__enter__()

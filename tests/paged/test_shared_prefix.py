@@ -13,7 +13,6 @@ from invariants import check_invariants
 from paged_cases import DIM, HEADS, LAYERS, begin, extend, make, new_rows, rows_of
 from relative_l2 import relative_l2
 from row_kinds import KINDS, RowKind
-from torch._dynamo.testing import CompileCounterWithBackend
 from variant_cases import variant_with
 
 from kvquant import AttentionVariant, LatentPagedBatch, PagedKVCache
@@ -176,26 +175,6 @@ def test_it_is_used_where_it_pays(kind: str, monkeypatch: pytest.MonkeyPatch) ->
             of.attend(batch, 0, q)
             assert batch._staged.tensors["prefix_lens"].tolist() == [expected]
         assert len(read) == (expected > 0 or ids == "z")
-
-
-@pytest.mark.parametrize("shared", [None, True, False])
-@pytest.mark.parametrize("kind", ["heads", "latents"])
-def test_compiled_code_serves_all_steps(kind: str, shared: bool | None) -> None:
-    torch._dynamo.reset()
-    of = KINDS[kind]
-    batch = of.batch(of.make(num_pages=40), 3, 70, shared_prefix=shared)
-    sequences(batch)
-    q = of.queries(3, 2, 2 * HEADS)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda *q: of.attend(batch, 0, q), backend=counter, fullgraph=True)
-    for ids in (["a", "b", "c"], ["z"], ["c", "a"]):
-        with batch.extend(ids, 2):
-            for layer in range(LAYERS):
-                batch.append(layer, *rows_of(batch.cache, 2 * len(ids)))
-            found, expected = compiled(*q), of.attend(batch, 0, q)
-        assert relative_l2(found[: len(ids)], expected[: len(ids)]) < 1e-5
-        assert bool(found[: len(ids)].any()) and not found[len(ids) :].any()
-    assert counter.frame_count == 1
 
 
 def test_rows_are_not_written_in_a_step_of_another_batch() -> None:
