@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache, RowFormat, append_rows, dequantize_rows, quantize_rows, slots_of
+from kvquant import RowFormat, append_rows, dequantize_rows, quantize_rows, slots_of
 from kvquant.ops.quantize import quantize_calibrated
-from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.basis import Basis
 from kvquant.rows.quantize import feedback_matrix, is_nan_row
 from kvquant.rows.rotation import Rope, apply_rope
-from kvquant.rows.slots import Slots, Split
+from kvquant.rows.slots import Split
 
 BATCH, HEADS, DIM, TOKENS = 3, 2, 64, 13
 CHUNKS = {"whole": [13], "one by one": [1] * 13, "chunks": [5, 1, 7]}
@@ -146,26 +146,6 @@ def test_bytes_are_those_of_the_basis_whatever_the_chunks(
             assert torch.equal(tensor, wanted), chunks
 
 
-@pytest.mark.parametrize("windows", [(0, 0), (2, 5)], ids=["packed", "windows"])
-def test_bytes_are_those_of_a_cache(windows: tuple[int, int]) -> None:
-    k, v = torch.randn(2, BATCH, HEADS, TOKENS, DIM)
-    bases = BASES["hadamard with feedback and clip, matrix with clip"]
-    options: Any = {"sink_len": windows[0], "recent_len": windows[1], "rollback_len": 0}
-    options |= {"k_format": "int4-g4", "v_format": "int8", "bases": [LayerBasis(*bases)]}
-    whole = KVCache(1, BATCH, HEADS, DIM, 30 + sum(windows), **options)
-    whole.append(0, k, v)
-    cache = Cache(("int4-g4", "int8"), windows, bases)
-    for part in range(TOKENS):
-        cache.append(k[:, :, part : part + 1], v[:, :, part : part + 1])
-    layer = whole.layers[0]
-    of_layer = layer.k_packed, layer.v_packed, layer.k_exact_rows, layer.v_exact_rows
-    for tensor, wanted in zip(cache.tensors(), of_layer, strict=True):
-        if wanted is layer.k_packed or wanted is layer.v_packed:  # recent tokens have one, too
-            count = TOKENS - sum(windows)
-            tensor, wanted = tensor[:, :, :count], wanted[:, :, :count]
-        assert torch.equal(tensor, wanted)
-
-
 def test_any_matrix_gives_the_values_of_its_basis() -> None:
     k, v = torch.randn(2, BATCH, HEADS, TOKENS, DIM)
     basis = Basis(
@@ -238,34 +218,3 @@ def test_a_row_that_only_its_16_bit_format_holds_is_counted_when_it_leaves(backe
     for token, count in enumerate([0, 0, 0, 1, 1]):
         cache.append(k[:, :, token : token + 1], v[:, :, token : token + 1])
         assert cache.bad.tolist() == [count, 0]
-
-
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_a_graph_takes_a_basis(compiler: str) -> None:
-    torch._dynamo.reset()
-    fmt = RowFormat.parse("int4-g4", DIM)
-    bases = BASES["hadamard with feedback and clip, matrix with clip"]
-
-    def step(x: torch.Tensor, rows: torch.Tensor, slots: Slots) -> None:
-        append_rows(
-            x, 2 * x, rows[0], rows[1], slots, fmt, fmt, k_transform=bases[0], v_transform=bases[1]
-        )
-
-    x, slots = torch.randn(4, HEADS, DIM), Slots(torch.tensor([3, -1, 0, 1]))
-    written, expected = torch.zeros(2, 2, 1, HEADS, 5, fmt.row_bytes, dtype=torch.uint8)
-    torch.compile(step, fullgraph=True, backend=compiler)(x, written, slots)
-    step(x, expected, slots)
-    assert torch.equal(written, expected) and bool(written.any())
-
-
-def test_a_basis_without_rounding_of_its_own_stores_its_encoded_rows() -> None:
-    basis, fmt = make_basis("hadamard", clip=False, feedback=False), RowFormat.parse("int8", DIM)
-    x = torch.randn(5, HEADS, DIM)
-    encoded = basis.encode(x.transpose(0, 1)[None])[0].transpose(0, 1)
-    found = []
-    for new, given in ((x, basis), (encoded, None)):
-        rows = torch.zeros(2, 1, HEADS, 5, fmt.row_bytes, dtype=torch.uint8)
-        transforms: Any = {"k_transform": given, "v_transform": given}
-        append_rows(new, new, rows[0], rows[1], torch.arange(5), fmt, fmt, **transforms)
-        found.append(rows)
-    assert torch.equal(*found)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from segment_cases import HEADS, State, assert_close, lens, packed, segments_of
 from slow_cases import mark_slow
 
-from kvquant import KVCache, RowFormat, decode_attention, reference_attention
-from kvquant.rows.basis import Basis, LayerBasis
+from kvquant import RowFormat, decode_attention
 from kvquant.rows.reference import reference_over_segments
 
 BACKENDS = ("cpu", "reference")
@@ -76,50 +75,6 @@ def test_each_query_sees_the_tokens_up_to_its_own(case: tuple[str, int, tuple[in
             assert_close(found, exact, LIMIT)
 
     check()
-
-
-def test_k_and_v_of_unlike_formats() -> None:
-    """tests/kernels/cpu tests all pairs: the CPU kernel takes more queries as more heads."""
-    k_format, v_format = RowFormat.parse("int4-g4", 64), RowFormat.parse("int8", 96)
-    rows = packed(3, HEADS, 150, fmt=k_format), packed(3, HEADS, 150, fmt=v_format)
-    options: dict[str, Any] = {"k_format": k_format, "v_format": v_format, "return_lse": True}
-    q, q_lens = torch.randn(3, 3, 8, 64), lens(3, 2, 1)
-    for dtype, limit in ((torch.float32, LIMIT), (torch.bfloat16, 3e-3), (torch.float16, 8e-4)):
-        given = q.to(dtype), *rows, lens(150, 17, 1)
-        out, lse = decode_attention(*given, q_lens=q_lens, **options)
-        assert (out.dtype, lse.dtype, out.shape) == (dtype, torch.float32, (3, 3, 8, 96))
-        expected = reference_attention(*given, q_lens=q_lens, **options)
-        assert_close((out, lse), expected, limit)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_in_a_basis_give_what_the_values_give(
-    dtype: torch.dtype, kind: str, backend: str
-) -> None:
-    matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
-    bases = [LayerBasis(*(Basis(torch.randn(HEADS, 64), kind, matrix) for _ in "kv"))]
-    cache = KVCache(1, 4, HEADS, 64, 100, sink_len=2, recent_len=8, bases=bases)
-    counts, queries = [60, 2, 0, 11], [3, 3, 2, 0]
-    k, v = torch.randn(2, 4, HEADS, 60, 64)
-    cache.append(0, k, v, counts)
-    q = torch.randn(4, 3, 6, 64).to(dtype)
-    for b, count in enumerate(queries):
-        q[b, count:] = torch.nan
-    keys, values = cache.dequantized(0)
-    expected = plain(q, keys, values, counts, queries)
-    found = cache.attend(0, q, lens(*queries), return_lse=True, backend=backend)
-    assert_close(found, expected, 1e-5 if dtype == torch.float32 else 3e-3)
-    alone = cache.attend(0, q, lens(*queries), backend=backend)
-    assert torch.equal(alone, found[0]) and alone.dtype == dtype
-    every = cache.attend(0, torch.randn(4, 3, 6, 64), return_lse=True, backend=backend)
-    assert every[1].isinf().any(-1).tolist() == [
-        [False, False, False],
-        [True, False, False],
-        [True, True, True],
-        [False, False, False],
-    ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attend import attend_latents
-from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
+from fake_cuda import FakeDriver, install
 from mla_cases import raw_rows
 from refusals import refused
 from slow_cases import mark_slow
@@ -352,42 +352,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU whose driver takes notes."""
     monkeypatch.setattr(mla, "kernels_for", lambda tensor, backend: backend or "cuda")
     return install(monkeypatch)
-
-
-@pytest.mark.extra("cuda")
-@pytest.mark.parametrize("q_len", [None, 2])
-def test_cuda_launches_one_kernel_for_all_heads(q_len: int | None, gpu: FakeDriver) -> None:
-    fmt = LatentFormat.parse("int4-g8+fp8-g4")
-    case = make_case(fmt, 16, q_len, torch.bfloat16)
-    for _ in range(2):
-        out, lse = mla_decode_attention(
-            *case, fmt=fmt, sm_scale=SCALE, num_splits=1, return_lse=True
-        )
-        assert out.shape == case.q_latent.shape and lse.shape == out.shape[:-1]
-        assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    (spec,) = loaded_specs()
-    assert spec.causal is (q_len is not None)
-    first, second = (arguments_of(spec, note.arguments) for note in gpu.launched)
-    assert first["rows"] == second["rows"] == case.rows.data_ptr()
-    assert first["q_latent"] == case.q_latent.data_ptr()
-
-
-@pytest.mark.extra("cuda")
-def test_cuda_launches_one_kernel_for_each_segment(gpu: FakeDriver) -> None:
-    fmt = LatentFormat.parse("int4-g8+fp8-g4")
-    case = make_case(fmt, 16, None, torch.bfloat16)
-    one = latent_segment(case.rows[:, None], case.seq_lens, fmt)
-    for count in (1, 2, 3):
-        done = len(gpu.launched)
-        out = attend_latents(
-            case.q_latent, case.q_rope, [one] * count, sm_scale=SCALE, num_splits=1
-        )
-        assert isinstance(out, torch.Tensor) and out.shape == case.q_latent.shape
-        assert len(gpu.launched) - done == count + (count > 1), "and one that combines them"
-    empty = one._replace(k_rows=one.k_rows[:, :, :0], v_rows=one.v_rows[:, :, :0])
-    done = len(gpu.launched)
-    attend_latents(case.q_latent, case.q_rope, [empty, one], sm_scale=SCALE, num_splits=1)
-    assert len(gpu.launched) - done == 1, "what has no room is left out"
 
 
 @pytest.mark.extra("cuda")
