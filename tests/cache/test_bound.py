@@ -104,20 +104,6 @@ def test_an_append_like_the_last_one_is_the_same_two_launches(
         assert len(found) == 2
 
 
-def test_slots_are_those_that_were_placed_for_it(cuda: FakeDriver) -> None:
-    cache, (k, _) = make(), tokens(2)
-    for new in (k[:1].expand(BATCH, -1, -1, -1), k[:, :, :1], k[:, :, :1]):
-        cuda.launched.clear()
-        cache.append(0, new, new)
-        place, write = cuda.launched
-        of_place = arguments_of(SlotSpec(), place.arguments)
-        spec = next(spec for spec, _ in runtime._kernels if isinstance(spec, AppendSpec))
-        of_write, count = arguments_of(spec, write.arguments), BATCH * new.shape[2]
-        step = 8 * (count + BATCH)
-        slots = [of_write[name] for name in ("packed", "exact", "evicted")]
-        assert slots == [of_place["room"] + i * step for i in range(3)]
-
-
 def test_new_rows_of_another_kind_are_looked_at(cuda: FakeDriver) -> None:
     cache, (k, v) = make(), tokens(1)
     at = cache.layers[0]

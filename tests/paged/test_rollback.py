@@ -215,47 +215,6 @@ def test_drafts_that_are_taken_back_leave_nothing(examples: int, kind: str) -> N
     )
 
 
-def test_the_pool_is_as_if_nothing_had_been() -> None:
-    """Pages and tables too, where no page was copied and no token is known."""
-    ours, theirs = both("plain")
-    torch.manual_seed(0)
-    for count in (3, 20, 1, 6, 6):
-        rows = new_rows(count)
-        for batch in (ours, theirs):
-            if "a" not in batch.cache.ids:
-                batch.cache.allocate("a")
-            extend(batch, ["a"], count, rows=rows)
-        extend(ours, ["a"], MOST)
-        ours.cache.truncate("a", theirs.cache.length("a"))
-        states = [batch.cache.state for batch in (ours, theirs)]
-        slot = states[0].seq_slot("a")
-        table = states[0].pool.block_table("a")
-        assert table == states[1].pool.block_table("a")
-        assert (states[0].packed_lens == states[1].packed_lens).all()
-        pages = [list(state.pool._free) for state in states]
-        assert pages[0] == pages[1]
-        used = int(states[0].lengths[slot]), int(states[0].packed_lens[slot])
-        at = states[0].split.exact_rows(*used)
-        for mine, other in zip(ours.cache.rows.layers, theirs.cache.rows.layers, strict=True):
-            for name in ("k_exact", "v_exact"):  # every row of the ring that is in use
-                pair = [getattr(rows, name)[slot][:, at] for rows in (mine, other)]
-                assert torch.equal(*pair)
-
-
-def test_a_fork_takes_back_what_its_parent_drafted() -> None:
-    ours, theirs = both("plain")
-    for batch in (ours, theirs):
-        torch.manual_seed(0)
-        begin(batch, "a", 30)
-    extend(ours, ["a"], MOST)
-    for batch in (ours, theirs):
-        batch.cache.fork("a", "b")
-        for name in "ba":
-            batch.cache.truncate(name, 30)
-    for name in "ab":
-        assert same(values(ours.cache, name), values(theirs.cache, name))
-
-
 def test_what_is_kept_has_a_price_and_a_limit() -> None:
     """Originals are 16-bit rows of each layer, head and sequence slot; none without the option."""
     with_it, without = (batch.cache for batch in both("plain"))

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import itertools
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -360,34 +360,6 @@ def fixed(**options: Any) -> FixedSegments:
     return FixedSegments([make_segment(), make_segment("bf16", 132, starts=True, **options)])
 
 
-def test_segments_that_stay_are_looked_at_once(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[Any] = []
-    look_at = launch._look_at
-
-    def note(segments: Sequence[Segment]) -> Any:
-        looked.append(segments)
-        return look_at(segments)
-
-    monkeypatch.setattr(launch, "_look_at", note)
-    layers, q = [fixed(), fixed()], make_query()
-    for segments in (*layers, *layers):
-        launch_attention(q, segments, 1.0, None)
-        spec = loaded_specs()[-1]
-        _, parts = unpack(spec, cuda.launched[-1].arguments)
-        for segment, part in zip(segments, parts, strict=False):
-            assert part["k_rows"] == segment.k_rows.data_ptr()
-            assert part["seq_lens"] == segment.seq_lens.data_ptr()
-            index = 0 if segment.starts is None else segment.starts.data_ptr()
-            assert part["index"] == index
-    assert looked == layers and len(launch._launches) == 1, "layers share a launch"
-    plain = cuda.launched[-1].arguments
-    launch_attention(q, list(layers[1]), 1.0, None)
-    same = [unpack(spec, one)[1] for one in (plain, cuda.launched[-1].arguments)]
-    assert same[0] == same[1]
-
-
 def test_segments_that_stay_are_launched_as_the_call_is(cuda: FakeDriver) -> None:
     segments = fixed()
     for call in (
@@ -431,19 +403,6 @@ def test_few_launches_are_bound_to_segments(cuda: FakeDriver) -> None:
             assert common["num_q_heads"] == heads == out.shape[1]
             assert one["k_rows"] == segments[0].k_rows.data_ptr()
         assert 1 <= len(segments.bound) <= MOST_KINDS
-
-
-def test_counts_are_those_of_the_call(cuda: FakeDriver) -> None:
-    q, segments = make_queries(3), fixed()
-    wide = torch.zeros(2, 2, dtype=torch.int32)
-    for q_lens in (counts(1, 2), counts(3, 0), None, wide[:, 0], wide[0]):
-        launch_attention(q, segments, 1.0, None, q_lens=q_lens)
-        told = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)[0]["q_lens"]
-        if q_lens is None:
-            assert told == 0
-        else:
-            assert (told == q_lens.data_ptr()) is q_lens.is_contiguous()
-    assert len(launch._launches) == 3, "counts in place, none, counts with gaps"
 
 
 @pytest.mark.parametrize("codec", ["int4-g4", "bf16"])
@@ -554,27 +513,6 @@ def test_ragged_queries_are_cut_once_and_have_a_launch_for_each_kind(
             starts.add(common["q_lens"])
             ends.add(common["q_lens"] + 16 * (common["batch"] + 1))
         assert len(starts) == len(attending) and len(starts & ends) == len(attending) - 1
-
-
-def test_a_strided_ragged_query_is_copied_once_for_all_kinds(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    segment, q = make_segment(), make_query(40)
-    q_indptr = counts(0, *[40] * len(segment.seq_lens))
-    apart = q.new_zeros(*q.shape[:-1], 2 * q.shape[-1])[..., ::2]
-    clone, copies = torch.Tensor.clone, []
-
-    def counted(*given: Any, **options: Any) -> torch.Tensor:
-        copies.append(clone(*given, **options))
-        return copies[-1]
-
-    monkeypatch.setattr(torch.Tensor, "clone", counted)
-    launch_attention(apart, [segment], q_indptr=q_indptr)
-    _, *attending = cuda.launched
-    assert len(attending) > 1
-    specs = loaded_specs()[: len(attending)]
-    read = [unpack(spec, one.arguments)[0]["q"] for one, spec in zip(attending, specs, strict=True)]
-    assert read == [copies[0].data_ptr()] * len(attending) and len(copies) == 1
 
 
 def test_a_rehearsal_notes_both_kernels_of_wide_groups() -> None:
