@@ -208,13 +208,6 @@ def test_flash_mla_rows_hold_no_infinite_value(tmp_path: Path) -> None:
         )
 
 
-def test_values_too_large_in_a_basis_are_told_as_such() -> None:
-    bases = [LayerBasis(*(Basis(torch.zeros(1, dim), "hadamard") for dim in (512, 64)))]
-    cache = LatentKVCache(1, 1, 64, bases=bases)
-    with pytest.raises(NonFiniteError, match=r"in the basis of the layer, latent\[0, 0, 0, 0\] is"):
-        cache.append(0, torch.full((1, 1, 2, 512), 3500.0), torch.ones(1, 1, 2, 64))
-
-
 @pytest.mark.parametrize("name", [None, "matrix"])
 def test_torch_compile_takes_a_step_whole(name: str | None) -> None:
     bases = [BASES[name]] * 2 if name else None
@@ -487,33 +480,6 @@ def test_a_gpu_holds_the_same_rows_and_attends_to_them(name: str) -> None:
     both.assert_same()
     both.assert_near(16)
     both.there.check()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recent_len", [0, 16])
-@pytest.mark.parametrize(("fmt", "exact"), [("int4-g8+fp8-g4", "bf16"), ("fp16", "fp16")])
-def test_a_gpu_attends_in_a_basis(fmt: str, exact: str, recent_len: int) -> None:
-    """To the rows that the CPU has, but for the last bits of products; all in one step of it."""
-    dtype = torch.bfloat16 if exact == "bf16" else torch.float16
-    bases = [random_basis(512, 64)]
-    latent, rope = torch.randn(3, 1, 64, 512).to(dtype), torch.randn(3, 1, 64, 64).to(dtype)
-    q_latent, q_rope = torch.randn(3, 4, 16, 512).to(dtype), torch.randn(3, 4, 16, 64).to(dtype)
-    found = []
-    for device in ("cpu", "cuda"):
-        options: Any = {"fmt": fmt, "exact_format": exact, "sink_len": 2, "bases": bases}
-        cache = LatentKVCache(1, 3, 96, recent_len=recent_len, device=device, **options)
-        rows = latent.to(device), rope.to(device)
-        cache.append(0, rows[0][:, :, :60], rows[1][:, :, :60], [60, 0, 7])
-        last = rows[0][:, :, 60:], rows[1][:, :, 60:]
-        step = cache.step(
-            0, q_latent.to(device), q_rope.to(device), *last, sm_scale=SCALE, return_lse=True
-        )
-        one = cache.attend(0, q_latent[:, 0].to(device), q_rope[:, 0].to(device), sm_scale=SCALE)
-        cache.check()
-        found.append([x.float().cpu() for x in (*step, one, *cache.dequantized(0))])
-    for ours, theirs in zip(*found, strict=True):
-        # a query in a basis is rounded to 16 bit, and some codes to a neighbour
-        assert float((theirs - ours).norm() / ours.norm()) < 2 * BOUNDS[dtype]
 
 
 @pytest.mark.gpu

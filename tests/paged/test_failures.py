@@ -66,16 +66,6 @@ def test_a_copy_of_pages_takes_no_memory_of_their_size() -> None:
     assert not [n for n in taken if n != before.nbytes]
 
 
-@pytest.mark.parametrize("counts", [2, np.int64(2), torch.tensor(2), [2], torch.tensor([2])])
-def test_counts_are_whole_numbers_of_any_type(counts: Any) -> None:
-    batch = filled()
-    assert batch.cache.can_append(["a"], counts)
-    with batch.extend(["a"], counts):
-        for layer in range(LAYERS):
-            batch.append(layer, *new_rows(2))
-        assert batch.cache.length("a") == 47
-
-
 def test_ids_are_kept_as_what_a_file_can_hold(tmp_path: Path) -> None:
     batch = filled()
     cache = batch.cache

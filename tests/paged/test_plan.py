@@ -77,29 +77,6 @@ def test_rows_and_attention_are_those_of_kv_cache(
 
 @pytest.mark.parametrize("device", DEVICES)
 @each_plan
-def test_a_shared_prefix_is_read_once_with_the_same_results(plan: CachePlan, device: str) -> None:
-    cache = make_paged(plan, device=device)
-    batches = [PagedBatch(cache, 4, 100, shared_prefix=shared) for shared in (False, True)]
-    begin(batches[0], "a", 70)
-    cache.fork("a", "b")
-    cache.fork("a", "c")
-    begin(batches[0], "z", 20)
-    extend(batches[0], list("abcz"))
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    for layer in range(PLAN_LAYERS):
-        q = torch.randn(4, 6, DIM, device=device, dtype=dtype)
-        found = []
-        for batch in batches:
-            with batch.extend(list("abcz"), 0):
-                found.append(batch.attend(layer, q, return_lse=True))
-        (out, lse), (given, given_lse) = found
-        assert relative_l2(given, out) < (1e-5 if device == "cpu" else 8e-3)
-        assert relative_l2(given_lse, lse) < (1e-5 if device == "cpu" else 1e-3)
-    assert batches[1]._num_members == 3
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@each_plan
 def test_a_round_trip_through_a_file_is_bit_exact_and_goes_on(
     plan: CachePlan, device: str, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from cuda_cases import captured
 from invariants import check_invariants
 from paged_cases import DIM, HEADS, LAYERS, begin, extend, make, new_rows, rows_of
 from relative_l2 import relative_l2
-from row_kinds import KINDS, RowKind
+from row_kinds import KINDS, RowKind, planned
 from variant_cases import variant_with
 
 from kvquant import AttentionVariant, LatentPagedBatch, PagedKVCache
@@ -26,6 +26,7 @@ from kvquant.rows.call import LatentCall
 
 POSITIONAL = ("window",), ("alibi_slopes",)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WITH_PLAN = KINDS | {"plan": planned("matrix clip feedback")}
 LIMITS = {"cpu": 1e-5, "cuda": 4e-3}  # of relative errors: queries and results of 32 and 16 bit
 
 
@@ -78,7 +79,7 @@ def sequences(batch: PagedBatch | LatentPagedBatch) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", WITH_PLAN.values(), ids=WITH_PLAN)
 @pytest.mark.parametrize("lengths", [(0, 0), (3, 5)], ids=str)
 def test_results_are_those_without_it(lengths: tuple[int, int], kind: RowKind, device: str) -> None:
     """Of one query and of several, of unequal numbers; rows and places not in use are NaN."""

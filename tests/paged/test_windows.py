@@ -14,11 +14,9 @@ from relative_l2 import relative_l2
 from slow_cases import mark_slow
 
 from kvquant import AttentionVariant
-from kvquant.errors import CheckpointError, ConfigError, ShapeError
+from kvquant.errors import CheckpointError, ConfigError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
-from kvquant.paged.state import SPARE
-from kvquant.paged.window_pages import held_pages
 
 LONG: dict[str, Any] = {"max_seq_len": 600, "num_pages": 60}
 WINDOWS = [40, 20]
@@ -87,42 +85,6 @@ def test_each_layer_sees_its_window_whatever_free_pages_hold(
                 outs.append(batch.attend(layer, q, variant=AttentionVariant(window=window)))
     for mine, other in zip(outs[: len(windows)], outs[len(windows) :], strict=True):
         assert mine.any() and relative_l2(mine, other) < limit
-
-
-def test_pages_before_all_windows_serve_others() -> None:
-    """A pool far smaller than the tokens, of sequences that fork, swap, end and are cut."""
-    pages = 2 * (held_pages(40, PAGE, SPARE) + 1)
-    batch = PagedBatch(make(num_pages=pages, max_seq_len=2000, windows=WINDOWS), 4, 40)
-    cache = batch.cache
-    cache.allocate("a", range(500))
-    cache.allocate("b")
-    for step in range(25):
-        extend(batch, ["a", "b"], [16, 15], range(31))
-        check_invariants(cache)
-        if step == 12:
-            before = values(cache, "a")
-            cache.swap_out("a")
-            assert cache.num_free_pages > pages // 2
-            cache.swap_in("a")
-            assert same(values(cache, "a"), before)
-        if step == 18:
-            cache.free("b")
-            cache.fork("a", "b")
-            assert same(values(cache, "b"), values(cache, "a"))
-    assert cache.length("a") == 400
-    cache.truncate("a", 400 - SPARE)
-    with pytest.raises(ShapeError, match="layers see the last 40, its first"):
-        cache.truncate("a", 60)
-    extend(batch, ["a"], 30)
-    cache.truncate("a", 2)  # sinks alone
-    extend(batch, ["a"], 20)
-    cache.check()
-    for name in "ab":
-        cache.free(name)
-    cache.forget_prefixes()
-    check_invariants(cache)
-    assert cache.num_free_pages == pages
-    assert cache.allocate("c", range(500)) == 0
 
 
 def test_after_a_check_no_window_keeps_rows_to_be_found() -> None:

@@ -408,17 +408,6 @@ def test_a_damaged_file_is_compiled_anew(cache: FilePath, damage: bytes) -> None
     assert path.read_bytes() == CUBIN.to_bytes()
 
 
-def test_a_folder_that_cannot_be_written_is_warned_of_once(
-    cache: FilePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.parent.joinpath("file").write_text("")
-    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(cache.parent / "file"))
-    with pytest.warns(RuntimeWarning, match="KVQUANT_CACHE_DIR") as warned:
-        assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
-        assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
-    assert len(warned) == 1
-
-
 CHILD = """
 import sys, time
 from kvquant.kernels.cuda.runtime import compile as compiling

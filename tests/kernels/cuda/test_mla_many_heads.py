@@ -278,13 +278,3 @@ def test_long_rows_of_many_heads_beside_a_short_ring(q_lens: tuple[int, ...] | N
     lens, recent = (5000, 900, 70, 3), (128, 60, 128, 1)
     case = make_mla(AIM, 128, lens, exact="bf16", recent=recent, q_lens=q_lens, device="cuda")
     assert compare_by({}, case, *WIDE) == {MlaSpec, WideMlaSpec}
-
-
-@pytest.mark.gpu
-@needs_warpgroups
-@pytest.mark.parametrize("name", [AIM, "int8-g4+bf16", "fp8", "bf16"])
-def test_tiny_large_and_peaked_numbers_for_many_heads(name: str) -> None:
-    for scale, q_scale in ((1e-4, 100.0), (1e3, 1e-3), (1.2e4, 1e-4), (1.5, 20.0)):
-        case = make_mla(name, 64, (3000,), scale=scale, q_scale=q_scale, device="cuda")
-        compare_many_heads(case)
-    compare_many_heads(make_mla(name, 64, (3000,), rope_scale=1000.0, device="cuda"))

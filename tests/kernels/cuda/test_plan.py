@@ -121,17 +121,6 @@ def test_wide_groups_and_several_queries_have_plans_that_fit(
     assert kernel.rings_at + kernel.asked_at + copies <= kernel.shared_bytes
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=str)
-@pytest.mark.parametrize("columns", [8, 16])
-def test_several_queries_cost_no_block_its_place(columns: int, gpu: GPU) -> None:
-    for name, exact_segments in itertools.product(["int4-g4", "int8-g4", "bf16"], [False, True]):
-        plain = replace(make_spec(name, exact_segments=exact_segments), columns=columns)
-        for one in kernels(plain, gpu):
-            causal = replace(one.spec, causal=True)
-            assert causal.shared_bytes - one.spec.shared_bytes == 4 * columns * causal.warps
-            assert blocks_per_sm(causal, gpu) == one.blocks
-
-
 @given(names, gpus, shapes)
 def test_no_other_number_of_splits_is_cheaper_by_much(
     name: str, gpu: GPU, shape: tuple[int, int]
@@ -318,18 +307,6 @@ def test_a_measured_plan_that_does_not_fit_is_left() -> None:
 
 def row(units: int, capacity: int = 8192, splits: int = 1) -> Tuned:
     return Tuned("NVIDIA H200", "int4-g4/128", "int4-g4/128", units, capacity, splits, 4, 3)
-
-
-def test_lookup_takes_the_nearest_by_logarithm() -> None:
-    rows = [row(32), row(40), row(32, 2048)]
-    formats = ("int4-g4/128", "int4-g4/128")
-    assert lookup(rows, "NVIDIA H200", *formats, 35, 8192) is rows[0]
-    assert lookup(rows, "NVIDIA H200", *formats, 37, 8192) is rows[1]
-    assert lookup(rows, "NVIDIA H200", *formats, 35, 3000) is rows[2]
-    for units, capacity in ((26, 8192), (49, 8192), (32, 1000), (32, 20_000)):
-        assert lookup(rows, "NVIDIA H200", *formats, units, capacity) is None
-    assert lookup(rows, "NVIDIA H100", *formats, 32, 8192) is None
-    assert lookup(rows, "NVIDIA H200", *formats, 32, 8192, 64) is None
 
 
 def test_plans_that_are_shipped_stand_behind_the_users(
