@@ -109,7 +109,7 @@ def test_results_are_those_without_it(lengths: tuple[int, int], kind: RowKind, d
         results = []
         for batch in batches:
             with batch.extend(ids, counts):
-                for layer in range(LAYERS if sum(counts) else 0):
+                for layer in range(batch.cache.num_layers if sum(counts) else 0):
                     batch.append(layer, *rows)
                 results.append(kind.attend(batch, 1, q, return_lse=True))
         (ours, our_lse), (theirs, their_lse) = results
