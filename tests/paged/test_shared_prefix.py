@@ -10,7 +10,7 @@ import torch
 from attend import attend_segments
 from cuda_cases import captured
 from invariants import check_invariants
-from paged_cases import DIM, HEADS, LAYERS, begin, extend, make, new_rows, rows_of
+from paged_cases import DIM, HEADS, begin, extend, make, new_rows, rows_of
 from relative_l2 import relative_l2
 from row_kinds import KINDS, RowKind, planned
 from variant_cases import variant_with

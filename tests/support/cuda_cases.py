@@ -67,14 +67,6 @@ def query(segment: Segment, num_q_heads: int, dtype: torch.dtype = torch.bfloat1
     return torch.randn(batch, num_q_heads, head_dim, device="cuda").to(dtype)
 
 
-def queries(
-    segment: Segment, q_len: int, num_q_heads: int, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """Random queries [batch, q_len, num_q_heads, head_dim]."""
-    batch, head_dim = segment.seq_lens.shape[0], segment.k_format.head_dim
-    return torch.randn(batch, q_len, num_q_heads, head_dim, device="cuda").to(dtype)
-
-
 def captured(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A call in a graph, and what it gives there; its kernel is loaded before."""
     call()

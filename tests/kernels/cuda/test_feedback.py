@@ -13,7 +13,6 @@ import pytest
 import torch
 from append_cases import Case, append, differences, expected, launch_append, make_call, results
 from fake_cuda import STREAM, FakeDriver, arguments_of, install, loaded_specs
-from feedback_cases import make_rows
 
 from kvquant import RowFormat
 from kvquant.errors import ConfigError, ShapeError
@@ -30,8 +29,30 @@ from kvquant.kernels.cuda.append.spec import (
 from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
 from kvquant.ops.quantize import quantize_calibrated
 from kvquant.rows.format import HEAD_DIMS
+from kvquant.rows.quantize import feedback_matrix
 
 FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g8".split()
+
+
+def make_rows(
+    fmt: RowFormat, batch: int, heads: int, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and feedback; a constant row, small ones, and ones that a format cannot hold are among
+    them."""
+    torch.manual_seed(0)
+    dim = fmt.head_dim
+    roots = torch.randn(heads, dim, dim).double() * torch.logspace(0, -1.5, dim).double()
+    feedback = feedback_matrix(roots @ roots.mT + 1e-2 * torch.eye(dim)).float()
+    x = torch.randn(batch, heads, tokens, dim) * torch.logspace(-6, 3, tokens)[:, None]
+    x += torch.randn(batch, heads, tokens, 1)
+    flat = x.view(-1, dim)
+    if len(flat) > 5:
+        flat[1] = 0.25
+        flat[2, dim - 1] = torch.nan
+        flat[3, 0] = torch.inf
+        flat[4] *= 3e4
+        flat[5] = 0.0
+    return x, feedback
 
 
 def make_spec(name: str, head_dim: int = 128, words: str = "", share: int = 1) -> FeedbackSpec:
