@@ -15,7 +15,7 @@ from latent_plans import random_basis
 from kvquant import AttentionVariant, KVCache, LatentKVCache
 from kvquant.cache import warmup
 from kvquant.cache.warmup import Calls
-from kvquant.errors import DeviceError, ShapeError
+from kvquant.errors import ShapeError
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
@@ -24,7 +24,6 @@ from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import attention, mla, transform
-from kvquant.rehearsal import rehearse
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.variant import names_of
 
@@ -181,15 +180,6 @@ def test_a_prompt_without_room_is_left_to_the_append(cuda: FakeDriver) -> None:
     kernels_of([Calls(partial(make, device="meta"), torch.bfloat16, prompts=(700,))], gpu)
     with pytest.raises(ShapeError, match="would grow to 700 tokens"):
         make().append(0, *rows(700, torch.bfloat16))
-
-
-def test_a_cache_on_meta_takes_tokens_in_rehearsals_only() -> None:
-    cache = KVCache(1, BATCH, HEADS, DIM, MAX, device="meta")
-    k = torch.empty(BATCH, HEADS, 1, DIM, device="meta")
-    with pytest.raises(DeviceError, match="a cache on device 'meta' holds no tokens"):
-        cache.append(0, k, k)
-    with rehearse(runtime.GPUS["sm_90"]):
-        cache.append(0, k, k)
 
 
 def test_calls_that_are_not_possible_need_no_kernels(cuda: FakeDriver) -> None:
