@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvquant import AttentionVariant, KVCache, load_cache, save_cache
 from kvquant.cache import layer
 from kvquant.cache.layer import rooms_of
-from kvquant.errors import CheckpointError, ConfigError, ShapeError, UnsupportedError
+from kvquant.errors import CheckpointError, ShapeError, UnsupportedError
 from kvquant.io.container import RowsFile
 from kvquant.io.export import export_cache
 from kvquant.io.manifest import CacheManifest
@@ -247,20 +247,6 @@ def test_other_programs_get_no_part_of_a_sequence(tmp_path: Path) -> None:
     fill(cache, [9])
     with pytest.raises(UnsupportedError, match="layer 0 has a sliding window of 12 tokens"):
         export_cache(cache, tmp_path / "a.safetensors", "bf16")
-
-
-@pytest.mark.parametrize(
-    ("windows", "message"),
-    [
-        ([1], "windows has a length of 1 for 2 layers"),
-        ([0, None], "a window 0 is not"),
-        ([True, None], "True"),
-    ],
-    ids=["one", "zero", "truth"],
-)
-def test_windows_that_cannot_be_are_refused(windows: list[Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        KVCache(2, BATCH, HEADS, DIM, MAX, windows=windows)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
