@@ -480,26 +480,3 @@ def test_a_gpu_holds_the_same_rows_and_attends_to_them(name: str) -> None:
     both.assert_same()
     both.assert_near(16)
     both.there.check()
-
-
-@pytest.mark.gpu
-def test_a_graph_of_a_step_is_replayed() -> None:
-    both = Both("int4-g8+fp8-g4")
-    both.append(70, [70, 1, 40])
-    given = [torch.randn(3, 16, dim).bfloat16().cuda() for dim in both.dims]
-    given += [torch.randn(3, 1, 1, dim).bfloat16().cuda() for dim in both.dims]
-    for _ in range(2):  # kernels are compiled, and then remembered
-        for cache in (both.here, both.there):
-            cache.step(0, *(x.to(cache.device) for x in given), sm_scale=SCALE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = both.there.step(0, *given, sm_scale=SCALE, return_lse=True)
-    for _ in range(45):  # more than the recent window
-        for x in given:
-            x.copy_(torch.randn_like(x))
-        graph.replay()
-        both.here.append(0, *(x.cpu() for x in given[2:]))
-    both.assert_same()
-    pair = given[0].cpu().float(), given[1].cpu().float()
-    options = {"sm_scale": SCALE, "return_lse": True, "backend": "reference"}
-    assert_results(found, both.here.attend(0, *pair, **options), torch.bfloat16)

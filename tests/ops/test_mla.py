@@ -38,7 +38,12 @@ def arguments(case: MlaCase) -> dict[str, Any]:
     """Of the public call: queries without an axis of them where there is one."""
     (one,) = case.segments
     q = case.q_latent, case.q_rope
-    given = {"q_latent": q[0], "q_rope": q[1], "rows": one.k_rows[:, 0], "seq_lens": one.seq_lens}
+    given: dict[str, Any] = {
+        "q_latent": q[0],
+        "q_rope": q[1],
+        "rows": one.k_rows[:, 0],
+        "seq_lens": one.seq_lens,
+    }
     if case.q_lens is None:
         given |= {"q_latent": q[0][:, 0], "q_rope": q[1][:, 0]}
     given |= {"fmt": one.k_format, "sm_scale": case.sm_scale, "q_lens": case.q_lens}
@@ -180,7 +185,7 @@ def test_torch_compile_takes_the_call_as_one_op() -> None:
     given = arguments(case)
     fmt, rows, lens, q_lens = (given[name] for name in ("fmt", "rows", "seq_lens", "q_lens"))
 
-    def attend(q_latent: torch.Tensor, q_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(q_latent: torch.Tensor, q_rope: torch.Tensor) -> Any:
         return mla_decode_attention(**{**given, "q_latent": q_latent, "q_rope": q_rope})
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")

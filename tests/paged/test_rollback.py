@@ -77,7 +77,7 @@ class Rollback(RuleBasedStateMachine):
         return data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=1, unique=True))
 
     def new_rows(self, count: int) -> Rows:
-        return rows_of(self.ours.cache, count)
+        return list(rows_of(self.ours.cache, count))
 
     def new_tokens(self, count: int) -> list[int]:
         """Ids that no token had."""
