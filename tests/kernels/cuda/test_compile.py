@@ -426,6 +426,7 @@ print(*sorted({"numba", "llvmlite"} & {name.split(".")[0] for name in sys.module
 """
 
 
+@pytest.mark.slow
 def test_processes_share_the_folder_and_a_hit_needs_no_numba(tmp_path: FilePath) -> None:
     root = FilePath(__file__).parents[3]
     environment = {**os.environ, "KVQUANT_CACHE_DIR": str(tmp_path)}

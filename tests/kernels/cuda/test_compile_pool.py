@@ -130,7 +130,14 @@ def test_a_process_outlives_the_thread_that_started_it(
     ("columns", "error", "message"),
     [
         (16, UnsupportedError, "^no code for sm_90: newer compilers$"),
-        (24, RuntimeError, r"compiled DecodeSpec\(.* for sm_90 ended with 1: .*AssertionError"),
+        pytest.param(
+            *(
+                24,
+                RuntimeError,
+                r"compiled DecodeSpec\(.* for sm_90 ended with 1: .*AssertionError",
+            ),
+            marks=pytest.mark.slow,  # a process starts in seconds
+        ),
         (32, UnsupportedError, "compiled decode.* was ended by SIGKILL, as where memory runs out"),
     ],
 )
@@ -159,6 +166,7 @@ def test_kernels_that_cannot_be_kept_are_told_and_not_reported_as_done(cache: Pa
         )
 
 
+@pytest.mark.slow
 def test_modules_are_those_of_the_process_that_asks(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
