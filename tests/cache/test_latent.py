@@ -397,86 +397,40 @@ LATENTS = {  # formats and dims; the RoPE part of fp16 rows in fp16, for queries
 }
 
 
-class Both:
-    """A cache on the CPU and one on a GPU, which get the same."""
-
-    def __init__(self, name: str) -> None:
-        self.exact, *self.dims = LATENTS[name]
-        self.dtype = torch.float16 if self.exact == "fp16" else torch.bfloat16
-        options = {"fmt": name, "latent_dim": self.dims[0], "rope_dim": self.dims[1]}
-        options |= {"exact_format": self.exact, "rollback_len": 8}
-        self.here: Any = make_both("cpu", options)
-        self.there: Any = make_both("cuda", options)
-        self.there.num_q_heads = 16
-
-    def append(self, count: int, lens: list[int] | None = None) -> None:
-        """New tokens."""
-        x = [torch.randn(3, 1, count, dim).to(self.dtype) for dim in self.dims]
-        self.here.append(0, *x, lens)
-        self.there.append(0, *(one.cuda() for one in x), lens)
-
-    def assert_same(self) -> None:
-        """Compare lengths, and the bytes of all rows that are in use."""
-        mine, theirs = self.here.layers[0], self.there.layers[0]
-        for name, tensor in mine.tensors().items():
-            if tensor.ndim == 1:
-                assert torch.equal(tensor, theirs.tensors()[name].cpu()), name
-        for one, other in zip(mine.segments_in_order(), theirs.segments_in_order(), strict=True):
-            for b in range(3):
-                for side in "kv":
-                    assert torch.equal(one.rows(b, side), other.rows(b, side).cpu())
-
-    def assert_near(self, *shape: int, q_lens: list[int] | None = None) -> None:
-        """Compare attention with float64."""
-        pair = [torch.randn(3, *shape, dim).to(self.dtype) for dim in self.dims]
-        counts = None if q_lens is None else torch.tensor(q_lens, dtype=torch.int32)
-        options = {"sm_scale": SCALE, "in_step": len(shape) > 1, "return_lse": True}
-        floats = [x.float() for x in pair]  # so that only one result is rounded
-        wanted = self.here.attend(0, *floats, counts, **options, backend="reference")
-        there = None if counts is None else counts.cuda()
-        found = self.there.attend(0, *(x.cuda() for x in pair), there, **options)
-        assert_results(found, wanted, self.dtype)
-
-
-def make_both(device: str, options: dict[str, object]) -> LatentKVCache:
-    """A cache of one of these devices."""
-    return LatentKVCache(1, 3, 400, sink_len=4, recent_len=40, device=device, **options)  # type: ignore[arg-type]
-
-
-def assert_results(
-    found: tuple[torch.Tensor, torch.Tensor],
-    wanted: tuple[torch.Tensor, torch.Tensor],
-    dtype: torch.dtype,
-) -> None:
-    out, lse = (x.cpu().double() for x in found)
-    exact, exact_lse = (x.double() for x in wanted)
-    assert float((out - exact).norm() / exact.norm()) < BOUNDS[dtype]
-    torch.testing.assert_close(lse, exact_lse, atol=1e-3, rtol=1e-4)
-
-
 BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LATENTS)
 def test_a_gpu_holds_the_same_rows_and_attends_to_them(name: str) -> None:
-    both = Both(name)
-    for count, lens in ((1, None), (60, [60, 2, 33]), (200, [190, 200, 0]), (1, None)):
-        both.append(count, lens)
-        both.assert_same()
-        both.assert_near(16)
-    both.append(3, [3, 1, 2])
-    both.assert_near(3, 5, q_lens=[3, 1, 2])
-    both.append(4)
-    both.assert_near(4, 16 if name == "fp8" else 4)  # of more columns than a block has, too
-    for cache in (both.here, both.there):
-        cache.crop(torch.tensor([180, 3, 30]))
-    both.assert_same()
-    both.here, both.there = (cache.fork([1, 2, 0]) for cache in (both.here, both.there))
-    for cache in (both.here, both.there):
-        cache.reorder([2, 0, 1])
-        cache.grow(600)
-    both.append(300)
-    both.assert_same()
-    both.assert_near(16)
-    both.there.check()
+    exact, *dims = LATENTS[name]
+    dtype = torch.float16 if exact == "fp16" else torch.bfloat16
+    options: Any = {"fmt": name, "latent_dim": dims[0], "rope_dim": dims[1], "rollback_len": 8}
+    options |= {"exact_format": exact, "sink_len": 4, "recent_len": 40}
+    caches: list[Any] = [LatentKVCache(1, 3, 400, device=at, **options) for at in ("cpu", "cuda")]
+    for step, lens in enumerate(([1, 1, 1], [60, 2, 33], [190, 200, 0], [3, 1, 2], [4, 4, 4])):
+        new = [torch.randn(3, 1, max(lens), dim).to(dtype) for dim in dims]
+        axes = (3, max(lens), 5) if step > 2 else (3, 16)
+        q = [torch.randn(*axes, dim).to(dtype) for dim in dims]
+        results = []
+        for cache in caches:
+            cache.append(0, *(x.to(cache.device) for x in new), lens)
+            at, counts = cache.device, torch.tensor(lens, dtype=torch.int32)
+            given = [x.to(at, torch.float32 if at.type == "cpu" else dtype) for x in q]
+            how = {"sm_scale": SCALE, "in_step": step > 2, "return_lse": True}
+            how |= {"backend": "reference"} if at.type == "cpu" else {}
+            q_lens = counts.to(at) if step > 2 else None
+            results.append([x.double().cpu() for x in cache.attend(0, *given, q_lens, **how)])
+        (wanted, wanted_lse), (out, lse) = results
+        assert float((out - wanted).norm() / wanted.norm()) < BOUNDS[dtype]
+        torch.testing.assert_close(lse, wanted_lse, atol=1e-3, rtol=1e-4)
+        if step == 3:
+            for cache in caches:
+                cache.crop(torch.tensor([180, 3, 30]))
+                cache.reorder([2, 0, 1])
+                cache.grow(600)
+        for one, other in zip(
+            *(cache.fork([1, 2, 0]).dequantized(0) for cache in caches), strict=True
+        ):
+            assert torch.equal(one, other.cpu())
+    caches[1].check()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fake_cuda import FakeDriver, install_for_caches
-from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
 from slow_cases import mark_slow
 from small_caches import BATCH, make, tokens
 from torch_operations import Operations
@@ -17,7 +15,7 @@ from torch_operations import Operations
 from kvquant import debug
 from kvquant.cache import layer
 from kvquant.ops import slots as slotops
-from kvquant.ops.slots import Lens, Sizes, place_tokens
+from kvquant.ops.slots import Lens, Sizes
 
 # that launch nothing
 WITHOUT_KERNEL = "detach empty empty_strided slice squeeze transpose unbind view"
@@ -100,33 +98,3 @@ def test_cpu_and_debug_mode_take_the_meaning(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-def test_slots_and_lengths_are_those_of_the_cpu(split: Split) -> None:
-    draw, batch = random.Random(1), 5
-    at, other = make_layer(split, batch, "cuda"), make_layer(split, batch)
-    overflow, other_overflow = (
-        torch.zeros(1, dtype=torch.int32, device="cuda"),
-        torch.zeros(1).int(),
-    )
-    for step in range(40):
-        new_tokens = draw.choice([1, 1, 2, 7, 40, 600])
-        lens = random_lens(draw, batch, new_tokens)
-        given = None
-        if lens is not None:
-            dtype = draw.choice([torch.int32, torch.int64])
-            given = torch.tensor(lens, dtype=dtype, device="cuda")
-        slots = place_tokens(at.lens, at.sizes, given, new_tokens, overflow).slots
-        for found, expected in zip(
-            slots, place(other, lens, new_tokens, other_overflow), strict=True
-        ):
-            assert (found is None) == (expected is None)
-            assert found is None or expected is None or torch.equal(found.cpu(), expected)
-        for name, tensor in other.tensors().items():
-            assert torch.equal(tensor, at.tensors()[name].cpu()), (name, step)
-        assert torch.equal(overflow.cpu(), other_overflow)
-        random_crop(draw, other)
-        for name, tensor in other.tensors().items():
-            at.tensors()[name].copy_(tensor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import cuda_cases
 import pytest
 import torch
 from invariants import check_invariants
@@ -22,7 +21,6 @@ from paged_cases import (
     same,
     values,
 )
-from paged_plans import PLANS, make_paged, step_of
 from relative_l2 import relative_l2
 from row_kinds import KINDS
 
@@ -134,39 +132,3 @@ def test_the_host_may_run_ahead() -> None:
             error = (k.transpose(0, 1) - rows[0, at].float()).abs().max()
             assert float(error) < 0.5
     check_invariants(batch.cache)
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("name", ["hadamard", "matrix clip feedback"])
-def test_one_graph_serves_all_steps_of_a_plan(name: str, shared: bool) -> None:
-    caches = [make_paged(PLANS[name], device="cuda", num_pages=30) for _ in range(2)]
-    eager, prefill = (PagedBatch(cache, 4, 100) for cache in caches)
-    batch = PagedBatch(caches[1], 4, shared_prefix=shared)
-    k, v = (torch.empty(4, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    q = torch.empty(4, 4, DIM, device="cuda", dtype=torch.bfloat16)
-    for x in (k, v, q):
-        x.fill_(torch.nan)  # no place is in use while the graph is captured
-    with batch.extend([]):
-        graph, found = cuda_cases.captured(lambda: step_of(batch, k, v, q))
-    for sequence, count in (("a", 40), ("c", 0), ("d", 61)):
-        rows = new_rows(count, "cuda")
-        for at in (eager, prefill):
-            at.cache.allocate(sequence)
-            extend(at, [sequence], count, rows=rows)
-    for cache in caches:
-        cache.fork("a", "b")
-    for ids in changing_steps(caches, 30):
-        for x in (k, v, q):
-            x.copy_(torch.randn(x.shape))
-        with batch.extend(ids):
-            graph.replay()
-        with eager.extend(ids):
-            expected = step_of(eager, k, v, q)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert relative_l2(ours[: len(ids)], theirs[: len(ids)]) < (2e-2 if shared else 1e-3)
-        for out, lse in zip(found[::2], found[1::2], strict=True):
-            assert not out[len(ids) :].any() and bool((lse[len(ids) :] == -torch.inf).all())
-    for one in caches[0].ids:
-        assert same(values(caches[1], one), values(caches[0], one))
-    assert caches[1].bad_rows.tolist() == [0, 0]
-    check_invariants(caches[1])
