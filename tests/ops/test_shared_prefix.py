@@ -224,18 +224,3 @@ def test_nothing_is_merged_of_a_prefix_for_nobody(cuda: FakeDriver) -> None:
     combine(out, lse, prefix_out, prefix_lse, torch.tensor([4, 0, 2]))
     combine(out, lse, prefix_out[:, :, :0], prefix_lse[:, :, :0], None)
     assert [(note.grid, note.block) for note in cuda.launched] == [((6, 1, 1), (128, 1, 1))]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", [2, 6, 32])
-@pytest.mark.parametrize("sharing", [(0, 1, 2, 3), (3, 0, 2), ()], ids=["all", "some", "none"])
-def test_on_a_gpu(sharing: tuple[int, ...], heads: int, dtype: torch.dtype) -> None:
-    prefix, own, whole = shared(900, (90, 1, 200, 17), sharing, "cuda")
-    members = None if len(sharing) == 4 else torch.tensor(sharing, dtype=torch.int64).cuda()
-    q = torch.randn(4, heads, 64, device="cuda").to(dtype)
-    found: Any = attend_shared(q, prefix, [own], members=members, return_lse=True)
-    expected: Any = attend_segments(q, [whole], return_lse=True, backend="reference")
-    limit = {torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]  # rounded twice
-    assert relative_l2(found[0], expected[0]) < limit
-    assert float((found[1] - expected[1]).abs().max()) < 2e-3

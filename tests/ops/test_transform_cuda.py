@@ -16,18 +16,6 @@ from kvquant.ops import transform
 from kvquant.rows.basis import Basis, LayerBasis
 
 
-def make_cache(kind: str, device: str) -> KVCache:
-    """A cache of 16-bit rows of 23, 4 and 0 tokens, and its basis."""
-    torch.manual_seed(4)
-    matrix = torch.eye(64) + 0.05 * torch.randn(2, 64, 64) if kind == "matrix" else None
-    basis = Basis(torch.randn(2, 64), kind, matrix)
-    options = {"k_format": "bf16", "v_format": "bf16", "device": device}
-    cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)], **options)  # type: ignore[arg-type]
-    k, v = torch.randn(2, 3, 2, 23, 64).bfloat16().to(device)
-    cache.append(0, k, v, [23, 4, 0])
-    return cache
-
-
 def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install(monkeypatch)
     monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
@@ -56,25 +44,6 @@ def test_compiled_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatc
     assert isinstance(out, torch.Tensor) and out.shape == q.shape and len(cuda.launched) == 2
     with pytest.raises(Exception, match="query heads do not fit the 2 KV heads"):
         compiled(q[:, :5])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
-def test_attention_in_a_basis_is_that_of_the_cpu(kind: str) -> None:
-    on_gpu, on_cpu = make_cache(kind, "cuda"), make_cache(kind, "cpu")
-    q = torch.randn(3, 8, 64).bfloat16()
-    q[2] = torch.nan
-    expected, given = (
-        cache.attend(0, one, return_lse=True)
-        for cache, one in ((on_cpu, q.float()), (on_gpu, q.cuda()))
-    )
-    assert relative_l2(given[0].cpu(), expected[0]) < 8e-3
-    torch.testing.assert_close(given[1].cpu(), expected[1], atol=0.02, rtol=0)
-    assert not given[0][2].any() and bool((given[1][2] == -torch.inf).all())
-    alone = on_gpu.attend(0, q.cuda())
-    assert isinstance(alone, torch.Tensor) and relative_l2(alone, given[0]) < 1e-3
-    slow = on_gpu.attend(0, q.cuda(), backend="reference")
-    assert isinstance(slow, torch.Tensor) and relative_l2(alone, slow) < 8e-3
 
 
 @pytest.mark.gpu

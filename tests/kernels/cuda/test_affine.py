@@ -289,13 +289,3 @@ def test_encoded_rows_on_a_gpu_are_those_of_float64(head_dim: int, dtype: torch.
         check_encoded(y, given)
         alone = launching.encode_rows(x[tokens // 2 :], matrix, offset)
         assert torch.equal(alone, y[tokens // 2 :]), "a row depends on the others"
-
-
-@pytest.mark.gpu
-def test_rows_at_odd_places_are_copied_first() -> None:
-    x, matrix, offset, lens = make(128, 3, words="matrix offset", device="cuda")
-    odd = torch.empty(1 + x.numel(), dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
-    crossed = x.mT.contiguous().mT
-    expected = launching.affine_rows(x, matrix, offset, lens)
-    for given in (odd, crossed):
-        assert torch.equal(launching.affine_rows(given, matrix, offset, lens), expected)

@@ -27,32 +27,9 @@ from kvquant.kernels.cuda.append.spec import (
     make_feedback_spec,
 )
 from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
-from kvquant.ops.quantize import quantize_calibrated
 from kvquant.rows.format import HEAD_DIMS
-from kvquant.rows.quantize import feedback_matrix
 
 FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g8".split()
-
-
-def make_rows(
-    fmt: RowFormat, batch: int, heads: int, tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and feedback; a constant row, small ones, and ones that a format cannot hold are among
-    them."""
-    torch.manual_seed(0)
-    dim = fmt.head_dim
-    roots = torch.randn(heads, dim, dim).double() * torch.logspace(0, -1.5, dim).double()
-    feedback = feedback_matrix(roots @ roots.mT + 1e-2 * torch.eye(dim)).float()
-    x = torch.randn(batch, heads, tokens, dim) * torch.logspace(-6, 3, tokens)[:, None]
-    x += torch.randn(batch, heads, tokens, 1)
-    flat = x.view(-1, dim)
-    if len(flat) > 5:
-        flat[1] = 0.25
-        flat[2, dim - 1] = torch.nan
-        flat[3, 0] = torch.inf
-        flat[4] *= 3e4
-        flat[5] = 0.0
-    return x, feedback
 
 
 def make_spec(name: str, head_dim: int = 128, words: str = "", share: int = 1) -> FeedbackSpec:
@@ -191,28 +168,6 @@ def test_another_kind_of_matrix_is_checked_again(cuda: FakeDriver, case: Case, c
 
 
 # On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "head_dim"),
-    [
-        *((name, 128) for name in FORMATS),
-        *((name, head_dim) for name in ("int4-g8", "int8") for head_dim in HEAD_DIMS),
-    ],
-)
-@pytest.mark.parametrize("shape", [(2, 3, 7), (1, 3, 4001)], ids=["few", "many"])
-def test_bytes_are_those_of_the_meaning(
-    name: str, head_dim: int, shape: tuple[int, int, int]
-) -> None:
-    fmt = RowFormat.parse(name, head_dim)
-    x, feedback = make_rows(fmt, *shape)
-    clip = torch.linspace(0.8, 1.0, shape[1])
-    for ratio in (None, clip):
-        wanted = quantize_calibrated(x, fmt, clip=ratio, feedback=feedback)
-        on_gpu = None if ratio is None else ratio.cuda()
-        got = quantize_calibrated(x.cuda(), fmt, clip=on_gpu, feedback=feedback.cuda())
-        assert torch.equal(got.cpu(), wanted)
 
 
 @pytest.mark.gpu

@@ -583,13 +583,6 @@ def test_a_rehearsal_cuts_work_as_a_call_does(name: str, monkeypatch: pytest.Mon
         assert found[0] == found[1] == found[2]
 
 
-def test_splits_fill_the_gpu_but_not_more_than_pays() -> None:
-    assert launching.splits_of(64, 8192, 132, 96) == 2
-    assert launching.splits_of(200, 8192, 132, 96) == 1
-    assert launching.splits_of(1, 1 << 15, 132, 96) == 132
-    assert launching.splits_of(1, 64, 132, 32) == 1
-
-
 def test_every_format_fits_every_gpu() -> None:
     for arch, gpu in GPUS.items():
         for name in FORMATS:

@@ -34,7 +34,6 @@ from mla_calls import (
 from mla_cases import make_mla
 
 from kvquant import LatentFormat
-from kvquant.kernels.cuda.mla import launch as launching
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
@@ -233,15 +232,6 @@ def test_many_heads_of_few_sequences_take_fewer_splits_in_place_of_the_other_ker
         note = cuda.launched.pop()
         assert (note.block == (512, 1, 1)) == (grid is not None), (batch, tokens, heads)
         assert grid is None or note.grid == grid
-
-
-def test_splits_of_many_heads_are_long_enough() -> None:
-    assert launching.wide_splits_of(132, 131072) == 128, "as long as of 132: 16 tiles"
-    assert launching.wide_splits_of(132, 1 << 30) == 132
-    assert launching.wide_splits_of(66, 32768) == 64
-    assert launching.wide_splits_of(132, 32768) == 64
-    assert launching.wide_splits_of(132, 25000) == 0, "too few blocks"
-    assert launching.wide_splits_of(1, 512) == 1 and launching.wide_splits_of(1, 511) == 0
 
 
 # On a GPU

@@ -350,17 +350,3 @@ def test_a_graph_serves_other_lengths_pages_and_members() -> None:
         graph.replay()
         assert relative_l2(out[:count], case.out[:count]) < 3e-3
         assert bool((lse[count:] == -torch.inf).all()) and not out[count:].any()
-
-
-@pytest.mark.gpu
-def test_torch_compile_takes_it_whole() -> None:
-    case = make_prefix("int4-g4", 128, 16, (8, 2), 500, device="cuda")
-    own = nothing_of_its_own(case)
-
-    @torch.compile(fullgraph=True)
-    def step(q: torch.Tensor, members: torch.Tensor) -> Any:
-        return attend_shared(q * 1.0, case.prefix, [own], members=members, return_lse=True)
-
-    out, lse = step(case.q, torch.arange(16).cuda())
-    assert relative_l2(out, case.out) < 3e-3
-    torch.testing.assert_close(lse.double(), case.lse, rtol=1e-4, atol=1e-3)
