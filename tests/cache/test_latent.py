@@ -417,7 +417,7 @@ def test_a_gpu_holds_the_same_rows_and_attends_to_them(name: str) -> None:
             cache.append(0, *(x.to(cache.device) for x in new), lens)
             at, counts = cache.device, torch.tensor(lens, dtype=torch.int32)
             given = [x.to(at, torch.float32 if at.type == "cpu" else dtype) for x in q]
-            how = {"sm_scale": SCALE, "in_step": step > 2, "return_lse": True}
+            how: Any = {"sm_scale": SCALE, "in_step": step > 2, "return_lse": True}
             how |= {"backend": "reference"} if at.type == "cpu" else {}
             q_lens = counts.to(at) if step > 2 else None
             results.append([x.double().cpu() for x in cache.attend(0, *given, q_lens, **how)])
