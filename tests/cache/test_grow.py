@@ -6,22 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from small_caches import rounding_basis
 
 from kvquant import KVCache
 from kvquant.cache import layer, row_stacks
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
-from kvquant.rows.basis import Basis, LayerBasis
-from kvquant.rows.quantize import feedback_matrix
 
 HEADS, DIM, MAX = 2, 64, 400
 NAMES = "seq_lens", "packed_lens", "exact_lens", "starts", "exact_firsts", "seen_lens", "firsts"
-
-
-def rounding_basis() -> LayerBasis:
-    roots = torch.randn(HEADS, DIM, DIM).double()
-    feedback = feedback_matrix(roots @ roots.mT + 0.1 * torch.eye(DIM)).float()
-    k = Basis(torch.randn(HEADS, DIM), "hadamard", clip=torch.full((HEADS,), 0.9))
-    return LayerBasis(k, Basis(torch.randn(HEADS, DIM), "none", feedback=feedback))
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -17,27 +17,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from slow_cases import mark_slow
+from small_caches import rounding_basis
 
 from kvquant import KVCache, load_cache, quantize_rows, save_cache
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
 from kvquant.io.inspect import describe
-from kvquant.rows.basis import Basis, LayerBasis
-from kvquant.rows.quantize import feedback_matrix
 
 BATCH, HEADS, DIM, MAX, MOST = 2, 2, 64, 300, 64
 ROWS = {"k_format": "int4-g4", "v_format": "int8"}
 RELATIVE = 0.15  # what a token that is packed a step early may change of a result, int4-g4
-
-
-def rounding_bases() -> list[LayerBasis]:
-    """Of two layers: an offset, a rotation, clip ratios and feedback. No matrix, whose products
-    depend in their last bits on how many rows are multiplied."""
-    torch.manual_seed(5)
-    roots = torch.randn(HEADS, DIM, DIM).double()
-    feedback = feedback_matrix(roots @ roots.mT + 0.1 * torch.eye(DIM)).float()
-    k = Basis(torch.randn(HEADS, DIM), "hadamard", clip=torch.full((HEADS,), 0.9))
-    return [LayerBasis(k, Basis(torch.randn(HEADS, DIM), "none", feedback=feedback))] * 2
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -47,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "packed only": {"sink_len": 0, "recent_len": 0},
     "sinks only": {"sink_len": 3, "recent_len": 0},
     "windows": {"sink_len": 3, "recent_len": 8, "windows": [20, None]},
-    "plan": {"sink_len": 3, "recent_len": 8, "bases": rounding_bases()},
+    "plan": {"sink_len": 3, "recent_len": 8, "bases": [rounding_basis()] * 2},
 }
 
 

@@ -33,6 +33,26 @@ def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> Non
         cache.attend(0, torch.zeros(3, 5, 64).bfloat16())
 
 
+def test_several_queries_turn_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install(monkeypatch)
+    monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
+    basis = Basis(torch.ones(2, 64), "hadamard")
+    cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)])
+    cache.append(0, *torch.randn(2, 3, 2, 1, 64))
+    q_lens = torch.tensor([4, 1, 0], dtype=torch.int32)
+    for return_lse in (False, True):
+        cuda.launched.clear()
+        found = cache.attend(0, torch.zeros(3, 4, 6, 64).bfloat16(), q_lens, return_lse=return_lse)
+        out = found[0] if return_lse else found
+        assert isinstance(out, torch.Tensor) and out.shape == (3, 4, 6, 64)
+        assert len(cuda.launched) == 2
+        assert not cuda.launched[-1].overlaps, "what queries see was computed since"
+        for launched in cuda.launched:
+            assert launched.grid == cuda.launched[0].grid and launched.grid[0] >= 1
+            given = arguments_of(AffineSpec(64), launched.arguments)
+            assert bool(given["seq_lens"]) == (launched is cuda.launched[-1])
+
+
 def test_compiled_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install(monkeypatch)
     monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: backend != "reference")
